@@ -18,6 +18,7 @@ import torch
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.support.arrays import I64
 
 if TYPE_CHECKING:
     from cuvee.codec.format.container import Header, Scheme
@@ -34,12 +35,14 @@ class Coding:
         scheme: lossless, transform or generic.
         step_index: 0 for lossless.
         dtype: the blob's, of the values.
+        predicted: whether the blob holds token ids, from which a part of the cache is predicted.
     """
 
     profile: Profile
     scheme: Scheme
     step_index: int
     dtype: str
+    predicted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class EncodeRequest:
         tokens: T.
         start: position of the first token.
         offsets: octaves `[T]` by which each token's step is coarser, on the CPU; None leaves that to the profile.
+        token_ids: `[T]`; None if nothing is predicted from them.
     """
 
     cache: PagedCache
@@ -59,6 +63,7 @@ class EncodeRequest:
     tokens: int
     start: int
     offsets: torch.Tensor | None = None
+    token_ids: I64 | None = None
 
     @property
     def every_slot(self) -> torch.Tensor:
@@ -81,6 +86,7 @@ class DecodeRequest:
             dense cache, in order.
         start: position that the first token of `span` gets.
         number: of the blob in its call, for messages.
+        token_ids: of all tokens of the blob, `[T]`; None if it holds none.
     """
 
     blob: bytes | memoryview
@@ -92,6 +98,7 @@ class DecodeRequest:
     slots: torch.Tensor | None
     start: int
     number: int = 0
+    token_ids: I64 | None = None
 
     def part(self, span: range) -> DecodeRequest:
         """Return the request for some of the tokens only; `span` lies within this one's."""

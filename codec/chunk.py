@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.support.arrays import I64
+from cuvee.codec.token_ids import as_token_ids
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -20,11 +23,14 @@ class KVChunk:
         values: the same, with each layer's value size.
         layout: layout of the model.
         start: position of the first token.
+        token_ids: ids of the tokens, `[T]` integers, `cuvee.NO_TOKEN` for a token without one; None if unknown. With
+            them, a profile with a token table makes smaller blobs.
 
     The chunk keeps views of the tensors and copies nothing.
 
     Raises:
-        InputError: wrong count, shape, dtype or device, no tokens, or positions the model does not have.
+        InputError: wrong count, shape, dtype or device, no tokens, positions that the model does not have, or negative
+            token ids.
 
     Example:
         >>> from cuvee import LayerLayout
@@ -39,6 +45,7 @@ class KVChunk:
     layout: KVLayout = field(repr=False)
     start: int
     tokens: int
+    token_ids: I64 | None = field(repr=False)
 
     def __init__(
         self,
@@ -46,6 +53,7 @@ class KVChunk:
         values: torch.Tensor | Sequence[torch.Tensor],
         layout: KVLayout,
         start: int = 0,
+        token_ids: object = None,
     ) -> None:
         if not isinstance(layout, KVLayout):
             raise InputError(f"layout: must be a KVLayout, got {layout!r}")
@@ -75,24 +83,36 @@ class KVChunk:
                 f"start: must leave room for {tokens} tokens among the {layout.max_positions} positions of the model "
                 f"({layout.model_type}, KVLayout.max_positions), got {start}"
             )
-        self._hold(key_layers, value_layers, layout, start)
+        ids = None if token_ids is None else as_token_ids(token_ids, tokens, "token_ids")
+        self._hold(key_layers, value_layers, layout, start, ids)
 
     def _hold(
-        self, keys: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...], layout: KVLayout, start: int
+        self,
+        keys: tuple[torch.Tensor, ...],
+        values: tuple[torch.Tensor, ...],
+        layout: KVLayout,
+        start: int,
+        token_ids: I64 | None,
     ) -> None:
         object.__setattr__(self, "keys", keys)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "tokens", len(keys[0]))
+        object.__setattr__(self, "token_ids", token_ids)
 
     @classmethod
     def unchecked(
-        cls, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], layout: KVLayout, start: int
+        cls,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        layout: KVLayout,
+        start: int,
+        token_ids: I64 | None = None,
     ) -> KVChunk:
         """Make a chunk of tensors that are known to fit: nothing is validated."""
         chunk = cls.__new__(cls)
-        chunk._hold(tuple(keys), tuple(values), layout, start)
+        chunk._hold(tuple(keys), tuple(values), layout, start, token_ids)
         return chunk
 
     @property
@@ -119,11 +139,12 @@ class KVChunk:
         if type(t0) is not int or type(t1) is not int or not 0 <= t0 < t1 <= self.tokens:
             raise InputError(f"t0, t1: must be 0 <= t0 < t1 <= {self.tokens}, got {t0!r}, {t1!r}")
         keys, values = ([layer[t0:t1] for layer in unit] for unit in (self.keys, self.values))
-        return KVChunk.unchecked(keys, values, self.layout, self.start + t0)
+        ids = None if self.token_ids is None else self.token_ids[t0:t1]
+        return KVChunk.unchecked(keys, values, self.layout, self.start + t0, ids)
 
     @classmethod
     def concat(cls, chunks: Sequence[KVChunk]) -> KVChunk:
-        """Join adjacent chunks into one, which holds copies.
+        """Join adjacent chunks into one, which holds copies. It has token ids if all chunks have them.
 
         Raises:
             InputError: no chunks, a gap or overlap, or chunks of different layouts.
@@ -139,11 +160,13 @@ class KVChunk:
                     f"chunks[{index}]: must start at {chunks[index - 1].end}, where chunks[{index - 1}] ends, got "
                     f"{chunks[index].start}: pass adjacent chunks in order"
                 )
+        ids = [chunk.token_ids for chunk in chunks if chunk.token_ids is not None]
         return cls(
             [torch.cat(layer) for layer in zip(*(chunk.keys for chunk in chunks), strict=True)],
             [torch.cat(layer) for layer in zip(*(chunk.values for chunk in chunks), strict=True)],
             layout,
             chunks[0].start,
+            np.concatenate(ids) if len(ids) == len(chunks) else None,
         )
 
 

@@ -30,7 +30,16 @@ from cuvee.codec.backends import (
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileMismatchError, allocations
-from cuvee.codec.format.container import Header, Scheme, plain_bytes, read_header, verify_tag, write_blob
+from cuvee.codec.format.container import (
+    Header,
+    Scheme,
+    plain_bytes,
+    read_header,
+    read_token_ids,
+    verify_tag,
+    write_blob,
+    write_token_ids,
+)
 from cuvee.codec.format.keys import make_keys
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
@@ -38,6 +47,8 @@ from cuvee.codec.profiles.class_predictor import importance_offsets
 from cuvee.codec.profiles.profile import ID_BYTES, Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, one_request
 from cuvee.codec.stages.implementations import stage_names
+from cuvee.codec.support.arrays import I64
+from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +172,8 @@ class Codec:
         self._backends: dict[str, Backend] = {}
         on_host = backend if backend in stage_names() else "auto"
         host = get_backend(on_host, "cpu", self.threads)
-        host.prepare(self._coding_of(profile.layout.dtype))  # a step beyond the plan fails here, not later
+        # A step beyond the plan fails here, not later.
+        host.prepare(self._coding_of(profile.layout.dtype, profile.token_table is not None))
         if backend in ("auto", host.name):
             self._backends["cpu"] = host
 
@@ -205,11 +217,17 @@ class Codec:
         """8 bytes that identify each key without revealing it, the writing key first; empty without `key=`."""
         return tuple(key.id for key in self._keys)
 
-    def encode(self, chunk: KVChunk, *, importance: object = None, associated_data: bytes = b"") -> bytes:
+    def encode(
+        self, chunk: KVChunk, *, tokens: object = None, importance: object = None, associated_data: bytes = b""
+    ) -> bytes:
         """Compress a chunk into one blob, on the device where the chunk is.
 
         Args:
-            chunk: the tokens to compress.
+            chunk: the chunk to compress.
+            tokens: ids of the chunk's tokens, `[T]` integers, `cuvee.NO_TOKEN` for a token without one. If all tokens
+                have ids, a profile with a token table makes the blob smaller, and the blob holds them, so that
+                decoding needs nothing new. Any other profile, and lossless coding, ignores them. Default:
+                `chunk.token_ids`.
             importance: weight of a squared error on each token, `[T]` non-negative numbers of which only the ratios
                 matter: for example the attention that the token received. Replaces the profile's prediction. Default:
                 the profile predicts. A lossless codec needs none.
@@ -219,13 +237,16 @@ class Codec:
         Raises:
             ProfileMismatchError: the chunk's layout is not the profile's.
             InputError: values that a lossy quality cannot code (NaN, infinite); importance of another length,
-                negative, or not finite, or with a profile that is not learned; `associated_data` without a key.
+                negative, or not finite, or with a profile that is not learned; token ids of another number, or outside
+                the vocabulary; `associated_data` without a key.
         """
         self.profile.check_layout(chunk.layout)
         self._check_associated(associated_data)
         start = self._check_start(chunk.start, chunk.tokens)
         cache, offsets = PagedCache.of_chunk(chunk), self._offsets(importance, chunk.tokens)
-        return self._encode(cache, [EncodeRequest(cache, None, chunk.tokens, start, offsets)], [associated_data])[0]
+        ids = self._token_ids(chunk.token_ids if tokens is None else tokens, chunk.tokens)
+        request = EncodeRequest(cache, None, chunk.tokens, start, offsets, ids)
+        return self._encode(cache, [request], [associated_data])[0]
 
     def decode(
         self,
@@ -376,6 +397,7 @@ class Codec:
         slots: Sequence[torch.Tensor],
         starts: Sequence[int],
         *,
+        tokens: Sequence[object] | None = None,
         importance: Sequence[object] | None = None,
         associated_data: Sequence[bytes] | None = None,
     ) -> list[bytes]:
@@ -385,6 +407,7 @@ class Codec:
             cache: holds the tokens.
             slots: for each chunk, int64 `[T]` on the cache's device: the slots of its tokens, in order.
             starts: for each chunk, the position of its first token.
+            tokens: for each chunk, the ids of its tokens as in `encode`, or None; default: no chunk has ids.
             importance: for each chunk, as in `encode`.
             associated_data: for each chunk, as in `encode`.
 
@@ -397,17 +420,17 @@ class Codec:
         self.profile.check_layout(cache.layout)
         if len(slots) != len(starts):
             raise InputError(f"starts: must be one for each of the {len(slots)} chunks in slots, got {len(starts)}")
-        weights = [None] * len(slots) if importance is None else list(importance)
-        if len(weights) != len(slots):
-            raise InputError(f"importance: must be one for each of the {len(slots)} chunks, got {len(weights)}")
+        weights = _each("importance", importance, len(slots))
+        ids = _each("tokens", tokens, len(slots))
         bound = self._each_associated(associated_data, len(slots))
         requests = []
-        for at, given, weight in zip(slots, starts, weights, strict=True):
-            tokens = len(cache.check_slots(at))
-            if not tokens:
+        for at, given, weight, own_ids in zip(slots, starts, weights, ids, strict=True):
+            count = len(cache.check_slots(at))
+            if not count:
                 raise InputError("slots: must name at least one token per chunk, got none")
-            start = self._check_start(given, tokens)
-            requests.append(EncodeRequest(cache, at, tokens, start, self._offsets(weight, tokens)))
+            start = self._check_start(given, count)
+            offsets, token_ids = self._offsets(weight, count), self._token_ids(own_ids, count)
+            requests.append(EncodeRequest(cache, at, count, start, offsets, token_ids))
         return self._encode(cache, requests, bound)
 
     def decode_paged(
@@ -452,8 +475,9 @@ class Codec:
             kept = opened.start
             start = self._check_move(opened, kept, kept if starts is None else starts[number], opened.tokens)
             request = DecodeRequest(
-                opened.blob, opened.header, opened.layout, range(opened.tokens), layers, cache, at, start, number
-            )
+                opened.blob, opened.header, opened.layout, range(opened.tokens), layers, cache, at, start, number,
+                self._stored_ids(opened),
+            )  # fmt: skip
             work[self._coding(opened.header)].append(request)
         backend = self._backend(cache.device.type)
         with allocations(f"decoding {sum(map(len, slots))} tokens"):
@@ -462,12 +486,19 @@ class Codec:
     def _encode(self, cache: PagedCache, requests: Sequence[EncodeRequest], bound: Sequence[bytes]) -> list[bytes]:
         """Return the blobs of chunks of a cache, each bound to its associated data."""
         layout, backend = cache.layout, self._backend(cache.device.type)
-        chunks = backend.encode(self._coding_of(layout.dtype), requests) if requests else []
+        chunks: list[list[bytes]] = [[]] * len(requests)
+        for predicted in (False, True):
+            own = [i for i, request in enumerate(requests) if (request.token_ids is not None) == predicted]
+            coding = self._coding_of(layout.dtype, predicted)
+            coded = backend.encode(coding, [requests[i] for i in own]) if own else []
+            for i, sections in zip(own, coded, strict=True):
+                chunks[i] = sections
         profile = bytes(ID_BYTES) if self.lossless else self.profile.id
         return [
             write_blob(
                 self._scheme, layout.dtype, request.tokens, request.start, self.step_index, layout.values_per_token,
                 layout.fingerprint, profile, sections, self._keys[0] if self._keys else None, to,
+                self._ids_to_store(request.token_ids),
             )
             for request, sections, to in zip(requests, chunks, bound, strict=True)
         ]  # fmt: skip
@@ -490,17 +521,47 @@ class Codec:
         backend = self._backend(device.type if target is None else target.device.type)
         with allocations(f"decoding {len(span)} tokens"):
             cache = target or PagedCache.empty(opened.layout, len(span), layers, device)
-            request = DecodeRequest(opened.blob, opened.header, opened.layout, span, layers, cache, None, start)
+            ids = self._stored_ids(opened)
+            request = DecodeRequest(
+                opened.blob, opened.header, opened.layout, span, layers, cache, None, start, token_ids=ids
+            )
             backend.decode(coding, [request])()
-        return cache.chunk(None, start)
+        return cache.chunk(None, start, None if ids is None else ids[span.start : span.stop])
+
+    def _token_ids(self, given: object, tokens: int) -> I64 | None:
+        """Return checked ids; None if a token has none, or if nothing is predicted from them."""
+        table = None if self.lossless else self.profile.token_table
+        ids = None if given is None else as_token_ids(given, tokens)
+        if table is None:
+            return None
+        if ids is None or ids.min() == NO_TOKEN:
+            _warn_of_no_ids()
+            return None
+        if ids.max() >= table.vocabulary:
+            raise InputError(
+                f"tokens: must be below {table.vocabulary}, the vocabulary of the profile's model, got {ids.max()}"
+            )
+        return ids
+
+    def _ids_to_store(self, token_ids: I64 | None) -> bytes:
+        table = self.profile.token_table
+        return b"" if token_ids is None or table is None else write_token_ids(token_ids, table.vocabulary)
+
+    def _stored_ids(self, opened: OpenBlob) -> I64 | None:
+        table = self.profile.token_table
+        if table is None:
+            if opened.header.token_id_bytes:
+                raise FormatError("header: must list no token ids, which the profile has no table for")
+            return None
+        return read_token_ids(opened.blob, opened.header, table.vocabulary)
 
     def _backend(self, device_type: str) -> Backend:
         if device_type not in self._backends:
             self._backends[device_type] = get_backend(self._backend_name, device_type, self.threads)
         return self._backends[device_type]
 
-    def _coding_of(self, dtype: str) -> Coding:
-        return Coding(self.profile, self._scheme, self.step_index, dtype)
+    def _coding_of(self, dtype: str, predicted: bool) -> Coding:
+        return Coding(self.profile, self._scheme, self.step_index, dtype, predicted and not self.lossless)
 
     def _opened(self, blob: bytes | memoryview | OpenBlob, associated_data: bytes) -> OpenBlob:
         if not isinstance(blob, OpenBlob):
@@ -532,7 +593,8 @@ class Codec:
             raise FormatError(
                 f"header: must be of a scheme of a {self.profile.source} profile, got {header.scheme.name.lower()}"
             )
-        return Coding(self.profile, header.scheme, self.profile.check_step_index(header.step_index), header.dtype)
+        step_index, predicted = self.profile.check_step_index(header.step_index), header.token_id_bytes > 0
+        return Coding(self.profile, header.scheme, step_index, header.dtype, predicted)
 
     def _check_layers(self, layers: range) -> range:
         return _within("layers", layers, self.profile.layout.num_layers, "of the model")
@@ -638,6 +700,14 @@ def _dense_output(
     return cache
 
 
+def _each(name: str, given: Sequence[object] | None, count: int) -> list[object]:
+    """Return what a caller gave for each of `count` chunks: as many times None if nothing was given."""
+    each: list[object] = [None] * count if given is None else list(given)
+    if len(each) != count:
+        raise InputError(f"{name}: must be one for each of the {count} chunks, got {len(each)}")
+    return each
+
+
 def _within(name: str, wanted: object, count: int, of: str) -> range:
     """Return `wanted` if it is a range without gaps, not empty, and within `count`; raise InputError otherwise."""
     if not isinstance(wanted, range):
@@ -666,6 +736,16 @@ def _warn_of_no_promise(quality: str, source: str) -> None:
         "quality='lossless' needs none",
         quality, PRESET_KL[quality], source,
     )  # fmt: skip
+
+
+@cache
+def _warn_of_no_ids() -> None:
+    """Warn once per process."""
+    _log.warning(
+        "a chunk without token ids, or with a token that has none, is coded with a profile that predicts from tokens: "
+        "its blob is larger, and its KL may exceed the profile's curve. Pass tokens=, or learn the profile with "
+        "predict_tokens=False"
+    )
 
 
 def check_tokens(tokens: int, max_tokens: int | None) -> None:

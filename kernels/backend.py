@@ -69,11 +69,10 @@ class DeviceScheme(Protocol):
         self,
         cache: PagedCache,
         slots: Sequence[torch.Tensor],
-        starts: Sequence[int],
-        offsets: Sequence[torch.Tensor | None],
+        requests: Sequence[EncodeRequest],
         first_chunk: int,
     ) -> list[list[bytes]]:
-        """Return the encoded sections of each chunk; chunks count from `first_chunk`. See `Backend.encode`."""
+        """Return the encoded sections of each chunk, which lie at `slots`; chunks count from `first_chunk`."""
         ...
 
 
@@ -108,14 +107,14 @@ class TritonBackend:
     def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> list[list[bytes]]:
         """See `Backend.encode`."""
         out: list[list[bytes]] = []
-        cache, starts, offsets = requests[0].cache, [r.start for r in requests], [r.offsets for r in requests]
+        cache = requests[0].cache
         refuse_capture(cache.device)
         with current(cache.device), torch.no_grad(), settled(cache.device):
             scheme = self._scheme(coding, cache)
             slots = [request.every_slot for request in requests]
             weights = [scheme.encode_bytes(_check_tokens(request.tokens)) for request in requests]
             for run in batches(weights, self.workspace_bytes, MAX_GRID):
-                out += scheme.encode(cache, slots[run], starts[run], offsets[run], run.start)
+                out += scheme.encode(cache, slots[run], requests[run], run.start)
         return out
 
     def decode(self, coding: Coding, requests: Sequence[DecodeRequest]) -> Callable[[], None]:
@@ -150,7 +149,8 @@ class TritonBackend:
     def _scheme(self, coding: Coding, cache: PagedCache) -> DeviceScheme:
         # A bfloat16 product is as precise as a bfloat16 or FP8 cache; float16 has a longer mantissa.
         product = torch.bfloat16 if cache.dtype == torch.bfloat16 or cache.scaled else torch.float32
-        key = (coding.profile.id, coding.scheme, coding.step_index, coding.dtype, cache.device, product)
+        how = (coding.scheme, coding.step_index, coding.dtype, coding.predicted)
+        key = (coding.profile.id, how, cache.device, product)
         with self._making:
             if key not in self._schemes:
                 self._schemes[key] = self._make(coding, cache, product)
@@ -166,7 +166,8 @@ class TritonBackend:
             return LosslessDevice(layout, Geometry(layout, partition(layout, "unit"), device), device)
         tables = self._family_tables(coding.profile.family, device)
         if coding.scheme is Scheme.TRANSFORM:
-            return TransformDevice(coding, TransformPlan(coding.profile, coding.step_index, device, product), tables)
+            plan = TransformPlan(coding.profile, coding.step_index, device, product, coding.predicted)
+            return TransformDevice(coding, plan, tables)
         return GenericDevice(coding, Geometry(layout, coding.profile.sections, device), tables, device)
 
     def _family_tables(self, family: Family, device: torch.device) -> FamilyTables:

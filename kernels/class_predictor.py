@@ -14,6 +14,7 @@ import torch
 
 from cuvee.codec.profiles.class_predictor import CLAMP, SQUARE_FLOOR
 from cuvee.codec.profiles.section_profile import SectionProfile
+from cuvee.kernels.centers import Centers
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField
 from cuvee.kernels.ops.analyze import analyze
 from cuvee.kernels.ops.arguments import ChunkBatch
@@ -86,7 +87,14 @@ class DevicePredictor:
         ]
         return jobs.reshape(-1, len(JobField)), np.concatenate(positions)
 
-    def offsets(self, x: torch.Tensor, jobs: torch.Tensor, batch: ChunkBatch, positions: torch.Tensor) -> torch.Tensor:
+    def offsets(
+        self,
+        x: torch.Tensor,
+        jobs: torch.Tensor,
+        batch: ChunkBatch,
+        positions: torch.Tensor,
+        centers: Centers | None = None,
+    ) -> torch.Tensor:
         """Return the octaves by which the step of each token may be coarser, float32 `[S, tokens]`.
 
         Args:
@@ -94,9 +102,15 @@ class DevicePredictor:
             jobs: from `place`, on the device; so is `positions`.
             batch: all sections of the chunks.
             positions: int64 `[tokens]`.
+            centers: of the batch, whose predictions x lacks; None: nothing is predicted.
         """
         y = torch.zeros(len(self.sections), self.components, len(x), dtype=torch.float32, device=self._device)
         analyze(x, jobs, self._device_blocks, self._basis, batch, y.flatten(), max_rank=self.components)
+        if centers is not None:
+            for row, (_, _, count, at, first, size) in enumerate(self._blocks.tolist()):
+                basis = self._basis[at : at + count * size].view(count, size)
+                predicted = basis @ centers.predictions[:, first : first + size].float().T
+                y[row, :count] += predicted[:, centers.rows.long()]
         u = y / self._scale
         out = torch.matmul(self._linear, u.clamp(-CLAMP, CLAMP))[:, 0]
         out += torch.matmul(self._square, (u.square() + SQUARE_FLOOR).log())[:, 0]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import Coding, DecodeRequest
+from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
 from cuvee.codec.entropy.family import Family
 from cuvee.codec.format.container import Reader
 from cuvee.codec.paged import PagedCache
@@ -159,14 +159,13 @@ class GenericDevice:
         self,
         cache: PagedCache,
         slots: Sequence[torch.Tensor],
-        starts: Sequence[int],
-        offsets: Sequence[torch.Tensor | None],
+        requests: Sequence[EncodeRequest],
         first_chunk: int,
     ) -> list[list[bytes]]:
         """Return the encoded sections of each chunk. Waits for the device three times, first for the statistics."""
         memory, geometry, device = CacheMemory.of(cache), self._geometry, self._device
         count, joined = len(self.sections), join(slots)
-        table, jobs = encoding_tables(slots, starts, count)
+        table, jobs = encoding_tables(slots, [request.start for request in requests], count)
         max_tokens = int(table[:, ChunkField.TOKENS].max())
         sent = send_arrays({"chunks": table, "tiles": geometry.tiles.tiles, **memory.named()}, device)
         status = torch.zeros(len(jobs), dtype=torch.int32, device=device)

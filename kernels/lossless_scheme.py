@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import DecodeRequest
+from cuvee.codec.backends import DecodeRequest, EncodeRequest
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, raw_bit_tables
 from cuvee.codec.errors import FormatError
@@ -186,14 +186,13 @@ class LosslessDevice:
         self,
         cache: PagedCache,
         slots: Sequence[torch.Tensor],
-        starts: Sequence[int],
-        offsets: Sequence[torch.Tensor | None],
+        requests: Sequence[EncodeRequest],
         first_chunk: int,
     ) -> list[list[bytes]]:
         """Return the encoded sections of each chunk. Waits for the device three times, first for symbol counts."""
         memory, geometry, device = CacheMemory.of(cache), self._geometry, self._device
         count, joined, width = len(self.sections), join(slots), self._dtype.itemsize
-        chunks, jobs = encoding_tables(slots, starts, count)
+        chunks, jobs = encoding_tables(slots, [request.start for request in requests], count)
         tokens = chunks[:, ChunkField.TOKENS]
         table = self._empty_table(len(jobs), range(count))
         channels = np.tile([size for s in self.sections for size in s.blocks for _ in range(width)], len(slots))

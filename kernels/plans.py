@@ -20,6 +20,7 @@ from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.support.lazy import lazy
+from cuvee.kernels.centers import TokenCenters
 from cuvee.kernels.jobs import I64, PlanField
 from cuvee.kernels.ops.arguments import CodableBytes, DecodingTables, DevicePlans, RotationTables
 from cuvee.kernels.ops.rans import coding_table, decoding_table
@@ -221,27 +222,33 @@ class TransformPlan:
         step_index: of the blobs.
         device: where the arrays go.
         product: dtype of the inverse transform's matrix product, bfloat16 or float32.
+        predicted: whether the blobs hold token ids.
 
     Attributes:
+        learned: how the profile's sections are coded.
         geometry: the tiles of its sections.
         coding: of each section, on the host.
         arrays: the plans of tokens without classes as flat arrays, on the host; `device_plans` on the device.
         maps: the bases, as deep as such tokens need them.
     """
 
-    def __init__(self, profile: Profile, step_index: int, device: torch.device, product: torch.dtype) -> None:
+    def __init__(
+        self, profile: Profile, step_index: int, device: torch.device, product: torch.dtype, predicted: bool = False
+    ) -> None:
         self.profile, self.step_index = profile, step_index
+        self.learned = profile.learned_for(predicted)
+        self.predicted = predicted
         self.device, self.product = device, product
         self.geometry = Geometry(profile.layout, profile.sections, device)
-        self.coding = [SectionCoding(section, step_index) for section in profile.learned]
+        self.coding = [SectionCoding(section, step_index) for section in self.learned]
         self.arrays = PlanArrays.of([own.plan for own in self.coding], profile.family, step_index)
         self.device_plans = self.arrays.to(device)
-        self.maps = LinearMaps(self.geometry, profile.learned, [own.ranks for own in self.coding], device, product)
+        self.maps = LinearMaps(self.geometry, self.learned, [own.ranks for own in self.coding], device, product)
 
     @lazy
     def means(self) -> torch.Tensor:
         """float32 `[S + 1, M]`: means of the first S positions, then of all others."""
-        learned = self.profile.learned
+        learned = self.learned
         sinks = max(len(section.basis.sinks) for section in learned)
         rows = []
         for index, section in enumerate(learned):
@@ -249,6 +256,14 @@ class TransformPlan:
             table = torch.cat([own, usual.expand(sinks + 1 - len(own), -1)])
             rows.append(self.geometry.tiles.pack(table, index))
         return torch.cat(rows, dim=1).contiguous().to(self.device)
+
+    @lazy
+    def token_centers(self) -> TokenCenters | None:
+        """Computes the centers of tokens with ids; None if nothing is predicted."""
+        table = self.profile.token_table
+        if table is None or not self.predicted:
+            return None
+        return TokenCenters(self.profile, table, self.geometry.tiles, self.means)
 
     @lazy
     def classes(self) -> ClassTables:
@@ -308,7 +323,7 @@ class ClassTables:
         self.row_maps = torch.from_numpy(np.concatenate(row_maps)).to(plan.device)
         ranks_by_class = [np.array(own.class_ranks, np.int32).T for own in plan.coding]
         self.block_ranks = torch.from_numpy(np.ascontiguousarray(np.concatenate(ranks_by_class))).to(plan.device)
-        self.maps = LinearMaps(plan.geometry, plan.profile.learned, deepest, plan.device, plan.product)
+        self.maps = LinearMaps(plan.geometry, plan.learned, deepest, plan.device, plan.product)
         self.finest = np.array([section.finest for section in classed], np.int64)
         self.planes = np.stack([section.planes for section in classed]).astype(np.int64)
         self.bits = np.stack([section.entropy(family.tables) for section in classed])

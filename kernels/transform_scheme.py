@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import Coding, DecodeRequest
+from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
 from cuvee.codec.entropy.coefficients import tokens_per_stream
+from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import choose_classes
 from cuvee.codec.support.arrays import U8, U16
 from cuvee.codec.support.lazy import lazy
+from cuvee.kernels.centers import CENTER_BYTES, SentArrays, TokenRun
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
 from cuvee.kernels.class_predictor import ARRAYS, DevicePredictor
 from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
@@ -54,6 +56,7 @@ class TransformBatch:
     Attributes:
         tiles, class_tiles: offset in `packed`, and contents; None: all tiles.
         columns: offsets in `packed` of the columns' classes and of their order, and what is as long.
+        centers: offset in `packed`, and contents, of each of `CenterArrays`; None: nothing is predicted.
         classed: `[J]` which jobs' tokens have classes.
     """
 
@@ -63,6 +66,7 @@ class TransformBatch:
     tiles: tuple[int, I64] | None
     class_tiles: tuple[int, I64] | None
     columns: tuple[int, int, U8]
+    centers: Sequence[tuple[int, npt.NDArray[Any]]] | None
     classed: npt.NDArray[np.bool_]
     planes: int
     coefficients: int
@@ -96,7 +100,7 @@ class TransformDevice:
 
     @lazy
     def _predictor(self) -> DevicePredictor | None:
-        learned = self._plan.profile.learned
+        learned = self._plan.learned
         if all(section.predictor is None for section in learned):
             return None
         return DevicePredictor(learned, self._plan.geometry.tiles, self._plan.device)
@@ -107,7 +111,12 @@ class TransformDevice:
         """Return the scratch memory that decoding a chunk of this many tokens usually takes, in bytes."""
         plans, _ = self._usual_plans()
         width = self._plan.product.itemsize
-        return int(tokens * (plans[:, PlanField.PLANES].sum() + width * plans[:, PlanField.EXTENT].sum()))
+        sizes = plans[:, PlanField.PLANES].sum() + width * plans[:, PlanField.EXTENT].sum()
+        return int(tokens * sizes) + self._center_bytes(tokens)
+
+    def _center_bytes(self, tokens: int) -> int:
+        """Return the scratch memory that the centers of tokens take, in bytes, if no two of the tokens are alike."""
+        return 0 if self._plan.token_centers is None else CENTER_BYTES * tokens * self._plan.geometry.tiles.columns
 
     def _usual_plans(self) -> tuple[I64, int]:
         """Return a usual plan per section, and the number of components per token that choosing classes reads."""
@@ -128,6 +137,10 @@ class TransformDevice:
         # Each array begins at a multiple of 16 bytes, because kernels are compiled for that alignment.
         blank = np.zeros(count, np.uint8)
         columns = (incoming.upload.add(blank), incoming.upload.add(blank), blank)
+        centers = None
+        if plan.token_centers is not None:
+            runs = [TokenRun(_ids(chunk.token_ids), chunk.header.start) for chunk in chunks]
+            centers = [(incoming.upload.add(array), array) for array in plan.token_centers.lay_out(runs)]
         some = len(layers) < cache.layout.num_layers
         own = of_layers(plan.maps.tiles, layers)
         tiles = (incoming.upload.add(own), own) if some else None
@@ -149,7 +162,9 @@ class TransformDevice:
             for offset, array in zip(columns[:2], sorted_columns, strict=True):
                 packed.host(offset, array)[:] = array
         planes, coefficients = incoming.place(packed, plans)
-        return TransformBatch(incoming, sections, packed, tiles, class_tiles, columns, classed, planes, coefficients)
+        return TransformBatch(
+            incoming, sections, packed, tiles, class_tiles, columns, centers, classed, planes, coefficients
+        )
 
     def _read_classes(self, words: U16, jobs: I64, which: I64, sections: I64, incoming: Incoming) -> tuple[U8, U8]:
         """Return classes and order of the columns of the jobs `which`, and fill in the plans of these jobs."""
@@ -205,11 +220,17 @@ class TransformDevice:
                     max_rows=int(deepest.max()), max_tokens=max_tokens,
                     depth=max(launches[-1].config.block_t, MIN_DEPTH),
                 )  # fmt: skip
+        means, center_rows = plan.means, None
+        if batch.centers is not None and plan.token_centers is not None:
+            with stage("predict"):
+                arrays = SentArrays(*(sent.view(*part) for part in batch.centers))
+                centers = plan.token_centers.centers(arrays, batch.sections)
+            means, center_rows = centers.table, centers.rows
         with stage("synthesize"):
             for own in launches:
                 synthesize(
-                    y, jobs, own.tiles, own.maps.inverse, plan.means, chunks, rotations, own.cache, own.config,
-                    own.order,
+                    y, jobs, own.tiles, own.maps.inverse, means, chunks, rotations, own.cache, own.config, own.order,
+                    center_rows,
                 )  # fmt: skip
         return status
 
@@ -231,29 +252,33 @@ class TransformDevice:
         """Return the scratch memory that encoding a chunk of this many tokens usually takes, in bytes."""
         plans, leading = self._usual_plans()
         rows, planes = int(plans[:, PlanField.EXTENT].sum()), int(plans[:, PlanField.PLANES].sum())
-        return tokens * (4 * (self._plan.geometry.tiles.columns + rows + ARRAYS * leading) + 3 * planes)
+        sizes = 4 * (self._plan.geometry.tiles.columns + rows + ARRAYS * leading) + 3 * planes
+        return tokens * sizes + self._center_bytes(tokens)
 
     def encode(
         self,
         cache: PagedCache,
         slots: Sequence[torch.Tensor],
-        starts: Sequence[int],
-        offsets: Sequence[torch.Tensor | None],
+        requests: Sequence[EncodeRequest],
         first_chunk: int,
     ) -> list[list[bytes]]:
         """Return the encoded sections of each chunk; chunks count from `first_chunk`.
 
-        `offsets` as in `Backend.encode`. Waits for the device twice, and once more where a predictor is asked.
+        Waits for the device twice, and once more where a predictor is asked.
         """
         plan, memory = self._plan, CacheMemory.of(cache)
         geometry, device = plan.geometry, plan.device
         count = len(self.sections)
+        starts, offsets = [request.start for request in requests], [request.offsets for request in requests]
         table, jobs = encoding_tables(slots, starts, count)
         # Offsets from the caller replace those of the predictor.
         predictor = None if all(own is not None for own in offsets) else self._predictor
         host = {"chunks": table, **memory.named()}
         if predictor is not None:
             host["jobs"], host["positions"] = predictor.place(table)
+        if plan.token_centers is not None:
+            runs = [TokenRun(_ids(request.token_ids), request.start) for request in requests]
+            host |= plan.token_centers.lay_out(runs)._asdict()
         part = send_arrays(host, device)
         joined = join(slots)
         max_tokens = int(table[:, ChunkField.TOKENS].max())
@@ -264,12 +289,20 @@ class TransformDevice:
             rotations = geometry.rotations(chunks.chunks, len(joined), max_tokens, use_source=True, inverse=True)
         view = memory.view(part, joined, plan.maps.tiles)
         tiles = TileTable(plan.maps.device_tiles, geometry.tiles.pairs)
+        centers = None
+        if plan.token_centers is not None:
+            with stage("predict"):
+                arrays = SentArrays(*(part[name] for name in SentArrays._fields))
+                centers = plan.token_centers.centers(arrays, range(count))
         with stage("gather"):
-            gather(view, tiles, chunks, rotations, plan.means, x)
+            if centers is None:
+                gather(view, tiles, chunks, rotations, plan.means, x)
+            else:
+                gather(view, tiles, chunks, rotations, centers.table, x, centers.rows)
         predicted = None
         if predictor is not None:
             with stage("predict"):
-                asked = predictor.offsets(x, part["jobs"], chunks, part["positions"])
+                asked = predictor.offsets(x, part["jobs"], chunks, part["positions"], centers)
             answer = Download(torch.cat([asked.flatten(), status.float()])).wait()
             numbers = range(first_chunk, first_chunk + len(slots))
             raise_status(answer[asked.numel() :].astype(np.int32), self.sections, numbers)
@@ -378,3 +411,10 @@ class TransformDevice:
         words = write_classes(classes, own, tables.freq, sections)
         jobs[which] = own
         return {"classes": columns, "order": order, "class_words": words}
+
+
+def _ids(token_ids: I64 | None) -> I64:
+    """Return the ids of a chunk whose tokens have some."""
+    if token_ids is None:
+        raise InputError("token_ids: must be known in all chunks of a batch with predictions, got none")
+    return token_ids

@@ -32,7 +32,7 @@ MAX_SCHEMES = 8  # kept: the first one, which is the codec's own, and the last o
 PARALLEL_VALUES = 1 << 20  # below this, starting threads takes longer than it saves
 SHARES = 3  # runs of sections per thread: a slow run delays a third of the thread's work
 
-_Key = tuple[bytes, Scheme, int]
+_Key = tuple[bytes, Scheme, int, bool]
 
 
 class CpuBackend:
@@ -63,7 +63,7 @@ class CpuBackend:
         scheme = self._scheme(coding)
         out: list[list[bytes]] = []
         for request in requests:
-            chunk = request.cache.chunk(request.slots, request.start)
+            chunk = request.cache.chunk(request.slots, request.start, request.token_ids)
             unrotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
             workers = self._workers(chunk.tokens, chunk.layout)
             shares = _shares(range(len(scheme.sections)), workers)
@@ -106,7 +106,7 @@ class CpuBackend:
         return lambda: None
 
     def _scheme(self, coding: Coding) -> SectionScheme:
-        key = (coding.profile.id, coding.scheme, coding.step_index)
+        key = (coding.profile.id, coding.scheme, coding.step_index, coding.predicted)
         # Looked up once: between a test and an access another thread may have evicted it.
         known = self._schemes.get(key)
         if known is not None:
@@ -115,7 +115,7 @@ class CpuBackend:
         if coding.scheme is Scheme.LOSSLESS:
             made: SectionScheme = LosslessScheme(profile.layout, self._stages)
         elif coding.scheme is Scheme.TRANSFORM:
-            made = TransformScheme(profile, coding.step_index, self._stages)
+            made = TransformScheme(profile, coding.step_index, coding.predicted, self._stages)
         else:
             made = GenericScheme(profile.layout, profile.family, coding.step_index, self._stages)
         # A scheme holds copies of the bases, so schemes of many steps must not pile up. The dict is replaced and never

@@ -26,12 +26,15 @@ from cuvee.codec.format.keys import KEY_ID_BYTES, Key
 MAGIC = b"cuve"
 VERSION = 3
 FLAG_TAG = 1
+FLAG_TOKEN_IDS = 2
 TAG_BYTES = 16
 TRAILER_BYTES = KEY_ID_BYTES + TAG_BYTES
 MAX_TOKENS = 1 << 24
 MAX_SECTIONS = 1 << 16
 MAX_STEP_INDEX = 1 << 10  # 16 octaves either way
 DTYPES = ("bfloat16", "float16", "float32")
+MAX_VOCABULARY = 1 << 24  # ids take three bytes at most
+_ID_BYTES = (2, 3)  # bytes per token id
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _FIXED = struct.Struct("<4sBBBBIIIiII16s16sQ")
@@ -65,6 +68,8 @@ class Header:
         section_bytes: length of each section.
         section_hashes: xxh3-64 of each section.
         tagged: whether a key id and a keyed tag end the blob.
+        token_id_bytes: length of the token ids, which precede the sections; 0 if the blob holds none.
+        token_id_hash: xxh3-64 of the token ids; 0 if the blob holds none.
     """
 
     scheme: Scheme
@@ -78,20 +83,26 @@ class Header:
     section_bytes: tuple[int, ...]
     section_hashes: tuple[int, ...]
     tagged: bool
+    token_id_bytes: int = 0
+    token_id_hash: int = 0
 
     @property
     def header_bytes(self) -> int:
         """Length of the header in bytes, including table of contents and checksum."""
-        return _FIXED.size + _ENTRY.size * len(self.section_bytes) + _CHECKSUM.size
+        return _header_bytes(len(self.section_bytes), self.token_id_bytes > 0)
 
     @property
     def total_bytes(self) -> int:
         """Length of the blob in bytes."""
-        return self.header_bytes + sum(self.section_bytes) + (TRAILER_BYTES if self.tagged else 0)
+        return self.section_offset(len(self.section_bytes)) + (TRAILER_BYTES if self.tagged else 0)
 
     def section_offset(self, index: int) -> int:
         """Return the offset of section `index` in the blob."""
-        return self.header_bytes + sum(self.section_bytes[:index])
+        return self.header_bytes + self.token_id_bytes + sum(self.section_bytes[:index])
+
+
+def _header_bytes(sections: int, token_ids: bool) -> int:
+    return _FIXED.size + _ENTRY.size * (sections + token_ids) + _CHECKSUM.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,7 @@ class BlobInfo:
         step: quantizer step in the profile's units, or None for lossless.
         layout_fingerprint, profile_id: in hexadecimal; profile_id is None for lossless.
         section_bytes: length of each section, in order.
+        token_id_bytes: length of the token ids; 0 if the blob holds none.
         header_bytes, total_bytes: length of the header and of the blob.
         raw_bytes: size of the uncompressed chunk.
         authenticated: whether the blob carries a keyed tag. `inspect` cannot verify it.
@@ -120,6 +132,7 @@ class BlobInfo:
     layout_fingerprint: str
     profile_id: str | None
     section_bytes: tuple[int, ...]
+    token_id_bytes: int
     header_bytes: int
     total_bytes: int
     raw_bytes: int
@@ -157,22 +170,27 @@ def write_blob(
     sections: Sequence[bytes],
     key: Key | None,
     associated_data: bytes = b"",
+    token_ids: bytes = b"",
 ) -> bytes:
-    """Write the sections to a blob. A `key` adds an authentication tag over the blob and `associated_data`."""
+    """Write the sections to a blob. A `key` adds an authentication tag over the blob and `associated_data`.
+
+    `token_ids` is what `write_token_ids` returned, or empty for a blob without them.
+    """
     if tokens > MAX_TOKENS:
         raise InputError(f"tokens: must be at most {MAX_TOKENS} per chunk, got {tokens}: encode in pieces")
     if start >= 1 << 32:
         raise InputError(f"start: must be at most 2**32 - 1, the last position of a blob, got {start}")
     if len(sections) > MAX_SECTIONS or any(len(s) >= 1 << 32 for s in sections):
         raise InputError("chunk: must have sections below 4 GiB: encode fewer tokens at a time")
-    header_bytes = _FIXED.size + _ENTRY.size * len(sections) + _CHECKSUM.size
-    total = header_bytes + sum(map(len, sections)) + (TRAILER_BYTES if key else 0)
+    parts = [token_ids, *sections] if token_ids else list(sections)
+    total = _header_bytes(len(sections), bool(token_ids)) + sum(map(len, parts)) + (TRAILER_BYTES if key else 0)
+    flags = (FLAG_TAG if key else 0) | (FLAG_TOKEN_IDS if token_ids else 0)
     head = _FIXED.pack(
-        MAGIC, VERSION, scheme, DTYPES.index(dtype), FLAG_TAG if key else 0, tokens, start, values_per_token,
-        step_index, len(sections), 0, layout, profile, total,
-    ) + b"".join(_ENTRY.pack(len(s), xxhash.xxh3_64_intdigest(s)) for s in sections)  # fmt: skip
+        MAGIC, VERSION, scheme, DTYPES.index(dtype), flags, tokens, start, values_per_token, step_index, len(sections),
+        0, layout, profile, total,
+    ) + b"".join(_ENTRY.pack(len(part), xxhash.xxh3_64_intdigest(part)) for part in parts)  # fmt: skip
     head += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
-    body = [head, *sections]
+    body = [head, *parts]
     if key:
         body.append(key.id)
         body.append(_tag(key, associated_data, *body))
@@ -215,7 +233,8 @@ def read_header(blob: bytes | memoryview) -> Header:
     if version != VERSION:
         raise VersionError(f"blob: has format version {version}; this build reads version {VERSION}")
     # The count gives the length of the table of contents, which is checked against the real length before it is read.
-    header_bytes = _FIXED.size + _ENTRY.size * count + _CHECKSUM.size
+    has_ids = bool(flags & FLAG_TOKEN_IDS)
+    header_bytes = _header_bytes(count, has_ids)
     if count > MAX_SECTIONS or len(blob) < header_bytes:
         raise FormatError(f"blob: is truncated: {count} sections need a header of {header_bytes} bytes")
     head = blob[: header_bytes - _CHECKSUM.size]
@@ -225,7 +244,7 @@ def read_header(blob: bytes | memoryview) -> Header:
         raise FormatError(f"header: has the unknown scheme {scheme}")
     if dtype >= len(DTYPES):
         raise FormatError(f"header: has the unknown dtype {dtype}")
-    if flags & ~FLAG_TAG or reserved:
+    if flags & ~(FLAG_TAG | FLAG_TOKEN_IDS) or reserved:
         raise FormatError("header: has reserved bits that are not zero")
     if not 0 < tokens <= MAX_TOKENS:
         raise FormatError(f"header: must have 1 … {MAX_TOKENS} tokens, got {tokens}")
@@ -235,10 +254,14 @@ def read_header(blob: bytes | memoryview) -> Header:
         raise FormatError("header: names a step or a profile in a lossless blob")
     if not count or not values:
         raise FormatError("header: must have sections and values")
-    entries = [_ENTRY.unpack_from(blob, _FIXED.size + i * _ENTRY.size) for i in range(count)]
+    entries = [_ENTRY.unpack_from(blob, _FIXED.size + i * _ENTRY.size) for i in range(count + has_ids)]
+    of_ids = entries.pop(0) if has_ids else (0, 0)
+    if has_ids and (scheme != Scheme.TRANSFORM or of_ids[0] not in (tokens * width for width in _ID_BYTES)):
+        raise FormatError(f"header: lists {of_ids[0]} bytes of token ids, which {tokens} tokens cannot have")
     header = Header(
         Scheme(scheme), DTYPES[dtype], tokens, start, step_index, values, layout, profile,
         tuple(length for length, _ in entries), tuple(checksum for _, checksum in entries), bool(flags & FLAG_TAG),
+        *of_ids,
     )  # fmt: skip
     if header.total_bytes != total:
         raise FormatError(f"header: says {total} bytes, but the sections add up to {header.total_bytes}")
@@ -276,6 +299,34 @@ def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], as
         raise CorruptError(
             "blob: its authentication tag does not match: the bytes were changed, or belong somewhere else"
         )
+
+
+def write_token_ids(token_ids: npt.NDArray[np.int64], vocabulary: int) -> bytes:
+    """Write the ids of a chunk's tokens, `[T]`, all below `vocabulary`."""
+    width = next(width for width in _ID_BYTES if vocabulary <= 1 << 8 * width)
+    wire = token_ids.astype("<u4")
+    return wire.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
+
+
+def read_token_ids(blob: bytes | memoryview, header: Header, vocabulary: int) -> npt.NDArray[np.int64] | None:
+    """Return the ids of the chunk's tokens, `[T]`; None if the blob holds none.
+
+    Raises:
+        CorruptError: their checksum does not match.
+        FormatError: an id is outside the vocabulary.
+    """
+    if not header.token_id_bytes:
+        return None
+    part = memoryview(blob)[header.header_bytes : header.header_bytes + header.token_id_bytes]
+    if xxhash.xxh3_64_intdigest(part) != header.token_id_hash:
+        raise CorruptError("token ids: their checksum does not match: the bytes are damaged")
+    width = header.token_id_bytes // header.tokens
+    wide = np.zeros((header.tokens, 4), np.uint8)
+    wide[:, :width] = np.frombuffer(part, np.uint8).reshape(-1, width)
+    ids = wide.view("<u4")[:, 0].astype(np.int64)
+    if ids.max() >= vocabulary:
+        raise FormatError(f"token ids: must be below {vocabulary}, the profile's vocabulary, got {ids.max()}")
+    return ids
 
 
 def read_section(blob: bytes | memoryview, header: Header, index: int) -> memoryview:
@@ -332,6 +383,7 @@ def inspect(blob: bytes | memoryview) -> BlobInfo:
         layout_fingerprint=header.layout.hex(),
         profile_id=None if lossless else header.profile.hex(),
         section_bytes=header.section_bytes,
+        token_id_bytes=header.token_id_bytes,
         header_bytes=header.header_bytes,
         total_bytes=header.total_bytes,
         raw_bytes=header.tokens * header.values_per_token * _ITEM_BYTES[header.dtype],

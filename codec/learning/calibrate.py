@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -26,8 +26,9 @@ from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.learned_sections import build_profile
 from cuvee.codec.learning.moments import SINKS, Moments, add_sample, need_tokens, new_moments
 from cuvee.codec.learning.progress import tracked
+from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, TokenSums, learn_token_model
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import frozen
+from cuvee.codec.models.forward import check_tokens, frozen
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition
@@ -50,6 +51,8 @@ def calibrate(
     token_ids: torch.Tensor | Mapping[str, torch.Tensor],
     group: str = "auto",
     *,
+    more_text: torch.Tensor | None = None,
+    predict_tokens: bool = True,
     prefix: int | None = None,
     batch_size: int = 4,
     seed: int = 0,
@@ -67,6 +70,10 @@ def calibrate(
             is held out to measure the curve, kind by kind.
         group: the layers or heads that share one basis: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"all"`, or
             `"auto"`: as many layers as `flops` and the number of tokens allow (`choose_group`).
+        more_text: `[N, T]` int64, more sequences for what needs a forward pass only: prediction from tokens
+            (`cuvee.calibration.more_text`). Sequences that are held out are left out.
+        predict_tokens: learn to predict the cache from its tokens, if there is enough text: 32 tokens per number of
+            the model's embedding.
         prefix: number of leading tokens per sequence that count as cached; the metric measures the loss of the tokens
             after them. Default: three quarters of T.
         flops: with `"auto"`, the most floating-point operations per decoded value for the inverse transform; default
@@ -100,11 +107,11 @@ def calibrate(
         fingerprint = model_fingerprint(model)
         layout = KVLayout.from_config(model.config, dtype=model.dtype)
     arguments = {
-        "model": fingerprint, "group": group, "prefix": prefix,
+        "model": fingerprint, "group": group, "prefix": prefix, "predict_tokens": predict_tokens,
         "batch_size": batch_size, "seed": seed, "flops": flops,
     }  # fmt: skip
     check_same_arguments(processes, arguments)
-    token_ids = processes.broadcast(token_ids)
+    token_ids, more_text = processes.broadcast((token_ids, more_text))
     progress = progress and processes.rank == 0
     learning, testing = [], {}
     with raise_on_all_ranks(processes, "preparing"):
@@ -118,6 +125,9 @@ def calibrate(
                 )
             learning += [(batch, cached) for batch in tokens[: len(tokens) - held_out].split(batch_size)]
             testing[name] = tokens[len(tokens) - held_out :]
+        if more_text is not None:
+            check_tokens(model, more_text, None)
+            more_text = _without(more_text, testing.values())
         seen = sum(len(batch) * max(cached - SINKS, 0) for batch, cached in learning)
         if group == "auto":
             budget = flops or (CPU_FLOPS if model.device.type == "cpu" else GPU_FLOPS)
@@ -127,17 +137,24 @@ def calibrate(
     group = processes.broadcast(group)  # the budget depends on the rank's device
     with raise_on_all_ranks(processes, "calibrating"):
         need_tokens(layout, group, seen)
+    text = [batch for batch, _ in learning]
+    text += [] if more_text is None or not len(more_text) else more_text.split(batch_size)
+    token_model = _learn_tokens(model, layout, group, text, processes, progress) if predict_tokens else None
+    predicted = None if token_model is None else token_model.predicted
+    with raise_on_all_ranks(processes, "calibrating"):
         moments = new_moments(layout, group, processes.size, _device_of_moments(model, layout, group))
         generator = torch.Generator().manual_seed(seed + processes.rank)
         with frozen(model):
             for batch, cached in tracked(learning[processes.rank :: processes.size], "calibrating", progress):
                 sample = sample_gradients(model, batch.to(model.device), cached, generator)
-                add_sample(moments, layout, sample, cached)
+                add_sample(moments, layout, sample, cached, batch, predicted)
     processes.all_reduce(moments)
     profile = None
     with raise_on_all_ranks(processes, "building the profile"):
         if processes.rank == 0:  # other ranks may round differently
-            profile = build_profile(layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint)
+            profile = build_profile(
+                layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, token_model
+            )
     profile = cast(Profile, processes.broadcast(profile))
     measured = {name: tokens for name, tokens in testing.items() if name is not None} or testing[None]
     return profile.with_curve(
@@ -146,6 +163,38 @@ def calibrate(
             processes=processes,
         )
     )  # fmt: skip
+
+
+def _without(text: torch.Tensor, held_out: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sequences of a text that are not among those held out."""
+    names = {row.cpu().numpy().tobytes() for rows in held_out for row in rows.long()}
+    return text[[row.cpu().numpy().tobytes() not in names for row in text.long()]]
+
+
+def _learn_tokens(
+    model: PreTrainedModel,
+    layout: KVLayout,
+    group: str,
+    text: Sequence[torch.Tensor],
+    processes: ProcessGroup,
+    progress: bool,
+) -> TokenModel | None:
+    """Learn to predict from tokens; None if there is too little text."""
+    with raise_on_all_ranks(processes, "reading"):
+        sums = TokenSums(model, layout, "cpu")
+        count, need = sum(batch.numel() for batch in text), TOKENS_PER_FEATURE * len(sums.gram)
+        if count >= need:
+            sums.add_text(model, text[processes.rank :: processes.size], progress)
+    if count < need:
+        if processes.rank == 0:
+            _log.info("no prediction from tokens: it needs %d tokens of text, and there are %d", need, count)
+        return None
+    processes.add_up(sums.sums())
+    learned = None
+    with raise_on_all_ranks(processes, "learning from tokens"):
+        if processes.rank == 0:  # other ranks may round differently
+            learned = learn_token_model(sums, partition(layout, group))
+    return cast(TokenModel, processes.broadcast(learned))
 
 
 def _device_of_moments(model: PreTrainedModel, layout: KVLayout, group: str) -> torch.device:

@@ -40,12 +40,14 @@ class TokenSample:
 
     Attributes:
         y: `[R, t]` float32 coefficients of ordinary tokens.
+        whole: the same with what their tokens predict, which `y` lacks.
         energy: `[t]` float32, e_t of these tokens.
         sink_energy: `[P]`, mean e of the leading positions, whose coefficients have separate means.
         sink_count: `[P]`, number of tokens in each of these averages.
     """
 
     y: F32
+    whole: F32
     energy: F32
     sink_energy: F32
     sink_count: F32
@@ -73,7 +75,7 @@ def learn_predictors(samples: Sequence[TokenSample], scales: Sequence[I16], laye
 def _regress(sample: TokenSample, scale: I16, layers: int) -> tuple[Predictor, torch.Tensor]:
     """Return the predictor of one section, without the common level, and its offsets on the sample."""
     components = leading_components(scale, layers)
-    y = torch.from_numpy(np.ascontiguousarray(sample.y[components]))
+    y = torch.from_numpy(np.ascontiguousarray(sample.whole[components]))
     deviation = y.square().mean(1).sqrt() + 1e-9
     u = y / deviation[:, None]
     features = torch.cat(
@@ -143,7 +145,7 @@ def learn_classes(sample: TokenSample, predictor: Predictor, scale: I16) -> tupl
     Returns:
         Classes `[t]` uint8; frequencies `[16]` uint16; class scales `[16]` int16, in 1/64 octave relative to `scale`.
     """
-    offsets = predictor.offsets(torch.from_numpy(sample.y[predictor.components]), len(predictor.sinks), 0)
+    offsets = predictor.offsets(torch.from_numpy(sample.whole[predictor.components]), len(predictor.sinks), 0)
     classes = choose_classes(offsets, 0)
     counts = np.bincount(classes, minlength=CLASSES).astype(np.float64)
     sinks = choose_classes(torch.from_numpy(predictor.sinks), 0)

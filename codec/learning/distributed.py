@@ -9,7 +9,7 @@ a message that never comes. The processes are those of PyTorch's default group, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -49,6 +49,10 @@ class ProcessGroup(Protocol):
         """Replace the sums and samples of each process by those of all processes, in place."""
         ...
 
+    def add_up(self, sums: Iterable[torch.Tensor]) -> None:
+        """Replace the tensors of each process by their sums over all processes, in place."""
+        ...
+
 
 class SingleProcess:
     """A group of one process."""
@@ -64,6 +68,9 @@ class SingleProcess:
         return value
 
     def all_reduce(self, moments: list[Moments]) -> None:
+        """Do nothing: the sums are complete."""
+
+    def add_up(self, sums: Iterable[torch.Tensor]) -> None:
         """Do nothing: the sums are complete."""
 
 
@@ -102,24 +109,24 @@ class TorchProcessGroup:
         with raise_on_all_ranks(self, "adding up"):
             counts = [section.total.new_tensor([section.count]) for section in moments]
             origins = [section.origin.double() * count for section, count in zip(moments, counts, strict=True)]
-        for sums in (*counts, *origins):
-            self._sum(sums)
+        self.add_up((*counts, *origins))
         with raise_on_all_ranks(self, "adding up"):
             for section, count, origin in zip(moments, counts, origins, strict=True):
                 section.move_origin((origin / count.clamp_min(1)).float())
                 section.count = round(float(count))
         for section in moments:
-            for sums in (section.total, section.sink_total, section.sink_count, *section.products, *section.metrics):
-                self._sum(sums)
+            self.add_up((section.total, section.sink_total, section.sink_count, *section.products, *section.metrics))
             section.sample = [run for runs in self.all_gather(section.sample) for run in runs]
 
-    def _sum(self, tensor: torch.Tensor) -> None:
-        if self._device is None or tensor.device == self._device:
-            distributed.all_reduce(tensor)
-            return
-        on_gpu = tensor.to(self._device)
-        distributed.all_reduce(on_gpu)
-        tensor.copy_(on_gpu)
+    def add_up(self, sums: Iterable[torch.Tensor]) -> None:
+        """See `ProcessGroup.add_up`."""
+        for tensor in sums:
+            if self._device is None or tensor.device == self._device:
+                distributed.all_reduce(tensor)
+                continue
+            on_gpu = tensor.to(self._device)
+            distributed.all_reduce(on_gpu)
+            tensor.copy_(on_gpu)
 
 
 @contextmanager

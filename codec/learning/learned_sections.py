@@ -13,7 +13,9 @@ from cuvee.codec.entropy.token_classes import class_step_index
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.class_predictor import TokenSample, learn_classes, learn_predictors
-from cuvee.codec.learning.moments import SINK_EXCESS, Moments
+from cuvee.codec.learning.moments import SINK_EXCESS, SINKS, Moments
+from cuvee.codec.learning.token_model import TokenModel
+from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.section_profile import SectionProfile
@@ -31,45 +33,48 @@ def build_profile(
     moments: list[Moments],
     metrics_of: Callable[[Moments], list[torch.Tensor]],
     model: str | None,
+    tokens: TokenModel | None = None,
 ) -> Profile:
-    """Learn bases, scales, sinks and tables from the sums."""
+    """Learn bases, scales, sinks and tables from the sums; with `tokens`, those of what tokens do not predict."""
     bases, deviations = [], []
     for section in moments:
         pairs = zip(section.covariances(), metrics_of(section), strict=True)
         maps = []
         for covariance, metric in pairs:
-            forward, inverse, deviation = eigenbasis(covariance, metric)
-            maps.append((forward.cpu(), inverse.cpu(), deviation.cpu()))
+            inverse, deviation = eigenbasis(covariance, metric)
+            maps.append((inverse.cpu(), deviation.cpu()))
         section.to_cpu()
         bases.append(maps)
-        deviations.append([deviation for _, _, deviation in maps])
+        deviations.append([deviation for _, deviation in maps])
     # Step 1 is the root mean square of the coefficients, so that steps are comparable between profiles.
     everything = torch.cat([d for section in deviations for d in section])
     unit = float(everything.square().mean().sqrt())
     if not 0 < unit < float("inf"):
         raise ProfileError("samples: must vary, and the loss must depend on them, or there is nothing to learn")
     built = [_section(m, maps, unit) for m, maps in zip(moments, bases, strict=True)]
-    if all(gradient is not None for m in moments for _, _, gradient in m.sample):
-        built, samples = _with_classes(moments, built, layout)
+    if all(run.gradient is not None for m in moments for run in m.sample):
+        built, samples = _with_classes(moments, built, layout, tokens)
     else:
         samples = _family_samples(moments, built)
     family = fit_family(samples, FAMILY_STEPS)
-    return Profile(layout, group, source, family, tuple(built), min_step_index=MIN_STEP_INDEX, model=model)
+    if tokens is not None:
+        built = [_with_tokens(section, tokens, index) for index, section in enumerate(built)]
+    return Profile(
+        layout, group, source, family, tuple(built), min_step_index=MIN_STEP_INDEX, model=model,
+        token_table=None if tokens is None else tokens.table,
+    )  # fmt: skip
 
 
-def _section(
-    moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], unit: float
-) -> SectionProfile:
-    forward, inverse, scales = [], [], []
-    for analysis, synthesis, deviation in maps:
+def _section(moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor]], unit: float) -> SectionProfile:
+    blocks, scales = [], []
+    for inverse, deviation in maps:
         scale = scale_index(deviation.numpy() / unit)
         rank = int((scale_codes(scale, MIN_STEP_INDEX) >= 0).sum())
-        forward.append((analysis[:rank] / unit).float().contiguous())
-        inverse.append((synthesis[:, :rank] * unit).float().contiguous())
+        blocks.append(BlockMap.of(inverse * unit, scale[:rank]))
         scales.append(scale[:rank])
     mean = moments.mean().float()
     scale = np.concatenate(scales)
-    basis = SectionBasis(mean, mean.new_zeros(0, len(mean)), tuple(forward), tuple(inverse))
+    basis = SectionBasis(mean, mean.new_zeros(0, len(mean)), tuple(blocks))
     # A leading position gets a separate mean if that mean is farther out than the spread of ordinary tokens.
     usable = 0 if not len(scale) else int((moments.sink_count >= 2).cumprod(0).sum())
     sink_means = (moments.sink_total[:usable] / moments.sink_count[:usable, None]).float()
@@ -78,17 +83,30 @@ def _section(
         energy = np.square(deviation_of(scale)).sum()
         excess = basis.analyze(sink_means, 1 << 30, everything, basis.block_ranks).square().sum(0).numpy() / energy
         sinks = 1 + int(np.flatnonzero(excess > SINK_EXCESS)[-1]) if (excess > SINK_EXCESS).any() else 0
-        basis = SectionBasis(mean, sink_means[:sinks].contiguous(), tuple(forward), tuple(inverse))
+        basis = SectionBasis(mean, sink_means[:sinks].contiguous(), tuple(blocks))
     return SectionProfile(basis, scale)
 
 
+def _with_tokens(section: SectionProfile, tokens: TokenModel, index: int) -> SectionProfile:
+    """Add the token map to a section, and the scales of its components where no tokens are known."""
+    # What is predicted and what is not are uncorrelated, so their variances add up.
+    predicted = tokens.spread(index, section.basis).square().sum(0).numpy()
+    variance = np.square(deviation_of(section.scale)) + predicted
+    scale, first = scale_index(np.sqrt(variance)), 0
+    for rank in section.basis.block_ranks:  # they must fall, as those of the whole do
+        own = scale[first : first + rank]
+        own[:] = np.maximum.accumulate(own[::-1])[::-1]
+        first += rank
+    return replace(section, token_map=tokens.maps[index], plain_scale=scale)
+
+
 def _with_classes(
-    moments: list[Moments], sections: list[SectionProfile], layout: KVLayout
+    moments: list[Moments], sections: list[SectionProfile], layout: KVLayout, tokens: TokenModel | None
 ) -> tuple[list[SectionProfile], list[tuple[F32, I16]]]:
     """Add predictors and class tables to the sections; return them and one (coefficients, scales) pair per class."""
     # A section that the loss does not depend on has no components, and its predictor would have no input.
     coded = [i for i, section in enumerate(sections) if len(section.scale)]
-    samples = [_token_sample(moments[i], sections[i]) for i in coded]
+    samples = [_token_sample(moments[i], sections[i], i, tokens) for i in coded]
     scales = [sections[i].scale for i in coded]
     predictors = learn_predictors(samples, scales, [len(moments[i].section.layers(layout)) for i in coded])
     wanted = max(FAMILY_VALUES // max(sum(map(len, scales)), 1), 64)
@@ -107,22 +125,32 @@ def _with_classes(
     return out, pairs
 
 
-def _token_sample(moments: Moments, section: SectionProfile) -> TokenSample:
+def _token_sample(moments: Moments, section: SectionProfile, index: int, tokens: TokenModel | None) -> TokenSample:
     """Compute the coefficients of the sampled tokens and the costs of errors on them."""
     sinks = len(section.basis.sinks)
-    ys, energies = [], []
+    ys, wholes, energies = [], [], []
     sink_energy, sink_count = np.zeros(sinks, np.float32), np.zeros(sinks, np.float32)
-    for start, x, gradient in moments.sample:
-        y, z = _coefficients(section, start, x), _pulled_back(section, gradient)
+    for run in moments.sample:
+        x, predicted = run.x, None
+        if tokens is not None and run.token_ids is not None:
+            predicted = tokens.predicted(index, run.token_ids)
+            x = x.clone()
+            x[sinks:SINKS] -= predicted[sinks:SINKS]  # positions that did not become sinks
+        y, z = _coefficients(section, run.start, x), _pulled_back(section, run.gradient)
+        whole = y
+        if predicted is not None:
+            whole = y + section.basis.coefficients(predicted, section.basis.block_ranks).numpy()
         energy = z.square().sum(1).numpy()
-        leading = max(min(sinks - start, len(x)), 0)
-        sink_energy[start : start + leading] += energy[:leading]
-        sink_count[start : start + leading] += 1
+        leading = max(min(sinks - run.start, len(run.x)), 0)
+        sink_energy[run.start : run.start + leading] += energy[:leading]
+        sink_count[run.start : run.start + leading] += 1
         ys.append(y[:, leading:])
+        wholes.append(whole[:, leading:])
         energies.append(energy[leading:])
     joined = np.concatenate(ys, axis=1)
+    whole = joined if tokens is None else np.concatenate(wholes, axis=1)
     means: F32 = (sink_energy / np.maximum(sink_count, 1)).astype(np.float32)
-    return TokenSample(joined, np.concatenate(energies), means, sink_count)
+    return TokenSample(joined, whole, np.concatenate(energies), means, sink_count)
 
 
 def _pulled_back(section: SectionProfile, gradient: torch.Tensor | None) -> torch.Tensor:
@@ -148,8 +176,8 @@ def _family_samples(moments: list[Moments], sections: list[SectionProfile]) -> l
     wanted = max(FAMILY_VALUES // rows, 64)
     out = []
     for sums, section in zip(moments, sections, strict=True):
-        available = sum(len(x) for _, x, _ in sums.sample)
+        available = sum(len(run.x) for run in sums.sample)
         stride = max(available // wanted, 1)
-        y = np.concatenate([_coefficients(section, start, x)[:, ::stride] for start, x, _ in sums.sample], axis=1)
+        y = np.concatenate([_coefficients(section, run.start, run.x)[:, ::stride] for run in sums.sample], axis=1)
         out.append((y, section.scale))
     return out

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
-    "KINDS", "MIXTURE_SEQUENCES", "REREAD", "SAMPLES", "check_mixture_size", "mixture", "mixture_text", "tokenized",
+    "KINDS", "MIXTURE_SEQUENCES", "REREAD", "SAMPLES", "check_mixture_size", "mixture", "mixture_text", "more_text",
+    "tokenized",
 ]  # fmt: skip
 
 REREAD, SAMPLES = "reread", "samples"  # the kinds that are generated, not read from files
@@ -122,12 +123,10 @@ def mixture(
     for kind, share in SHARES.items():
         if kind in (REREAD, SAMPLES):
             continue
-        joined = torch.cat([token_ids(tokenizer, text, special=not leading) for text in mixture_text(kind, tokenizer)])
-        body = length - len(leading)
-        whole = len(joined) // body
+        rows = _sequences(kind, tokenizer, length)
+        whole = len(rows)
         if whole < LEAST:
             continue
-        rows = with_leading(leading, joined[: whole * body].view(whole, body))
         wanted = min(max(round(sequences * share), LEAST), whole)
         out[kind] = rows[torch.arange(wanted) * whole // wanted]
         starts.append(rows[:, : len(leading) + 1])
@@ -147,6 +146,29 @@ def mixture(
             begin = begin.repeat(-(-count // len(begin)), 1)[:count]
         out[SAMPLES] = sample_text(model, count, length, seed, starts=begin, progress=progress)
     return out
+
+
+def more_text(tokenizer: PreTrainedTokenizerBase, length: int = 512) -> torch.Tensor:
+    """Return all sequences of the bundled texts, for `cuvee.calibrate(more_text=)`, int64 `[N, length]`.
+
+    `mixture` draws its sequences from these, apart from those that it generates.
+
+    Example:
+        >>> from cuvee.codec.data.bundled import load_bundled_model
+        >>> more_text(load_bundled_model()[1], 64).shape[1]
+        64
+    """
+    kinds = (kind for kind in KINDS if kind not in (REREAD, SAMPLES))
+    return torch.cat([_sequences(kind, tokenizer, length) for kind in kinds])
+
+
+def _sequences(kind: str, tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
+    """Return all whole sequences of a kind's texts, `[N, length]`."""
+    leading = leading_ids(tokenizer)
+    joined = torch.cat([token_ids(tokenizer, text, special=not leading) for text in mixture_text(kind, tokenizer)])
+    body = length - len(leading)
+    whole = len(joined) // body
+    return with_leading(leading, joined[: whole * body].view(whole, body))
 
 
 def tokenized(text: str) -> str:

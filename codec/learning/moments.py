@@ -5,6 +5,8 @@ Only second moments and a bounded sample of tokens are kept, whatever the length
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +33,27 @@ SAMPLE_BYTES = 1 << 30  # values kept for the tables and the predictors; gradien
 SAMPLE_TOKENS = 16384
 
 
+# (section, ids [t]) -> predicted values [t, N] float32
+Predicted = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRun:
+    """A run of tokens that is kept, on the CPU.
+
+    Attributes:
+        start: position of the first token.
+        x: `[t, N]` float32.
+        gradient: `[t, N]`, or None.
+        token_ids: `[t]` if predictions were subtracted from x, which begins at position 0; else None.
+    """
+
+    start: int
+    x: torch.Tensor
+    gradient: torch.Tensor | None
+    token_ids: torch.Tensor | None
+
+
 class Moments:
     """Sums over tokens for one section: means, covariances and metrics of its blocks, and a sample of tokens."""
 
@@ -46,8 +69,7 @@ class Moments:
         self.metrics = [torch.zeros(size, size, **exact) for size in section.blocks]
         self.sink_total = torch.zeros(SINKS, section.values, **exact)
         self.sink_count = torch.zeros(SINKS, **exact)
-        # (position of the first token, [t, N], gradients [t, N] or None), on the CPU
-        self.sample: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
+        self.sample: list[SampledRun] = []
         self._limit = limit
         self._stride, self._seen = 1, 0
         self._units = [s for x in section.layers(layout) for s in (x.key_values, x.value_values)]
@@ -55,8 +77,14 @@ class Moments:
         # (0.74 against 0.73 bits per value on books-3m) and needs far fewer samples.
         self._metric_runs = [x.key_values + x.value_values for x in section.layers(layout)]
 
-    def add(self, x: torch.Tensor, start: int, gradient: torch.Tensor | None = None) -> None:
-        """Add a run of tokens `[t, N]` float32 that begins at position `start`, and the gradients on them."""
+    def add(
+        self,
+        x: torch.Tensor,
+        start: int,
+        gradient: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Add a run of tokens `[t, N]` float32 from position `start` on, the gradients on them, and their ids."""
         for position in range(start, min(SINKS, start + len(x))):
             self.sink_total[position] += x[position - start]
             self.sink_count[position] += 1
@@ -78,14 +106,15 @@ class Moments:
                     self.metrics[index][low : low + run, low : low + run] += part.T @ part
                     low += run
             column += size
-        self._keep(x, start, gradient)
+        self._keep(x, start, gradient, token_ids)
 
-    def _keep(self, x: torch.Tensor, start: int, gradient: torch.Tensor | None) -> None:
+    def _keep(self, x: torch.Tensor, start: int, gradient: torch.Tensor | None, token_ids: torch.Tensor | None) -> None:
         """Keep evenly spaced runs within the limit: whenever it is exceeded, drop every second run."""
         if self._seen % self._stride == 0:
             kept = None if gradient is None else gradient[: self._limit].bfloat16().cpu()
-            self.sample.append((start, x[: self._limit].clone().cpu(), kept))
-            while sum(len(run) for _, run, _ in self.sample) > self._limit:
+            ids = None if token_ids is None else token_ids[: self._limit].cpu()
+            self.sample.append(SampledRun(start, x[: self._limit].clone().cpu(), kept, ids))
+            while sum(len(run.x) for run in self.sample) > self._limit:
                 del self.sample[1::2]
                 self._stride *= 2
         self._seen += 1
@@ -195,8 +224,19 @@ def need_tokens(layout: KVLayout, group: str, tokens: int) -> None:
         )
 
 
-def add_sample(moments: list[Moments], layout: KVLayout, sample: CacheSample, prefix: int) -> None:
-    """Add the caches of a batch, and the gradients on them, to the sums of every section."""
+def add_sample(
+    moments: list[Moments],
+    layout: KVLayout,
+    sample: CacheSample,
+    prefix: int,
+    tokens: torch.Tensor,
+    predicted: Predicted | None,
+) -> None:
+    """Add the caches of a batch, and the gradients on them, to the sums of every section.
+
+    With `predicted`, the sums are those of what is not predicted from `tokens [B, T]`. Leading positions, which may
+    become sinks, are not predicted.
+    """
     device = moments[0].total.device
     for row in range(len(sample.keys[0])):
         x, gradients = (
@@ -214,12 +254,12 @@ def add_sample(moments: list[Moments], layout: KVLayout, sample: CacheSample, pr
         unrotation = Rotation(layout, 0, prefix, x.device, inverse=True)
         # With k' = s R k, the gradient on k is s R^T times the gradient on k': the transposed map, not the inverse.
         transposed = Transposed(layout, prefix, x.device)
-        for section in moments:
-            section.add(
-                gather(x, section.section, unrotation, everything),
-                0,
-                gather(gradients, section.section, transposed, everything),
-            )
+        for index, section in enumerate(moments):
+            values = gather(x, section.section, unrotation, everything)
+            if predicted is not None and prefix > SINKS:
+                values[SINKS:] -= predicted(index, tokens[row, SINKS:prefix]).to(device)
+            ids = tokens[row, :prefix] if predicted is not None else None
+            section.add(values, 0, gather(gradients, section.section, transposed, everything), ids)
 
 
 class Transposed(Rotation):

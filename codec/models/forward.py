@@ -94,6 +94,7 @@ def prefill(
             [layer.keys[row].transpose(0, 1).to(device, layout.torch_dtype) for layer in cache.layers],
             [layer.values[row].transpose(0, 1).to(device, layout.torch_dtype) for layer in cache.layers],
             layout,
+            token_ids=tokens[row],
         )
         for row in range(len(tokens))
     ]

@@ -35,6 +35,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Curve, CurvePoint, one_request
 from cuvee.codec.profiles.section_profile import SectionProfile, read_section_profile
 from cuvee.codec.profiles.sections import Section, partition
+from cuvee.codec.profiles.token_prediction import CACHE_BYTES, PredictionCache, TokenTable, read_token_table
 from cuvee.codec.support.files import replacing
 from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.plain_json import parse_json
@@ -66,6 +67,7 @@ class Profile:
         family: entropy tables and quantizer.
         learned: one `SectionProfile` per section; empty for a generic profile.
         min_step_index: the smallest step index that the stored components serve.
+        token_table: what it knows of the vocabulary, to predict from tokens; None if it does not.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Profile:
         min_step_index: int = -8 * OCTAVE,
         model: str | None = None,
         curve: Iterable[CurvePoint] = (),
+        token_table: TokenTable | None = None,
     ) -> None:
         self.layout = layout
         self.group = group
@@ -87,6 +90,7 @@ class Profile:
         self.learned = learned
         self.min_step_index = min_step_index
         self.model = model
+        self.token_table = token_table
         self._curve = Curve(curve)
         self.curve = self._curve.overall
         self.curves = self._curve.kinds
@@ -96,6 +100,9 @@ class Profile:
             raise FormatError(
                 f"learned: must have {len(self.sections)} sections for group {group!r}, got {len(learned)}"
             )
+        maps = [section.token_map is not None and section.plain_scale is not None for section in learned]
+        if any(has_map != (token_table is not None) for has_map in maps):
+            raise FormatError("learned: must have a token map in every section, or in none if there is no token table")
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -125,7 +132,7 @@ class Profile:
         """Return a copy with another curve."""
         return Profile(
             self.layout, self.group, self.source, self.family, self.learned,
-            min_step_index=self.min_step_index, model=self.model, curve=curve,
+            min_step_index=self.min_step_index, model=self.model, curve=curve, token_table=self.token_table,
         )  # fmt: skip
 
     @property
@@ -168,8 +175,32 @@ class Profile:
         learned = tuple(full.take([*kept, *(layer.kv_heads + head for head in kept)]) for full, layer, kept in parts)
         return Profile(
             layout, self.group, self.source, self.family, learned,
-            min_step_index=self.min_step_index, model=self.model, curve=self.points,
+            min_step_index=self.min_step_index, model=self.model, curve=self.points, token_table=self.token_table,
         )  # fmt: skip
+
+    # Prediction ------------------------------------------------------------------------------------------------
+
+    def learned_for(self, predicted: bool) -> tuple[SectionProfile, ...]:
+        """Return how the sections of a blob are coded, by whether it holds token ids."""
+        return self.learned if predicted else tuple(section.plain for section in self.learned)
+
+    @lazy
+    def predictions(self) -> tuple[PredictionCache, ...]:
+        """What the token table predicts in each section; empty without a table."""
+        if self.token_table is None:
+            return ()
+        limit = CACHE_BYTES // sum(section.values for section in self.sections)  # per value
+        return tuple(
+            PredictionCache(
+                self.token_table, section.token_map, len(section.basis.sinks), limit * len(section.basis.mean)
+            )
+            for section in self.learned
+            if section.token_map is not None
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the predictions, which are made anew where the profile is unpickled."""
+        return {name: value for name, value in self.__dict__.items() if name != "predictions"}
 
     # Identity --------------------------------------------------------------------------------------------------
 
@@ -285,6 +316,7 @@ class Profile:
             "source": self.source,
             "min_step": self.min_step_index,
             "model": self.model,
+            "features": 0 if self.token_table is None else self.token_table.features,
             "curve": [point.to_dict() for point in self.points],
         }
 
@@ -296,6 +328,9 @@ class Profile:
             "family.rounding": quantizer.rounding,
             "family.shrink": quantizer.shrink,
         }
+        if self.token_table is not None:
+            arrays["tokens.embedding"] = self.token_table.packed()
+            arrays["tokens.row_scale"] = self.token_table.row_scale.numpy()
         for i, section in enumerate(self.learned):
             arrays |= section.arrays(f"section.{i}")
         return arrays
@@ -356,8 +391,12 @@ class Profile:
             raise FormatError("family.freq: has the wrong dtype")
         quantizer = Quantizer(arrays["family.dead_zone"], arrays["family.rounding"], arrays["family.shrink"])
         family = make_family(freq, quantizer)
+        features = data["features"]
+        table = None if features == 0 else read_token_table(features, arrays)
         sections = partition(layout, data["group"]) if is_learned else ()
-        learned = tuple(read_section_profile(f"section.{i}", section, arrays) for i, section in enumerate(sections))
+        learned = tuple(
+            read_section_profile(f"section.{i}", section, arrays, features) for i, section in enumerate(sections)
+        )
         curve = [CurvePoint.from_dict(point) for point in data["curve"]]
         min_step = data["min_step"]
         if type(min_step) is not int or not -MAX_STEP_INDEX <= min_step <= 8 * OCTAVE:
@@ -368,7 +407,7 @@ class Profile:
             raise FormatError(f"group: must be 'unit' in a profile without learned sections, got {data['group']!r}")
         profile = cls(
             layout, data["group"], data["source"], family, learned,
-            min_step_index=min_step, model=data["model"], curve=curve,
+            min_step_index=min_step, model=data["model"], curve=curve, token_table=table,
         )  # fmt: skip
         return profile, data["id"]
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.support.lazy import lazy
 
 WEIGHT_RANGE = 1e-7  # smallest over largest weight of a metric; maps in float32 cannot hold a wider range
@@ -24,19 +25,32 @@ class SectionBasis:
     Attributes:
         mean: `[N]` float32.
         sinks: `[P, N]` float32, the means of the first P positions of a sequence (attention sinks).
-        forward: per block `[r, n]` float32, rows in order of falling scale.
-        inverse: per block `[n, r]` float32.
+        maps: of the blocks, components in order of falling scale.
     """
 
     mean: torch.Tensor
     sinks: torch.Tensor
-    forward: tuple[torch.Tensor, ...]
-    inverse: tuple[torch.Tensor, ...]
+    maps: tuple[BlockMap, ...]
+
+    @property
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """Per block `[r, n]` float32."""
+        return tuple(block.forward for block in self.maps)
+
+    @property
+    def inverse(self) -> tuple[torch.Tensor, ...]:
+        """Per block `[n, r]` float32."""
+        return tuple(block.inverse for block in self.maps)
 
     @property
     def block_ranks(self) -> tuple[int, ...]:
         """Number of components stored per block."""
-        return tuple(len(f) for f in self.forward)
+        return tuple(block.rank for block in self.maps)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Number of values per block."""
+        return tuple(block.size for block in self.maps)
 
     def means(self, start: int, at: slice) -> torch.Tensor:
         """Return means `[t, N]` (`[1, N]` if all are equal) of the tokens `at` of a chunk that begins at `start`."""
@@ -110,19 +124,20 @@ class LeadingComponents:
         return y
 
 
-def eigenbasis(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def eigenbasis(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the transform with decorrelated components whose squared error is the error in the metric.
 
-    Let M be the metric, C the covariance, R = M^1/2, and U the eigenvectors of R C R. Then forward = U^T R and
-    inverse = R^-1 U. In these coordinates the squared error of a component is the loss that it costs, so one step size
-    for all components is optimal (reverse water-filling; Cover & Thomas, Elements of Information Theory, 10.3).
+    Let M be the metric, C the covariance, R = M^1/2, and U the eigenvectors of R C R. Then coefficients are U^T R times
+    the values, and inverse = R^-1 U. In these coordinates the squared error of a component is the loss that it costs,
+    so one step size for all components is optimal (reverse water-filling; Cover & Thomas, Elements of Information
+    Theory, 10.3).
 
     Args:
         covariance: `[n, n]` float64.
         metric: `[n, n]` float64, positive semi-definite.
 
     Returns:
-        forward `[n, n]`, inverse `[n, n]`, deviation `[n]` (falling), float64.
+        inverse `[n, n]`, deviation `[n]` (falling), float64.
     """
     weight, vectors = torch.linalg.eigh(metric)
     weight = weight.clamp_min(max(float(weight.max()) * WEIGHT_RANGE, 1e-300))
@@ -130,4 +145,4 @@ def eigenbasis(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Te
     inverse_root = (vectors * weight.rsqrt()) @ vectors.T
     energy, axes = torch.linalg.eigh(root @ covariance @ root)
     axes = axes.flip(1)
-    return axes.T @ root, inverse_root @ axes, energy.flip(0).clamp_min(0).sqrt()
+    return inverse_root @ axes, energy.flip(0).clamp_min(0).sqrt()

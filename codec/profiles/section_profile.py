@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,11 @@ from cuvee.codec.entropy.token_classes import (
     default_class_frequencies,
 )
 from cuvee.codec.errors import FormatError, ProfileError
+from cuvee.codec.profiles.block_map import read_block_map
 from cuvee.codec.profiles.class_predictor import Predictor, read_predictor
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section
+from cuvee.codec.profiles.token_prediction import TokenMap, read_token_map
 from cuvee.codec.support.arrays import I16, U16
 
 
@@ -37,6 +39,8 @@ class SectionProfile:
         predictor: chooses the class of a token; without it, tokens have classes only if a caller gives `importance=`.
         class_freq: `[16]` uint16 frequencies that code the classes.
         class_scale: `[16]` int16, in 1/64 octaves: how much wider than `scale` the components of each class are.
+        token_map: predicts the section's values from tokens; None in a profile without a token table, like the next.
+        plain_scale: `[R]` int16, the scale of each component in blobs without token ids.
     """
 
     basis: SectionBasis
@@ -44,6 +48,13 @@ class SectionProfile:
     predictor: Predictor | None = None
     class_freq: U16 = field(default_factory=default_class_frequencies)
     class_scale: I16 = field(default_factory=lambda: np.zeros(CLASSES, np.int16))
+    token_map: TokenMap | None = None
+    plain_scale: I16 | None = None
+
+    @property
+    def plain(self) -> SectionProfile:
+        """How blobs without token ids code the section."""
+        return self if self.plain_scale is None else replace(self, scale=self.plain_scale)
 
     def select(self, step_index: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
         """Return the components coded at a step: their number in each block, and their indices."""
@@ -91,16 +102,19 @@ class SectionProfile:
     def take(self, blocks: Sequence[int]) -> SectionProfile:
         """Return the data of some blocks, in this order; each is coded as in the whole section."""
         basis = self.basis
-        columns = torch.from_numpy(_members([matrix.shape[1] for matrix in basis.forward], blocks))
+        columns = torch.from_numpy(_members(basis.block_sizes, blocks))
         rows = _members(basis.block_ranks, blocks)
         taken = SectionBasis(
             basis.mean[columns],
             basis.sinks.index_select(1, columns),
-            tuple(basis.forward[block] for block in blocks),
-            tuple(basis.inverse[block] for block in blocks),
+            tuple(basis.maps[block] for block in blocks),
         )
         predictor = None if self.predictor is None else self.predictor.take(rows)
-        return SectionProfile(taken, self.scale[rows], predictor, self.class_freq, self.class_scale)
+        return SectionProfile(
+            taken, self.scale[rows], predictor, self.class_freq, self.class_scale,
+            None if self.token_map is None else self.token_map.take(columns),
+            None if self.plain_scale is None else self.plain_scale[rows],
+        )  # fmt: skip
 
     def arrays(self, prefix: str) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of a profile's file, by name."""
@@ -108,15 +122,19 @@ class SectionProfile:
         arrays: dict[str, npt.NDArray[Any]] = {
             f"{prefix}.mean": basis.mean.numpy(),
             f"{prefix}.sinks": basis.sinks.numpy(),
+            f"{prefix}.ranks": np.array(basis.block_ranks, np.int32),
             f"{prefix}.scale": self.scale,
             f"{prefix}.class_freq": self.class_freq,
             f"{prefix}.class_scale": self.class_scale,
         }
         if self.predictor is not None:
             arrays |= {f"{prefix}.predictor.{name}": array for name, array in self.predictor.arrays().items()}
-        for b, (forward, inverse) in enumerate(zip(basis.forward, basis.inverse, strict=True)):
-            arrays[f"{prefix}.forward.{b}"] = forward.numpy()
-            arrays[f"{prefix}.inverse.{b}"] = inverse.numpy()
+        for b, block in enumerate(basis.maps):
+            arrays |= {f"{prefix}.{name}.{b}": array for name, array in block.arrays().items()}
+        if self.token_map is not None:
+            arrays |= {f"{prefix}.token_{name}": array for name, array in self.token_map.arrays().items()}
+        if self.plain_scale is not None:
+            arrays[f"{prefix}.plain_scale"] = self.plain_scale
         return arrays
 
 
@@ -126,8 +144,12 @@ def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp
     return np.concatenate([np.arange(ends[block] - sizes[block], ends[block]) for block in blocks])
 
 
-def read_section_profile(prefix: str, section: Section, arrays: dict[str, npt.NDArray[Any]]) -> SectionProfile:
+def read_section_profile(
+    prefix: str, section: Section, arrays: dict[str, npt.NDArray[Any]], features: int
+) -> SectionProfile:
     """Return the section of `SectionProfile.arrays`, from untrusted arrays.
+
+    `features` is K of the profile's token table, or 0 without one.
 
     Raises:
         FormatError, KeyError, ValueError: the arrays do not fit the section.
@@ -140,19 +162,15 @@ def read_section_profile(prefix: str, section: Section, arrays: dict[str, npt.ND
             raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype or is not finite")
         return torch.from_numpy(array)
 
-    forward = tuple(tensor(f"forward.{b}", None, size) for b, size in enumerate(section.blocks))
-    inverse = tuple(
-        tensor(f"inverse.{b}", size, len(f)) for (b, size), f in zip(enumerate(section.blocks), forward, strict=True)
+    ranks = arrays[f"{prefix}.ranks"]
+    if ranks.dtype != np.int32 or ranks.shape != (len(section.blocks),):
+        raise FormatError(f"{prefix}.ranks: has the wrong shape or dtype")
+    maps = tuple(
+        read_block_map(prefix, b, size, int(rank), arrays)
+        for b, (size, rank) in enumerate(zip(section.blocks, ranks, strict=True))
     )
-    basis = SectionBasis(tensor("mean", section.values), tensor("sinks", None, section.values), forward, inverse)
-    scale = arrays[f"{prefix}.scale"]
-    if scale.dtype != np.int16 or scale.shape != (sum(basis.block_ranks),):
-        raise FormatError(f"{prefix}.scale: has the wrong shape or dtype")
-    at = 0
-    for rank in basis.block_ranks:
-        if np.any(np.diff(scale[at : at + rank].astype(np.int32)) > 0):
-            raise FormatError(f"{prefix}.scale: must fall within a block")
-        at += rank
+    basis = SectionBasis(tensor("mean", section.values), tensor("sinks", None, section.values), maps)
+    scale = _scale_array(prefix, "scale", basis.block_ranks, arrays)
     class_freq = _class_array(prefix, "class_freq", np.uint16, arrays)
     class_scale = _class_array(prefix, "class_scale", np.int16, arrays)
     class_table(class_freq)
@@ -163,7 +181,23 @@ def read_section_profile(prefix: str, section: Section, arrays: dict[str, npt.ND
     predictor = None
     if f"{prefix}.predictor.components" in arrays:
         predictor = read_predictor(f"{prefix}.predictor", arrays, sum(basis.block_ranks))
-    return SectionProfile(basis, scale, predictor, class_freq, class_scale)
+    token_map = plain_scale = None
+    if features:
+        token_map = read_token_map(prefix, section.values, features, arrays)
+        plain_scale = _scale_array(prefix, "plain_scale", basis.block_ranks, arrays)
+    return SectionProfile(basis, scale, predictor, class_freq, class_scale, token_map, plain_scale)
+
+
+def _scale_array(prefix: str, name: str, block_ranks: Sequence[int], arrays: dict[str, npt.NDArray[Any]]) -> I16:
+    scale = arrays[f"{prefix}.{name}"]
+    if scale.dtype != np.int16 or scale.shape != (sum(block_ranks),):
+        raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype")
+    at = 0
+    for rank in block_ranks:
+        if np.any(np.diff(scale[at : at + rank].astype(np.int32)) > 0):
+            raise FormatError(f"{prefix}.{name}: must fall within a block")
+        at += rank
+    return scale
 
 
 def _class_array(

@@ -13,7 +13,8 @@ from cuvee.codec.profiles.class_predictor import choose_classes
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.section_basis import LeadingComponents
 from cuvee.codec.profiles.section_profile import SectionProfile
-from cuvee.codec.support.arrays import U8
+from cuvee.codec.profiles.token_prediction import TokenTable
+from cuvee.codec.support.arrays import I64, U8
 from cuvee.codec.support.lazy import lazy
 
 
@@ -23,14 +24,16 @@ class SectionCoding:
     Args:
         learned: the section's learned data.
         step_index: the blob's step index.
+        table: of the profile, if the blob holds token ids.
 
     Attributes:
         learned: as given.
         ranks, plan: ranks of the blocks and coding plan for tokens without classes.
     """
 
-    def __init__(self, learned: SectionProfile, step_index: int) -> None:
+    def __init__(self, learned: SectionProfile, step_index: int, table: TokenTable | None = None) -> None:
         self.learned = learned
+        self._table = table
         self.ranks, self.plan = learned.plan(step_index)
         self._step_index = step_index
 
@@ -59,15 +62,22 @@ class SectionCoding:
         return None if predictor is None else self.learned.basis.leading(predictor.components)
 
     def classes(
-        self, x: torch.Tensor, start: int, at: slice, offsets: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        start: int,
+        at: slice,
+        offsets: torch.Tensor | None,
+        token_ids: I64 | None = None,
     ) -> tuple[U8, torch.Tensor | None]:
         """Return the classes of the tokens `at` of a chunk that begins at position `start`.
 
         Args:
-            x: `[t, N]` float32, minus the means.
+            x: `[t, N]` float32, minus the means and the predictions.
             start: position of the chunk's first token.
             at: the tokens.
-            offsets: octaves `[T]` of all tokens, set by the caller; None: the predictor chooses.
+            offsets: octaves `[T]` of all tokens, set by the caller; None: the predictor chooses. It reads values with
+                their predictions, so that the classes of a chunk do not depend on whether its tokens are known.
+            token_ids: of the tokens `at`, if the blob holds ids.
 
         Returns:
             The classes. Also the first components `[K, t]` of the first block, if the predictor read them, so that they
@@ -79,8 +89,29 @@ class SectionCoding:
         if predictor is None or self._leading is None:
             raise ProfileError("importance: must be given for a section without a class predictor")
         y = self._leading(x)
-        classes = choose_classes(predictor.offsets(y, start, at.start), self.classed.finest)
+        predicted = self._predicted(token_ids, start + at.start)
+        whole = y if predicted is None else y + predicted
+        classes = choose_classes(predictor.offsets(whole, start, at.start), self.classed.finest)
         return classes, y if self._reads_first else None
+
+    def _predicted(self, token_ids: I64 | None, start: int) -> torch.Tensor | None:
+        """Return what tokens from position `start` on predict of the components that the predictor reads, `[K, t]`."""
+        of_embedding = self._leading_of_embedding
+        if token_ids is None or self._table is None or of_embedding is None:
+            return None
+        known, index = np.unique(token_ids, return_inverse=True)
+        rows = self._table.rows(known)
+        predicted = (of_embedding @ (rows.embedding * rows.row_scale[:, None]).T)[:, torch.from_numpy(index)]
+        predicted[:, : max(len(self.learned.basis.sinks) - start, 0)] = 0
+        return predicted
+
+    @lazy
+    def _leading_of_embedding(self) -> torch.Tensor | None:
+        """The map from embeddings to the components that the predictor reads, `[K, features]`."""
+        token_map = self.learned.token_map
+        if token_map is None or self._leading is None:
+            return None
+        return self._leading(token_map.weights * token_map.scale)
 
     @lazy
     def _reads_first(self) -> bool:
@@ -98,14 +129,17 @@ class StepCoding:
         learned: the learned data of the sections.
         family: the profile's family.
         step_index: the blob's step index.
+        table: of the profile, if the blob holds token ids.
 
     Attributes:
         sections: how each section is coded.
         family, step_index: as given.
     """
 
-    def __init__(self, learned: tuple[SectionProfile, ...], family: Family, step_index: int) -> None:
-        self.sections = tuple(SectionCoding(section, step_index) for section in learned)
+    def __init__(
+        self, learned: tuple[SectionProfile, ...], family: Family, step_index: int, table: TokenTable | None = None
+    ) -> None:
+        self.sections = tuple(SectionCoding(section, step_index, table) for section in learned)
         self.family = family
         self.step_index = step_index
 

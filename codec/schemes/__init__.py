@@ -41,7 +41,7 @@ class SectionScheme(Protocol):
         """Return the bytes of the sections `numbers`.
 
         Args:
-            chunk: the tokens.
+            chunk: the tokens, with their ids if the profile predicts from them.
             numbers: of the sections.
             unrotation: frees the chunk's keys of their positions.
             offsets: octaves `[T]` by which each token's step is coarser; None leaves that to the profile.

@@ -16,6 +16,7 @@ from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
 from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.schemes import overlap
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.implementations import Stages
@@ -24,7 +25,7 @@ from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from cuvee.codec.stages.reference.transform import as_numpy
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
-from cuvee.codec.support.arrays import F32, U8
+from cuvee.codec.support.arrays import F32, I64, U8
 
 # Matrix products in hardware.
 FAST_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -40,9 +41,11 @@ _arena = Arena()
 class TransformScheme:
     """Codes sections with a learned profile at one step."""
 
-    def __init__(self, profile: Profile, step_index: int, stages: Stages) -> None:
+    def __init__(self, profile: Profile, step_index: int, predicted: bool, stages: Stages) -> None:
+        self._profile = profile
         self._sections = profile.sections
-        self._coding = StepCoding(profile.learned, profile.family, step_index)
+        table = profile.token_table if predicted else None
+        self._coding = StepCoding(profile.learned_for(predicted), profile.family, step_index, table)
         self._coder = CoefficientCoder(stages, profile.family, step_index)
         self._stages = stages
         self._inverses: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
@@ -77,11 +80,24 @@ class TransformScheme:
         return [coded[index] for index in numbers]
 
     def _centered(self, chunk: KVChunk, index: int, unrotation: Rotation) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the section's values minus their means, tile by tile."""
+        """Yield the section's values minus their means and predictions, tile by tile."""
         basis = self._coding.sections[index].learned.basis
         for at in tiles(chunk.tokens, self._tiles[index]):
-            means = basis.leading_means(chunk.start, at)
-            yield at, self._stages.gather_centered(chunk, self._sections[index], unrotation, at, means)
+            means, predictions = (
+                basis.leading_means(chunk.start, at),
+                self._predictions(index, chunk.token_ids, chunk.start, at),
+            )
+            x = self._stages.gather_centered(chunk, self._sections[index], unrotation, at, means, predictions)
+            yield at, x
+
+    def _predictions(self, index: int, token_ids: I64 | None, start: int, at: slice) -> Predictions | None:
+        """Return the predictions of the tokens `at` in a section; None if nothing is predicted.
+
+        `token_ids` are those of a whole chunk that begins at position `start`.
+        """
+        if token_ids is None:
+            return None
+        return self._profile.predictions[index].of(token_ids[at], start + at.start)
 
     def _columns(
         self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None
@@ -89,7 +105,8 @@ class TransformScheme:
         """Yield for each tile the classes of the tokens, the classes of the columns, and the columns' coefficients."""
         coding = self._coding.sections[index]
         for at, x in self._centered(chunk, index, unrotation):
-            classes, leading = coding.classes(x, chunk.start, at, offsets)
+            ids = None if chunk.token_ids is None else chunk.token_ids[at]
+            classes, leading = coding.classes(x, chunk.start, at, offsets, ids)
             by_class = self._stages.coding_order(classes)
             columns, order = classes[by_class], torch.from_numpy(by_class)
             ordered = torch.index_select(x, 0, order, out=_arena.tensor("ordered", x.numel(), x.dtype).view(x.shape))
@@ -131,7 +148,8 @@ class TransformScheme:
                     x = self._stages.synthesize(columns.y, self._inverse(index, columns.y.dtype), runs, out)
                     mean = self._coding.sections[index].learned.basis.leading_means(request.header.start, wanted)
                     order = columns.order - inside.start
-                    self._stages.place(x, mean, section, layout, rotation, rows, keys, values, order)
+                    own = self._predictions(index, request.token_ids, request.header.start, wanted)
+                    self._stages.place(x, mean, section, layout, rotation, rows, keys, values, order, own)
 
     def _batches(self, numbers: Sequence[int], columns: int) -> Iterator[slice]:
         """Yield runs of sections whose planes fit the cache together; a larger section is its own run."""

@@ -24,6 +24,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled import byte_planes as compiled_byte_planes
 from cuvee.codec.stages.compiled import rans as compiled_rans
 from cuvee.codec.stages.compiled import rans_by_class as compiled_rans_by_class
@@ -64,6 +65,7 @@ class Place(Protocol):
         keys: Sequence[Rows | None],
         values: Sequence[Rows | None],
         order: I64 | None = None,
+        predictions: Predictions | None = None,
     ) -> None:
         """Write values into the outputs."""
         ...
@@ -85,7 +87,7 @@ class Stages:
     dequantize: Callable[[I32, float, CodingPlan, Quantizer], F32]
     pack: Callable[[I32, CodingPlan, EntropyTables], tuple[U8, Escapes]]
     unpack: Callable[[U8, Escapes, CodingPlan], I32]
-    gather_centered: Callable[[KVChunk, Section, Rotation, slice, torch.Tensor], torch.Tensor]
+    gather_centered: Callable[[KVChunk, Section, Rotation, slice, torch.Tensor, Predictions | None], torch.Tensor]
     spread: Callable[[F32, npt.NDArray[np.intp], F32, int], torch.Tensor]
     place: Place
     analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None, int], torch.Tensor]

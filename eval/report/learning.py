@@ -18,7 +18,7 @@ from cuvee.codec.data.corpus import (
 )
 from cuvee.codec.errors import InputError
 from cuvee.codec.learning.calibrate import held_out_count
-from cuvee.codec.learning.mixture import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text
+from cuvee.codec.learning.mixture import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text, more_text
 from cuvee.codec.learning.moments import SINKS
 from cuvee.codec.learning.sequences import reread, sample_text
 from cuvee.eval.report.report_config import MIXTURE, ReportConfig
@@ -26,7 +26,7 @@ from cuvee.eval.report.report_config import MIXTURE, ReportConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["all_sequences", "cached_tokens", "learning_corpora", "learning_sequences"]
+__all__ = ["all_sequences", "cached_tokens", "learning_corpora", "learning_sequences", "learning_text"]
 
 
 def learning_corpora(config: ReportConfig) -> list[Corpus]:
@@ -79,6 +79,13 @@ def learning_sequences(
     if not config.samples:
         return tokens
     return torch.cat([sample_text(model, config.samples, config.length, config.seed), tokens])
+
+
+def learning_text(config: ReportConfig) -> torch.Tensor | None:
+    """More sequences to learn prediction from tokens from: those of the bundled texts, with the mixture."""
+    if MIXTURE not in config.learned_texts:
+        return None
+    return more_text(load_tokenizer(config.model), config.length)
 
 
 def cached_tokens(config: ReportConfig, corpora: Sequence[Corpus], prefix: int) -> int:

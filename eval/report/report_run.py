@@ -39,7 +39,13 @@ from cuvee.eval.methods import UNCOMPRESSED
 from cuvee.eval.progress import Plan, ProgressBar
 from cuvee.eval.quality import Method, QualityBench
 from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, select
-from cuvee.eval.report.learning import all_sequences, cached_tokens, learning_corpora, learning_sequences
+from cuvee.eval.report.learning import (
+    all_sequences,
+    cached_tokens,
+    learning_corpora,
+    learning_sequences,
+    learning_text,
+)
 from cuvee.eval.report.lengths import length_candidates, length_entry, length_tokens
 from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
 from cuvee.eval.report.report_documents import write_report
@@ -414,6 +420,7 @@ class _FullReport(ReportRun):
             self.model,
             self._learning,
             group,
+            more_text=learning_text(self.config),
             prefix=self.prefix,
             batch_size=self._rows(LEARNING_ROWS),
             seed=self.config.seed,

@@ -43,7 +43,7 @@ from cuvee.kernels.ops.pages import (
     token_offsets,
     turn_pairs,
 )
-from cuvee.kernels.ops.transform import _PLAIN, _classed_columns, _spec, _unpacked
+from cuvee.kernels.ops.transform import _PLAIN, _UNPREDICTED, _classed_columns, _spec, _unpacked
 
 GATHER_TOKENS = 64
 ANALYSIS_ROWS, ANALYSIS_TOKENS, ANALYSIS_COLUMNS = 128, 64, 32  # a step of `analyze`: what fits registers
@@ -52,9 +52,9 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit(do_not_specialize=["sections", "first_section", "sinks"])
 def _gather(  # type: ignore[no-untyped-def]
-    tiles, means, chunks, slots, cos, sin, places, scales, x, status, sections, first_section, sinks, columns, width,
-    first_column, angles, BLOCK_T: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-    ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
+    tiles, means, center_rows, chunks, slots, cos, sin, places, scales, x, status, sections, first_section, sinks,
+    columns, width, first_column, angles, BLOCK_T: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PREDICTED: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0) * TILE_FIELDS
     chunk_index = tl.program_id(2)
@@ -78,8 +78,11 @@ def _gather(  # type: ignore[no-untyped-def]
     tl.atomic_or(job_status, STATUS_NOT_FINITE, mask=bad > 0)
     pair = tl.arange(0, PAIRS)
     column = tl.multiple_of(tl.load(tile + TILE_COLUMN), 2 * PAIRS)
-    source = tl.load(chunk + CHUNK_SOURCE) + token
-    mean = means + (tl.minimum(source, sinks) * columns + column)[:, None] + pair[None, :]
+    if PREDICTED:
+        center = tl.load(center_rows + row, mask=inside, other=0).to(tl.int64)
+    else:
+        center = tl.minimum(tl.load(chunk + CHUNK_SOURCE) + token, sinks)
+    mean = means + (center * columns + column)[:, None] + pair[None, :]
     a -= tl.load(mean, mask=inside[:, None], other=0.0)
     b -= tl.load(mean + PAIRS, mask=inside[:, None], other=0.0)
     has0, has1 = pair < tl.load(tile + TILE_COUNT0), pair < tl.load(tile + TILE_COUNT1)
@@ -95,8 +98,9 @@ def gather(
     rotations: RotationTables,
     means: torch.Tensor,
     x: torch.Tensor,
+    center_rows: torch.Tensor | None = None,
 ) -> None:
-    """Read a cache into columns: un-rotate, then subtract the mean of the token's position.
+    """Read a cache into columns: un-rotate, then subtract the mean of the token's position, or its center.
 
     A program reads GATHER_TOKENS tokens of one tile. It flags NaN and infinities after un-rotation
     (Status.NOT_FINITE), and a slot beyond the cache (Status.SLOT), which reads as zero, as -1 does.
@@ -109,12 +113,15 @@ def gather(
         means: float32 `[S + 1, M]`: means of the first S positions of a sequence, then that of all others.
         x: float32 `[tokens, width]`, written in rows ChunkField.FIRST …, columns `TileField.COLUMN - first_column …`;
             padded columns become zero.
+        center_rows: int32 `[tokens]`, the row of `means` that is subtracted from each token, from ChunkField.FIRST on;
+            `means` may then have further rows. None: the row of the token's position.
     """
     _gather[(len(tiles.tiles), triton.cdiv(batch.max_tokens, GATHER_TOKENS), len(batch.chunks))](
-        tiles.tiles, means, batch.chunks, cache.slots, rotations.cos, rotations.sin, cache.places, cache.scales, x,
-        batch.status, batch.sections, batch.first_section, len(means) - 1, means.stride(0), x.stride(0),
-        tiles.first_column, rotations.cos.shape[1], BLOCK_T=GATHER_TOKENS, ELEMENT=ELEMENTS[cache.element],
-        UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs, num_warps=4, enable_fp_fusion=True,
+        tiles.tiles, means, center_rows, batch.chunks, cache.slots, rotations.cos, rotations.sin, cache.places,
+        cache.scales, x, batch.status, batch.sections, batch.first_section, len(means) - 1, means.stride(0),
+        x.stride(0), tiles.first_column, rotations.cos.shape[1], BLOCK_T=GATHER_TOKENS, ELEMENT=ELEMENTS[cache.element],
+        UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs, PREDICTED=center_rows is not None,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -224,13 +231,17 @@ def _analysis_spec(name: str, classed: bool) -> KernelSpec:
     return _spec(name, _analyze, constants, 8, changes=hip, y="*fp32", basis="*fp32")
 
 
+def _gather_spec(name: str, predicted: bool) -> KernelSpec:
+    constants = {
+        "BLOCK_T": GATHER_TOKENS, "ELEMENT": tl.bfloat16, "UNIT_STRIDE": True, "ALIGNED": True, "PAIRS": 64,
+        **({"PREDICTED": True} if predicted else _UNPREDICTED),
+    }  # fmt: skip
+    return _spec(name, _gather, constants, 4)
+
+
 SPECS: tuple[KernelSpec, ...] = (
-    _spec(
-        "gather",
-        _gather,
-        {"BLOCK_T": GATHER_TOKENS, "ELEMENT": tl.bfloat16, "UNIT_STRIDE": True, "ALIGNED": True, "PAIRS": 64},
-        4,
-    ),
+    _gather_spec("gather", False),
+    _gather_spec("gather predicted", True),
     _analysis_spec("analyze", False),
     _analysis_spec("analyze classes", True),
 )

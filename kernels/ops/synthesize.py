@@ -40,7 +40,7 @@ from cuvee.kernels.ops.pages import (
     token_offsets,
     turn_pairs,
 )
-from cuvee.kernels.ops.transform import _PLAIN, _WINDOW, _classed_columns, _spec, _unpacked
+from cuvee.kernels.ops.transform import _PLAIN, _UNPREDICTED, _WINDOW, _classed_columns, _spec, _unpacked
 
 MAX_GROUP = 32  # tiles that run together: all of a section of two layers of 8 heads
 
@@ -101,24 +101,30 @@ def synthesis_config(
 
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
-    a, b, means, chunk, start, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns, angles,
-    ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
-    FIRST: tl.constexpr,
+    a, b, means, center_rows, chunk, start, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
+    angles, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
+    PREDICTED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Add means to half of a tile's pairs, from FIRST on, turn and store them; no token comes before `start`."""
+    """Add centers to half of a tile's pairs, from FIRST on, turn and store them; no token comes before `start`."""
     HALF: tl.constexpr = PAIRS // 2
     pair = FIRST + tl.arange(0, HALF)
     mean = means + tl.multiple_of(tl.load(tile + TILE_COLUMN), 2 * PAIRS)
-    position = tl.load(chunk + CHUNK_SOURCE)
-    if position + start >= sinks:
-        mean += sinks * columns
-        a += tl.load(mean + pair)[None, :]
-        b += tl.load(mean + PAIRS + pair)[None, :]
-    else:
-        source = tl.minimum(row - tl.load(chunk + CHUNK_FIRST) + position, sinks).to(tl.int32)
-        own = mean + (source * columns)[:, None] + pair[None, :]
+    if PREDICTED:
+        center = tl.load(center_rows + row, mask=inside, other=0).to(tl.int64)
+        own = mean + (center * columns)[:, None] + pair[None, :]
         a += tl.load(own)
         b += tl.load(own + PAIRS)
+    else:
+        position = tl.load(chunk + CHUNK_SOURCE)
+        if position + start >= sinks:
+            mean += sinks * columns
+            a += tl.load(mean + pair)[None, :]
+            b += tl.load(mean + PAIRS + pair)[None, :]
+        else:
+            source = tl.minimum(row - tl.load(chunk + CHUNK_FIRST) + position, sinks).to(tl.int32)
+            own = mean + (source * columns)[:, None] + pair[None, :]
+            a += tl.load(own)
+            b += tl.load(own + PAIRS)
     angle = tl.load(tile + TILE_ANGLE)
     if angle >= 0:
         a, b = turn_pairs(a, b, cos, sin, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
@@ -129,10 +135,11 @@ def _finish(  # type: ignore[no-untyped-def]
     do_not_specialize=["sections", "first_section", "tile_count", "group", "chunk_count", "token_blocks", "sinks"]
 )
 def _synthesize(  # type: ignore[no-untyped-def]
-    y, jobs, tiles, basis, means, chunks, slots, cos, sin, places, scales, status, classes, order, block_ranks,
-    sections, first_section, tile_count, group, chunk_count, token_blocks, sinks, columns, angles,
+    y, jobs, tiles, basis, means, center_rows, chunks, slots, cos, sin, places, scales, status, classes, order,
+    block_ranks, sections, first_section, tile_count, group, chunk_count, token_blocks, sinks, columns, angles,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, CLASSED: tl.constexpr,
+    PREDICTED: tl.constexpr,
 ):  # fmt: skip
     # `group` tiles, usually a section's, share the coefficients of a block of tokens: they run together. The blocks
     # of tokens of all chunks follow, which share the group's bases.
@@ -189,13 +196,13 @@ def _synthesize(  # type: ignore[no-untyped-def]
     left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, 2, HALF)), (0, 1, 3, 2)))
     a, b = tl.split(tl.permute(left, (0, 2, 1)))
     _finish(
-        a, b, means, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
-        angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, 0,
+        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists,
+        sinks, columns, angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, PREDICTED, 0,
     )  # fmt: skip
     a, b = tl.split(tl.permute(right, (0, 2, 1)))
     _finish(
-        a, b, means, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
-        angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, HALF,
+        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists,
+        sinks, columns, angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, PREDICTED, HALF,
     )  # fmt: skip
 
 
@@ -210,8 +217,9 @@ def synthesize(
     cache: CacheView,
     config: SynthesisConfig | None = None,
     order: TokenOrder | None = None,
+    center_rows: torch.Tensor | None = None,
 ) -> None:
-    """Write a cache in one pass: inverse transform, mean, rotation, rounding.
+    """Write a cache in one pass: inverse transform, mean or center, rotation, rounding.
 
     A program computes one tile of `block_t` tokens: the reference's `synthesize` and `place`. A slot beyond the cache
     is flagged (Status.SLOT) and not written, like one of -1.
@@ -232,18 +240,20 @@ def synthesize(
         order: None: jobs whose tokens have classes are skipped. Otherwise the other jobs are, and column i of the
             coefficients is the token that the order names; of each `block_t` columns, the components of the first are
             read.
+        center_rows: int32 `[tokens]`, the row of `means` that is added to each token, from ChunkField.FIRST on; `means`
+            may then have further rows. None: the row of the token's position.
     """
     chosen = config or default_config(y.dtype, batch, cache)
     token_blocks = triton.cdiv(batch.max_tokens, chosen.block_t)
     count, chunks = len(tiles.tiles), len(batch.chunks)
     group = max(min(count // batch.sections, MAX_GROUP), 1)
     _synthesize[(count * chunks * token_blocks,)](
-        y, jobs, tiles.tiles, basis, means, batch.chunks, cache.slots, rotations.cos, rotations.sin, cache.places,
-        cache.scales, batch.status, *_unpacked(order), batch.sections, batch.first_section, count, group, chunks,
-        token_blocks, len(means) - 1, means.stride(0), rotations.cos.shape[1], BLOCK_T=chosen.block_t,
+        y, jobs, tiles.tiles, basis, means, center_rows, batch.chunks, cache.slots, rotations.cos, rotations.sin,
+        cache.places, cache.scales, batch.status, *_unpacked(order), batch.sections, batch.first_section, count, group,
+        chunks, token_blocks, len(means) - 1, means.stride(0), rotations.cos.shape[1], BLOCK_T=chosen.block_t,
         BLOCK_R=chosen.block_r, ELEMENT=ELEMENTS[cache.element], UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned,
         PAIRS=tiles.pairs, PRECISION=product_precision(y.dtype, cache.element), CLASSED=order is not None,
-        num_warps=chosen.num_warps, enable_fp_fusion=True,
+        PREDICTED=center_rows is not None, num_warps=chosen.num_warps, enable_fp_fusion=True,
         num_stages=min(chosen.num_stages, HIP_STAGES) if torch.version.hip else chosen.num_stages,
     )  # fmt: skip
 
@@ -254,14 +264,14 @@ def default_config(dtype: torch.dtype, batch: ChunkBatch, cache: CacheView) -> S
 
 
 def _synthesis_spec(
-    name: str, dtype: torch.dtype, element: torch.dtype, max_rank: int, classed: bool = False
+    name: str, dtype: torch.dtype, element: torch.dtype, max_rank: int, classed: bool = False, predicted: bool = False
 ) -> KernelSpec:
     config = synthesis_config(dtype, element, max_rank, 256)
     y = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     constants = {
         "BLOCK_T": config.block_t, "BLOCK_R": config.block_r, "ELEMENT": ELEMENTS[element], "UNIT_STRIDE": True,
         "ALIGNED": True, "PAIRS": 64, "PRECISION": product_precision(dtype, element),
-        **({"CLASSED": True} if classed else _PLAIN),
+        **({"CLASSED": True} if classed else _PLAIN), **({"PREDICTED": True} if predicted else _UNPREDICTED),
     }  # fmt: skip
     hip = {"num_stages": min(config.num_stages, HIP_STAGES), "constants": {"PRECISION": "ieee"}}
     return _spec(
@@ -272,6 +282,7 @@ def _synthesis_spec(
 SPECS: tuple[KernelSpec, ...] = (
     _synthesis_spec("synthesize layer", torch.bfloat16, torch.bfloat16, 1400),
     _synthesis_spec("synthesize classes", torch.bfloat16, torch.bfloat16, 1400, True),
+    _synthesis_spec("synthesize predicted", torch.bfloat16, torch.bfloat16, 1400, True, True),
     _synthesis_spec("synthesize head", torch.bfloat16, torch.bfloat16, 128),
     _synthesis_spec("synthesize class heads", torch.bfloat16, torch.bfloat16, 128, True),
     _synthesis_spec("synthesize float16", torch.float32, torch.float16, 1400),

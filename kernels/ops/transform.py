@@ -99,7 +99,8 @@ _ARRAYS = dict.fromkeys(("x", "means", "cos", "sin", "scales", "inv_freq", "scal
 _RUNS = dict.fromkeys(("sections", "first_section", "tile_count", "chunk_count", "token_blocks", "rank_blocks"), "i32")
 _SIZES = dict.fromkeys(("group", "sinks", "columns", "width", "first_column", "angles"), "i32")
 _COLUMNS = {"classes": "*u8", "order": "*u8", "block_ranks": "*i32"}
-_TYPES = {**_TABLES, **_ARRAYS, **_RUNS, **_SIZES, **_COLUMNS, "status": "*i32"}
+_TYPES = {**_TABLES, **_ARRAYS, **_RUNS, **_SIZES, **_COLUMNS, "status": "*i32", "center_rows": "*i32"}
+_UNPREDICTED = {"center_rows": None, "PREDICTED": False}
 _PLAIN = {**dict.fromkeys(_COLUMNS), "CLASSED": False}
 # Sizes of Llama-3.1-8B that are multiples of 16.
 _DIVISIBLE = ("x", "y", "basis", "means", "cos", "sin", "tiles", "columns", "width", "first_column", "angles")

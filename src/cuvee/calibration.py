@@ -5,6 +5,7 @@
     bundled_text, mixture_text           bundled texts
     read_corpus, spread_sequences        your texts, and sequences spread evenly over them
     mixture                              the default: sequences of eight kinds of text, by kind
+    more_text                            all sequences of the bundled texts, to predict caches from their tokens
     split_sequences, reread, sample_text sequences cut from one text, made to re-read, or sampled from the model
 
 `cuvee.calibrate` takes the token sequences that these functions return.
@@ -27,7 +28,7 @@ from cuvee.codec.data.bundled import (
 )
 from cuvee.codec.data.corpus import BUNDLED_MODEL, Corpus, load_model, load_tokenizer, read_corpus, spread_sequences
 from cuvee.codec.data.real_model import ModelUnavailableError
-from cuvee.codec.learning.mixture import KINDS, mixture, mixture_text, tokenized
+from cuvee.codec.learning.mixture import KINDS, mixture, mixture_text, more_text, tokenized
 from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread, sample_text, split_sequences
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "load_tokenizer",
     "mixture",
     "mixture_text",
+    "more_text",
     "read_corpus",
     "reread",
     "sample_text",

@@ -26,6 +26,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning import calibrate, curve
 from cuvee.codec.learning.distributed import TorchProcessGroup
 from cuvee.codec.learning.moments import Moments
+from cuvee.codec.learning.token_model import TokenSums
 from cuvee.codec.profiles.sections import partition
 
 
@@ -79,6 +80,8 @@ FAILURES: dict[str, tuple[Any, str, int]] = {
     # Where, what fails there, and in which process.
     "reading the model": (calibrate, "model_fingerprint", 1),
     "preparing": (calibrate, "by_kind", 2),
+    "reading": (TokenSums, "add_text", 1),
+    "learning from tokens": (calibrate, "learn_token_model", 0),
     "calibrating": (calibrate, "sample_gradients", 0),
     "adding up": (Moments, "move_origin", 1),
     "building the profile": (calibrate, "build_profile", 0),
@@ -114,7 +117,7 @@ def learn(folder: Path, rank: int, processes: int) -> None:
         {
             "count": moments.count, "mean": moments.mean(), "covariances": moments.covariances(),
             "metrics": moments.loss_metrics(), "sinks": moments.sink_total, "sink_count": moments.sink_count,
-            "sample": sum(len(run) for _, run, _ in moments.sample),
+            "sample": sum(len(run.x) for run in moments.sample),
         },
         folder / f"moments-{group.rank}.pt",
     )  # fmt: skip

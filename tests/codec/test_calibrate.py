@@ -62,6 +62,7 @@ def caches(books: Books, rows: torch.Tensor) -> list[KVChunk]:
             [layer.keys[i].transpose(0, 1) for layer in cache.layers],
             [layer.values[i].transpose(0, 1) for layer in cache.layers],
             books.layout,
+            token_ids=rows[i, : cache.layers[0].keys.shape[2]],
         )
         for i in range(len(rows))
     ]
@@ -175,7 +176,13 @@ def test_a_ratio_is_that_of_the_cache_whatever_the_profile_was_learned_in(books:
     for dtype, width in (("bfloat16", 16), ("float32", 32)):
         layout = replace(books.layout, dtype=dtype)
         chunks = [
-            KVChunk([x.to(layout.torch_dtype) for x in c.keys], [x.to(layout.torch_dtype) for x in c.values], layout)
+            KVChunk(
+                [x.to(layout.torch_dtype) for x in c.keys],
+                [x.to(layout.torch_dtype) for x in c.values],
+                layout,
+                0,
+                c.token_ids,
+            )
             for c in caches(books, books.orchard[:8])
         ]
         codec = Codec(measured, ratio=8, dtype=dtype)
@@ -780,11 +787,11 @@ def test_the_sample_is_bounded_and_spread(lengths: list[int]) -> None:
     held = []
     for number, length in enumerate(lengths):
         moments.add(torch.full((length, 4), float(number)), number)
-        held.append(sum(len(x) for _, x, _ in moments.sample))
+        held.append(sum(len(run.x) for run in moments.sample))
     assert max(held) <= 100
-    assert all(torch.equal(x, torch.full_like(x, float(start))) for start, x, _ in moments.sample)
-    assert all(gradient is None for *_, gradient in moments.sample)
-    starts = [start for start, *_ in moments.sample]
+    assert all(torch.equal(run.x, torch.full_like(run.x, float(run.start))) for run in moments.sample)
+    assert all(run.gradient is None for run in moments.sample)
+    starts = [run.start for run in moments.sample]
     assert starts == sorted(starts) and len(set(starts)) == len(starts)
     if lengths[0] == 10:
         assert 4 <= len(starts) <= 10 and starts[-1] > 100 and len(set(np.diff(starts).tolist())) == 1
@@ -804,7 +811,7 @@ def test_the_sample_limit_reaches_calibration(
     monkeypatch.setattr(calibrate, "build_profile", spy)
     fit(layouts["gqa"], (make_chunk(layouts["gqa"], 100, seed, 50) for seed in range(20)))
     for moments in seen[0]:
-        assert 100 <= sum(len(x) for _, x, _ in moments.sample) <= 300
+        assert 100 <= sum(len(run.x) for run in moments.sample) <= 300
         assert moments.count == 1800  # two of the twenty are held out
 
 

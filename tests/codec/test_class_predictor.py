@@ -250,7 +250,9 @@ def sample(tokens: int = 6000, seed: int = 0) -> tuple[TokenSample, np.ndarray[A
     spread = np.exp2(scale / 64)[:, None]
     y = (rng.standard_normal((24, tokens)) * spread).astype(np.float32)
     energy = np.exp(2 * y[2] / spread[2]) * rng.gamma(4, 0.25, tokens)
-    return TokenSample(y, energy.astype(np.float32), np.array([1e5], np.float32), np.array([40.0], np.float32)), scale
+    return TokenSample(
+        y, y, energy.astype(np.float32), np.array([1e5], np.float32), np.array([40.0], np.float32)
+    ), scale
 
 
 def test_learning_finds_what_tokens_cost() -> None:
@@ -269,7 +271,7 @@ def test_learning_finds_what_tokens_cost() -> None:
 
 def test_levels_of_sections_are_kept_apart() -> None:
     made, scale = sample()
-    heavy = TokenSample(made.y, made.energy * 64, made.sink_energy, made.sink_count)
+    heavy = TokenSample(made.y, made.y, made.energy * 64, made.sink_energy, made.sink_count)
     light, dear = learn_predictors([made, heavy], [scale, scale], [1, 1])
     assert light.bias - dear.bias == pytest.approx(0.375 * 6, abs=0.05)
 
@@ -279,7 +281,7 @@ def test_classes_say_how_wide_their_tokens_are() -> None:
     wide = made.energy > np.quantile(made.energy, 0.9)
     y = made.y.copy()
     y[:, wide] *= 4
-    changed = TokenSample(y, made.energy, made.sink_energy, made.sink_count)
+    changed = TokenSample(y, y, made.energy, made.sink_energy, made.sink_count)
     (found,) = learn_predictors([changed], [scale], [1])
     classes, frequencies, class_scale = learn_classes(changed, found, scale)
     assert len(classes) == y.shape[1] and frequencies.sum() == 4096 and frequencies.min() >= 1

@@ -26,6 +26,7 @@ from cuvee.codec.entropy.family import (
     step_value,
 )
 from cuvee.codec.errors import FormatError, ProfileError
+from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.stages.reference import symbols
@@ -130,8 +131,7 @@ def test_coded_components_are_a_prefix_of_each_block() -> None:
     basis = SectionBasis(
         torch.zeros(11),
         torch.zeros(0, 11),
-        tuple(torch.zeros(n, n) for n in sizes),
-        tuple(torch.zeros(n, n) for n in sizes),
+        tuple(BlockMap.of(torch.eye(n), np.zeros(n, np.int16)) for n in sizes),
     )
     section = SectionProfile(basis, scale)
     expected = {-900: (5, 5, 1), -764: (5, 5, 1), -763: (5, 5, 0), 0: (3, 3, 0), 1: (3, 2, 0), 186: (1, 1, 0)}

@@ -36,6 +36,7 @@ from tests.codec.vectors import (
     golden_chunk,
     golden_codec,
 )
+from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -73,6 +74,10 @@ def tensor_digest(chunk: KVChunk) -> str:
     return digest(*(t.contiguous().view(torch.uint8).numpy().tobytes() for t in (*chunk.keys, *chunk.values)))
 
 
+# Each id several times; some tokens of the sequence's start are sinks.
+IDS = np.arange(TOKENS) * 7 % (VOCABULARY // 2)
+
+
 def tokens_of(name: str) -> int:
     return CLASSED_TOKENS if name.startswith("classes") else TOKENS
 
@@ -108,7 +113,8 @@ class Coded:
 def section_levels(profile: Profile, header: Header, index: int, data: memoryview, backend: Stages) -> I32:
     """The levels of a learned section as the decoder of all of it reads them; in the order of columns with classes."""
     # Nothing is shrunk and every step is 1: coefficients are levels.
-    own = StepCoding(profile.learned, profile.family, header.step_index).sections[index]
+    learned = profile.learned_for(header.token_id_bytes > 0)
+    own = StepCoding(learned, profile.family, header.step_index).sections[index]
     unit = copy(own.classed)
     unit.steps = np.ones_like(unit.steps)
     quantizer = replace(profile.family.quantizer, shrink=np.zeros_like(profile.family.quantizer.shrink))
@@ -134,8 +140,9 @@ def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
         family: Family = codec.profile.family
         classed: ClassedPlan | None = None
         if header.scheme is Scheme.TRANSFORM:
-            _, plan = codec.profile.learned[index].plan(header.step_index)
-            classed = codec.profile.learned[index].classed_plan(header.step_index)
+            section = codec.profile.learned_for(header.token_id_bytes > 0)[index]
+            _, plan = section.plan(header.step_index)
+            classed = section.classed_plan(header.step_index)
         else:
             layer = LAYOUT.layers[index]
             plan = generic_plan(reader, (layer.key_values, layer.value_values))
@@ -192,19 +199,29 @@ def with_predictor(profile: Profile) -> Profile:
     return Profile(profile.layout, profile.group, profile.source, profile.family, learned)
 
 
+def with_tokens(profile: Profile) -> Profile:
+    """The profile with a token table; blobs without ids have scales of their own."""
+    wide = predicting(profile)
+    learned = tuple(replace(section, plain_scale=section.scale + np.int16(16)) for section in wide.learned)
+    return Profile(
+        wide.layout, wide.group, wide.source, wide.family, learned, token_table=wide.token_table
+    )  # fmt: skip
+
+
 def regenerate() -> None:
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.iterdir():
         old.unlink()
     profile = fit(LAYOUT, [golden_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], "layer")
-    profile = with_predictor(profile)
+    profile = with_tokens(with_predictor(profile))
     profile.save(PROFILE)
     manifest: dict[str, Any] = {"profile": profile.id.hex(), "vectors": {}}
     expected: dict[str, torch.Tensor] = {}
     for number, name in enumerate(NAMES):
         chunk = converted(golden_chunk(100 + number, tokens_of(name), 0, outlier=500.0), name.split("-")[1])
         codec = golden_codec(name, profile)
-        blob = codec.encode(chunk, importance=WEIGHTS if name.startswith("classes") else None)
+        weights = WEIGHTS if name.startswith("classes") else None
+        blob = codec.encode(chunk, tokens=IDS if name.startswith("tokens") else None, importance=weights)
         (FOLDER / f"{name}.bin").write_bytes(blob)
         vector = {"blob": digest(blob)}
         back = codec.decode(blob)
@@ -308,7 +325,9 @@ def test_the_files_are_those_that_were_committed(golden: Golden, name: str) -> N
 def test_inspect_reads_the_vector(golden: Golden, name: str) -> None:
     scheme, dtype = name.split("-")
     info = inspect(golden.blob(name))
-    assert (info.scheme, info.dtype, info.version) == ("transform" if scheme == "classes" else scheme, dtype, 3)
+    written = "transform" if scheme in ("classes", "tokens") else scheme
+    assert (info.scheme, info.dtype, info.version) == (written, dtype, 3)
+    assert info.token_id_bytes == (2 * TOKENS if scheme == "tokens" else 0)
     assert (info.tokens, info.start, info.values_per_token) == (tokens_of(name), 0, 48)
     assert info.layout_fingerprint == replace(LAYOUT, dtype=dtype).fingerprint.hex()
     assert info.step == (None if scheme == "lossless" else STEP)
@@ -375,6 +394,10 @@ def test_vectors_move_to_other_positions(golden: Golden, name: str) -> None:
 
 def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
     profile = golden.profile
+    for name in NAMES:
+        assert (read_header(golden.blob(name)).token_id_bytes > 0) == name.startswith("tokens")
+        back = golden_codec(name, profile).decode(golden.blob(name))
+        assert (back.token_ids is None) or np.array_equal(back.token_ids, IDS)
     assert any(len(section.basis.sinks) for section in profile.learned)
     for name in LOSSY:
         sections = coded_sections(golden.blob(name), golden_codec(name, profile), get_stages("numba"))
@@ -382,7 +405,9 @@ def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
         assert any(section.escapes for section in sections), "escapes"
         assert any(section.streams > 1 for section in sections), "several streams"
         classes = [section.classes for section in sections]
-        has = {"generic": (False, False), "transform": (False, True), "classes": (True, True)}[name.split("-")[0]]
+        has = {"generic": (False, False), "transform": (False, True), "tokens": (False, True), "classes": (True, True)}[
+            name.split("-")[0]
+        ]
         assert tuple(own is not None for own in classes) == has
         for own in classes:
             assert own is None or len(set(own.tolist())) > 4, "many classes"

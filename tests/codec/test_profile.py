@@ -339,12 +339,12 @@ def test_metadata_that_is_not_json(fitted: Fitted, tmp_path: Path) -> None:
 def test_arrays_that_break_a_rule(fitted: Fitted, tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p")
     names = list(load_file(tmp_path / "p"))
-    assert len(names) == 4 + 3 * 7
+    assert len(names) == 4 + 3 * 10
 
     def bad(value: np.ndarray[Any, Any]) -> Iterable[np.ndarray[Any, Any]]:
         yield value[:-1]
         yield value[None]
-        if value.size:
+        if value.size > 1:  # of one number, NumPy makes an array of the same shape
             yield value.reshape(-1)[0]
         yield value.astype(np.float64)
         yield value.astype(np.int32)
@@ -541,8 +541,10 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
         changed(learned=section(predictor=replace(predictor, sinks=np.ones(1, np.float32)))),
         changed(learned=basis(mean=half.mean + 1)),
         changed(learned=basis(sinks=half.mean[None])),
-        changed(learned=basis(forward=(half.forward[0] * 2,))),
-        changed(learned=basis(inverse=(half.inverse[0] * 2,))),
+        *(
+            changed(learned=basis(maps=(replace(half.maps[0], **{name: getattr(half.maps[0], name) * 2}),)))
+            for name in ("wide", "narrow", "row_scale", "column_scale")
+        ),
         changed(family=replace(profile.family, quantizer=replace(quantizer, shrink=quantizer.shrink + 1))),
         changed(family=replace(profile.family, quantizer=replace(quantizer, rounding=1 - quantizer.rounding))),
         changed(family=replace(profile.family, quantizer=replace(quantizer, dead_zone=1 - quantizer.dead_zone))),

@@ -84,6 +84,7 @@ def main(target: str) -> None:
     register("triton", lambda threads: shared)
 
     from tests import conftest
+    from tests.predicting import VOCABULARY, predicting
 
     from cuvee.codec.codec import Codec
     from cuvee.codec.profiles.profile import Profile
@@ -95,20 +96,23 @@ def main(target: str) -> None:
         ("irregular", "layers:2"),
         ("bfloat16", "layer classes"),
         ("float16", "head classes"),
+        ("bfloat16", "layer tokens"),
         ("gqa", "generic"),
         ("bfloat16", "lossless"),
         ("interleaved", "lossless"),
     ):
         layout = conftest.LAYOUTS[name]
         learned = scheme not in ("generic", "lossless")
-        group, _, classes = scheme.partition(" ")
+        group, _, extra = scheme.partition(" ")
         profile = conftest.fitted_profile(name, group) if learned else Profile.generic(layout)
+        profile = predicting(profile) if extra == "tokens" else profile
         quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}
         cpu, gpu = Codec(profile, **quality), Codec(profile, backend="triton", **quality)
         first = len(compiled)
         chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 50, 41))]
-        weights = [4.0 ** torch.randn(chunk.tokens) if classes else None for chunk in chunks]
-        blob = gpu.encode(chunks[0], importance=weights[0])
+        weights = [4.0 ** torch.randn(chunk.tokens) if extra == "classes" else None for chunk in chunks]
+        ids = [torch.randint(VOCABULARY, (chunk.tokens,)) if extra == "tokens" else None for chunk in chunks]
+        blob = gpu.encode(chunks[0], importance=weights[0], tokens=ids[0])
         want, got = cpu.decode(blob, 100), gpu.decode(blob, 100)
         error = max(
             float((a.float() - b.float()).abs().max() / a.float().abs().max())
@@ -121,7 +125,7 @@ def main(target: str) -> None:
         before = len(compiled)
         pages = conftest.dense_pages(layout, chunks)
         slots = list(torch.arange(128).split([37, 50, 41]))
-        blobs = gpu.encode_paged(pages, slots, [5, 5, 5], importance=weights)
+        blobs = gpu.encode_paged(pages, slots, [5, 5, 5], importance=weights, tokens=ids)
         gpu.decode_paged(blobs, pages, slots, [90, 200, 300]).check()
         report["again"][case] = compiled[before:]
     print(json.dumps(report))

@@ -12,11 +12,13 @@ import pytest
 import torch
 from tests.codec.test_paged import PERMUTED, poisoned
 from tests.forked import SECONDS, works_in_child, works_in_child_while_held
+from tests.predicting import VOCABULARY, predicting, with_sinks
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.cpu.pool import Pool
 from cuvee.codec.errors import CorruptError, FormatError, InputError, UnsupportedModelError
+from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
@@ -151,6 +153,81 @@ def test_layers_alone(
         )
         for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=2**-14 * float(b.abs().max()))
+
+
+@pytest.fixture
+def predicting_codecs(fitted: Callable[[str, str], Profile]) -> Callable[[str, str], tuple[Codec, Codec]]:
+    """predicting_codecs(layout name, group) -> codecs of the CPU and of the device, whose profile has a token table."""
+
+    def make(name: str, group: str) -> tuple[Codec, Codec]:
+        profile = with_sinks(predicting(fitted(name, group)))
+        return Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
+
+    return make
+
+
+def ids_of(tokens: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(tokens).integers(0, VOCABULARY, tokens)
+
+
+@pytest.mark.usefixtures("plain_coder")
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("gqa", "layers:2"), ("irregular", "layer"), ("bfloat16", "head"), ("float16", "all"), ("yarn", "unit")],
+)
+def test_predictions_are_those_of_the_cpu(
+    device: torch.device,
+    layouts: dict[str, KVLayout],
+    make_chunk: Any,
+    predicting_codecs: Callable[[str, str], tuple[Codec, Codec]],
+    name: str,
+    group: str,
+) -> None:
+    cpu, triton = predicting_codecs(name, group)
+    for start, tokens in ((0, 9), (2, 5), (100, 7)):
+        chunk, ids = make_chunk(layouts[name], tokens, start=start), ids_of(tokens)
+        blob = cpu.encode(chunk, tokens=ids)
+        assert read_header(blob).token_id_bytes and blob != cpu.encode(chunk)
+        for to in (None, 1000) if layouts[name].relocatable else (None,):
+            got = triton.decode(blob, to, device=device)
+            assert_close(got, cpu.decode(blob, to), ROUNDING[layouts[name].dtype])
+            assert got.token_ids is not None and np.array_equal(got.token_ids, ids)
+        mine = triton.encode(on(device, chunk), tokens=ids)
+        assert abs(len(mine) - len(blob)) <= 0.002 * len(blob) + 8
+        want, got = cpu.decode(blob), cpu.decode(mine)
+        differ = [float((a != b).double().mean()) for a, b in zip(tensors(got), tensors(want), strict=True)]
+        assert max(differ) < 0.05
+        part = triton.decode(blob, tokens=range(1, 4), device=device)
+        assert_close(part, cpu.decode(blob, tokens=range(1, 4)), ROUNDING[layouts[name].dtype])
+    for first, end in ((0, 1), (1, layouts[name].num_layers)):
+        keys, values = cpu.decode_layers(blob, range(first, end))
+        theirs = triton.decode_layers(blob, range(first, end), device=device)
+        for a, b in zip([*theirs[0], *theirs[1]], [*keys, *values], strict=True):
+            torch.testing.assert_close(
+                a.cpu().float(), b.float(), rtol=0, atol=ROUNDING[layouts[name].dtype] * float(b.abs().max())
+            )
+
+
+@pytest.mark.usefixtures("plain_coder")
+def test_chunks_with_and_without_ids_in_one_call(
+    device: torch.device,
+    layouts: dict[str, KVLayout],
+    make_chunk: Any,
+    predicting_codecs: Callable[[str, str], tuple[Codec, Codec]],
+) -> None:
+    cpu, triton = predicting_codecs("gqa", "layer")
+    chunk = make_chunk(layouts["gqa"], 12)
+    cache = PagedCache.of_chunk(on(device, chunk))
+    slots = [torch.arange(0, 5, device=device), torch.arange(5, 12, device=device), torch.arange(2, 6, device=device)]
+    ids = [ids_of(5), None, ids_of(4)]
+    blobs = triton.encode_paged(cache, slots, [0, 5, 2], tokens=ids)
+    assert [read_header(blob).token_id_bytes for blob in blobs] == [10, 0, 8]
+    target = PagedCache.empty(layouts["gqa"], 16, range(layouts["gqa"].num_layers), device)
+    into = [torch.arange(a, b, device=device) for a, b in ((0, 5), (5, 12), (12, 16))]
+    triton.decode_paged(blobs, target, into).check()
+    for blob, at, start in zip(blobs, into, (0, 5, 2), strict=True):
+        got = target.chunk(at, start)
+        assert_close(got, cpu.decode(blob), ROUNDING[layouts["gqa"].dtype])
 
 
 class Pages:

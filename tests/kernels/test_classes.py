@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.predicting import VOCABULARY, with_sinks
+from tests.predicting import predicting as with_token_table
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -22,6 +24,7 @@ from cuvee.codec.errors import CorruptError, FormatError, ProfileError
 from cuvee.codec.format.container import CodedPart, Reader, read_coded
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis
@@ -30,6 +33,7 @@ from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.reference import rans, rans_by_class, symbols_by_class
 from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import F32, U8
+from cuvee.kernels.centers import SentArrays, TokenRun
 from cuvee.kernels.class_predictor import DevicePredictor
 from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
 from cuvee.kernels.jobs import JobField, PlanField, Status
@@ -77,15 +81,14 @@ def profile_of(group: str = "unit", top: int = 10) -> Profile:
     sections = partition(LAYOUT, group)
     learned = []
     for index, section in enumerate(sections):
-        scale, forward, inverse = [], [], []
+        scale, maps = [], []
         for block, size in enumerate(section.blocks):
             scale.append(np.sort(64 * (top - index) - rng.integers(0, 64 * 14, size))[::-1] - 32 * block)
-            basis = torch.linalg.qr(torch.from_numpy(rng.normal(size=(size, size))))[0].float()
-            forward.append(basis.contiguous())
-            inverse.append(basis.T.contiguous())
+            basis = torch.linalg.qr(torch.from_numpy(rng.normal(size=(size, size))))[0]
+            maps.append(BlockMap.of(basis.T, scale[-1].astype(np.int16)))
         scales = np.concatenate(scale).astype(np.int16)
         n = section.values
-        basis = SectionBasis(torch.zeros(n), torch.ones(2, n), tuple(forward), tuple(inverse))
+        basis = SectionBasis(torch.zeros(n), torch.ones(2, n), tuple(maps))
         freq = class_frequencies(np.arange(CLASSES)[:: 1 if index else -1] + 1.0)
         widths = np.linspace(3 - index, -40, CLASSES).round().astype(np.int16)
         learned.append(SectionProfile(basis, scales, None, freq, widths))
@@ -847,6 +850,7 @@ def predicting(profile: Profile, sections: Sequence[int] | None = None) -> Profi
         profile.family,
         tuple(learned),
         min_step_index=profile.min_step_index,
+        token_table=profile.token_table,
     )
 
 
@@ -913,6 +917,48 @@ def test_offsets_are_those_of_the_predictor(device: torch.device, fitted: Any, l
         y = torch.cat(_section_coefficients(plan, x, int(section)))[torch.from_numpy(own.components).long()].cpu()
         want = torch.cat([own.offsets(y[:, :7], 0, 0), own.offsets(y[:, 7:], 1, 0)])
         torch.testing.assert_close(found[row].cpu(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_offsets_are_those_of_values_with_their_predictions(
+    device: torch.device, fitted: Any, layouts: dict[str, KVLayout]
+) -> None:
+    profile = predicting(with_sinks(with_token_table(fitted("gqa", "head"))), (0, 2))
+    plan = TransformPlan(profile, STEP, device, torch.float32, True)
+    predictor = DevicePredictor(plan.learned, plan.geometry.tiles, device)
+    x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
+    ids, sections = np.random.default_rng(0).integers(0, VOCABULARY, 12), range(len(profile.learned))
+    assert plan.token_centers is not None
+    arrays = plan.token_centers.lay_out([TokenRun(ids[:7], 0), TokenRun(ids[7:], 1)])
+    sent = SentArrays(*(torch.from_numpy(array).to(device) for array in arrays))
+    centers = plan.token_centers.centers(sent, sections)
+    chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
+    jobs, positions = (torch.from_numpy(array).to(device) for array in predictor.place(chunks))
+    status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
+    batch = ChunkBatch(torch.from_numpy(chunks).to(device), status, len(sections), 0, 7)
+    whole = x + centers.predictions[centers.rows.long()]
+    found, plain = predictor.offsets(x, jobs, batch, positions, centers), predictor.offsets(x, jobs, batch, positions)
+    torch.testing.assert_close(found, predictor.offsets(whole, jobs, batch, positions), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, plain, atol=1e-2)
+
+
+@pytest.mark.usefixtures("plain_coder")
+@pytest.mark.parametrize("predictor", [False, True])
+def test_classes_of_tokens_that_are_predicted(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, predictor: bool
+) -> None:
+    profile = with_sinks(with_token_table(fitted("gqa", "layer")))
+    profile = predicting(profile) if predictor else profile
+    cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
+    weights = None if predictor else importance(70)
+    chunk, ids = make_chunk(layouts["gqa"], 70, start=1), np.random.default_rng(0).integers(0, VOCABULARY, 70)
+    blob = cpu.encode(chunk, importance=weights, tokens=ids)
+    mine = triton.encode(on(device, chunk), importance=weights, tokens=ids)
+    for own, expected in zip(classes_of(mine, profile, cpu), classes_of(blob, profile, cpu), strict=True):
+        assert len(own) == 70 and len(np.unique(own)) > 3
+        assert np.abs(own.astype(int) - expected.astype(int)).sum() <= 1  # an offset between two classes
+    assert abs(len(mine) - len(blob)) <= 0.01 * len(blob) + 8
+    for each in (blob, mine):
+        assert_close(triton.decode(each, 500, device=device), cpu.decode(each, 500), BACK["float32"])
 
 
 @pytest.mark.usefixtures("plain_coder")

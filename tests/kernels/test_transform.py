@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.models.rope import cos_sin
+from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section, partition
 from cuvee.codec.stages.reference import transform as codec
@@ -153,6 +154,22 @@ class World:
         return torch.zeros(len(self.counts) * len(self.sections), dtype=torch.int32, device=self.device)
 
 
+@dataclass(frozen=True)
+class FreeMap:
+    """A `BlockMap` of any rank whose two maps have nothing to do with each other."""
+
+    forward: torch.Tensor
+    inverse: torch.Tensor
+
+    @property
+    def rank(self) -> int:
+        return len(self.forward)
+
+    @property
+    def size(self) -> int:
+        return len(self.inverse)
+
+
 def make_world(
     name: str, group: str, device: torch.device, counts: tuple[int, ...] = (15, 1, 33), seed: int = 0,
     max_rank: int = 24,
@@ -179,8 +196,13 @@ def make_world(
             SectionBasis(
                 torch.randn(section.values, generator=generator),
                 torch.randn(SINKS, section.values, generator=generator) * 5,
-                tuple(torch.randn(r, n, generator=generator) for r, n in shapes),
-                tuple(torch.randn(n, r, generator=generator) for r, n in shapes),
+                cast(
+                    tuple[BlockMap, ...],
+                    tuple(
+                        FreeMap(torch.randn(r, n, generator=generator), torch.randn(n, r, generator=generator))
+                        for r, n in shapes
+                    ),
+                ),
             )
         )
     tiles, blocks, elements = tables.with_ranks(ranks, [basis.block_ranks for basis in bases])
@@ -379,6 +401,37 @@ def test_gather(name: str, group: str, device: torch.device) -> None:
             torch.testing.assert_close(mine, world.tables.pack(theirs, i), rtol=1e-6, atol=1e-5)
 
 
+def centers(world: World, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with a center of its own for every third token, in rows behind the means."""
+    generator = torch.Generator().manual_seed(11)
+    means = arguments["means"]
+    further = torch.randn(world.total, means.shape[1], generator=generator).to(world.device)
+    rows = torch.cat([torch.arange(tokens).clamp_max(len(means) - 1) for tokens, *_ in world.chunk_rows])
+    own = torch.arange(world.total) % 3 == 0
+    rows[own] = len(means) + torch.randperm(world.total, generator=generator)[own]
+    return {**arguments, "means": torch.cat([means, further]), "center_rows": rows.int().to(world.device)}
+
+
+@pytest.mark.parametrize(("name", "group"), [("irregular", "layer"), ("64", "layers:2"), ("80", "head")])
+def test_gather_with_centers(name: str, group: str, device: torch.device) -> None:
+    world = make_world(name, group, device)
+    arguments, x, status = gather_arguments(world)
+    arguments = centers(world, arguments)
+    want = torch.full_like(x, POISON)
+    launch(gather, **arguments)
+    launch(gather_reference, **{**arguments, "x": want})
+    torch.testing.assert_close(x, want, rtol=1e-6, atol=1e-5, equal_nan=True)
+    assert not status.any()
+    means, rows = arguments["means"], arguments["center_rows"].long()
+    plain, same, _ = gather_arguments(world)
+    launch(gather, **{**plain, "means": torch.zeros_like(plain["means"])})
+    held = torch.from_numpy(world.tables.order >= 0)
+    columns = slice(0, world.tables.columns)
+    torch.testing.assert_close(
+        x[: world.total, columns][:, held], (same[: world.total, columns] - means[rows])[:, held], rtol=1e-6, atol=1e-5
+    )
+
+
 def test_gather_a_run_of_sections_with_holes(device: torch.device) -> None:
     world = make_world("irregular", "layer", device)
     world.slots[[2, 15, 40]] = -1
@@ -562,6 +615,17 @@ def test_synthesize(name: str, group: str, dtype: torch.dtype, device: torch.dev
     for unit in got:
         rest = unit[0][untouched.to(device)].contiguous().view(torch.uint8)
         assert len(rest) == 9 and bool((rest == 0xAB).all())
+
+
+@pytest.mark.parametrize(("name", "group"), [("irregular", "layer"), ("64", "layers:2"), ("80", "head")])
+def test_synthesize_with_centers(name: str, group: str, device: torch.device) -> None:
+    world = make_world(name, group, device)
+    arguments, _ = synthesis(world, torch.bfloat16)
+    arguments = centers(world, arguments)
+    got, want = run_both(world, arguments)
+    assert_same_cache(got, want, 24)
+    without, _ = run_both(world, {name: x for name, x in arguments.items() if name != "center_rows"})
+    assert any(not torch.equal(a, b) for a, b in zip(got, without, strict=True))
 
 
 @pytest.mark.parametrize("config", SYNTHESIS_CONFIGS)

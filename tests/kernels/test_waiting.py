@@ -18,6 +18,8 @@ import torch
 from tests.conftest import LAYOUTS, synthetic_chunk
 from tests.kernels.test_classes import importance, predicting
 from tests.late_device import CUDA, DeviceTensor, LateDevice, late_device
+from tests.predicting import VOCABULARY
+from tests.predicting import predicting as with_token_table
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -28,7 +30,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels.devices import Mark, send
 
-SCHEMES = ["learned", "importance", "predicted", "generic", "lossless"]
+SCHEMES = ["learned", "importance", "predicted", "tokens", "generic", "lossless"]
 BLOCKS, BLOCK = 24, 16
 SIZES = [9, 30, 1, 17, 40, 8]
 
@@ -51,6 +53,8 @@ def profile_of(layers: int, scheme: str) -> Profile:
     if scheme in ("generic", "lossless"):
         return Profile.generic(layout)
     learned = fit(layout, [synthetic_chunk(layout, 100, seed) for seed in range(100, 107)], "layer")
+    if scheme == "tokens":
+        return with_token_table(learned)
     return predicting(learned) if scheme == "predicted" else learned
 
 
@@ -92,6 +96,7 @@ class Case:
             mine.copy_(theirs)
         self.slots = [at.to(CUDA) for at in self.host_slots]
         self.weights = [importance(len(at)) for at in self.slots] if self.scheme == "importance" else None
+        self.ids = [torch.arange(len(at)) % VOCABULARY for at in self.slots] if self.scheme == "tokens" else None
         self.starts = [5 * number for number in range(self.count)]
 
     @staticmethod
@@ -99,10 +104,10 @@ class Case:
         return [*cache.keys, *cache.values]
 
     def encode(self) -> list[bytes]:
-        return self.gpu.encode_paged(self.there, self.slots, self.starts, importance=self.weights)
+        return self.gpu.encode_paged(self.there, self.slots, self.starts, importance=self.weights, tokens=self.ids)
 
     def wanted(self) -> list[bytes]:
-        return self.cpu.encode_paged(self.here, self.host_slots, self.starts, importance=self.weights)
+        return self.cpu.encode_paged(self.here, self.host_slots, self.starts, importance=self.weights, tokens=self.ids)
 
     def decoded(self, blobs: list[bytes]) -> PagedCache:
         """What the CPU makes of them."""
@@ -133,11 +138,15 @@ ENCODING = {
     "learned": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 9, "allocate": 24, "pin": 5},
     "importance": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 9, "allocate": 24, "pin": 5},
     "predicted": {"wait": 3, "to device": 3, "to host": 3, "launch": 9, "operation": 29, "allocate": 42, "pin": 6},
+    "tokens": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 21, "allocate": 33, "pin": 5},
     "generic": {"wait": 3, "to device": 3, "to host": 3, "launch": 9, "operation": 13, "allocate": 30, "pin": 6},
     "lossless": {"wait": 3, "to device": 3, "to host": 4, "launch": 6, "operation": 9, "allocate": 22, "pin": 7},
 }
 _DECODING = {"to device": 1, "to host": 1, "launch": 4, "operation": 3, "allocate": 7, "pin": 2}
-DECODING = dict.fromkeys(SCHEMES, _DECODING) | {"lossless": {**_DECODING, "launch": 5, "operation": 4, "allocate": 9}}
+DECODING = dict.fromkeys(SCHEMES, _DECODING) | {
+    "tokens": {**_DECODING, "operation": 15, "allocate": 16},
+    "lossless": {**_DECODING, "launch": 5, "operation": 4, "allocate": 9},
+}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -5,25 +5,44 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
 import torch
 from tests import conftest
+from tests.predicting import VOCABULARY, predicting, with_sinks
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.support.arrays import I64
 
-SCHEMES = ("layer", "classes", "generic", "lossless")
+SCHEMES = ("layer", "classes", "tokens", "generic", "lossless")
 TOKENS = 70  # neither a multiple nor a power of anything: partial tiles everywhere
 LAYOUT = "bfloat16"
 CLOSE = 2.0**-6  # of the largest value: products are taken in bfloat16
 
 
+def profile_of(scheme: str, layout: str) -> Profile:
+    """Return the profile of a scheme: `classes` and `tokens` have sections of one layer."""
+    if scheme in ("generic", "lossless"):
+        return Profile.generic(conftest.LAYOUTS[layout])
+    learned = conftest.fitted_profile(layout, "layer" if scheme in ("classes", "tokens") else scheme)
+    return with_sinks(predicting(learned)) if scheme == "tokens" else learned
+
+
+def start_of(scheme: str) -> int:
+    """Return the position of a chunk: where tokens are predicted, the first of them is a sink in some sections."""
+    return 1 if scheme == "tokens" else 5
+
+
+def ids_of(scheme: str, tokens: int) -> I64 | None:
+    """Return the ids of a chunk's tokens; some occur several times."""
+    return np.random.default_rng(tokens).integers(0, VOCABULARY, tokens) if scheme == "tokens" else None
+
+
 @cache
 def codecs(scheme: str, layout: str = LAYOUT) -> tuple[Codec, Codec]:
     """Return the CPU's codec and the kernels'."""
-    group = "layer" if scheme == "classes" else scheme
-    learned = group not in ("generic", "lossless")
-    profile = conftest.fitted_profile(layout, group) if learned else Profile.generic(conftest.LAYOUTS[layout])
+    profile = profile_of(scheme, layout)
     if scheme == "lossless":
         return Codec(profile, "lossless"), Codec(profile, "lossless", backend="triton")
     return Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
@@ -34,13 +53,13 @@ def example(
     scheme: str, layout: str = LAYOUT, tokens: int = TOKENS
 ) -> tuple[KVChunk, torch.Tensor | None, bytes, KVChunk]:
     """A chunk, the importance of its tokens, the CPU's blob of it, and what the CPU reads there."""
-    chunk = conftest.synthetic_chunk(conftest.LAYOUTS[layout], tokens, 3, 5)
+    chunk = conftest.synthetic_chunk(conftest.LAYOUTS[layout], tokens, 3, start_of(scheme))
     draw = torch.Generator().manual_seed(1)
     importance = 4.0 ** torch.randn(tokens, generator=draw) if scheme == "classes" else None
     if scheme != "lossless":
         chunk.values[0][tokens // 2, 0, :2] += 3000.0  # a value or two that escape
     cpu, _ = codecs(scheme, layout)
-    blob = cpu.encode(chunk, importance=importance)
+    blob = cpu.encode(chunk, importance=importance, tokens=ids_of(scheme, tokens))
     return chunk, importance, blob, cpu.decode(blob, 1000)
 
 
@@ -70,7 +89,7 @@ def encodes(scheme: str, layout: str = LAYOUT, tokens: int = TOKENS) -> None:
     """
     chunk, importance, blob, want = example(scheme, layout, tokens)
     cpu, gpu = codecs(scheme, layout)
-    mine = gpu.encode(chunk, importance=importance)
+    mine = gpu.encode(chunk, importance=importance, tokens=ids_of(scheme, tokens))
     if scheme == "lossless":
         assert mine == blob
         return

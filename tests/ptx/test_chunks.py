@@ -91,23 +91,19 @@ def test_lossless_blobs_are_the_same_bytes(name: str, element: torch.dtype, orde
 
 
 LOSSY = [("bfloat16", "layer"), ("float16", "head"), ("gqa", "unit"), ("irregular", "layers:2"), ("mqa", "all"),
-         ("bfloat16", "classes"), ("interleaved", "classes"), ("bfloat16", "generic"),
-         ("irregular", "generic")]  # fmt: skip
+         ("bfloat16", "classes"), ("interleaved", "classes"), ("float16", "tokens"), ("irregular", "tokens"),
+         ("bfloat16", "generic"), ("irregular", "generic")]  # fmt: skip
 
 
 def lossy(name: str, scheme: str) -> tuple[Codec, Codec]:
-    profile = (
-        Profile.generic(conftest.LAYOUTS[name])
-        if scheme == "generic"
-        else conftest.fitted_profile(name, "layer" if scheme == "classes" else scheme)
-    )
+    profile = scenarios.profile_of(scheme, name)
     return Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
 
 
-def chunk_of(name: str, tokens: int) -> KVChunk:
-    chunk = conftest.synthetic_chunk(conftest.LAYOUTS[name], tokens, tokens, 5)
+def chunk_of(name: str, scheme: str, tokens: int) -> KVChunk:
+    chunk = conftest.synthetic_chunk(conftest.LAYOUTS[name], tokens, tokens, scenarios.start_of(scheme))
     chunk.values[0][tokens // 2, 0, :2] += 3000.0  # values that escape
-    return chunk
+    return KVChunk(chunk.keys, chunk.values, chunk.layout, chunk.start, scenarios.ids_of(scheme, tokens))
 
 
 def importance_of(scheme: str, tokens: int) -> torch.Tensor | None:
@@ -134,7 +130,7 @@ def use_references(patch: pytest.MonkeyPatch) -> int:
 def test_all_behind_the_transform_is_the_same_bytes(name: str, scheme: str) -> None:
     _, gpu = lossy(name, scheme)
     for tokens in FEW:
-        chunk, importance = chunk_of(name, tokens), importance_of(scheme, tokens)
+        chunk, importance = chunk_of(name, scheme, tokens), importance_of(scheme, tokens)
         mine = gpu.encode(chunk, importance=importance)
         with pytest.MonkeyPatch.context() as patch:
             assert use_references(patch) >= 8
@@ -145,7 +141,7 @@ def test_all_behind_the_transform_is_the_same_bytes(name: str, scheme: str) -> N
 def test_lossy_chunks_are_those_of_the_cpu_but_for_the_order_of_sums(name: str, scheme: str) -> None:
     cpu, gpu = lossy(name, scheme)
     for tokens in FEW:
-        chunk, importance = chunk_of(name, tokens), importance_of(scheme, tokens)
+        chunk, importance = chunk_of(name, scheme, tokens), importance_of(scheme, tokens)
         blob, mine = (codec.encode(chunk, importance=importance) for codec in (cpu, gpu))
         assert abs(len(mine) - len(blob)) <= 0.002 * len(blob) + 8
         want, read = cpu.decode(blob, 1000), cpu.decode(mine, 1000)

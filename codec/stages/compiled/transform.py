@@ -11,18 +11,22 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.sections import Section
+from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.bfloat16 import rounded, to_float
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, all_memory
-from cuvee.codec.support.arrays import F32, I64
+from cuvee.codec.support.arrays import F32, I64, U16
 
 
 @compiled
-def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride, heads, size, offsets, kinds):  # type: ignore[no-untyped-def]
+def _place(  # type: ignore[no-untyped-def]
+    x, block, mean, predicted, row_of, column, cos, sin, order, memory, begins, head_stride, heads, size, offsets, kinds
+):
     columns = len(order)
+    nothing = np.zeros(0 if len(predicted) else mean.shape[1], predicted.dtype)
     half = cos.shape[1]
     means = len(mean)
     permuted = len(offsets) > 0
@@ -33,22 +37,26 @@ def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride,
             continue
         begin = begins[t]
         of_mean = mean[min(t, means - 1)]
+        of_token = predicted[row_of[t]] if len(predicted) else nothing
         c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(cos) - 1)]
         for h in range(heads):
             first = column + h * size
             at = (first // block * columns + row) * block + first % block
-            source, center = x[at : at + size], of_mean[first : first + size]
+            source, center, guess = x[at : at + size], of_mean[first : first + size], of_token[first : first + size]
             target = spare if permuted else memory[begin + h * head_stride : begin + h * head_stride + size]
             low, high = source[:half], source[half : 2 * half]
             low_center, high_center = center[:half], center[half : 2 * half]
+            low_guess, high_guess = guess[:half], guess[half : 2 * half]
             low_target, high_target = target[:half], target[half : 2 * half]
             for i in range(half):
-                a, b = to_float(low[i]) + low_center[i], to_float(high[i]) + high_center[i]
+                a = to_float(low[i]) + (low_center[i] + to_float(low_guess[i]))
+                b = to_float(high[i]) + (high_center[i] + to_float(high_guess[i]))
                 low_target[i] = rounded(a * c[i] - b * s[i], low_target)
                 high_target[i] = rounded(b * c[i] + a * s[i], high_target)
             tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
+            tail_guess = guess[2 * half :]
             for i in range(len(tail)):
-                tail_target[i] = rounded(to_float(tail[i]) + tail_center[i], tail_target)
+                tail_target[i] = rounded(to_float(tail[i]) + (tail_center[i] + to_float(tail_guess[i])), tail_target)
             if permuted:
                 places = offsets[kinds[t], h]
                 for i in range(size):
@@ -56,6 +64,7 @@ def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride,
 
 
 _NO_TABLE = np.empty((1, 0), np.float32)
+_NO_PREDICTIONS = np.empty((0, 0), np.uint16), np.empty(0, np.int64)
 _CHANNELS = 16  # values of each token that are written in a row
 _MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # bits of float32
 _arena = Arena()
@@ -71,33 +80,34 @@ def place(
     keys: Sequence[Rows | None],
     values: Sequence[Rows | None],
     order: I64 | None = None,
+    predictions: Predictions | None = None,
 ) -> None:
     """See `reference.transform.place`, which also serves interleaved caches and float16."""
     layers = section.layers(layout)
     if layout.torch_dtype == torch.float16 or any(map(_interleaved, layers)):
-        transform.place(x, mean, section, layout, rotation, at, keys, values, order)
+        transform.place(x, mean, section, layout, rotation, at, keys, values, order, predictions)
         return
     block, tokens = x.shape[-1], x.shape[-2]
     source = _plain(x.flatten())
-    means = mean.numpy()
+    centers = (mean.numpy(), *_arrays(predictions))
     to = np.arange(tokens) if order is None else order
     column = 0
     for index, layer in enumerate(layers, section.first_layer):
         rows = keys[index]
         if rows is not None:
             cos, sin = rotation.tables(layer.rope, at) if layer.rope else (_NO_TABLE, _NO_TABLE)
-            _write(source, block, means, column, cos, sin, to, rows, at)
+            _write(source, block, centers, column, cos, sin, to, rows, at)
         column += layer.key_values
         rows = values[index]
         if rows is not None:
-            _write(source, block, means, column, _NO_TABLE, _NO_TABLE, to, rows, at)
+            _write(source, block, centers, column, _NO_TABLE, _NO_TABLE, to, rows, at)
         column += layer.value_values
 
 
 def _write(
     source: npt.NDArray[np.generic],
     block: int,
-    means: npt.NDArray[np.float32],
+    centers: tuple[F32, U16, I64],
     column: int,
     cos: npt.NDArray[np.float32],
     sin: npt.NDArray[np.float32],
@@ -106,19 +116,30 @@ def _write(
     at: slice,
 ) -> None:
     _place(
-        source, block, means, column, cos, sin, order, _plain(rows.memory), rows.begins[at], rows.head_stride,
+        source, block, *centers, column, cos, sin, order, _plain(rows.memory), rows.begins[at], rows.head_stride,
         rows.heads, rows.size, rows.offsets, rows.kinds[at],
     )  # fmt: skip
 
 
+def _arrays(predictions: Predictions | None) -> tuple[U16, I64]:
+    """Return the predictions as the compiled loops take them: the bits of the rows, and the row of each token."""
+    if predictions is None:
+        return _NO_PREDICTIONS
+    return predictions.rows.view(torch.int16).numpy().view(np.uint16), predictions.index
+
+
 @compiled
-def _gather(memory, stride, head_stride, heads, size, cos, sin, mean, column, out):  # type: ignore[no-untyped-def]
+def _gather(  # type: ignore[no-untyped-def]
+    memory, stride, head_stride, heads, size, cos, sin, mean, predicted, row_of, column, out
+):
     """Write the values of one unit to its columns of `out`; return whether all values are finite."""
     half = cos.shape[1]
     means = len(mean)
+    nothing = np.zeros(0 if len(predicted) else mean.shape[1], predicted.dtype)
     worst = np.uint32(0)
     for t in range(len(out)):
         of_mean = mean[min(t, means - 1)]
+        of_token = predicted[row_of[t]] if len(predicted) else nothing
         c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(sin) - 1)]
         for h in range(heads):
             begin = t * stride + h * head_stride
@@ -128,23 +149,31 @@ def _gather(memory, stride, head_stride, heads, size, cos, sin, mean, column, ou
                 of_mean[first : first + size],
                 out[t, first : first + size],
             )
+            guess = of_token[first : first + size]
             low, high = source[:half], source[half : 2 * half]
             low_center, high_center = center[:half], center[half : 2 * half]
+            low_guess, high_guess = guess[:half], guess[half : 2 * half]
             low_target, high_target = target[:half], target[half : 2 * half]
             for i in range(half):
                 a, b = to_float(low[i]), to_float(high[i])
-                low_target[i] = a * c[i] - b * s[i] - low_center[i]
-                high_target[i] = b * c[i] + a * s[i] - high_center[i]
+                low_target[i] = a * c[i] - b * s[i] - (low_center[i] + to_float(low_guess[i]))
+                high_target[i] = b * c[i] + a * s[i] - (high_center[i] + to_float(high_guess[i]))
             tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
+            tail_guess = guess[2 * half :]
             for i in range(len(tail)):
-                tail_target[i] = to_float(tail[i]) - tail_center[i]
+                tail_target[i] = to_float(tail[i]) - (tail_center[i] + to_float(tail_guess[i]))
             for i in range(size):  # as integers, magnitudes of floats keep their order, and NaN is above infinity
                 worst = max(worst, np.float32(target[i]).view(np.uint32) & _MAGNITUDE)
     return worst < _INFINITE
 
 
 def gather_centered(
-    chunk: KVChunk, section: Section, rotation: Rotation, at: slice, mean: torch.Tensor
+    chunk: KVChunk,
+    section: Section,
+    rotation: Rotation,
+    at: slice,
+    mean: torch.Tensor,
+    predictions: Predictions | None = None,
 ) -> torch.Tensor:
     """See `reference.transform.gather_centered`, which also serves all other layouts."""
     layers = section.layers(chunk.layout)
@@ -154,10 +183,10 @@ def gather_centered(
         for unit in (chunk.keys[index], chunk.values[index])
     ]
     if any(map(_interleaved, layers)) or any(unit.dtype == torch.float16 or unit.stride(2) != 1 for unit in units):
-        return transform.gather_centered(chunk, section, rotation, at, mean)
+        return transform.gather_centered(chunk, section, rotation, at, mean, predictions)
     tokens = at.stop - at.start
     target = _arena.array("x", tokens * section.values, np.float32).reshape(tokens, section.values)
-    means, finite = mean.numpy(), True
+    centers, finite = (mean.numpy(), *_arrays(predictions)), True
     column = 0
     for number, unit in enumerate(units):
         rope = layers[number // 2].rope
@@ -165,7 +194,7 @@ def gather_centered(
         _, heads, size = unit.shape
         memory = _plain(all_memory(unit[at]))
         finite &= _gather(
-            memory, unit.stride(0), unit.stride(1), heads, size, cos, sin, means, column, target
+            memory, unit.stride(0), unit.stride(1), heads, size, cos, sin, *centers, column, target
         )  # fmt: skip
         column += heads * size
     if not finite:

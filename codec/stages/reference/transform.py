@@ -20,6 +20,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section
+from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32, I64
@@ -36,19 +37,34 @@ def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slic
 
 
 def gather_centered(
-    chunk: KVChunk, section: Section, rotation: Rotation, at: slice, mean: torch.Tensor
+    chunk: KVChunk,
+    section: Section,
+    rotation: Rotation,
+    at: slice,
+    mean: torch.Tensor,
+    predictions: Predictions | None = None,
 ) -> torch.Tensor:
-    """Gather values and subtract the means `[m, N]` float32, whose last row serves all further tokens.
+    """Gather values and subtract the means and the predictions of the tokens `at`.
 
-    The result is valid until the thread gathers its next tile.
+    The means are `[m, N]` float32, and the last row serves all further tokens. The result is valid until the thread
+    gathers its next tile.
 
     Raises:
         InputError: values are NaN or infinite.
     """
     x = gather(chunk, section, rotation, at)
-    x -= mean[torch.arange(len(x)).clamp_max(len(mean) - 1)] if 1 < len(mean) < len(x) else mean
+    x -= _centers(mean, len(x), predictions)
     require_finite(x, section)
     return x
+
+
+def _centers(mean: torch.Tensor, tokens: int, predictions: Predictions | None) -> torch.Tensor:
+    """Return the sum of mean and prediction of each token, `[tokens, N]` float32, or `[1, N]` if all are equal."""
+    if 1 < len(mean) < tokens:
+        mean = mean[torch.arange(tokens).clamp_max(len(mean) - 1)]
+    if predictions is None:
+        return mean
+    return mean + predictions.rows[torch.from_numpy(predictions.index)].float()
 
 
 def require_finite(x: torch.Tensor, section: Section) -> None:
@@ -76,8 +92,9 @@ def place(
     keys: Sequence[Rows | None],
     values: Sequence[Rows | None],
     order: I64 | None = None,
+    predictions: Predictions | None = None,
 ) -> None:
-    """Write `x + mean` to the rows `at` of per-layer outputs, with keys rotated and rounded to the outputs' dtype.
+    """Write `x + mean + prediction` to the rows `at` of per-layer outputs, with keys rotated and all values rounded.
 
     Args:
         x: `[t, N]` with position-free keys, or `[blocks, t, N / blocks]`; float32 or bfloat16. Arithmetic is float32.
@@ -88,17 +105,16 @@ def place(
         at: rows of the outputs.
         keys: per layer the rows to write; None for a layer to leave out.
         values: the same for values.
-        order: `[t]`, for each row of x its row in `mean`, `at` and the outputs; None: the same row. Rows of x are left
-            out where `order` is below zero or beyond `at`.
+        order: `[t]`, for each row of x its row in `mean`, `at`, `predictions` and the outputs; None: the same row. Rows
+            of x are left out where `order` is below zero or beyond `at`.
+        predictions: of the tokens `at`; None: nothing is predicted.
     """
     if x.ndim == 3:
         x = x.transpose(0, 1).flatten(1)
     if order is not None:
         inside = (order >= 0) & (order < at.stop - at.start)
         x = x[torch.from_numpy(np.flatnonzero(inside)[np.argsort(order[inside])])]
-    if 1 < len(mean) < len(x):
-        mean = mean[torch.arange(len(x)).clamp_max(len(mean) - 1)]
-    x = x.float() + mean
+    x = x.float() + _centers(mean, len(x), predictions)
     column = 0
     for index, layer in enumerate(section.layers(layout), section.first_layer):
         rows = keys[index]

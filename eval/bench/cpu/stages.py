@@ -74,7 +74,7 @@ def measure_stages(effort: Effort, profile: Profile, tokens: int) -> dict[str, A
     codec = Codec(profile, "balanced", backend=BACKEND, threads=1)
     layout, chunk = profile.layout, make_chunk(profile.layout, tokens)
     watch = _Stopwatch()
-    scheme = TransformScheme(profile, codec.step_index, watch.stages(get_stages(BACKEND)))
+    scheme = TransformScheme(profile, codec.step_index, False, watch.stages(get_stages(BACKEND)))
     cpu, sections = torch.device("cpu"), range(len(profile.sections))
     unrotation, rotation = Rotation(layout, 0, tokens, cpu, inverse=True), Rotation(layout, 0, tokens, cpu)
     blob = codec.encode(chunk)

@@ -21,6 +21,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.moments import SINKS
 from cuvee.codec.models.rope import rotate
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
@@ -130,19 +131,17 @@ def synthetic_profile(layout: KVLayout, group: str, device: torch.device) -> Pro
     """
     sections = partition(layout, group)
     noise = torch.Generator().manual_seed(0)
-    maps: dict[int, tuple[torch.Tensor, torch.Tensor, I16]] = {}
+    maps: dict[int, tuple[BlockMap, I16]] = {}
     for size in sorted({size for section in sections for size in section.blocks}):
         basis, _ = torch.linalg.qr(torch.randn(size, size, generator=noise).to(device))
         scale = spectrum(size)
-        kept = basis[:, : len(scale)].cpu()
-        maps[size] = (kept.T.contiguous(), kept.contiguous(), scale)
+        maps[size] = BlockMap.of(basis.cpu(), scale), scale
     learned = []
     for section in sections:
         mean = torch.randn(section.values, generator=noise)
         sinks = mean + torch.randn(SINKS, section.values, generator=noise)
-        forward, inverse, scales = zip(*(maps[size] for size in section.blocks), strict=True)
-        scale = np.concatenate(scales)
-        learned.append(SectionProfile(SectionBasis(mean, sinks, forward, inverse), scale))
+        blocks, scales = zip(*(maps[size] for size in section.blocks), strict=True)
+        learned.append(SectionProfile(SectionBasis(mean, sinks, blocks), np.concatenate(scales)))
     return Profile(layout, group, "fitted", default_family(), tuple(learned), min_step_index=0)
 
 

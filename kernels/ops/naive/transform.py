@@ -40,13 +40,14 @@ def gather_reference(
     rotations: RotationTables,
     means: torch.Tensor,
     x: torch.Tensor,
+    center_rows: torch.Tensor | None = None,
 ) -> None:
     """See `gather`."""
     pairs, cos, sin = tiles.pairs, rotations.cos, rotations.sin
     place_rows, unit_scales = cache.places.tolist(), cache.scales.tolist()
     for chunk, row in enumerate(batch.chunks.tolist()):
         at = slice(row[ChunkField.FIRST], row[ChunkField.FIRST] + row[ChunkField.TOKENS])
-        mean = _means(means, row, x.device)
+        mean = _centers(means, row, center_rows)
         for tile in tiles.tiles.tolist():
             place, unit_scale = place_rows[tile[TileField.UNIT]], unit_scales[tile[TileField.UNIT]]
             status = batch.status[chunk * batch.sections + tile[TileField.SECTION] - batch.first_section]
@@ -64,10 +65,12 @@ def gather_reference(
             x[at, first : first + 2 * pairs] = both
 
 
-def _means(means: torch.Tensor, chunk: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Means `[T, M]` of a chunk's tokens."""
-    source = torch.arange(chunk[ChunkField.SOURCE], chunk[ChunkField.SOURCE] + chunk[ChunkField.TOKENS], device=device)
-    return means[source.clamp_max(len(means) - 1)]
+def _centers(means: torch.Tensor, chunk: Sequence[int], center_rows: torch.Tensor | None) -> torch.Tensor:
+    """Centers `[T, M]` of a chunk's tokens."""
+    first, tokens, start = chunk[ChunkField.FIRST], chunk[ChunkField.TOKENS], chunk[ChunkField.SOURCE]
+    if center_rows is not None:
+        return means[center_rows[first : first + tokens].long()]
+    return means[torch.arange(start, start + tokens, device=means.device).clamp_max(len(means) - 1)]
 
 
 def _turn(
@@ -151,6 +154,7 @@ def synthesize_reference(
     cache: CacheView,
     config: SynthesisConfig | None = None,
     order: TokenOrder | None = None,
+    center_rows: torch.Tensor | None = None,
 ) -> None:
     """See `synthesize`."""
     block_t = (config or default_config(y.dtype, batch, cache)).block_t
@@ -161,7 +165,7 @@ def synthesize_reference(
             slice(row[ChunkField.FIRST], row[ChunkField.FIRST] + row[ChunkField.TOKENS]),
             row[ChunkField.TOKENS],
         )
-        slots, mean = cache.slots[at], _means(means, row, y.device)
+        slots, mean = cache.slots[at], _centers(means, row, center_rows)
         for tile in tiles.tiles.tolist():
             index = chunk * batch.sections + tile[TileField.SECTION] - batch.first_section
             job = job_rows[index]

@@ -50,7 +50,7 @@ def profile_learn(
         str,
         typer.Option(
             help="What one basis spans: head, unit, layer, layers:n, all, or auto: as many layers as decode within "
-            "--flops. A larger group makes smaller blobs but a larger profile: SmolLM2's takes 36 MB with layer, 136 "
+            "--flops. A larger group makes smaller blobs but a larger profile: SmolLM2's takes 28 MB with layer, 40 "
             "MB with auto."
         ),
     ] = "auto",
@@ -91,7 +91,7 @@ def profile_learn(
     Example: cuvee profile learn smollm2 -o smollm2.safetensors
     """
     from cuvee.codec.data.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
-    from cuvee.codec.learning.mixture import MIXTURE_SEQUENCES, check_mixture_size, mixture
+    from cuvee.codec.learning.mixture import MIXTURE_SEQUENCES, check_mixture_size, mixture, more_text
     from cuvee.codec.learning.sequences import reread
 
     check_absent(out, force)
@@ -102,6 +102,7 @@ def profile_learn(
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     chosen = "float32" if dtype is Dtype.auto and device == "cpu" else dtype.value
     tokens: Any
+    more = None
     if texts:
         tokens = spread_sequences([read_corpus(text, model_path) for text in texts], length, sequences or 128)
         model = load_model(model_path, chosen, device)
@@ -117,10 +118,13 @@ def profile_learn(
         }
         model = load_model(model_path, chosen, device)
         # The mixture comes first, so that an added kind replaces one of the same name.
-        tokens = mixture(model, load_tokenizer(model_path), count, length, seed, progress=rank == 0) | added
+        tokenizer = load_tokenizer(model_path)
+        tokens = mixture(model, tokenizer, count, length, seed, progress=rank == 0) | added
+        more = more_text(tokenizer, length)
     profile = cuvee.calibrate(
-        model, tokens, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops, distributed=distributed
-    )
+        model, tokens, group, more_text=more, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops,
+        distributed=distributed,
+    )  # fmt: skip
     if rank:
         return
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -106,6 +106,8 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     tokens, group, arguments = learned("--sequences", "40", "--text", tmp_path / "prose", "--text", tmp_path / "a=b")
     assert list(tokens) == [*KINDS, "a=b"] and group == "auto"
     defaults = {"prefix": None, "batch_size": 4, "seed": 0, "flops": None, "distributed": False}
+    more = arguments.pop("more_text")
+    assert more.shape[1] == 64 and len(more) > 10 * 40, "all bundled texts, to predict from tokens"
     assert arguments == {**defaults, "dtype": torch.float32}
     assert {kind: len(tokens[kind]) for kind in ("prose", "code", "a=b")} == {"prose": 10, "code": 8, "a=b": 10}
     assert len({tuple(row[4:8].tolist()) for row in tokens["prose"]}) <= 4, "one sentence over and over"
@@ -119,8 +121,8 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
         "layers:2", 4096.0, 40, torch.bfloat16,
     )  # fmt: skip
     # Texts replace the mixture, as one kind.
-    tokens, _, _ = learned(tmp_path / "prose", "--sequences", "12")
-    assert tokens.shape == (12, 64)
+    tokens, _, arguments = learned(tmp_path / "prose", "--sequences", "12")
+    assert tokens.shape == (12, 64) and arguments["more_text"] is None
     for bad, match in (
         ((tmp_path / "prose", "--text", tmp_path / "prose"), "must be given without TEXT, got both"),
         (("--text", f"{tmp_path / 'prose'}=0"), "SHARE must be above 0"),

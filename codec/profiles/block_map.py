@@ -1,0 +1,151 @@
+"""`BlockMap`: the linear map of a block, as a profile keeps it: in a third of the bytes that two float32 maps take.
+
+Only the map from coefficients to values is stored, as integers; the map back is its inverse, which is computed when it
+is first needed, by an encoder. So rounding costs no accuracy: the two maps are inverses of one another, and the stored
+one is merely not quite the best basis.
+
+    inverse[i, j]  =  row_scale[i] * column_scale[j] * integer[i, j]         int16 in wide columns, int8 in the others
+
+A column is wide if its component is large: its error leaks into all other components, in proportion to its size. On
+SmolLM2-135M, with an eighth of the columns wide, blobs take 0.1 % more bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.entropy.family import OCTAVE
+from cuvee.codec.errors import FormatError, ProfileError
+from cuvee.codec.support.arrays import F32, I16
+from cuvee.codec.support.lazy import lazy
+
+# A component has a wide column if its deviation, in deviations of the average component, is above n over this. So small
+# blocks, which take few bytes either way, have more wide columns than they need.
+NARROW_VALUES = 1800
+_LARGEST_WIDE, _LARGEST_NARROW = 32767, 127
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """The map of a block of n values from c coefficients, c = n or 0, of which the first are stored as components.
+
+    Attributes:
+        wide: int16 `[n, w]`, the leading columns.
+        narrow: int8 `[n, c - w]`, the others.
+        row_scale: `[n]` float32.
+        column_scale: `[c]` float32.
+        rank: r, the number of components that are coded at any step; at most c.
+    """
+
+    wide: npt.NDArray[np.int16]
+    narrow: npt.NDArray[np.int8]
+    row_scale: F32
+    column_scale: F32
+    rank: int
+
+    @classmethod
+    def of(cls, inverse: torch.Tensor, scale: I16) -> BlockMap:
+        """Round a map.
+
+        Args:
+            inverse: `[n, n]` float64, invertible.
+            scale: `[r]`, falling scales of the components that are coded.
+        """
+        if not len(scale):
+            nothing = np.zeros((len(inverse), 0))
+            return cls(nothing.astype(np.int16), nothing.astype(np.int8), np.ones(len(inverse), np.float32),
+                       np.zeros(0, np.float32), 0)  # fmt: skip
+        exact = inverse.double().numpy()
+        # Values differ in size by orders of magnitude: those that no loss depends on have the largest entries.
+        row_scale: F32 = np.sqrt(np.square(exact).mean(1)).clip(np.finfo(np.float32).tiny).astype(np.float32)
+        scaled = exact / row_scale[:, None]
+        column_scale: F32 = np.abs(scaled).max(0).clip(np.finfo(np.float32).tiny).astype(np.float32)
+        scaled /= column_scale
+        count = int((scale >= OCTAVE * math.log2(len(exact) / NARROW_VALUES)).sum())
+        wide = np.rint(scaled[:, :count] * _LARGEST_WIDE).astype(np.int16)
+        narrow = np.rint(scaled[:, count:] * _LARGEST_NARROW).astype(np.int8)
+        column_scale[:count] /= _LARGEST_WIDE
+        column_scale[count:] /= _LARGEST_NARROW
+        return cls(wide, narrow, row_scale, column_scale, len(scale))
+
+    @property
+    def size(self) -> int:
+        """n: values of the block."""
+        return len(self.row_scale)
+
+    @lazy
+    def inverse(self) -> torch.Tensor:
+        """float32 `[n, r]`: values of a unit of each component."""
+        return torch.from_numpy(self._square()[:, : self.rank].astype(np.float32))
+
+    @lazy
+    def forward(self) -> torch.Tensor:
+        """float32 `[r, n]`: components of a unit of each value.
+
+        Raises:
+            ProfileError: the map has no inverse.
+        """
+        if not self.rank:
+            return torch.empty(0, self.size)
+        try:
+            exact: torch.Tensor = torch.linalg.inv(torch.from_numpy(self._square()))
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            raise ProfileError("profile: must hold bases that can be inverted, got a singular one") from error
+        if not bool(torch.isfinite(exact).all()):
+            raise ProfileError("profile: must hold bases that can be inverted, got one that overflows")
+        return exact[: self.rank].float().contiguous()
+
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the arrays of a profile's file; `read_block_map` is the inverse."""
+        return {
+            "wide": self.wide, "narrow": self.narrow, "row_scale": self.row_scale, "column_scale": self.column_scale,
+        }  # fmt: skip
+
+    def _square(self) -> npt.NDArray[np.float64]:
+        integers = np.concatenate([self.wide, self.narrow], axis=1, dtype=np.float64)
+        integers *= self.column_scale
+        integers *= self.row_scale[:, None]
+        return integers
+
+
+def read_block_map(
+    prefix: str, block: int, size: int, rank: int, arrays: Mapping[str, npt.NDArray[np.generic]]
+) -> BlockMap:
+    """Return the map in the arrays `PREFIX.*.BLOCK` of a profile's file.
+
+    Args:
+        prefix: of the arrays' names.
+        block: number of the block, the end of the arrays' names.
+        size: n.
+        rank: r.
+        arrays: all arrays of the file.
+
+    Raises:
+        FormatError: an array has the wrong shape or dtype, or scales are not above zero.
+        KeyError: an array is missing.
+    """
+    wide, narrow = arrays[f"{prefix}.wide.{block}"], arrays[f"{prefix}.narrow.{block}"]
+    count = size if rank else 0
+    wide_columns = wide.shape[1] if wide.ndim == 2 else -1
+    shapes = {
+        "wide": (wide, np.int16, (size, wide_columns)),
+        "narrow": (narrow, np.int8, (size, count - wide_columns)),
+        "row_scale": (arrays[f"{prefix}.row_scale.{block}"], np.float32, (size,)),
+        "column_scale": (arrays[f"{prefix}.column_scale.{block}"], np.float32, (count,)),
+    }
+    for name, (array, dtype, shape) in shapes.items():
+        if array.dtype != dtype or array.shape != shape:
+            raise FormatError(f"{prefix}.{name}.{block}: has the wrong shape or dtype")
+    if not 0 <= rank <= size:
+        raise FormatError(f"{prefix}.ranks: must be 0 … {size} for block {block}, got {rank}")
+    row_scale, column_scale = (shapes[name][0].astype(np.float32) for name in ("row_scale", "column_scale"))
+    for name, scale in (("row_scale", row_scale), ("column_scale", column_scale)):
+        if not (np.isfinite(scale) & (scale > 0)).all():
+            raise FormatError(f"{prefix}.{name}.{block}: must be above zero and finite")
+    return BlockMap(wide.astype(np.int16), narrow.astype(np.int8), row_scale, column_scale, rank)

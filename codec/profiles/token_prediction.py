@@ -1,0 +1,215 @@
+"""Prediction from tokens: the part of a token's cache that follows from the token's id.
+
+A cache is a function of its tokens, and whoever keeps a prefix cache has them. A linear map of a token's own embedding
+explains all of the first layer of a model, and a fifth to two thirds of the others (SmolLM2-135M). The codec subtracts
+what it predicts, and codes the rest.
+
+    prediction [N] of id v  =  bfloat16(scale [N] * (row_scale[v] * (embedding[v] [K] @ weights [K, N])))
+
+`embedding` has 4 bits and `weights` 8: the sums of their products are integers below 2^24, which float32 holds exactly.
+So every backend predicts the same bits, whatever the order of its sums, and a run of tokens is restored exactly as in
+the whole chunk. Rounding to bfloat16 costs nothing, because the encoder subtracts the rounded prediction. On
+SmolLM2-135M 4 bits of the embedding take 0.5 % more bits than float32; half of its rank would take 2 %.
+
+Either all tokens of a chunk are predicted, except for sinks, or none: components that only predicted tokens can do
+without are not coded.
+
+`PredictionCache` keeps the predictions of the first ids that it meets, because a few thousand ids make up most text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.errors import FormatError
+from cuvee.codec.format.container import MAX_VOCABULARY
+from cuvee.codec.support.arrays import I64, U8
+from cuvee.codec.support.forks import tell_after_fork
+
+CACHE_BYTES = 256 << 20  # per profile: the predictions of 11,000 ids of SmolLM2-135M, or of 2,000 of Llama-3.1-8B
+LARGEST_FEATURE = 7  # magnitude of a number of the embedding
+LARGEST_WEIGHT = 127
+MAX_FEATURES = 1 << 14  # with more, sums of products might exceed 2^24
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """The embeddings of a vocabulary of V ids.
+
+    Attributes:
+        embedding: int8 `[V, K]`, -7 … 7.
+        row_scale: float32 `[V]`.
+    """
+
+    embedding: torch.Tensor
+    row_scale: torch.Tensor
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return len(self.embedding)
+
+    @property
+    def features(self) -> int:
+        """K."""
+        return self.embedding.shape[1]
+
+    def rows(self, token_ids: I64) -> TokenTable:
+        """Return the table of some ids, in this order."""
+        index = torch.from_numpy(token_ids)
+        return TokenTable(self.embedding[index], self.row_scale[index])
+
+    def packed(self) -> U8:
+        """Return the embedding plus 8, two numbers per byte, the first in the low bits: `[V, ceil(K / 2)]`."""
+        shifted: U8 = (self.embedding.numpy() + 8).astype(np.uint8)
+        padded = np.pad(shifted, ((0, 0), (0, self.features % 2)), constant_values=8)
+        return (padded[:, ::2] | padded[:, 1::2] << 4).astype(np.uint8)
+
+
+def read_token_table(features: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> TokenTable:
+    """Return the table in a profile's file.
+
+    Args:
+        features: K, of the file's JSON.
+        arrays: all arrays of the file.
+
+    Raises:
+        FormatError: K is out of range, or an array has the wrong shape, dtype or numbers.
+        KeyError: an array is missing.
+    """
+    if type(features) is not int or not 1 <= features <= MAX_FEATURES:
+        raise FormatError(f"features: must be 1 … {MAX_FEATURES}, got {features!r}")
+    packed, row_scale = arrays["tokens.embedding"], arrays["tokens.row_scale"]
+    if packed.dtype != np.uint8 or packed.ndim != 2 or packed.shape[1] != (features + 1) // 2:
+        raise FormatError("tokens.embedding: has the wrong shape or dtype")
+    if not 0 < len(packed) <= MAX_VOCABULARY:
+        raise FormatError(f"tokens.embedding: must have 1 … {MAX_VOCABULARY} rows, got {len(packed)}")
+    if row_scale.dtype != np.float32 or row_scale.shape != (len(packed),) or not np.isfinite(row_scale).all():
+        raise FormatError("tokens.row_scale: has the wrong shape or dtype or is not finite")
+    pairs = packed.astype(np.uint8)
+    wide = np.empty((len(pairs), 2 * pairs.shape[1]), np.int8)
+    wide[:, ::2], wide[:, 1::2] = pairs & 15, pairs >> 4
+    wide -= 8
+    if wide.min() < -LARGEST_FEATURE:
+        raise FormatError(f"tokens.embedding: must be -{LARGEST_FEATURE} … {LARGEST_FEATURE}, got {wide.min()}")
+    return TokenTable(torch.from_numpy(np.ascontiguousarray(wide[:, :features])), torch.from_numpy(row_scale))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMap:
+    """The map from embeddings to the values of one section.
+
+    Attributes:
+        weights: int8 `[K, N]`.
+        scale: float32 `[N]`.
+    """
+
+    weights: torch.Tensor
+    scale: torch.Tensor
+
+    def predict(self, table: TokenTable) -> torch.Tensor:
+        """Return the predictions bfloat16 `[U, N]` for the U ids of a table, on the device of both."""
+        # Exact also where a processor cuts factors to TF32 or bfloat16. Not torch._int_mm: it is fast with VNNI, but
+        # without, its 16-bit sums saturate.
+        exact = table.embedding.float() @ self.weights.float()
+        return (exact * table.row_scale[:, None] * self.scale).bfloat16()
+
+    def take(self, columns: torch.Tensor) -> TokenMap:
+        """Return the map to some of the values."""
+        return TokenMap(self.weights[:, columns].contiguous(), self.scale[columns].contiguous())
+
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the arrays of a profile's file; `read_token_map` is the inverse."""
+        return {"weights": self.weights.numpy(), "scale": self.scale.numpy()}
+
+
+def read_token_map(prefix: str, values: int, features: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> TokenMap:
+    """Return the map in the arrays `PREFIX.token_*` of a profile's file, of a section of `values` per token.
+
+    Raises:
+        FormatError: an array has the wrong shape or dtype, or is not finite.
+        KeyError: an array is missing.
+    """
+    weights, scale = arrays[f"{prefix}.token_weights"], arrays[f"{prefix}.token_scale"]
+    if weights.dtype != np.int8 or weights.shape != (features, values):
+        raise FormatError(f"{prefix}.token_weights: has the wrong shape or dtype")
+    if scale.dtype != np.float32 or scale.shape != (values,) or not np.isfinite(scale).all():
+        raise FormatError(f"{prefix}.token_scale: has the wrong shape or dtype or is not finite")
+    return TokenMap(torch.from_numpy(weights), torch.from_numpy(scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """The predictions for a run of tokens in one section.
+
+    Attributes:
+        rows: bfloat16 `[U, N]`. Row 0 is zero.
+        index: `[T]`, the row of each token; 0 for a token that is not predicted.
+    """
+
+    rows: torch.Tensor
+    index: I64
+
+
+class PredictionCache:
+    """The predictions of one section for the first ids that it was asked for; others are computed every time.
+
+    Rows are only added, and none is replaced: threads that decode read them without a lock.
+
+    Args:
+        table: of the profile.
+        token_map: of the section.
+        sinks: leading positions of a sequence with means of their own. They are not predicted: their values depend on
+            the position, and hardly on the token.
+        limit: bytes for rows.
+    """
+
+    def __init__(self, table: TokenTable, token_map: TokenMap, sinks: int, limit: int) -> None:
+        self._table, self._map, self._sinks = table, token_map, sinks
+        values = token_map.weights.shape[1]
+        # Pages that were not written take no memory.
+        self._rows = torch.empty(1 + min(limit // (2 * values), table.vocabulary), values, dtype=torch.bfloat16)
+        self._rows[0] = 0
+        self._used = 1
+        self._row_of = np.full(table.vocabulary, -1, np.int64)
+        self._lock = threading.Lock()
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """See `Forked`. Rows that were being written have no number yet, and are written again."""
+        self._lock = threading.Lock()
+
+    def of(self, token_ids: I64, start: int) -> Predictions:
+        """Return the predictions for tokens with these ids, `[T]`, from position `start` on."""
+        index = self._row_of[token_ids]
+        index[: max(self._sinks - start, 0)] = 0
+        if (index < 0).any() and self._used < len(self._rows):
+            self._add(np.unique(token_ids[index < 0]))
+            index = self._row_of[token_ids]
+            index[: max(self._sinks - start, 0)] = 0
+        missing = index < 0
+        if not missing.any():
+            return Predictions(self._rows, index)
+        # The cache is full: the others' rows are computed for this call, behind those that the cache has.
+        known, of_known = np.unique(index[~missing], return_inverse=True)
+        asked, of_asked = np.unique(token_ids[missing], return_inverse=True)
+        index[~missing], index[missing] = 1 + of_known, 1 + len(known) + of_asked
+        predicted = self._map.predict(self._table.rows(asked))
+        return Predictions(torch.cat([self._rows[:1], self._rows[torch.from_numpy(known)], predicted]), index)
+
+    def _add(self, token_ids: I64) -> None:
+        with self._lock:
+            new = token_ids[self._row_of[token_ids] < 0][: len(self._rows) - self._used]
+            if not len(new):
+                return
+            end = self._used + len(new)
+            self._rows[self._used : end] = self._map.predict(self._table.rows(new))
+            # Published last: whoever finds a number finds its row.
+            self._row_of[new] = np.arange(self._used, end)
+            self._used = end

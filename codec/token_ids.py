@@ -1,0 +1,38 @@
+"""The ids of a chunk's tokens, from which a profile predicts a part of the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.support.arrays import I64
+
+NO_TOKEN = -1  # in place of the id of a token that has none, such as a part of an image
+
+
+def as_token_ids(token_ids: object, tokens: int, name: str = "tokens") -> I64:
+    """Return ids as int64 `[T]` on the CPU.
+
+    Args:
+        token_ids: `[T]` integers on any device: a tensor, an array or a sequence.
+        tokens: T.
+        name: of the argument, for messages.
+
+    Raises:
+        InputError: another shape, no integers, or a negative id other than NO_TOKEN.
+    """
+    try:
+        given = token_ids.detach().cpu().numpy() if isinstance(token_ids, torch.Tensor) else np.asarray(token_ids)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name}: must be the ids of {tokens} tokens, got {type(token_ids).__name__}") from error
+    if given.dtype.kind not in "iu" or given.shape != (tokens,):
+        raise InputError(
+            f"{name}: must be {tokens} integers, one id per token, got {given.dtype} of shape {list(given.shape)}"
+        )
+    ids = given.astype(np.int64)
+    if ids.min() < NO_TOKEN:
+        raise InputError(
+            f"{name}: must be ids of the vocabulary, or {NO_TOKEN} for a token without one, got {ids.min()}"
+        )
+    return ids

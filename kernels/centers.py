@@ -1,0 +1,128 @@
+"""Centers of tokens on the device: their means, plus what their ids predict (`codec/profiles/token_prediction.py`).
+
+    host    ids and positions of a batch --unique--> embedding [U, K] int8, row of each token's center [tokens] int32
+    device  embedding @ weights, scaled, bfloat16 --> predictions [U, M] --> plus means --> centers [U, M]
+
+All positions but the first few have one mean, so an id is predicted once per batch, and a few hundred ids make up most
+batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.token_prediction import TokenMap, TokenTable
+from cuvee.codec.support.arrays import F32, I32, I64
+from cuvee.kernels.tiles import TileLayout
+
+BLOCK_COLUMNS = 4096  # predicted at once: bounds the copy of the weights in float32, to 16 MB with 1,024 features
+CENTER_BYTES = 6  # of scratch per value of a center: the center, and its prediction
+
+
+class TokenRun(NamedTuple):
+    """The tokens of a chunk: their ids `[T]`, and the position at which the first of them was encoded."""
+
+    token_ids: I64
+    start: int
+
+
+class CenterArrays(NamedTuple):
+    """What the centers of a batch need on the device, on the host.
+
+    Attributes:
+        embedding: int8 `[U, K]`: a pair of id and position per row, where all positions beyond the sinks are one.
+        row_scale: float32 `[U]`.
+        position: int64 `[U]`: row of the means.
+        rows: int32 `[tokens]`: row of each token's pair.
+    """
+
+    embedding: npt.NDArray[np.int8]
+    row_scale: F32
+    position: I64
+    rows: I32
+
+
+class SentArrays(NamedTuple):
+    """`CenterArrays` on the device."""
+
+    embedding: torch.Tensor
+    row_scale: torch.Tensor
+    position: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Centers:
+    """Centers of a batch on the device.
+
+    Attributes:
+        table: float32 `[U, M]`.
+        rows: int32 `[tokens]`, the row of each token.
+        predictions: bfloat16 `[U, M]`, the part of `table` that ids predict.
+    """
+
+    table: torch.Tensor
+    rows: torch.Tensor
+    predictions: torch.Tensor
+
+
+class TokenCenters:
+    """Computes the centers of batches for one profile with a token table.
+
+    Args:
+        profile: the profile.
+        table: its token table.
+        tiles: of its sections.
+        means: float32 `[S + 1, M]` on the device.
+    """
+
+    def __init__(self, profile: Profile, table: TokenTable, tiles: TileLayout, means: torch.Tensor) -> None:
+        self._table, self._means, self._bounds = table, means, tiles.bounds
+        weights, scale = [], []
+        for index, section in enumerate(profile.learned):
+            if section.token_map is not None:
+                weights.append(tiles.pack(section.token_map.weights, index))
+                scale.append(tiles.pack(section.token_map.scale, index))
+        self._weights, self._scale = torch.cat(weights, dim=1).to(means.device), torch.cat(scale).to(means.device)
+        # Sections may differ in the number of sinks, which are not predicted.
+        sinks = torch.zeros(means.shape, dtype=torch.bool, device="cpu")
+        for index, section in enumerate(profile.learned):
+            sinks[: len(section.basis.sinks), tiles.bounds[index] : tiles.bounds[index + 1]] = True
+        self._sinks = sinks.to(means.device)
+
+    def lay_out(self, runs: Sequence[TokenRun]) -> CenterArrays:
+        """Return what goes to the device for chunks that follow each other."""
+        count = len(self._means)
+        pairs = [
+            run.token_ids * count + np.minimum(run.start + np.arange(len(run.token_ids)), count - 1) for run in runs
+        ]
+        unique, rows = np.unique(np.concatenate(pairs), return_inverse=True)
+        ids, position = np.divmod(unique, count)
+        own = self._table.rows(ids)
+        return CenterArrays(own.embedding.numpy(), own.row_scale.numpy(), position, rows.astype(np.int32))
+
+    def centers(self, sent: SentArrays, sections: range) -> Centers:
+        """Return the centers of a batch.
+
+        Args:
+            sent: from `lay_out`, on the device.
+            sections: those that are coded; nothing is predicted in the columns of others.
+        """
+        own = TokenTable(sent.embedding, sent.row_scale)
+        shape = (len(sent.position), self._means.shape[1])
+        predictions = torch.zeros(shape, dtype=torch.bfloat16, device=self._means.device)
+        end = int(self._bounds[sections.stop])
+        for first in range(int(self._bounds[sections.start]), end, BLOCK_COLUMNS):
+            at = slice(first, min(first + BLOCK_COLUMNS, end))
+            predictions[:, at] = TokenMap(self._weights[:, at], self._scale[at]).predict(own)
+        predictions.masked_fill_(self._sinks[sent.position], 0)
+        table = self._means[sent.position]
+        table += predictions
+        return Centers(table, sent.rows, predictions)

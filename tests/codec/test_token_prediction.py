@@ -1,0 +1,483 @@
+"""Prediction from tokens: the table and its maps, blobs with token ids, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import cuvee
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec, _warn_of_no_ids
+from cuvee.codec.errors import CorruptError, FormatError, InputError
+from cuvee.codec.format.container import inspect, read_header, read_token_ids, write_blob, write_token_ids
+from cuvee.codec.learning.token_model import MOST_FEATURES, TokenSums, learn_token_model
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles import token_prediction
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.sections import partition
+from cuvee.codec.profiles.token_prediction import PredictionCache, TokenMap, TokenTable
+from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
+
+VOCABULARY, TOKENS = 96, 300
+
+
+def small_model(seed: int = 0, layers: int = 3) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return small_model()
+
+
+def text(sequences: int, length: int, seed: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def profile(model: LlamaForCausalLM) -> Profile:
+    return cuvee.calibrate(model, text(30, 64, 1), "layers:2", more_text=text(40, 64, 2), progress=False)
+
+
+@pytest.fixture(scope="module")
+def chunk(model: LlamaForCausalLM) -> KVChunk:
+    with torch.no_grad():
+        (made,) = prefill(model, text(1, TOKENS, 3), cuvee.KVLayout.from_config(model.config, dtype=torch.float32))
+    return made
+
+
+def without_ids(chunk: KVChunk) -> KVChunk:
+    return KVChunk(chunk.keys, chunk.values, chunk.layout, chunk.start)
+
+
+def error(back: KVChunk, chunk: KVChunk) -> float:
+    pairs = [*zip(back.keys, chunk.keys, strict=True), *zip(back.values, chunk.values, strict=True)]
+    return sum(float((a - b).square().sum()) for a, b in pairs)
+
+
+def equal(a: KVChunk, b: KVChunk) -> bool:
+    return all(torch.equal(x, y) for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True))
+
+
+# The codec -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_blobs_with_ids_are_smaller_at_no_more_error(profile: Profile, chunk: KVChunk, backend: str) -> None:
+    codec = Codec(profile, step=0.25, backend=backend)
+    with_ids, plain = codec.encode(chunk), codec.encode(without_ids(chunk))
+    assert len(with_ids) < 0.8 * len(plain)
+    assert error(codec.decode(with_ids), chunk) < error(codec.decode(plain), chunk)
+
+
+def test_backends_write_the_same_bytes_and_read_the_same_values(profile: Profile, chunk: KVChunk) -> None:
+    for given in (chunk, without_ids(chunk)):
+        blobs, backs = [], []
+        for backend in ("numba", "reference"):
+            codec = Codec(profile, step=0.25, backend=backend)
+            blobs.append(codec.encode(given))
+            backs.append(codec.decode(blobs[0]))
+        assert blobs[0] == blobs[1]
+        assert equal(*backs)
+
+
+def test_decoding_returns_the_ids(profile: Profile, chunk: KVChunk) -> None:
+    codec = Codec(profile, step=0.25)
+    blob = codec.encode(without_ids(chunk), tokens=chunk.token_ids)
+    assert blob == codec.encode(chunk)
+    back = codec.decode(blob)
+    assert back.token_ids is not None and chunk.token_ids is not None
+    assert np.array_equal(back.token_ids, chunk.token_ids)
+    part = codec.decode(blob, tokens=range(10, 20))
+    assert part.token_ids is not None and np.array_equal(part.token_ids, chunk.token_ids[10:20])
+    assert codec.decode(codec.encode(without_ids(chunk))).token_ids is None
+    assert inspect(blob).token_id_bytes == 2 * TOKENS
+
+
+def test_parts_come_out_as_in_the_whole(profile: Profile, chunk: KVChunk) -> None:
+    codec = Codec(profile, step=0.25)
+    blob = codec.encode(chunk)
+    whole = codec.decode(blob)
+    for span in (range(3), range(3, 40), range(250, 300), range(123, 124)):
+        part = codec.decode(blob, tokens=span)
+        assert equal(part, whole.slice(span.start, span.stop))
+    for layers in (range(1), range(1, 3)):
+        keys, values = codec.decode_layers(blob, layers)
+        assert all(torch.equal(a, b) for a, b in zip(keys, whole.keys[layers.start : layers.stop], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(values, whole.values[layers.start : layers.stop], strict=True))
+
+
+def test_values_do_not_depend_on_where_a_chunk_goes(profile: Profile, chunk: KVChunk) -> None:
+    codec = Codec(profile, step=0.25)
+    blob = codec.encode(chunk)
+    moved = codec.decode(blob, start=100)
+    assert all(torch.equal(a, b) for a, b in zip(moved.values, codec.decode(blob).values, strict=True))
+
+
+def test_chunks_from_the_middle_of_a_prompt_are_predicted_from_their_first_token(
+    profile: Profile, chunk: KVChunk
+) -> None:
+    codec = Codec(profile, step=0.25)
+    late, early = chunk.slice(100, 200), chunk.slice(0, 100)
+    for part in (late, early):
+        assert len(codec.encode(part)) < 0.8 * len(codec.encode(without_ids(part)))
+
+
+def test_chunks_with_a_token_that_has_no_id_are_coded_without_ids(profile: Profile, chunk: KVChunk) -> None:
+    """A token that is not predicted has values in components that are not coded where all tokens are predicted."""
+    codec = Codec(profile, step=0.25)
+    ids = np.array(chunk.token_ids)
+    ids[100] = NO_TOKEN
+    assert codec.encode(chunk, tokens=ids) == codec.encode(without_ids(chunk))
+
+
+def test_a_chunk_without_ids_is_warned_of_once(
+    profile: Profile, chunk: KVChunk, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_of_no_ids.cache_clear()
+    codec = Codec(profile, step=0.25)
+    codec.encode(chunk)
+    assert "token ids" not in caplog.text
+    for _ in range(2):
+        codec.encode(without_ids(chunk))
+    assert caplog.text.count("without token ids") == 1
+
+
+def test_paged_caches_take_ids_per_chunk(profile: Profile, chunk: KVChunk) -> None:
+    codec = Codec(profile, step=0.25)
+    cache = PagedCache.of_chunk(chunk)
+    slots = [torch.arange(0, 120), torch.arange(120, 300), torch.arange(50, 60)]
+    ids = chunk.token_ids
+    assert ids is not None
+    blobs = codec.encode_paged(cache, slots, [0, 120, 50], tokens=[ids[:120], None, ids[50:60]])
+    assert blobs[0] == codec.encode(chunk.slice(0, 120))
+    assert blobs[1] == codec.encode(without_ids(chunk.slice(120, 300)))
+    assert blobs[2] == codec.encode(chunk.slice(50, 60))
+    target = PagedCache.empty(chunk.layout, 310, range(chunk.layout.num_layers), torch.device("cpu"))
+    codec.decode_paged(blobs, target, [torch.arange(0, 120), torch.arange(120, 300), torch.arange(300, 310)]).check()
+    assert equal(target.chunk(torch.arange(0, 120), 0), codec.decode(blobs[0]))
+    assert equal(target.chunk(torch.arange(120, 300), 120), codec.decode(blobs[1]))
+    assert equal(target.chunk(torch.arange(300, 310), 50), codec.decode(blobs[2]))
+    with pytest.raises(InputError, match="tokens: must be one for each of the 3 chunks"):
+        codec.encode_paged(cache, slots, [0, 120, 50], tokens=[ids[:120]])
+
+
+def test_ids_are_ignored_where_nothing_is_predicted(model: LlamaForCausalLM, profile: Profile, chunk: KVChunk) -> None:
+    plain = cuvee.calibrate(model, text(20, 64, 1), "layer", predict_tokens=False, progress=False)
+    assert plain.token_table is None
+    for codec in (Codec(profile, "lossless"), Codec(plain, step=0.25), Codec(Profile.generic(chunk.layout), step=0.1)):
+        blob = codec.encode(chunk)
+        assert blob == codec.encode(without_ids(chunk))
+        assert read_header(blob).token_id_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.zeros(TOKENS - 1, np.int64), "tokens: must be 300 integers"),
+        (np.zeros((1, TOKENS), np.int64), "tokens: must be 300 integers"),
+        (np.zeros(TOKENS), "tokens: must be 300 integers"),
+        (torch.full((TOKENS,), VOCABULARY), "tokens: must be below 96, the vocabulary"),
+        (torch.full((TOKENS,), -100), "tokens: must be ids of the vocabulary, or -1"),
+        ("text", "tokens: must be"),
+        ([[1], [2, 3]], "tokens: must be"),
+    ],
+)
+def test_bad_ids_are_refused(profile: Profile, chunk: KVChunk, ids: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Codec(profile, step=0.25).encode(chunk, tokens=ids)
+
+
+def test_chunks_check_their_ids(chunk: KVChunk) -> None:
+    with pytest.raises(InputError, match="token_ids: must be 300 integers"):
+        KVChunk(chunk.keys, chunk.values, chunk.layout, 0, [1, 2, 3])
+    joined = KVChunk.concat([chunk.slice(0, 10), chunk.slice(10, 30)])
+    assert joined.token_ids is not None and np.array_equal(joined.token_ids, chunk.token_ids[:30])  # type: ignore[index]
+    assert KVChunk.concat([chunk.slice(0, 10), without_ids(chunk).slice(10, 30)]).token_ids is None
+    assert as_token_ids(range(3), 3).dtype == np.int64
+
+
+def test_profiles_with_and_without_a_table_are_cut_into_shards(model: LlamaForCausalLM, chunk: KVChunk) -> None:
+    profile = cuvee.calibrate(model, text(20, 64, 1), "head", more_text=text(40, 64, 2), progress=False)
+    whole, shards = Codec(profile, step=0.25), [Codec(profile.shard(rank, 2), step=0.25) for rank in range(2)]
+    back = whole.decode(whole.encode(chunk, importance=np.ones(TOKENS)))
+    for rank, codec in enumerate(shards):
+        part = KVChunk(
+            [k[:, rank : rank + 1] for k in chunk.keys], [v[:, rank : rank + 1] for v in chunk.values],
+            codec.profile.layout, 0, chunk.token_ids,
+        )  # fmt: skip
+        mine = codec.decode(codec.encode(part, importance=np.ones(TOKENS)))
+        for own, full in zip((*mine.keys, *mine.values), (*back.keys, *back.values), strict=True):
+            torch.testing.assert_close(own[:, 0], full[:, rank], rtol=1e-4, atol=1e-5)
+
+
+# The bytes -----------------------------------------------------------------------------------------------------
+
+
+def test_changed_ids_are_noticed(profile: Profile, chunk: KVChunk) -> None:
+    codec = Codec(profile, step=0.25)
+    blob = bytearray(codec.encode(chunk))
+    header = read_header(bytes(blob))
+    blob[header.header_bytes + 17] ^= 1
+    with pytest.raises(CorruptError, match="token ids: their checksum does not match"):
+        codec.decode(bytes(blob))
+    keyed = Codec(profile, step=0.25, key=b"k" * 16)
+    changed = bytearray(keyed.encode(chunk))
+    changed[header.header_bytes + 17] ^= 1
+    with pytest.raises(CorruptError, match="authentication tag"):
+        keyed.decode(bytes(changed))
+
+
+def forged(profile: Profile, blob: bytes, ids: bytes) -> bytes:
+    """The same sections with other ids, and checksums that match."""
+    header = read_header(blob)
+    sections = [
+        blob[header.section_offset(i) : header.section_offset(i) + size] for i, size in enumerate(header.section_bytes)
+    ]
+    return write_blob(
+        header.scheme, header.dtype, header.tokens, header.start, header.step_index, header.values_per_token,
+        header.layout, header.profile, sections, None, token_ids=ids,
+    )  # fmt: skip
+
+
+def test_forged_ids_are_refused(model: LlamaForCausalLM, profile: Profile, chunk: KVChunk) -> None:
+    codec = Codec(profile, step=0.25)
+    blob = codec.encode(chunk)
+    beyond = forged(profile, blob, write_token_ids(np.full(TOKENS, VOCABULARY), 1 << 15))
+    with pytest.raises(FormatError, match="token ids: must be below 96"):
+        codec.decode(beyond)
+    for size in (1, 2 * TOKENS - 1, 4 * TOKENS):
+        with pytest.raises(FormatError, match="bytes of token ids"):
+            codec.decode(forged(profile, blob, bytes(size)))
+    wide = forged(profile, blob, write_token_ids(np.array(chunk.token_ids), 1 << 20))
+    assert equal(codec.decode(wide), codec.decode(blob)), "three bytes say the same as two"
+    plain = cuvee.calibrate(model, text(20, 64, 1), "layers:2", predict_tokens=False, progress=False)
+    other = Codec(plain, step=0.25)
+    foreign = forged(plain, other.encode(chunk), write_token_ids(np.array(chunk.token_ids), VOCABULARY))
+    with pytest.raises(FormatError, match="header: must list no token ids"):
+        other.decode(foreign)
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 65_536, 65_537, 262_144])
+def test_ids_of_every_vocabulary_survive(vocabulary: int, profile: Profile, chunk: KVChunk) -> None:
+    ids = np.array([0, 1, vocabulary // 2, vocabulary - 1] * (TOKENS // 4), np.int64)
+    written = write_token_ids(ids, vocabulary)
+    assert len(written) == TOKENS * (2 if vocabulary <= 65_536 else 3)
+    blob = forged(profile, Codec(profile, step=0.25).encode(chunk), written)
+    again = read_token_ids(blob, read_header(blob), vocabulary)
+    assert again is not None and np.array_equal(again, ids)
+
+
+# The profile ---------------------------------------------------------------------------------------------------
+
+
+def test_files_keep_the_table(profile: Profile, chunk: KVChunk, tmp_path: Path) -> None:
+    profile.save(tmp_path / "p")
+    again = Profile.load(tmp_path / "p")
+    assert again.id == profile.id
+    blob = Codec(profile, step=0.25).encode(chunk)
+    assert Codec(again, step=0.25).encode(chunk) == blob
+    assert equal(Codec(again, step=0.25).decode(blob), Codec(profile, step=0.25).decode(blob))
+
+
+@pytest.mark.parametrize(
+    ("features", "changes", "message"),
+    [
+        (33, {}, "tokens.embedding: has the wrong shape"),
+        (1 << 15, {}, "features: must be 1"),
+        (True, {}, "features: must be 1"),
+        (-1, {}, "features: must be 1"),
+        (32, {"embedding": np.zeros((0, 16), np.uint8)}, "tokens.embedding: must have 1"),
+        (32, {"embedding": np.zeros((96, 16), np.int8)}, "tokens.embedding: has the wrong shape or dtype"),
+        (32, {"row_scale": np.ones(95, np.float32)}, "tokens.row_scale: has the wrong shape"),
+        (
+            32,
+            {"row_scale": np.full(96, np.nan, np.float32)},
+            "tokens.row_scale: has the wrong shape or dtype or is not",
+        ),
+    ],
+)
+def test_bad_tables_are_refused(
+    profile: Profile, features: int, changes: dict[str, np.ndarray[Any, Any]], message: str
+) -> None:
+    arrays = arrays_of(profile)
+    again = token_prediction.read_token_table(32, arrays)
+    assert profile.token_table is not None and torch.equal(again.embedding, profile.token_table.embedding)
+    with pytest.raises(FormatError, match=message):
+        token_prediction.read_token_table(
+            features, {**arrays, **{f"tokens.{name}": array for name, array in changes.items()}}
+        )
+
+
+def arrays_of(profile: Profile) -> dict[str, np.ndarray[Any, Any]]:
+    table = profile.token_table
+    assert table is not None
+    return {"tokens.embedding": table.packed(), "tokens.row_scale": table.row_scale.numpy()}
+
+
+def test_tables_hold_seven_values_either_way(profile: Profile) -> None:
+    arrays = arrays_of(profile)
+    arrays["tokens.embedding"][0, 0] = 0  # -8 twice: a sum might exceed what float32 adds up exactly
+    with pytest.raises(FormatError, match=r"^tokens.embedding: must be -7 … 7, got -8"):
+        token_prediction.read_token_table(32, arrays)
+
+
+def test_pickled_profiles_predict(profile: Profile, chunk: KVChunk) -> None:
+    blob = Codec(profile, step=0.25).encode(chunk)  # fills the cache, which has a lock
+    again = pickle.loads(pickle.dumps(profile))
+    assert equal(Codec(again, step=0.25).decode(blob), Codec(profile, step=0.25).decode(blob))
+
+
+def test_too_little_text_predicts_nothing(model: LlamaForCausalLM, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        few = cuvee.calibrate(small_model(layers=1), text(4, 60, 1), "head", progress=False)
+    assert few.token_table is None
+    assert "no prediction from tokens" in caplog.text
+
+
+# Exactness -----------------------------------------------------------------------------------------------------
+
+
+def numbers(rows: int, features: int, values: int, seed: int = 0) -> tuple[TokenTable, TokenMap]:
+    generator = torch.Generator().manual_seed(seed)
+    embedding = torch.randint(-7, 8, (rows, features), dtype=torch.int8, generator=generator)
+    weights = torch.randint(-127, 128, (features, values), dtype=torch.int8, generator=generator)
+    return TokenTable(embedding, torch.rand(rows, generator=generator)), TokenMap(
+        weights, torch.rand(values, generator=generator)
+    )
+
+
+def test_predictions_are_exact_at_the_largest_sums() -> None:
+    features = token_prediction.MAX_FEATURES
+    table = torch.full((3, features), 7, dtype=torch.int8)
+    weights = torch.full((features, 5), 127, dtype=torch.int8)
+    weights[-1, 1] = 126  # one less than a sum that float32 would round
+    found = TokenMap(weights, torch.ones(5)).predict(TokenTable(table, torch.ones(3)))
+    exact = (table.long() @ weights.long()).float()
+    assert int(exact.max()) < 1 << 24
+    assert torch.equal(found, exact.bfloat16())
+
+
+def test_one_id_is_predicted_alike_alone_and_among_others() -> None:
+    table, token_map = numbers(50, 40, 24)
+    everything = token_map.predict(table)
+    for row in range(0, 50, 7):
+        assert torch.equal(token_map.predict(table.rows(np.array([row])))[0], everything[row])
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 20, 50])
+def test_a_full_cache_computes_the_others(kept: int) -> None:
+    table, token_map = numbers(50, 40, 24)
+    exact = token_map.predict(table)
+    cache = PredictionCache(table, token_map, 0, 2 * 24 * kept)
+    generator = np.random.default_rng(0)
+    for _ in range(30):
+        ids = generator.integers(0, 50, 17)
+        found = cache.of(ids, 0)
+        assert torch.equal(found.rows[torch.from_numpy(found.index)], exact[torch.from_numpy(ids)])
+
+
+def test_sinks_are_not_predicted() -> None:
+    table, token_map = numbers(50, 40, 24)
+    exact = token_map.predict(table)
+    for limit in (0, 1 << 20):
+        cache = PredictionCache(table, token_map, 3, limit)
+        for start in (0, 2, 3, 10):
+            for _ in range(2):
+                found = cache.of(np.array([7, 8, 9, 7, 7]), start)
+                values = found.rows[torch.from_numpy(found.index)]
+                left_out = max(3 - start, 0)
+                assert not values[:left_out].any()
+                assert torch.equal(values[left_out:], exact[[7, 8, 9, 7, 7]][left_out:])
+
+
+def test_threads_share_a_cache() -> None:
+    table, token_map = numbers(400, 40, 24)
+    exact = token_map.predict(table)
+    cache = PredictionCache(table, token_map, 0, 2 * 24 * 200)
+    wrong: list[int] = []
+
+    def ask(seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        for _ in range(60):
+            ids = generator.integers(0, 400, 30)
+            found = cache.of(ids, 0)
+            if not torch.equal(found.rows[torch.from_numpy(found.index)], exact[torch.from_numpy(ids)]):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# Learning ------------------------------------------------------------------------------------------------------
+
+
+def test_a_linear_cache_is_predicted_almost_whole(model: LlamaForCausalLM) -> None:
+    """The values of the first layer are a linear function of the normalized embedding."""
+    layout = cuvee.KVLayout.from_config(model.config, dtype=torch.float32)
+    sums = TokenSums(model, layout)
+    sums.add_text(model, text(24, 64, 5).split(4))
+    learned = learn_token_model(sums, partition(layout, "unit"))
+    with torch.no_grad():
+        (chunk,) = prefill(model, text(1, 100, 6), layout)
+    values = chunk.values[0].flatten(1)
+    predicted = learned.predicted(0, torch.from_numpy(np.array(chunk.token_ids)))[:, 16:]  # K, then V
+    left = values - predicted
+    share = float((left - left.mean(0)).square().sum() / (values - values.mean(0)).square().sum())
+    assert share < 0.05  # 4 bits of the embedding
+
+
+def test_wide_embeddings_keep_the_directions_that_predict(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = cuvee.KVLayout.from_config(model.config, dtype=torch.float32)
+    sections = partition(layout, "unit")
+    sums = TokenSums(model, layout)
+    sums.add_text(model, text(24, 64, 5).split(4))
+    whole = learn_token_model(sums, sections)
+    assert MOST_FEATURES > 32
+    monkeypatch.setattr("cuvee.codec.learning.token_model.MOST_FEATURES", 24)
+    cut = learn_token_model(sums, sections)
+    assert (cut.table.vocabulary, cut.table.features) == (VOCABULARY, 24)
+    ids = text(1, 100, 6)[0]
+    for section in range(len(sections)):
+        exact, near = whole.predicted(section, ids), cut.predicted(section, ids)
+        assert float((exact - near).square().sum()) < 0.3 * float(exact.square().sum())
+
+
+def test_held_out_sequences_are_not_learned_from(model: LlamaForCausalLM) -> None:
+    learning = text(40, 96, 1)
+    alone = cuvee.calibrate(model, learning, "layer", progress=False)
+    again = cuvee.calibrate(model, learning, "layer", more_text=learning[-2:], progress=False)
+    assert alone.token_table is not None and again.token_table is not None
+    assert torch.equal(alone.token_table.embedding, again.token_table.embedding)
+    assert all(
+        torch.equal(a.token_map.weights, b.token_map.weights)  # type: ignore[union-attr]
+        for a, b in zip(alone.learned, again.learned, strict=True)
+    )
+
+
+def test_a_table_needs_a_map_in_every_section(profile: Profile) -> None:
+    half = (replace(profile.learned[0], token_map=None), *profile.learned[1:])
+    with pytest.raises(FormatError, match="learned: must have a token map in every section"):
+        Profile(profile.layout, profile.group, profile.source, profile.family, half, token_table=profile.token_table)

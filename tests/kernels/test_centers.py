@@ -1,0 +1,78 @@
+"""Centers of tokens on the device: bit by bit what the CPU subtracts and adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tests.predicting import VOCABULARY, predicting, with_sinks
+
+from cuvee.codec.profiles.profile import Profile
+from cuvee.kernels import centers as module
+from cuvee.kernels.centers import Centers, SentArrays, TokenRun
+from cuvee.kernels.plans import TransformPlan
+
+
+def runs() -> list[TokenRun]:
+    """Runs from the first position on, from one amid the sinks, and from one behind them; ids occur several times."""
+    rng = np.random.default_rng(0)
+    return [TokenRun(rng.integers(0, VOCABULARY // 4, tokens), start) for tokens, start in ((9, 0), (40, 2), (5, 1000))]
+
+
+def centers_of(plan: TransformPlan, sections: range) -> Centers:
+    assert plan.token_centers is not None
+    arrays = plan.token_centers.lay_out(runs())
+    assert len(arrays.embedding) < len(arrays.rows) == sum(len(run.token_ids) for run in runs())
+    sent = SentArrays(*(torch.from_numpy(array).to(plan.device) for array in arrays))
+    return plan.token_centers.centers(sent, sections)
+
+
+@pytest.mark.parametrize("columns", [48, 1 << 20])
+@pytest.mark.parametrize(("name", "group"), [("irregular", "layer"), ("gqa", "head"), ("bfloat16", "layers:2")])
+def test_centers_are_those_of_the_cpu(
+    device: torch.device,
+    fitted: Callable[[str, str], Profile],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    group: str,
+    columns: int,
+) -> None:
+    monkeypatch.setattr(module, "BLOCK_COLUMNS", columns)
+    profile = with_sinks(predicting(fitted(name, group)))
+    plan = TransformPlan(profile, 0, device, torch.float32, True)
+    found = centers_of(plan, range(len(profile.sections)))
+    rows, tiles, first = found.rows.cpu().long(), plan.geometry.tiles, 0
+    for run in runs():
+        at = slice(first, first + len(run.token_ids))
+        for index, section in enumerate(profile.learned):
+            own = slice(int(tiles.bounds[index]), int(tiles.bounds[index + 1]))
+            predictions = profile.predictions[index].of(run.token_ids, run.start)
+            predicted = predictions.rows[torch.from_numpy(predictions.index)]
+            want = section.basis.means(run.start, slice(0, len(run.token_ids))) + predicted.float()
+            assert torch.equal(found.predictions.cpu()[rows[at], own], tiles.pack(predicted, index))
+            assert torch.equal(found.table.cpu()[rows[at], own], tiles.pack(want, index))
+        first = at.stop
+
+
+def test_of_the_sections_that_are_decoded(device: torch.device, fitted: Callable[[str, str], Profile]) -> None:
+    profile = with_sinks(predicting(fitted("irregular", "layer")))
+    plan = TransformPlan(profile, 0, device, torch.float32, True)
+    whole, part = (centers_of(plan, sections) for sections in (range(len(profile.sections)), range(1, 3)))
+    bounds = plan.geometry.tiles.bounds
+    inside = slice(int(bounds[1]), int(bounds[3]))
+    assert torch.equal(part.table[:, inside], whole.table[:, inside])
+    assert not part.predictions[:, : inside.start].any() and not part.predictions[:, inside.stop :].any()
+
+
+def test_sinks_are_finite_whatever_is_predicted(device: torch.device, fitted: Callable[[str, str], Profile]) -> None:
+    """A profile may be forged: what overflows stays with the tokens that are predicted."""
+    profile = with_sinks(predicting(fitted("gqa", "layer")))
+    for section in profile.learned:
+        assert section.token_map is not None
+        section.token_map.scale.fill_(3e38)
+    plan = TransformPlan(profile, 0, device, torch.float32, True)
+    found = centers_of(plan, range(len(plan.learned)))
+    assert torch.equal(found.table[found.rows[0].long()], plan.means[0])
+    assert not found.table.isfinite().all()
