@@ -265,7 +265,7 @@ class ChunkCache:
                 self._count("hits")
                 return stored
         with self._computing, torch.no_grad():
-            chunk = self._compute(ids[None].to(self._model.device), contexts)
+            chunk = self._compute(ids, contexts)
         # All tokens get the same importance. A profile predicts importance for ordinary reading, but a blend reads the
         # cache behind other text. On books-3m, at `balanced`, classes more than double the KL of a blend.
         alike = torch.ones(chunk.tokens) if self._codec.profile.learned else None
@@ -277,9 +277,10 @@ class ChunkCache:
         return blob
 
     def _compute(self, ids: torch.Tensor, contexts: torch.Tensor | None) -> KVChunk:
-        """Compute the chunk of tokens `[1, T]`, alone at position 0 or averaged behind the contexts."""
+        """Compute the chunk of tokens `[T]`, alone at position 0 or averaged behind the contexts."""
+        inputs = ids[None].to(self._model.device)
         if contexts is None:
-            return prefill(self._model, ids, self._layout, self._device)[0]
+            return prefill(self._model, inputs, self._layout, self._device)[0]
         if not self._before:
             self._before = [
                 prefill(self._model, row[None].to(self._model.device), self._layout, self._model.device)[0]
@@ -291,14 +292,14 @@ class ChunkCache:
             cache = empty_cache()
             for index, (keys, values) in enumerate(zip(before.keys, before.values, strict=True)):
                 cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], index)
-            self._model(input_ids=ids, **cache_argument(self._model, cache), use_cache=True)
+            self._model(input_ids=inputs, **cache_argument(self._model, cache), use_cache=True)
             # The positions are the same behind every context and rotation is linear, so rotated keys can be averaged.
             new = [tensor[0, :, start:].float() for layer in cache.layers for tensor in (layer.keys, layer.values)]
             sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new
         means = [
             (total / len(self._before)).transpose(0, 1).to(self._device, self._layout.torch_dtype) for total in sums
         ]
-        return KVChunk(means[::2], means[1::2], self._layout, start)
+        return KVChunk(means[::2], means[1::2], self._layout, start, ids)
 
     def _check_blob(self, blob: bytes, tokens: int, start: int | None, associated_data: bytes) -> int:
         """Return the start of the blob. Raise CuveeError if it is damaged or does not match its key."""

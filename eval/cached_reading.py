@@ -170,17 +170,18 @@ class CachedReader:
             raise UnsupportedModelError(
                 f"the cache does not hold one entry per token ({self._layout.model_type}): virtual tokens?"
             )
-        decoded = {tokens: self._code(cache, row, len(tokens)) for row, tokens in enumerate(contexts)}
+        decoded = {tokens: self._code(cache, row, tokens) for row, tokens in enumerate(contexts)}
         return decoded, dict(zip(contexts, predictions, strict=True)) if logits else {}
 
-    def _code(self, cache: Any, row: int, tokens: int) -> CachedLayers:
-        """The first `tokens` tokens in a row of a cache, as they come back from the method."""
+    def _code(self, cache: Any, row: int, token_ids: TokenIds) -> CachedLayers:
+        """The first tokens in a row of a cache, which have these ids, as they come back from the method."""
+        tokens = len(token_ids)
         device, dtype = self._device, self._layout.torch_dtype
 
         def tensors(name: str) -> list[torch.Tensor]:
             return [getattr(layer, name)[row, :, :tokens].transpose(0, 1).to(device, dtype) for layer in cache.layers]
 
-        chunk = KVChunk(tensors("keys"), tensors("values"), self._layout)
+        chunk = KVChunk(tensors("keys"), tensors("values"), self._layout, token_ids=token_ids)
         back = []
         for span in spans(tokens, self._chunk_tokens):
             piece = chunk.slice(*span)

@@ -345,4 +345,5 @@ def _squared_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _cast(chunk: KVChunk, layout: KVLayout) -> KVChunk:
     dtype = layout.torch_dtype
-    return KVChunk([k.to(dtype) for k in chunk.keys], [v.to(dtype) for v in chunk.values], layout, chunk.start)
+    keys, values = ([layer.to(dtype) for layer in unit] for unit in (chunk.keys, chunk.values))
+    return KVChunk(keys, values, layout, chunk.start, chunk.token_ids)

@@ -35,6 +35,8 @@ from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedMode
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.support.arrays import I64
+from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 from cuvee.integrations.cache_rows import CacheRows, bound_blobs, bound_rows, check_unpadded, row_paddings
 
 # Exact types: subclasses keep more state (quantized, indexed, recurrent) than keys and values.
@@ -44,6 +46,7 @@ _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSli
 def encode_cache(
     codec: Codec,
     cache: Cache,
+    input_ids: torch.Tensor | None = None,
     chunk_tokens: int = 256,
     *,
     attention_mask: torch.Tensor | None = None,
@@ -58,7 +61,8 @@ def encode_cache(
         >>> cache = DynamicCache()  # what a forward pass of the model fills
         >>> for layer in range(2):
         ...     _ = cache.update(*torch.randn(2, 1, 2, 300, 16).bfloat16(), layer)
-        >>> blobs = encode_cache(codec, cache)
+        >>> input_ids = torch.zeros(1, 300, dtype=torch.int64)  # the tokens that the model computed the cache of
+        >>> blobs = encode_cache(codec, cache, input_ids)
         >>> len(blobs)  # 256 tokens, then 44
         2
         >>> again = decode_cache(codec, blobs, config)
@@ -68,6 +72,10 @@ def encode_cache(
     Args:
         codec: a codec whose profile belongs to the model. The dtypes of cache and profile may differ.
         cache: `DynamicCache` or `StaticCache`, keys and values [B, H, T, D] per layer, from position 0 on.
+        input_ids: [B, T] integers on any device, or [T] for a cache of one row: the tokens of the cache, with the
+            padding of a left-padded batch, and `cuvee.NO_TOKEN` for a token without an id, such as a part of an image.
+            The blobs hold the ids, so decoding needs nothing new. A profile with a token table makes smaller blobs with
+            them; any other profile, and lossless coding, ignores them.
         chunk_tokens: tokens per blob. The last blob of a row may hold fewer.
         attention_mask: [B, T] of a left-padded batch, which needs one. Padding is not stored. Positions must count from
             the first real token of each row, as `generate` counts them. A plain forward call counts columns instead,
@@ -79,22 +87,23 @@ def encode_cache(
         Blobs, row by row, each row in token order.
 
     Raises:
-        InputError: the cache is empty or its shapes differ from the profile's layout; the mask is not left padding, or
-            is missing although rows begin with padding; `associated_data` does not have one entry per row, or the codec
-            has no key.
+        InputError: the cache is empty or its shapes differ from the profile's layout; `input_ids` has another shape
+            than the cached tokens, or ids outside the vocabulary; the mask is not left padding, or is missing although
+            rows begin with padding; `associated_data` does not have one entry per row, or the codec has no key.
         UnsupportedModelError: a sliding-window layer has dropped tokens, or a layer holds no plain keys and values.
     """
     tensors = _plain_tensors(cache)
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
     rows, _, width, _ = tensors[0][0].shape
     paddings = row_paddings(attention_mask, rows, width)
+    ids = _row_ids(input_ids, paddings, width)
     if attention_mask is None and layout.layers[0].rope is not None:
         check_unpadded(tensors[0][0])
     bound = bound_rows(associated_data, rows)
     devices = {tensor.device for pair in tensors for tensor in pair}
     if len(devices) > 1 or not codec.on_device(*devices):
         tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
-    return _encode_batch(codec, tensors, layout, chunk_tokens, paddings, bound)
+    return _encode_batch(codec, tensors, layout, chunk_tokens, paddings, bound, ids)
 
 
 def decode_cache(
@@ -166,6 +175,7 @@ def save_cache(
     cache: Cache,
     path: str | os.PathLike[str],
     *,
+    input_ids: torch.Tensor | None = None,
     row: int | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> None:
@@ -183,11 +193,13 @@ def save_cache(
     Args:
         cache: as for `encode_cache`.
         path: path of the file, which is replaced atomically.
+        input_ids: as for `encode_cache`. The file holds those of the sequence, and `cuvee encode` passes them on.
         row: index of the sequence in a batch; not needed for a cache of one sequence.
         attention_mask: `[B, T]` of a left-padded batch. Padding is not saved.
 
     Raises:
-        InputError: a batch without `row`, a `row` out of range, an empty cache, or a mask that is not left padding.
+        InputError: a batch without `row`, a `row` out of range, an empty cache, `input_ids` of another shape than the
+            cached tokens or with negative ids, or a mask that is not left padding.
         UnsupportedModelError: as for `encode_cache`.
         OSError: the file cannot be written; no partial file is left.
     """
@@ -198,11 +210,13 @@ def save_cache(
     at = 0 if row is None else row
     if type(at) is not int or not 0 <= at < rows:
         raise InputError(f"row: must be an int from 0 to {rows - 1}, got {row!r}")
-    padding = row_paddings(attention_mask, rows, width)[at]
+    paddings = row_paddings(attention_mask, rows, width)
+    ids, padding = _row_ids(input_ids, paddings, width), paddings[at]
     write_cache_file(
         path,
         [keys[at, :, padding:].transpose(0, 1) for keys, _ in tensors],
         [values[at, :, padding:].transpose(0, 1) for _, values in tensors],
+        token_ids=None if ids is None else ids[at, padding:],
     )
 
 
@@ -246,13 +260,19 @@ def load_cache(
 
 
 def chunks_from_cache(
-    cache: Cache, layout: KVLayout, chunk_tokens: int = 256, row: int = 0, padding: int = 0
+    cache: Cache,
+    layout: KVLayout,
+    input_ids: torch.Tensor | None = None,
+    chunk_tokens: int = 256,
+    row: int = 0,
+    padding: int = 0,
 ) -> list[KVChunk]:
     """Split one row of a cache into chunks of at most `chunk_tokens` tokens, in order (views, no copies).
 
     Args:
         cache: as for `encode_cache`.
         layout: layout of the model.
+        input_ids: as for `encode_cache`, of all rows; the chunks hold those of their tokens.
         chunk_tokens: tokens per chunk. The last may hold fewer.
         row: index into the batch.
         padding: number of leading columns to skip. The next column is position 0.
@@ -260,7 +280,13 @@ def chunks_from_cache(
     Raises:
         InputError, UnsupportedModelError: as for `encode_cache`; also if `row` or `padding` is out of range.
     """
-    return _row_chunks(_plain_tensors(cache), layout, chunk_tokens, row, padding)
+    tensors = _plain_tensors(cache)
+    rows, _, width, _ = tensors[0][0].shape
+    whole = _whole_row(tensors, layout, row, padding)
+    ids = _row_ids(input_ids, [padding] * rows, width)
+    if ids is not None:
+        whole = KVChunk.unchecked(whole.keys, whole.values, layout, 0, ids[row, padding:])
+    return [whole.slice(first, end) for first, end in _spans(whole.tokens, chunk_tokens)]
 
 
 def _encode_batch(
@@ -270,19 +296,22 @@ def _encode_batch(
     chunk_tokens: int,
     paddings: list[int],
     bound: list[bytes],
+    ids: I64 | None,
 ) -> list[bytes]:
     """Encode all chunks of all rows in one call, on their device, and bind the blobs of row b to `bound[b]`."""
     width = tensors[0][0].shape[2]
     all_slots = torch.arange(len(paddings) * width, device=tensors[0][0].device)
     slots, starts, associated_data = [], [], []
+    tokens: list[I64 | None] = []
     for row, padding in enumerate(paddings):
         first = row * width + padding
         for start, end in _spans(_whole_row(tensors, layout, row, padding).tokens, chunk_tokens):
             slots.append(all_slots[first + start : first + end])
             starts.append(start)
             associated_data.append(bound[row])
+            tokens.append(None if ids is None else ids[row, padding + start : padding + end])
     cache = PagedCache(layout, [keys.transpose(1, 2) for keys, _ in tensors], [v.transpose(1, 2) for _, v in tensors])
-    return codec.encode_paged(cache, slots, starts, associated_data=associated_data)
+    return codec.encode_paged(cache, slots, starts, tokens=tokens, associated_data=associated_data)
 
 
 def _decode_batch(
@@ -366,15 +395,22 @@ def _plain_tensors(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return tensors
 
 
-def _row_chunks(
-    tensors: list[tuple[torch.Tensor, torch.Tensor]],
-    layout: KVLayout,
-    chunk_tokens: int,
-    row: int,
-    padding: int,
-) -> list[KVChunk]:
-    whole = _whole_row(tensors, layout, row, padding)
-    return [whole.slice(first, end) for first, end in _spans(whole.tokens, chunk_tokens)]
+def _row_ids(input_ids: torch.Tensor | None, paddings: Sequence[int], width: int) -> I64 | None:
+    """Return the ids of a cache's tokens as int64 `[B, width]` on the CPU; NO_TOKEN for the padding of each row."""
+    if input_ids is None:
+        return None
+    if not isinstance(input_ids, torch.Tensor):
+        raise InputError(f"input_ids: must be a tensor [B, T], got {type(input_ids).__name__}")
+    rows = input_ids[None] if input_ids.ndim == 1 else input_ids
+    if tuple(rows.shape) != (len(paddings), width):
+        # What generate returns has one token more than the cache: the last one was not run through the model.
+        raise InputError(
+            f"input_ids: must have the shape [B, T] = [{len(paddings)}, {width}] of the cached tokens, got "
+            f"{list(input_ids.shape)}: of what generate returns, pass sequences[:, : cache.get_seq_length()]"
+        )
+    padded = torch.arange(width) < torch.tensor(paddings)[:, None]
+    ids = rows.detach().cpu().masked_fill(padded, NO_TOKEN)
+    return as_token_ids(ids.flatten(), ids.numel(), "input_ids").reshape(ids.shape)
 
 
 def _whole_row(tensors: list[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout, row: int, padding: int) -> KVChunk:

@@ -119,10 +119,13 @@ class Save:
     Attributes:
         tenant: owner of the entry.
         entry: what to store; all of its tokens are in its blocks.
+        token_ids: ids of its tokens, NO_TOKEN for a part of an image or another medium; None if the codec predicts
+            nothing from them.
     """
 
     tenant: str
     entry: Entry
+    token_ids: list[int] | None = None
 
 
 @dataclass(slots=True)

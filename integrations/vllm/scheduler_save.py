@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.vllm.blending.planning import BlendPlanner
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.scheduler_state import KnownEntries, SchedulerState, Tracked
@@ -61,7 +62,7 @@ class SchedulerSaves:
             return segments
         blocks = block_state.get_block_ids(request.request_id)[0]
         saves = [
-            Save(tracked.tenant, Entry("chunk", digests[at], at * chunk, chunk).within(blocks, block)) for at in wanted
+            self._save(tracked, Entry("chunk", digests[at], at * chunk, chunk).within(blocks, block)) for at in wanted
         ]
         end = min(request.num_prompt_tokens, self._storable(tracked))
         return saves + (self._tail(tracked, end, blocks) if prompt_ends else []) + segments
@@ -105,7 +106,7 @@ class SchedulerSaves:
         if not new:
             return []
         blocks = block_state.get_block_ids(tracked.request.request_id)[0]
-        return [Save(tracked.tenant, segmented.entry(at).within(blocks, self._state.block)) for at in new]
+        return [self._save(tracked, segmented.entry(at).within(blocks, self._state.block)) for at in new]
 
     def _last_tail(self, tracked: Tracked, blocks: Sequence[int]) -> list[Save]:
         """Return the tail of a request that has ended."""
@@ -130,7 +131,20 @@ class SchedulerSaves:
         (digest,) = tracked.chain.tails(ids, chunk, [tokens])
         if self._known.check(digest):
             return []
-        return [Save(tracked.tenant, Entry("tail", digest, start, tokens).within(blocks, state.block))]
+        return [self._save(tracked, Entry("tail", digest, start, tokens).within(blocks, state.block))]
+
+    def _save(self, tracked: Tracked, entry: Entry) -> Save:
+        """Return the order to store an entry, with its tokens if the codec predicts from them."""
+        request = tracked.request
+        if not self._state.predicts:
+            return Save(tracked.tenant, entry)
+        ids = list(request.all_token_ids[entry.start : entry.end])
+        for item in request.mm_features:  # their cache does not follow from the ids of their placeholders
+            first = max(item.mm_position.offset, entry.start)
+            end = min(item.mm_position.offset + item.mm_position.length, entry.end)
+            for at in range(first, end):
+                ids[at - entry.start] = NO_TOKEN
+        return Save(tracked.tenant, entry, ids)
 
     def _storable(self, tracked: Tracked) -> int:
         """Return how many of a request's tokens may be stored once they have KV: those before the first inexact one."""

@@ -114,6 +114,7 @@ class SchedulerState:
         chunk, block: tokens per chunk, and per block of the engine.
         positions: number of positions the model has; None: no limit.
         tails: whether tails are stored (see `scheduler_save`).
+        predicts: whether the codec predicts a part of the cache from token ids.
         shards: number of ranks.
         store: looked into, never read from.
         recorder: takes the figures.
@@ -129,6 +130,7 @@ class SchedulerState:
         self.block = setup.block_tokens
         self.positions = setup.layout.max_positions
         self.tails = setup.quality == LOSSLESS or bool(setup.profile.learned)
+        self.predicts = setup.quality != LOSSLESS and setup.profile.token_table is not None
         self.shards = setup.shards
         self._key_ids = setup.options.key_ids() or (b"",)
         self.store = store

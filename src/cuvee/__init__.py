@@ -4,6 +4,7 @@ Everything public is imported on first use (PEP 562), so that `import cuvee` doe
 
     KVLayout, LayerLayout, Rope   the shape of a cache
     KVChunk                       a run of tokens of a cache
+    NO_TOKEN                      the id of a token that has none, such as a part of an image
     PagedCache                    the pages of a serving engine's cache
     calibrate, fit, measure       learn a profile of a model; measure it on other text
     Profile                       the learned bases, tables and measurements
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
     from cuvee.codec.learning.curve import measure
     from cuvee.codec.paged import PagedCache
     from cuvee.codec.profiles.profile import Profile
+    from cuvee.codec.token_ids import NO_TOKEN
     from cuvee.integrations.transformers import decode_cache, encode_cache, load_cache, save_cache
 
     __version__: str
 
 __all__ = [
+    "NO_TOKEN",
     "BlobInfo",
     "Codec",
     "CorruptError",
@@ -84,6 +87,7 @@ _HOME = {
     "KVLayout": "cuvee.codec.layout",
     "KeyMismatchError": "cuvee.codec.errors",
     "LayerLayout": "cuvee.codec.layout",
+    "NO_TOKEN": "cuvee.codec.token_ids",
     "OpenBlob": "cuvee.codec.codec",
     "OutOfMemoryError": "cuvee.codec.errors",
     "PagedCache": "cuvee.codec.paged",

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from tests.forked import works_in_child_while_held
+from tests.predicting import predicting
 from transformers import DynamicCache
 
 from cuvee.blend import chunk_cache as module
@@ -191,6 +192,13 @@ def test_a_chunk_moves_anywhere(tiny_model: Callable[..., Any], family: str, sta
         with torch.no_grad():
             whole = prefill(model, torch.tensor([[1, 1, 1, *TOKENS]]), got.layout)[0]
         torch.testing.assert_close(got.keys[0], whole.keys[0][3:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("contexts", [None, CONTEXTS], ids=["alone", "behind"])
+def test_a_blob_holds_the_ids_that_a_profile_predicts_from(model: Any, contexts: torch.Tensor | None) -> None:
+    codec = Codec(predicting(fitted_codec(model).profile), step=0.1)
+    got = codec.decode(make(model, codec=codec, contexts=contexts).get_or_compute(TOKENS))
+    assert got.token_ids is not None and got.token_ids.tolist() == TOKENS
 
 
 def test_a_segment_holds_the_tokens_and_their_blob(model: Any) -> None:

@@ -291,6 +291,7 @@ def test_each_context_goes_through_the_method_once_in_chunks(llama: Callable[...
     long = next(chunk for chunk in recording.seen if chunk.start == 16)
     torch.testing.assert_close(long.keys[1], whole.keys[1][16:], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(long.values[0], whole.values[0][16:], rtol=1e-4, atol=1e-5)
+    assert long.token_ids is not None and long.token_ids.tolist() == tokens[0, 16:].tolist()
 
 
 def test_half_of_each_rolling_window_is_scored_exactly(llama: Callable[..., CuveeLM]) -> None:

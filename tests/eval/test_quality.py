@@ -44,7 +44,10 @@ def test_a_destroyed_cache_costs_much(bench: QualityBench) -> None:
 
 
 def test_the_cast_to_sixteen_bits_is_part_of_the_figures(books: Any) -> None:
-    q = QualityBench(books.model, books.orchard[:2], books.prefix, dtype="bfloat16").run("cast", Uncompressed())
+    bench = QualityBench(books.model, books.orchard[:2], books.prefix, dtype="bfloat16")
+    held = [chunk.token_ids for chunk in bench.caches if chunk.token_ids is not None]
+    assert [ids.tolist() for ids in held] == books.orchard[:2, : books.prefix].tolist()
+    q = bench.run("cast", Uncompressed())
     assert 1e-7 < q.kl < 1e-3 and q.bits_per_value == 16 and q.ratio == 1
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.predicting import VOCABULARY, predicting
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
+from cuvee.codec.cache_file import read_cache_file
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, PendingDecode
 from cuvee.codec.errors import (
@@ -23,11 +25,13 @@ from cuvee.codec.errors import (
     ProfileMismatchError,
     UnsupportedModelError,
 )
-from cuvee.codec.format.container import Scheme, read_header, write_blob
+from cuvee.codec.format.container import Scheme, inspect, read_header, write_blob
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.profiles import profile as codec_profile
-from cuvee.codec.profiles.profile import ID_BYTES
+from cuvee.codec.profiles.profile import ID_BYTES, Profile
+from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache, load_cache, save_cache
 
 TOKENS, CHUNK = 21, 8
@@ -102,7 +106,7 @@ def test_generation_continues_identically(
     model = tiny_model(name, dtype=dtype)
     codec = lossless_codec(KVLayout.from_config(model.config, dtype=dtype))
     ids = prompt(rows)
-    blobs = encode_cache(codec, prefill(model, ids[:, :-1]), CHUNK)
+    blobs = encode_cache(codec, prefill(model, ids[:, :-1]), chunk_tokens=CHUNK)
     assert len(blobs) == rows * 3
     decoded = decode_cache(codec, blobs, model.config)
     # What the model keeps by itself: sliding layers hold the window only.
@@ -120,7 +124,7 @@ def test_left_padded_batch(name: str, tiny_model: Callable[..., Any]) -> None:
     mask[2, :1] = 0
     ids = ids * mask
     cached = mask[:, :-1]
-    blobs = encode_cache(codec, prefill(model, ids[:, :-1], mask=cached), CHUNK, attention_mask=cached)
+    blobs = encode_cache(codec, prefill(model, ids[:, :-1], mask=cached), chunk_tokens=CHUNK, attention_mask=cached)
     chunks = [codec.decode(blob) for blob in blobs]
     assert [(chunk.start, chunk.tokens) for chunk in chunks] == [
         *[(0, 8), (8, 8), (16, 4)],
@@ -131,21 +135,21 @@ def test_left_padded_batch(name: str, tiny_model: Callable[..., Any]) -> None:
     expected = generate(model, ids, prefill(model, ids[:, :-1], DynamicCache(config=model.config), cached), mask)
     same_text(generate(model, ids, decoded, mask), expected)
     # A row's blobs do not depend on the padding around it.
-    alone = encode_cache(codec, prefill(model, ids[1:2, 13:-1]), CHUNK)
+    alone = encode_cache(codec, prefill(model, ids[1:2, 13:-1]), chunk_tokens=CHUNK)
     for got, want in zip(chunks[3].keys, codec.decode(alone[0]).keys, strict=True):
         torch.testing.assert_close(got, want)
 
 
 def test_chunks_are_views_in_order(model: Any, layout: KVLayout) -> None:
     cache = prefill(model, prompt(2))
-    chunks = chunks_from_cache(cache, layout, CHUNK, row=1)
+    chunks = chunks_from_cache(cache, layout, chunk_tokens=CHUNK, row=1)
     assert [(chunk.start, chunk.tokens) for chunk in chunks] == [(0, 8), (8, 8), (16, 5)]
     assert chunks[1].values[0].data_ptr() == cache.layers[0].values[1, :, 8:].data_ptr()
     whole = KVChunk.concat(chunks)
     for index, layer in enumerate(cache.layers):
         assert torch.equal(whole.keys[index], layer.keys[1].transpose(0, 1))
         assert torch.equal(whole.values[index], layer.values[1].transpose(0, 1))
-    skipped = chunks_from_cache(cache, layout, CHUNK, row=1, padding=4)
+    skipped = chunks_from_cache(cache, layout, chunk_tokens=CHUNK, row=1, padding=4)
     assert [(chunk.start, chunk.tokens) for chunk in skipped] == [(0, 8), (8, 8), (16, 1)]
     assert torch.equal(skipped[0].keys[0], whole.keys[0][4:12])
 
@@ -154,9 +158,64 @@ def test_chunks_are_views_in_order(model: Any, layout: KVLayout) -> None:
 def test_chunk_sizes(chunk_tokens: int, model: Any, layout: KVLayout) -> None:
     codec = lossless_codec(layout)
     cache = prefill(model, prompt(2))
-    blobs = encode_cache(codec, cache, chunk_tokens)
+    blobs = encode_cache(codec, cache, chunk_tokens=chunk_tokens)
     assert len(blobs) == 2 * -(-TOKENS // chunk_tokens)
     same(decode_cache(codec, blobs, model.config), cache)
+
+
+# Token ids --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def predicts(model: Any, layout: KVLayout) -> Profile:
+    """A profile of the model that predicts from tokens."""
+    cache = prefill(model, prompt(8, 40))
+    return predicting(fit(layout, [chunks_from_cache(cache, layout, row=row)[0] for row in range(8)], "unit"))
+
+
+def test_blobs_hold_the_ids_of_their_tokens_without_padding(model: Any, layout: KVLayout, predicts: Profile) -> None:
+    codec, ids, mask = Codec(predicts, step=0.5), prompt(2), torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, :5] = 0
+    cache = prefill(model, ids * mask, mask=mask)
+    # The ids of padding are nobody's, and a part of an image has none.
+    given = ids.masked_fill(mask == 0, -100)
+    given[0, 3] = NO_TOKEN
+    blobs = encode_cache(codec, cache, given.int(), chunk_tokens=CHUNK, attention_mask=mask)
+    chunks = [codec.decode(blob) for blob in blobs]
+    assert chunks[0].token_ids is None  # it holds the part of an image
+    for row, expected in ((chunks[1:3], given[0, CHUNK:]), (chunks[3:], given[1, 5:])):
+        assert KVChunk.concat(row).token_ids.tolist() == expected.tolist()  # type: ignore[union-attr]
+    assert [blob.token_id_bytes for blob in map(inspect, blobs)] == [0, 16, 10, 16, 16]
+    same_chunks = chunks_from_cache(cache, layout, given, chunk_tokens=CHUNK, row=1, padding=5)
+    assert [codec.encode(chunk) for chunk in same_chunks] == blobs[3:]
+    # The ids are of use to this profile at a lossy quality alone.
+    plain = encode_cache(codec, cache, chunk_tokens=CHUNK, attention_mask=mask)
+    assert not any(inspect(blob).token_id_bytes for blob in plain)
+    lossless = encode_cache(lossless_codec(layout), cache, given, chunk_tokens=CHUNK, attention_mask=mask)
+    assert lossless == encode_cache(lossless_codec(layout), cache, chunk_tokens=CHUNK, attention_mask=mask)
+
+
+def test_a_row_of_ids_serves_a_cache_of_one_row(model: Any, predicts: Profile) -> None:
+    codec, ids = Codec(predicts, step=0.5), prompt(1)
+    cache = prefill(model, ids)
+    assert encode_cache(codec, cache, ids[0]) == encode_cache(codec, cache, ids)
+
+
+def test_ids_that_are_not_those_of_the_cache(model: Any, predicts: Profile, tmp_path: Path) -> None:
+    codec, ids = Codec(predicts, step=0.5), prompt(2)
+    cache = prefill(model, ids)
+    advice = r"pass sequences\[:, : cache.get_seq_length\(\)\]$"
+    for wrong in (torch.cat([ids, ids[:, :1]], 1), ids[:, 1:], ids[:1], ids[0], ids[None], torch.tensor(5)):
+        with pytest.raises(InputError, match=rf"^input_ids: must have the shape \[B, T\] = \[2, 21\] .*{advice}"):
+            encode_cache(codec, cache, wrong)
+    with pytest.raises(InputError, match=r"^input_ids: must be a tensor \[B, T\], got int$"):
+        encode_cache(codec, cache, 128)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^input_ids: must be 42 integers, one id per token, got float32"):
+        encode_cache(codec, cache, ids.float())
+    with pytest.raises(InputError, match=r"^input_ids: must be ids of the vocabulary, or -1 .*, got -100$"):
+        save_cache(cache, tmp_path / "cache", row=0, input_ids=ids.masked_fill(ids == ids.max(), -100))
+    with pytest.raises(InputError, match=rf"^tokens: must be below {VOCABULARY}, the vocabulary .*, got {VOCABULARY}$"):
+        encode_cache(codec, cache, ids.masked_fill(ids == ids.max(), VOCABULARY))
 
 
 def test_device_is_the_one_asked_for(model: Any, layout: KVLayout) -> None:
@@ -171,7 +230,7 @@ def test_static_cache_is_read_by_value(model: Any, layout: KVLayout) -> None:
     codec = lossless_codec(layout)
     static = prefill(model, prompt(1), StaticCache(config=model.config, max_cache_len=64))
     assert static.layers[0].keys.shape[-2] == 64
-    decoded = decode_cache(codec, encode_cache(codec, static, CHUNK), model.config)
+    decoded = decode_cache(codec, encode_cache(codec, static, chunk_tokens=CHUNK), model.config)
     same(decoded, prefill(model, prompt(1)))
 
 
@@ -246,7 +305,7 @@ def test_bad_arguments(model: Any, layout: KVLayout) -> None:
     codec, cache = lossless_codec(layout), prefill(model, prompt(2))
     for size in (0, -1, 2.0, True):
         with pytest.raises(InputError, match=r"^chunk_tokens: must be"):
-            encode_cache(codec, cache, size)  # type: ignore[arg-type]
+            encode_cache(codec, cache, chunk_tokens=size)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"^row: must be an int from 0 to 1"):
         chunks_from_cache(cache, layout, row=2)
     with pytest.raises(InputError, match=r"^padding: must be an int from 0 to 20"):
@@ -305,7 +364,7 @@ def test_a_left_padded_batch_without_its_mask_is_refused(model: Any, layout: KVL
     codec = lossless_codec(layout)
     with pytest.raises(InputError, match=r"^attention_mask: must be given .* row 1 begins with padding: pass the mask"):
         encode_cache(codec, cache)
-    blobs = encode_cache(codec, cache, CHUNK, attention_mask=mask)
+    blobs = encode_cache(codec, cache, chunk_tokens=CHUNK, attention_mask=mask)
     message = r"^blobs\[2\]: .*; give all blobs .* and for rows of different lengths its attention_mask$"
     with pytest.raises(InputError, match=message):
         decode_cache(codec, blobs, model.config)
@@ -319,7 +378,7 @@ def test_a_right_padded_batch_without_a_mask_keeps_its_padding(model: Any, layou
     mask[1, 16:] = 0
     cache = padded(model, mask)
     codec = lossless_codec(layout)
-    decoded = decode_cache(codec, encode_cache(codec, cache, CHUNK), model.config)
+    decoded = decode_cache(codec, encode_cache(codec, cache, chunk_tokens=CHUNK), model.config)
     same(decoded, cache)
 
 
@@ -340,14 +399,14 @@ def test_a_right_padded_batch_without_a_mask_keeps_its_padding(model: Any, layou
 )
 def test_lists_that_are_not_whole_rows(order: Sequence[int], message: str, model: Any, layout: KVLayout) -> None:
     codec = lossless_codec(layout)
-    blobs = encode_cache(codec, prefill(model, prompt(2)), CHUNK)
+    blobs = encode_cache(codec, prefill(model, prompt(2)), chunk_tokens=CHUNK)
     with pytest.raises(InputError, match=message):
         decode_cache(codec, [blobs[index] for index in order], model.config)
 
 
 def test_a_mask_notices_missing_rows_and_tails(model: Any, layout: KVLayout) -> None:
     codec = lossless_codec(layout)
-    blobs = encode_cache(codec, prefill(model, prompt(2)), CHUNK)
+    blobs = encode_cache(codec, prefill(model, prompt(2)), chunk_tokens=CHUNK)
 
     def decode(count: int, rows: int) -> None:
         mask = torch.ones(rows, TOKENS, dtype=torch.int64)
@@ -371,7 +430,7 @@ def test_blobs_are_bound_to_their_row(
     if where == "device":
         codec, to = both("lossless", key=bytes(range(32))).device, device
     cache, names = filled(layout, 2, 7, torch.float32, to), [b"aa/one", b"aa/two"]
-    blobs = encode_cache(codec, cache, 4, associated_data=names)
+    blobs = encode_cache(codec, cache, chunk_tokens=4, associated_data=names)
     same(decode_cache(codec, blobs, model.config, to, associated_data=names), cache)
     for stored, bound in ((blobs, names[::-1]), (blobs[2:] + blobs[:2], names), (blobs, None)):
         with pytest.raises(CorruptError, match="tag"):
@@ -379,7 +438,7 @@ def test_blobs_are_bound_to_their_row(
     with pytest.raises(
         InputError, match=r"^associated_data: must be a list with one entry per row, 2 in all, got 1 entries"
     ):
-        encode_cache(codec, cache, 4, associated_data=names[:1])
+        encode_cache(codec, cache, chunk_tokens=4, associated_data=names[:1])
     with pytest.raises(InputError, match=r"^associated_data: must be .*, got bytes"):
         decode_cache(codec, blobs, model.config, to, associated_data=names[0])  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"^associated_data: must be empty without a key"):
@@ -415,7 +474,7 @@ def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[...
         KVLayout.from_config(config, "float32")
     codec = lossless_codec(replace(KVLayout.from_config(model.config, "float32"), model_type="handmade"))
     cache = prefill(model, prompt(1))
-    same(decode_cache(codec, encode_cache(codec, cache, CHUNK), config), cache)
+    same(decode_cache(codec, encode_cache(codec, cache, chunk_tokens=CHUNK), config), cache)
 
 
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
@@ -425,7 +484,7 @@ def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: A
     narrow: Any = DynamicCache()
     for index, layer in enumerate(prefill(model, prompt(1)).layers):
         narrow.update(layer.keys.bfloat16(), layer.values.bfloat16(), index)
-    back: Any = decode_cache(codec, encode_cache(codec, narrow, CHUNK), model.config)
+    back: Any = decode_cache(codec, encode_cache(codec, narrow, chunk_tokens=CHUNK), model.config)
     for ours, theirs in zip(back.layers, narrow.layers, strict=True):
         assert ours.keys.dtype == torch.bfloat16
         assert ours.keys.shape == theirs.keys.shape
@@ -512,9 +571,9 @@ def test_a_cache_on_a_device_is_coded_there_in_one_batch(
     codecs = both(quality)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]])
     cache, cpu_cache = (filled(layout, 2, 7, dtype, at, mask) for at in (device, torch.device("cpu")))
-    blobs = encode_cache(codecs.device, cache, 3, attention_mask=mask.to(device))
+    blobs = encode_cache(codecs.device, cache, chunk_tokens=3, attention_mask=mask.to(device))
     assert whole_batches == ["encode_paged"]
-    theirs = encode_cache(codecs.cpu, cpu_cache, 3, attention_mask=mask)
+    theirs = encode_cache(codecs.cpu, cpu_cache, chunk_tokens=3, attention_mask=mask)
     headers = [read_header(blob) for blob in blobs]
     assert [(h.start, h.tokens) for h in headers] == [(0, 3), (3, 3), (6, 1), (0, 3), (3, 2)]
     if quality == "lossless":
@@ -542,7 +601,7 @@ def test_a_static_cache_is_read_where_it_is(
     cache = filled(layout, 2, 5, torch.bfloat16, device)
     for index, layer in enumerate(cache.layers):
         static.update(layer.keys, layer.values, index)
-    blobs = encode_cache(both("lossless").device, static, 4)
+    blobs = encode_cache(both("lossless").device, static, chunk_tokens=4)
     assert whole_batches == ["encode_paged"] and len(blobs) == 4
     same(decode_cache(both("lossless").cpu, blobs, model.config, device), cache)
 
@@ -555,7 +614,7 @@ def test_every_family_continues_identically_from_a_device(
     profile = codec_profile.Profile.generic(KVLayout.from_config(model.config, dtype="float32"))
     ids = prompt(1, 9)
     full = prefill(model, ids)
-    blobs = encode_cache(Codec(profile, "lossless"), full, 5)
+    blobs = encode_cache(Codec(profile, "lossless"), full, chunk_tokens=5)
     decoded: Any = decode_cache(Codec(profile, "lossless", backend="triton"), blobs, model.config, device)
     assert whole_batches == ["decode_paged", "check"]
     expected: Any = prefill(model, ids, DynamicCache(config=model.config))
@@ -568,7 +627,7 @@ def test_lists_that_are_not_whole_rows_never_reach_a_device(
     device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
 ) -> None:
     codecs = both("lossless")
-    blobs = encode_cache(codecs.cpu, filled(layout, 2, 5, torch.float32, torch.device("cpu")), 2)
+    blobs = encode_cache(codecs.cpu, filled(layout, 2, 5, torch.float32, torch.device("cpu")), chunk_tokens=2)
 
     def decode(order: Sequence[int], mask: torch.Tensor | None = None) -> None:
         chosen = [blobs[index] for index in order]
@@ -591,7 +650,7 @@ def test_lists_that_are_not_whole_rows_never_reach_a_device(
     ):
         with pytest.raises(InputError, match=message):
             decode(range(count), torch.ones(rows, 5, dtype=torch.int64))
-    other = encode_cache(codecs.cpu, filled(layout, 1, 2, torch.bfloat16, torch.device("cpu")), 2)
+    other = encode_cache(codecs.cpu, filled(layout, 1, 2, torch.bfloat16, torch.device("cpu")), chunk_tokens=2)
     with pytest.raises(
         ProfileMismatchError, match=r"^blobs\[0\]: must have the layout .* and the dtype of the last blob"
     ):
@@ -611,7 +670,7 @@ def test_blobs_that_claim_a_huge_cache_are_refused(
     """B * T counts: of a row that a far last blob makes long, and of rows that small blobs begin by the thousand."""
     codecs = both("lossless")
     codec, to = (codecs.cpu, "cpu") if where == "cpu" else (codecs.device, device)
-    blobs = encode_cache(codecs.cpu, filled(layout, 3, 5, torch.float32, torch.device("cpu")), 5)
+    blobs = encode_cache(codecs.cpu, filled(layout, 3, 5, torch.float32, torch.device("cpu")), chunk_tokens=5)
     for limit in (15, None):
         assert decode_cache(codec, blobs, model.config, to, max_tokens=limit).get_seq_length() == 5
     with pytest.raises(InputError, match=r"^max_tokens: must be at least 15 to restore these tokens, got 14"):
@@ -629,7 +688,7 @@ def test_a_cache_that_does_not_fit_is_our_error(
     model: Any, layout: KVLayout, both: Callable[..., Both], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = both("lossless").cpu
-    blobs = encode_cache(codec, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 5)
+    blobs = encode_cache(codec, filled(layout, 1, 5, torch.float32, torch.device("cpu")), chunk_tokens=5)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(1 << 52, dtype=torch.uint8))
     with pytest.raises(OutOfMemoryError, match="rebuilding a cache: not enough memory: "):
         decode_cache(codec, blobs, model.config)
@@ -639,7 +698,7 @@ def test_damaged_blobs_on_the_way_to_a_device(
     device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
 ) -> None:
     codecs = both("lossless", key=bytes(range(32)))
-    blobs = encode_cache(codecs.cpu, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 3)
+    blobs = encode_cache(codecs.cpu, filled(layout, 1, 5, torch.float32, torch.device("cpu")), chunk_tokens=3)
     forged = [blobs[0], blobs[1][:-1] + bytes([blobs[1][-1] ^ 1])]
     with pytest.raises(CorruptError, match="tag"):
         decode_cache(codecs.device, forged, model.config, device)
@@ -653,7 +712,7 @@ def test_damaged_blobs_on_the_way_to_a_device(
     with pytest.raises(FormatError, match="sections that hold 1048576 tokens"):
         decode_cache(plain.device, [huge], model.config, device)
     assert whole_batches == []  # nor was anything allocated
-    unsigned = encode_cache(plain.cpu, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 3)
+    unsigned = encode_cache(plain.cpu, filled(layout, 1, 5, torch.float32, torch.device("cpu")), chunk_tokens=3)
     damaged = [unsigned[0][:-1] + bytes([unsigned[0][-1] ^ 1]), unsigned[1]]
     with pytest.raises(CorruptError, match="section 1"):
         decode_cache(plain.device, damaged, model.config, device)
@@ -664,7 +723,7 @@ def test_bad_caches_on_a_device(
 ) -> None:
     codec = both("high").device
     with pytest.raises(InputError, match=r"^chunk_tokens: must be"):
-        encode_cache(codec, filled(layout, 1, 3, torch.float32, device), 0)
+        encode_cache(codec, filled(layout, 1, 3, torch.float32, device), chunk_tokens=0)
     with pytest.raises(InputError, match=r"must be float32 as the layout says, got torch\.float64"):
         encode_cache(codec, filled(layout, 1, 3, torch.float64, device))
     with pytest.raises(InputError, match="among the 4096 positions"):
@@ -718,6 +777,15 @@ def test_a_row_of_a_padded_batch_is_saved_without_its_padding(model: Any, tmp_pa
     assert load_cache(path, model).get_seq_length() == TOKENS - 5
 
 
+def test_a_file_holds_the_ids_of_its_tokens(model: Any, layout: KVLayout, tmp_path: Path) -> None:
+    ids, mask, path = prompt(2), torch.ones(2, TOKENS, dtype=torch.int64), tmp_path / "row"
+    mask[1, :5] = 0
+    save_cache(prefill(model, ids * mask, mask=mask), path, input_ids=ids, row=1, attention_mask=mask)
+    chunk = read_cache_file(path, layout)
+    assert chunk.token_ids is not None and chunk.token_ids.tolist() == ids[1, 5:].tolist()
+    assert load_cache(path, model).get_seq_length() == TOKENS - 5
+
+
 def test_files_that_hold_no_cache_of_the_model(model: Any, tiny_config: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     with pytest.raises(FileNotFoundError, match="no such cache file"):
@@ -740,6 +808,9 @@ def test_files_that_hold_no_cache_of_the_model(model: Any, tiny_config: Callable
         ({"layer.1.values": torch.zeros(3, 2, 12).bfloat16()}, {}, "must hold tensors of one dtype, got BF16, F32"),
         ({name: torch.zeros(3, 2, 12, dtype=torch.int8) for name in tensors}, {}, "must hold .*, got I8"),
         (dict.fromkeys(tensors), {"start": "0"}, "must hold tensors of one dtype, got no tensors"),
+        ({"token_ids": torch.zeros(2, dtype=torch.int64)}, {}, "token_ids: must be 3 integers, one id per token"),
+        ({"token_ids": torch.zeros(3)}, {}, "token_ids: must be 3 integers, one id per token, got float32"),
+        ({"token_ids": torch.full((3,), -2)}, {}, "token_ids: must be ids of the vocabulary, or -1 "),
         ({}, {"start": "-1"}, "must have a position as `start` in its metadata, got '-1'"),
         ({}, {"start": "9" * 5000}, "must have a position as `start`"),
         ({}, {"start": "4094"}, "among the 4096 positions"),

@@ -61,7 +61,7 @@ def decode(
     with named(source):
         whole = KVChunk.concat(chunks)
     check_absent(target, force)  # again: the file may have appeared while decoding
-    write_cache_file(target, whole.keys, whole.values, whole.start)
+    write_cache_file(target, whole.keys, whole.values, whole.start, whole.token_ids)
     report = {"out": str(target), "chunks": len(chunks), "tokens": whole.tokens, "start": whole.start}
     if as_json:
         print_json(report)

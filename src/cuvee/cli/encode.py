@@ -25,7 +25,7 @@ def encode(
         typer.Argument(
             metavar="CACHE",
             help="A safetensors file with the tensors layer.0.keys [T, H, D], after RoPE, layer.0.values, …. Its "
-            "metadata may give start, the position of the first token.",
+            "metadata may give start, the position of the first token. With token_ids [T] it may compress better.",
         ),
     ],
     target: Annotated[

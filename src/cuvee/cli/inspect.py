@@ -17,7 +17,7 @@ def inspect(
     sources: Annotated[list[Path], typer.Argument(metavar="FILE", help="Blobs (.cuvee), or folders of them.")],
     as_json: Json = False,
 ) -> None:
-    """Describe blobs: tokens, size, scheme, step. Needs no profile.
+    """Describe blobs: tokens, size, scheme, step, token ids. Needs no profile.
 
     Example: cuvee inspect blobs
     """
@@ -36,7 +36,7 @@ def inspect(
             ]
         )
         return
-    table = make_table("file", "scheme", "tokens", "dtype", "step", "bytes", "bits/value", "ratio")
+    table = make_table("file", "scheme", "tokens", "dtype", "step", "token ids", "bytes", "bits/value", "ratio")
     for path, info in infos:
         table.add_row(
             str(path),
@@ -44,6 +44,7 @@ def inspect(
             f"{info.start} … {info.start + info.tokens - 1}",
             info.dtype,
             "" if info.step is None else f"{info.step:.4g}",
+            f"{info.token_id_bytes:,} bytes" if info.token_id_bytes else "",
             f"{info.total_bytes:,}",
             f"{info.bits_per_value:.3f}",
             f"{info.ratio:.2f}x",

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.package.cli.running import Files, fails, run, save_cache
+from tests.predicting import VOCABULARY, predicting
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
@@ -108,6 +109,26 @@ def test_a_lossy_cache_is_the_codecs_and_moves(files: Files) -> None:
         match="max_tokens: must be at least",
     )
     assert start_of(back) == "7"
+
+
+def test_token_ids_go_into_the_blobs_and_come_back(files: Files) -> None:
+    out, back = files.folder / "blobs", files.folder / "back"
+    predicting(Profile.load(files.profile)).save(files.profile)
+    ids = torch.arange(TOKENS) % VOCABULARY
+    save_file({**load_file(files.cache), "token_ids": ids}, files.cache, {"start": str(START)})
+    encode = ("encode", files.cache, out, "--profile", files.profile, "--step", "0.25", "--chunk-tokens", "100")
+    run(*encode)
+    assert [info["token_id_bytes"] for info in json.loads(run("inspect", out, "--json").stdout)] == [200, 100]
+    assert "200 bytes" in run("inspect", out).stdout
+    run("decode", out, back, "--profile", files.profile)
+    assert load_file(back)["token_ids"].equal(ids)
+    # Without them, there are none in the file either.
+    save_cache(files.chunk, files.cache)
+    run(*encode, "--force")
+    run("decode", out, back, "--profile", files.profile, "--force")
+    assert "token_ids" not in load_file(back)
+    save_file({**load_file(files.cache), "token_ids": ids + 1}, files.cache, {"start": str(START)})
+    fails(*encode, "--force", match=f"cache.safetensors: tokens: must be below {VOCABULARY}, the vocabulary")
 
 
 def test_chunks_move_together(files: Files) -> None:

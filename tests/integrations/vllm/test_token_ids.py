@@ -1,0 +1,182 @@
+"""Token ids go from the scheduler's side to the workers and into the blobs, so that a codec can predict from them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.vllm.engines import Engine, Step, cuvee, need_vllm, run_engines, save_tiny_model
+from tests.integrations.vllm.sides import CHUNK, LAYOUT, Bench, Desk, make_request
+from tests.predicting import predicting
+from transformers import AutoConfig
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import fit
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.token_ids import NO_TOKEN
+from cuvee.integrations.stores import open_store
+from cuvee.integrations.vllm.messages import Save
+
+LOSSY = {"quality": None, "step": 0.5}
+PLACES = list(range(100, 120))  # the engine's blocks
+
+
+@cache
+def profile() -> Profile:
+    noise = torch.randn(2, 3, 512, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return predicting(fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)]))
+
+
+@pytest.fixture
+def desk() -> Iterator[Callable[..., Desk]]:
+    made: list[Desk] = []
+
+    def make(**options: Any) -> Desk:
+        made.append(Desk(**{"profile": profile(), "min_tokens": 8, **LOSSY, **options}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.side.close()
+
+
+def image(first: int, tokens: int) -> SimpleNamespace:
+    """A multimodal item of a request."""
+    return SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=first, length=tokens))
+
+
+def sent(saves: list[Save]) -> dict[tuple[str, int], list[int] | None]:
+    """The ids of each entry, by its kind and start."""
+    return {(save.entry.kind, save.entry.start): save.token_ids for save in saves}
+
+
+# The scheduler's side ------------------------------------------------------------------------------------------------
+
+
+def test_chunks_and_tails_are_sent_with_their_ids(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=45)
+    ids = list(request.prompt_token_ids)
+    d.matched(request)
+    saves = d.plan((request, 0, 45)).saves
+    assert sent(saves) == {("chunk", 0): ids[:16], ("chunk", 16): ids[16:32], ("tail", 32): ids[32:40]}
+    request.all_token_ids += [11] * 6
+    request.num_tokens += 6
+    assert sent(d.plan((request, 45, 5), new=False).saves) == {("chunk", 32): [*ids[32:], 11, 11, 11]}
+    request.all_token_ids += [12] * 10
+    request.num_tokens += 10
+    d.plan((request, 50, 10), new=False)
+    d.side.finished(request, PLACES)
+    assert sent(d.plan().last_saves) == {("tail", 48): [11, 11, 11, *[12] * 5]}
+
+
+def test_segments_are_sent_with_their_ids(desk: Callable[..., Desk]) -> None:
+    blend = {"least_tokens": 8}
+    d, request = desk(blend=blend), make_request(tokens=60, kv_transfer_params={"cuvee": {"segments": [[5, 30]]}})
+    d.side.arrived(request)
+    d.matched(request)
+    saves = d.plan((request, 0, 60)).saves
+    assert sent(saves)["segment", 5] == request.prompt_token_ids[5:30]
+
+
+def test_a_part_of_an_image_has_no_id(desk: Callable[..., Desk]) -> None:
+    """The id of its placeholder says nothing about its cache."""
+    d, request = desk(), make_request(tokens=60, mm_features=[image(10, 12), image(30, 4), image(52, 8)])
+    expected = list(request.prompt_token_ids)
+    for first, end in ((10, 22), (30, 34), (52, 60)):
+        expected[first:end] = [NO_TOKEN] * (end - first)
+    d.matched(request)
+    saves = d.plan((request, 0, 60)).saves
+    assert sent(saves) == {
+        ("chunk", 0): expected[:16],
+        ("chunk", 16): expected[16:32],
+        ("chunk", 32): expected[32:48],
+        ("tail", 48): expected[48:56],
+    }
+    assert request.all_token_ids == request.prompt_token_ids, "the engine's list is left alone"
+
+
+@pytest.mark.parametrize("options", [{"quality": "lossless", "step": None}, {"profile": Profile.generic(LAYOUT)}])
+def test_ids_that_are_of_no_use_are_not_sent(desk: Callable[..., Desk], options: dict[str, Any]) -> None:
+    d, request = desk(**options), make_request(tokens=45)
+    d.matched(request)
+    saves = d.plan((request, 0, 45)).saves
+    assert saves and set(sent(saves).values()) == {None}
+
+
+# A worker ------------------------------------------------------------------------------------------------------------
+
+
+def test_blobs_hold_the_ids_that_were_sent() -> None:
+    b = Bench(profile=profile(), codec=LOSSY, threads=1)
+    try:
+        blocks = list(range(16))
+        b.fill(blocks, 8 * CHUNK)
+        first, second = b.saves(blocks, range(2))
+        ids = [*range(10), *[NO_TOKEN] * 6]
+        tail, segment = b.save_tail(blocks, 40), b.save_segment(blocks, 5, 20)
+        # A chunk with a part of an image is stored without ids.
+        saves = [with_ids(first, list(range(16))), with_ids(second, ids), with_ids(tail, ids[:8])]
+        saves.append(with_ids(segment, list(range(20))))
+        b.worker.save(saves)
+        b.drain()
+        stored = {key: b.codec.decode(blob).token_ids for key, blob in b.store.entries.items()}
+        found = {key: None if held is None else held.tolist() for key, held in stored.items()}
+        keys = [b.worker._saves._key(save) for save in saves]
+        sent = [save.token_ids for save in saves]
+        assert found == dict(zip(keys, [sent[0], None, *sent[2:]], strict=True))
+        assert b.store.entries[b.key(0)] == b.codec.encode(b.sequence.slice(0, CHUNK), tokens=list(range(16)))
+    finally:
+        b.worker.close()
+
+
+def test_an_id_outside_the_vocabulary_costs_only_its_own_entry() -> None:
+    b = Bench(profile=profile(), codec=LOSSY, threads=1)
+    try:
+        blocks = list(range(4))
+        b.fill(blocks, 2 * CHUNK)
+        first, second = b.saves(blocks, range(2))
+        b.worker.save([with_ids(first, [10**6] * CHUNK), with_ids(second, [3] * CHUNK)])
+        b.drain()
+        assert list(b.store.entries) == [b.key(1)]
+        assert b.counts()["failures{encode}"] == 1
+    finally:
+        b.worker.close()
+
+
+# An engine -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_engine_stores_the_ids_of_prompt_and_answer(tmp_path: Path) -> None:
+    need_vllm()
+    model = save_tiny_model("llama", tmp_path / "model")
+    layout = KVLayout.from_config(AutoConfig.from_pretrained(model), dtype="float32")
+    noise = torch.randn(2, layout.num_layers, 600, 2, 32, generator=torch.Generator().manual_seed(0))
+    learned = predicting(fit(layout, [KVChunk(list(noise[0]), list(noise[1]), layout)]), vocabulary=256)
+    learned.save(tmp_path / "profile")
+    prompt = random.Random(1).choices(range(1, 256), k=100)
+    lossy = {"quality": None, "step": 0.05, "profile": str(tmp_path / "profile")}
+    transfer = cuvee(f"file://{tmp_path / 'store'}", chunk_tokens=64, min_tokens=32, **lossy)
+    options = {"block_size": 32, "max_model_len": 256, "dtype": "float32", "kv_transfer_config": transfer}
+    step = Step([prompt], max_tokens=40, until=("vllm:cuvee_stored_tails", 1))
+    (answer,) = run_engines(tmp_path / "run", [Engine("stored", model, [step], options)])["stored"].steps[0]
+    store = open_store(f"file://{tmp_path / 'store'}", guarded=False)
+    blobs = store.get_many([f"{path.parents[1].name}/{path.name}" for path in (tmp_path / "store").glob("*/*/*")])
+    text, found = [*prompt, *answer.tokens], set()
+    for blob in blobs:
+        chunk = Codec(learned, step=0.05).decode(blob or b"")
+        assert chunk.token_ids is not None and chunk.token_ids.tolist() == text[chunk.start : chunk.end]
+        found.add((chunk.start, chunk.tokens))
+    assert found == {(0, 64), (64, 64), (64, 32)}, "two chunks, and the tail where the prompt ended"
+
+
+def with_ids(save: Save, token_ids: list[int]) -> Save:
+    return Save(save.tenant, save.entry, token_ids)
