@@ -64,13 +64,16 @@ class Centers:
 
     Attributes:
         table: float32 `[U, M]`.
-        rows: int32 `[tokens]`, the row of each token.
-        predictions: bfloat16 `[U, M]`, the part of `table` that ids predict.
+        sent: the embeddings that they were computed from, and the row of each token.
     """
 
     table: torch.Tensor
-    rows: torch.Tensor
-    predictions: torch.Tensor
+    sent: SentArrays
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """int32 `[tokens]`, the row of each token."""
+        return self.sent.rows
 
 
 class TokenCenters:
@@ -125,4 +128,4 @@ class TokenCenters:
         predictions.masked_fill_(self._sinks[sent.position], 0)
         table = self._means[sent.position]
         table += predictions
-        return Centers(table, sent.rows, predictions)
+        return Centers(table, sent)

@@ -14,6 +14,8 @@ import torch
 
 from cuvee.codec.profiles.class_predictor import CLAMP, SQUARE_FLOOR
 from cuvee.codec.profiles.section_profile import SectionProfile
+from cuvee.codec.profiles.step_coding import SectionCoding
+from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import Centers
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField
 from cuvee.kernels.ops.analyze import analyze
@@ -27,7 +29,7 @@ class DevicePredictor:
     """The predictors of the S sections that have one; components are padded to the K of the largest.
 
     Args:
-        learned: all sections of a profile, of which at least one has a predictor.
+        codings: how all sections of a profile are coded; at least one has a predictor.
         layout: tiles of the sections.
         device: where the arrays go.
 
@@ -36,7 +38,8 @@ class DevicePredictor:
         components: K.
     """
 
-    def __init__(self, learned: Sequence[SectionProfile], layout: TileLayout, device: torch.device) -> None:
+    def __init__(self, codings: Sequence[SectionCoding], layout: TileLayout, device: torch.device) -> None:
+        learned = [coding.learned for coding in codings]
         found = [(i, section, section.predictor) for i, section in enumerate(learned) if section.predictor is not None]
         self.sections = np.array([i for i, _, _ in found], np.int64)
         self.components = max(len(predictor.components) for _, _, predictor in found)
@@ -64,10 +67,24 @@ class DevicePredictor:
             torch.from_numpy(array).to(device) for array in (scale[:, :, None], linear[:, None], square[:, None])
         )
         self._limits = torch.from_numpy(limits).to(device)
+        # The number of positions in each section that are not predicted.
+        counts = [len(section.basis.sinks) for _, section, _ in found]
+        self._sinks = torch.tensor(counts, dtype=torch.int64).to(device)[:, None, None]
+        self._codings = [codings[index] for index, _, _ in found]
         self._energy, self._bias = (
             torch.tensor([[getattr(predictor, name)] for _, _, predictor in found], dtype=torch.float32).to(device)
             for name in ("energy", "bias")
         )
+
+    @lazy
+    def _of_embedding(self) -> torch.Tensor:
+        """The maps from embeddings to the components, float32 `[S, K, features]`; made when first needed."""
+        maps = [coding.leading_of_embedding for coding in self._codings]
+        known = [own for own in maps if own is not None]
+        out = torch.zeros(len(maps), self.components, known[0].shape[1])
+        for row, own in enumerate(known):
+            out[row, : len(own)] = own
+        return out.to(self._device)
 
     def place(self, chunks: I64) -> tuple[I64, npt.NDArray[np.int64]]:
         """Return what `offsets` needs on the device: jobs, and the index of each token's limit.
@@ -102,15 +119,16 @@ class DevicePredictor:
             jobs: from `place`, on the device; so is `positions`.
             batch: all sections of the chunks.
             positions: int64 `[tokens]`.
-            centers: of the batch, whose predictions x lacks; None: nothing is predicted.
+            centers: of the batch, whose predictions x lacks; None: nothing is predicted. They are added as the CPU adds
+                them (`SectionCoding.leading_of_embedding`): not rounded to bfloat16.
         """
         y = torch.zeros(len(self.sections), self.components, len(x), dtype=torch.float32, device=self._device)
         analyze(x, jobs, self._device_blocks, self._basis, batch, y.flatten(), max_rank=self.components)
         if centers is not None:
-            for row, (_, _, count, at, first, size) in enumerate(self._blocks.tolist()):
-                basis = self._basis[at : at + count * size].view(count, size)
-                predicted = basis @ centers.predictions[:, first : first + size].float().T
-                y[row, :count] += predicted[:, centers.rows.long()]
+            sent = centers.sent
+            predicted = self._of_embedding @ (sent.embedding * sent.row_scale[:, None]).T
+            predicted *= sent.position >= self._sinks
+            y += predicted[:, :, sent.rows.long()]
         u = y / self._scale
         out = torch.matmul(self._linear, u.clamp(-CLAMP, CLAMP))[:, 0]
         out += torch.matmul(self._square, (u.square() + SQUARE_FLOOR).log())[:, 0]

@@ -103,7 +103,7 @@ class TransformDevice:
         learned = self._plan.learned
         if all(section.predictor is None for section in learned):
             return None
-        return DevicePredictor(learned, self._plan.geometry.tiles, self._plan.device)
+        return DevicePredictor(self._plan.coding, self._plan.geometry.tiles, self._plan.device)
 
     # Decoding --------------------------------------------------------------------------------------------------
 

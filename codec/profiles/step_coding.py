@@ -96,7 +96,7 @@ class SectionCoding:
 
     def _predicted(self, token_ids: I64 | None, start: int) -> torch.Tensor | None:
         """Return what tokens from position `start` on predict of the components that the predictor reads, `[K, t]`."""
-        of_embedding = self._leading_of_embedding
+        of_embedding = self.leading_of_embedding
         if token_ids is None or self._table is None or of_embedding is None:
             return None
         known, index = np.unique(token_ids, return_inverse=True)
@@ -106,8 +106,11 @@ class SectionCoding:
         return predicted
 
     @lazy
-    def _leading_of_embedding(self) -> torch.Tensor | None:
-        """The map from embeddings to the components that the predictor reads, `[K, features]`."""
+    def leading_of_embedding(self) -> torch.Tensor | None:
+        """The map from embeddings to the components that the predictor reads, float32 `[K, features]`.
+
+        None without a predictor or a token map.
+        """
         token_map = self.learned.token_map
         if token_map is None or self._leading is None:
             return None

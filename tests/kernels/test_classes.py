@@ -904,7 +904,7 @@ class Pages:
 def test_offsets_are_those_of_the_predictor(device: torch.device, fitted: Any, layouts: dict[str, KVLayout]) -> None:
     profile = predicting(fitted("gqa", "head"), (0, 2))
     plan = TransformPlan(profile, STEP, device, torch.float32)
-    predictor = DevicePredictor(profile.learned, plan.geometry.tiles, device)
+    predictor = DevicePredictor(plan.coding, plan.geometry.tiles, device)
     x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
     chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
     jobs, positions = predictor.place(chunks)
@@ -924,7 +924,7 @@ def test_offsets_are_those_of_values_with_their_predictions(
 ) -> None:
     profile = predicting(with_sinks(with_token_table(fitted("gqa", "head"))), (0, 2))
     plan = TransformPlan(profile, STEP, device, torch.float32, True)
-    predictor = DevicePredictor(plan.learned, plan.geometry.tiles, device)
+    predictor = DevicePredictor(plan.coding, plan.geometry.tiles, device)
     x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
     ids, sections = np.random.default_rng(0).integers(0, VOCABULARY, 12), range(len(profile.learned))
     assert plan.token_centers is not None
@@ -935,7 +935,17 @@ def test_offsets_are_those_of_values_with_their_predictions(
     jobs, positions = (torch.from_numpy(array).to(device) for array in predictor.place(chunks))
     status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
     batch = ChunkBatch(torch.from_numpy(chunks).to(device), status, len(sections), 0, 7)
-    whole = x + centers.predictions[centers.rows.long()]
+    # Not rounded to bfloat16, as on the CPU.
+    predicted = torch.zeros(len(arrays.position), plan.geometry.tiles.columns)
+    for index, section in enumerate(plan.learned):
+        own = slice(int(plan.geometry.tiles.bounds[index]), int(plan.geometry.tiles.bounds[index + 1]))
+        token_map = section.token_map
+        assert token_map is not None
+        embedding = torch.from_numpy(arrays.embedding * arrays.row_scale[:, None])
+        exact = embedding @ (token_map.weights * token_map.scale)
+        exact[torch.from_numpy(arrays.position) < len(section.basis.sinks)] = 0
+        predicted[:, own] = plan.geometry.tiles.pack(exact, index)
+    whole = x + predicted.to(device)[centers.rows.long()]
     found, plain = predictor.offsets(x, jobs, batch, positions, centers), predictor.offsets(x, jobs, batch, positions)
     torch.testing.assert_close(found, predictor.offsets(whole, jobs, batch, positions), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, plain, atol=1e-2)
@@ -955,7 +965,7 @@ def test_classes_of_tokens_that_are_predicted(
     mine = triton.encode(on(device, chunk), importance=weights, tokens=ids)
     for own, expected in zip(classes_of(mine, profile, cpu), classes_of(blob, profile, cpu), strict=True):
         assert len(own) == 70 and len(np.unique(own)) > 3
-        assert np.abs(own.astype(int) - expected.astype(int)).sum() <= 4  # an offset between two classes
+        assert np.abs(own.astype(int) - expected.astype(int)).sum() <= 1  # an offset between two classes
     assert abs(len(mine) - len(blob)) <= 0.01 * len(blob) + 8
     for each in (blob, mine):
         assert_close(triton.decode(each, 500, device=device), cpu.decode(each, 500), BACK["float32"])
