@@ -123,8 +123,11 @@ def learn(folder: Path, rank: int, processes: int) -> None:
     )  # fmt: skip
     # Only the sequences of the first process count.
     sequences = tokens() if group.rank == 0 else tokens()[:4]
-    profile = calibrate.calibrate(model, sequences, "layer", progress=False, distributed=True)
-    profile.save(folder / f"profile-{group.rank}.safetensors")
+    for name, predicting in (("profile", False), ("predicting", True)):
+        profile = calibrate.calibrate(
+            model, sequences, "layer", predict_tokens=predicting, progress=False, distributed=True
+        )
+        profile.save(folder / f"{name}-{group.rank}.safetensors")
     refused = refusal(group="layer" if group.rank else "head")
     (folder / f"refused-{group.rank}.json").write_text(json.dumps(refused))
     chosen = auto(rank)

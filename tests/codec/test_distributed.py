@@ -54,16 +54,22 @@ def test_all_get_one_profile_which_is_about_that_of_one_process(folder: Path) ->
     profiles = [Profile.load(folder / f"profile-{rank}.safetensors") for rank in range(PROCESSES)]
     assert len({profile.id for profile in profiles}) == 1
     assert len({profile.curve for profile in profiles}) == 1
+    alone = calibrate(small_model(), tokens(), "layer", predict_tokens=False, progress=False)
+    # Other targets were drawn, so the metric differs; what is measured on the held-out text hardly does.
+    assert [point.step_index for point in profiles[0].curve] == [point.step_index for point in alone.curve]
+    for ours, theirs in zip(alone.curve, profiles[0].curve, strict=True):
+        assert theirs.bits_per_value == pytest.approx(ours.bits_per_value, rel=0.05)
+
+
+def test_all_predict_from_tokens_as_one_process_does(folder: Path) -> None:
+    """All of them read the same text, in shares."""
+    profiles = [Profile.load(folder / f"predicting-{rank}.safetensors") for rank in range(PROCESSES)]
+    assert len({profile.id for profile in profiles}) == 1
     alone = calibrate(small_model(), tokens(), "layer", progress=False)
-    # All processes read the same text, so they predict alike from tokens.
     mine, ours = profiles[0].token_table, alone.token_table
     assert mine is not None and ours is not None
     apart = (mine.embedding.int() - ours.embedding.int()).abs()
     assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) < 0.01
-    # Other targets were drawn, so the metric differs, and with it the unit of the step.
-    assert [point.step_index for point in profiles[0].curve] == [point.step_index for point in alone.curve]
-    for other, theirs in zip(alone.curve, profiles[0].curve, strict=True):
-        assert theirs.bits_per_value == pytest.approx(other.bits_per_value, rel=0.15)
 
 
 def test_arguments_that_differ_are_refused_in_every_process(folder: Path) -> None:
