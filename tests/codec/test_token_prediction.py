@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.predicting import with_sinks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cuvee
@@ -24,6 +25,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles import token_prediction
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import partition
+from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.profiles.token_prediction import PredictionCache, TokenMap, TokenTable
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 
@@ -405,6 +407,34 @@ def test_sinks_are_not_predicted() -> None:
                 left_out = max(3 - start, 0)
                 assert not values[:left_out].any()
                 assert torch.equal(values[left_out:], exact[[7, 8, 9, 7, 7]][left_out:])
+
+
+def test_a_chunk_of_the_middle_has_no_sinks(profile: Profile, chunk: KVChunk) -> None:
+    """Its first tokens are predicted, by the encoder as by the decoder."""
+    codec = Codec(with_sinks(profile), step=2.0**-4)
+    late = chunk.slice(100, 160)
+    back = codec.decode(codec.encode(late))
+    for exact, decoded in zip((*late.keys, *late.values), (*back.keys, *back.values), strict=True):
+        lost = (exact - decoded).square().sum((1, 2))
+        assert float(lost[:4].max()) < 4 * float(lost[4:].max())
+
+
+def test_the_classes_of_sinks_do_not_depend_on_their_tokens(profile: Profile) -> None:
+    own = with_sinks(profile)
+    section = own.learned[0]
+    sinks, at = len(section.basis.sinks), slice(0, 20)
+    assert sinks and section.predictor is not None and section.token_map is not None
+    count = len(section.predictor.components)
+    weights = np.random.default_rng(0).normal(size=count).astype(np.float32)
+    unlimited = replace(section.predictor, linear=weights, sinks=np.full(sinks, np.inf, np.float32))
+    # Predictions so large that they would decide about every class.
+    loud = replace(section.token_map, scale=section.token_map.scale * 1e3)
+    coding = SectionCoding(replace(section, predictor=unlimited, token_map=loud), 0, own.token_table)
+    x = torch.randn(20, len(section.basis.mean), generator=torch.Generator().manual_seed(0))
+    without, _ = coding.classes(x, 0, at, None)
+    with_ids, _ = coding.classes(x, 0, at, None, np.arange(20))
+    assert np.array_equal(without[:sinks], with_ids[:sinks])
+    assert (without[sinks:] != with_ids[sinks:]).mean() > 0.5
 
 
 def test_threads_share_a_cache() -> None:
