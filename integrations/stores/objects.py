@@ -144,7 +144,7 @@ class ObjectStore(Store):
             return False
         try:
             fs, root = self._connected()
-            fs.pipe_file(f"{root}/{path}", seal(key, blob, time.time()))
+            self._request(lambda: fs.pipe_file(f"{root}/{path}", seal(key, blob, time.time())))
         except Exception as error:  # including FileNotFoundError: the bucket does not exist
             if _concerns_one_entry(error):
                 self._monitor.unusable(path, error)
@@ -264,7 +264,7 @@ class ObjectStore(Store):
         """
         fs, root = self._connect()
         try:
-            return function(fs, f"{root}/{path}")
+            return self._request(lambda: function(fs, f"{root}/{path}"))
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -272,6 +272,13 @@ class ObjectStore(Store):
                 raise self._monitor.failure(error) from error
             self._monitor.unusable(path, error)
             return None
+
+    def _request(self, call: Callable[[], _T]) -> _T:
+        if not self._http:
+            return call()
+        from cuvee.integrations.stores.objects_http import on_clean_connection
+
+        return on_clean_connection(call)
 
     def _map(self, function: Callable[[str], _T], items: Sequence[str]) -> list[_T]:
         """Apply `function` to each item, in threads if there are several; return the results in order."""

@@ -6,19 +6,36 @@ is compressed.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 from fsspec.asyn import sync
 
 # For one request with its redirects and its whole response, since a server may send bytes slowly or redirect forever.
 SECONDS = 60.0
+_T = TypeVar("_T")
 
 
 async def get_client(**named: Any) -> aiohttp.ClientSession:
     """Make the session of a file system. It decompresses nothing and keeps no cookies, which would pile up."""
     defaults = {"timeout": aiohttp.ClientTimeout(total=SECONDS), "auto_decompress": False}
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), **{**defaults, **named})
+
+
+def on_clean_connection(call: Callable[[], _T]) -> _T:
+    """Return `call()`. If what the server sends is not HTTP, call once more, on another connection.
+
+    Some servers send more than they announced, such as a body in response to HEAD. A connection that is used again then
+    holds the rest of an earlier response where the next one should be.
+    """
+    try:
+        return call()
+    except aiohttp.ClientResponseError as error:
+        if not isinstance(error.__cause__, HttpProcessingError):
+            raise
+    return call()
 
 
 def read(fs: Any, url: str, most: int) -> bytes:
