@@ -36,7 +36,6 @@ from cuvee.codec.format.container import read_sections
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, empty_cache, prefill
-from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.codec.support.forks import tell_after_fork
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ class ChunkCache:
             tokenizer=tokenizer,
             layout=self._layout.fingerprint,
             profile=b"" if codec.lossless else codec.profile.id,
-            quality=LOSSLESS if codec.lossless else f"step:{codec.step_index}",
+            quality=codec.quality_name,
         )
         self._scope = Scope(tenant=tenant)
         self._context_name = b"" if self._contexts is None else _name(self._contexts)

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -90,6 +91,18 @@ class OpenBlob:
         return self.header.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """How chunks are coded: the scheme and the step index, which is 0 without loss."""
+
+    scheme: Scheme
+    step_index: int
+
+    @property
+    def name(self) -> str:
+        return LOSSLESS if self.scheme is Scheme.LOSSLESS else f"step:{self.step_index}"
+
+
 class Codec:
     """Compresses chunks with one profile at one quality. Immutable and safe to share between threads.
 
@@ -98,15 +111,19 @@ class Codec:
         quality: `"lossless"`, `"high"`, `"balanced"` or `"small"`. Default: `"balanced"`, but `"lossless"` with a
             generic profile, which has no measured curve. A preset stands for a KL. With a profile without a curve it
             promises none, and a warning says so. Instead of a quality, exactly one of these:
-        kl: the most nats per token by which the model's predictions may move, for the worst kind of text that the
-            profile was measured on;
+        kl: the most nats per token by which the model's predictions may move, on average over the kinds of text that
+            the profile was measured on;
         bits: the most bits per value, all bytes counted;
         ratio: the least ratio of uncompressed to compressed size, for caches of `dtype`;
         step: the quantizer step, in the profile's units.
             All but `step` are limits, and the codec takes the best step that keeps the limit. If every step of the
             profile's curve keeps it, that is an end of the curve. If no step keeps a KL, the codec is lossless. If no
-            step keeps a size, an error names the range.
-        kind: with kl= or a preset: the kind of text (`profile.curves`) whose curve decides, instead of the worst.
+            step keeps a size, an error names the range. If the profile predicts from tokens, chunks without token ids
+            have a curve of their own, from which they get the step that keeps a KL. Sizes and steps are those of
+            chunks with ids; at the same step, chunks without ids are larger.
+        kind: with kl= or a preset: the kind of text (`profile.curves`) whose curve decides, instead of the mean.
+        worst: with kl= or a preset: the worst kind of text decides, instead of the mean. Kinds differ by a factor of
+            three, and neither is a limit for single sequences.
         dtype: with ratio=: dtype of the caches, `"float32"` for example; by default a value counts as 16 bits, whatever
             the profile was learned in. The codec takes chunks of every dtype either way.
         backend: `"auto"` (by the tensors' device), `"numba"` or `"reference"` on the CPU, `"triton"` on a GPU.
@@ -140,6 +157,7 @@ class Codec:
         ratio: float | None = None,
         step: float | None = None,
         kind: str | None = None,
+        worst: bool = False,
         dtype: str | None = None,
         backend: str = "auto",
         threads: int | None = None,
@@ -150,24 +168,21 @@ class Codec:
             raise InputError(f"threads: must be at least 1, got {threads}")
         if (quality, kl, bits, ratio, step) == (None,) * 5:
             quality = profile.default_quality
-        name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step)
+        request = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
+        name, _ = one_request(**request)
         self.profile = profile
-        self.lossless = value == LOSSLESS
-        if finer := profile.least_promise(name, value, kind):
-            _log.info("%s=%.3g is below %.3g, the least that the profile's curve reaches: lossless instead", *finer)
-            self.lossless = True
         if quality in PRESET_KL and not profile.promises_kl:
             _warn_of_no_promise(quality, profile.source)
-        if self.lossless:
-            self.step_index = 0
-        else:
-            self.step_index = profile.resolve(quality, kl=kl, bits=bits, ratio=ratio, step=step, kind=kind, dtype=dtype)
+        self._setting = _choose_setting(profile, request, kind, worst, dtype, plain=False)
+        self.lossless = self._setting.scheme is Scheme.LOSSLESS
+        self.step_index = self._setting.step_index
+        self._plain_setting = self._setting
+        if not self.lossless and profile.plain_curve and name in ("quality", "kl"):
+            self._plain_setting = _choose_setting(profile, request, kind, worst, dtype, plain=True)
         self.threads = threads or os.cpu_count() or 1
         self._backend_name = check_backend(backend)
         self._identity = object()  # `OpenBlob`s hold it, to say which codec verified them
         self._keys = make_keys(key)
-        lossy = Scheme.TRANSFORM if profile.learned else Scheme.GENERIC
-        self._scheme = Scheme.LOSSLESS if self.lossless else lossy
         self._layouts: dict[str, KVLayout] = {}
         self._backends: dict[str, Backend] = {}
         on_host = backend if backend in stage_names() else "auto"
@@ -211,6 +226,17 @@ class Codec:
     def __getstate__(self) -> dict[str, object]:
         """Leave out the backends, which are made anew where the codec is unpickled."""
         return {**self.__dict__, "_backends": {}}
+
+    @property
+    def quality_name(self) -> str:
+        """The quality as it stands in the keys of a store: equal names of one profile mean equal blobs.
+
+        `"lossless"`, or `"step:<index>"`, followed by `",plain:<index>"` or `",plain:lossless"` if chunks without token
+        ids are coded in another way.
+        """
+        if self._plain_setting == self._setting or self.profile.token_table is None:
+            return self._setting.name
+        return f"{self._setting.name},plain:{self._plain_setting.name.removeprefix('step:')}"
 
     @property
     def key_ids(self) -> tuple[bytes, ...]:
@@ -385,7 +411,8 @@ class Codec:
         header = read_header(blob)
         layout = self._check_header(header)
         found = (header.tokens, header.start, header.dtype, header.scheme, header.step_index)
-        wanted = (tokens, header.start if start is None else start, dtype, self._scheme, self.step_index)
+        setting = self._setting_for(header.token_id_bytes > 0)
+        wanted = (tokens, header.start if start is None else start, dtype, setting.scheme, setting.step_index)
         if found != wanted:
             raise CorruptError(f"blob: must hold {_described(*wanted)}, got {_described(*found)}")
         verify_tag(blob, header, self._keys, associated_data)
@@ -493,15 +520,18 @@ class Codec:
             coded = backend.encode(coding, [requests[i] for i in own]) if own else []
             for i, sections in zip(own, coded, strict=True):
                 chunks[i] = sections
-        profile = bytes(ID_BYTES) if self.lossless else self.profile.id
-        return [
-            write_blob(
-                self._scheme, layout.dtype, request.tokens, request.start, self.step_index, layout.values_per_token,
-                layout.fingerprint, profile, sections, self._keys[0] if self._keys else None, to,
-                self._ids_to_store(request.token_ids),
-            )
-            for request, sections, to in zip(requests, chunks, bound, strict=True)
-        ]  # fmt: skip
+        blobs = []
+        for request, sections, to in zip(requests, chunks, bound, strict=True):
+            setting = self._setting_for(request.token_ids is not None)
+            profile = bytes(ID_BYTES) if setting.scheme is Scheme.LOSSLESS else self.profile.id
+            blobs.append(
+                write_blob(
+                    setting.scheme, layout.dtype, request.tokens, request.start, setting.step_index,
+                    layout.values_per_token, layout.fingerprint, profile, sections,
+                    self._keys[0] if self._keys else None, to, self._ids_to_store(request.token_ids),
+                )
+            )  # fmt: skip
+        return blobs
 
     def _restore(
         self,
@@ -535,7 +565,7 @@ class Codec:
         if table is None:
             return None
         if ids is None or ids.min() == NO_TOKEN:
-            _warn_of_no_ids()
+            _warn_of_no_ids(bool(self.profile.plain_curve))
             return None
         if ids.max() >= table.vocabulary:
             raise InputError(
@@ -561,7 +591,13 @@ class Codec:
         return self._backends[device_type]
 
     def _coding_of(self, dtype: str, predicted: bool) -> Coding:
-        return Coding(self.profile, self._scheme, self.step_index, dtype, predicted and not self.lossless)
+        setting = self._setting_for(predicted)
+        lossless = setting.scheme is Scheme.LOSSLESS
+        return Coding(self.profile, setting.scheme, setting.step_index, dtype, predicted and not lossless)
+
+    def _setting_for(self, predicted: bool) -> _Setting:
+        """Return how chunks are coded, by whether they are predicted from token ids."""
+        return self._setting if predicted or self.profile.token_table is None else self._plain_setting
 
     def _opened(self, blob: bytes | memoryview | OpenBlob, associated_data: bytes) -> OpenBlob:
         if not isinstance(blob, OpenBlob):
@@ -580,7 +616,7 @@ class Codec:
         if importance is None:
             return None
         offsets = importance_offsets(importance, tokens)
-        if self._scheme is Scheme.GENERIC:
+        if self._setting.scheme is Scheme.GENERIC:
             raise InputError(
                 "importance: must be None with a generic profile, got weights: learn a profile to use them"
             )
@@ -717,6 +753,25 @@ def _within(name: str, wanted: object, count: int, of: str) -> range:
     return wanted
 
 
+def _choose_setting(
+    profile: Profile, request: dict[str, Any], kind: str | None, worst: bool, dtype: str | None, *, plain: bool
+) -> _Setting:
+    """Return how chunks are coded to keep a request; `plain`: chunks without token ids.
+
+    Raises:
+        InputError, ProfileError: as `Profile.resolve`.
+    """
+    name, value = one_request(**request)
+    if value == LOSSLESS:
+        return _Setting(Scheme.LOSSLESS, 0)
+    if finer := profile.least_promise(name, value, kind, worst, plain=plain):
+        of = " of chunks without token ids" if plain else ""
+        _log.info("%s=%.3g is below %.3g, the least that the profile's curve%s reaches: lossless instead", *finer, of)
+        return _Setting(Scheme.LOSSLESS, 0)
+    scheme = Scheme.TRANSFORM if profile.learned else Scheme.GENERIC
+    return _Setting(scheme, profile.resolve(**request, kind=kind, worst=worst, dtype=dtype, plain=plain))
+
+
 def _check_profile(profile: object) -> None:
     if isinstance(profile, Profile):
         return
@@ -739,12 +794,12 @@ def _warn_of_no_promise(quality: str, source: str) -> None:
 
 
 @cache
-def _warn_of_no_ids() -> None:
+def _warn_of_no_ids(has_curve: bool) -> None:
     """Warn once per process."""
     _log.warning(
         "a chunk without token ids, or with a token that has none, is coded with a profile that predicts from tokens: "
-        "its blob is larger, and its KL may exceed the profile's curve. Pass tokens=, or learn the profile with "
-        "predict_tokens=False"
+        "its blob is larger%s. Pass tokens=, or learn the profile with predict_tokens=False",
+        "" if has_curve else ", and its KL may exceed the profile's curve, which was measured with ids alone",
     )
 
 

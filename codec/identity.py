@@ -37,7 +37,7 @@ TENANT_BYTES = 16
 MAX_SHARDS = 1 << 16
 
 _LOSSLESS = "lossless"
-_STEP = "step:"
+_STEP, _PLAIN = "step:", ",plain:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Identity:
         tokenizer: names the tokenizer; empty if sequences only come as token ids.
         layout: `KVLayout.fingerprint` of the whole model, not of one shard: heads, RoPE, dtype.
         profile: `Profile.id`; empty for lossless, which needs no profile.
-        quality: `"lossless"` or `"step:<index>"`. It is part of the key because a lossless reader must never find lossy
-            bytes.
+        quality: `Codec.quality_name`: `"lossless"`, `"step:<index>"` or `"step:<index>,plain:<index or lossless>"`. It
+            is part of the key because a lossless reader must never find lossy bytes.
         shards: tensor-parallel size.
 
     Raises:
@@ -74,7 +74,9 @@ class Identity:
             if self.profile:
                 raise InputError("identity.profile: must be empty for lossless, which depends on no profile, got bytes")
         elif not _is_step(self.quality):
-            raise InputError(f"identity.quality: must be 'lossless' or 'step:<index>', got {self.quality!r}")
+            raise InputError(
+                f"identity.quality: must be 'lossless' or 'step:<index>', a Codec.quality_name, got {self.quality!r}"
+            )
         elif not self.profile:
             raise InputError(f"identity.profile: must be Profile.id for quality {self.quality!r}, got no bytes")
         if not 1 <= self.shards <= MAX_SHARDS:
@@ -315,9 +317,16 @@ def _text(value: str) -> bytes:
 
 
 def _is_step(quality: str) -> bool:
-    index = quality.removeprefix(_STEP)
-    # Each number has one spelling: "step:+5" or "step:05" would be other keys for the same bytes.
-    return quality.startswith(_STEP) and index.removeprefix("-").isdecimal() and str(int(index)) == index
+    step, comma, plain = quality.removeprefix(_STEP).partition(_PLAIN)
+    if comma and (plain == step or not (plain == _LOSSLESS or _is_index(plain))):
+        return False
+    return quality.startswith(_STEP) and _is_index(step)
+
+
+def _is_index(text: str) -> bool:
+    # Each number has one spelling: "+5" or "05" would be other keys for the same bytes.
+    digits = text.removeprefix("-")
+    return digits.isascii() and digits.isdecimal() and str(int(text)) == text
 
 
 def _check_type(name: str, value: Any, kind: type) -> None:

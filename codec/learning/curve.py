@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CURVE_STEP_INDICES = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE // 2))
 CURVE_CHUNK = 256  # tokens per blob on the curve
 MEASURE_BATCH = 8  # sequences per forward pass
+_Way = tuple[int, bool]  # step index, and whether the chunks are coded without token ids
 
 
 def by_kind(
@@ -57,31 +58,38 @@ def measure_curve(
         kinds = by_kind(model, token_ids, prefix)
         layout = KVLayout.from_config(model.config, dtype=model.dtype)
         profile.check_layout(layout)
-        codecs = {
-            step_index: Codec(profile, step=step_value(step_index))
-            for step_index in step_indices or default_step_indices(profile)
-        }
-        tallies: dict[str | None, dict[int, _Tally]] = {None: {step_index: _Tally() for step_index in codecs}}
-        tallies |= {kind: {step_index: _Tally() for step_index in codecs} for kind in kinds}
+        steps = sorted(step_indices or default_step_indices(profile))
+        ways = [(step_index, False) for step_index in steps]
+        if profile.token_table is not None:
+            ways += [(step_index, True) for step_index in _plain_step_indices(profile, steps)]
+        codecs = {way: Codec(profile.plain if way[1] else profile, step=step_value(way[0])) for way in ways}
+        names = (None, *kinds)
+        tallies: dict[str | None, dict[_Way, _Tally]] = {name: {way: _Tally() for way in ways} for name in names}
         work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
         # A unit of progress is one step on one batch: there may be only a few batches, of more than a minute each.
-        units = [(*item, step_index) for item in work[processes.rank :: processes.size] for step_index in codecs]
-        first = next(iter(codecs), None)
+        units = [(*item, way) for item in work[processes.rank :: processes.size] for way in ways]
         with frozen(model), torch.no_grad():
-            for kind, batch, cached, step_index in tracked(units, "measuring", progress):
-                if step_index == first:
+            for kind, batch, cached, way in tracked(units, "measuring", progress):
+                if way == ways[0]:
                     tokens = batch.to(model.device)
                     chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
                     exact = score(model, chunks, rest)
-                coded = round_trip(codecs[step_index], chunks)
+                coded = round_trip(codecs[way], chunks)
                 other = score(model, coded.chunks, rest)
                 for name in dict.fromkeys((None, kind)):
-                    tallies[name][step_index].add(coded, exact, other, rest[:, 1:])
+                    tallies[name][way].add(coded, exact, other, rest[:, 1:])
     return [
-        _Tally.merged(processes.all_gather(tally)).point(step_index, kind)
-        for kind, by_step in tallies.items()
-        for step_index, tally in by_step.items()
+        _Tally.merged(processes.all_gather(tally)).point(*way, kind)
+        for kind, by_way in tallies.items()
+        for way, tally in by_way.items()
     ]
+
+
+def _plain_step_indices(profile: Profile, steps: Sequence[int]) -> Sequence[int]:
+    """Return the steps at which chunks without token ids are measured: half as many, since few chunks lack them."""
+    finest = max(finest_step_index(section.scale) for section in profile.plain.learned)
+    served = [step_index for step_index in steps if step_index >= finest]
+    return [step_index for number, step_index in enumerate(served) if number % 2 == 0 or step_index == served[-1]]
 
 
 def default_step_indices(profile: Profile) -> Sequence[int]:
@@ -155,7 +163,7 @@ class _Tally:
                 getattr(merged, name).extend(getattr(tally, name))
         return merged
 
-    def point(self, step_index: int, kind: str | None) -> CurvePoint:
+    def point(self, step_index: int, plain: bool, kind: str | None) -> CurvePoint:
         return CurvePoint(
             step_index,
             bits_per_value=float(np.average(self.bits, weights=self.tokens)),
@@ -167,6 +175,7 @@ class _Tally:
             top1=float(np.mean(self.same)),
             kl_worst=float(np.max(self.kl)),
             kind=kind,
+            plain=plain,
         )
 
 

@@ -64,6 +64,7 @@ class Profile:
         model: fingerprint of the weights it was calibrated on (hex), or None.
         curve: points measured over all kinds of text, by rising step.
         curves: points measured on each kind of text, by kind; empty if there was only one kind.
+        plain_curve: points over all kinds of text without token ids; empty if the profile does not predict from tokens.
         family: entropy tables and quantizer.
         learned: one `SectionProfile` per section; empty for a generic profile.
         min_step_index: the smallest step index that the stored components serve.
@@ -94,6 +95,7 @@ class Profile:
         self._curve = Curve(curve)
         self.curve = self._curve.overall
         self.curves = self._curve.kinds
+        self.plain_curve = () if self._curve.plain is None else self._curve.plain.overall
         self.sections: tuple[Section, ...] = partition(layout, group)
         self._known_layouts: set[bytes] = set()  # one per dtype
         if learned and len(learned) != len(self.sections):
@@ -114,7 +116,7 @@ class Profile:
         sizes = []
         for quality in PRESET_KL if self.curve else ():
             try:
-                bits = self.bits_at(self._curve.preset(quality, None))
+                bits = self.bits_at(self._curve.preset(quality))
             except ProfileError:  # the preset is lossless here
                 continue
             if bits is not None:
@@ -137,8 +139,8 @@ class Profile:
 
     @property
     def points(self) -> tuple[CurvePoint, ...]:
-        """All measured points: `curve`, then `curves`."""
-        return self.curve + tuple(point for points in self.curves.values() for point in points)
+        """All measured points: `curve`, `curves`, and then the same for chunks without token ids, as `plain` points."""
+        return self._curve.points
 
     def shard(self, rank: int, size: int) -> Profile:
         """Return the profile of one tensor-parallel rank, which holds `layout.shard_heads(rank, size)` of each layer.
@@ -183,6 +185,14 @@ class Profile:
     def learned_for(self, predicted: bool) -> tuple[SectionProfile, ...]:
         """Return how the sections of a blob are coded, by whether it holds token ids."""
         return self.learned if predicted else tuple(section.plain for section in self.learned)
+
+    @property
+    def plain(self) -> Profile:
+        """A profile without a token table, and without a curve, that codes all chunks as this one without token ids."""
+        return Profile(
+            self.layout, self.group, self.source, self.family, self.learned_for(False),
+            min_step_index=self.min_step_index, model=self.model,
+        )  # fmt: skip
 
     @lazy
     def predictions(self) -> tuple[PredictionCache, ...]:
@@ -238,49 +248,58 @@ class Profile:
         ratio: float | None = None,
         step: float | None = None,
         kind: str | None = None,
+        worst: bool = False,
         dtype: str | None = None,
+        plain: bool = False,
     ) -> int:
-        """Return the step index for a request: exactly one argument besides `kind` and `dtype`, but not `"lossless"`.
+        """Return the step index for a request: exactly one quality, bits and so on, but not `"lossless"`.
 
         A ratio counts against caches of `dtype`, by default against 16 bits per value, whatever dtype the profile was
         learned in.
 
         All requests but `step` are limits, and the result is the step closest to the limit: the coarsest step that
         keeps a KL, the finest that keeps a size. If all steps of the curve keep the limit, it is an end of the curve;
-        if none does, an error. A KL, including that of a preset, holds for every kind of text on the curve: the worst
-        kind decides, or only `kind` if it is given.
+        if none does, an error. A KL, including that of a preset, is the mean over the kinds of text on the curve;
+        with `worst`, that of the worst kind; with `kind`, that of one kind. `plain` asks for chunks without token ids:
+        their own curve decides, if it was measured.
 
         Raises:
-            InputError: there is no request or several, or it is not a positive number, the kind was not measured, or no
-                cache has the dtype.
+            InputError: there is no request or several, or it is not a positive number, the kind was not measured, or is
+                given with `worst`, or no cache has the dtype.
             ProfileError: no step of the curve keeps the limit, or the curve does not measure it; the message gives the
                 range.
         """
         name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step)
-        self._curve.check_kind(kind)
+        curve = self._curve_for(plain)
+        curve.check_kind(kind, worst)
         if isinstance(value, str):
-            index = self._curve.preset(value, kind)
+            index = curve.preset(value, kind, worst)
         elif name == "step":
             index = round(math.log2(value) * OCTAVE)
         elif name == "kl":
-            index = self._curve.index_of_kl(value, kind)
+            index = curve.index_of_kl(value, kind, worst)
         elif name == "ratio":
-            index = self._curve.index_of_ratio(value, dtype)
+            index = curve.index_of_ratio(value, dtype)
         else:
-            index = self._curve.index_of_bits(value)
+            index = curve.index_of_bits(value)
         return self.check_step_index(index)
 
-    def least_kl(self, kind: str | None = None) -> float | None:
+    def least_kl(self, kind: str | None = None, worst: bool = False) -> float | None:
         """Return the smallest KL that the curve can promise, in nats per token; None if KL was not measured.
 
         Raises:
-            InputError: `kind` was not measured.
+            InputError: `kind` was not measured, or is given with `worst`.
         """
-        return self._curve.least_kl(kind)
+        return self._curve.least_kl(kind, worst)
 
-    def least_promise(self, name: str, value: str | float, kind: str | None) -> tuple[str, float, float] | None:
+    def least_promise(
+        self, name: str, value: str | float, kind: str | None, worst: bool, *, plain: bool = False
+    ) -> tuple[str, float, float] | None:
         """Return a limit that only lossless coding keeps: see `Curve.least_promise`."""
-        return self._curve.least_promise(name, value, kind)
+        return self._curve_for(plain).least_promise(name, value, kind, worst)
+
+    def _curve_for(self, plain: bool) -> Curve:
+        return self._curve.plain if plain and self._curve.plain is not None else self._curve
 
     def bits_at(self, step_index: int) -> float | None:
         """Return the bits per value at a step, read off the curve; None outside the curve."""

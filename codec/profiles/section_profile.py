@@ -53,8 +53,10 @@ class SectionProfile:
 
     @property
     def plain(self) -> SectionProfile:
-        """How blobs without token ids code the section."""
-        return self if self.plain_scale is None else replace(self, scale=self.plain_scale)
+        """How blobs without token ids code the section: without a token map, and with other scales."""
+        if self.plain_scale is None:
+            return self
+        return replace(self, scale=self.plain_scale, token_map=None, plain_scale=None)
 
     def select(self, step_index: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
         """Return the components coded at a step: their number in each block, and their indices."""

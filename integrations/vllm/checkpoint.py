@@ -33,7 +33,6 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.identity import Identity, canonical
 from cuvee.codec.models.fingerprint import fingerprint_samples, sampled_positions
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.codec.support.plain_json import parse_json
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = No
         tokenizer=tokenizer_identity(path) if tokenizer else "",
         layout=layout.fingerprint,
         profile=b"" if codec.lossless else codec.profile.id,
-        quality=LOSSLESS if codec.lossless else f"step:{codec.step_index}",
+        quality=codec.quality_name,
     )
 
 

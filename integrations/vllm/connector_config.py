@@ -27,6 +27,7 @@ class Options:
         profile: path of the model's profile; None: the generic profile, which is not fitted to any model.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one.
+        worst: with a preset or `kl`: the KL is that of the worst kind of text, as `cuvee.Codec` takes it.
         chunk_tokens: tokens per blob; a multiple of the engine's block size.
         min_tokens: shorter hits are not loaded; default: 64, or one chunk if that is shorter.
         load_async: load while other requests run; False: the engine waits for its loads.
@@ -56,6 +57,7 @@ class Options:
     bits: float | None = None
     ratio: float | None = None
     step: float | None = None
+    worst: bool = False
     chunk_tokens: int = 256
     min_tokens: int | None = None
     load_async: bool = True
@@ -98,7 +100,7 @@ class Options:
                 raise InputError(f"{name}: must be a string that is not empty, or left out, got {value!r}")
         if not isinstance(self.tenant, str):
             raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
-        for name in ("load_async", "store_generated", "check_model", "tenant_metrics"):
+        for name in ("worst", "load_async", "store_generated", "check_model", "tenant_metrics"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}: must be true or false, got {getattr(self, name)!r}")
         for name in ("chunk_tokens", "min_tokens", "threads"):
@@ -114,10 +116,10 @@ class Options:
         blend: Any = self.blend
         if not isinstance(blend, BlendOptions | None):
             object.__setattr__(self, "blend", BlendOptions.from_json(blend))
-        if len(self.codec_quality) > 1:
-            raise InputError(
-                f"quality: must be at most one of {', '.join(_QUALITIES)}, got {', '.join(self.codec_quality)}"
-            )
+        given_qualities = self.codec_quality.keys() - {"worst"}
+        if len(given_qualities) > 1:
+            got = ", ".join(name for name in _QUALITIES if name in given_qualities)
+            raise InputError(f"quality: must be at most one of {', '.join(_QUALITIES)}, got {got}")
 
     def __repr__(self) -> str:
         """Show all options, secrets in the store's URLs and the tenant redacted: a tenant is as good as a secret."""
@@ -142,7 +144,8 @@ class Options:
     @property
     def codec_quality(self) -> dict[str, Any]:
         """The configured quality, as arguments of `Codec` and `Profile.resolve`; empty: the default."""
-        return {name: getattr(self, name) for name in _QUALITIES if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in _QUALITIES if getattr(self, name) is not None}
+        return {**given, "worst": True} if self.worst else given
 
     @property
     def least_tokens(self) -> int:

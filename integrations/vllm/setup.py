@@ -91,7 +91,7 @@ class Setup:
             profile = _load_profile(options.profile)
             profile.check_layout(layout)
         codec = Codec(profile, **options.codec_quality, dtype=layout.dtype)
-        quality = LOSSLESS if codec.lossless else f"step:{codec.step_index}"
+        quality = codec.quality_name
         shards = vllm_config.parallel_config.tensor_parallel_size
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         return cls(

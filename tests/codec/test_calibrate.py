@@ -380,7 +380,7 @@ def test_kinds_are_measured_one_by_one_and_together(books: Books) -> None:
         assert profile.points == profile.curve + tuple(p for points in profile.curves.values() for p in points)
 
 
-def test_a_kl_holds_for_the_worst_kind(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     profile = calibrated(tiny_model("llama"), {"short": tokens_of(9, 32), "long": tokens_of(8, 64, 1)})
     assert list(profile.curves) == ["short", "long"]
     steps = [point.step_index for point in profile.curve]
@@ -391,16 +391,23 @@ def test_a_kl_holds_for_the_worst_kind(tiny_model: Callable[..., Any], tmp_path:
     hard = [replace(point, kl=4 * (point.kl or 0), kind="code") for point in easy]
     both = [replace(point, kl=2.5 * (point.kl or 0), kind=None) for point in easy]
     profile = profile.with_curve([*easy, *hard, *both])
-    assert profile.resolve(kl=KL_MARGIN * 4e-3) == 0 == profile.resolve(kl=KL_MARGIN * 4e-3, kind="code")
+    # The mean of the kinds, 2.5e-3 at step index 0, however many sequences each had.
+    assert profile.resolve(kl=KL_MARGIN * 2.5e-3) == 0 == Codec(profile, kl=KL_MARGIN * 2.5e-3).step_index
+    assert profile.resolve(kl=KL_MARGIN * 4e-3, worst=True) == 0 == profile.resolve(kl=KL_MARGIN * 4e-3, kind="code")
     assert profile.resolve(kl=KL_MARGIN * 4e-3, kind="prose") == 64
-    assert profile.resolve("balanced") == profile.resolve("balanced", kind="code")
-    assert profile.resolve("balanced", kind="prose") == profile.resolve("balanced") + 64
+    assert profile.resolve("balanced", worst=True) == profile.resolve("balanced", kind="code")
+    assert profile.resolve("balanced", kind="prose") == profile.resolve("balanced", worst=True) + 64
+    finer, balanced = profile.resolve("balanced", worst=True), profile.resolve("balanced")
+    assert finer < balanced < profile.resolve("balanced", kind="prose")
+    with pytest.raises(InputError, match=r"^worst: must be False with kind='code', got True"):
+        Codec(profile, kl=1e-3, kind="code", worst=True)
     # Bits are those of all kinds together.
     assert profile.resolve(bits=4.0) == profile.resolve(bits=4.0, kind="prose") == 0
-    assert profile.least_kl() == pytest.approx(4 * KL_MARGIN * 1e-3 / 64) == profile.least_kl("code")
+    assert profile.least_kl() == pytest.approx(2.5 * KL_MARGIN * 1e-3 / 64)
+    assert profile.least_kl(worst=True) == pytest.approx(4 * KL_MARGIN * 1e-3 / 64) == profile.least_kl("code")
     assert profile.least_kl("prose") == pytest.approx(KL_MARGIN * 1e-3 / 64)
     assert (
-        Codec(profile, kl=KL_MARGIN * 4e-3).step_index
+        Codec(profile, kl=KL_MARGIN * 4e-3, worst=True).step_index
         == 0
         == Codec(profile, kl=KL_MARGIN * 1e-3, kind="prose").step_index
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
 from dataclasses import replace
@@ -18,12 +19,14 @@ import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, _warn_of_no_ids
 from cuvee.codec.errors import CorruptError, FormatError, InputError
-from cuvee.codec.format.container import inspect, read_header, read_token_ids, write_blob, write_token_ids
+from cuvee.codec.format.container import Scheme, inspect, read_header, read_token_ids, write_blob, write_token_ids
+from cuvee.codec.identity import Identity
 from cuvee.codec.learning.token_model import MOST_FEATURES, TokenSums, learn_token_model
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles import token_prediction
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.profiles.token_prediction import PredictionCache, TokenMap, TokenTable
@@ -159,6 +162,90 @@ def test_a_chunk_without_ids_is_warned_of_once(
     for _ in range(2):
         codec.encode(without_ids(chunk))
     assert caplog.text.count("without token ids") == 1
+
+
+def curves(*plain: float | None) -> list[CurvePoint]:
+    """Return points with a KL of 1e-3 at step index -64 with ids, and with `plain` at -64, 0 and 64 without."""
+    own = [CurvePoint(64 * k, 3.0 - k, 1e-2, 4e-3 * 4.0**k) for k in (-1, 0, 1)]
+    other = [CurvePoint(64 * k, 4.0 - k, 1e-2, kl, plain=True) for k, kl in zip((-1, 0, 1), plain, strict=True)]
+    return own + other
+
+
+def test_calibrating_and_measuring_measure_chunks_without_ids_as_well(
+    model: LlamaForCausalLM, profile: Profile, chunk: KVChunk
+) -> None:
+    """The curve without ids is that of a profile that cannot predict; with ids, fewer bits are coded."""
+    indices = [point.step_index for point in profile.curve]
+    assert [point.step_index for point in profile.plain_curve] == [*indices[::2]]
+    for without in profile.plain_curve[:-1]:
+        (with_ids,) = [point for point in profile.curve if point.step_index == without.step_index]
+        assert without.bits_per_value > 1.05 * with_ids.bits_per_value
+    measured = cuvee.measure(profile, model, text(4, 64, 5), step_indices=[-64, 0], progress=False)
+    lone = cuvee.measure(profile.plain, model, text(4, 64, 5), step_indices=[-64, 0], progress=False)
+    assert measured.plain_curve == lone.curve and not lone.plain_curve
+    assert profile.plain.token_table is None
+    blobs = [Codec(each, step=0.25).encode(without_ids(chunk)) for each in (profile, profile.plain)]
+    assert len(blobs[0]) == len(blobs[1])
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_chunks_without_ids_keep_a_kl_by_their_own_curve(
+    profile: Profile, chunk: KVChunk, backend: str, tmp_path: Path
+) -> None:
+    """They lose four times as much at the same step, and so get a step that is finer by an octave."""
+    profile.with_curve(curves(4e-3, 1.6e-2, 6.4e-2)).save(tmp_path / "p")
+    own = Profile.load(tmp_path / "p")
+    assert own.points == tuple(profile.with_curve(own.points).points) and len(own.plain_curve) == 3
+    codec = Codec(own, kl=KL_MARGIN * 4e-3, backend=backend)
+    assert codec.step_index == 0 and codec.quality_name == "step:0,plain:-64"
+    assert own.resolve(kl=KL_MARGIN * 4e-3, plain=True) == -64
+    finer = Codec(own, step=0.5, backend=backend)
+    with_ids, plain = codec.encode(chunk), codec.encode(without_ids(chunk))
+    assert plain == finer.encode(without_ids(chunk)) and read_header(plain).step_index == -64
+    assert with_ids != finer.encode(chunk) and read_header(with_ids).step_index == 0
+    cache, slots = PagedCache.of_chunk(chunk), torch.arange(TOKENS)
+    assert codec.encode_paged(cache, [slots, slots], [0, 0], tokens=[None, chunk.token_ids]) == [plain, with_ids]
+    # A key of a store stands for both.
+    for blob in (plain, with_ids):
+        assert codec.open_expected(blob, tokens=TOKENS, start=0, dtype="float32").tokens == TOKENS
+    with pytest.raises(CorruptError, match="step index"):
+        finer.open_expected(with_ids, tokens=TOKENS, start=0, dtype="float32")
+    with pytest.raises(CorruptError, match=r"step index -64, got .* step index 0$"):
+        codec.open_expected(Codec(own, step=1.0).encode(without_ids(chunk)), tokens=TOKENS, start=0, dtype="float32")
+    assert equal(codec.decode(plain), finer.decode(plain))
+    # Sizes and steps are those of chunks with ids.
+    for same in (Codec(own, bits=3.0), Codec(own, step=1.0)):
+        assert same.quality_name == "step:0"
+        assert read_header(same.encode(without_ids(chunk))).step_index == 0
+
+
+def test_a_kl_that_no_step_keeps_without_ids_is_lossless_without_ids(
+    profile: Profile, chunk: KVChunk, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = profile.with_curve(curves(1e-2, 4e-2, 1.6e-1))
+    with caplog.at_level(logging.INFO):
+        codec = Codec(own, kl=KL_MARGIN * 4e-3)
+    assert "curve of chunks without token ids reaches: lossless instead" in caplog.text
+    assert codec.quality_name == "step:0,plain:lossless" and not codec.lossless
+    blob = codec.encode(without_ids(chunk))
+    assert equal(codec.decode(blob), chunk)
+    assert codec.open_expected(blob, tokens=TOKENS, start=0, dtype="float32").header.scheme is Scheme.LOSSLESS
+    assert not equal(codec.decode(codec.encode(chunk)), chunk)
+    names = {codec.quality_name, Codec(own, step=1.0).quality_name, Codec(own, "lossless").quality_name}
+    assert names == {"step:0,plain:lossless", "step:0", "lossless"}
+    for name in names:
+        Identity(model="m", tokenizer="", layout=b"l", profile=b"" if name == "lossless" else own.id, quality=name)
+
+
+def test_a_profile_without_a_curve_for_them_says_that_chunks_without_ids_may_lose_more(
+    profile: Profile, chunk: KVChunk, caplog: pytest.LogCaptureFixture
+) -> None:
+    for points, more in ((curves(4e-3, 1.6e-2, 6.4e-2), False), (curves(4e-3, 1.6e-2, 6.4e-2)[:3], True)):
+        caplog.clear()
+        _warn_of_no_ids.cache_clear()
+        Codec(profile.with_curve(points), kl=4e-3).encode(without_ids(chunk))
+        assert "its blob is larger" in caplog.text
+        assert ("its KL may exceed the profile's curve" in caplog.text) == more
 
 
 def test_paged_caches_take_ids_per_chunk(profile: Profile, chunk: KVChunk) -> None:

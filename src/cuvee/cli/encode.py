@@ -47,6 +47,9 @@ def encode(
     bits: Annotated[float | None, typer.Option(help="Instead: at most this many bits per value.")] = None,
     ratio: Annotated[float | None, typer.Option(help="Instead: at least this many times smaller.")] = None,
     step: Annotated[float | None, typer.Option(help="Instead: the quantizer step.")] = None,
+    worst: Annotated[
+        bool, typer.Option("--worst", help="The KL is that of the worst kind of text, not the mean.")
+    ] = False,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per blob.")] = DEFAULT_CHUNK_TOKENS,
     force: Force = False,
     as_json: Json = False,
@@ -66,7 +69,7 @@ def encode(
 
     dtype = cache_file_dtype(source)
     known = read_profile(profile, config, dtype)
-    codec = Codec(known, quality, kl=kl, bits=bits, ratio=ratio, step=step, dtype=dtype)
+    codec = Codec(known, quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst, dtype=dtype)
     chunk = read_cache_file(source, known.layout)
     pieces = range(0, chunk.tokens, chunk_tokens)
     single = target.suffix == SUFFIX

@@ -17,6 +17,8 @@ from cuvee.cli.output import make_console, make_table, print_json
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
+    import rich.table
+
     from cuvee.codec.profiles.profile import Profile
     from cuvee.codec.profiles.quality import CurvePoint
 
@@ -203,6 +205,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         "presets": _presets(profile),
         "curve": _curve(profile.curve),
         "curves": {kind: _curve(points) for kind, points in profile.curves.items()},
+        "plain_curve": _curve(profile.plain_curve),
     }
     if as_json:
         print_json(data)
@@ -233,17 +236,10 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         cells = ("lossless", "") if row["step"] is None else (f"{row['step']:.3g}", _figure(row["bits_per_value"]))
         presets.add_row(row["quality"], _figure(row["kl"]) or "not promised", *cells)
     console.print(presets)
-    table = make_table("step", "bits/value", "ratio", "KL ± s.e.", "delta NLL ± s.e.", "top-1")
-    for point in profile.curve:
-        table.add_row(
-            f"{step_value(point.step_index):.3g}",
-            f"{point.bits_per_value:.3f}",
-            f"{point.ratio:.1f}x",
-            _with_error(point.kl, point.kl_stderr),
-            _with_error(point.delta_nll, point.delta_nll_stderr, "+"),
-            "" if point.top1 is None else f"{100 * point.top1:.1f} %",
-        )
-    console.print(table)
+    console.print(_curve_table(profile.curve))
+    if profile.plain_curve:
+        console.print("Chunks without token ids, which take the step that keeps a KL from here:")
+        console.print(_curve_table(profile.plain_curve))
     console.print("Ratios count a cache of 16 bits per value.", highlight=False)
     if profile.curves:
         # At most as many steps as fit beside the names.
@@ -253,7 +249,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         for kind, points in profile.curves.items():
             known = {point.step_index: point.kl for point in points if point.kl is not None}
             kinds.add_row(kind, *(f"{known[step]:.2g}" if step in known else "" for step in steps))
-        console.print("KL by kind and step; kl= and the presets go by the worst kind:")
+        console.print("KL by kind and step; qualities go by the mean over kinds, with worst=True by the worst:")
         console.print(kinds)
 
 
@@ -286,6 +282,23 @@ def _curve(points: Iterable[CurvePoint]) -> list[dict[str, Any]]:
     from cuvee.codec.entropy.family import step_value
 
     return [{**asdict(point), "step": step_value(point.step_index), "ratio": point.ratio} for point in points]
+
+
+def _curve_table(points: Iterable[CurvePoint]) -> rich.table.Table:
+    """Return the points of a curve for people."""
+    from cuvee.codec.entropy.family import step_value
+
+    table = make_table("step", "bits/value", "ratio", "KL ± s.e.", "delta NLL ± s.e.", "top-1")
+    for point in points:
+        table.add_row(
+            f"{step_value(point.step_index):.3g}",
+            f"{point.bits_per_value:.3f}",
+            f"{point.ratio:.1f}x",
+            _with_error(point.kl, point.kl_stderr),
+            _with_error(point.delta_nll, point.delta_nll_stderr, "+"),
+            "" if point.top1 is None else f"{100 * point.top1:.1f} %",
+        )
+    return table
 
 
 def _with_error(value: float | None, error: float | None, sign: str = "") -> str:

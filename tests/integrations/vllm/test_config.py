@@ -20,6 +20,11 @@ def test_defaults() -> None:
     assert Options.from_dict({"chunk_tokens": 32}).least_tokens == 32
 
 
+def test_the_worst_kind_may_decide() -> None:
+    assert Options.from_dict({"kl": 0.01, "worst": True}).codec_quality == {"kl": 0.01, "worst": True}
+    assert Options.from_dict({"worst": True}).codec_quality == {"worst": True}
+
+
 def test_everything_can_be_set() -> None:
     options = Options.from_dict(
         {
@@ -56,6 +61,8 @@ def test_everything_can_be_set() -> None:
         ({"key_file": [5]}, "key_file: must be"),
         ({"key_env": "A", "key_file": "/b"}, "key_file: must be left out if key_env is given, got both"),
         ({"tenant": None}, "tenant: must be"),
+        ({"worst": 1}, "worst: must be true or false"),
+        ({"worst": True, "kl": 0.1, "bits": 3}, "quality: must be at most one of .*, got kl, bits"),
         ({"load_async": 1}, "load_async: must be true or false"),
         ({"store_generated": "yes"}, "store_generated: must be true or false"),
         ({"check_model": None}, "check_model: must be true or false"),

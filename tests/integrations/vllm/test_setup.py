@@ -103,6 +103,20 @@ def test_a_ratio_is_that_of_the_engines_cache(tmp_path: Path) -> None:
             Setup.of_engine(*_engine([_spec(dtype=served)], extra=extra | {"ratio": 100}))
 
 
+def test_the_worst_kind_decides_on_the_scheduler_and_on_every_rank(tmp_path: Path) -> None:
+    easy = [CurvePoint(64 * k, 4.0 - k, 1e-2, 1e-3 * 4.0**k, kind="prose") for k in range(-4, 2)]
+    hard = [replace(point, kl=4 * (point.kl or 0), kind="code") for point in easy]
+    both = [replace(point, kind=None) for point in easy]
+    _profile("head").with_curve([*easy, *hard, *both]).save(tmp_path / "p")
+    steps = []
+    for worst in (False, True):
+        extra = {"profile": str(tmp_path / "p"), "kl": 4e-3, "worst": worst}
+        made = Setup.of_engine(*_engine([_spec()], extra=extra))
+        assert made.quality == made.codec(0).quality_name
+        steps.append(made.codec(0).step_index)
+    assert steps[1] < steps[0]
+
+
 def test_what_is_supported_starts() -> None:
     made = Setup.of_engine(*_engine(kv_transfer__is_kv_producer=False))
     assert made.layout.fingerprint == LAYOUT.fingerprint

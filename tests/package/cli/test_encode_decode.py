@@ -19,6 +19,7 @@ import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, _warn_of_no_promise
 from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
@@ -227,6 +228,24 @@ def test_a_cache_of_another_model_is_refused(files: Files) -> None:
     fails("encode", files.folder / "c", files.folder / "b", *profile, match="must hold tensors of one dtype")
     save_file(tensors, files.folder / "c", {"start": "-1"})
     fails("encode", files.folder / "c", files.folder / "b", *profile, match="got '-1'")
+
+
+def test_the_worst_kind_may_decide(
+    tmp_path: Path,
+    layouts: dict[str, KVLayout],
+    make_chunk: Callable[..., KVChunk],
+    fitted: Callable[[str, str], Profile],
+) -> None:
+    easy = [CurvePoint(64 * k, 4.0 - k, 1e-2, 1e-3 * 4.0**k, kind="prose") for k in range(-4, 2)]
+    hard = [replace(point, kl=4 * (point.kl or 0), kind="code") for point in easy]
+    both = [replace(point, kind=None) for point in easy]
+    fitted("bfloat16", "layer").with_curve([*easy, *hard, *both]).save(tmp_path / "p")
+    cache = save_cache(make_chunk(layouts["bfloat16"], 64), tmp_path / "cache.safetensors")
+    steps = []
+    for number, worst in enumerate(((), ("--worst",))):
+        run("encode", cache, tmp_path / f"{number}.cuvee", "--profile", tmp_path / "p", "--kl", "0.004", *worst)
+        steps.append(read_header((tmp_path / f"{number}.cuvee").read_bytes()).step_index)
+    assert steps[1] < steps[0]
 
 
 def test_a_ratio_is_that_of_the_cache_that_is_encoded(

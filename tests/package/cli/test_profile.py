@@ -78,7 +78,8 @@ def test_a_profile_is_learned_without_a_text(tmp_path: Path, monkeypatch: pytest
     assert tuple(profile.curves) == (*KINDS, "own.txt") == tuple(data["curves"])
     assert [p["kl"] for p in data["curves"]["code"]] == [p.kl for p in profile.curves["code"]]
     shown = run("profile", "show", out).stdout
-    assert "by the worst" in shown
+    assert "by the worst" in shown and "Chunks without token ids" in shown
+    assert [p["kl"] for p in data["plain_curve"]] == [p.kl for p in profile.plain_curve] != []
     table = shown[shown.index("kind of text") :].splitlines()
     for kind in (*KINDS, "own.txt"):
         (row,) = (line.split() for line in table if line.split()[:1] == [kind])
