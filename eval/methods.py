@@ -41,6 +41,8 @@ _GROUPS = {
     "layer": "a basis per layer",
     "all": "one basis for all layers",
     "kv": "one basis for all K, one for all V",
+    "d4": "D4",
+    "e8": "E8",
 }
 
 
@@ -73,7 +75,7 @@ def family_label(family: str) -> str:
         spans = f"a basis per {group.removeprefix('layers:')} layers"
     else:
         spans = _GROUPS.get(group, group)
-    name = {"pca": "PCA", "kvtc": "KVTC"}.get(kind, kind)
+    name = {"pca": "PCA", "kvtc": "KVTC", "kakeyalattice": "KakeyaLattice"}.get(kind, kind)
     return f"{name}, {spans}" if spans else name
 
 

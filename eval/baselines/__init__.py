@@ -1,1 +1,1 @@
-"""Published methods, rebuilt for comparisons with cuvee: casts, KIVI, CacheGen, PCA, KVTC."""
+"""Published methods, for comparisons with cuvee: casts, KIVI, CacheGen, PCA and KVTC rebuilt, KakeyaLattice itself."""

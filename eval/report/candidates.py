@@ -16,12 +16,13 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, PRESET_STEP_INDEX
 from cuvee.eval.baselines.basis import PrincipalBasis
+from cuvee.eval.baselines.kakeyalattice import KAKEYA_RANGES, KakeyaLattice
 from cuvee.eval.baselines.kvtc import KVTC_BUDGETS, Kvtc
 from cuvee.eval.baselines.pca import PCA_STEPS, PcaTransform
 from cuvee.eval.methods import BASELINES, UNCOMPRESSED, family_label
 from cuvee.eval.quality import CodecMethod, Method
 
-__all__ = ["Candidate", "LearnedBaselines", "codec_candidates", "fixed_baselines", "select"]
+__all__ = ["Candidate", "LearnedBaselines", "codec_candidates", "fixed_baselines", "peers", "select"]
 
 CURVE_OCTAVES = (  # steps measured beside the presets, the finest first
     -6.0, -5.0, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0,
@@ -94,6 +95,20 @@ def fixed_baselines(quick: bool) -> list[Candidate]:
     """The baselines with one setting."""
     skipped = NOT_QUICK if quick else ()
     return [Candidate(key, label, "point", make) for key, (label, make) in BASELINES.items() if key not in skipped]
+
+
+def peers() -> list[Candidate]:
+    """Return the published packages that run by their own code, at every setting; left out by name if not installed."""
+    return [
+        Candidate(
+            f"kakeyalattice/{lattice}@{q_range}",
+            family_label(f"kakeyalattice/{lattice}"),
+            "curve",
+            partial(KakeyaLattice, lattice, q_range),
+        )
+        for lattice in ("d4", "e8")
+        for q_range in KAKEYA_RANGES
+    ]
 
 
 class LearnedBaselines:

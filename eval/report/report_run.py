@@ -38,7 +38,7 @@ from cuvee.eval.machine import hardware
 from cuvee.eval.methods import UNCOMPRESSED
 from cuvee.eval.progress import Plan, ProgressBar
 from cuvee.eval.quality import Method, QualityBench
-from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, select
+from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, peers, select
 from cuvee.eval.report.learning import (
     all_sequences,
     cached_tokens,
@@ -68,7 +68,9 @@ from cuvee.eval.stats import compare_at_equal_kl, of_sequences, sizes_at_kl
 __all__ = ["ANCHORS", "run_report"]
 
 ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")  # everything is compared at the KL of these; with the other …
-FURTHER_ANCHORS = ("int8", "fp8-e5m2", "kivi3", "kivi2", "cachegen-tables-free")  # … baselines, at their own KL
+FURTHER_ANCHORS = (  # … baselines, at their own KL
+    "int8", "fp8-e5m2", "kivi3", "kivi2", "cachegen-tables-free", "kakeyalattice/d4@10", "kakeyalattice/e8@10",
+)  # fmt: skip
 USUAL_KLS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # nats per token, at which the size of each curve is read off
 LEAST_OF_KIND = 4  # sequences; of fewer an interval would say nothing
 WORST_KL = 0.3  # nats per token: once a step costs more, coarser ones are not measured
@@ -497,7 +499,7 @@ class _FullReport(ReportRun):
             # With profiles given, the baselines that learn are measured only if they are asked for.
             learned = [] if self.given and not methods else baselines.candidates(self.groups, quick)
             coded = codec_candidates(self.layout, names, lambda name: self._profiles[name], quick)
-            return fixed_baselines(quick) + learned + coded
+            return fixed_baselines(quick) + ([] if quick else peers()) + learned + coded
 
         return select(found(False), methods, found(self.config.quick))
 
