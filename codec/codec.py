@@ -109,8 +109,9 @@ class Codec:
     Args:
         profile: a profile learned for the model, or `Profile.generic(layout)`.
         quality: `"lossless"`, `"high"`, `"balanced"` or `"small"`. Default: `"balanced"`, but `"lossless"` with a
-            generic profile, which has no measured curve. A preset stands for a KL. With a profile without a curve it
-            promises none, and a warning says so. Instead of a quality, exactly one of these:
+            generic profile, which has no measured curve. A preset stands for a KL on the worst kind of text: 0.001,
+            0.005 and 0.02. With a profile without a curve it promises none, and a warning says so. Instead of a
+            quality, exactly one of these:
         kl: the most nats per token by which the model's predictions may move, on average over the kinds of text that
             the profile was measured on;
         bits: the most bits per value, all bytes counted;
@@ -121,9 +122,9 @@ class Codec:
             step keeps a size, an error names the range. If the profile predicts from tokens, chunks without token ids
             have a curve of their own, from which they get the step that keeps a KL. Sizes and steps are those of
             chunks with ids; at the same step, chunks without ids are larger.
-        kind: with kl= or a preset: the kind of text (`profile.curves`) whose curve decides, instead of the mean.
-        worst: with kl= or a preset: the worst kind of text decides, instead of the mean. Kinds differ by a factor of
-            three, and neither is a limit for single sequences.
+        kind: with kl= or a preset: the kind of text (`profile.curves`) whose curve decides.
+        worst: with kl=: the worst kind of text decides, as it does for presets. Kinds differ by a factor of three, and
+            neither the mean nor the worst kind is a limit for single sequences.
         dtype: with ratio=: dtype of the caches, `"float32"` for example; by default a value counts as 16 bits, whatever
             the profile was learned in. The codec takes chunks of every dtype either way.
         backend: `"auto"` (by the tensors' device), `"numba"` or `"reference"` on the CPU, `"triton"` on a GPU.

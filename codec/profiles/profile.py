@@ -259,8 +259,10 @@ class Profile:
 
         All requests but `step` are limits, and the result is the step closest to the limit: the coarsest step that
         keeps a KL, the finest that keeps a size. If all steps of the curve keep the limit, it is an end of the curve;
-        if none does, an error. A KL, including that of a preset, is the mean over the kinds of text on the curve;
-        with `worst`, that of the worst kind; with `kind`, that of one kind. `plain` asks for chunks without token ids:
+        if none does, an error.
+
+        `kl` is the mean over the kinds of text on the curve, or with `worst` the KL of the worst kind, which is also
+        what a preset stands for. With `kind`, both are the KL of one kind. `plain` asks for chunks without token ids:
         their own curve decides, if it was measured.
 
         Raises:
@@ -273,7 +275,7 @@ class Profile:
         curve = self._curve_for(plain)
         curve.check_kind(kind, worst)
         if isinstance(value, str):
-            index = curve.preset(value, kind, worst)
+            index = curve.preset(value, kind)
         elif name == "step":
             index = round(math.log2(value) * OCTAVE)
         elif name == "kl":

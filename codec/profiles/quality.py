@@ -190,6 +190,7 @@ class Curve:
         """
         self.check_kind(kind, worst)
         if name == "quality" and value != LOSSLESS:
+            worst = kind is None
             what, most = ("kl", PRESET_KL[str(value)]) if self.knows_kl else ("error", PRESET_ERROR[str(value)])
         elif name == "kl":
             what, most = "kl", float(value)
@@ -207,8 +208,11 @@ class Curve:
             known = f"its kinds are {', '.join(self.kinds)}" if self.kinds else "it was measured on one kind of text"
             raise InputError(f"kind: must be on the profile's curve, got {kind!r}; {known}")
 
-    def preset(self, quality: str, kind: str | None = None, worst: bool = False) -> int:
+    def preset(self, quality: str, kind: str | None = None) -> int:
         """Return the step index of a preset: by KL, else by error, else the fixed step of an unmeasured profile.
+
+        The worst kind of text decides, because a mean over tokens hides what answers lose that look something up: on
+        SmolLM2-135M, XQuAD loses 0.38 nats per word at a mean KL of 0.005.
 
         Raises:
             InputError: the preset is unknown.
@@ -217,7 +221,7 @@ class Curve:
         if quality not in PRESET_KL:
             raise InputError(f"quality: must be one of {', '.join(PRESET_KL)} for a step, got {quality!r}")
         if self.knows_kl:
-            return self.index_of_kl(PRESET_KL[quality], kind, worst)
+            return self.index_of_kl(PRESET_KL[quality], kind, worst=kind is None)
         if self.overall:
             return self.index_within("error", PRESET_ERROR[quality], [(p.step_index, p.error) for p in self.overall])
         return PRESET_STEP_INDEX[quality]

@@ -27,7 +27,7 @@ class Options:
         profile: path of the model's profile; None: the generic profile, which is not fitted to any model.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one.
-        worst: with a preset or `kl`: the KL is that of the worst kind of text, as `cuvee.Codec` takes it.
+        worst: with `kl`: the worst kind of text decides, as it does for presets.
         chunk_tokens: tokens per blob; a multiple of the engine's block size.
         min_tokens: shorter hits are not loaded; default: 64, or one chunk if that is shorter.
         load_async: load while other requests run; False: the engine waits for its loads.

@@ -395,10 +395,10 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
     assert profile.resolve(kl=KL_MARGIN * 2.5e-3) == 0 == Codec(profile, kl=KL_MARGIN * 2.5e-3).step_index
     assert profile.resolve(kl=KL_MARGIN * 4e-3, worst=True) == 0 == profile.resolve(kl=KL_MARGIN * 4e-3, kind="code")
     assert profile.resolve(kl=KL_MARGIN * 4e-3, kind="prose") == 64
-    assert profile.resolve("balanced", worst=True) == profile.resolve("balanced", kind="code")
-    assert profile.resolve("balanced", kind="prose") == profile.resolve("balanced", worst=True) + 64
-    finer, balanced = profile.resolve("balanced", worst=True), profile.resolve("balanced")
-    assert finer < balanced < profile.resolve("balanced", kind="prose")
+    # A preset is that of the worst kind.
+    assert profile.resolve("balanced") == profile.resolve("balanced", kind="code")
+    assert profile.resolve("balanced") == profile.resolve(kl=5e-3, worst=True) < profile.resolve(kl=5e-3)
+    assert profile.resolve("balanced", kind="prose") == profile.resolve("balanced") + 64
     with pytest.raises(InputError, match=r"^worst: must be False with kind='code', got True"):
         Codec(profile, kl=1e-3, kind="code", worst=True)
     # Bits are those of all kinds together.

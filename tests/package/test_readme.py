@@ -26,6 +26,7 @@ PERMUTED = ROOT / "eval" / "results" / "2026-11-23-smollm2-vllm-blend"
 TASKS = ROOT / "eval" / "results" / "2026-11-23-smollm2-tasks"
 RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
 LENGTHS = ROOT / "eval" / "results" / "2026-11-23-smollm2-lengths"
+QUALITIES = ROOT / "eval" / "results" / "2026-11-25-smollm2-qualities"
 LONG = ROOT / "eval" / "results" / "2026-11-23-engine-smollm2" / "engine.json"
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
@@ -119,10 +120,32 @@ def test_lengths_are_those_of_the_committed_run() -> None:
             digits = len(mean.partition(".")[2])
             assert bits == f"{entry['bits_per_value']:.2f}" and mean == f"{entry['kl']:.{digits}f}", cells[0]
             assert error == f"{entry['kl_stderr']:.{digits}f}", cells[0]
-    balanced = methods["cuvee/mixture4@balanced"]
-    kls, sizes = ([entry[name] for entry in balanced] for name in ("kl", "bits_per_value"))
-    told = f"{min(kls):.4f} to {max(kls):.4f}, at {min(sizes):.1f} to {max(sizes):.1f} bits"
-    assert told in README and [entry["length"] for entry in balanced] == [256, 1024, 4096, 7936]
+    assert [entry["length"] for entry in methods["cuvee/mixture4@balanced"]] == [256, 1024, 4096, 7936]
+
+
+def test_qualities_deliver_what_the_committed_run_delivered() -> None:
+    page = (QUALITIES / "README.md").read_text(encoding="utf-8")
+    found = json.loads((QUALITIES / "qualities.json").read_text(encoding="utf-8"))
+    texts = [found[name] for name in ("dracula", "emma", "multidoc", "musique", "python")]
+    table = {cells[0].replace("`", "").replace("no token ids", "no ids"): cells[1:] for cells in rows("quality", page)}
+    for name, cells in table.items():
+        asked = 5e-3 if name.startswith("balanced") else float(name.partition(",")[0].removeprefix("kl="))
+        bits = sum(text[name]["bits"] for text in texts) / len(texts)
+        worst = max(text[name]["kl_worst"] for text in texts)
+        assert cells == [
+            f"{bits:.2f}",
+            *(f"{text[name]['kl'] / asked:.2f}" for text in texts),
+            f"{worst / asked:.1f}",
+        ], name
+    assert table.keys() == found["quality_name"].keys() | {f"{name}, no ids" for name in found["quality_name"]}
+    lengths = json.loads((QUALITIES / "lengths.json").read_text(encoding="utf-8"))
+    means = []
+    for tokens in (256, 1024, 4096, 7936):
+        own = [entry for entry in lengths if entry["tokens"] == tokens]
+        means.append([sum(entry[name] for entry in own) / len(own) for name in ("kl", "bits")])
+    kls, sizes = zip(*means, strict=True)
+    told = f"loses {min(kls):.4f} to {max(kls):.4f} nats, at {min(sizes):.2f} to {max(sizes):.2f} bits"
+    assert f"`kl=0.005` {told}" in README
 
 
 def test_what_tasks_lose_is_what_the_committed_runs_lost() -> None:

@@ -48,7 +48,7 @@ def encode(
     ratio: Annotated[float | None, typer.Option(help="Instead: at least this many times smaller.")] = None,
     step: Annotated[float | None, typer.Option(help="Instead: the quantizer step.")] = None,
     worst: Annotated[
-        bool, typer.Option("--worst", help="The KL is that of the worst kind of text, not the mean.")
+        bool, typer.Option("--worst", help="With --kl: of the worst kind of text, as presets, not the mean.")
     ] = False,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per blob.")] = DEFAULT_CHUNK_TOKENS,
     force: Force = False,

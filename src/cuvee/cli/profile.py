@@ -249,7 +249,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         for kind, points in profile.curves.items():
             known = {point.step_index: point.kl for point in points if point.kl is not None}
             kinds.add_row(kind, *(f"{known[step]:.2g}" if step in known else "" for step in steps))
-        console.print("KL by kind and step; qualities go by the mean over kinds, with worst=True by the worst:")
+        console.print("KL by kind and step; kl= goes by the mean over kinds, presets go by the worst:")
         console.print(kinds)
 
 
