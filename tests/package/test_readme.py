@@ -26,6 +26,7 @@ PERMUTED = ROOT / "eval" / "results" / "2026-11-23-smollm2-vllm-blend"
 TASKS = ROOT / "eval" / "results" / "2026-11-23-smollm2-tasks"
 RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
 LENGTHS = ROOT / "eval" / "results" / "2026-11-23-smollm2-lengths"
+PEERS = ROOT / "eval" / "results" / "2026-11-25-smollm2-peers"
 QUALITIES = ROOT / "eval" / "results" / "2026-11-25-smollm2-qualities"
 LONG = ROOT / "eval" / "results" / "2026-11-23-engine-smollm2" / "engine.json"
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
@@ -121,6 +122,24 @@ def test_lengths_are_those_of_the_committed_run() -> None:
             assert bits == f"{entry['bits_per_value']:.2f}" and mean == f"{entry['kl']:.{digits}f}", cells[0]
             assert error == f"{entry['kl_stderr']:.{digits}f}", cells[0]
     assert [entry["length"] for entry in methods["cuvee/mixture4@balanced"]] == [256, 1024, 4096, 7936]
+
+
+def test_peers_are_those_of_the_committed_run() -> None:
+    report = json.loads((PEERS / "report.json").read_text(encoding="utf-8"))
+    told = {
+        "kakeyalattice/d4@10": "D4, range 10",
+        "kakeyalattice/e8@10": "E8, range 10",
+        "kivi4": "int4",
+        "fp8-e4m3": "",
+    }
+    table = rows("at its own KL", (PEERS / "README.md").read_text(encoding="utf-8"))
+    for (anchor, label), cells in zip(told.items(), table, strict=True):
+        (entry,) = (e for e in report["comparison"] if e["anchor"] == anchor)
+        found = ratio(report, anchor, "cuvee/smollm2", anchor)
+        assert label in cells[0] and cells[1:3] == [f"{entry['bits_per_value']:.2f}", f"{entry['kl']:.4f}"], anchor
+        assert cells[3] == f"{found['ratio']:.1f}x ({found['low']:.1f}x to {found['high']:.1f}x)", anchor
+    e8 = ratio(report, "kakeyalattice/e8@10", "cuvee/smollm2", "kakeyalattice/e8@10")
+    assert f"E8 takes [{e8['ratio']:.1f}x ({e8['low']:.1f} to {e8['high']:.1f})]" in README
 
 
 def test_qualities_deliver_what_the_committed_run_delivered() -> None:
