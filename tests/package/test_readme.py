@@ -157,6 +157,13 @@ def test_qualities_deliver_what_the_committed_run_delivered() -> None:
             f"{worst / asked:.1f}",
         ], name
     assert table.keys() == found["quality_name"].keys() | {f"{name}, no ids" for name in found["quality_name"]}
+    scores = json.loads((QUALITIES / "xquad.json").read_text(encoding="utf-8"))["scores"]
+    losses = {s["arm"]: f"{s['difference']:.2f} ± {s['difference_stderr']:.2f}" for s in scores if s["arm"] != "exact"}
+    sizes_of = {s["arm"]: f"{s['bits_per_value']:.2f}" for s in scores}
+    for variant, size, loss in rows("variant", page):
+        assert (size, loss) == (sizes_of[variant.strip("`")], losses[variant.strip("`")])
+    for arm in ("balanced", "kl=0.001"):
+        assert re.search(rf"`{arm}` takes {sizes_of[arm]}( bits, not 1.49,)? and loses {losses[arm]}", README), arm
     lengths = json.loads((QUALITIES / "lengths.json").read_text(encoding="utf-8"))
     means = []
     for tokens in (256, 1024, 4096, 7936):
