@@ -271,7 +271,7 @@ class Profile:
             ProfileError: no step of the curve keeps the limit, or the curve does not measure it; the message gives the
                 range.
         """
-        name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step)
+        name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst)
         curve = self._curve_for(plain)
         curve.check_kind(kind, worst)
         if isinstance(value, str):

@@ -100,11 +100,13 @@ class CurvePoint:
         return point
 
 
-def one_request(*, quality: object, kl: object, bits: object, ratio: object, step: object) -> tuple[str, str | float]:
+def one_request(
+    *, quality: object, kl: object, bits: object, ratio: object, step: object, worst: object = False
+) -> tuple[str, str | float]:
     """Return name and value of the one requested quality.
 
     Raises:
-        InputError: there is no request or several, or the value has the wrong type or range.
+        InputError: there is no request or several, the value has the wrong type or range, or `worst` comes without kl=.
     """
     asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -112,6 +114,8 @@ def one_request(*, quality: object, kl: object, bits: object, ratio: object, ste
         got = ", ".join(given) or "none"
         raise InputError(f"quality: must be given as exactly one of quality=, kl=, bits=, ratio=, step=, got {got}")
     ((name, value),) = given.items()
+    if worst is not False and (worst is not True or name != "kl"):
+        raise InputError(f"worst: must be True or False, and True only with kl=, got {worst!r} with {name}=")
     if name == "quality":
         if value not in PRESETS:
             raise InputError(f"quality: must be one of {', '.join(PRESETS)}, got {value!r}")

@@ -401,6 +401,11 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
     assert profile.resolve("balanced", kind="prose") == profile.resolve("balanced") + 64
     with pytest.raises(InputError, match=r"^worst: must be False with kind='code', got True"):
         Codec(profile, kl=1e-3, kind="code", worst=True)
+    for asked in ({"bits": 4.0}, {"step": 1.0}, {"ratio": 4.0}, {"quality": "balanced"}):
+        with pytest.raises(InputError, match=r"^worst: must be True or False, and True only with kl=, got True with "):
+            Codec(profile, worst=True, **asked)
+    with pytest.raises(InputError, match=r"^worst: .*, got 'yes' with kl="):
+        Codec(profile, kl=1e-3, worst="yes")  # type: ignore[arg-type]
     # Bits are those of all kinds together.
     assert profile.resolve(bits=4.0) == profile.resolve(bits=4.0, kind="prose") == 0
     assert profile.least_kl() == pytest.approx(2.5 * KL_MARGIN * 1e-3 / 64)
