@@ -308,7 +308,7 @@ def test_placing_a_piece_reads_neither_the_others_nor_their_blocks(bench: Callab
 
 
 def test_a_synchronous_load_does_not_wait_for_a_blend(bench: Callable[..., Bench]) -> None:
-    b, go = bench(load_async=False, load_timeout=1), threading.Event()
+    b, go = bench(load_async=False, load_timeout=10), threading.Event()
     store_segments(b)
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
     b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 3)], 23, request="waits")], synchronous=True)
