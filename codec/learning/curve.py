@@ -58,11 +58,13 @@ def measure_curve(
         kinds = by_kind(model, token_ids, prefix)
         layout = KVLayout.from_config(model.config, dtype=model.dtype)
         profile.check_layout(layout)
-        steps = sorted(step_indices or default_step_indices(profile))
+        steps = sorted(set(step_indices or default_step_indices(profile)))
         ways = [(step_index, False) for step_index in steps]
+        coded_by = {False: profile}
         if profile.token_table is not None:
-            ways += [(step_index, True) for step_index in _plain_step_indices(profile, steps)]
-        codecs = {way: Codec(profile.plain if way[1] else profile, step=step_value(way[0])) for way in ways}
+            coded_by[True] = profile.plain
+            ways += [(step_index, True) for step_index in _plain_step_indices(coded_by[True], steps)]
+        codecs = {way: Codec(coded_by[way[1]], step=step_value(way[0])) for way in ways}
         names = (None, *kinds)
         tallies: dict[str | None, dict[_Way, _Tally]] = {name: {way: _Tally() for way in ways} for name in names}
         work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
@@ -85,9 +87,9 @@ def measure_curve(
     ]
 
 
-def _plain_step_indices(profile: Profile, steps: Sequence[int]) -> Sequence[int]:
+def _plain_step_indices(plain: Profile, steps: Sequence[int]) -> Sequence[int]:
     """Return the steps at which chunks without token ids are measured: half as many, since few chunks lack them."""
-    finest = max(finest_step_index(section.scale) for section in profile.plain.learned)
+    finest = max(finest_step_index(section.scale) for section in plain.learned)
     served = [step_index for step_index in steps if step_index >= finest]
     return [step_index for number, step_index in enumerate(served) if number % 2 == 0 or step_index == served[-1]]
 
