@@ -238,7 +238,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
     console.print(presets)
     console.print(_curve_table(profile.curve))
     if profile.plain_curve:
-        console.print("Chunks without token ids, which take the step that keeps a KL from here:")
+        console.print("Chunks without token ids; kl= and presets take their step from this curve:")
         console.print(_curve_table(profile.plain_curve))
     console.print("Ratios count a cache of 16 bits per value.", highlight=False)
     if profile.curves:
