@@ -56,6 +56,7 @@ class EncodeRequest:
         start: position of the first token.
         offsets: octaves `[T]` by which each token's step is coarser, on the CPU; None leaves that to the profile.
         token_ids: `[T]`; None if nothing is predicted from them.
+        following: number of tokens after them in the sequence's cache.
     """
 
     cache: PagedCache
@@ -64,6 +65,7 @@ class EncodeRequest:
     start: int
     offsets: torch.Tensor | None = None
     token_ids: I64 | None = None
+    following: int = 0
 
     @property
     def every_slot(self) -> torch.Tensor:

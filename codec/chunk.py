@@ -25,19 +25,22 @@ class KVChunk:
         start: position of the first token.
         token_ids: ids of the tokens, `[T]` integers, `cuvee.NO_TOKEN` for a token without one; None if unknown. With
             them, a profile with a token table makes smaller blobs.
+        following: number of tokens that follow the last one in the same cache. The nearer a token is to the end of the
+            cache, the more the next tokens depend on it, so calibrated profiles code the last tokens finer. `slice`
+            counts them.
 
     The chunk keeps views of the tensors and copies nothing.
 
     Raises:
-        InputError: wrong count, shape, dtype or device, no tokens, positions that the model does not have, or negative
-            token ids.
+        InputError: wrong count, shape, dtype or device, no tokens, positions that the model does not have, negative
+            token ids, or `following` below zero.
 
     Example:
         >>> from cuvee import LayerLayout
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
         >>> chunk = KVChunk(torch.zeros(3, 10, 2, 8), torch.zeros(3, 10, 2, 8), layout, start=100)
-        >>> chunk.slice(4, 10).start
-        104
+        >>> chunk.slice(4, 8).start, chunk.slice(4, 8).following
+        (104, 2)
     """
 
     keys: tuple[torch.Tensor, ...] = field(repr=False)
@@ -46,6 +49,7 @@ class KVChunk:
     start: int
     tokens: int
     token_ids: I64 | None = field(repr=False)
+    following: int
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class KVChunk:
         layout: KVLayout,
         start: int = 0,
         token_ids: object = None,
+        following: int = 0,
     ) -> None:
         if not isinstance(layout, KVLayout):
             raise InputError(f"layout: must be a KVLayout, got {layout!r}")
@@ -84,7 +89,8 @@ class KVChunk:
                 f"({layout.model_type}, KVLayout.max_positions), got {start}"
             )
         ids = None if token_ids is None else as_token_ids(token_ids, tokens, "token_ids")
-        self._hold(key_layers, value_layers, layout, start, ids)
+        check_following(following)
+        self._hold(key_layers, value_layers, layout, start, ids, following)
 
     def _hold(
         self,
@@ -93,6 +99,7 @@ class KVChunk:
         layout: KVLayout,
         start: int,
         token_ids: I64 | None,
+        following: int,
     ) -> None:
         object.__setattr__(self, "keys", keys)
         object.__setattr__(self, "values", values)
@@ -100,6 +107,7 @@ class KVChunk:
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "tokens", len(keys[0]))
         object.__setattr__(self, "token_ids", token_ids)
+        object.__setattr__(self, "following", following)
 
     @classmethod
     def unchecked(
@@ -109,10 +117,11 @@ class KVChunk:
         layout: KVLayout,
         start: int,
         token_ids: I64 | None = None,
+        following: int = 0,
     ) -> KVChunk:
         """Make a chunk of tensors that are known to fit: nothing is validated."""
         chunk = cls.__new__(cls)
-        chunk._hold(tuple(keys), tuple(values), layout, start, token_ids)
+        chunk._hold(tuple(keys), tuple(values), layout, start, token_ids, following)
         return chunk
 
     @property
@@ -140,7 +149,7 @@ class KVChunk:
             raise InputError(f"t0, t1: must be 0 <= t0 < t1 <= {self.tokens}, got {t0!r}, {t1!r}")
         keys, values = ([layer[t0:t1] for layer in unit] for unit in (self.keys, self.values))
         ids = None if self.token_ids is None else self.token_ids[t0:t1]
-        return KVChunk.unchecked(keys, values, self.layout, self.start + t0, ids)
+        return KVChunk.unchecked(keys, values, self.layout, self.start + t0, ids, self.following + self.tokens - t1)
 
     @classmethod
     def concat(cls, chunks: Sequence[KVChunk]) -> KVChunk:
@@ -167,7 +176,15 @@ class KVChunk:
             layout,
             chunks[0].start,
             np.concatenate(ids) if len(ids) == len(chunks) else None,
+            chunks[-1].following,
         )
+
+
+def check_following(following: object) -> int:
+    """Return a number of tokens that follow a chunk; raise InputError if it is not one."""
+    if type(following) is not int or following < 0:
+        raise InputError(f"following: must be an int of at least 0, got {following!r}")
+    return following
 
 
 def _per_layer(name: str, tensors: torch.Tensor | Sequence[torch.Tensor], layout: KVLayout) -> tuple[torch.Tensor, ...]:

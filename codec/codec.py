@@ -28,7 +28,7 @@ from cuvee.codec.backends import (
     get_backend,
     has_backend,
 )
-from cuvee.codec.chunk import KVChunk
+from cuvee.codec.chunk import KVChunk, check_following
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileMismatchError, allocations
 from cuvee.codec.format.container import (
@@ -250,7 +250,8 @@ class Codec:
         """Compress a chunk into one blob, on the device where the chunk is.
 
         Args:
-            chunk: the chunk to compress.
+            chunk: the chunk to compress. With a calibrated profile, the tokens at the end of a cache are coded finer.
+                Slices of one chunk know how far from the end they are (`KVChunk.following`).
             tokens: ids of the chunk's tokens, `[T]` integers, `cuvee.NO_TOKEN` for a token without one. If all tokens
                 have ids, a profile with a token table makes the blob smaller, and the blob holds them, so that
                 decoding needs nothing new. Any other profile, and lossless coding, ignores them. Default:
@@ -272,7 +273,7 @@ class Codec:
         start = self._check_start(chunk.start, chunk.tokens)
         cache, offsets = PagedCache.of_chunk(chunk), self._offsets(importance, chunk.tokens)
         ids = self._token_ids(chunk.token_ids if tokens is None else tokens, chunk.tokens)
-        request = EncodeRequest(cache, None, chunk.tokens, start, offsets, ids)
+        request = EncodeRequest(cache, None, chunk.tokens, start, offsets, ids, chunk.following)
         return self._encode(cache, [request], [associated_data])[0]
 
     def decode(
@@ -426,6 +427,7 @@ class Codec:
         starts: Sequence[int],
         *,
         tokens: Sequence[object] | None = None,
+        following: Sequence[int] | None = None,
         importance: Sequence[object] | None = None,
         associated_data: Sequence[bytes] | None = None,
     ) -> list[bytes]:
@@ -436,6 +438,7 @@ class Codec:
             slots: for each chunk, int64 `[T]` on the cache's device: the slots of its tokens, in order.
             starts: for each chunk, the position of its first token.
             tokens: for each chunk, the ids of its tokens as in `encode`, or None; default: no chunk has ids.
+            following: for each chunk, the number of tokens after it, as in `KVChunk`; default: 0.
             importance: for each chunk, as in `encode`.
             associated_data: for each chunk, as in `encode`.
 
@@ -450,15 +453,16 @@ class Codec:
             raise InputError(f"starts: must be one for each of the {len(slots)} chunks in slots, got {len(starts)}")
         weights = _each("importance", importance, len(slots))
         ids = _each("tokens", tokens, len(slots))
+        after = _each("following", [0] * len(slots) if following is None else following, len(slots))
         bound = self._each_associated(associated_data, len(slots))
         requests = []
-        for at, given, weight, own_ids in zip(slots, starts, weights, ids, strict=True):
+        for at, given, weight, own_ids, own_after in zip(slots, starts, weights, ids, after, strict=True):
             count = len(cache.check_slots(at))
             if not count:
                 raise InputError("slots: must name at least one token per chunk, got none")
             start = self._check_start(given, count)
             offsets, token_ids = self._offsets(weight, count), self._token_ids(own_ids, count)
-            requests.append(EncodeRequest(cache, at, count, start, offsets, token_ids))
+            requests.append(EncodeRequest(cache, at, count, start, offsets, token_ids, check_following(own_after)))
         return self._encode(cache, requests, bound)
 
     def decode_paged(

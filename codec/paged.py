@@ -280,13 +280,16 @@ class PagedCache:
             return None
         return slice(first, last + 1)
 
-    def chunk(self, slots: torch.Tensor | None, start: int, token_ids: I64 | None = None) -> KVChunk:
+    def chunk(
+        self, slots: torch.Tensor | None, start: int, token_ids: I64 | None = None, following: int = 0
+    ) -> KVChunk:
         """Return the tokens at `slots` as a chunk: views of a dense cache of the layout's dtype, copies of another.
 
         Args:
             slots: int64 `[T]` on the cache's device; None for all rows of a dense cache.
             start: position of the first token.
             token_ids: of the tokens, `[T]`; None if unknown.
+            following: number of tokens after them, as in `KVChunk`.
 
         Raises:
             InputError: a slot that the cache does not have.
@@ -295,10 +298,10 @@ class PagedCache:
         if slots is not None:
             found = self.run(slots) if self.dtype == self.layout.torch_dtype else None
             if found is None:
-                return self._read(slots, start, token_ids)
+                return self._read(slots, start, token_ids, following)
             run = found
         keys, values = ([pages[0, run].detach() for pages in unit] for unit in (self.keys, self.values))
-        return KVChunk.unchecked(keys, values, self.layout, start, token_ids)
+        return KVChunk.unchecked(keys, values, self.layout, start, token_ids, following)
 
     def read(self, slots: torch.Tensor, start: int) -> KVChunk:
         """Return a copy of the tokens at `slots`, int64 `[T]`, as a chunk that begins at position `start`.
@@ -309,7 +312,7 @@ class PagedCache:
         chunk = self._read(self.check_slots(slots), start)
         return KVChunk(chunk.keys, chunk.values, self.layout, start)
 
-    def _read(self, slots: torch.Tensor, start: int, token_ids: I64 | None = None) -> KVChunk:
+    def _read(self, slots: torch.Tensor, start: int, token_ids: I64 | None = None, following: int = 0) -> KVChunk:
         dtype = self.layout.torch_dtype
         layers = range(self.layout.num_layers)
         self.check_range(slots, layers, least=0)
@@ -320,7 +323,7 @@ class PagedCache:
             for layer, scale in zip(pages, scales, strict=True):
                 part = _take(layer, places).detach()
                 units[-1].append((part.float() * scale if self.scaled else part).to(dtype))
-        return KVChunk.unchecked(units[0], units[1], self.layout, start, token_ids)
+        return KVChunk.unchecked(units[0], units[1], self.layout, start, token_ids, following)
 
     def layer(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies `[T, H, D]` of a layer's keys and values at `slots`: see `reader`."""

@@ -301,17 +301,19 @@ def _encode_batch(
     """Encode all chunks of all rows in one call, on their device, and bind the blobs of row b to `bound[b]`."""
     width = tensors[0][0].shape[2]
     all_slots = torch.arange(len(paddings) * width, device=tensors[0][0].device)
-    slots, starts, associated_data = [], [], []
+    slots, starts, following, associated_data = [], [], [], []
     tokens: list[I64 | None] = []
     for row, padding in enumerate(paddings):
         first = row * width + padding
-        for start, end in _spans(_whole_row(tensors, layout, row, padding).tokens, chunk_tokens):
+        length = _whole_row(tensors, layout, row, padding).tokens
+        for start, end in _spans(length, chunk_tokens):
             slots.append(all_slots[first + start : first + end])
             starts.append(start)
+            following.append(length - end)
             associated_data.append(bound[row])
             tokens.append(None if ids is None else ids[row, padding + start : padding + end])
     cache = PagedCache(layout, [keys.transpose(1, 2) for keys, _ in tensors], [v.transpose(1, 2) for _, v in tensors])
-    return codec.encode_paged(cache, slots, starts, tokens=tokens, associated_data=associated_data)
+    return codec.encode_paged(cache, slots, starts, tokens=tokens, following=following, associated_data=associated_data)
 
 
 def _decode_batch(

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.profiles.class_predictor import CLAMP, SQUARE_FLOOR
+from cuvee.codec.profiles.class_predictor import CLAMP, SQUARE_FLOOR, finer_near_end
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.step_coding import SectionCoding
+from cuvee.codec.support.arrays import F32
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import Centers
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField
@@ -71,6 +72,7 @@ class DevicePredictor:
         counts = [len(section.basis.sinks) for _, section, _ in found]
         self._sinks = torch.tensor(counts, dtype=torch.int64).to(device)[:, None, None]
         self._codings = [codings[index] for index, _, _ in found]
+        self._recency = [predictor.recency for _, _, predictor in found]
         self._energy, self._bias = (
             torch.tensor([[getattr(predictor, name)] for _, _, predictor in found], dtype=torch.float32).to(device)
             for name in ("energy", "bias")
@@ -86,11 +88,12 @@ class DevicePredictor:
             out[row, : len(own)] = own
         return out.to(self._device)
 
-    def place(self, chunks: I64) -> tuple[I64, npt.NDArray[np.int64]]:
-        """Return what `offsets` needs on the device: jobs, and the index of each token's limit.
+    def place(self, chunks: I64, following: Sequence[int]) -> tuple[I64, npt.NDArray[np.int64], F32]:
+        """Return what `offsets` needs on the device: jobs, the index of each token's limit, and what recency takes off.
 
         Args:
             chunks: int64 `[chunks, len(ChunkField)]`.
+            following: of each chunk, the number of tokens after it.
         """
         tokens = int(chunks[:, ChunkField.TOKENS].sum())
         jobs = np.zeros((len(chunks), self._of_all, len(JobField)), np.int64)
@@ -102,7 +105,12 @@ class DevicePredictor:
             np.minimum(source + np.arange(count), last)
             for source, count in chunks[:, [ChunkField.SOURCE, ChunkField.TOKENS]].tolist()
         ]
-        return jobs.reshape(-1, len(JobField)), np.concatenate(positions)
+        counts = chunks[:, ChunkField.TOKENS].tolist()
+        finer = [
+            torch.cat([finer_near_end(recency, *each) for each in zip(counts, following, strict=True)])
+            for recency in self._recency
+        ]
+        return jobs.reshape(-1, len(JobField)), np.concatenate(positions), torch.stack(finer).numpy()
 
     def offsets(
         self,
@@ -110,15 +118,17 @@ class DevicePredictor:
         jobs: torch.Tensor,
         batch: ChunkBatch,
         positions: torch.Tensor,
+        finer: torch.Tensor,
         centers: Centers | None = None,
     ) -> torch.Tensor:
         """Return the octaves by which the step of each token may be coarser, float32 `[S, tokens]`.
 
         Args:
             x: float32 `[tokens, M]` from `gather`.
-            jobs: from `place`, on the device; so is `positions`.
+            jobs: from `place`, on the device; so are `positions` and `finer`.
             batch: all sections of the chunks.
             positions: int64 `[tokens]`.
+            finer: float32 `[S, tokens]`.
             centers: of the batch, whose predictions x lacks; None: nothing is predicted. They are added as the CPU adds
                 them (`SectionCoding.leading_of_embedding`): not rounded to bfloat16.
         """
@@ -132,7 +142,7 @@ class DevicePredictor:
         u = y / self._scale
         out = torch.matmul(self._linear, u.clamp(-CLAMP, CLAMP))[:, 0]
         out += torch.matmul(self._square, (u.square() + SQUARE_FLOOR).log())[:, 0]
-        out += self._energy * (y.square().sum(1) + 1e-9).log() + self._bias
+        out += self._energy * (y.square().sum(1) + 1e-9).log() + self._bias - finer
         return torch.minimum(out, self._limits[:, positions])
 
 

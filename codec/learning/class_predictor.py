@@ -1,7 +1,7 @@
 """Learn a `Predictor`: a regression from a token's coefficients to the cost of an error on it.
 
     e_t = |z_t|^2, z_t the gradient on token t in the section's coordinates: the cost of a unit of squared error there
-    log e_t ~ weights . features(leading coefficients of t) + bias
+    log e_t ~ weights . features(leading coefficients of t) + bias + recency(distance of t from the end of the cache)
 
 The fit is ridge regression on the logarithm. e_t spans many orders of magnitude, and a few tokens hold nearly all of
 it. A likelihood of e_t itself would follow those tokens and generalize badly to other kinds of text. Measured by
@@ -21,8 +21,8 @@ import torch
 
 from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.token_classes import CLASS_UNITS, CLASSES, class_frequencies
-from cuvee.codec.profiles.class_predictor import CLAMP, EXPONENT, SQUARE_FLOOR, Predictor, choose_classes
-from cuvee.codec.support.arrays import F32, I16, U8, U16
+from cuvee.codec.profiles.class_predictor import CLAMP, EXPONENT, SQUARE_FLOOR, Predictor, choose_classes, recency_at
+from cuvee.codec.support.arrays import F32, I16, I64, U8, U16
 
 LEADING = 96  # components that a predictor reads, per layer of its section
 MOST_LEADING = 384
@@ -42,6 +42,7 @@ class TokenSample:
         y: `[R, t]` float32 coefficients of ordinary tokens.
         whole: the same with what their tokens predict, which `y` lacks.
         energy: `[t]` float32, e_t of these tokens.
+        distance: `[t]` int64, 1 for the last token of a sequence's cache, 2 for the one before.
         sink_energy: `[P]`, mean e of the leading positions, whose coefficients have separate means.
         sink_count: `[P]`, number of tokens in each of these averages.
     """
@@ -49,6 +50,7 @@ class TokenSample:
     y: F32
     whole: F32
     energy: F32
+    distance: I64
     sink_energy: F32
     sink_count: F32
 
@@ -79,7 +81,12 @@ def _regress(sample: TokenSample, scale: I16, layers: int) -> tuple[Predictor, t
     deviation = y.square().mean(1).sqrt() + 1e-9
     u = y / deviation[:, None]
     features = torch.cat(
-        [u.clamp(-CLAMP, CLAMP), (u.square() + SQUARE_FLOOR).log(), (y.square().sum(0, keepdim=True) + 1e-9).log()]
+        [
+            u.clamp(-CLAMP, CLAMP),
+            (u.square() + SQUARE_FLOOR).log(),
+            (y.square().sum(0, keepdim=True) + 1e-9).log(),
+            _hats(sample.distance),
+        ]
     )
     center, spread = features.mean(1, keepdim=True), features.std(1, keepdim=True) + 1e-6
     # In float64, because the features of neighboring components are nearly collinear if there are few.
@@ -89,23 +96,50 @@ def _regress(sample: TokenSample, scale: I16, layers: int) -> tuple[Predictor, t
     weights, mean = _ridge(scaled, relative)
     share = _exponent(scaled, relative)
     plain = weights.float() / spread[:, 0]
-    # A small exponent equalizes the tokens of a section. The constant keeps the section's level.
-    constant = float(mean + level.log()) - share / EXPONENT * float(plain @ center[:, 0])
-    plain = plain * (share / EXPONENT)
     count = len(components)
+    # A small exponent equalizes the tokens of a section. The exponent of distances is 1: they are few and known, where
+    # coefficients only predict. On SmolLM2-135M, 1 needs 4 % fewer bits than 0.75 where the cache ends.
+    plain[: 2 * count + 1] *= share / EXPONENT
+    plain[2 * count + 1 :] *= _enough(features) / EXPONENT
+    # The constant keeps the section's level.
+    constant = float(mean + level.log()) - float(plain @ center[:, 0])
     octaves = (-OCTAVES_PER_LOG * plain).numpy().astype(np.float32)
+    finer = -octaves[2 * count + 1 :]
     sinks = -OCTAVES_PER_LOG * np.log(np.maximum(sample.sink_energy, 1e-30))
     predictor = Predictor(
         components,
         deviation.numpy(),
         octaves[:count],
         octaves[count : 2 * count],
-        float(octaves[-1]),
-        -OCTAVES_PER_LOG * constant,
+        float(octaves[2 * count]),
+        -OCTAVES_PER_LOG * constant - float(finer[-1]),
         sinks.astype(np.float32),
-        center[count:, 0].numpy().astype(np.float32),
+        center[count : 2 * count + 1, 0].numpy().astype(np.float32),
+        finer - finer[-1],
     )
-    return predictor, predictor.offsets(y, len(sinks), 0)
+    return predictor, _offsets(predictor, sample)
+
+
+def _enough(features: torch.Tensor) -> bool:
+    """Return whether there are enough tokens to learn from features `[F, t]`."""
+    return features.shape[1] >= 2 * len(features)
+
+
+def _hats(distance: I64) -> torch.Tensor:
+    """Return the features of distances `[t]`, `[D, t]`: each is 1 at 1, 2, 4, … and falls to 0 at its neighbors.
+
+    The last distance is the largest power of two that occurs; beyond it, nothing changes.
+    """
+    octaves = torch.from_numpy(np.log2(distance)).float()
+    knots = torch.arange(int(octaves.max()) + 1)[:, None]
+    return (1 - (octaves.clamp_max(len(knots) - 1) - knots).abs()).clamp_min(0)
+
+
+def _offsets(predictor: Predictor, sample: TokenSample) -> torch.Tensor:
+    """Return a predictor's offsets on the ordinary tokens of its sample, in octaves."""
+    y = torch.from_numpy(np.ascontiguousarray(sample.whole[predictor.components]))
+    finer = torch.from_numpy(recency_at(predictor.recency, sample.distance)).float()
+    return predictor.offsets(y, len(predictor.sinks), 0, finer)
 
 
 def _ridge(features: torch.Tensor, relative: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +157,7 @@ def _exponent(features: torch.Tensor, relative: torch.Tensor) -> float:
     """
     count = features.shape[1]
     halves = [torch.arange(count) < count // 2, torch.arange(count) >= count // 2]
-    if count < 2 * len(features):
+    if not _enough(features):
         return 0.0
     costs = dict.fromkeys(EXPONENTS, 0.0)
     for learned, held_out in (halves, halves[::-1]):
@@ -145,8 +179,7 @@ def learn_classes(sample: TokenSample, predictor: Predictor, scale: I16) -> tupl
     Returns:
         Classes `[t]` uint8; frequencies `[16]` uint16; class scales `[16]` int16, in 1/64 octave relative to `scale`.
     """
-    offsets = predictor.offsets(torch.from_numpy(sample.whole[predictor.components]), len(predictor.sinks), 0)
-    classes = choose_classes(offsets, 0)
+    classes = choose_classes(_offsets(predictor, sample), 0)
     counts = np.bincount(classes, minlength=CLASSES).astype(np.float64)
     sinks = choose_classes(torch.from_numpy(predictor.sinks), 0)
     coded = counts + np.bincount(sinks, sample.sink_count, CLASSES)

@@ -128,7 +128,7 @@ def _with_classes(
 def _token_sample(moments: Moments, section: SectionProfile, index: int, tokens: TokenModel | None) -> TokenSample:
     """Compute the coefficients of the sampled tokens and the costs of errors on them."""
     sinks = len(section.basis.sinks)
-    ys, wholes, energies = [], [], []
+    ys, wholes, energies, distances = [], [], [], []
     sink_energy, sink_count = np.zeros(sinks, np.float32), np.zeros(sinks, np.float32)
     for run in moments.sample:
         x, predicted = run.x, None
@@ -147,10 +147,11 @@ def _token_sample(moments: Moments, section: SectionProfile, index: int, tokens:
         ys.append(y[:, leading:])
         wholes.append(whole[:, leading:])
         energies.append(energy[leading:])
+        distances.append(np.arange(run.length, 0, -1)[leading : len(run.x)])
     joined = np.concatenate(ys, axis=1)
     whole = joined if tokens is None else np.concatenate(wholes, axis=1)
     means: F32 = (sink_energy / np.maximum(sink_count, 1)).astype(np.float32)
-    return TokenSample(joined, whole, np.concatenate(energies), means, sink_count)
+    return TokenSample(joined, whole, np.concatenate(energies), np.concatenate(distances), means, sink_count)
 
 
 def _pulled_back(section: SectionProfile, gradient: torch.Tensor | None) -> torch.Tensor:

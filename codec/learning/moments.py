@@ -43,12 +43,14 @@ class SampledRun:
 
     Attributes:
         start: position of the first token.
+        length: tokens of the run; those kept are the first.
         x: `[t, N]` float32.
         gradient: `[t, N]`, or None.
         token_ids: `[t]` if predictions were subtracted from x, which begins at position 0; else None.
     """
 
     start: int
+    length: int
     x: torch.Tensor
     gradient: torch.Tensor | None
     token_ids: torch.Tensor | None
@@ -84,7 +86,10 @@ class Moments:
         gradient: torch.Tensor | None = None,
         token_ids: torch.Tensor | None = None,
     ) -> None:
-        """Add a run of tokens `[t, N]` float32 from position `start` on, the gradients on them, and their ids."""
+        """Add a run of tokens `[t, N]` float32 from position `start` on, the gradients on them, and their ids.
+
+        The run ends where its sequence's cache ends, if there are gradients.
+        """
         for position in range(start, min(SINKS, start + len(x))):
             self.sink_total[position] += x[position - start]
             self.sink_count[position] += 1
@@ -113,7 +118,7 @@ class Moments:
         if self._seen % self._stride == 0:
             kept = None if gradient is None else gradient[: self._limit].bfloat16().cpu()
             ids = None if token_ids is None else token_ids[: self._limit].cpu()
-            self.sample.append(SampledRun(start, x[: self._limit].clone().cpu(), kept, ids))
+            self.sample.append(SampledRun(start, len(x), x[: self._limit].clone().cpu(), kept, ids))
             while sum(len(run.x) for run in self.sample) > self._limit:
                 del self.sample[1::2]
                 self._stride *= 2

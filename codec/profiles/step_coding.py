@@ -9,7 +9,7 @@ from cuvee.codec.entropy.family import Family, step_value
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan, class_table
 from cuvee.codec.errors import ProfileError
-from cuvee.codec.profiles.class_predictor import choose_classes
+from cuvee.codec.profiles.class_predictor import choose_classes, finer_near_end
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.section_basis import LeadingComponents
 from cuvee.codec.profiles.section_profile import SectionProfile
@@ -61,12 +61,21 @@ class SectionCoding:
         predictor = self.learned.predictor
         return None if predictor is None else self.learned.basis.leading(predictor.components)
 
+    def finer(self, tokens: int, following: int) -> torch.Tensor | None:
+        """Return the octaves that nearness to the end takes off, `[T]`, for a chunk as in `finer_near_end`.
+
+        None without a predictor.
+        """
+        predictor = self.learned.predictor
+        return None if predictor is None else finer_near_end(predictor.recency, tokens, following)
+
     def classes(
         self,
         x: torch.Tensor,
         start: int,
         at: slice,
         offsets: torch.Tensor | None,
+        finer: torch.Tensor | None,
         token_ids: I64 | None = None,
     ) -> tuple[U8, torch.Tensor | None]:
         """Return the classes of the tokens `at` of a chunk that begins at position `start`.
@@ -77,6 +86,7 @@ class SectionCoding:
             at: the tokens.
             offsets: octaves `[T]` of all tokens, set by the caller; None: the predictor chooses. It reads values with
                 their predictions, so that the classes of a chunk do not depend on whether its tokens are known.
+            finer: what `finer` returned for the chunk.
             token_ids: of the tokens `at`, if the blob holds ids.
 
         Returns:
@@ -86,12 +96,12 @@ class SectionCoding:
         if offsets is not None:
             return choose_classes(offsets[at], self.classed.finest), None
         predictor = self.learned.predictor
-        if predictor is None or self._leading is None:
+        if predictor is None or self._leading is None or finer is None:
             raise ProfileError("importance: must be given for a section without a class predictor")
         y = self._leading(x)
         predicted = self._predicted(token_ids, start + at.start)
         whole = y if predicted is None else y + predicted
-        classes = choose_classes(predictor.offsets(whole, start, at.start), self.classed.finest)
+        classes = choose_classes(predictor.offsets(whole, start, at.start, finer[at]), self.classed.finest)
         return classes, y if self._reads_first else None
 
     def _predicted(self, token_ids: I64 | None, start: int) -> torch.Tensor | None:

@@ -104,9 +104,10 @@ class TransformScheme:
     ) -> Iterator[tuple[U8, U8, F32]]:
         """Yield for each tile the classes of the tokens, the classes of the columns, and the columns' coefficients."""
         coding = self._coding.sections[index]
+        finer = coding.finer(chunk.tokens, chunk.following)
         for at, x in self._centered(chunk, index, unrotation):
             ids = None if chunk.token_ids is None else chunk.token_ids[at]
-            classes, leading = coding.classes(x, chunk.start, at, offsets, ids)
+            classes, leading = coding.classes(x, chunk.start, at, offsets, finer, ids)
             by_class = self._stages.coding_order(classes)
             columns, order = classes[by_class], torch.from_numpy(by_class)
             ordered = torch.index_select(x, 0, order, out=_arena.tensor("ordered", x.numel(), x.dtype).view(x.shape))

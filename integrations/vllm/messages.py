@@ -121,11 +121,13 @@ class Save:
         entry: what to store; all of its tokens are in its blocks.
         token_ids: ids of its tokens, NO_TOKEN for a part of an image or another medium; None if the codec predicts
             nothing from them.
+        following: number of tokens after them in the prompt, whose cache is likely to be restored with theirs.
     """
 
     tenant: str
     entry: Entry
     token_ids: list[int] | None = None
+    following: int = 0
 
 
 @dataclass(slots=True)

@@ -136,15 +136,16 @@ class SchedulerSaves:
     def _save(self, tracked: Tracked, entry: Entry) -> Save:
         """Return the order to store an entry, with its tokens if the codec predicts from them."""
         request = tracked.request
+        following = max(request.num_prompt_tokens - entry.end, 0)
         if not self._state.predicts:
-            return Save(tracked.tenant, entry)
+            return Save(tracked.tenant, entry, following=following)
         ids = list(request.all_token_ids[entry.start : entry.end])
         for item in request.mm_features:  # their cache does not follow from the ids of their placeholders
             first = max(item.mm_position.offset, entry.start)
             end = min(item.mm_position.offset + item.mm_position.length, entry.end)
             for at in range(first, end):
                 ids[at - entry.start] = NO_TOKEN
-        return Save(tracked.tenant, entry, ids)
+        return Save(tracked.tenant, entry, ids, following)
 
     def _storable(self, tracked: Tracked) -> int:
         """Return how many of a request's tokens may be stored once they have KV: those before the first inexact one."""

@@ -148,6 +148,7 @@ class WorkerSaves:
                 [rows[at] for at in which],
                 [batch[at].entry.start for at in which],
                 tokens=[batch[at].token_ids for at in which],
+                following=[batch[at].following for at in which],
                 importance=[self._importance(batch[at].entry) for at in which],
                 associated_data=[self._state.bound_to(batch[at].tenant, batch[at].entry.digest) for at in which],
             )

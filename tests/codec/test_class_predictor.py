@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,17 @@ from cuvee.codec.errors import FormatError, InputError, ProfileError
 from cuvee.codec.format.container import inspect
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.learning.class_predictor import TokenSample, leading_components, learn_classes, learn_predictors
+from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import (
+    LEAVING,
+    MAX_DISTANCES,
     MAX_SINKS,
     Predictor,
     choose_classes,
+    finer_near_end,
     importance_offsets,
     read_predictor,
+    recency_at,
 )
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
@@ -84,36 +90,127 @@ def test_components_of_the_predictor_need_no_second_product(group: str) -> None:
         coding = SectionCoding(replace(profile.learned[0], predictor=reads), 0)
         basis = coding.learned.basis
         x = torch.randn(40, len(basis.mean), generator=torch.Generator().manual_seed(0))
-        classes, known = coding.classes(x, 10, slice(0, 40), None)
+        classes, known = coding.classes(x, 10, slice(0, 40), None, coding.finer(40, 0))
         assert classes.dtype == np.uint8 and classes.shape == (40,)
         assert (known is not None) == (first and group == "layer")
         if known is not None:
             torch.testing.assert_close(known, basis.coefficients(x, basis.block_ranks)[:3], rtol=1e-4, atol=1e-4)
-        assert coding.classes(x, 10, slice(8, 40), torch.zeros(40))[1] is None, "a caller's classes read nothing"
+        assert coding.classes(x, 10, slice(8, 40), torch.zeros(40), None)[1] is None, "a caller's classes read nothing"
 
 
 def test_a_section_without_a_predictor_has_no_classes_of_its_own() -> None:
     coding = SectionCoding(replace(fitted().learned[0], predictor=None), 0)
     with pytest.raises(ProfileError, match="without a class predictor"):
-        coding.classes(torch.zeros(1, len(coding.learned.basis.mean)), 0, slice(0, 1), None)
+        coding.classes(torch.zeros(1, len(coding.learned.basis.mean)), 0, slice(0, 1), None, coding.finer(1, 0))
 
 
 def test_offsets_are_a_sum_over_features() -> None:
     y = torch.tensor([[1.0, -2.0, 100.0], [0.0, 4.0, 2.0]])
-    got = predictor().offsets(y, 10, 0)
+    got = predictor().offsets(y, 10, 0, torch.zeros(3))
     want = [1 + 0.5 * u - 0.25 * np.log(v * v + 0.01) for u, v in ((1, 0), (-2, 2), (6, 1))]
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float32))
-    energy = predictor(energy=2.0).offsets(y, 10, 0) - got
+    energy = predictor(energy=2.0).offsets(y, 10, 0, torch.zeros(3)) - got
     torch.testing.assert_close(energy, 2 * (y.square().sum(0) + 1e-9).log())
+    finer = torch.tensor([0.0, 0.5, 2.0])
+    torch.testing.assert_close(predictor().offsets(y, 10, 0, finer), got - finer)
 
 
 def test_sinks_are_as_fine_as_was_measured() -> None:
-    y = torch.ones(2, 4)
-    usual = predictor().offsets(y, 10, 0)
-    assert torch.equal(predictor().offsets(y, 0, 0)[1:], usual[1:])
-    assert float(predictor().offsets(y, 0, 0)[0]) == -3.0
-    assert torch.equal(predictor().offsets(y, 0, 1), usual), "not the first tokens of the chunk"
-    assert torch.equal(predictor(sinks=np.array([9.0], np.float32)).offsets(y, 0, 0), usual), "never coarser"
+    y, none = torch.ones(2, 4), torch.zeros(4)
+    usual = predictor().offsets(y, 10, 0, none)
+    assert torch.equal(predictor().offsets(y, 0, 0, none)[1:], usual[1:])
+    assert float(predictor().offsets(y, 0, 0, none)[0]) == -3.0
+    assert torch.equal(predictor().offsets(y, 0, 1, none), usual), "not the first tokens of the chunk"
+    assert torch.equal(predictor(sinks=np.array([9.0], np.float32)).offsets(y, 0, 0, none), usual), "never coarser"
+    assert float(predictor().offsets(y, 0, 0, none - 5)[0]) == -3.0, "coarser far from the end, but not a sink"
+
+
+# --- the end of the cache
+
+
+RECENCY = np.array([3.0, 2.0, 1.0, 0.0], np.float32)  # 1, 2, 4 and 8 tokens from the end
+
+
+def test_tokens_are_finer_near_the_end() -> None:
+    got = finer_near_end(RECENCY, 10, 0).tolist()
+    assert got[-1] == 3.0 and got[-2] == 2.0 and got[-4] == 1.0 and got[:3] == [0.0, 0.0, 0.0]
+    assert got[-3] == pytest.approx(2 - np.log2(1.5)), "linear in the logarithm of the distance"
+    assert finer_near_end(np.empty(0, np.float32), 3, 5).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_reader_may_begin_after_the_chunk_or_after_its_cache() -> None:
+    """Weights of errors are averaged, not octaves: a quarter of the readers that would lose 64 times as much count."""
+    followed = finer_near_end(RECENCY, 2, 1)
+    assert followed[-1] == pytest.approx(0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING) * 4**2))
+    far = finer_near_end(RECENCY, 10, 10_000)
+    assert far[-1] == pytest.approx(0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING)))
+    assert far[0] == 0.0
+    for following in (8, 2**70):
+        assert torch.equal(far, finer_near_end(RECENCY, 10, following)), "beyond the last distance nothing changes"
+    assert bool((far <= finer_near_end(RECENCY, 10, 0)).all())
+
+
+def test_a_chunk_knows_what_follows_it() -> None:
+    whole = golden_chunk(0, 40, 0)
+    assert whole.following == 0
+    head, tail = whole.slice(0, 16), whole.slice(16, 40)
+    assert (head.following, tail.following, head.slice(4, 8).following) == (24, 0, 32)
+    assert KVChunk.concat([head, tail]).following == 0
+    assert KVChunk.concat([whole.slice(0, 4), whole.slice(4, 8)]).following == 32
+    later = KVChunk(head.keys, head.values, LAYOUT, following=7)
+    assert later.following == 7 and later.slice(0, 15).following == 8
+    for wrong in (-1, 1.0, True, None, "2"):
+        with pytest.raises(InputError, match=r"^following: must be an int of at least 0"):
+            KVChunk(head.keys, head.values, LAYOUT, following=wrong)  # type: ignore[arg-type]
+
+
+def with_recency() -> Profile:
+    plain = fitted()
+    learned = tuple(
+        replace(section, predictor=predictor(linear=np.zeros(2, np.float32), bias=0.0, recency=RECENCY))
+        for section in plain.learned
+    )
+    return Profile(plain.layout, plain.group, plain.source, plain.family, learned)
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba"])
+def test_the_end_of_a_cache_comes_back_exacter(backend: str) -> None:
+    codec = Codec(with_recency(), step=0.5, backend=backend)
+    whole = golden_chunk(5, 300, 3)
+    errors = {}
+    for following in (0, 1000):
+        chunk = KVChunk(whole.keys, whole.values, LAYOUT, 3, following=following)
+        back = codec.decode(codec.encode(chunk))
+        errors[following] = (back.keys[0] - chunk.keys[0]).square().mean((1, 2))
+    assert torch.equal(errors[0][:280], errors[1000][:280]), "other tokens are coded as before"
+    assert float(errors[0][-2:].mean()) < 0.5 * float(errors[1000][-2:].mean())
+    assert float(errors[0][-2:].mean()) < 0.1 * float(errors[0][:280].mean())
+
+
+def test_slices_of_pages_and_of_chunks_are_coded_alike() -> None:
+    codec = Codec(with_recency(), step=0.5)
+    whole = golden_chunk(5, 48, 0)
+    cache = PagedCache.of_chunk(whole)
+    slots, after = [torch.arange(0, 20), torch.arange(20, 48)], [28, 0]
+    pages = codec.encode_paged(cache, slots, [0, 20], following=after)
+    assert pages == [codec.encode(whole.slice(0, 20)), codec.encode(whole.slice(20, 48))]
+    assert codec.encode_paged(cache, slots, [0, 20])[0] != pages[0], "the default is the end of the cache"
+    with pytest.raises(InputError, match=r"^following: must be one for each of the 2 chunks, got 1"):
+        codec.encode_paged(cache, slots, [0, 20], following=[1])
+    with pytest.raises(InputError, match=r"^following: must be an int of at least 0, got -1"):
+        codec.encode_paged(cache, slots, [0, 20], following=[1, -1])
+
+
+def test_a_profile_keeps_its_recency(tmp_path: Path) -> None:
+    profile = with_recency()
+    profile.save(tmp_path / "p.safetensors")
+    back = Profile.load(tmp_path / "p.safetensors")
+    for section in back.learned:
+        assert section.predictor is not None
+        assert section.predictor.recency.tolist() == RECENCY.tolist()
+    arrays = {f"p.{name}": array for name, array in predictor(recency=RECENCY).arrays().items()}
+    del arrays["p.recency"]
+    assert not len(read_predictor("p", arrays, 5).recency), "profiles without it code all distances alike"
 
 
 def test_classes_are_half_octaves() -> None:
@@ -140,6 +237,11 @@ def test_classes_are_half_octaves() -> None:
         ("constants", np.ones(1, np.float32), "shape"),
         ("sinks", np.zeros(MAX_SINKS + 1, np.float32), "sinks"),
         ("sinks", np.zeros((1, 1), np.float32), "shape"),
+        ("recency", np.zeros(MAX_DISTANCES + 1, np.float32), "at most 32 numbers between -64 and 64"),
+        ("recency", np.array([65.0], np.float32), "between -64 and 64"),
+        ("recency", np.zeros((1, 1), np.float32), "shape"),
+        ("recency", np.zeros(2, np.float64), "dtype"),
+        ("recency", np.array([1.0, np.nan], np.float32), "finite"),
     ],
 )
 def test_hostile_predictors_are_refused(name: str, value: Any, message: str) -> None:
@@ -251,7 +353,12 @@ def sample(tokens: int = 6000, seed: int = 0) -> tuple[TokenSample, np.ndarray[A
     y = (rng.standard_normal((24, tokens)) * spread).astype(np.float32)
     energy = np.exp(2 * y[2] / spread[2]) * rng.gamma(4, 0.25, tokens)
     return TokenSample(
-        y, y, energy.astype(np.float32), np.array([1e5], np.float32), np.array([40.0], np.float32)
+        y,
+        y,
+        energy.astype(np.float32),
+        np.full(tokens, 1000),
+        np.array([1e5], np.float32),
+        np.array([40.0], np.float32),
     ), scale
 
 
@@ -259,19 +366,39 @@ def test_learning_finds_what_tokens_cost() -> None:
     made, scale = sample()
     (found,) = learn_predictors([made], [scale], [1])
     y = torch.from_numpy(made.y[found.components])
-    offsets = found.offsets(y, 10, 0).numpy()
+    offsets = found.offsets(y, 10, 0, torch.zeros(y.shape[1])).numpy()
     want = -0.375 / np.log(2) * np.log(made.energy)
     assert np.corrcoef(offsets, want)[0, 1] > 0.85
     assert abs(float(offsets.mean())) < 1e-3, "the blob's step is the mean step"
     assert float(found.sinks[0]) < offsets.mean() - 2
     other, _ = sample(seed=1)
-    held_out = found.offsets(torch.from_numpy(other.y[found.components]), 10, 0).numpy()
+    none = torch.zeros(other.y.shape[1])
+    held_out = found.offsets(torch.from_numpy(other.y[found.components]), 10, 0, none).numpy()
     assert np.corrcoef(held_out, np.log(other.energy))[0, 1] < -0.85
+
+
+def test_learning_finds_what_the_end_of_a_cache_costs() -> None:
+    """Sequences of 100 tokens, on which e falls with the inverse of the distance from their end."""
+    made, scale = sample()
+    distance = np.tile(np.arange(100, 0, -1), 60)
+    (found,) = learn_predictors(
+        [replace(made, energy=(made.energy / distance).astype(np.float32), distance=distance)], [scale], [1]
+    )
+    octaves = found.recency
+    assert len(octaves) == 7 and octaves[-1] == 0, "1, 2, … 64"
+    np.testing.assert_allclose(np.diff(octaves), -0.5, atol=0.2)
+    assert abs(octaves[0] - 6 * 0.5) < 0.2
+    (flat,) = learn_predictors([replace(made, distance=distance)], [scale], [1])
+    assert np.abs(flat.recency).max() < 0.2
+    y = torch.from_numpy(made.y[found.components])
+    near = torch.from_numpy(recency_at(octaves, distance)).float()
+    offsets = found.offsets(y, 10, 0, near).numpy()
+    assert abs(float(offsets.mean())) < 1e-3, "the blob's step is the mean step, the ends included"
 
 
 def test_levels_of_sections_are_kept_apart() -> None:
     made, scale = sample()
-    heavy = TokenSample(made.y, made.y, made.energy * 64, made.sink_energy, made.sink_count)
+    heavy = replace(made, energy=made.energy * 64)
     light, dear = learn_predictors([made, heavy], [scale, scale], [1, 1])
     assert light.bias - dear.bias == pytest.approx(0.375 * 6, abs=0.05)
 
@@ -281,7 +408,7 @@ def test_classes_say_how_wide_their_tokens_are() -> None:
     wide = made.energy > np.quantile(made.energy, 0.9)
     y = made.y.copy()
     y[:, wide] *= 4
-    changed = TokenSample(y, y, made.energy, made.sink_energy, made.sink_count)
+    changed = replace(made, y=y, whole=y)
     (found,) = learn_predictors([changed], [scale], [1])
     classes, frequencies, class_scale = learn_classes(changed, found, scale)
     assert len(classes) == y.shape[1] and frequencies.sum() == 4096 and frequencies.min() >= 1

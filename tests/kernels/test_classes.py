@@ -25,7 +25,7 @@ from cuvee.codec.format.container import CodedPart, Reader, read_coded
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.block_map import BlockMap
-from cuvee.codec.profiles.class_predictor import Predictor
+from cuvee.codec.profiles.class_predictor import Predictor, finer_near_end
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
@@ -839,8 +839,9 @@ def predicting(profile: Profile, sections: Sequence[int] | None = None) -> Profi
         scale = np.exp2(section.scale[chosen] / 64).astype(np.float32)
         weights = rng.normal(0, 0.4, (2, count)).astype(np.float32)
         predictor = Predictor(
-            chosen, scale, weights[0], weights[1], 0.05, 0.3, np.array([-1.5, -0.5, 0.1][: 2 + index % 2], np.float32)
-        )
+            chosen, scale, weights[0], weights[1], 0.05, 0.3, np.array([-1.5, -0.5, 0.1][: 2 + index % 2], np.float32),
+            recency=np.array([2.0, 1.5, 0.5, 0.0][index % 2 :], np.float32),
+        )  # fmt: skip
         freq = class_frequencies(np.exp2(-np.abs(np.arange(CLASSES) - 7.0)))
         learned.append(replace(section, predictor=predictor, class_freq=freq))
     return Profile(
@@ -907,15 +908,17 @@ def test_offsets_are_those_of_the_predictor(device: torch.device, fitted: Any, l
     predictor = DevicePredictor(plan.coding, plan.geometry.tiles, device)
     x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
     chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
-    jobs, positions = predictor.place(chunks)
+    jobs, positions, finer = (torch.from_numpy(array).to(device) for array in predictor.place(chunks, [0, 30]))
     status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
     batch = ChunkBatch(torch.from_numpy(chunks).to(device), status, len(profile.learned), 0, 7)
-    found = predictor.offsets(x, torch.from_numpy(jobs).to(device), batch, torch.from_numpy(positions).to(device))
+    found = predictor.offsets(x, jobs, batch, positions, finer)
     for row, section in enumerate(predictor.sections):
         own = profile.learned[section].predictor
         assert own is not None
         y = torch.cat(_section_coefficients(plan, x, int(section)))[torch.from_numpy(own.components).long()].cpu()
-        want = torch.cat([own.offsets(y[:, :7], 0, 0), own.offsets(y[:, 7:], 1, 0)])
+        first, second = finer_near_end(own.recency, 7, 0), finer_near_end(own.recency, 5, 30)
+        assert float(first[-1]) > float(second[-1]) > 0
+        want = torch.cat([own.offsets(y[:, :7], 0, 0, first), own.offsets(y[:, 7:], 1, 0, second)])
         torch.testing.assert_close(found[row].cpu(), want, rtol=1e-4, atol=1e-4)
 
 
@@ -932,7 +935,7 @@ def test_offsets_are_those_of_values_with_their_predictions(
     sent = SentArrays(*(torch.from_numpy(array).to(device) for array in arrays))
     centers = plan.token_centers.centers(sent, sections)
     chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
-    jobs, positions = (torch.from_numpy(array).to(device) for array in predictor.place(chunks))
+    jobs, positions, finer = (torch.from_numpy(array).to(device) for array in predictor.place(chunks, [0, 0]))
     status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
     batch = ChunkBatch(torch.from_numpy(chunks).to(device), status, len(sections), 0, 7)
     # Not rounded to bfloat16, as on the CPU.
@@ -946,8 +949,9 @@ def test_offsets_are_those_of_values_with_their_predictions(
         exact[torch.from_numpy(arrays.position) < len(section.basis.sinks)] = 0
         predicted[:, own] = plan.geometry.tiles.pack(exact, index)
     whole = x + predicted.to(device)[centers.rows.long()]
-    found, plain = predictor.offsets(x, jobs, batch, positions, centers), predictor.offsets(x, jobs, batch, positions)
-    torch.testing.assert_close(found, predictor.offsets(whole, jobs, batch, positions), rtol=1e-4, atol=1e-4)
+    found = predictor.offsets(x, jobs, batch, positions, finer, centers)
+    plain = predictor.offsets(x, jobs, batch, positions, finer)
+    torch.testing.assert_close(found, predictor.offsets(whole, jobs, batch, positions, finer), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, plain, atol=1e-2)
 
 

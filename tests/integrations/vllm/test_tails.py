@@ -72,7 +72,7 @@ def test_the_tail_of_a_prompt_is_stored_by_the_step_that_ends_it(desk: Callable[
     assert places(d.plan((request, 0, 40)).saves) == []
     assert places(d.plan((request, 40, 40), new=False).saves) == [(0, 0)]
     (save,) = d.plan((request, 80, 23), new=False).saves
-    assert save == Save("", Entry("tail", d.tail(request, 96), CHUNK, 32, (108, 109, 110, 111)))
+    assert save == Save("", Entry("tail", d.tail(request, 96), CHUNK, 32, (108, 109, 110, 111)), following=7)
 
 
 def test_decoding_stores_whole_chunks_and_the_end_of_a_request_its_tail(desk: Callable[..., Desk]) -> None:
