@@ -784,11 +784,11 @@ def test_moments_are_what_numpy_says() -> None:
 
 
 def levelled(gradient: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The gradients of a sequence, each divided by the root of its token's size over a usual token's."""
+    """The gradients of a sequence, each divided by a power of its token's size over a usual token's."""
     g = gradient.double().numpy()
     energy = np.square(g).sum(1)
     usual = np.minimum(energy, np.quantile(energy, 0.99)).mean()
-    out: np.ndarray[Any, Any] = g / np.sqrt(np.sqrt(energy / usual + 1e-3))[:, None]
+    out: np.ndarray[Any, Any] = g / np.power(energy / usual + 1e-3, 0.375)[:, None]
     return out
 
 
