@@ -170,7 +170,7 @@ class Codec:
         if (quality, kl, bits, ratio, step) == (None,) * 5:
             quality = profile.default_quality
         request = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
-        name, _ = one_request(**request, worst=worst)
+        name, _ = one_request(**request, kind=kind, worst=worst)
         self.profile = profile
         if quality in PRESET_KL and not profile.promises_kl:
             _warn_of_no_promise(quality, profile.source)

@@ -267,11 +267,11 @@ class Profile:
 
         Raises:
             InputError: there is no request or several, or it is not a positive number, the kind was not measured, or is
-                given with `worst`, or no cache has the dtype.
+                given with `worst` or a size, or no cache has the dtype.
             ProfileError: no step of the curve keeps the limit, or the curve does not measure it; the message gives the
                 range.
         """
-        name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst)
+        name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step, kind=kind, worst=worst)
         curve = self._curve_for(plain)
         curve.check_kind(kind, worst)
         if isinstance(value, str):

@@ -101,12 +101,20 @@ class CurvePoint:
 
 
 def one_request(
-    *, quality: object, kl: object, bits: object, ratio: object, step: object, worst: object = False
+    *,
+    quality: object,
+    kl: object,
+    bits: object,
+    ratio: object,
+    step: object,
+    kind: object = None,
+    worst: object = False,
 ) -> tuple[str, str | float]:
     """Return name and value of the one requested quality.
 
     Raises:
-        InputError: there is no request or several, the value has the wrong type or range, or `worst` comes without kl=.
+        InputError: there is no request or several, the value has the wrong type or range, `worst` comes without kl=, or
+            `kind` with a request that promises no KL.
     """
     asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -116,6 +124,9 @@ def one_request(
     ((name, value),) = given.items()
     if worst is not False and (worst is not True or name != "kl"):
         raise InputError(f"worst: must be True or False, and True only with kl=, got {worst!r} with {name}=")
+    if kind is not None and (name not in ("quality", "kl") or value == LOSSLESS):
+        asked_for = f"quality={LOSSLESS!r}" if value == LOSSLESS else f"{name}="
+        raise InputError(f"kind: must be None unless kl= or a preset is asked for, got {kind!r} with {asked_for}")
     if name == "quality":
         if value not in PRESETS:
             raise InputError(f"quality: must be one of {', '.join(PRESETS)}, got {value!r}")
