@@ -346,4 +346,4 @@ def _squared_error(a: torch.Tensor, b: torch.Tensor) -> float:
 def _cast(chunk: KVChunk, layout: KVLayout) -> KVChunk:
     dtype = layout.torch_dtype
     keys, values = ([layer.to(dtype) for layer in unit] for unit in (chunk.keys, chunk.values))
-    return KVChunk(keys, values, layout, chunk.start, chunk.token_ids)
+    return KVChunk(keys, values, layout, chunk.start, chunk.token_ids, chunk.following)

@@ -51,6 +51,8 @@ METRICS: dict[str, Metric] = {
         Metric("stored_bytes", "counter", "Bytes of stored KV after compression."),
         Metric("stored_chunks", "counter", "Whole chunks stored, of all ranks."),
         Metric("stored_tails", "counter", "Unfinished chunks stored, of all ranks: ends of prompts and of answers."),
+        Metric("stored_without_ids", "counter", "Chunks stored at a finer step because a token has no id, although the "
+               "profile predicts from ids: parts of images and other media."),
         Metric("encode_seconds", "counter", "Seconds of compression, summed over threads and ranks."),
         Metric("decode_seconds", "counter", "Seconds of decompression, summed over threads and ranks."),
         Metric("fetch_seconds", "counter", "Seconds of reading from the store, summed over threads and ranks."),

@@ -17,6 +17,7 @@ import torch
 from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
 from cuvee.codec.identity import tenant_id
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
@@ -175,6 +176,8 @@ class WorkerSaves:
         recorder = self._state.recorder
         if kept:
             recorder.count(_STORED[save.entry.kind])
+            if save.token_ids is not None and NO_TOKEN in save.token_ids:
+                recorder.count("stored_without_ids")
             recorder.count("raw_bytes", self._bytes(save.entry))
             recorder.count("stored_bytes", len(blob))
             if self._state.tenant_metrics:
