@@ -425,7 +425,8 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
         Codec(profile, kl=1e-3, worst="yes")  # type: ignore[arg-type]
     # Bits are those of all kinds together.
     assert profile.resolve(bits=4.0) == 0
-    for name, value in (("bits", 4.0), ("ratio", 8), ("step", 0.5), ("quality", "lossless")):
+    sizes: dict[str, Any] = {"bits": 4.0, "ratio": 8, "step": 0.5, "quality": "lossless"}
+    for name, value in sizes.items():
         with pytest.raises(InputError, match=f"^kind: must be None unless .*, got 'prose' with {name}="):
             Codec(profile, kind="prose", **{name: value})
     assert profile.least_kl() == pytest.approx(2.5 * KL_MARGIN * 1e-3 / 64)
