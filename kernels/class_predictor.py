@@ -105,9 +105,14 @@ class DevicePredictor:
             np.minimum(source + np.arange(count), last)
             for source, count in chunks[:, [ChunkField.SOURCE, ChunkField.TOKENS]].tolist()
         ]
-        counts = chunks[:, ChunkField.TOKENS].tolist()
+        places = chunks[:, [ChunkField.SOURCE, ChunkField.TOKENS]].tolist()
         finer = [
-            torch.cat([finer_near_end(recency, *each) for each in zip(counts, following, strict=True)])
+            torch.cat(
+                [
+                    finer_near_end(recency, start, count, after)
+                    for (start, count), after in zip(places, following, strict=True)
+                ]
+            )
             for recency in self._recency
         ]
         return jobs.reshape(-1, len(JobField)), np.concatenate(positions), torch.stack(finer).numpy()

@@ -18,6 +18,7 @@ override it, without any effect on earlier blobs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -181,14 +182,32 @@ def recency_at(recency: F32, distance: npt.NDArray[np.int64]) -> npt.NDArray[np.
     return octaves
 
 
-def finer_near_end(recency: F32, tokens: int, following: int) -> torch.Tensor:
-    """Return by how many octaves the steps of a chunk's tokens are finer because they are near an end, `[T]` float32.
+def finer_in_long_caches(recency: F32, cached: int) -> float:
+    """Return by how many octaves all steps are finer in a cache of `cached` tokens, so that its KL stays the same.
+
+    Up to D tokens from the end, the last distance of `recency`, every token costs the same at its step. Farther away,
+    steps stay as they are, and costs fall as d^-a, where a continues the fall at D. So the cost of the whole cache is D
+    times (1 + integral of u^-a from 1 to N / D). On SmolLM2-135M, whose a is 1.2 to 2, this is 1.8 to 2.4 times the cost
+    of 256 tokens for 1,024 and 1.9 to 3.8 times for 4,096. Its KL grew 1.9 and 2.5 times.
+    """
+    last = 1 << (len(recency) - 1) if len(recency) else cached
+    if cached <= last:
+        return 0.0
+    fall = 2 * float(recency[-2] - recency[-1]) if len(recency) > 1 else 1.0
+    fall = min(max(fall, 1.0 + 1e-6), 2.0)  # attention adds up to 1, so that costs cannot grow with the cache
+    growth = 1 + (1 - (cached / last) ** (1 - fall)) / (fall - 1)
+    return 0.5 * math.log2(growth)
+
+
+def finer_near_end(recency: F32, start: int, tokens: int, following: int) -> torch.Tensor:
+    """Return by how many octaves a chunk's steps are finer because of its place in the cache, `[T]` float32.
 
     A reader begins after the last token of the cache, or, with probability `LEAVING`, after that of the chunk. The
     steps are the best for the expected cost of an error.
 
     Args:
         recency: see `Predictor`.
+        start: number of tokens in the cache before the chunk.
         tokens: T.
         following: number of tokens in the cache after the chunk.
     """
@@ -197,6 +216,7 @@ def finer_near_end(recency: F32, tokens: int, following: int) -> torch.Tensor:
     if following and len(recency):
         at_end = recency_at(recency, distance + min(following, 1 << len(recency)))  # beyond that nothing changes
         finer = 0.5 * np.log2(LEAVING * np.exp2(2 * finer) + (1 - LEAVING) * np.exp2(2 * at_end))
+    finer += finer_in_long_caches(recency, start + tokens + following)
     return torch.from_numpy(finer.astype(np.float32))
 
 

@@ -61,13 +61,13 @@ class SectionCoding:
         predictor = self.learned.predictor
         return None if predictor is None else self.learned.basis.leading(predictor.components)
 
-    def finer(self, tokens: int, following: int) -> torch.Tensor | None:
-        """Return the octaves that nearness to the end takes off, `[T]`, for a chunk as in `finer_near_end`.
+    def finer(self, start: int, tokens: int, following: int) -> torch.Tensor | None:
+        """Return the octaves that a chunk's place in the cache takes off, `[T]`, as in `finer_near_end`.
 
         None without a predictor.
         """
         predictor = self.learned.predictor
-        return None if predictor is None else finer_near_end(predictor.recency, tokens, following)
+        return None if predictor is None else finer_near_end(predictor.recency, start, tokens, following)
 
     def classes(
         self,

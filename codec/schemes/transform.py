@@ -104,7 +104,7 @@ class TransformScheme:
     ) -> Iterator[tuple[U8, U8, F32]]:
         """Yield for each tile the classes of the tokens, the classes of the columns, and the columns' coefficients."""
         coding = self._coding.sections[index]
-        finer = coding.finer(chunk.tokens, chunk.following)
+        finer = coding.finer(chunk.start, chunk.tokens, chunk.following)
         for at, x in self._centered(chunk, index, unrotation):
             ids = None if chunk.token_ids is None else chunk.token_ids[at]
             classes, leading = coding.classes(x, chunk.start, at, offsets, finer, ids)

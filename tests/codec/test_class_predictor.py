@@ -25,6 +25,7 @@ from cuvee.codec.profiles.class_predictor import (
     MAX_SINKS,
     Predictor,
     choose_classes,
+    finer_in_long_caches,
     finer_near_end,
     importance_offsets,
     read_predictor,
@@ -90,7 +91,7 @@ def test_components_of_the_predictor_need_no_second_product(group: str) -> None:
         coding = SectionCoding(replace(profile.learned[0], predictor=reads), 0)
         basis = coding.learned.basis
         x = torch.randn(40, len(basis.mean), generator=torch.Generator().manual_seed(0))
-        classes, known = coding.classes(x, 10, slice(0, 40), None, coding.finer(40, 0))
+        classes, known = coding.classes(x, 10, slice(0, 40), None, coding.finer(10, 40, 0))
         assert classes.dtype == np.uint8 and classes.shape == (40,)
         assert (known is not None) == (first and group == "layer")
         if known is not None:
@@ -101,7 +102,7 @@ def test_components_of_the_predictor_need_no_second_product(group: str) -> None:
 def test_a_section_without_a_predictor_has_no_classes_of_its_own() -> None:
     coding = SectionCoding(replace(fitted().learned[0], predictor=None), 0)
     with pytest.raises(ProfileError, match="without a class predictor"):
-        coding.classes(torch.zeros(1, len(coding.learned.basis.mean)), 0, slice(0, 1), None, coding.finer(1, 0))
+        coding.classes(torch.zeros(1, len(coding.learned.basis.mean)), 0, slice(0, 1), None, coding.finer(0, 1, 0))
 
 
 def test_offsets_are_a_sum_over_features() -> None:
@@ -132,22 +133,49 @@ RECENCY = np.array([3.0, 2.0, 1.0, 0.0], np.float32)  # 1, 2, 4 and 8 tokens fro
 
 
 def test_tokens_are_finer_near_the_end() -> None:
-    got = finer_near_end(RECENCY, 10, 0).tolist()
-    assert got[-1] == 3.0 and got[-2] == 2.0 and got[-4] == 1.0 and got[:3] == [0.0, 0.0, 0.0]
+    got = finer_near_end(RECENCY, 0, 8, 0).tolist()
+    assert got[-1] == 3.0 and got[-2] == 2.0 and got[-4] == 1.0 and got[0] == 0.0
     assert got[-3] == pytest.approx(2 - np.log2(1.5)), "linear in the logarithm of the distance"
-    assert finer_near_end(np.empty(0, np.float32), 3, 5).tolist() == [0.0, 0.0, 0.0]
+    assert finer_near_end(np.empty(0, np.float32), 9, 3, 5).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_reader_may_begin_after_the_chunk_or_after_its_cache() -> None:
     """Weights of errors are averaged, not octaves: a quarter of the readers that would lose 64 times as much count."""
-    followed = finer_near_end(RECENCY, 2, 1)
+    followed = finer_near_end(RECENCY, 5, 2, 1)
     assert followed[-1] == pytest.approx(0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING) * 4**2))
-    far = finer_near_end(RECENCY, 10, 10_000)
-    assert far[-1] == pytest.approx(0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING)))
+    level = finer_in_long_caches(RECENCY, 10_010)
+    far = finer_near_end(RECENCY, 0, 10, 10_000) - level
+    assert far[-1] == pytest.approx(0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING)), abs=1e-6)
     assert far[0] == 0.0
-    for following in (8, 2**70):
-        assert torch.equal(far, finer_near_end(RECENCY, 10, following)), "beyond the last distance nothing changes"
-    assert bool((far <= finer_near_end(RECENCY, 10, 0)).all())
+    torch.testing.assert_close(far, finer_near_end(RECENCY, 10_000 - 8, 10, 8) - level)
+    assert bool((far <= finer_near_end(RECENCY, 0, 10, 0)).all())
+
+
+def test_no_length_overflows() -> None:
+    assert bool(torch.isfinite(finer_near_end(RECENCY, 2**32 - 20, 10, 2**200)).all())
+    assert bool(torch.isfinite(finer_near_end(np.full(32, -64, np.float32), 0, 10, 2**70)).all())
+
+
+@pytest.mark.parametrize(
+    ("recency", "fall"), [([3.0, 2.25, 1.5, 0.75], 1.5), ([0.0, 0.0, 0.0, 0.0], 1.0), ([9.0, 6.0, 3.0, 0.0], 2.0)]
+)
+def test_steps_make_up_for_the_length_of_a_cache(recency: list[float], fall: float) -> None:
+    """What tokens cost is summed up one by one: as much as at the last distance, or less beyond it."""
+    own = np.array(recency, np.float32)
+    assert finer_in_long_caches(own, 8) == finer_in_long_caches(own, 3) == 0
+    assert finer_in_long_caches(np.empty(0, np.float32), 10**6) == 0
+    for cached in (9, 16, 100, 10_000):
+        cost = 8 + sum((d / 8) ** -fall for d in np.arange(8.5, cached))
+        assert 4 ** finer_in_long_caches(own, cached) == pytest.approx(cost / 8, rel=2e-3), cached
+
+
+def test_a_chunk_is_coded_by_the_length_of_its_cache() -> None:
+    codec = Codec(with_recency(), step=0.5)
+    whole = golden_chunk(5, 300, 0)
+    last = whole.slice(280, 300)
+    moved = KVChunk(last.keys, last.values, LAYOUT, 0)
+    errors = [(codec.decode(codec.encode(c)).values[0] - c.values[0]).square().mean() for c in (last, moved)]
+    assert float(errors[0]) < 0.7 * float(errors[1]), "the end of 300 tokens is finer than 20 tokens alone"
 
 
 def test_a_chunk_knows_what_follows_it() -> None:
@@ -165,9 +193,9 @@ def test_a_chunk_knows_what_follows_it() -> None:
 
 
 def with_recency() -> Profile:
-    plain = fitted()
+    plain, none = fitted(), np.zeros(2, np.float32)
     learned = tuple(
-        replace(section, predictor=predictor(linear=np.zeros(2, np.float32), bias=0.0, recency=RECENCY))
+        replace(section, predictor=predictor(linear=none, square=none, bias=0.0, recency=RECENCY))
         for section in plain.learned
     )
     return Profile(plain.layout, plain.group, plain.source, plain.family, learned)

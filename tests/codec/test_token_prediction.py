@@ -518,7 +518,7 @@ def test_the_classes_of_sinks_do_not_depend_on_their_tokens(profile: Profile) ->
     loud = replace(section.token_map, scale=section.token_map.scale * 1e3)
     coding = SectionCoding(replace(section, predictor=unlimited, token_map=loud), 0, own.token_table)
     x = torch.randn(20, len(section.basis.mean), generator=torch.Generator().manual_seed(0))
-    finer = coding.finer(20, 0)
+    finer = coding.finer(0, 20, 0)
     without, _ = coding.classes(x, 0, at, None, finer)
     for first in range(30):
         with_ids, _ = coding.classes(x, 0, at, None, finer, np.arange(first, first + 20))

@@ -916,7 +916,7 @@ def test_offsets_are_those_of_the_predictor(device: torch.device, fitted: Any, l
         own = profile.learned[section].predictor
         assert own is not None
         y = torch.cat(_section_coefficients(plan, x, int(section)))[torch.from_numpy(own.components).long()].cpu()
-        first, second = finer_near_end(own.recency, 7, 0), finer_near_end(own.recency, 5, 30)
+        first, second = finer_near_end(own.recency, 0, 7, 0), finer_near_end(own.recency, 1, 5, 30)
         assert float(first[-1]) > float(second[-1]) > 0
         want = torch.cat([own.offsets(y[:, :7], 0, 0, first), own.offsets(y[:, 7:], 1, 0, second)])
         torch.testing.assert_close(found[row].cpu(), want, rtol=1e-4, atol=1e-4)
