@@ -187,8 +187,8 @@ def finer_in_long_caches(recency: F32, cached: int) -> float:
 
     Up to D tokens from the end, the last distance of `recency`, every token costs the same at its step. Farther away,
     steps stay as they are, and costs fall as d^-a, where a continues the fall at D. So the cost of the whole cache is D
-    times (1 + integral of u^-a from 1 to N / D). On SmolLM2-135M, whose a is 1.2 to 2, this is 1.8 to 2.4 times the cost
-    of 256 tokens for 1,024 and 1.9 to 3.8 times for 4,096. Its KL grew 1.9 and 2.5 times.
+    times (1 + integral of u^-a from 1 to N / D). On SmolLM2-135M, whose a is 1.2 to 2, this is 1.8 to 2.4 times the
+    cost of 256 tokens for 1,024, and 1.9 to 3.8 times for 4,096. Its KL grew 1.9 and 2.5 times.
     """
     last = 1 << (len(recency) - 1) if len(recency) else cached
     if cached <= last:
