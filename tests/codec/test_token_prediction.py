@@ -254,7 +254,8 @@ def test_paged_caches_take_ids_per_chunk(profile: Profile, chunk: KVChunk) -> No
     slots = [torch.arange(0, 120), torch.arange(120, 300), torch.arange(50, 60)]
     ids = chunk.token_ids
     assert ids is not None
-    blobs = codec.encode_paged(cache, slots, [0, 120, 50], tokens=[ids[:120], None, ids[50:60]])
+    own_ids = [ids[:120], None, ids[50:60]]
+    blobs = codec.encode_paged(cache, slots, [0, 120, 50], tokens=own_ids, following=[180, 0, 240])
     assert blobs[0] == codec.encode(chunk.slice(0, 120))
     assert blobs[1] == codec.encode(without_ids(chunk.slice(120, 300)))
     assert blobs[2] == codec.encode(chunk.slice(50, 60))
