@@ -150,7 +150,6 @@ class WorkerSaves:
                 [batch[at].entry.start for at in which],
                 tokens=[batch[at].token_ids for at in which],
                 following=[batch[at].following for at in which],
-                importance=[self._importance(batch[at].entry) for at in which],
                 associated_data=[self._state.bound_to(batch[at].tenant, batch[at].entry.digest) for at in which],
             )
         except Exception as error:
@@ -207,15 +206,6 @@ class WorkerSaves:
 
     def _key(self, save: Save) -> str:
         return self._state.key(save.tenant, save.entry.digest)
-
-    def _importance(self, entry: Entry) -> torch.Tensor | None:
-        """Return equal importance for a segment's tokens; None: as the profile predicts it.
-
-        A profile predicts which tokens matter from how caches are usually read. A segment is read behind other text, so
-        all its tokens count alike, as in `cuvee.blend.ChunkCache`.
-        """
-        alike = entry.kind == "segment" and bool(self._state.codec.profile.learned)
-        return torch.ones(entry.tokens) if alike else None
 
     def _bytes(self, entry: Entry) -> int:
         """Return the size of an entry's tokens, uncompressed."""

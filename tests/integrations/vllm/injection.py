@@ -40,7 +40,7 @@ WORKER = (
     "_loads._restorer._get", "_state.bound_to", "_loads._restorer.restore", "_loads._restorer._decode",
     "_loads._restorer._in_a_row", "_loads._restorer._open", "_loads._restorer.discard", "_loads._book",
     "_loads._count_load", "_saves._copy", "_saves._try_to_save", "_saves._encode", "_saves._try_to_write",
-    "_saves._fail", "_saves._bytes", "_saves._key", "_state.key", "_state.slots", "_saves._importance",
+    "_saves._fail", "_saves._bytes", "_saves._key", "_state.key", "_state.slots",
     "_pools.loaders.submit", "_pools.fetchers.submit", "_pools.encoders.submit", "_pools.writers.submit",
     "_state.recorder.count", "_state.recorder.gauge", "_state.recorder.record_store", "_state.recorder.drain",
     "_state.store.overdue", "_state.store.counters", "_state.store.contains", "_state.store.get_many",

@@ -15,7 +15,6 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import store_key
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.blending.executing import PageBlender
@@ -175,20 +174,6 @@ def test_segments_chunks_and_tails_of_a_step_are_stored_together(bench: Callable
     assert b.store.entries[b.key(1)] == b.codec.encode(b.sequence.slice(16, 32))
     counts = b.counts()
     assert (counts["stored_segments"], counts["stored_chunks"], counts["stored_tails"]) == (1, 2, 1)
-
-
-def test_all_tokens_of_a_segment_count_alike(bench: Callable[..., Bench]) -> None:
-    """A learned profile would say that those behind many others matter less."""
-    noise = torch.Generator().manual_seed(0)
-    rows = [torch.randn(2, 3, 64, 2, 16, generator=noise).bfloat16() for _ in range(6)]
-    profile = fit(LAYOUT, [KVChunk(keys, values, LAYOUT, 40 * at) for at, (keys, values) in enumerate(rows)])
-    b = bench(profile=profile, codec={"quality": None, "step": 0.3})
-    assert profile.learned
-    store_segments(b)
-    chunk = b.sequence.slice(5, 25)
-    stored = b.store.entries[b.segment_key(5, 20)]
-    assert stored == b.codec.encode(chunk, importance=torch.ones(20)) != b.codec.encode(chunk)
-    assert b.store.entries[b.key(1)] == b.codec.encode(b.sequence.slice(16, 32))
 
 
 def test_a_segment_is_skipped_over_budget(bench: Callable[..., Bench]) -> None:
