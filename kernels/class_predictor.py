@@ -72,11 +72,8 @@ class DevicePredictor:
         counts = [len(section.basis.sinks) for _, section, _ in found]
         self._sinks = torch.tensor(counts, dtype=torch.int64).to(device)[:, None, None]
         self._codings = [codings[index] for index, _, _ in found]
-        self._recency = [predictor.recency for _, _, predictor in found]
-        self._energy, self._bias = (
-            torch.tensor([[getattr(predictor, name)] for _, _, predictor in found], dtype=torch.float32).to(device)
-            for name in ("energy", "bias")
-        )
+        self._predictors = [predictor for _, _, predictor in found]
+        self._energy = torch.tensor([[own.energy] for own in self._predictors], dtype=torch.float32).to(device)
 
     @lazy
     def _of_embedding(self) -> torch.Tensor:
@@ -89,7 +86,9 @@ class DevicePredictor:
         return out.to(self._device)
 
     def place(self, chunks: I64, following: Sequence[int]) -> tuple[I64, npt.NDArray[np.int64], F32]:
-        """Return what `offsets` needs on the device: jobs, the index of each token's limit, and what recency takes off.
+        """Return what `offsets` needs on the device: jobs, the index of each token's limit, and its level.
+
+        A level is the bias of a section, minus what a token's place in the cache takes off.
 
         Args:
             chunks: int64 `[chunks, len(ChunkField)]`.
@@ -105,17 +104,13 @@ class DevicePredictor:
             np.minimum(source + np.arange(count), last)
             for source, count in chunks[:, [ChunkField.SOURCE, ChunkField.TOKENS]].tolist()
         ]
-        places = chunks[:, [ChunkField.SOURCE, ChunkField.TOKENS]].tolist()
-        finer = [
-            torch.cat(
-                [
-                    finer_near_end(recency, start, count, after)
-                    for (start, count), after in zip(places, following, strict=True)
-                ]
-            )
-            for recency in self._recency
+        counted = (chunks[:, field].tolist() for field in (ChunkField.SOURCE, ChunkField.TOKENS))
+        places = list(zip(*counted, following, strict=True))
+        levels = [
+            predictor.bias - torch.cat([finer_near_end(predictor.recency, *at) for at in places])
+            for predictor in self._predictors
         ]
-        return jobs.reshape(-1, len(JobField)), np.concatenate(positions), torch.stack(finer).numpy()
+        return jobs.reshape(-1, len(JobField)), np.concatenate(positions), torch.stack(levels).numpy()
 
     def offsets(
         self,
@@ -123,17 +118,17 @@ class DevicePredictor:
         jobs: torch.Tensor,
         batch: ChunkBatch,
         positions: torch.Tensor,
-        finer: torch.Tensor,
+        levels: torch.Tensor,
         centers: Centers | None = None,
     ) -> torch.Tensor:
         """Return the octaves by which the step of each token may be coarser, float32 `[S, tokens]`.
 
         Args:
             x: float32 `[tokens, M]` from `gather`.
-            jobs: from `place`, on the device; so are `positions` and `finer`.
+            jobs: from `place`, on the device; so are `positions` and `levels`.
             batch: all sections of the chunks.
             positions: int64 `[tokens]`.
-            finer: float32 `[S, tokens]`.
+            levels: float32 `[S, tokens]`.
             centers: of the batch, whose predictions x lacks; None: nothing is predicted. They are added as the CPU adds
                 them (`SectionCoding.leading_of_embedding`): not rounded to bfloat16.
         """
@@ -147,7 +142,7 @@ class DevicePredictor:
         u = y / self._scale
         out = torch.matmul(self._linear, u.clamp(-CLAMP, CLAMP))[:, 0]
         out += torch.matmul(self._square, (u.square() + SQUARE_FLOOR).log())[:, 0]
-        out += self._energy * (y.square().sum(1) + 1e-9).log() + self._bias - finer
+        out += self._energy * (y.square().sum(1) + 1e-9).log() + levels
         return torch.minimum(out, self._limits[:, positions])
 
 

@@ -276,7 +276,7 @@ class TransformDevice:
         host = {"chunks": table, **memory.named()}
         if predictor is not None:
             following = [request.following for request in requests]
-            host["jobs"], host["positions"], host["finer"] = predictor.place(table, following)
+            host["jobs"], host["positions"], host["levels"] = predictor.place(table, following)
         if plan.token_centers is not None:
             runs = [TokenRun(_ids(request.token_ids), request.start) for request in requests]
             host |= plan.token_centers.lay_out(runs)._asdict()
@@ -303,7 +303,7 @@ class TransformDevice:
         predicted = None
         if predictor is not None:
             with stage("predict"):
-                asked = predictor.offsets(x, part["jobs"], chunks, part["positions"], part["finer"], centers)
+                asked = predictor.offsets(x, part["jobs"], chunks, part["positions"], part["levels"], centers)
             answer = Download(torch.cat([asked.flatten(), status.float()])).wait()
             numbers = range(first_chunk, first_chunk + len(slots))
             raise_status(answer[asked.numel() :].astype(np.int32), self.sections, numbers)

@@ -68,7 +68,7 @@ def chunk(model: LlamaForCausalLM) -> KVChunk:
 
 
 def without_ids(chunk: KVChunk) -> KVChunk:
-    return KVChunk(chunk.keys, chunk.values, chunk.layout, chunk.start)
+    return KVChunk(chunk.keys, chunk.values, chunk.layout, chunk.start, following=chunk.following)
 
 
 def error(back: KVChunk, chunk: KVChunk) -> float:
@@ -138,7 +138,7 @@ def test_values_do_not_depend_on_where_a_chunk_goes(profile: Profile, chunk: KVC
 def test_chunks_from_the_middle_of_a_prompt_are_predicted_from_their_first_token(
     profile: Profile, chunk: KVChunk
 ) -> None:
-    codec = Codec(profile, step=0.25)
+    codec = Codec(profile, step=0.5)
     late, early = chunk.slice(100, 200), chunk.slice(0, 100)
     for part in (late, early):
         assert len(codec.encode(part)) < 0.8 * len(codec.encode(without_ids(part)))

@@ -908,10 +908,10 @@ def test_offsets_are_those_of_the_predictor(device: torch.device, fitted: Any, l
     predictor = DevicePredictor(plan.coding, plan.geometry.tiles, device)
     x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
     chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
-    jobs, positions, finer = (torch.from_numpy(array).to(device) for array in predictor.place(chunks, [0, 30]))
+    jobs, positions, levels = (torch.from_numpy(array).to(device) for array in predictor.place(chunks, [0, 30]))
     status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
     batch = ChunkBatch(torch.from_numpy(chunks).to(device), status, len(profile.learned), 0, 7)
-    found = predictor.offsets(x, jobs, batch, positions, finer)
+    found = predictor.offsets(x, jobs, batch, positions, levels)
     for row, section in enumerate(predictor.sections):
         own = profile.learned[section].predictor
         assert own is not None
@@ -935,7 +935,7 @@ def test_offsets_are_those_of_values_with_their_predictions(
     sent = SentArrays(*(torch.from_numpy(array).to(device) for array in arrays))
     centers = plan.token_centers.centers(sent, sections)
     chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
-    jobs, positions, finer = (torch.from_numpy(array).to(device) for array in predictor.place(chunks, [0, 0]))
+    jobs, positions, levels = (torch.from_numpy(array).to(device) for array in predictor.place(chunks, [0, 0]))
     status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
     batch = ChunkBatch(torch.from_numpy(chunks).to(device), status, len(sections), 0, 7)
     # Not rounded to bfloat16, as on the CPU.
@@ -949,9 +949,9 @@ def test_offsets_are_those_of_values_with_their_predictions(
         exact[torch.from_numpy(arrays.position) < len(section.basis.sinks)] = 0
         predicted[:, own] = plan.geometry.tiles.pack(exact, index)
     whole = x + predicted.to(device)[centers.rows.long()]
-    found = predictor.offsets(x, jobs, batch, positions, finer, centers)
-    plain = predictor.offsets(x, jobs, batch, positions, finer)
-    torch.testing.assert_close(found, predictor.offsets(whole, jobs, batch, positions, finer), rtol=1e-4, atol=1e-4)
+    found = predictor.offsets(x, jobs, batch, positions, levels, centers)
+    plain = predictor.offsets(x, jobs, batch, positions, levels)
+    torch.testing.assert_close(found, predictor.offsets(whole, jobs, batch, positions, levels), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, plain, atol=1e-2)
 
 

@@ -137,7 +137,7 @@ def assert_same(got: PagedCache, want: PagedCache) -> None:
 ENCODING = {
     "learned": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 9, "allocate": 24, "pin": 5},
     "importance": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 9, "allocate": 24, "pin": 5},
-    "predicted": {"wait": 3, "to device": 3, "to host": 3, "launch": 9, "operation": 30, "allocate": 43, "pin": 6},
+    "predicted": {"wait": 3, "to device": 3, "to host": 3, "launch": 9, "operation": 29, "allocate": 42, "pin": 6},
     "tokens": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 21, "allocate": 33, "pin": 5},
     "generic": {"wait": 3, "to device": 3, "to host": 3, "launch": 9, "operation": 13, "allocate": 30, "pin": 6},
     "lossless": {"wait": 3, "to device": 3, "to host": 4, "launch": 6, "operation": 9, "allocate": 22, "pin": 7},
