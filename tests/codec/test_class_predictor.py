@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.codec.vectors import LAYOUT, golden_chunk
+from transformers import DynamicCache
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -33,6 +34,7 @@ from cuvee.codec.profiles.class_predictor import (
 )
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
+from cuvee.integrations.transformers import encode_cache
 
 
 def fitted(group: str = "layer") -> Profile:
@@ -223,6 +225,11 @@ def test_slices_of_pages_and_of_chunks_are_coded_alike() -> None:
     pages = codec.encode_paged(cache, slots, [0, 20], following=after)
     assert pages == [codec.encode(whole.slice(0, 20)), codec.encode(whole.slice(20, 48))]
     assert codec.encode_paged(cache, slots, [0, 20])[0] != pages[0], "the default is the end of the cache"
+    held: Any = DynamicCache()
+    for layer, (keys, values) in enumerate(zip(whole.keys, whole.values, strict=True)):
+        held.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], layer)
+    pieces = [whole.slice(0, 20), whole.slice(20, 40), whole.slice(40, 48)]
+    assert encode_cache(codec, held, chunk_tokens=20) == [codec.encode(piece) for piece in pieces]
     with pytest.raises(InputError, match=r"^following: must be one for each of the 2 chunks, got 1"):
         codec.encode_paged(cache, slots, [0, 20], following=[1])
     with pytest.raises(InputError, match=r"^following: must be an int of at least 0, got -1"):
