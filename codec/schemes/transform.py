@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from cuvee.codec.backends import DecodeRequest
@@ -27,12 +28,12 @@ from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32, I64, U8
 
-# Matrix products in hardware.
+# Whether products of bfloat16 are faster than those of float32.
 FAST_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
-# Columns per product, which is as deep as its finest column. Without matrix instructions the time of a product is that
-# of its operations, and short runs have fewer; with them, a call costs as much as it saves.
-PRODUCT_COLUMNS = 64
+# A product is as deep as its finest column. It ends before the first column that needs less than this share of its
+# depth, if it has so many columns: shallower products have fewer operations, but more calls cost time, too.
+PRODUCT_DEPTH, PRODUCT_COLUMNS = 0.75, 32
 
 BATCH_VALUES = 1 << 20  # planes of the sections coded in one call: enough streams for the CPU, in its second cache
 _arena = Arena()
@@ -117,8 +118,7 @@ class TransformScheme:
             if leading is not None:
                 known = min(len(leading), rows)
                 torch.index_select(leading[:known], 1, order, out=y[:known])
-            for run, k in _product_runs(columns, len(coding.ranks)):
-                ranks = coding.class_ranks[k]
+            for run, ranks in product_runs(columns, coding.class_ranks):
                 self._stages.analyze(coding.learned.basis, ordered[run], ranks, y[: sum(ranks), run], known)
             yield classes, columns, as_numpy(y)
 
@@ -171,8 +171,8 @@ class TransformScheme:
         if tile.classes is None:
             yield slice(0, width), [min(padded(rank), pad) for rank in coding.ranks]
             return
-        for run, k in _product_runs(tile.classes, len(coding.ranks)):
-            yield run, [min(padded(rank), pad) for rank in coding.class_ranks[k]]
+        for run, ranks in product_runs(tile.classes, coding.class_ranks):
+            yield run, [min(padded(rank), pad) for rank in ranks]
 
     def _inverse(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return a section's inverse maps, transposed and padded: `[B, pad, values]` for each run of B equal blocks."""
@@ -193,14 +193,22 @@ class TransformScheme:
         return self._inverses[key]
 
 
-def _product_runs(classes: U8, blocks: int) -> Iterator[tuple[slice, int]]:
-    """Yield runs of columns that share a product, and the class whose components it takes.
+def product_runs(classes: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:
+    """Yield runs of columns that share a product, and the components of each block that they need.
 
-    With several blocks, each class has components of its own, so a run has one class.
+    `class_ranks` is `SectionCoding.class_ranks`. With several blocks, each class has components of its own, so a run
+    has one class.
     """
-    if blocks > 1:
-        yield from class_runs(classes)
+    if len(class_ranks[0]) > 1:
+        for run, k in class_runs(classes):
+            yield run, class_ranks[k]
         return
-    for start in range(0, len(classes), PRODUCT_COLUMNS):
-        # Columns are sorted within windows, which hold whole runs, so the first column is the finest.
-        yield slice(start, min(start + PRODUCT_COLUMNS, len(classes))), int(classes[start])
+    depths = np.array(class_ranks)[classes, 0]
+    start = 0
+    while start < len(classes):
+        further = depths[start + PRODUCT_COLUMNS :]
+        # Columns are sorted within windows: the next window's begin anew with the finest.
+        ends = np.flatnonzero((further < PRODUCT_DEPTH * depths[start]) | (further > depths[start]))
+        stop = start + PRODUCT_COLUMNS + int(ends[0]) if len(ends) else len(classes)
+        yield slice(start, stop), (int(depths[start:stop].max()),)
+        start = stop

@@ -17,6 +17,7 @@ from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles
+from cuvee.codec.schemes.transform import product_runs
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.reference.transform import gather, place, require_finite, synthesize
@@ -297,6 +298,42 @@ def test_blocks_alike_are_multiplied_at_once(dtype: torch.dtype) -> None:
     own = x if x.ndim == 3 else x.unflatten(1, (3, 8)).transpose(0, 1)
     want = y.float().mT @ inverse[:, :32].float()
     torch.testing.assert_close(own.float(), want, rtol=0.02, atol=0.1 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("matrix_instructions", [False, True])
+def test_columns_of_one_block_share_products_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, matrix_instructions: bool
+) -> None:
+    monkeypatch.setattr(transform, "MATRIX_INSTRUCTIONS", matrix_instructions)
+    draw = torch.Generator().manual_seed(0)
+    y, inverse = (torch.randn(1, 64, 20, generator=draw).bfloat16(), torch.randn(1, 64, 8, generator=draw).bfloat16())
+    y[:, 32:, 7:] = 0 if matrix_instructions else float("nan")  # rows below a run's depth are not read
+    x = synthesize(y, [inverse], [(slice(0, 7), (64,)), (slice(7, 20), (32,))], torch.empty(160).bfloat16())
+    want = torch.cat([y[0, :, :7].float().T @ inverse[0].float(), y[0, :32, 7:].float().T @ inverse[0, :32].float()])
+    torch.testing.assert_close(x.reshape(20, 8).float(), want, rtol=0.02, atol=0.1)
+
+
+def test_a_product_ends_where_columns_need_less() -> None:
+    ranks = tuple((100 - 6 * k,) for k in range(16))
+    falling = np.repeat(np.arange(16, dtype=np.uint8), 10)
+    runs = list(product_runs(falling, ranks))
+    # Column 50 is the first to need less than 75 of 100 rows. From then on, runs end at their least number of columns.
+    assert runs[:3] == [(slice(0, 50), (100,)), (slice(50, 82), (70,)), (slice(82, 114), (52,))]
+    assert [run.start for run, _ in runs[1:]] == [run.stop for run, _ in runs[:-1]] and runs[-1][0].stop == 160
+    short = np.repeat(np.arange(16, dtype=np.uint8), 2)  # fewer columns than a product is worth
+    assert list(product_runs(short, ranks)) == [(slice(0, 32), (100,))]
+
+
+def test_a_product_is_as_deep_as_its_deepest_column() -> None:
+    ranks = tuple((100 - k,) for k in range(16))
+    windows = np.array([8] * 40 + [2] * 40, np.uint8)  # the next window begins with finer columns again
+    assert list(product_runs(windows, ranks)) == [(slice(0, 40), (92,)), (slice(40, 80), (98,))]
+    early = np.array([8] * 10 + [2] * 40, np.uint8)
+    assert list(product_runs(early, ranks)) == [(slice(0, 32), (98,)), (slice(32, 50), (98,))]
+    assert list(product_runs(np.array([3, 3, 5], np.uint8), ((4, 1),) * 16)) == [
+        (slice(0, 2), (4, 1)),
+        (slice(2, 3), (4, 1)),
+    ]
 
 
 @pytest.mark.parametrize("group", ["head", "unit", "layer", "layers:2", "all"])

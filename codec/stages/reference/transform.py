@@ -25,6 +25,8 @@ from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32, I64
 
+MATRIX_INSTRUCTIONS = bool(torch.cpu._is_amx_tile_supported())
+
 
 def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slice) -> torch.Tensor:
     """Return the section's values `[t, N]` float32 of the tokens `at`, keys rotated by `rotation` (None: as stored)."""
@@ -158,15 +160,16 @@ def synthesize(
         y: `[B, pad, t]`, each block's leading components, then zeros.
         inverse: the transposed `SectionBasis.inverse`, padded with zeros, equal blocks stacked: `[b, rows, n]` with at
             least `pad` rows, B blocks in all.
-        runs: columns of each product, and the rows of each block that it needs. With matrix instructions one product
-            takes all columns, since a call costs as much as it would save.
+        runs: columns of each product, and the rows of each block that it needs. In bfloat16, one product serves all
+            columns of several equal blocks; and with matrix instructions those of a single block, because a call costs
+            as much as it would save.
         out: `[t N]`, receives the values.
 
     Returns:
         `[t, N]`, or `[B, t, N / B]` if one product took all blocks: a view of `out`.
     """
     width = y.shape[2]
-    if y.dtype == torch.bfloat16 and len(inverse) == 1:
+    if y.dtype == torch.bfloat16 and len(inverse) == 1 and (len(y) > 1 or MATRIX_INSTRUCTIONS):
         return torch.bmm(y.mT, inverse[0][:, : y.shape[1]], out=out.view(len(y), width, -1))
     x = out.view(width, -1)
     matrices = [matrix for alike in inverse for matrix in alike]
