@@ -26,7 +26,7 @@ class TileLayout:
     """Sections cut into tiles.
 
     Attributes:
-        tiles: `[tiles, len(TileField)]` in the order of the sections, units, heads and dimensions; no ranks yet.
+        tiles: `[tiles, len(TileField)]` in the order of the sections and their values; no ranks yet.
         blocks: `[blocks, len(BlockField)]` likewise.
         columns: M, of all sections.
         pairs: PAIRS, pairs per tile.
@@ -114,34 +114,31 @@ def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping
     bounds = [0]
     for index, section in enumerate(sections):
         ends = list(np.cumsum(section.blocks))
-        value = 0  # of the section's N
-        for layer_index, layer in enumerate(section.layers(layout), section.first_layer):
-            for unit, size, rope in (
-                (2 * layer_index, layer.head_dim, layer.rope),
-                (2 * layer_index + 1, layer.value_dim, None),
-            ):
-                for head in range(layer.kv_heads):
-                    if value == 0 or value == ends[0]:
-                        if value:
-                            ends.pop(0)
-                        blocks.append([index, 0, 0, 0, len(tiles) * 2 * pairs, 0])
-                    if value + size > ends[0]:
-                        raise InputError(
-                            f"sections[{index}]: must have blocks of whole heads, got an end within a head"
-                        )
-                    block = len(blocks) - 1
-                    for piece in _cut_head(size, rope, angles, pairs):
-                        first, second, count0, count1, step, angle = piece
-                        column = len(tiles) * 2 * pairs
-                        tiles.append(
-                            [index, unit, head, first, second, count0, count1, step, angle, 0, 0, 0, 0, column, block]
-                        )
-                        blocks[-1][BlockField.COLUMNS] += 2 * pairs
-                        place = np.full((2, pairs), -1, np.int32)
-                        place[0, :count0] = value + first + step * np.arange(count0)
-                        place[1, :count1] = value + second + step * np.arange(count1)
-                        order.append(place.ravel())
-                    value += size
+        # Heads in the order of the section's N values.
+        heads = [
+            (unit.first + head * unit.stride, head, unit)
+            for unit in section.units(layout)
+            for head in range(unit.heads)
+        ]
+        for value, head, unit in sorted(heads, key=lambda one: one[0]):
+            if value == 0 or value == ends[0]:
+                if value:
+                    ends.pop(0)
+                blocks.append([index, 0, 0, 0, len(tiles) * 2 * pairs, 0])
+            if value + unit.size > ends[0]:
+                raise InputError(f"sections[{index}]: must have blocks of whole heads, got an end within a head")
+            block, number = len(blocks) - 1, 2 * unit.layer + unit.is_value
+            rope = None if unit.is_value else layout.layers[unit.layer].rope
+            for first, second, count0, count1, step, angle in _cut_head(unit.size, rope, angles, pairs):
+                column = len(tiles) * 2 * pairs
+                tiles.append(
+                    [index, number, head, first, second, count0, count1, step, angle, 0, 0, 0, 0, column, block]
+                )
+                blocks[-1][BlockField.COLUMNS] += 2 * pairs
+                place = np.full((2, pairs), -1, np.int32)
+                place[0, :count0] = value + first + step * np.arange(count0)
+                place[1, :count1] = value + second + step * np.arange(count1)
+                order.append(place.ravel())
         bounds.append(len(tiles) * 2 * pairs)
     return TileLayout(
         np.array(tiles, np.int64),

@@ -57,6 +57,7 @@ def calibrate(
     batch_size: int = 4,
     seed: int = 0,
     flops: float | None = None,
+    tensor_parallel: bool = False,
     progress: bool = True,
     distributed: bool = False,
 ) -> Profile:
@@ -68,8 +69,8 @@ def calibrate(
         token_ids: `[N, T]` int64, N sequences as the model will see them; or a dict of several kinds of text by name,
             whose shapes may differ (see `cuvee.calibration.mixture`). An eighth of the sequences of each kind (2 to 32)
             is held out to measure the curve, kind by kind.
-        group: the layers or heads that share one basis: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"all"`, or
-            `"auto"`: as many layers as `flops` and the number of tokens allow (`choose_group`).
+        group: the layers or heads that share one basis: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"heads:n"`,
+            `"all"`, or `"auto"`: as many layers as `flops` and the number of tokens allow (`choose_group`).
         more_text: `[N, T]` int64, more sequences for what needs a forward pass only: prediction from tokens
             (`cuvee.calibration.more_text`). Sequences that are held out are left out.
         predict_tokens: learn to predict the cache from its tokens, if there is enough text: 32 tokens per number of
@@ -78,6 +79,7 @@ def calibrate(
             after them. Default: three quarters of T.
         flops: with `"auto"`, the most floating-point operations per decoded value for the inverse transform; default
             1536 for a model on a CPU, else 4096.
+        tensor_parallel: with `"auto"`, choose a group `"heads:n"`, which `Profile.shard` cuts for any number of ranks.
         batch_size: sequences per forward pass.
         seed: seed of the sampled targets; the same arguments give the same profile on the same machine.
         progress: show a progress bar on standard error.
@@ -108,7 +110,7 @@ def calibrate(
         layout = KVLayout.from_config(model.config, dtype=model.dtype)
     arguments = {
         "model": fingerprint, "group": group, "prefix": prefix, "predict_tokens": predict_tokens,
-        "batch_size": batch_size, "seed": seed, "flops": flops,
+        "batch_size": batch_size, "seed": seed, "flops": flops, "tensor_parallel": tensor_parallel,
     }  # fmt: skip
     check_same_arguments(processes, arguments)
     token_ids, more_text = processes.broadcast((token_ids, more_text))
@@ -131,7 +133,7 @@ def calibrate(
         seen = sum(len(batch) * max(cached - SINKS, 0) for batch, cached in learning)
         if group == "auto":
             budget = flops or (CPU_FLOPS if model.device.type == "cpu" else GPU_FLOPS)
-            group, why = choose_group(layout, seen, budget)
+            group, why = choose_group(layout, seen, budget, tensor_parallel)
             if processes.rank == 0:
                 _log.info("group=%r: %s", group, why)
     group = processes.broadcast(group)  # the budget depends on the rank's device
@@ -213,7 +215,7 @@ def _device_of_moments(model: PreTrainedModel, layout: KVLayout, group: str) -> 
     return torch.device("cpu")
 
 
-def choose_group(layout: KVLayout, tokens: int, flops: float) -> tuple[str, str]:
+def choose_group(layout: KVLayout, tokens: int, flops: float, tensor_parallel: bool = False) -> tuple[str, str]:
     """Choose the largest group of layers that decodes within a budget and that the calibration text can support.
 
     A decoded value takes two operations per coded component of its group; at `balanced`, about half of the components
@@ -223,21 +225,26 @@ def choose_group(layout: KVLayout, tokens: int, flops: float) -> tuple[str, str]
         layout: the model's layout.
         tokens: cached tokens of the calibration text.
         flops: floating-point operations per decoded value.
+        tensor_parallel: choose among `"heads:n"`.
 
     Returns:
-        The group, at least `"layer"`, and the reason why it is not larger.
+        The group, at least `"layer"` or `"heads:1"`, and the reason why it is not larger.
     """
-    best = "layer"
+    least = best = "heads:1" if tensor_parallel else "layer"
     sizes: dict[int, str] = {}
-    for count in range(1, layout.num_layers + 1):
-        name = "layer" if count == 1 else "all" if count == layout.num_layers else f"layers:{count}"
-        sizes[max(section.values for section in partition(layout, name))] = name
+    alike = len({layer.kv_heads for layer in layout.layers}) == 1
+    for count in range(1, layout.num_layers + 1 if alike or not tensor_parallel else 2):
+        if tensor_parallel:
+            name = f"heads:{count}"
+        else:
+            name = "layer" if count == 1 else "all" if count == layout.num_layers else f"layers:{count}"
+        sizes[max(size for section in partition(layout, name) for size in section.blocks)] = name
     for values, name in sorted(sizes.items()):
         cost = 2 * CODED_SHARE * values
-        if cost > flops and name != "layer":
+        if cost > flops and name != least:
             why = f"{name} would take about {cost:.0f} operations per value to decode, the budget is {flops:.0f}"
             break
-        if tokens < CARRIED_TOKENS * values and name != "layer":
+        if tokens < CARRIED_TOKENS * values and name != least:
             why = f"{name} needs {CARRIED_TOKENS * values} cached tokens to learn from, the text has {tokens}"
             break
         best = name

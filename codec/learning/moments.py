@@ -74,10 +74,14 @@ class Moments:
         self.sample: list[SampledRun] = []
         self._limit = limit
         self._stride, self._seen = 1, 0
-        self._units = [s for x in section.layers(layout) for s in (x.key_values, x.value_values)]
+        units = [(unit.size, unit.size * unit.heads) for unit in section.units(layout)]
+        self._units = [size for size, _ in units] * len(section.blocks) if section.by_head else [n for _, n in units]
         # The metric of several layers is gathered layer by layer: block-diagonal measured as good as the full one
         # (0.74 against 0.73 bits per value on books-3m) and needs far fewer samples.
-        self._metric_runs = [x.key_values + x.value_values for x in section.layers(layout)]
+        self._metric_runs = [
+            x.head_dim + x.value_dim if section.by_head else x.key_values + x.value_values
+            for x in section.layers(layout)
+        ]
 
     def add(
         self,

@@ -162,21 +162,25 @@ class Profile:
 
         Raises:
             InputError: see `KVLayout.shard_heads`.
-            ProfileError: the bases mix heads of several ranks: any group but `"head"`.
+            ProfileError: the bases mix heads of several ranks: any group but `"head"` and `"heads:n"`.
         """
         layout = self.layout.shard(rank, size)
         if layout == self.layout:  # every rank holds all heads
             return self
-        if self.learned and self.group != "head":
+        by_head = self.sections[0].by_head
+        if self.learned and self.group != "head" and not by_head:
             raise ProfileError(
-                f"group: must be 'head' for tensor-parallel shards, got {self.group!r}, whose bases mix heads of "
-                f"several of the {size} ranks; learn a profile with group='head', or one per rank with cuvee.fit"
+                f"group: must be 'heads:n' or 'head' for tensor-parallel shards, got {self.group!r}, whose bases mix "
+                f"heads of several of the {size} ranks; learn a profile with tensor_parallel=True (cuvee profile learn "
+                "--tensor-parallel)"
             )
-        heads = self.layout.shard_heads(rank, size)
-        parts = zip(self.learned, self.layout.layers, heads, strict=True) if self.learned else ()
-        learned = tuple(full.take([*kept, *(layer.kv_heads + head for head in kept)]) for full, layer, kept in parts)
+        heads, learned = self.layout.shard_heads(rank, size), []
+        for section, full in zip(self.sections, self.learned, strict=False):  # a generic profile has learned nothing
+            kept = heads[section.first_layer]
+            every = self.layout.layers[section.first_layer].kv_heads
+            learned.append(full.take(kept if by_head else [*kept, *(every + head for head in kept)]))
         return Profile(
-            layout, self.group, self.source, self.family, learned,
+            layout, self.group, self.source, self.family, tuple(learned),
             min_step_index=self.min_step_index, model=self.model, curve=self.points, token_table=self.token_table,
         )  # fmt: skip
 

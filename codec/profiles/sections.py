@@ -1,7 +1,8 @@
 """Sections and blocks: how the layers of a cache are cut into parts that are coded on their own.
 
 A *section* is a run of layers that is coded, found and decoded on its own. Its N values per token are ordered by layer,
-K before V, head, dimension. A *block* is a contiguous part of them that shares one basis. The blocks partition N.
+K before V, head, dimension; in groups `heads:n` by head, layer, K before V, dimension. A *block* is a contiguous part
+of them that shares one basis. The blocks partition N.
 """
 
 from __future__ import annotations
@@ -10,17 +11,52 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 
 
 @dataclass(frozen=True, slots=True)
+class UnitColumns:
+    """Where the values of a unit, K or V of one layer, are among the N of its section.
+
+    Attributes:
+        layer: number of the layer.
+        is_value: whether this is V.
+        first: column of the first value of head 0.
+        stride: columns from one head to the next.
+        heads: number of heads.
+        size: values of each head.
+    """
+
+    layer: int
+    is_value: bool
+    first: int
+    stride: int
+    heads: int
+    size: int
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a view `[t, heads, size]` of the unit's values in the section's, `[t, N]`."""
+        strides = (x.stride(0), self.stride * x.stride(1), x.stride(1))
+        return x.as_strided((len(x), self.heads, self.size), strides, x.storage_offset() + self.first * x.stride(1))
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
-    """The layers `first_layer … end_layer - 1`. `blocks` holds the sizes of their blocks, in order."""
+    """A run of layers.
+
+    Attributes:
+        first_layer, end_layer: the layers `first_layer … end_layer - 1`.
+        blocks: the sizes of their blocks, in order.
+        by_head: whether values are ordered by head before layer. All layers then have the same number of heads.
+    """
 
     first_layer: int
     end_layer: int
     blocks: tuple[int, ...]
+    by_head: bool = False
 
     @property
     def values(self) -> int:
@@ -31,6 +67,17 @@ class Section:
         """Return the layouts of the section's layers."""
         return layout.layers[self.first_layer : self.end_layer]
 
+    def units(self, layout: KVLayout) -> Iterator[UnitColumns]:
+        """Yield the units of the section's layers, K before V."""
+        layers = self.layers(layout)
+        of_head = sum(layer.head_dim + layer.value_dim for layer in layers)
+        column = 0
+        for number, layer in enumerate(layers, self.first_layer):
+            for is_value, size in ((False, layer.head_dim), (True, layer.value_dim)):
+                stride = of_head if self.by_head else size
+                yield UnitColumns(number, is_value, column, stride, layer.kv_heads, size)
+                column += size if self.by_head else size * layer.kv_heads
+
 
 def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
     """Cut a layout into sections and blocks.
@@ -38,25 +85,36 @@ def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
     Args:
         layout: the layout to cut.
         group: the values of one basis: `"head"` (one head of K or V), `"unit"` (K or V of a layer), `"layer"` (K and V
-            of a layer), `"layers:n"` (n adjacent layers; the last section may be shorter) or `"all"`.
+            of a layer), `"layers:n"` (n adjacent layers; the last section may be shorter), `"heads:n"` (a head's K and
+            V in n adjacent layers) or `"all"`.
 
     Raises:
-        InputError: the group is not known.
+        InputError: the group is not known, or is `"heads:n"` where adjacent layers differ in their number of heads.
     """
-    several = re.fullmatch(r"layers:([1-9]\d*)", group)
+    several = re.fullmatch(r"(layers|heads):([1-9]\d*)", group)
     if several is None and group not in {"head", "unit", "layer", "all"}:
-        raise InputError(f"group: must be one of head, unit, layer, layers:n, all (n a number), got {group!r}")
-    span = int(several[1]) if several else (layout.num_layers if group == "all" else 1)
+        raise InputError(f"group: must be one of head, unit, layer, layers:n, heads:n, all (n a number), got {group!r}")
+    span = int(several[2]) if several else (layout.num_layers if group == "all" else 1)
+    by_head = several is not None and several[1] == "heads"
     sections = []
     for first in range(0, layout.num_layers, span):
         layers = layout.layers[first : first + span]
-        if group == "head":
+        end = first + len(layers)
+        if by_head:
+            heads = sorted({layer.kv_heads for layer in layers}, reverse=True)
+            if len(heads) > 1:
+                raise InputError(
+                    f"group: {group!r} must span layers with as many heads, got {' and '.join(map(str, heads))} in "
+                    f"layers {first} … {end - 1}: take 'heads:1'"
+                )
+            sizes = [sum(x.head_dim + x.value_dim for x in layers)] * heads[0]
+        elif group == "head":
             sizes = [s for x in layers for s in [x.head_dim] * x.kv_heads + [x.value_dim] * x.kv_heads]
         elif group == "unit":
             sizes = [s for x in layers for s in (x.key_values, x.value_values)]
         else:
             sizes = [sum(x.key_values + x.value_values for x in layers)]
-        sections.append(Section(first, first + len(layers), tuple(sizes)))
+        sections.append(Section(first, end, tuple(sizes), by_head))
     return tuple(sections)
 
 

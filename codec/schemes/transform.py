@@ -194,10 +194,10 @@ class TransformScheme:
 
 
 def product_runs(classes: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:
-    """Yield runs of columns that share a product, and the components of each block that they need.
+    """Yield runs of columns that share a product, and how many components of each block they need.
 
-    `class_ranks` is `SectionCoding.class_ranks`. With several blocks, each class has components of its own, so a run
-    has one class.
+    `class_ranks` is `SectionCoding.class_ranks`. With several blocks, a run has one class: an encoder's rows are those
+    of the class, and a shard, which has some of the blocks, must come out bit for bit as in the whole.
     """
     if len(class_ranks[0]) > 1:
         for run, k in class_runs(classes):

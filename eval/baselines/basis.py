@@ -41,7 +41,7 @@ __all__ = [
     "leading_directions",
 ]
 
-GROUPINGS = ("head", "unit", "layer", "kv", "all")  # and layers:n
+GROUPINGS = ("head", "unit", "layer", "kv", "all")  # and layers:n, heads:n
 EXACT_VALUES = 2048  # in one group; up to here all components are found, exactly
 MOST_RANK = 4096  # leading components of a larger group
 COMPLETE_VALUES = 16384  # up to here the rest of a group has components, too; there its matrix takes 1 GiB
@@ -59,7 +59,8 @@ def columns(layout: KVLayout, grouping: str) -> tuple[torch.Tensor, ...]:
     Args:
         layout: of the cache.
         grouping: `"head"` (one head of K or V), `"unit"` (K or V of a layer), `"layer"` (both), `"layers:n"` (both of n
-            layers; the last group may be smaller), `"kv"` (all K; all V) or `"all"`.
+            layers; the last group may be smaller), `"heads:n"` (both of one head in n layers), `"kv"` (all K; all V)
+            or `"all"`.
 
     Returns:
         The int64 indices of each group. Together they are a partition of 0 … N - 1.
@@ -67,9 +68,10 @@ def columns(layout: KVLayout, grouping: str) -> tuple[torch.Tensor, ...]:
     Raises:
         InputError: there is no such grouping.
     """
-    several = re.fullmatch(r"layers:([1-9]\d*)", grouping)
+    several = re.fullmatch(r"(layers|heads):([1-9]\d*)", grouping)
     if several is None and grouping not in GROUPINGS:
-        raise InputError(f"grouping: must be one of {', '.join(GROUPINGS)}, layers:n, got {grouping!r}")
+        raise InputError(f"grouping: must be one of {', '.join(GROUPINGS)}, layers:n, heads:n, got {grouping!r}")
+    span = int(several[2]) if several else 1
     groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     first = 0
     for index, layer in enumerate(layout.layers):
@@ -79,7 +81,8 @@ def columns(layout: KVLayout, grouping: str) -> tuple[torch.Tensor, ...]:
                     "head": (index, kind, head),
                     "unit": (index, kind),
                     "layer": (index,),
-                    grouping if several else "": (index // int(several[1]) if several else 0,),
+                    f"layers:{span}": (index // span,),
+                    f"heads:{span}": (index // span, head),
                     "kv": (kind,),
                     "all": (),
                 }

@@ -515,6 +515,23 @@ def test_the_largest_group_within_budget_and_text() -> None:
     assert choose_group(no_rope(24), 0, 1) == ("layer", "it spans all layers")
 
 
+def test_tensor_parallel_engines_get_a_group_that_ranks_share() -> None:
+    layout = KVLayout("synthetic", (LayerLayout(3, 12, 8, None),) * 4, "float32", None)
+    for count in range(1, 5):  # 20 values per layer and head, 20 operations per value
+        assert choose_group(layout, 10_000, 20 * count, True)[0] == f"heads:{count}"
+    assert choose_group(layout, 10_000, 1, True)[0] == "heads:1"
+    assert "heads:2 would take about" in choose_group(layout, 10_000, 1, True)[1]
+    unlike = KVLayout("synthetic", (LayerLayout(2, 8, 8, None), LayerLayout(1, 8, 8, None)), "float32", None)
+    assert choose_group(unlike, 10_000, 1e9, True) == ("heads:1", "it spans all layers")
+
+
+def test_a_profile_for_tensor_parallel_engines_is_cut(tiny_model: Callable[..., Any]) -> None:
+    profile = calibrated(tiny_model("llama"), tokens_of(40, 64), "auto", tensor_parallel=True)
+    assert profile.group.startswith("heads:")
+    parts = [profile.shard(rank, 2) for rank in range(2)]
+    assert all(part.group == profile.group and part.learned for part in parts) and parts[0].id != parts[1].id
+
+
 def test_groups_of_unlike_layers_go_by_the_largest() -> None:
     layers = tuple(LayerLayout(1, size, size, None) for size in (4, 32, 4, 4))
     layout = KVLayout("synthetic", layers, "float32", None)

@@ -36,9 +36,33 @@ def test_partition_by_hand() -> None:
     assert [s.blocks for s in cut["all"]] == [(25,)] == [s.blocks for s in cut["layers:2"]]
 
 
-@pytest.mark.parametrize("group", ["head", "unit", "layer", "layers:1", "layers:2", "layers:3", "layers:7", "all"])
+def test_heads_of_several_layers_by_hand() -> None:
+    """Head, then layer, then K before V."""
+    layers = (LayerLayout(2, 4, 3, None), LayerLayout(2, 2, 1, None), LayerLayout(1, 5, 6, None))
+    layout = KVLayout("synthetic", layers, "float32", None)
+    both, last = partition(layout, "heads:2")
+    assert (both.first_layer, both.end_layer, both.blocks) == (0, 2, (10, 10))
+    assert (last.first_layer, last.end_layer, last.blocks) == (2, 3, (11,))
+    assert [s.blocks for s in partition(layout, "heads:1")] == [(7, 7), (3, 3), (11,)]
+    keys = [torch.arange(8.0).view(1, 2, 4), 20 + torch.arange(4.0).view(1, 2, 2), torch.zeros(1, 1, 5)]
+    values = [10 + torch.arange(6.0).view(1, 2, 3), 30 + torch.arange(2.0).view(1, 2, 1), torch.zeros(1, 1, 6)]
+    x = gather(KVChunk(keys, values, layout), both, None, slice(0, 1))
+    heads = [[0, 1, 2, 3, 10, 11, 12, 20, 21, 30], [4, 5, 6, 7, 13, 14, 15, 22, 23, 31]]
+    assert x.tolist() == [heads[0] + heads[1]]
+    with pytest.raises(
+        InputError, match=r"^group: 'heads:3' must span layers with as many heads, got 2 and 1 in layers"
+    ):
+        partition(layout, "heads:3")
+
+
+@pytest.mark.parametrize(
+    "group",
+    ["head", "heads:1", "heads:2", "heads:7", "unit", "layer", "layers:1", "layers:2", "layers:3", "layers:7", "all"],
+)
 def test_blocks_partition_the_values(group: str, layouts: dict[str, KVLayout]) -> None:
     for layout in layouts.values():
+        if group.startswith("heads:") and group != "heads:1" and len({layer.kv_heads for layer in layout.layers}) > 1:
+            continue
         sections = partition(layout, group)
         assert [s.first_layer for s in sections] == [0, *(s.end_layer for s in sections[:-1])]
         assert sections[-1].end_layer == layout.num_layers
@@ -50,9 +74,11 @@ def test_blocks_partition_the_values(group: str, layouts: dict[str, KVLayout]) -
     assert [len(partition(layouts["gqa"], g)) for g in ("layer", "layers:2", "layers:7", "all")] == [3, 2, 1, 1]
 
 
-@pytest.mark.parametrize("group", ["", "heads", "layers", "layers:0", "layers:-1", "layers:2x", "layers:n", "Layer"])
+@pytest.mark.parametrize(
+    "group", ["", "heads", "heads:0", "heads:n", "layers", "layers:0", "layers:-1", "layers:2x", "layers:n", "Layer"]
+)
 def test_unknown_groups(group: str, layouts: dict[str, KVLayout]) -> None:
-    with pytest.raises(InputError, match="head, unit, layer, layers:n, all"):
+    with pytest.raises(InputError, match="head, unit, layer, layers:n, heads:n, all"):
         partition(layouts["gqa"], group)
 
 
@@ -330,20 +356,19 @@ def test_a_product_is_as_deep_as_its_deepest_column() -> None:
     assert list(product_runs(windows, ranks)) == [(slice(0, 40), (92,)), (slice(40, 80), (98,))]
     early = np.array([8] * 10 + [2] * 40, np.uint8)
     assert list(product_runs(early, ranks)) == [(slice(0, 32), (98,)), (slice(32, 50), (98,))]
-    assert list(product_runs(np.array([3, 3, 5], np.uint8), ((4, 1),) * 16)) == [
-        (slice(0, 2), (4, 1)),
-        (slice(2, 3), (4, 1)),
-    ]
+    blocks = ((9, 4),) * 4 + ((5, 4),) * 12
+    assert list(product_runs(np.array([3, 3, 5], np.uint8), blocks)) == [(slice(0, 2), (9, 4)), (slice(2, 3), (5, 4))]
 
 
-@pytest.mark.parametrize("group", ["head", "unit", "layer", "layers:2", "all"])
+@pytest.mark.parametrize("group", ["head", "heads:2", "unit", "layer", "layers:2", "all"])
 def test_learned_maps_decorrelate_and_invert(
     group: str,
     layouts: dict[str, KVLayout],
     make_chunk: Callable[..., KVChunk],
     fitted: Callable[[str, str], Profile],
 ) -> None:
-    layout, profile = layouts["irregular"], fitted("irregular", group)
+    name = "gqa" if group == "heads:2" else "irregular"  # whose layers differ in their number of heads
+    layout, profile = layouts[name], fitted(name, group)
     assert profile.sections == partition(layout, group)
     chunk = make_chunk(layout, 1000, seed=9)
     unrotation = Rotation(layout, 0, 1000, CPU, inverse=True)

@@ -139,7 +139,7 @@ def test_a_run_of_tokens(
 
 
 @pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("group", ["head", "layers:2", "generic", "lossless"])
+@pytest.mark.parametrize("group", ["head", "heads:2", "layers:2", "generic", "lossless"])
 def test_layers_alone(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, group: str
 ) -> None:
@@ -173,7 +173,14 @@ def ids_of(tokens: int) -> np.ndarray[Any, Any]:
 @pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize(
     ("name", "group"),
-    [("gqa", "layers:2"), ("irregular", "layer"), ("bfloat16", "head"), ("float16", "all"), ("yarn", "unit")],
+    [
+        ("gqa", "layers:2"),
+        ("gqa", "heads:2"),
+        ("irregular", "layer"),
+        ("bfloat16", "head"),
+        ("float16", "all"),
+        ("yarn", "unit"),
+    ],
 )
 def test_predictions_are_those_of_the_cpu(
     device: torch.device,

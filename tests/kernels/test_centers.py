@@ -30,7 +30,9 @@ def centers_of(plan: TransformPlan, sections: range) -> Centers:
 
 
 @pytest.mark.parametrize("columns", [48, 1 << 20])
-@pytest.mark.parametrize(("name", "group"), [("irregular", "layer"), ("gqa", "head"), ("bfloat16", "layers:2")])
+@pytest.mark.parametrize(
+    ("name", "group"), [("irregular", "layer"), ("gqa", "head"), ("gqa", "heads:2"), ("bfloat16", "layers:2")]
+)
 def test_centers_are_those_of_the_cpu(
     device: torch.device,
     fitted: Callable[[str, str], Profile],

@@ -10,7 +10,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.profiles.sections import Section
+from cuvee.codec.profiles.sections import Section, UnitColumns
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.bfloat16 import rounded, to_float
@@ -23,7 +23,23 @@ from cuvee.codec.support.arrays import F32, I64, U16
 
 @compiled
 def _place(  # type: ignore[no-untyped-def]
-    x, block, mean, predicted, row_of, column, cos, sin, order, memory, begins, head_stride, heads, size, offsets, kinds
+    x,
+    block,
+    mean,
+    predicted,
+    row_of,
+    column,
+    stride,
+    cos,
+    sin,
+    order,
+    memory,
+    begins,
+    head_stride,
+    heads,
+    size,
+    offsets,
+    kinds,
 ):
     columns = len(order)
     nothing = np.zeros(0 if len(predicted) else mean.shape[1], predicted.dtype)
@@ -40,7 +56,7 @@ def _place(  # type: ignore[no-untyped-def]
         of_token = predicted[row_of[t]] if len(predicted) else nothing
         c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(cos) - 1)]
         for h in range(heads):
-            first = column + h * size
+            first = column + h * stride
             at = (first // block * columns + row) * block + first % block
             source, center, guess = x[at : at + size], of_mean[first : first + size], of_token[first : first + size]
             target = spare if permuted else memory[begin + h * head_stride : begin + h * head_stride + size]
@@ -83,42 +99,28 @@ def place(
     predictions: Predictions | None = None,
 ) -> None:
     """See `reference.transform.place`, which also serves interleaved caches and float16."""
-    layers = section.layers(layout)
-    if layout.torch_dtype == torch.float16 or any(map(_interleaved, layers)):
+    if layout.torch_dtype == torch.float16 or any(map(_interleaved, section.layers(layout))):
         transform.place(x, mean, section, layout, rotation, at, keys, values, order, predictions)
         return
     block, tokens = x.shape[-1], x.shape[-2]
     source = _plain(x.flatten())
     centers = (mean.numpy(), *_arrays(predictions))
     to = np.arange(tokens) if order is None else order
-    column = 0
-    for index, layer in enumerate(layers, section.first_layer):
-        rows = keys[index]
-        if rows is not None:
-            cos, sin = rotation.tables(layer.rope, at) if layer.rope else (_NO_TABLE, _NO_TABLE)
-            _write(source, block, centers, column, cos, sin, to, rows, at)
-        column += layer.key_values
-        rows = values[index]
-        if rows is not None:
-            _write(source, block, centers, column, _NO_TABLE, _NO_TABLE, to, rows, at)
-        column += layer.value_values
+    for unit in section.units(layout):
+        rows = (values if unit.is_value else keys)[unit.layer]
+        if rows is None:
+            continue
+        cos, sin = _tables(layout, unit, rotation, at)
+        _place(
+            source, block, *centers, unit.first, unit.stride, cos, sin, to, _plain(rows.memory), rows.begins[at],
+            rows.head_stride, rows.heads, rows.size, rows.offsets, rows.kinds[at],
+        )  # fmt: skip
 
 
-def _write(
-    source: npt.NDArray[np.generic],
-    block: int,
-    centers: tuple[F32, U16, I64],
-    column: int,
-    cos: npt.NDArray[np.float32],
-    sin: npt.NDArray[np.float32],
-    order: I64,
-    rows: Rows,
-    at: slice,
-) -> None:
-    _place(
-        source, block, *centers, column, cos, sin, order, _plain(rows.memory), rows.begins[at], rows.head_stride,
-        rows.heads, rows.size, rows.offsets, rows.kinds[at],
-    )  # fmt: skip
+def _tables(layout: KVLayout, unit: UnitColumns, rotation: Rotation, at: slice) -> tuple[F32, F32]:
+    """Return the rotation tables of a unit for the tokens `at`; without columns if it is not rotated."""
+    rope = layout.layers[unit.layer].rope
+    return (_NO_TABLE, _NO_TABLE) if unit.is_value or rope is None else rotation.tables(rope, at)
 
 
 def _arrays(predictions: Predictions | None) -> tuple[U16, I64]:
@@ -130,7 +132,7 @@ def _arrays(predictions: Predictions | None) -> tuple[U16, I64]:
 
 @compiled
 def _gather(  # type: ignore[no-untyped-def]
-    memory, stride, head_stride, heads, size, cos, sin, mean, predicted, row_of, column, out
+    memory, token_stride, head_stride, heads, size, cos, sin, mean, predicted, row_of, column, stride, out
 ):
     """Write the values of one unit to its columns of `out`; return whether all values are finite."""
     half = cos.shape[1]
@@ -142,8 +144,8 @@ def _gather(  # type: ignore[no-untyped-def]
         of_token = predicted[row_of[t]] if len(predicted) else nothing
         c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(sin) - 1)]
         for h in range(heads):
-            begin = t * stride + h * head_stride
-            first = column + h * size
+            begin = t * token_stride + h * head_stride
+            first = column + h * stride
             source, center, target = (
                 memory[begin : begin + size],
                 of_mean[first : first + size],
@@ -176,27 +178,23 @@ def gather_centered(
     predictions: Predictions | None = None,
 ) -> torch.Tensor:
     """See `reference.transform.gather_centered`, which also serves all other layouts."""
-    layers = section.layers(chunk.layout)
     units = [
-        unit
-        for index in range(section.first_layer, section.end_layer)
-        for unit in (chunk.keys[index], chunk.values[index])
+        (unit, (chunk.values if unit.is_value else chunk.keys)[unit.layer]) for unit in section.units(chunk.layout)
     ]
-    if any(map(_interleaved, layers)) or any(unit.dtype == torch.float16 or unit.stride(2) != 1 for unit in units):
+    if any(map(_interleaved, section.layers(chunk.layout))) or any(
+        cached.dtype == torch.float16 or cached.stride(2) != 1 for _, cached in units
+    ):
         return transform.gather_centered(chunk, section, rotation, at, mean, predictions)
     tokens = at.stop - at.start
     target = _arena.array("x", tokens * section.values, np.float32).reshape(tokens, section.values)
     centers, finite = (mean.numpy(), *_arrays(predictions)), True
-    column = 0
-    for number, unit in enumerate(units):
-        rope = layers[number // 2].rope
-        cos, sin = (_NO_TABLE, _NO_TABLE) if number % 2 or rope is None else rotation.tables(rope, at)
-        _, heads, size = unit.shape
-        memory = _plain(all_memory(unit[at]))
+    for unit, cached in units:
+        cos, sin = _tables(chunk.layout, unit, rotation, at)
+        memory = _plain(all_memory(cached[at]))
         finite &= _gather(
-            memory, unit.stride(0), unit.stride(1), heads, size, cos, sin, *centers, column, target
+            memory, cached.stride(0), cached.stride(1), unit.heads, unit.size, cos, sin, *centers, unit.first,
+            unit.stride, target,
         )  # fmt: skip
-        column += heads * size
     if not finite:
         raise transform.not_finite_error(section)
     return torch.from_numpy(target)

@@ -30,12 +30,14 @@ MATRIX_INSTRUCTIONS = bool(torch.cpu._is_amx_tile_supported())
 
 def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slice) -> torch.Tensor:
     """Return the section's values `[t, N]` float32 of the tokens `at`, keys rotated by `rotation` (None: as stored)."""
-    columns = []
-    for index, layer in enumerate(section.layers(chunk.layout), section.first_layer):
-        keys, values = chunk.keys[index][at], chunk.values[index][at]
-        turned = keys.float() if rotation is None else rotation.apply(keys, layer.rope, at)
-        columns += [turned.flatten(1), values.flatten(1).float()]
-    return torch.cat(columns, dim=1)
+    x = torch.empty(at.stop - at.start, section.values, device=chunk.device)
+    for unit in section.units(chunk.layout):
+        if unit.is_value or rotation is None:
+            own = (chunk.values if unit.is_value else chunk.keys)[unit.layer][at]
+        else:
+            own = rotation.apply(chunk.keys[unit.layer][at], chunk.layout.layers[unit.layer].rope, at)
+        unit.of(x).copy_(own)
+    return x
 
 
 def gather_centered(
@@ -117,18 +119,11 @@ def place(
         inside = (order >= 0) & (order < at.stop - at.start)
         x = x[torch.from_numpy(np.flatnonzero(inside)[np.argsort(order[inside])])]
     x = x.float() + _centers(mean, len(x), predictions)
-    column = 0
-    for index, layer in enumerate(section.layers(layout), section.first_layer):
-        rows = keys[index]
+    for unit in section.units(layout):
+        rows = (values if unit.is_value else keys)[unit.layer]
         if rows is not None:
-            part = x[:, column : column + layer.key_values].unflatten(1, (layer.kv_heads, layer.head_dim))
-            rows.write(rotation.apply(part, layer.rope, at), at)
-        column += layer.key_values
-        rows = values[index]
-        if rows is not None:
-            part = x[:, column : column + layer.value_values].unflatten(1, (layer.kv_heads, layer.value_dim))
-            rows.write(part, at)
-        column += layer.value_values
+            own = unit.of(x)
+            rows.write(own if unit.is_value else rotation.apply(own, layout.layers[unit.layer].rope, at), at)
 
 
 def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.Tensor:

@@ -51,9 +51,9 @@ def profile_learn(
     group: Annotated[
         str,
         typer.Option(
-            help="What one basis spans: head, unit, layer, layers:n, all, or auto: as many layers as decode within "
-            "--flops. A larger group makes smaller blobs but a larger profile: SmolLM2's takes 28 MB with layer, 40 "
-            "MB with auto."
+            help="What one basis spans: head, unit, layer, layers:n, heads:n, all, or auto: as many layers as decode "
+            "within --flops. A larger group makes smaller blobs but a larger profile: SmolLM2's takes 28 MB with "
+            "layer, 40 MB with auto."
         ),
     ] = "auto",
     flops: Annotated[
@@ -62,6 +62,14 @@ def profile_learn(
             min=1, help="With auto: at most this many operations per decoded value. Default: 1536 on a CPU, else 4096."
         ),
     ] = None,
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--tensor-parallel",
+            help="With auto: a group heads:n, whose profile any number of tensor-parallel ranks can share. It takes "
+            "more bits than layers:n.",
+        ),
+    ] = False,
     sequences: Annotated[
         int | None, typer.Option(min=3, help="Learn from at most this many sequences. Default: 96, or 128 with TEXT.")
     ] = None,
@@ -125,7 +133,7 @@ def profile_learn(
         more = more_text(tokenizer, length)
     profile = cuvee.calibrate(
         model, tokens, group, more_text=more, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops,
-        distributed=distributed,
+        tensor_parallel=tensor_parallel, distributed=distributed,
     )  # fmt: skip
     if rank:
         return

@@ -76,13 +76,13 @@ def test_groups_of_an_irregular_layout(layouts: dict[str, KVLayout]) -> None:
 
 def test_an_unknown_grouping_is_named(layouts: dict[str, KVLayout]) -> None:
     for grouping in ("layers:0", "layers:n", "layers:2x", "heads"):
-        message = rf"^grouping: must be one of head, unit, layer, kv, all, layers:n, got '{grouping}'"
+        message = rf"^grouping: must be one of head, unit, layer, kv, all, layers:n, heads:n, got '{grouping}'"
         with pytest.raises(InputError, match=message):
             columns(layouts["gqa"], grouping)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("grouping", [*GROUPINGS, "layers:2"])
+@pytest.mark.parametrize("grouping", [*GROUPINGS, "layers:2", "heads:2"])
 def test_maps_are_orthonormal_and_invertible(
     layouts: dict[str, KVLayout], make_chunk: Make, name: str, grouping: str
 ) -> None:
@@ -98,7 +98,7 @@ def test_maps_are_orthonormal_and_invertible(
     assert float(off.square().sum()) == pytest.approx(basis.rms**2 * float(noise.square().sum()), rel=1e-3)
 
 
-@pytest.mark.parametrize("grouping", [*GROUPINGS, "layers:2"])
+@pytest.mark.parametrize("grouping", [*GROUPINGS, "layers:2", "heads:2"])
 def test_components_are_uncorrelated_and_in_order_within_their_group(
     layouts: dict[str, KVLayout], make_chunk: Make, grouping: str
 ) -> None:

@@ -203,15 +203,18 @@ def test_a_profile_of_another_layout_is_refused(tmp_path: Path) -> None:
         Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")}))
 
 
-def test_ranks_code_their_own_heads(tmp_path: Path) -> None:
-    for group in ("head", "layer"):
-        _profile(group).save(tmp_path / group)
+@pytest.mark.parametrize("group", ["head", "heads:2"])
+def test_ranks_code_their_own_heads(tmp_path: Path, group: str) -> None:
+    for learned in (group, "layer"):
+        _profile(learned).save(tmp_path / learned)
     two: dict[str, Any] = {"parallel__tensor_parallel_size": 2, "specs": [_spec(num_kv_heads=1)]}
-    made = Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "head")}, **two))
+    made = Setup.of_engine(*_engine(extra={"profile": str(tmp_path / group)}, **two))
     layouts = [made.codec(rank).profile.layout for rank in range(2)]
     assert [layer.kv_heads for layout in layouts for layer in layout.layers] == [1] * 4
     assert made.codec(0).profile.id != made.codec(1).profile.id
-    with pytest.raises(ProfileError, match="group: must be 'head' for tensor-parallel shards, got 'layer'"):
+    with pytest.raises(
+        ProfileError, match="group: must be 'heads:n' or 'head' for tensor-parallel shards, got 'layer'"
+    ):
         Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "layer")}, **two))
 
 

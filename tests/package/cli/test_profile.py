@@ -107,7 +107,9 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     # The default is the mixture; an added kind replaces one of the same name.
     tokens, group, arguments = learned("--sequences", "40", "--text", tmp_path / "prose", "--text", tmp_path / "a=b")
     assert list(tokens) == [*KINDS, "a=b"] and group == "auto"
-    defaults = {"prefix": None, "batch_size": 4, "seed": 0, "flops": None, "distributed": False}
+    defaults = {
+        "prefix": None, "batch_size": 4, "seed": 0, "flops": None, "tensor_parallel": False, "distributed": False,
+    }  # fmt: skip
     more = arguments.pop("more_text")
     assert more.shape[1] == 64 and len(more) > 10 * 40, "all bundled texts, to predict from tokens"
     assert arguments == {**defaults, "dtype": torch.float32}
@@ -122,6 +124,7 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     assert (group, arguments["flops"], arguments["prefix"], arguments["dtype"]) == (
         "layers:2", 4096.0, 40, torch.bfloat16,
     )  # fmt: skip
+    assert learned("--sequences", "24", "--tensor-parallel")[2]["tensor_parallel"] is True
     # Texts replace the mixture, as one kind.
     tokens, _, arguments = learned(tmp_path / "prose", "--sequences", "12")
     assert tokens.shape == (12, 64) and arguments["more_text"] is None
