@@ -24,11 +24,11 @@ from cuvee.codec.learning.distributed import (
 )
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.learned_sections import build_profile
-from cuvee.codec.learning.moments import SINKS, Moments, add_sample, need_tokens, new_moments
+from cuvee.codec.learning.moments import SINKS, Moments, add_sample, add_text, need_tokens, new_moments
 from cuvee.codec.learning.progress import tracked
 from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, TokenSums, learn_token_model
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import check_tokens, frozen
+from cuvee.codec.models.forward import check_tokens, frozen, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition
@@ -71,8 +71,8 @@ def calibrate(
             is held out to measure the curve, kind by kind.
         group: the layers or heads that share one basis: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"heads:n"`,
             `"all"`, or `"auto"`: as many layers as `flops` and the number of tokens allow (`choose_group`).
-        more_text: `[N, T]` int64, more sequences for what needs a forward pass only: prediction from tokens
-            (`cuvee.calibration.more_text`). Sequences that are held out are left out.
+        more_text: `[N, T]` int64, more sequences for what needs a forward pass only: prediction from tokens, and
+            covariances (`cuvee.calibration.more_text`). Sequences that are held out are left out.
         predict_tokens: learn to predict the cache from its tokens, if there is enough text: 32 tokens per number of
             the model's embedding.
         prefix: number of leading tokens per sequence that count as cached; the metric measures the loss of the tokens
@@ -130,6 +130,7 @@ def calibrate(
         if more_text is not None:
             check_tokens(model, more_text, None)
             more_text = _without(more_text, testing.values())
+        reading = () if more_text is None or not len(more_text) else more_text.split(batch_size)
         seen = sum(len(batch) * max(cached - SINKS, 0) for batch, cached in learning)
         if group == "auto":
             budget = flops or (CPU_FLOPS if model.device.type == "cpu" else GPU_FLOPS)
@@ -139,9 +140,10 @@ def calibrate(
     group = processes.broadcast(group)  # the budget depends on the rank's device
     with raise_on_all_ranks(processes, "calibrating"):
         need_tokens(layout, group, seen)
-    text = [batch for batch, _ in learning]
-    text += [] if more_text is None or not len(more_text) else more_text.split(batch_size)
-    token_model = _learn_tokens(model, layout, group, text, processes, progress) if predict_tokens else None
+    token_model = None
+    if predict_tokens:
+        text = [*(batch for batch, _ in learning), *reading]
+        token_model = _learn_tokens(model, layout, group, text, processes, progress)
     predicted = None if token_model is None else token_model.predicted
     with raise_on_all_ranks(processes, "calibrating"):
         moments = new_moments(layout, group, processes.size, _device_of_moments(model, layout, group))
@@ -150,6 +152,11 @@ def calibrate(
             for batch, cached in tracked(learning[processes.rank :: processes.size], "calibrating", progress):
                 sample = sample_gradients(model, batch.to(model.device), cached, generator)
                 add_sample(moments, layout, sample, cached, batch, predicted)
+            device = moments[0].total.device
+            for batch in tracked(reading[processes.rank :: processes.size], "adding text", progress):
+                with torch.no_grad():
+                    chunks = prefill(model, batch.to(model.device), layout, device)
+                add_text(moments, layout, chunks, batch, predicted)
     processes.all_reduce(moments)
     profile = None
     with raise_on_all_ranks(processes, "building the profile"):

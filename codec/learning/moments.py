@@ -5,7 +5,7 @@ Only second moments and a bounded sample of tokens are kept, whatever the length
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +89,11 @@ class Moments:
         start: int,
         gradient: torch.Tensor | None = None,
         token_ids: torch.Tensor | None = None,
+        sampled: bool = True,
     ) -> None:
         """Add a run of tokens `[t, N]` float32 from position `start` on, the gradients on them, and their ids.
 
-        The run ends where its sequence's cache ends, if there are gradients.
+        The run ends where its sequence's cache ends, if there are gradients. `sampled`: its tokens may be kept.
         """
         for position in range(start, min(SINKS, start + len(x))):
             self.sink_total[position] += x[position - start]
@@ -115,7 +116,8 @@ class Moments:
                     self.metrics[index][low : low + run, low : low + run] += part.T @ part
                     low += run
             column += size
-        self._keep(x, start, gradient, token_ids)
+        if sampled:
+            self._keep(x, start, gradient, token_ids)
 
     def _keep(self, x: torch.Tensor, start: int, gradient: torch.Tensor | None, token_ids: torch.Tensor | None) -> None:
         """Keep evenly spaced runs within the limit: whenever it is exceeded, drop every second run."""
@@ -270,6 +272,28 @@ def add_sample(
                 values[SINKS:] -= predicted(index, tokens[row, SINKS:prefix]).to(device)
             ids = tokens[row, :prefix] if predicted is not None else None
             section.add(values, 0, gather(gradients, section.section, transposed, everything), ids)
+
+
+def add_text(
+    moments: list[Moments],
+    layout: KVLayout,
+    chunks: Iterable[KVChunk],
+    tokens: torch.Tensor,
+    predicted: Predicted | None,
+) -> None:
+    """Add caches of sequences, `tokens [B, T]`, to the means and covariances of every section.
+
+    Covariances gain from more text than there are gradients for: on SmolLM2-135M, blocks of four layers that are
+    learned from 118,000 tokens take 2.5 % fewer bits at equal KL than from 30,000.
+    """
+    for chunk, ids in zip(chunks, tokens, strict=True):
+        everything = slice(0, chunk.tokens)
+        unrotation = Rotation(layout, 0, chunk.tokens, chunk.device, inverse=True)
+        for index, section in enumerate(moments):
+            values = gather(chunk, section.section, unrotation, everything)
+            if predicted is not None and chunk.tokens > SINKS:
+                values[SINKS:] -= predicted(index, ids[SINKS:]).to(values.device)
+            section.add(values, 0, sampled=False)
 
 
 class Transposed(Rotation):

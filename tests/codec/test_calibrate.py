@@ -25,7 +25,7 @@ from cuvee.codec.learning.calibrate import choose_group, fit, held_out_count
 from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.learned_sections import build_profile
-from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, normalized
+from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_text, normalized
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, frozen
 from cuvee.codec.models.rope import rotate, unrotate
@@ -739,6 +739,42 @@ def test_gradients_go_back_through_rope_transposed(scaling: float, interleaved: 
 
 def no_rope(units: int, layers: int = 1) -> KVLayout:
     return KVLayout("synthetic", (LayerLayout(1, units, units, None),) * layers, "float32", None)
+
+
+def test_more_text_adds_to_means_and_covariances_alone() -> None:
+    layout = no_rope(4)
+    draw = torch.Generator().manual_seed(0)
+    units = [torch.randn(count, 1, 8, generator=draw) * torch.arange(1.0, 9) + 3 for count in (40, 30, 50)]
+    chunks = [KVChunk([unit[..., :4]], [unit[..., 4:]], layout) for unit in units]
+    ids = [torch.arange(len(unit)) % 7 for unit in units]
+    (section,) = partition(layout, "layer")
+    moments = Moments(section, layout, 1000)
+    moments.add(units[0][:, 0], 0, torch.ones(40, 8))
+    for chunk, own in zip(chunks[1:], ids[1:], strict=True):
+        add_text([moments], layout, [chunk], own[None], lambda _, tokens: tokens[:, None].float().expand(-1, 8))
+    # All but the leading positions, and what is predicted subtracted.
+    parts = [units[0][4:, 0], *(unit[4:, 0] - own[4:, None] for unit, own in zip(units[1:], ids[1:], strict=True))]
+    everything = torch.cat(parts).double()
+    assert moments.count == len(everything) == 108 and sum(len(run.x) for run in moments.sample) == 40
+    torch.testing.assert_close(moments.mean(), everything.mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moments.covariances()[0], torch.cov(everything.T, correction=0), rtol=1e-4, atol=1e-4)
+    firsts = torch.stack([unit[:4, 0] for unit in units]).sum(0).double()
+    torch.testing.assert_close(moments.sink_total, firsts, rtol=1e-5, atol=1e-5)
+    assert moments.sink_count.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("predict_tokens", [False, True])
+def test_bases_are_learned_from_more_text(tiny_model: Callable[..., Any], predict_tokens: bool) -> None:
+    """Also without prediction from tokens. The sequences that are held out are not learned from."""
+    tokens, more = tokens_of(20, 64), tokens_of(30, 80, seed=5)
+    arguments: dict[str, Any] = {"predict_tokens": predict_tokens}
+    alone, same, richer = (
+        calibrated(tiny_model("llama"), tokens, "layer", **arguments, **extra)
+        for extra in ({}, {"more_text": tokens[-2:]}, {"more_text": more})
+    )
+    assert alone.id == same.id != richer.id
+    for few, many in zip(alone.learned, richer.learned, strict=True):
+        assert not torch.equal(few.basis.mean, many.basis.mean)
 
 
 def test_a_large_mean_does_not_drown_the_covariance() -> None:
