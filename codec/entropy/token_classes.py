@@ -29,7 +29,7 @@ from cuvee.codec.errors import ProfileError
 from cuvee.codec.support.arrays import F32, I32, U8, U16
 
 CLASSES = 16
-NEUTRAL = 8  # the class that uses the blob's own step
+NEUTRAL = 11  # the class that uses the blob's own step: 5.5 octaves for attention sinks, 2 for what no token reads
 CLASS_UNITS = 32  # step units (1/64 octave) between neighboring classes
 WINDOW = 256  # tokens per sorted window; a multiple of every number of tokens per stream
 CLASS_BITS = 12  # probability bits of a class table

@@ -6,7 +6,7 @@ coordinates, which is the cost of a unit of squared error. The best step is then
 water-filling). The profile's exponent is flatter, because e is only predicted.
 
     offset [octaves of step]  =  bias - weights . features(leading coefficients) - recency(distance from the end)
-    class = 8 + round(2 offset)
+    class = 11 + round(2 offset)
 
 The distance is that to the end of the sequence's cache, where its readers begin. On SmolLM2-135M, e falls as the
 inverse of the distance up to some 200 tokens: an error on the last token costs 50 times as much as one on an average

@@ -41,7 +41,7 @@ from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.plain_json import parse_json
 
 FORMAT = "cuvee-profile"
-VERSION = 3
+VERSION = 4
 ID_BYTES = 16
 # Values per token: 128 layers of 128 heads of 512 have this many. The limit bounds what a small file can claim.
 MAX_VALUES = 1 << 24

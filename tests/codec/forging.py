@@ -91,4 +91,4 @@ def codec_of(scheme: str, backend: str = "auto") -> Codec:
     """Of "lossless", "generic", or anything that is learned; one thread."""
     if scheme == "lossless":
         return Codec(Profile.generic(LAYOUT), "lossless", backend=backend, threads=1)
-    return Codec(Profile.generic(LAYOUT) if scheme == "generic" else learned(), step=0.02, backend=backend, threads=1)
+    return Codec(Profile.generic(LAYOUT) if scheme == "generic" else learned(), step=0.04, backend=backend, threads=1)

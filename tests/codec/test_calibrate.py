@@ -499,6 +499,13 @@ def test_one_kind_is_as_good_as_none(tiny_model: Callable[..., Any]) -> None:
 # The group -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def half_coded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many operations per value as values in a group."""
+    monkeypatch.setattr(calibrate, "CODED_SHARE", 0.5)
+
+
+@pytest.mark.usefixtures("half_coded")
 def test_the_largest_group_within_budget_and_text() -> None:
     layout = no_rope(24, layers=4)  # 48 values per layer, 48 operations per value
     for flops, group in ((1, "layer"), (48, "layer"), (95, "layer"), (96, "layers:2"), (144, "layers:3"), (192, "all")):
@@ -515,6 +522,7 @@ def test_the_largest_group_within_budget_and_text() -> None:
     assert choose_group(no_rope(24), 0, 1) == ("layer", "it spans all layers")
 
 
+@pytest.mark.usefixtures("half_coded")
 def test_tensor_parallel_engines_get_a_group_that_ranks_share() -> None:
     layout = KVLayout("synthetic", (LayerLayout(3, 12, 8, None),) * 4, "float32", None)
     for count in range(1, 5):  # 20 values per layer and head, 20 operations per value
@@ -532,6 +540,7 @@ def test_a_profile_for_tensor_parallel_engines_is_cut(tiny_model: Callable[..., 
     assert all(part.group == profile.group and part.learned for part in parts) and parts[0].id != parts[1].id
 
 
+@pytest.mark.usefixtures("half_coded")
 def test_groups_of_unlike_layers_go_by_the_largest() -> None:
     layers = tuple(LayerLayout(1, size, size, None) for size in (4, 32, 4, 4))
     layout = KVLayout("synthetic", layers, "float32", None)
@@ -540,6 +549,7 @@ def test_groups_of_unlike_layers_go_by_the_largest() -> None:
     assert choose_group(layout, 10_000, 72)[0] == "layers:2"
 
 
+@pytest.mark.usefixtures("half_coded")
 @pytest.mark.parametrize(
     ("arguments", "rows", "group"), [({}, 28, "all"), ({"flops": 90}, 28, "layer"), ({}, 12, "layer")]
 )

@@ -250,8 +250,8 @@ def test_a_profile_keeps_its_recency(tmp_path: Path) -> None:
 
 def test_classes_are_half_octaves() -> None:
     offsets = torch.tensor([-9.0, -0.26, -0.24, 0.0, 0.24, 0.26, 1.0, 9.0])
-    assert choose_classes(offsets, 0).tolist() == [0, 7, 8, 8, 8, 9, 10, 15]
-    assert choose_classes(offsets, 9).tolist() == [9, 9, 9, 9, 9, 9, 10, 15]
+    assert choose_classes(offsets, 0).tolist() == [0, 10, 11, 11, 11, 12, 13, 15]
+    assert choose_classes(offsets, 12).tolist() == [12, 12, 12, 12, 12, 12, 13, 15]
 
 
 @pytest.mark.parametrize(

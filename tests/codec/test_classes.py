@@ -118,7 +118,7 @@ def test_sections_coded_together_are_the_same_words(tokens: int) -> None:
     sections = []
     for rows, n, widest in ((24, 8, 60), (3, 1, 5), (0, 128, 60), (40, 128, 500), (12, 16, 60)):
         plan = plan_of(rows, widest=widest) if rows else ClassedPlan([EMPTY] * CLASSES, 0)
-        classes = rng.integers(0, CLASSES, tokens).astype(np.uint8)
+        classes = rng.integers(plan.finest, CLASSES, tokens).astype(np.uint8)
         columns = classes[coding_order(classes)]
         y = coefficients(rows, columns, plan) if rows else np.empty((0, tokens), np.float32)
         planes, _ = get_stages("reference").to_planes(y, columns, plan, FAMILY.quantizer, FAMILY.tables)
@@ -161,10 +161,10 @@ def test_a_plan_has_no_deeper_columns_than_finer_ones() -> None:
 
 def test_a_plan_leaves_out_classes_that_are_too_fine() -> None:
     plan = plan_of(10, step=-300, widest=500)
-    assert plan.finest == 9 and plan.plans[8] is None and plan.plans[9] is not None
-    assert np.all(plan.rows[:9] == 0)
-    with pytest.raises(ProfileError, match="class 8, which is finer"):
-        plan.of(8)
+    assert plan.finest == 12 and plan.plans[11] is None and plan.plans[12] is not None
+    assert np.all(plan.rows[:12] == 0)
+    with pytest.raises(ProfileError, match="class 11, which is finer"):
+        plan.of(11)
     with pytest.raises(ProfileError, match="too small"):
         plan_of(10, step=-900, widest=500)
 
@@ -449,7 +449,7 @@ def forged(data: bytes, at: int, value: bytes) -> bytes:
         (10, b"\x01", "stream header"),  # reserved
         (8, b"\x08", "stream header"),  # tokens per stream
         (12, b"\xff\xff\xff\xff", "too early"),  # words of the class stream
-        (12, b"\x00\x00\x00\x00", "padding|too many"),
+        (12, b"\x00\x00\x00\x00", "padding|too many|escapes"),
         (16, b"\x00\x00\x00\x00", "lower bound"),  # its state
     ],
 )
@@ -492,18 +492,18 @@ def test_classes_where_there_may_be_none_are_refused() -> None:
 
 def test_classes_that_the_profile_cannot_serve_are_refused() -> None:
     plan = plan_of(10, step=-300, widest=500)
-    check_classes(np.array([9, 15], np.uint8), plan)
-    for bad in (8, 16, 255):
-        with pytest.raises(FormatError, match="outside 9 … 15"):
+    check_classes(np.array([12, 15], np.uint8), plan)
+    for bad in (11, 16, 255):
+        with pytest.raises(FormatError, match="outside 12 … 15"):
             check_classes(np.array([12, bad], np.uint8), plan)
     data, classes, _ = section(get_stages("numba"), plan, 300, rows=10)
     part = read_part(memoryview(data), EMPTY, plan, 300)
-    for token, bad in ((0, 8), (299, 8), (150, 0)):
+    for token, bad in ((0, 11), (299, 11), (150, 0)):
         other = classes.copy()
         other[token] = bad
         forged = coded_part(part.streams, part.escapes, other, plan, part.tokens_per_stream)
         for name in BACKENDS:
-            with pytest.raises(FormatError, match="token classes outside 9 … 15"):
+            with pytest.raises(FormatError, match="token classes outside 12 … 15"):
                 decode(name, coding_of([one_block(plan)], -300), [(0, forged)], 300)
 
 
@@ -523,7 +523,7 @@ def test_values_too_large_for_their_class_are_refused(value: float) -> None:
 def test_values_too_large_are_found_wherever_they_are_coded(backend: Stages, value: float) -> None:
     plan = plan_of(24)
     rng = np.random.default_rng(0)
-    classes = rng.integers(4, CLASSES, 300).astype(np.uint8)
+    classes = rng.integers(7, CLASSES, 300).astype(np.uint8)
     columns = classes[coding_order(classes)]
     last = np.flatnonzero(columns == NEUTRAL)[[0, -1]]
     y = coefficients(24, columns, plan)

@@ -36,7 +36,7 @@ MakeChunk = Callable[..., KVChunk]
 MakeCodec = Callable[..., Codec]
 Layouts = dict[str, KVLayout]
 
-GROUPS = ["head", "heads:2", "unit", "layer", "layers:2", "all"]
+GROUPS = ["head", "heads:1", "unit", "layer", "layers:2", "all"]
 SCHEMES = [*GROUPS, "generic", "lossless"]
 NAMES = [
     "gqa", "mha", "mqa", "bfloat16", "float16", "narrow-values", "no-rope", "partial", "interleaved", "yarn",

@@ -322,11 +322,11 @@ def test_metadata_that_breaks_a_rule(
         Profile.load(path)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 99, "3", None])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 99, "4", None])
 def test_other_versions(version: object, fitted: Fitted, tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p")
     path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(version=version))
-    with pytest.raises(VersionError, match=r"^version: must be 3 for this build, got"):
+    with pytest.raises(VersionError, match=r"^version: must be 4 for this build, got"):
         Profile.load(path)
 
 
