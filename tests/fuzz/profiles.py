@@ -39,6 +39,9 @@ def parts() -> tuple[tuple[dict[str, Any], Arrays], ...]:
     return tuple(({**p._metadata(), "id": p.id.hex()}, p._arrays()) for p in profiles)
 
 
+GROUPS = (
+    "", "layer", "all", "layers:2", "layers:0", "heads:1", "heads:2", "unit", "head", "x" * 300, "\0", "\ud800", "1",
+)  # fmt: skip
 ODD_TEXTS = ("[" * 10**5, '{"a":' * 999 + "1" + "}" * 999, "9" * 5000, "[NaN]", "[1e999]", "")
 
 
@@ -79,7 +82,7 @@ def odd_value(dice: Dice, depth: int = 0) -> Any:
     if kind == 5:
         return dice.pick((0.0, -0.0, 0.5, 1e-320, 1e308, -1e30, 1.0))
     if kind == 6:
-        return dice.pick(("", "layer", "all", "layers:2", "layers:0", "unit", "head", "x" * 300, "\0", "\ud800", "1"))
+        return dice.pick(GROUPS)
     if kind == 7 and depth < 3:
         return [odd_value(dice, depth + 1) for _ in range(dice.number(0, 4))]
     if kind == 8 and depth < 3:

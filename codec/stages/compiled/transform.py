@@ -23,24 +23,9 @@ from cuvee.codec.support.arrays import F32, I64, U16
 
 @compiled
 def _place(  # type: ignore[no-untyped-def]
-    x,
-    block,
-    mean,
-    predicted,
-    row_of,
-    column,
-    stride,
-    cos,
-    sin,
-    order,
-    memory,
-    begins,
-    head_stride,
-    heads,
-    size,
-    offsets,
-    kinds,
-):
+    x, block, mean, predicted, row_of, column, stride, cos, sin, order, memory, begins, head_stride, heads, size,
+    offsets, kinds,
+):  # fmt: skip
     columns = len(order)
     nothing = np.zeros(0 if len(predicted) else mean.shape[1], predicted.dtype)
     half = cos.shape[1]
