@@ -20,7 +20,7 @@ from cuvee.codec.learning.moments import SINKS
 from cuvee.codec.learning.progress import tracked
 from cuvee.codec.models.forward import frozen, prefill
 from cuvee.codec.profiles.section_basis import SectionBasis
-from cuvee.codec.profiles.sections import Section, partition
+from cuvee.codec.profiles.sections import Section, columns_in_cache, partition
 from cuvee.codec.profiles.token_prediction import LARGEST_FEATURE, LARGEST_WEIGHT, TokenMap, TokenTable
 from cuvee.codec.stages.reference.transform import gather
 from cuvee.codec.stages.rotation import Rotation
@@ -52,7 +52,7 @@ class TokenSums:
         # A model normalizes what enters a layer, so the cache of the first layer is linear in the normalized embedding.
         wide = embedding.detach().float().to(device)
         self.features = wide / (wide.square().mean(1, keepdim=True).sqrt() + FLOOR)
-        self._layout = layout
+        self.layout = layout
         size, values = self.features.shape[1], layout.values_per_token
         exact: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.count = torch.zeros(1, **exact)
@@ -63,12 +63,12 @@ class TokenSums:
 
     def add_text(self, model: PreTrainedModel, batches: Sequence[torch.Tensor], progress: bool = False) -> None:
         """Add the caches of sequences, `[B, T]` int64 each."""
-        (whole,) = partition(self._layout, "all")
+        (whole,) = partition(self.layout, "all")
         with frozen(model), torch.no_grad():
             for batch in tracked(batches, "reading", progress):
                 device = self.gram.device
-                for ids, chunk in zip(batch, prefill(model, batch.to(model.device), self._layout, device), strict=True):
-                    unrotation = Rotation(self._layout, 0, chunk.tokens, device, inverse=True)
+                for ids, chunk in zip(batch, prefill(model, batch.to(model.device), self.layout, device), strict=True):
+                    unrotation = Rotation(self.layout, 0, chunk.tokens, device, inverse=True)
                     values = gather(chunk, whole, unrotation, slice(0, chunk.tokens))
                     self._add(ids[SINKS:].to(device), values[SINKS:])
 
@@ -124,14 +124,14 @@ def learn_token_model(sums: TokenSums, sections: Sequence[Section]) -> TokenMode
     deviation = features.square().mean(0).sqrt().clamp_min(FLOOR)
     table = _rounded((features / deviation).cpu())
     weights = (weights * deviation.double()[:, None]).float().cpu()
-    maps, column = [], 0
-    for section in sections:
-        own = weights[:, column : column + section.values]
+    columns = [columns_in_cache(section, sums.layout) for section in sections]
+    maps = []
+    for at in columns:
+        own = weights[:, at]
         scale = own.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_WEIGHT
         maps.append(TokenMap((own / scale).round().to(torch.int8).contiguous(), scale))
-        column += section.values
-    spreads = spread.float().cpu().split([section.values for section in sections], dim=1)
-    return TokenModel(table, tuple(maps), spreads)
+    everything = spread.float().cpu()
+    return TokenModel(table, tuple(maps), tuple(everything[:, at] for at in columns))
 
 
 def _rounded(features: torch.Tensor) -> TokenTable:

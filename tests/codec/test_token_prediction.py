@@ -303,8 +303,11 @@ def test_chunks_check_their_ids(chunk: KVChunk) -> None:
     assert as_token_ids(range(3), 3).dtype == np.int64
 
 
-def test_profiles_with_and_without_a_table_are_cut_into_shards(model: LlamaForCausalLM, chunk: KVChunk) -> None:
-    profile = cuvee.calibrate(model, text(20, 64, 1), "head", more_text=text(40, 64, 2), progress=False)
+@pytest.mark.parametrize("group", ["head", "heads:2"])
+def test_profiles_with_and_without_a_table_are_cut_into_shards(
+    model: LlamaForCausalLM, chunk: KVChunk, group: str
+) -> None:
+    profile = cuvee.calibrate(model, text(20, 64, 1), group, more_text=text(40, 64, 2), progress=False)
     whole, shards = Codec(profile, step=0.25), [Codec(profile.shard(rank, 2), step=0.25) for rank in range(2)]
     back = whole.decode(whole.encode(chunk, importance=np.ones(TOKENS)))
     for rank, codec in enumerate(shards):
@@ -565,6 +568,25 @@ def test_a_linear_cache_is_predicted_almost_whole(model: LlamaForCausalLM) -> No
     left = values - predicted
     share = float((left - left.mean(0)).square().sum() / (values - values.mean(0)).square().sum())
     assert share < 0.05  # 4 bits of the embedding
+
+
+@pytest.mark.parametrize("group", ["head", "heads:1", "heads:2", "layers:2"])
+def test_predictions_have_the_order_of_the_sections(model: LlamaForCausalLM, group: str) -> None:
+    """A token's predicted cache is the same, whatever the sections that it is cut into."""
+    layout = cuvee.KVLayout.from_config(model.config, dtype=torch.float32)
+    sums = TokenSums(model, layout)
+    sums.add_text(model, text(24, 64, 5).split(4))
+    ids, sections, (whole,) = text(1, 40, 6)[0], partition(layout, group), partition(layout, "all")
+    want = {(unit.layer, unit.is_value): unit for unit in whole.units(layout)}
+    together, parts = (learn_token_model(sums, cut) for cut in ((whole,), sections))
+    everything = together.predicted(0, ids)
+    for index, section in enumerate(sections):
+        predicted = parts.predicted(index, ids)
+        for unit in section.units(layout):
+            place = want[unit.layer, unit.is_value]
+            assert torch.equal(unit.of(predicted), place.of(everything))
+            spread = place.of(together.spreads[0])
+            assert torch.equal(unit.of(parts.spreads[index]), spread) and spread.abs().max() > 0
 
 
 def test_wide_embeddings_keep_the_directions_that_predict(

@@ -545,7 +545,7 @@ def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
     )  # fmt: skip
     assert config.learned_texts == ("mixture",) and config.learned_sequences == 96
     monkeypatch.setattr("cuvee.eval.report.report_config.MIXTURE_SEQUENCES", 64)
-    monkeypatch.setattr("cuvee.eval.report.report_run.CPU_FLOPS", 600.0)
+    monkeypatch.setattr("cuvee.eval.report.report_run.CPU_FLOPS", 500.0)
     learned: dict[str, Any] = {}
 
     def calibrate(model: Any, tokens: Any, group: str, **more: Any) -> Profile:
