@@ -474,7 +474,10 @@ def unsealed(text: str) -> dict[str, Any]:
     if data.get("format") != FORMAT:
         raise FormatError(f"format: must be {FORMAT!r}, got {data.get('format')!r}")
     if data.get("version") != VERSION:
-        raise VersionError(f"version: must be {VERSION} for this build, got {data.get('version')}")
+        raise VersionError(
+            f"version: must be {VERSION} for this build, got {data.get('version')}: learn the profile anew "
+            "(cuvee profile learn)"
+        )
     digest = data.pop("digest", None)
     if json.loads(sealed(data))["digest"] != digest:
         raise FormatError("metadata: are damaged, they do not hash to their digest")
