@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 REAL = ROOT / "eval" / "results" / "2026-11-25-smollm2-report"
+WIDE = ROOT / "eval" / "results" / "2026-11-25-smollm2-five-layers"
 CLIENTS = ROOT / "eval" / "results" / "2026-11-23-clients"
 PERMUTED = ROOT / "eval" / "results" / "2026-11-23-smollm2-vllm-blend"
 TASKS = ROOT / "eval" / "results" / "2026-11-23-smollm2-tasks"
@@ -73,37 +74,52 @@ def ratio_cell(found: dict[str, Any]) -> str:
     return f"{found['ratio']:.1f}x** ({found['low']:.1f} to {found['high']:.1f})"
 
 
-def test_the_figures_of_the_real_model_are_those_of_the_committed_run() -> None:
-    report = json.loads((REAL / "report.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("folder", "pca"), [(REAL, "pca/layers:4"), (WIDE, "pca/layers:5")])
+def test_the_figures_of_the_real_model_are_those_of_the_committed_run(folder: Path, pca: str) -> None:
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     kinds = report["by_kind"]
     assert [(kind["text"], kind["reread"]) for kind in kinds] == [
         ("pd_dracula.md", False), ("pd_dracula.md", True), ("python.txt", False), ("python.txt", True),
     ]  # fmt: skip
     quality = {entry["key"]: entry for entry in report["quality"]}
-    ours, pca = "cuvee/smollm2", "pca/layers:4"
-    page = (REAL / "README.md").read_text(encoding="utf-8")
+    ours = "cuvee/smollm2"
+    page = (folder / "README.md").read_text(encoding="utf-8")
     expected = {(anchor, anchor): [ratio_cell(ratio(k, anchor, ours, anchor)) for k in kinds] for anchor in ANCHORS}
     expected |= {(anchor, pca): [ratio_cell(ratio(k, anchor, ours, pca)) for k in kinds] for anchor in ANCHORS[:2]}
-    table = rows("baseline", README)
-    for cells, key in zip(table, (*((a, a) for a in ANCHORS), ("kivi4", pca)), strict=True):
-        assert cells[2:] == expected[key], cells[0]
-        (of,) = (entry for entry in report["comparison"] if entry["anchor"] == key[0])
-        size = next(f["bits_per_value"] for f in of["families"] if f["family"] == pca) if key[1] == pca else None
-        assert cells[1] == f"{size or quality[key[0]]['bits_per_value']:.2f}", cells[0]
     for cells, key in zip(rows("baseline", page), expected, strict=True):
         assert cells[1:] == expected[key], cells[0]
-    # The bits per value at which cuvee has the KL of FP8.
-    bits = [8 / ratio(kind, "fp8-e4m3", ours, "fp8-e4m3")["ratio"] for kind in kinds]
-    assert f"{min(bits):.1f} to {max(bits):.1f} bits per" in README.replace("\n", " ")
-    assert f"{report['seconds'] / 60:.0f} minutes beside another job" in README
+    if folder == WIDE:
+        table = rows("baseline", README)
+        for cells, key in zip(table, (*((a, a) for a in ANCHORS), ("kivi4", pca)), strict=True):
+            assert cells[2:] == expected[key], cells[0]
+            (of,) = (entry for entry in report["comparison"] if entry["anchor"] == key[0])
+            size = next(f["bits_per_value"] for f in of["families"] if f["family"] == pca) if key[1] == pca else None
+            assert cells[1] == f"{size or quality[key[0]]['bits_per_value']:.2f}", cells[0]
+        # The bits per value at which cuvee has the KL of FP8.
+        bits = [8 / ratio(kind, "fp8-e4m3", ours, "fp8-e4m3")["ratio"] for kind in kinds]
+        assert f"{min(bits):.1f} to {max(bits):.1f} bits per" in README.replace("\n", " ")
+        assert f"{report['seconds'] / 60:.0f} minutes beside other jobs" in README
     sizes = [e for e in report["sizes"] if e["family"] == ours]
     shown = rows("KL, nats per token", page)
     assert shown[0][1:] == [f"{e['bits_per_value']:.2f}" for e in sizes]
     assert shown[1][1:] == [f"{16 / e['bits_per_value']:.1f}" for e in sizes]
+    if folder == WIDE:
+        groups = json.loads((WIDE / "groups.json").read_text(encoding="utf-8"))
+        for cells, (name, group) in zip(rows("group", page), groups.items(), strict=True):
+            told = [f(p) for p in group["points"] for f in (_bits, _kl)]
+            assert cells == [f"`{name}`", f"{group['megabytes']:.0f}", *told]
     texts = json.loads(RATES.read_text(encoding="utf-8"))["texts"]
     grouped = [r["bits_at_its_kl"] for text in texts.values() for r in text["rivals"].values()]
     times = [bits["layer"] / bits["auto"] for bits in grouped if bits["layer"] and bits["auto"]]
     assert f"{min(times):.1f} to {max(times):.1f} times the bits" in README.replace("\n", " ")
+
+
+def _bits(point: dict[str, float]) -> str:
+    return f"{point['bits_per_value']:.2f}"
+
+
+def _kl(point: dict[str, float]) -> str:
+    return f"{point['kl']:.4f}"
 
 
 def test_lengths_are_those_of_the_committed_run() -> None:
