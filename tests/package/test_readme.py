@@ -191,16 +191,17 @@ def test_what_is_delivered_now_is_what_the_committed_runs_delivered() -> None:
         score = scores[variant.strip("`")]
         assert size == f"{score['bits_per_value']:.2f}", variant
         assert loss == f"{score['difference']:.2f} ± {score['difference_stderr']:.2f}", variant
-    qualities = json.loads((REAL / "qualities.json").read_text(encoding="utf-8"))
-    texts = [qualities[name] for name in ("dracula", "emma", "multidoc", "musique", "python")]
-    for quality, *cells in rows("quality", page):
-        name = quality.replace("`", "").replace("no token ids", "no ids")
-        asked = 5e-3 if name.startswith("balanced") else float(name.partition(",")[0].removeprefix("kl="))
-        assert cells == [
-            f"{sum(text[name]['bits'] for text in texts) / len(texts):.2f}",
-            *(f"{text[name]['kl'] / asked:.2f}" for text in texts),
-            f"{max(text[name]['kl_worst'] for text in texts) / asked:.1f}",
-        ], name
+    for folder in (REAL, WIDE):
+        qualities = json.loads((folder / "qualities.json").read_text(encoding="utf-8"))
+        texts = [qualities[name] for name in ("dracula", "emma", "multidoc", "musique", "python")]
+        for quality, *cells in rows("quality", (folder / "README.md").read_text(encoding="utf-8")):
+            name = quality.replace("`", "").replace("no token ids", "no ids")
+            asked = 5e-3 if name.startswith("balanced") else float(name.partition(",")[0].removeprefix("kl="))
+            assert cells == [
+                f"{sum(text[name]['bits'] for text in texts) / len(texts):.2f}",
+                *(f"{text[name]['kl'] / asked:.2f}" for text in texts),
+                f"{max(text[name]['kl_worst'] for text in texts) / asked:.1f}",
+            ], name
     ends = json.loads((REAL / "ends.json").read_text(encoding="utf-8"))
     for where, step, *cells in rows("read", page):
         for version, pair in zip(("before", "after"), (cells[:2], cells[2:]), strict=True):
@@ -211,7 +212,7 @@ def test_what_is_delivered_now_is_what_the_committed_runs_delivered() -> None:
             ]  # fmt: skip
             bits, kl = (sum(e[name] for e in own) / len(own) for name in ("bits", "kl"))
             assert pair == [f"{bits:.2f}", f"{kl:.4f}"], (where, step, version)
-    lengths = json.loads((REAL / "lengths.json").read_text(encoding="utf-8"))
+    lengths = json.loads((WIDE / "lengths.json").read_text(encoding="utf-8"))
     means = []
     for tokens in (256, 1024, 4096, 7936):
         own = [entry for entry in lengths if entry["tokens"] == tokens]
