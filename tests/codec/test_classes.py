@@ -449,13 +449,13 @@ def forged(data: bytes, at: int, value: bytes) -> bytes:
         (10, b"\x01", "stream header"),  # reserved
         (8, b"\x08", "stream header"),  # tokens per stream
         (12, b"\xff\xff\xff\xff", "too early"),  # words of the class stream
-        (12, b"\x00\x00\x00\x00", "padding|too many|escapes"),
+        (12, b"\x00\x00\x00\x00", "padding|too many"),
         (16, b"\x00\x00\x00\x00", "lower bound"),  # its state
     ],
 )
 def test_hostile_headers_are_refused(backend: Stages, at: int, value: bytes, message: str) -> None:
     plan = plan_of(24)
-    data, _, _ = section(get_stages("numba"), plan, 300)
+    data, _, _ = section(get_stages("numba"), plan, 300, seed=4)
     with pytest.raises(FormatError, match=message):
         decode(backend.name, coding_of([one_block(plan)]), [(0, forged(data, at, value))], 300)
 

@@ -291,7 +291,9 @@ def test_shards_that_are_told_the_classes_are_the_whole(
     whole = codec.decode(codec.encode(chunk, importance=weights))
     for rank in range(size):
         own, part = Codec(profile.shard(rank, size), step=0.2), of_rank(chunk, rank, size)
-        assert_alike(own.decode(own.encode(part, importance=weights)), of_rank(whole, rank, size))
+        # Blocks of several units are longer, and not all of a whole section's are aligned as in the shard.
+        check = assert_equal if group == "head" else assert_alike
+        check(own.decode(own.encode(part, importance=weights)), of_rank(whole, rank, size))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
