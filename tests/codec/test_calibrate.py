@@ -787,6 +787,22 @@ def test_bases_are_learned_from_more_text(tiny_model: Callable[..., Any], predic
         assert not torch.equal(few.basis.mean, many.basis.mean)
 
 
+def test_metrics_of_heads_are_shrunk_unit_by_unit() -> None:
+    """Towards the mean sensitivity of the head's K, or V, in each layer; and layers do not mix."""
+    layout = KVLayout("synthetic", (LayerLayout(2, 2, 3, None),) * 2, "float32", None)
+    (section,) = partition(layout, "heads:2")
+    moments = Moments(section, layout, 1000)
+    gradient = torch.randn(200, 20, generator=torch.Generator().manual_seed(0)) * torch.arange(1.0, 21)
+    moments.add(torch.randn(200, 20), 0, gradient)
+    for head, shrunk in enumerate(moments.loss_metrics()):
+        plain = moments.metrics[head]
+        assert shrunk.shape == (10, 10) and not plain[:5, 5:].any() and bool(plain[:5, :5].all())
+        for low, high in ((0, 2), (2, 5), (5, 7), (7, 10)):
+            own = plain.diagonal()[low:high]
+            want = (1 - SHRINKAGE) * own + SHRINKAGE * own.mean()
+            torch.testing.assert_close(shrunk.diagonal()[low:high], want)
+
+
 def test_a_large_mean_does_not_drown_the_covariance() -> None:
     """Keys of Qwen2 have channels whose mean is hundreds of deviations: their squares in float32 keep little else."""
     layout = no_rope(4)
