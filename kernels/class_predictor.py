@@ -78,11 +78,11 @@ class DevicePredictor:
     @lazy
     def _of_embedding(self) -> torch.Tensor:
         """The maps from embeddings to the components, float32 `[S, K, features]`; made when first needed."""
-        maps = [coding.leading_of_embedding for coding in self._codings]
+        maps = [coding.learned.coefficient_map() for coding in self._codings]
         known = [own for own in maps if own is not None]
-        out = torch.zeros(len(maps), self.components, known[0].shape[1])
+        out = torch.zeros(len(maps), self.components, len(known[0].weights))
         for row, own in enumerate(known):
-            out[row, : len(own)] = own
+            out[row, : own.size] = (own.weights * own.scale).T
         return out.to(self._device)
 
     def place(self, chunks: I64, following: Sequence[int]) -> tuple[I64, npt.NDArray[np.int64], F32]:
@@ -130,7 +130,7 @@ class DevicePredictor:
             positions: int64 `[tokens]`.
             levels: float32 `[S, tokens]`.
             centers: of the batch, whose predictions x lacks; None: nothing is predicted. They are added as the CPU adds
-                them (`SectionCoding.leading_of_embedding`): not rounded to bfloat16.
+                them (`CoefficientMap`): not rounded to bfloat16.
         """
         y = torch.zeros(len(self.sections), self.components, len(x), dtype=torch.float32, device=self._device)
         analyze(x, jobs, self._device_blocks, self._basis, batch, y.flatten(), max_rank=self.components)

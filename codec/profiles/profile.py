@@ -35,7 +35,13 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Curve, CurvePoint, one_request
 from cuvee.codec.profiles.section_profile import SectionProfile, read_section_profile
 from cuvee.codec.profiles.sections import Section, partition
-from cuvee.codec.profiles.token_prediction import CACHE_BYTES, PredictionCache, TokenTable, read_token_table
+from cuvee.codec.profiles.token_prediction import (
+    CACHE_BYTES,
+    COEFFICIENT_CACHE_BYTES,
+    PredictionCache,
+    TokenTable,
+    read_token_table,
+)
 from cuvee.codec.support.files import replacing
 from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.plain_json import parse_json
@@ -212,9 +218,25 @@ class Profile:
             if section.token_map is not None
         )
 
+    @lazy
+    def predicted_coefficients(self) -> tuple[PredictionCache | None, ...]:
+        """What the token table predicts of the coefficients that each section's class predictor reads.
+
+        None for a section without a class predictor; empty without a table.
+        """
+        if self.token_table is None:
+            return ()
+        maps = [section.coefficient_map() for section in self.learned]
+        limit = COEFFICIENT_CACHE_BYTES // max(sum(own.size for own in maps if own is not None), 1)  # per coefficient
+        return tuple(
+            None if own is None else PredictionCache(self.token_table, own, len(section.basis.sinks), limit * own.size)
+            for section, own in zip(self.learned, maps, strict=True)
+        )
+
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the predictions, which are made anew where the profile is unpickled."""
-        return {name: value for name, value in self.__dict__.items() if name != "predictions"}
+        """Leave out the caches of predictions, which are made anew where the profile is unpickled."""
+        caches = ("predictions", "predicted_coefficients")
+        return {name: value for name, value in self.__dict__.items() if name not in caches}
 
     # Identity --------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from cuvee.codec.profiles.block_map import read_block_map
 from cuvee.codec.profiles.class_predictor import Predictor, read_predictor
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section
-from cuvee.codec.profiles.token_prediction import TokenMap, read_token_map
+from cuvee.codec.profiles.token_prediction import CoefficientMap, TokenMap, read_token_map
 from cuvee.codec.support.arrays import I16, U16
 
 
@@ -57,6 +57,16 @@ class SectionProfile:
         if self.plain_scale is None:
             return self
         return replace(self, scale=self.plain_scale, token_map=None, plain_scale=None)
+
+    def coefficient_map(self) -> CoefficientMap | None:
+        """Return the map from embeddings to the coefficients that the predictor reads.
+
+        None without a predictor or a token map.
+        """
+        if self.token_map is None or self.predictor is None:
+            return None
+        leading = self.basis.leading(self.predictor.components)
+        return CoefficientMap.rounded(leading(self.token_map.weights * self.token_map.scale))
 
     def select(self, step_index: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
         """Return the components coded at a step: their number in each block, and their indices."""

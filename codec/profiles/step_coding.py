@@ -13,7 +13,7 @@ from cuvee.codec.profiles.class_predictor import choose_classes, finer_near_end
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.section_basis import LeadingComponents
 from cuvee.codec.profiles.section_profile import SectionProfile
-from cuvee.codec.profiles.token_prediction import TokenTable
+from cuvee.codec.profiles.token_prediction import PredictionCache
 from cuvee.codec.support.arrays import I64, U8
 from cuvee.codec.support.lazy import lazy
 
@@ -24,16 +24,16 @@ class SectionCoding:
     Args:
         learned: the section's learned data.
         step_index: the blob's step index.
-        table: of the profile, if the blob holds token ids.
+        coefficients: what tokens predict of the coefficients that the predictor reads, if the blob holds token ids.
 
     Attributes:
         learned: as given.
         ranks, plan: ranks of the blocks and coding plan for tokens without classes.
     """
 
-    def __init__(self, learned: SectionProfile, step_index: int, table: TokenTable | None = None) -> None:
+    def __init__(self, learned: SectionProfile, step_index: int, coefficients: PredictionCache | None = None) -> None:
         self.learned = learned
-        self._table = table
+        self._coefficients = coefficients
         self.ranks, self.plan = learned.plan(step_index)
         self._step_index = step_index
 
@@ -106,25 +106,10 @@ class SectionCoding:
 
     def _predicted(self, token_ids: I64 | None, start: int) -> torch.Tensor | None:
         """Return what tokens from position `start` on predict of the components that the predictor reads, `[K, t]`."""
-        of_embedding = self.leading_of_embedding
-        if token_ids is None or self._table is None or of_embedding is None:
+        if token_ids is None or self._coefficients is None:
             return None
-        known, index = np.unique(token_ids, return_inverse=True)
-        rows = self._table.rows(known)
-        predicted = (of_embedding @ (rows.embedding * rows.row_scale[:, None]).T)[:, torch.from_numpy(index)]
-        predicted[:, : max(len(self.learned.basis.sinks) - start, 0)] = 0
-        return predicted
-
-    @lazy
-    def leading_of_embedding(self) -> torch.Tensor | None:
-        """The map from embeddings to the components that the predictor reads, float32 `[K, features]`.
-
-        None without a predictor or a token map.
-        """
-        token_map = self.learned.token_map
-        if token_map is None or self._leading is None:
-            return None
-        return self._leading(token_map.weights * token_map.scale)
+        found = self._coefficients.of(token_ids, start)
+        return found.rows[torch.from_numpy(found.index)].T
 
     @lazy
     def _reads_first(self) -> bool:
@@ -142,7 +127,8 @@ class StepCoding:
         learned: the learned data of the sections.
         family: the profile's family.
         step_index: the blob's step index.
-        table: of the profile, if the blob holds token ids.
+        coefficients: of each section, what tokens predict of the coefficients that its predictor reads
+            (`Profile.predicted_coefficients`); empty if the blob holds no token ids.
 
     Attributes:
         sections: how each section is coded.
@@ -150,9 +136,16 @@ class StepCoding:
     """
 
     def __init__(
-        self, learned: tuple[SectionProfile, ...], family: Family, step_index: int, table: TokenTable | None = None
+        self,
+        learned: tuple[SectionProfile, ...],
+        family: Family,
+        step_index: int,
+        coefficients: tuple[PredictionCache | None, ...] = (),
     ) -> None:
-        self.sections = tuple(SectionCoding(section, step_index, table) for section in learned)
+        self.sections = tuple(
+            SectionCoding(section, step_index, own)
+            for section, own in zip(learned, coefficients or (None,) * len(learned), strict=True)
+        )
         self.family = family
         self.step_index = step_index
 

@@ -14,6 +14,9 @@ SmolLM2-135M 4 bits of the embedding take 0.5 % more bits than float32; half of 
 Either all tokens of a chunk are predicted, except for sinks, or none: components that only predicted tokens can do
 without are not coded.
 
+The encoder's class predictor reads the values with their predictions, so it wants the predictions' coefficients, too:
+`CoefficientMap` leads from embeddings to them.
+
 `PredictionCache` keeps the predictions of the first ids that it meets, because a few thousand ids make up most text.
 """
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +37,7 @@ from cuvee.codec.support.arrays import I64, U8
 from cuvee.codec.support.forks import tell_after_fork
 
 CACHE_BYTES = 256 << 20  # per profile: the predictions of 11,000 ids of SmolLM2-135M, or of 2,000 of Llama-3.1-8B
+COEFFICIENT_CACHE_BYTES = 128 << 20  # per profile that encodes: what the class predictor reads of 14,000 ids
 LARGEST_FEATURE = 7  # magnitude of a number of the embedding
 LARGEST_WEIGHT = 127
 MAX_FEATURES = 1 << 14  # with more, sums of products might exceed 2^24
@@ -101,6 +106,21 @@ def read_token_table(features: int, arrays: Mapping[str, npt.NDArray[np.generic]
     return TokenTable(torch.from_numpy(np.ascontiguousarray(wide[:, :features])), torch.from_numpy(row_scale))
 
 
+class EmbeddingMap(Protocol):
+    """A map from embeddings to rows of numbers, which gives an id the same row whatever the others are."""
+
+    @property
+    def size(self) -> int:
+        """N, the numbers per row."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows."""
+
+    def predict(self, table: TokenTable) -> torch.Tensor:
+        """Return the rows `[U, N]` for the U ids of a table, on the device of both."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenMap:
     """The map from embeddings to the values of one section.
@@ -112,6 +132,16 @@ class TokenMap:
 
     weights: torch.Tensor
     scale: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        """See `EmbeddingMap.size`."""
+        return len(self.scale)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `EmbeddingMap.dtype`."""
+        return torch.bfloat16
 
     def predict(self, table: TokenTable) -> torch.Tensor:
         """Return the predictions bfloat16 `[U, N]` for the U ids of a table, on the device of both."""
@@ -127,6 +157,42 @@ class TokenMap:
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arrays of a profile's file; `read_token_map` is the inverse."""
         return {"weights": self.weights.numpy(), "scale": self.scale.numpy()}
+
+
+@dataclass(frozen=True, slots=True)
+class CoefficientMap:
+    """The map from embeddings to some coefficients of the section's predictions, which the class predictor reads.
+
+    Attributes:
+        weights: float64 `[K, N]`, integers up to 2^24: sums of their products are integers below 2^53, which float64
+            holds exactly, so that the classes of a chunk do not depend on the ids that came before it.
+        scale: float64 `[N]`.
+    """
+
+    weights: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def rounded(cls, matrix: torch.Tensor) -> CoefficientMap:
+        """Return the map of the matrix `[N, K]` float32, from embeddings to coefficients."""
+        largest = matrix.abs().amax(1).double().clamp_min(1e-300)
+        scale = largest / (1 << 24)
+        return cls((matrix.double() / scale[:, None]).round_().T.contiguous(), scale)
+
+    @property
+    def size(self) -> int:
+        """See `EmbeddingMap.size`."""
+        return len(self.scale)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `EmbeddingMap.dtype`."""
+        return torch.float32
+
+    def predict(self, table: TokenTable) -> torch.Tensor:
+        """Return the coefficients float32 `[U, N]` for the U ids of a table."""
+        exact = table.embedding.double() @ self.weights
+        return (exact * table.row_scale.double()[:, None] * self.scale).float()
 
 
 def read_token_map(prefix: str, values: int, features: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> TokenMap:
@@ -149,7 +215,7 @@ class Predictions:
     """The predictions for a run of tokens in one section.
 
     Attributes:
-        rows: bfloat16 `[U, N]`. Row 0 is zero.
+        rows: `[U, N]`, bfloat16 of a `TokenMap`, float32 of a `CoefficientMap`. Row 0 is zero.
         index: `[T]`, the row of each token; 0 for a token that is not predicted.
     """
 
@@ -164,17 +230,17 @@ class PredictionCache:
 
     Args:
         table: of the profile.
-        token_map: of the section.
+        embedding_map: of the section.
         sinks: leading positions of a sequence with means of their own. They are not predicted: their values depend on
             the position, and hardly on the token.
         limit: bytes for rows.
     """
 
-    def __init__(self, table: TokenTable, token_map: TokenMap, sinks: int, limit: int) -> None:
-        self._table, self._map, self._sinks = table, token_map, sinks
-        values = token_map.weights.shape[1]
+    def __init__(self, table: TokenTable, embedding_map: EmbeddingMap, sinks: int, limit: int) -> None:
+        self._table, self._map, self._sinks = table, embedding_map, sinks
+        size, dtype = embedding_map.size, embedding_map.dtype
         # Pages that were not written take no memory.
-        self._rows = torch.empty(1 + min(limit // (2 * values), table.vocabulary), values, dtype=torch.bfloat16)
+        self._rows = torch.empty(1 + min(limit // (dtype.itemsize * size), table.vocabulary), size, dtype=dtype)
         self._rows[0] = 0
         self._used = 1
         self._row_of = np.full(table.vocabulary, -1, np.int64)

@@ -45,8 +45,8 @@ class TransformScheme:
     def __init__(self, profile: Profile, step_index: int, predicted: bool, stages: Stages) -> None:
         self._profile = profile
         self._sections = profile.sections
-        table = profile.token_table if predicted else None
-        self._coding = StepCoding(profile.learned_for(predicted), profile.family, step_index, table)
+        coefficients = profile.predicted_coefficients if predicted else ()
+        self._coding = StepCoding(profile.learned_for(predicted), profile.family, step_index, coefficients)
         self._coder = CoefficientCoder(stages, profile.family, step_index)
         self._stages = stages
         self._inverses: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}

@@ -520,7 +520,10 @@ def test_the_classes_of_sinks_do_not_depend_on_their_tokens(profile: Profile) ->
     unlimited = replace(section.predictor, linear=weights, sinks=np.full(sinks, np.inf, np.float32))
     # Predictions so large that they would decide about every class.
     loud = replace(section.token_map, scale=section.token_map.scale * 1e3)
-    coding = SectionCoding(replace(section, predictor=unlimited, token_map=loud), 0, own.token_table)
+    changed = replace(section, predictor=unlimited, token_map=loud)
+    coefficient_map = changed.coefficient_map()
+    assert own.token_table is not None and coefficient_map is not None
+    coding = SectionCoding(changed, 0, PredictionCache(own.token_table, coefficient_map, sinks, 1 << 20))
     x = torch.randn(20, len(section.basis.mean), generator=torch.Generator().manual_seed(0))
     finer = coding.finer(0, 20, 0)
     without, _ = coding.classes(x, 0, at, None, finer)
@@ -528,6 +531,36 @@ def test_the_classes_of_sinks_do_not_depend_on_their_tokens(profile: Profile) ->
         with_ids, _ = coding.classes(x, 0, at, None, finer, np.arange(first, first + 20))
         assert np.array_equal(without[:sinks], with_ids[:sinks])
         assert (without[sinks:] != with_ids[sinks:]).any()
+
+
+def test_coefficients_of_predictions_do_not_depend_on_other_ids(profile: Profile) -> None:
+    section, table = profile.learned[0], profile.token_table
+    assert table is not None and section.predictor is not None and section.token_map is not None
+    coefficient_map = section.coefficient_map()
+    assert coefficient_map is not None
+    everything = coefficient_map.predict(table)
+    for row in range(0, table.vocabulary, 37):
+        assert torch.equal(coefficient_map.predict(table.rows(np.array([row])))[0], everything[row])
+    exact = section.basis.leading(section.predictor.components)(
+        (table.embedding * table.row_scale[:, None]) @ (section.token_map.weights * section.token_map.scale)
+    ).T
+    assert float((everything - exact).abs().max()) < 1e-5 * float(exact.abs().max())
+
+
+def test_a_blob_does_not_depend_on_the_chunks_before_it(profile: Profile, chunk: KVChunk, tmp_path: Path) -> None:
+    """What is kept of earlier chunks' ids, in whatever order, changes no byte."""
+    profile.save(tmp_path / "profile.safetensors")
+    parts = [chunk.slice(0, 100), chunk.slice(100, 160), chunk.slice(50, 130)]
+    alone = [Codec(Profile.load(tmp_path / "profile.safetensors"), step=0.25).encode(part) for part in parts]
+    together = Codec(Profile.load(tmp_path / "profile.safetensors"), step=0.25)
+    assert [together.encode(part) for part in reversed(parts)] == alone[::-1]
+    counted = Profile.load(tmp_path / "profile.safetensors")
+    counted.__dict__["predicted_coefficients"] = tuple(
+        PredictionCache(counted.token_table, found, 0, 0)
+        for section in counted.learned
+        if counted.token_table is not None and (found := section.coefficient_map()) is not None
+    )
+    assert [Codec(counted, step=0.25).encode(part) for part in parts] == alone, "nothing is kept"
 
 
 def test_threads_share_a_cache() -> None:
