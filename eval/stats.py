@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.learning.divergence import stderr
+from cuvee.codec.support.arrays import F64
 from cuvee.codec.support.suggest import suggestion
 
 __all__ = [
@@ -44,8 +44,6 @@ __all__ = [
 DRAWS = 1000
 _TAIL = 0.025  # of the draws lie beyond either end of a 95 % interval
 _LEAST_KL = 1e-12  # nats; with float32 log-probabilities anything smaller cannot be told from zero
-
-F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

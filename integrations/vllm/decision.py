@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.support.arrays import F64
 
 # A median of five samples is right when two are wrong: the first calls of two lengths, which compile.
 MIN_SAMPLES = 5
@@ -44,8 +44,6 @@ REPORT_SECONDS = 60.0
 # Share of a chunk's decoding time that does not depend on its length: headers, tables, calls. On a CPU, 256 tokens of
 # SmolLM2 take 24 ms and 16 tokens 8 ms.
 FIXED_SHARE = 1 / 3
-
-F64 = npt.NDArray[np.float64]
 
 
 def load_work(chunks: int, tail: int, chunk_tokens: int) -> int:

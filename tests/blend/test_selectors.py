@@ -310,6 +310,9 @@ def test_the_default_attends_near_the_boundary() -> None:
     assert torch.allclose(default_selector(cost=1).score(on), expected)
     # 0.9, 0.4 and 0.8 in places 2, 0 and 3 of their chunks
     assert [chosen(default_selector(ratio=n / 8), on) for n in (1, 2, 3)] == [[4], [2, 4], [2, 4, 7]]
+    # The last adjoins the text, so it needs no run of its own.
+    joined = [chosen(default_selector(ratio=n / 8, run_overhead=2), on) for n in (1, 2, 3)]
+    assert joined == [[7], [4, 7], [2, 4, 7]]
     assert default_selector(ratio=0.3).ratio == 0.3 and default_selector(cost=0.3).cost == 0.3
 
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.support.arrays import F64
 from cuvee.eval import stats
 from cuvee.eval.stats import (
     FamilyCurve,
@@ -21,7 +22,6 @@ from cuvee.eval.stats import (
     sizes_at_kl,
 )
 
-F64 = npt.NDArray[np.float64]
 SIZES: npt.NDArray[np.float64] = np.array([0.5, 1.0, 2.0, 4.0])
 
 

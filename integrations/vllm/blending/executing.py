@@ -23,6 +23,8 @@ from cuvee.integrations.vllm.messages import Blend
 logger = logging.getLogger(__name__)
 
 SINKS = 16  # tokens at the beginning of a prompt that are always computed
+# The attention of a run takes as long as that of one or two tokens more (SmolLM2-135M, 4,096 tokens, a CPU without AMX).
+RUN_OVERHEAD = 2.0
 _MASK_CELLS = 1 << 24  # most cells of a mask; a check of a long prompt takes few tokens at a time
 
 
@@ -202,7 +204,7 @@ class PageBlend:
 
 def selector_for(cost: float, reused: int) -> Selector:
     """Return the selector for this many reused tokens: the default, or `Nothing` if the cost pays for no token."""
-    return default_selector(cost=cost) if cost * reused >= 1 else Nothing()
+    return default_selector(cost=cost, run_overhead=RUN_OVERHEAD) if cost * reused >= 1 else Nothing()
 
 
 def place(blend: Blend, end: int) -> Placed:

@@ -21,7 +21,14 @@ from cuvee.blend import Nothing, Random, Selector, default_selector
 from cuvee.blend.recompute_model import Exchange
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.blending import executing
-from cuvee.integrations.vllm.blending.executing import PageBlender, PagesExchange, RankFailedError, place, selector_for
+from cuvee.integrations.vllm.blending.executing import (
+    RUN_OVERHEAD,
+    PageBlender,
+    PagesExchange,
+    RankFailedError,
+    place,
+    selector_for,
+)
 from cuvee.integrations.vllm.messages import Blend, Entry
 
 LAYERS = LAYOUT.num_layers
@@ -357,7 +364,7 @@ def test_pieces_without_text_between_them_may_be_left_as_they_are() -> None:
 def test_selectors_of_costs() -> None:
     assert selector_for(0, 100) == Nothing()
     assert selector_for(0.3, 3) == Nothing(), "it pays for no token"
-    assert repr(selector_for(0.3, 4)) == repr(default_selector(cost=0.3))
+    assert repr(selector_for(0.3, 4)) == repr(default_selector(cost=0.3, run_overhead=RUN_OVERHEAD))
 
 
 class Watching:

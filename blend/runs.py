@@ -1,0 +1,139 @@
+"""Choose tokens in few runs of adjacent ones.
+
+A serving engine takes each run of adjacent tokens as a request of its own, whose attention reads the whole cache. So a
+run costs as much as several tokens, whatever its length. Let w be their number. Among all choices of as many tokens as
+the budget pays for, the best one is sought:
+
+    largest  sum of scores - price * (tokens + w * runs)
+
+The price is the lowest at which the choice fits the budget. For a given price the best choice is found exactly, in one
+pass over the tokens (Viterbi's algorithm). What is then left of the budget is filled token by token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.support.arrays import F64, U8
+
+_HALVINGS = 48  # of the range of prices
+
+
+def check_run_overhead(value: object) -> None:
+    """Raise InputError unless `value` is a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise InputError(f"run_overhead: must be a number of tokens of at least 0, got {value!r}")
+
+
+def best_runs(
+    score: torch.Tensor, cached: torch.Tensor, leading: torch.Tensor, count: int, run_overhead: float
+) -> torch.Tensor:
+    """Return the positions, rising, of `count` cached tokens with high scores, in few runs.
+
+        >>> score = torch.tensor([0.0, 5.0, 0.0, 4.0, 0.0, 0.0, 0.0, 6.0])
+        >>> every = torch.ones(8, dtype=torch.bool)
+        >>> best_runs(score, every, ~every, 3, run_overhead=0).tolist()
+        [1, 3, 7]
+        >>> best_runs(score, every, ~every, 3, run_overhead=4).tolist()
+        [1, 2, 3]
+
+    Args:
+        score: float `[T]`, at least 0; those of other tokens are ignored.
+        cached: tokens to choose from; bool `[T]`. All others are computed anyway: a run that touches them costs no
+            overhead.
+        leading: cached tokens that are exact, bool `[T]`. They have no score: they join runs, or come last.
+        count: number of tokens; fewer are returned if there are fewer.
+        run_overhead: what a run costs, in tokens.
+    """
+    count = min(count, int(cached.sum()))
+    if count <= 0:
+        return torch.empty(0, dtype=torch.int64)
+    free: U8 = (~cached).numpy().astype(np.uint8)
+    # A model whose hidden states overflow attends with NaN.
+    finite = score.nan_to_num(0.0, posinf=torch.finfo(torch.float32).max, neginf=0.0)
+    worth: F64 = finite.double().masked_fill(leading | ~cached, 0.0).numpy()
+    low, high = 0.0, float(worth.max())
+    best, taken = np.zeros(len(worth), np.uint8), np.zeros(len(worth), np.uint8)
+    for _ in range(_HALVINGS):
+        price = (low + high) / 2
+        if _viterbi()(worth, free, price, price * run_overhead, taken) <= count:
+            high = price
+            best[:] = taken
+        else:
+            low = price
+    chosen = torch.from_numpy(best.astype(bool)) & cached
+    _fill(chosen, cached, leading, worth, count - int(chosen.sum()), run_overhead)
+    return chosen.nonzero()[:, 0]
+
+
+def _fill(
+    chosen: torch.Tensor,
+    cached: torch.Tensor,
+    leading: torch.Tensor,
+    worth: F64,
+    missing: int,
+    run_overhead: float,
+) -> None:
+    """Add `missing` cached tokens to a choice, each time the one with the highest score per cost."""
+    if not missing:
+        return
+    left, last = (cached & ~chosen).numpy(), leading.tolist()
+    computed = np.pad((chosen | ~cached).numpy(), 1)
+    alone = ~(computed[:-2] | computed[2:])
+    gain = worth / (1 + run_overhead * alone)
+    heap = [(last[at], -gain[at], alone[at], at) for at in np.flatnonzero(left).tolist()]
+    heapq.heapify(heap)
+    while missing:
+        at = heapq.heappop(heap)[3]
+        if not left[at]:
+            continue
+        left[at] = False
+        chosen[at] = True
+        missing -= 1
+        for beside in (at - 1, at + 1):  # they need no run of their own any more
+            if 0 <= beside < len(left) and left[beside] and alone[beside]:
+                heapq.heappush(heap, (last[beside], -worth[beside], False, beside))
+
+
+@cache
+def _viterbi() -> Any:
+    """Return the compiled loop; Numba is imported when it is first needed."""
+    from cuvee.codec.stages.compiled.compiler import compiled
+
+    def loop(worth: F64, free: U8, price: float, start: float, taken: U8) -> int:
+        """Mark in `taken` the best choice at a price per token and a price per run; return its number of tokens."""
+        between, touching, owing = 0, 1, 2  # between runs; in a run that touches text; in one that has to be paid for
+        # The gain up to this token in each state, and the state before it that leads there.
+        gain = np.array([0.0, -np.inf, -np.inf])
+        before = np.empty((len(worth), 3), np.uint8)
+        for at in range(len(worth)):
+            if free[at]:
+                before[at, :] = gain.argmax()
+                gain[:] = -np.inf, gain.max(), -np.inf
+                continue
+            left = between
+            if gain[touching] > gain[left]:
+                left = touching
+            ended = gain[left]
+            if gain[owing] - start > ended:
+                left, ended = owing, gain[owing] - start
+            began = owing if gain[owing] > gain[between] else between
+            before[at, between], before[at, touching], before[at, owing] = left, touching, began
+            more = worth[at] - price
+            gain[:] = ended, gain[touching] + more, gain[began] + more
+        gain[owing] -= start
+        state = gain.argmax()
+        tokens = 0
+        for at in range(len(worth) - 1, -1, -1):
+            taken[at] = state != between and not free[at]
+            tokens += taken[at]
+            state = before[at, state]
+        return tokens
+
+    return compiled(loop)

@@ -1,0 +1,138 @@
+"""Tokens chosen in few runs: against all choices of small prompts, and what holds for any."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cuvee.blend import Boundary, Product, Prompt, Random
+from cuvee.blend.runs import _viterbi, best_runs
+from cuvee.codec.errors import InputError
+
+
+def runs_of(positions: torch.Tensor, cached: torch.Tensor) -> int:
+    """Count runs of chosen tokens that no text touches."""
+    computed = ~cached
+    computed[positions] = True
+    groups = np.split(
+        np.flatnonzero(computed.numpy()), np.flatnonzero(np.diff(np.flatnonzero(computed.numpy())) > 1) + 1
+    )
+    return sum(len(group) > 0 and bool(cached[group].all()) for group in groups)
+
+
+def drawn(seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw scores as uneven as attention, and which tokens are cached."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, generator=generator) ** 4, torch.rand(tokens, generator=generator) < 0.8
+
+
+def prompt(tokens: int = 200) -> Prompt:
+    cached = torch.ones(tokens, dtype=torch.bool)
+    cached[:8] = cached[-16:] = False
+    segment = torch.arange(tokens) // 50
+    mass = torch.rand(tokens, generator=torch.Generator().manual_seed(3)) ** 4
+    return Prompt(
+        torch.arange(tokens),
+        segment,
+        torch.arange(tokens) % 50,
+        cached,
+        cached & False,
+        6,
+        lambda queries, layers: mass,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_choice_at_a_price_is_the_best_of_all(seed: int) -> None:
+    score, cached = drawn(seed, 10)
+    generator = np.random.default_rng(seed)
+    price, overhead = generator.uniform(0, 0.6), generator.uniform(0, 3)
+
+    def gain(positions: torch.Tensor) -> float:
+        return float(score[positions].sum()) - price * (len(positions) + overhead * runs_of(positions, cached))
+
+    taken = np.zeros(10, np.uint8)
+    count = _viterbi()(score.double().numpy(), (~cached).numpy().astype(np.uint8), price, price * overhead, taken)
+    found = torch.from_numpy(taken).nonzero()[:, 0]
+    assert len(found) == count and bool(cached[found].all())
+    candidates = cached.nonzero()[:, 0].tolist()
+    every = (
+        torch.tensor(positions, dtype=torch.int64)
+        for size in range(len(candidates) + 1)
+        for positions in itertools.combinations(candidates, size)
+    )
+    assert gain(found) == pytest.approx(max(gain(positions) for positions in every), abs=1e-6)
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.5, 2.0, 8.0, 1000.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_budget_is_spent(seed: int, overhead: float) -> None:
+    score, cached = drawn(seed, 300)
+    leading = torch.zeros_like(cached)
+    for count in (0, 1, 17, 100, int(cached.sum()), 1000):
+        found = best_runs(score, cached, leading, count, overhead)
+        assert len(found) == min(count, int(cached.sum())) and bool(cached[found].all())
+        assert bool((found.diff() > 0).all())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_higher_overhead_makes_fewer_runs_of_lower_scores(seed: int) -> None:
+    score, cached = drawn(seed, 400)
+    made = [best_runs(score, cached, cached & False, 60, overhead) for overhead in (0.0, 1.0, 4.0, 16.0)]
+    runs, sums = [runs_of(found, cached) for found in made], [float(score[found].sum()) for found in made]
+    assert runs == sorted(runs, reverse=True) and runs[0] > 4 * runs[-1]
+    assert sums == sorted(sums, reverse=True)
+    highest = score.masked_fill(~cached, -1).topk(60).indices.sort().values
+    assert torch.equal(made[0], highest), "without overhead only scores count"
+
+
+def test_a_run_that_touches_text_costs_no_overhead() -> None:
+    score, cached = torch.zeros(40), torch.ones(40, dtype=torch.bool)
+    cached[20:22] = False
+    score[[5, 6, 19, 22]] = torch.tensor([1.0, 1.0, 0.9, 0.9])
+    assert best_runs(score, cached, cached & False, 2, 0.0).tolist() == [5, 6]
+    assert best_runs(score, cached, cached & False, 2, 4.0).tolist() == [19, 22]
+
+
+def test_exact_tokens_come_last_but_join_runs() -> None:
+    score, cached, leading = torch.ones(12), torch.ones(12, dtype=torch.bool), torch.zeros(12, dtype=torch.bool)
+    leading[:4] = True
+    score[:4] = 100
+    assert best_runs(score, cached, leading, 8, 2.0).tolist() == list(range(4, 12))
+    assert best_runs(score, cached, leading, 9, 2.0).tolist() == list(range(3, 12))
+    leading[:4], leading[6] = False, True
+    score[:] = 0
+    score[[5, 7]] = 1
+    assert best_runs(score, cached, leading, 3, 5.0).tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, float("nan"), float("inf")])
+def test_scores_that_do_not_tell_tokens_apart(value: float) -> None:
+    every = torch.ones(50, dtype=torch.bool)
+    assert best_runs(torch.full((50,), value), every, ~every, 7, 3.0).tolist() == list(range(7))
+
+
+def test_selectors_take_an_overhead() -> None:
+    on = prompt()
+    alone, joined = (
+        Product(Random(), Boundary(), ratio=0.2, run_overhead=overhead).begin(on).tokens(0) for overhead in (0, 6)
+    )
+    assert len(alone) == len(joined) == round(0.2 * on.cached_tokens)
+    assert runs_of(joined, on.cached) < runs_of(alone, on.cached)
+    assert torch.equal(
+        Random(0.2, run_overhead=6).begin(on).tokens(0),
+        best_runs(Random().score(on), on.cached, on.leading, len(alone), 6),
+    )
+    assert repr(Random(0.2, run_overhead=6)) == "Random(ratio=0.2, run_overhead=6)"
+    assert repr(Product(Random(), run_overhead=6)) == "Product(Random(), run_overhead=6)"
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "2", None])
+def test_overheads_are_checked(value: Any) -> None:
+    for make in (Random, Boundary, lambda **given: Product(Random(), **given)):
+        with pytest.raises(InputError, match=r"^run_overhead: must be a number of tokens of at least 0, got "):
+            make(run_overhead=value)
