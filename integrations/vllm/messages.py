@@ -173,6 +173,7 @@ class Report:
         metrics: as `Recorder.drain` returns them.
         placed: requests with a blend whose prefix and segments are placed, once per rank.
         blended: work and seconds of each successful blend.
+        checked: tenant, cost and KL of each blend that was also computed exactly, from the first rank.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -183,6 +184,7 @@ class Report:
     metrics: Data | None = None
     placed: list[str] = field(default_factory=list)
     blended: list[BlendCost] = field(default_factory=list)
+    checked: list[tuple[str, float, float]] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
         """Merge the report of another rank into this one."""
@@ -191,6 +193,7 @@ class Report:
         self.loaded += other.loaded
         self.placed += other.placed
         self.blended += other.blended
+        self.checked += other.checked
         self.failed |= other.failed
         self.unsaved |= other.unsaved
         if self.metrics is None or other.metrics is None:

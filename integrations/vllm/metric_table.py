@@ -40,7 +40,7 @@ _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
     "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
 )  # fmt: skip
-_REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")
+_REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "quality", "failed")
 _LEFT_OUT = ("number", "positions", "time")
 
 # A chunk belongs to one rank: with two ranks, a run of tokens is two chunks. Unless stated otherwise, tails are chunks.

@@ -84,6 +84,9 @@ class WorkerBlends:
         recorder.count("blend_seconds", job.compute_seconds)
         again = figures.get("blend_token_layers", 0) / self._state.pages.layout.num_layers
         job.computed = figures["blended_tokens"] - figures["blend_reused_tokens"] + again
+        if "blend_kl" in figures and self._state.rank == 0:
+            with self._state.lock:
+                self._state.report.checked.append((job.load.tenant, blend.cost, figures["blend_kl"]))
         if blend.check:  # the check adds a whole prefill, which says nothing about the blend
             job.compute_seconds = 0.0
         job.valid_until = job.load.end

@@ -10,7 +10,13 @@ from cuvee.blend.segmentation import ContentChunker, Span
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 
-_REQUEST_FIELDS = ("blend", "segments", "cost")
+KL_PRESETS = {"careful": 0.002, "balanced": 0.005, "fast": 0.02}
+"""Names for values of `kl`, in nats."""
+
+DEFAULT_COST = 0.15
+_MOST_KL = 100.0
+_CHECK_EVERY = 32  # where a cost must be learned and nothing else was asked for
+_REQUEST_FIELDS = ("blend", "segments", "cost", "kl")
 _MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
 
 
@@ -20,6 +26,7 @@ class BlendOptions:
 
     Attributes:
         cost: share of the reused tokens' computation to spend on recomputing some of them; 1 recomputes all of them.
+            Default: 0.15, or none if `kl` is given.
         separator: text or token ids between the parts of prompts; None: parts are found by their content.
         least_tokens, mean_tokens, most_tokens: sizes of the segments that are found by content. Segments of fewer than
             `least_tokens` are never used, however they were found.
@@ -28,15 +35,18 @@ class BlendOptions:
             segment computed at the beginning of a prompt lacks the context that it usually has.
         min_reused: fewest tokens that a blend must reuse; otherwise the prompt is computed.
         check_every: also compute every n-th blend exactly, and export how far the next token's distribution moved
-            (`blend_kl`). Each check takes a whole prefill, in slices like the blend itself. 0: never.
+            (`blend_kl`). Each check takes a whole prefill, in slices like the blend itself. 0: never. Default: 0, or 32
+            with `kl`, which needs checks. With `kl` the first eight blends are checked, too.
         most_segments: most segments per prompt that are looked up and stored. If there are more, the longest are kept,
             and the first among equals: clients choose the number, and the longest save most per lookup.
+        kl: instead of `cost`, how far blends may move the next token's distribution on average, in nats, or a name in
+            `KL_PRESETS`. The cost is learned from blends that are checked (`quality.py`).
 
     Raises:
         InputError: a value of the wrong type or range.
     """
 
-    cost: float = 0.15
+    cost: float | None = None
     separator: str | tuple[int, ...] | None = None
     least_tokens: int = 64
     mean_tokens: int = 192
@@ -44,11 +54,15 @@ class BlendOptions:
     harvest: bool = True
     min_context: int = 128
     min_reused: int = 256
-    check_every: int = 0
+    check_every: int | None = None
     most_segments: int = 1024
+    kl: float | None = None
 
     def __post_init__(self) -> None:
-        _check_cost("blend.cost", self.cost)
+        kl, cost, every = _aim("blend", self.kl, self.cost), self.cost, self.check_every
+        object.__setattr__(self, "kl", kl)
+        object.__setattr__(self, "cost", DEFAULT_COST if kl is None and cost is None else cost)
+        object.__setattr__(self, "check_every", (0 if kl is None else _CHECK_EVERY) if every is None else every)
         given: Any = self.separator
         if isinstance(given, list | tuple):
             if not given or not all(type(token) is int and token >= 0 for token in given):
@@ -62,6 +76,8 @@ class BlendOptions:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise InputError(f"blend.{name}: must be a whole number of at least {least}, got {value!r}")
+        if kl is not None and not self.check_every:
+            raise InputError("blend.check_every: must be at least 1 with blend.kl, which is kept by checks, got 0")
         try:
             self.chunker()
         except InputError as error:
@@ -80,6 +96,10 @@ class BlendOptions:
         for name in given:
             if name not in known:
                 raise InputError(f"blend: has no option {name!r}: {suggestion(name, known)}")
+        if "cost" in given:
+            _check_cost("blend.cost", given["cost"])
+        if "kl" in given:
+            _kl("blend", given["kl"])
         return cls(**given)
 
     def chunker(self) -> ContentChunker:
@@ -94,12 +114,13 @@ class BlendRequest:
     Attributes:
         blend: if False, the request is computed or loaded exactly.
         segments: token positions `[start, end)` of its parts, in order, not overlapping; None: they are found.
-        cost: as in `BlendOptions`; None: the engine's.
+        cost, kl: as in `BlendOptions`; if both are None, the engine's.
     """
 
     blend: bool = True
     segments: tuple[Span, ...] | None = None
     cost: float | None = None
+    kl: float | None = None
 
     @classmethod
     def of(cls, params: Any, tokens: int) -> BlendRequest:
@@ -119,13 +140,12 @@ class BlendRequest:
                     f"kv_transfer_params.cuvee: has no field {_shown(name)}: "
                     f"{suggestion(_shown(name), _REQUEST_FIELDS)}"
                 )
-        blend, cost = given.get("blend", True), given.get("cost")
+        blend, cost, name = given.get("blend", True), given.get("cost"), "kv_transfer_params.cuvee"
         if not isinstance(blend, bool):
             raise InputError(f"kv_transfer_params.cuvee.blend: must be true or false, got {_shown(blend)}")
-        if cost is not None:
-            _check_cost("kv_transfer_params.cuvee.cost", cost)
+        kl = _aim(name, given.get("kl"), cost)
         segments = given.get("segments")
-        return cls(blend, None if segments is None else _spans(segments, tokens), cost)
+        return cls(blend, None if segments is None else _spans(segments, tokens), cost, kl)
 
 
 def _spans(given: Any, tokens: int) -> tuple[Span, ...]:
@@ -145,6 +165,26 @@ def _spans(given: Any, tokens: int) -> tuple[Span, ...]:
             )
         spans.append((start, end))
     return tuple(spans)
+
+
+def _aim(name: str, kl: object, cost: object) -> float | None:
+    """Return the KL that is asked for, in nats; None if it is not. Check that at most one of KL and cost is given."""
+    if cost is not None:
+        _check_cost(f"{name}.cost", cost)
+        if kl is not None:
+            raise InputError(f"{name}.kl: must not be given along with cost, got both")
+    return None if kl is None else _kl(name, kl)
+
+
+def _kl(name: str, kl: object) -> float:
+    """Return a KL in nats, given as a number or by name."""
+    if isinstance(kl, str) and kl in KL_PRESETS:
+        return KL_PRESETS[kl]
+    if isinstance(kl, bool) or not isinstance(kl, int | float) or not 0 < kl <= _MOST_KL:
+        raise InputError(
+            f"{name}.kl: must be a number above 0 and up to 100, or one of {', '.join(KL_PRESETS)}, got {_shown(kl)}"
+        )
+    return float(kl)
 
 
 def _check_cost(name: str, cost: object) -> None:

@@ -27,8 +27,9 @@ from typing import Any
 from cuvee.blend.segmentation import Span, split
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import Identity, Scope, canonical, content_digest
-from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
-from cuvee.integrations.vllm.decision import BlendCost, BlendPays
+from cuvee.integrations.vllm.blending.blend_options import DEFAULT_COST, BlendOptions, BlendRequest
+from cuvee.integrations.vllm.blending.quality import COSTS, FIRST_CHECKS, BlendQuality
+from cuvee.integrations.vllm.decision import TRIAL_EVERY, BlendCost, BlendPays
 from cuvee.integrations.vllm.lookups import Asking, Lookup, Lookups, Question
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
@@ -52,6 +53,7 @@ class Segmented:
         spans: their positions in the prompt.
         digests: digests of their tokens.
         cost: share of the token-layers to spend.
+        kl: the KL that was asked for, in nats; None: the cost was.
         asked: when the store was asked.
         lookup: asks whether each is there; its answer is None for each that it could not ask for in time. None: no
             lookup.
@@ -64,6 +66,7 @@ class Segmented:
         check: whether the blend is compared with the exact prompt.
         refused: why the request is not blended although it could have been.
         reused: number of tokens with cached KV.
+        expected_kl: how far the blend is expected to move the next token's distribution, in nats; None: unknown.
     """
 
     spans: list[Span]
@@ -80,6 +83,8 @@ class Segmented:
     check: bool = False
     refused: str = ""
     reused: int = 0
+    kl: float | None = None
+    expected_kl: float | None = None
 
     def forget_lookup(self) -> None:
         """Cancel the lookup."""
@@ -96,7 +101,8 @@ class Segmented:
         """The part of the client's answer that describes the blend."""
         if self.refused:
             return {"blended": False, "refused": self.refused}
-        return {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
+        said = {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
+        return said if self.expected_kl is None else {**said, "expected_kl": float(f"{self.expected_kl:.3g}")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +166,8 @@ class BlendPlanner:
         self._chunker = options.chunker()
         self._clock = clock
         self.pays = BlendPays()
-        self._blends = 0
+        self.quality = BlendQuality()
+        self._blends = self._checks = self._too_lossy = 0
         self._warned: set[str] = set()
 
     def segment(self, request: Any, tenant: str) -> Segmented | None:
@@ -176,20 +183,23 @@ class BlendPlanner:
             return self._refused("media") if wants.segments else None
         if request.skip_reading_prefix_cache and wants.segments:  # such a request wants every token's output
             return self._refused("prompt_logprobs")
-        ids = request.prompt_token_ids
+        ids, options = request.prompt_token_ids, self._options
         if wants.segments is not None:
-            spans = [span for span in wants.segments if span[1] - span[0] >= self._options.least_tokens]
+            spans = [span for span in wants.segments if span[1] - span[0] >= options.least_tokens]
         elif self._separator is not None:
-            spans = [span for span in split(ids, self._separator) if span[1] - span[0] >= self._options.least_tokens]
+            spans = [span for span in split(ids, self._separator) if span[1] - span[0] >= options.least_tokens]
         else:
             spans = self._chunker.cut(ids)
         spans = self._kept(request, spans)
         if not spans:
             return None
         digests = self._digests(request, tenant, spans)
-        cost = self._options.cost if wants.cost is None else wants.cost
         named = wants.segments is not None
-        return Segmented(spans, digests, float(cost), self._clock(), blends=wants.blend, named=named)
+        aim: BlendRequest | BlendOptions = options if wants.cost is None and wants.kl is None else wants
+        cost = float(DEFAULT_COST if aim.cost is None else aim.cost)
+        if aim.kl is not None:
+            cost = self.quality.cost_for(aim.kl)
+        return Segmented(spans, digests, cost, self._clock(), blends=wants.blend, named=named, kl=aim.kl)
 
     def rename(self, segmented: Segmented, request: Any, tenant: str) -> None:
         """Name the segments by a changed identity, forget the store's answer, and do not ask again."""
@@ -251,6 +261,14 @@ class BlendPlanner:
             return NO_BLEND
         if segmented.recipe:  # decided before
             return Offer(blend)
+        trial = False
+        if segmented.kl is not None and segmented.cost == 1:  # nothing less keeps the KL
+            self._too_lossy += 1
+            trial = self._too_lossy % TRIAL_EVERY == 0
+            if not trial:
+                self.refuse(segmented, "quality")
+                return NO_BLEND
+            segmented.cost = blend.cost = COSTS[-2]
         computed = end - base - (1 - segmented.cost) * reused
         cost = BlendCost(len(pieces), sum(piece.tokens for piece in pieces), computed, end)
         if not self._always and not self.pays.worth(end - base, cost):
@@ -260,8 +278,9 @@ class BlendPlanner:
             self.refuse(segmented, "hashes")
             return NO_BLEND
         segmented.reused, segmented.taken = reused, frozenset(taken)
-        self._blends += 1
-        segmented.check = bool(self._options.check_every) and self._blends % self._options.check_every == 0
+        segmented.check = self._wants_check(segmented, trial)
+        if segmented.kl is not None or self.quality.checks:
+            segmented.expected_kl = self.quality.expected(segmented.cost)
         return ASK_AGAIN  # the engine may have this blend already, under its new hashes
 
     def harvest(self, segmented: Segmented, computed: int) -> list[int]:
@@ -286,6 +305,17 @@ class BlendPlanner:
         self._recorder.count("blends_refused", label=reason)
         segmented.refused = reason
         segmented.blends = False
+
+    def _wants_check(self, segmented: Segmented, trial: bool) -> bool:
+        """Return whether to compute a blend exactly, too; call it once for each."""
+        every = self._options.check_every
+        if not every:
+            return False
+        self._blends += 1
+        first = segmented.kl is not None and self._checks < FIRST_CHECKS
+        wanted = trial or first or self._blends % every == 0
+        self._checks += wanted
+        return wanted
 
     def _asking(self, segmented: Segmented) -> Asking[list[bool | None]]:
         """Ask for each digest once, longest segments first: they are worth most if time runs out."""

@@ -36,7 +36,7 @@ def test_defaults() -> None:
     assert options.blend == BlendOptions()
     assert (BlendOptions().cost, BlendOptions().separator, BlendOptions().min_reused) == (0.15, None, 256)
     assert BlendOptions().harvest and (BlendOptions().min_context, BlendOptions().check_every) == (128, 0)
-    assert BlendOptions().most_segments == 1024
+    assert BlendOptions().most_segments == 1024 and BlendOptions().kl is None
     chunker = BlendOptions().chunker()
     assert (chunker.least, chunker.mean, chunker.most) == (64, 192, 768)
 
@@ -68,6 +68,19 @@ def test_everything_can_be_set() -> None:
         ({"cost": 1.1}, "blend.cost: must be a number from 0 to 1, got 1.1"),
         ({"cost": math.nan}, "blend.cost: must be a number from 0 to 1, got nan"),
         ({"cost": math.inf}, "blend.cost: must be a number from 0 to 1, got inf"),
+        ({"kl": 0}, "blend.kl: must be a number above 0 and up to 100, or one of careful, balanced, fast, got 0"),
+        ({"kl": -0.1}, "blend.kl: must be a number above 0"),
+        ({"kl": True}, "blend.kl: must be a number above 0"),
+        ({"kl": math.nan}, "blend.kl: must be a number above 0"),
+        ({"kl": math.inf}, "blend.kl: must be a number above 0"),
+        ({"kl": None}, "blend.kl: must be a number above 0"),
+        (
+            {"kl": "high"},
+            "blend.kl: must be a number above 0 and up to 100, or one of careful, balanced, fast, got 'high'",
+        ),
+        ({"kl": [0.1]}, "blend.kl: must be a number above 0"),
+        ({"kl": 0.1, "cost": 0.1}, "blend.kl: must not be given along with cost, got both"),
+        ({"kl": 0.1, "check_every": 0}, "blend.check_every: must be at least 1 with blend.kl"),
         ({"separator": ""}, "blend.separator: must be a text or a list of token ids"),
         ({"separator": []}, "blend.separator: must be at least one token id"),
         ({"separator": 5}, "blend.separator: must be a text or a list of token ids"),
@@ -98,6 +111,15 @@ def test_wrong_options_are_refused_by_name(given: Any, message: str) -> None:
         Options.from_dict({"blend": given})
 
 
+def test_quality_can_be_asked_for_instead_of_cost() -> None:
+    options = BlendOptions(kl=0.01)
+    assert Options.from_dict({"blend": {"kl": 0.01}}).blend == options
+    assert (options.cost, options.kl, options.check_every) == (None, 0.01, 32)
+    for name, nats in (("careful", 0.002), ("fast", 0.02)):
+        assert BlendOptions.from_json({"kl": name}).kl == nats
+    assert BlendOptions(kl=1, check_every=5).check_every == 5
+
+
 # Of a request --------------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +145,13 @@ def test_everything_can_be_asked_for() -> None:
         ({5: []}, f"{REQUEST}: has no field 5"),
         ({"blend": 1}, f"{REQUEST}.blend: must be true or false, got 1"),
         ({"blend": None}, f"{REQUEST}.blend: must be true or false"),
+        (
+            {"kl": "much"},
+            f"{REQUEST}.kl: must be a number above 0 and up to 100, or one of careful, balanced, fast, got 'much'",
+        ),
+        ({"kl": 0}, f"{REQUEST}.kl: must be a number above 0"),
+        ({"kl": math.nan}, f"{REQUEST}.kl: must be a number above 0"),
+        ({"kl": 0.1, "cost": 0.2}, f"{REQUEST}.kl: must not be given along with cost, got both"),
         ({"cost": "much"}, f"{REQUEST}.cost: must be a number from 0 to 1, got 'much'"),
         ({"cost": -1}, f"{REQUEST}.cost: must be a number from 0 to 1"),
         ({"cost": math.nan}, f"{REQUEST}.cost: must be a number from 0 to 1"),
@@ -163,6 +192,7 @@ for _ in range(5000):
 @pytest.mark.parametrize(
     "given",
     [
+        {"kl": HUGE}, {"kl": "9" * 10**6}, {"kl": DEEP},
         {"cost": HUGE}, {"cost": -HUGE}, {"cost": "9" * 10**6}, {"cost": DEEP}, {"cost": {"a": {"b": "c" * 10**6}}},
         {"blend": HUGE}, {"blend": "x" * 10**6}, {"blend": DEEP}, {"x" * 10**6: 1}, {HUGE: 1},
         {"segments": "x" * 10**6}, {"segments": DEEP}, {"segments": [DEEP]}, {"segments": [[0, HUGE]]},
@@ -184,7 +214,7 @@ json_values = st.recursive(
 )
 fields = st.fixed_dictionaries(
     {}, optional={name: json_values | st.lists(st.lists(st.integers(-2, 12), min_size=2, max_size=2), max_size=4)
-                  for name in ("blend", "segments", "cost", "more")}
+                  for name in ("blend", "segments", "cost", "kl", "more")}
 )  # fmt: skip
 
 
@@ -195,6 +225,7 @@ def test_anything_is_understood_or_refused(given: Any, tokens: int) -> None:
     if request is not None:
         assert isinstance(request.blend, bool)
         assert request.cost is None or 0 <= request.cost <= 1
+        assert request.kl is None or (0 < request.kl < math.inf and request.cost is None)
         bounds = [bound for span in request.segments or () for bound in span]
         assert bounds == sorted(bounds) and all(0 <= bound <= tokens for bound in bounds)
         assert all(start < end for start, end in request.segments or ())
@@ -204,7 +235,9 @@ def test_anything_is_understood_or_refused(given: Any, tokens: int) -> None:
 @given(json_values | st.fixed_dictionaries({}, optional=dict.fromkeys(BlendOptions.__slots__, json_values)))
 def test_any_options_are_understood_or_refused(given: Any) -> None:
     options = _understood(lambda: BlendOptions.from_json(given), "blend")
-    assert options is None or (0 <= options.cost <= 1 and options.chunker().most == options.most_tokens)
+    assert options is None or options.chunker().most == options.most_tokens
+    assert options is None or (options.kl is None) != (options.cost is None)
+    assert options is None or options.cost is None or 0 <= options.cost <= 1
 
 
 def _understood(call: Callable[[], T], name: str) -> T | None:

@@ -51,6 +51,7 @@ def ask(
     segments: Sequence[Sequence[int]] | None = ((10, 39), (44, 65)),
     cost: float | None = None,
     chunks: int = 0,
+    kl: float | str | None = None,
     **changes: Any,
 ) -> SimpleNamespace:
     """A new request, whose first `chunks` are in the store.
@@ -62,6 +63,8 @@ def ask(
     wants: dict[str, Any] = {} if segments is None else {"segments": [list(span) for span in segments]}
     if cost is not None:
         wants["cost"] = cost
+    if kl is not None:
+        wants["kl"] = kl
     request = make_request(name, ids=ids, **{"kv_transfer_params": {"cuvee": wants}, **changes})
     d.put(request, chunks)
     d.side.arrived(request)
@@ -977,6 +980,81 @@ def test_one_in_so_many_blends_is_checked(desk: Callable[..., Desk], every: int,
         found += [number] * planned.blend.check
         assert d.matched(ask(d, f"computed {number}", segments=[]))[0] == 0, "this one does not count"
     assert found == checked
+
+
+def checked(d: Desk, cost: float, kl: float, count: int = 32, tenant: str = "") -> None:
+    """The first rank has checked this many blends."""
+    d.side.take(Report(checked=[(tenant, cost, kl)] * count))
+
+
+def test_the_cost_follows_from_the_kl_that_is_asked_for(desk: Callable[..., Desk]) -> None:
+    d = desk(blend={"kl": "balanced"})
+    d.put_segments(FIRST, SECOND)
+    planned = load(d, ask(d, "r"))
+    assert planned.blend is not None and planned.blend.cost == 0.6 and planned.blend.check
+    checked(d, 0.6, 0.0001)
+    first, second = ask(d, "s"), ask(d, "t", kl=5e-5)
+    assert (cost_of(d, first), cost_of(d, second)) == (0, 0.8), "of the engine, and of the request"
+    assert cost_of(d, ask(d, "u", cost=0.4)) == 0.4
+    assert cost_of(d, ask(d, "v", kl="fast")) == 0
+    assert d.side.told(second) == {"blended": True, "reused_tokens": 50, "cost": 0.8, "expected_kl": 4.07e-05}
+
+
+def cost_of(d: Desk, request: SimpleNamespace) -> float:
+    planned = load(d, request).blend
+    assert planned is not None
+    return planned.cost
+
+
+def test_equal_levels_give_equal_blends(desk: Callable[..., Desk]) -> None:
+    """Costs are few, so that the engine finds a blend again although the level has changed a little."""
+    d = desk(blend={"kl": 0.01})
+    d.put_segments(FIRST, SECOND)
+    checked(d, 0.3, 0.004)
+    first = ask(d, "r")
+    load(d, first)
+    checked(d, 0.3, 0.0041, 4)
+    second = ask(d, "s")
+    load(d, second)
+    assert first.block_hashes == second.block_hashes
+    checked(d, 0.3, 0.04)
+    third = ask(d, "t")
+    load(d, third)
+    assert first.block_hashes != third.block_hashes
+
+
+def test_the_first_blends_are_checked_and_then_every_so_manieth(desk: Callable[..., Desk]) -> None:
+    d = desk(blend={"kl": 0.01, "check_every": 5})
+    d.put_segments(FIRST, SECOND)
+    found = []
+    for number in range(20):
+        planned = load(d, ask(d, str(number))).blend
+        assert planned is not None
+        found += [number] * planned.check
+    assert found == [*range(8), 9, 14, 19]
+    silent = desk()
+    silent.put_segments(FIRST, SECOND)
+    planned = load(silent, ask(silent, kl=0.01)).blend
+    assert planned is not None and not planned.check, "a check takes a prefill, which the engine's owner decides about"
+
+
+def test_where_no_cost_keeps_the_kl_the_prompt_is_computed(desk: Callable[..., Desk]) -> None:
+    """Now and then one is blended and checked, because the level may have fallen."""
+    d = desk(blend={"kl": 0.001, "check_every": 1000})
+    d.put_segments(FIRST, SECOND)
+    checked(d, 0.8, 0.1)
+    blended = []
+    for number in range(64):
+        request = ask(d, str(number))
+        if d.matched(request) == (0, False):
+            assert d.side.told(request) == {"blended": False, "refused": "quality"}
+        else:
+            d.side.allocated(request, BLOCKS, 65)
+            (planned,) = d.plan().loads
+            assert planned.blend is not None and planned.blend.check and planned.blend.cost == 0.8
+            assert d.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.8, "expected_kl": 0.1}
+            blended.append(number)
+    assert blended == [31, 63] and refused(d) == {"quality": 62}
 
 
 def test_renamed_segments_are_asked_for_and_stored_anew(desk: Callable[..., Desk]) -> None:

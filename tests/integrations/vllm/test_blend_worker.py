@@ -34,7 +34,10 @@ class FakeBlender:
         well: what this rank said of itself, each time that ranks were to agree.
     """
 
-    def __init__(self, error: Exception | None = None, slices: int = 1, takes: float = 10.0) -> None:
+    def __init__(
+        self, error: Exception | None = None, slices: int = 1, takes: float = 10.0, kl: float | None = None
+    ) -> None:
+        self.kl = kl
         self.error = error
         self.slices = slices
         self.takes = takes
@@ -57,7 +60,11 @@ class FakeBlend:
         self.blender = blender
         self.left = blender.slices
         self.done = False
-        self.figures = {"blends": 1, "blended_tokens": end - blend.start, "blend_reused_tokens": 7}
+        self.figures: dict[str, float] = {
+            "blends": 1, "blended_tokens": end - blend.start, "blend_reused_tokens": 7,
+        }  # fmt: skip
+        if blender.kl is not None:
+            self.figures["blend_kl"] = blender.kl
 
     def advance(self, budget: float) -> float:
         assert not self.done
@@ -358,6 +365,17 @@ def test_a_check_is_no_part_of_what_a_blend_takes(bench: Callable[..., Bench]) -
     load.blend.check = True  # type: ignore[union-attr]
     (done,) = run_blend(b, load, FakeBlender()).blended
     assert done.compute_seconds == 0 < done.place_seconds
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_reports_what_a_check_found(bench: Callable[..., Bench], rank: int) -> None:
+    b, blender = bench(rank=rank), FakeBlender(kl=0.25)
+    store_segments(b)
+    load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
+    assert load.blend is not None
+    load.blend.check = True
+    report = run_blend(b, load, blender)
+    assert report.checked == ([(load.tenant, load.blend.cost, 0.25)] if rank == 0 else [])
 
 
 def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Bench]) -> None:
@@ -682,9 +700,11 @@ def test_close_waits_for_no_blend(bench: Callable[..., Bench]) -> None:
 
 def test_reports_of_ranks_add_up() -> None:
     costs = [BlendCost(1, 5, 3, 9), BlendCost(1, 6, 4, 9)]
-    one, other = Report([1], placed=["a"], blended=costs[:1]), Report([1], placed=["b", "a"], blended=costs[1:])
+    one = Report([1], placed=["a"], blended=costs[:1], checked=[("t", 0.1, 0.2)])
+    other = Report([1], placed=["b", "a"], blended=costs[1:], checked=[("t", 0.1, 0.3)])
     one.add(other)
     assert sorted(one.placed) == ["a", "a", "b"] and one.blended == costs
+    assert one.checked == [("t", 0.1, 0.2), ("t", 0.1, 0.3)]
 
 
 def test_a_blend_says_how_many_tokens_it_reuses() -> None:

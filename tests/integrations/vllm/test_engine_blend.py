@@ -45,6 +45,7 @@ from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm.blending.executing import selector_for
+from cuvee.integrations.vllm.blending.quality import BlendQuality
 from cuvee.integrations.vllm.checkpoint import engine_identity
 
 pytestmark = pytest.mark.slow
@@ -97,6 +98,7 @@ PROMPTS = {
     "ends in a document": Prompt(((ids(25, 8), False), (B, True), (C, True))),
     "whole blocks": Prompt(((ids(128, 9), False), (B[:128], True), (C[:64], True), (QUESTION, False))),
 }
+ASKED = {"cuvee": {"segments": PROMPTS["odd offsets"].segments, "kl": 10}}
 LEARNED = [Prompt(((BEHIND, False), (part, True), (QUESTION, False))) for part in (A, B, C, B[:128], C[:64])]
 # The text before the documents of the last is stored and loaded as any prefix is. The query sees it then, and chooses
 # other tokens than `Blender`, which computes all text at once.
@@ -188,7 +190,11 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
         ),
         Engine(
             "checked", models["llama"],
-            [LEARN, Step(TOKENS[:ALIKE], params=blends(COSTS[-1]).params[:ALIKE], forget=True)],
+            [
+                LEARN,
+                Step(TOKENS[:ALIKE], params=blends(COSTS[-1]).params[:ALIKE], forget=True),
+                Step(TOKENS[:1], params=[ASKED], forget=True, logprobs=-1),
+            ],
             {**SLICED, **connector(folder / "checked-store", check_every=2)},
         ),
         Engine(
@@ -312,13 +318,23 @@ def divergence(answer: Answer, exact: Answer) -> float:
 
 
 def test_blends_are_checked_against_the_exact_prompt(first: Results) -> None:
-    """Every second one: of three the second. Its KL is the one that the answers show."""
+    """Of three the second, and one that is asked for by KL. Theirs are the KLs that the answers show.
+
+    The scheduler has learned from the first by the time that the other one comes.
+    """
     (said,) = set(re.findall(r"([0-9.]+) blends were also computed exactly: KL ([0-9.]+) nats", first["checked"].log))
     expected = divergence(first["llama"].steps[ZERO + len(COSTS) - 1][1], first["llama"].steps[1][1])
-    assert float(said[0]) == 1
-    assert expected > 0.01
-    assert float(said[1]) == pytest.approx(expected, rel=0.01)
+    (answer,) = first["checked"].steps[2]
+    asked = divergence(answer, first["llama"].steps[1][0])
+    assert float(said[0]) == 2
+    assert expected > 0.01 and asked > 0.01
+    assert float(said[1]) == pytest.approx((expected + asked) / 2, rel=0.01)
     assert first["checked"].metric("vllm:cuvee_blend_slices") >= len(TOKENS[1]) / STEP, "it takes its slices, too"
+    quality = BlendQuality()
+    quality.observe("", COSTS[-1], expected)
+    assert answer.told is not None
+    assert answer.told["cuvee"]["cost"] == quality.cost_for(10)
+    assert answer.told["cuvee"]["expected_kl"] == pytest.approx(quality.expected(quality.cost_for(10)), rel=0.02)
 
 
 def test_a_document_is_found_by_its_content(first: Results) -> None:

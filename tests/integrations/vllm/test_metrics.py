@@ -394,7 +394,17 @@ def test_a_prompt_is_blended_once_however_many_ranks_do_it() -> None:
 
 
 def test_every_reason_not_to_blend_has_a_name() -> None:
-    reasons = {"parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed"}
+    reasons = {
+        "parameters",
+        "adapter",
+        "media",
+        "prompt_logprobs",
+        "hashes",
+        "timeout",
+        "declined",
+        "failed",
+        "quality",
+    }
     assert set(METRICS["blends_refused"].values) == reasons and "blend" in METRICS["failures"].values
 
 
