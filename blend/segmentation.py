@@ -1,8 +1,9 @@
-"""Find the pieces of a prompt that are likely to recur elsewhere: by a separator, or by content.
+"""Find the pieces of a prompt that are likely to recur elsewhere: by a separator, by paragraphs, or by content.
 
-    ContentChunker   cuts at a hash of the last few tokens, so the same run of tokens has the same cuts at any place
-                     and after any text
-    split            cuts at a separator that the prompt has between its parts
+    ContentChunker     cuts at a hash of the last few tokens, so the same run of tokens has the same cuts at any place
+                       and after any text
+    ParagraphChunker   cuts at blank lines, and longer paragraphs by content, so whole paragraphs are found again
+    split              cuts at a separator that the prompt has between its parts
 
 Backup tools use content-defined chunking to find known data (Muthitacharoen et al., LBFS, SOSP 2001; Xia et al.,
 FastCDC, USENIX ATC 2016). Here it works on token ids.
@@ -10,7 +11,8 @@ FastCDC, USENIX ATC 2016). Here it works on token ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +25,7 @@ Span = tuple[int, int]
 
 _WINDOW = 4  # tokens that decide about a cut after them
 _MOST_LIKELY = 1 << 32
+_LINES = 2  # line breaks that end a paragraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,95 @@ class ContentChunker:
             spans.append((start, end))
             start = end
         return spans
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LineBreaks:
+    """What the tokens of a vocabulary of V ids say about line breaks.
+
+    Attributes:
+        trailing: the line breaks after each token's last visible character, uint8 `[V]`.
+        blank: whether it has no visible character, bool `[V]`.
+    """
+
+    trailing: npt.NDArray[np.uint8]
+    blank: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> LineBreaks:
+        """Return the line breaks of a vocabulary, given the text of each id in order."""
+        trailing, blank = [], []
+        for text in texts:
+            visible = text.rstrip()
+            trailing.append(min(text.count("\n", len(visible)), 255))
+            blank.append(not visible and bool(text))
+        return cls(np.array(trailing, np.uint8), np.array(blank, bool))
+
+    def paragraphs(self, tokens: npt.NDArray[np.int64]) -> list[int]:
+        """Return where paragraphs begin: at visible tokens behind at least two line breaks. The first begins at 0."""
+        known = (tokens >= 0) & (tokens < len(self.trailing))
+        at = np.where(known, tokens, 0)
+        trailing, blank = np.where(known, self.trailing[at], 0), known & self.blank[at]
+        begins, lines, before = [0], 0, -1
+        for position in np.flatnonzero((trailing > 0) | blank).tolist():
+            if position != before + 1 or not blank[position]:
+                if lines >= _LINES:
+                    begins.append(before + 1)
+                lines = 0
+            lines += int(trailing[position])
+            before = position
+        if lines >= _LINES and before + 1 < len(tokens):
+            begins.append(before + 1)
+        return begins
+
+
+@dataclass(frozen=True, slots=True)
+class ParagraphChunker:
+    r"""Cuts tokens at blank lines, so that a paragraph is found again whatever stands around it.
+
+    Longer paragraphs than `content.most` are cut by content. Shorter ones than `content.least` are joined until they
+    are long enough; those before a longer paragraph are left out, so that they do not change it.
+
+        >>> breaks = LineBreaks.of(["a", "b", "\n", "c\n\n"])
+        >>> chunker = ParagraphChunker(ContentChunker(least=3, mean=8, most=16), breaks)
+        >>> chunker.cut([0, 0, 1, 2, 2, 1, 3, 1, 1, 1, 3, 0])
+        [(0, 5), (7, 11)]
+
+    Args:
+        content: limits of the chunks, and how to cut long paragraphs.
+        breaks: of the vocabulary.
+    """
+
+    content: ContentChunker
+    breaks: LineBreaks
+
+    def cut(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> list[Span]:
+        """Return the chunks of `tokens`, in order, without the last paragraph if it may go on."""
+        ids = np.asarray(tokens, np.int64)
+        begins = self.breaks.paragraphs(ids)
+        spans: list[Span] = []
+        short: int | None = None  # where the short paragraphs that are being joined begin
+        for start, end in itertools.pairwise(begins):
+            if end - start > self.content.most:
+                spans += self._within(ids, start, end)
+                short = None
+            elif end - start >= self.content.least:
+                spans.append((start, end))
+                short = None
+            else:
+                short = start if short is None else short
+                if end - short >= self.content.least:
+                    spans.append((short, end))
+                    short = None
+        if len(ids) - begins[-1] > self.content.most:  # it is long in any case
+            spans += [(begins[-1] + a, begins[-1] + b) for a, b in self.content.cut(ids[begins[-1] :])]
+        return spans
+
+    def _within(self, ids: npt.NDArray[np.int64], start: int, end: int) -> list[Span]:
+        """Cut a paragraph by content; what is left after the last cut is a chunk as well, if it is long enough."""
+        spans = [(start + a, start + b) for a, b in self.content.cut(ids[start:end])]
+        last = spans[-1][1] if spans else start
+        return [*spans, (last, end)] if end - last >= self.content.least else spans
 
 
 def split(tokens: Sequence[int], separator: Sequence[int]) -> list[Span]:

@@ -33,6 +33,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.stores import Store, open_store
@@ -129,6 +130,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 self._setup, identity, self._store, self._recorder, adapter_identity, own_store=backend != "uni",
                 separator=_separator(self._setup.options.blend, model),
+                breaks=_line_breaks(self._setup.options.blend, model),
             )  # fmt: skip
             advice = stop_advice(sys.argv[0], multiprocessing.parent_process() is None)
             if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1) and advice:
@@ -356,6 +358,19 @@ def _separator(blend: BlendOptions | None, model: Any) -> Sequence[int] | None:
     if not ids:
         raise InputError(f"blend.separator: must be at least one token of the engine's tokenizer, got {given!r}")
     return ids
+
+
+def _line_breaks(blend: BlendOptions | None, model: Any) -> LineBreaks | None:
+    """Return the line breaks of the engine's vocabulary; None if blending does not look for paragraphs."""
+    if blend is None or blend.separator is not None or not blend.paragraphs:
+        return None
+    if model.skip_tokenizer_init:
+        logger.info(
+            "cuvee: the engine has no tokenizer, so parts of prompts are found by content and not by paragraphs"
+        )
+        return None
+    tokenizer = cached_tokenizer_from_config(model)
+    return LineBreaks.of(tokenizer.decode([token]) for token in range(len(tokenizer)))
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.identity import Identity
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
@@ -54,6 +55,7 @@ class SchedulerSide:
         own_store: no worker has this store object, so its troubles are counted here.
         clock: seconds, monotonic.
         separator: token ids of blending's separator, if it has one.
+        breaks: line breaks of the engine's vocabulary, by which blending finds paragraphs, if they are known.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class SchedulerSide:
         own_store: bool = False,
         clock: Callable[[], float] = time.monotonic,
         separator: Sequence[int] | None = None,
+        breaks: LineBreaks | None = None,
     ) -> None:
         options = setup.options
         self._recorder = recorder
@@ -80,7 +83,7 @@ class SchedulerSide:
         if options.blend is not None:
             self._planner = BlendPlanner(
                 options.blend, identity, setup.block_tokens, self._lookups, state.overdue, recorder,
-                options.lookup_timeout, options.decide == "always", state.positions, separator, clock,
+                options.lookup_timeout, options.decide == "always", state.positions, separator, breaks, clock,
             )  # fmt: skip
         known = KnownEntries(state)
         self._known = known

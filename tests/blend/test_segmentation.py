@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuvee.blend.segmentation import ContentChunker, Span, split
+from cuvee.blend.segmentation import ContentChunker, LineBreaks, ParagraphChunker, Span, split
 from cuvee.codec.errors import InputError
 
 WINDOW = 4  # tokens that decide about a cut
@@ -172,3 +173,89 @@ def test_parts_that_were_joined_come_back(parts: list[list[int]], width: int) ->
 def test_a_separator_of_no_tokens_is_refused() -> None:
     with pytest.raises(InputError, match=r"^separator: must hold at least one token"):
         split([1, 2], [])
+
+
+# By paragraphs -------------------------------------------------------------------------------------------------------
+
+TEXTS = ["a", "b", " ", "\n", "c.\n", "d.\n\n", "\n\n\n", "\r\n", "", "e\nf", "g. \n \n"]
+BREAKS = LineBreaks.of(TEXTS)
+PARAGRAPHS = ParagraphChunker(SMALL, BREAKS)
+texts = st.lists(st.integers(-1, len(TEXTS) + 1), max_size=200)
+
+
+def written(tokens: Sequence[int]) -> str:
+    return "".join(TEXTS[token] if 0 <= token < len(TEXTS) else "?" for token in tokens)
+
+
+def test_what_tokens_say_about_line_breaks() -> None:
+    assert BREAKS.trailing.tolist() == [0, 0, 0, 1, 1, 2, 3, 1, 0, 0, 2]
+    assert BREAKS.blank.tolist() == [text != "" and not text.strip() for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "begins"),
+    [
+        ([], [0]),
+        ([0, 1, 0], [0]),
+        ([0, 5, 1], [0, 2]),
+        ([0, 3, 3, 1], [0, 3]),
+        ([0, 4, 3, 1], [0, 3]),
+        ([0, 3, 2, 3, 1], [0, 4]),
+        ([0, 3, 1, 3, 1], [0]),
+        ([0, 4, 4, 1], [0]),
+        ([0, 5, 5, 1], [0, 2, 3]),
+        ([0, 6, 7, 3, 1], [0, 4]),
+        ([0, 5], [0]),
+        ([3, 3, 0], [0, 2]),
+        ([0, 7, 7, 12, 10, -1], [0, 3, 5]),
+    ],
+)
+def test_paragraphs_begin_behind_blank_lines(tokens: list[int], begins: list[int]) -> None:
+    assert BREAKS.paragraphs(np.array(tokens, np.int64)) == begins
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts)
+def test_paragraphs_are_those_of_the_text(tokens: list[int]) -> None:
+    begins = BREAKS.paragraphs(np.array(tokens, np.int64))
+    assert begins == sorted(set(begins)) and begins[0] == 0
+    for begin in begins[1:]:
+        before = written(tokens[:begin])
+        assert before[len(before.rstrip()) :].count("\n") >= 2
+        assert not written(tokens[begin : begin + 1]).isspace()
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts, texts)
+def test_later_tokens_change_no_chunk_of_a_paragraph(tokens: list[int], more: list[int]) -> None:
+    spans = PARAGRAPHS.cut(tokens)
+    assert all(SMALL.least <= end - start for start, end in spans)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert PARAGRAPHS.cut(tokens + more)[: len(spans)] == spans
+
+
+def paragraph(count: int, seed: int) -> list[int]:
+    return [*np.random.default_rng(seed).integers(0, 2, count - 2).tolist(), 3, 3]
+
+
+@pytest.mark.parametrize("count", [SMALL.least, 11, SMALL.most, 2 * SMALL.most])
+def test_a_paragraph_is_found_whole_whatever_stands_around_it(count: int) -> None:
+    own = paragraph(count, 0)
+    found = []
+    for before, after in (([], [0]), ([1, 5], [0] * 5), (paragraph(3, 1), paragraph(20, 2)), (paragraph(29, 3), [1])):
+        tokens = [*before, *own, *after]
+        spans = PARAGRAPHS.cut(tokens)
+        found.append({tuple(tokens[a:b]) for a, b in spans if a >= len(before) and b <= len(before) + count})
+    assert all(each == found[0] for each in found)
+    kept = sum(map(len, found[0]))
+    assert kept == count if count <= SMALL.most else kept > count - SMALL.least
+
+
+def test_short_paragraphs_are_joined_and_long_ones_cut_by_content() -> None:
+    short, long = paragraph(3, 0), paragraph(100, 1)
+    assert PARAGRAPHS.cut([*short, *short, *short, 0]) == [(0, 6)]
+    assert PARAGRAPHS.cut([*short, *paragraph(10, 2), 0]) == [(3, 13)], "a short one does not change the next"
+    spans = PARAGRAPHS.cut([*long, 0])
+    assert [span for span in spans if span in SMALL.cut(long)] == SMALL.cut(long)
+    assert PARAGRAPHS.cut(long[:-2]) == SMALL.cut(long[:-2]), "also where it has not ended yet"
+    assert PARAGRAPHS.cut(long[:20]) == [], "it may be a paragraph of its own"

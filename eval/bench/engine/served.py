@@ -37,7 +37,7 @@ class _Served:
             "skip_tokenizer_init": True,
             "disable_log_stats": False,  # the connector's figures are among them
         }
-        self._llm = LLM(**defaults, **arguments)
+        self._llm = LLM(**{**defaults, **arguments})
         core = self._core()
         step = core.step_fn
 

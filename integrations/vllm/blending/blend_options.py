@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cuvee.blend.segmentation import ContentChunker, Span
+from cuvee.blend.segmentation import ContentChunker, LineBreaks, ParagraphChunker, Span
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 
@@ -39,6 +39,7 @@ class BlendOptions:
             with `kl`, which needs checks. With `kl` the first eight blends are checked, too.
         most_segments: most segments per prompt that are looked up and stored. If there are more, the longest are kept,
             and the first among equals: clients choose the number, and the longest save most per lookup.
+        paragraphs: find segments by paragraphs, if the engine has a tokenizer, and only long ones by their content.
         kl: instead of `cost`, how far blends may move the next token's distribution on average, in nats, or a name in
             `KL_PRESETS`. The cost is learned from blends that are checked (`quality.py`).
 
@@ -57,6 +58,7 @@ class BlendOptions:
     check_every: int | None = None
     most_segments: int = 1024
     kl: float | None = None
+    paragraphs: bool = True
 
     def __post_init__(self) -> None:
         kl, cost, every = _aim("blend", self.kl, self.cost), self.cost, self.check_every
@@ -70,8 +72,9 @@ class BlendOptions:
             object.__setattr__(self, "separator", tuple(given))
         elif given is not None and not (isinstance(given, str) and given):
             raise InputError(f"blend.separator: must be a text or a list of token ids, or left out, got {given!r}")
-        if not isinstance(self.harvest, bool):
-            raise InputError(f"blend.harvest: must be true or false, got {self.harvest!r}")
+        for name in ("harvest", "paragraphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"blend.{name}: must be true or false, got {getattr(self, name)!r}")
         for name, least in (("most_segments", 1), ("min_reused", 1), ("min_context", 0), ("check_every", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
@@ -102,9 +105,10 @@ class BlendOptions:
             _kl("blend", given["kl"])
         return cls(**given)
 
-    def chunker(self) -> ContentChunker:
-        """Return the chunker that finds segments by their content."""
-        return ContentChunker(self.least_tokens, self.mean_tokens, self.most_tokens)
+    def chunker(self, breaks: LineBreaks | None = None) -> ContentChunker | ParagraphChunker:
+        """Return what finds segments: by paragraphs if the line breaks are known, else by content alone."""
+        content = ContentChunker(self.least_tokens, self.mean_tokens, self.most_tokens)
+        return content if breaks is None or not self.paragraphs else ParagraphChunker(content, breaks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
-from cuvee.blend.segmentation import Span, split
+from cuvee.blend.segmentation import LineBreaks, Span, split
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import Identity, Scope, canonical, content_digest
 from cuvee.integrations.vllm.blending.blend_options import DEFAULT_COST, BlendOptions, BlendRequest
@@ -136,6 +136,7 @@ class BlendPlanner:
         always: blend all that is found, even if computing is expected to be faster.
         positions: number of positions of the model; None: no limit.
         separator: token ids of the separator, if there is one.
+        breaks: line breaks of the vocabulary, if they are known.
         clock: seconds, monotonic.
     """
 
@@ -151,6 +152,7 @@ class BlendPlanner:
         always: bool,
         positions: int | None = None,
         separator: Sequence[int] | None = None,
+        breaks: LineBreaks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
@@ -163,7 +165,7 @@ class BlendPlanner:
         self._always = always
         self._positions = positions
         self._separator = separator
-        self._chunker = options.chunker()
+        self._chunker = options.chunker(breaks)
         self._clock = clock
         self.pays = BlendPays()
         self.quality = BlendQuality()

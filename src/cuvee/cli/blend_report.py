@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +19,7 @@ from cuvee.cli.options import (
     ReplaceRun,
     Seed,
     TaskData,
+    any_version,
     comma_separated,
     fields_from,
     typed_command,
@@ -108,7 +108,7 @@ def blend_report(
     from cuvee.eval.blend_report.blend_report_run import run_blend_report
 
     options["profile"] = profiles[0] if profiles else None
-    options["any_version"] = _any_version(metadata or ())
+    options["any_version"] = any_version(metadata or ())
     options |= {name: comma_separated(options[name]) for name in ("constructions", "selectors")}
     options["qualities"] = comma_separated(qualities, none=True)
     if costs is not None:
@@ -147,11 +147,3 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{option} takes numbers separated by commas, got {text!r}") from None
-
-
-def _any_version(metadata: Sequence[str]) -> bool:
-    """Return whether `any_version=true` is given, the only metadata of these prompts."""
-    known = {"any_version=true": True, "any_version=false": False}
-    if unknown := [pair for pair in metadata if pair.lower() not in known]:
-        raise typer.BadParameter(f"--metadata takes any_version=true or any_version=false, got {unknown[0]!r}")
-    return any(known[pair.lower()] for pair in metadata)

@@ -32,6 +32,7 @@ __all__ = [
     "ReportFile",
     "Seed",
     "TaskData",
+    "any_version",
     "comma_separated",
     "fields_from",
     "need_one_of_profile_and_config",
@@ -151,3 +152,11 @@ def typed_command() -> str:
         return "".join(Path(part).name or part if Path(part).is_absolute() else part for part in parts)
 
     return shlex.join(["cuvee", *map(public, sys.argv[1:])])
+
+
+def any_version(metadata: Sequence[str]) -> bool:
+    """Return whether `any_version=true` is given, the only metadata of these prompts."""
+    known = {"any_version=true": True, "any_version=false": False}
+    if unknown := [pair for pair in metadata if pair.lower() not in known]:
+        raise typer.BadParameter(f"--metadata takes any_version=true or any_version=false, got {unknown[0]!r}")
+    return any(known[pair.lower()] for pair in metadata)

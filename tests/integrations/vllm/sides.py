@@ -13,6 +13,7 @@ import torch
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import wait_until
 
+from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.identity import Identity, PrefixChain, Scope, content_digest, store_key
@@ -86,6 +87,7 @@ class Desk:
         prefix_caching: bool = True,
         profile: Profile | None = None,
         separator: Sequence[int] | None = None,
+        breaks: LineBreaks | None = None,
         **options: Any,
     ) -> None:
         self.now = 1000.0
@@ -104,7 +106,7 @@ class Desk:
         setup = Setup(opts, LAYOUT, profile, quality, BLOCK, shards, loads, stores, prefix_caching)
         self.side = SchedulerSide(
             setup, self.identity, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now,
-            separator,
+            separator, breaks,
         )  # fmt: skip
 
     def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:

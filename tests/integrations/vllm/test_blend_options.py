@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuvee.blend.segmentation import ContentChunker, LineBreaks, ParagraphChunker
 from cuvee.codec.errors import InputError
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.connector_config import Options
@@ -38,7 +39,10 @@ def test_defaults() -> None:
     assert BlendOptions().harvest and (BlendOptions().min_context, BlendOptions().check_every) == (128, 0)
     assert BlendOptions().most_segments == 1024 and BlendOptions().kl is None
     chunker = BlendOptions().chunker()
-    assert (chunker.least, chunker.mean, chunker.most) == (64, 192, 768)
+    assert chunker == ContentChunker(64, 192, 768)
+    breaks = LineBreaks.of(["a", "\n"])
+    assert BlendOptions().chunker(breaks) == ParagraphChunker(chunker, breaks)
+    assert BlendOptions(paragraphs=False).chunker(breaks) == chunker
 
 
 def test_everything_can_be_set() -> None:
@@ -89,6 +93,7 @@ def test_everything_can_be_set() -> None:
         ({"separator": [True]}, "blend.separator: must be at least one token id"),
         ({"separator": ["#"]}, "blend.separator: must be at least one token id"),
         ({"harvest": 1}, "blend.harvest: must be true or false, got 1"),
+        ({"paragraphs": "no"}, "blend.paragraphs: must be true or false, got 'no'"),
         ({"harvest": "yes"}, "blend.harvest: must be true or false"),
         ({"min_reused": 0}, "blend.min_reused: must be a whole number of at least 1, got 0"),
         ({"min_reused": 2.5}, "blend.min_reused: must be a whole number"),
@@ -235,7 +240,9 @@ def test_anything_is_understood_or_refused(given: Any, tokens: int) -> None:
 @given(json_values | st.fixed_dictionaries({}, optional=dict.fromkeys(BlendOptions.__slots__, json_values)))
 def test_any_options_are_understood_or_refused(given: Any) -> None:
     options = _understood(lambda: BlendOptions.from_json(given), "blend")
-    assert options is None or options.chunker().most == options.most_tokens
+    if options is not None:
+        sizes = (options.least_tokens, options.mean_tokens, options.most_tokens)
+        assert options.chunker() == ContentChunker(*sizes)
     assert options is None or (options.kl is None) != (options.cost is None)
     assert options is None or options.cost is None or 0 <= options.cost <= 1
 

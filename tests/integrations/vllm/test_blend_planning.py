@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, generate, make_request
 
-from cuvee.blend.segmentation import ContentChunker
+from cuvee.blend.segmentation import ContentChunker, LineBreaks
 from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.blending.planning import NO_BLEND, BlendPlanner, Segmented
 from cuvee.integrations.vllm.decision import BlendCost
@@ -301,6 +301,20 @@ def test_parts_between_separators_are_segments(desk: Callable[..., Desk]) -> Non
     planned = load(d, ask(d, ids=ids, segments=None))
     assert planned.blend is not None
     assert [(piece.start, piece.tokens) for piece in planned.blend.pieces] == [(12, 29), (48, 21)], "3 are too few"
+
+
+def test_paragraphs_are_segments(desk: Callable[..., Desk]) -> None:
+    line, blank = 1, LineBreaks.of(["x", "\n"])
+    d = desk(breaks=blank)
+    first, second = [*FIRST[:-2], line, line], [*SECOND[:-2], line, line]
+    d.put_segments(first, second)
+    ids = [*text(10), line, line, *second, *first, *text(12, 40)]
+    planned = load(d, ask(d, ids=ids, segments=None))
+    assert planned.blend is not None
+    assert [(piece.start, piece.tokens) for piece in planned.blend.pieces] == [(12, 21), (33, 29)]
+    d = desk(breaks=blank, blend={"paragraphs": False})
+    d.put_segments(first, second)
+    assert d.matched(ask(d, ids=ids, segments=None)) == (0, False)
 
 
 def test_a_request_may_name_its_segments_where_a_separator_is_set(desk: Callable[..., Desk]) -> None:

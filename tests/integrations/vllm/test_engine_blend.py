@@ -19,6 +19,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from tests.integrations.vllm.engines import (
 from cuvee.blend import Blender, ChunkCache, Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.data.bundled import bundled_model_path, bundled_text
+from cuvee.codec.data.corpus import load_tokenizer
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
@@ -156,6 +159,19 @@ def separated(prompt: Prompt) -> list[int]:
     return tokens[: -len(SEPARATOR)]
 
 
+@cache
+def paragraph(number: int) -> list[int]:
+    """Tokens of sixty words and a blank line."""
+    words = bundled_text("orchard").split()[60 * number : 60 * number + 60]
+    found: list[int] = load_tokenizer("books-3m")(" ".join(words) + "\n\n", add_special_tokens=False).input_ids
+    return found
+
+
+def paragraphs(*numbers: int) -> list[int]:
+    """A prompt of paragraphs and a question."""
+    return [*(token for number in numbers for token in paragraph(number)), *paragraph(5)[:19]]
+
+
 SEPARATED = [separated(prompt) for prompt in (*LEARNED, *PROMPTS.values())]
 LONG = ids(400, 30)  # found again by its content, behind something else
 MOVED = [*ids(37, 31), *LONG, *QUESTION]
@@ -204,6 +220,14 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
                 Step([MOVED], forget=True, logprobs=-1),
             ],
             {**SLICED, **connector(folder / "content-store", cost=1)},
+        ),
+        Engine(
+            "by paragraphs", bundled_model_path(),
+            [
+                Step([paragraphs(0, 1, 2)], max_tokens=1, until=("vllm:cuvee_stored_segments", 3)),
+                Step([paragraphs(3, 2, 1)], forget=True),
+            ],
+            {"skip_tokenizer_init": False, **connector(folder / "paragraphs-store", cost=1)},
         ),
         Engine(
             "crowded", models["llama"],
@@ -335,6 +359,13 @@ def test_blends_are_checked_against_the_exact_prompt(first: Results) -> None:
     assert answer.told is not None
     assert answer.told["cuvee"]["cost"] == quality.cost_for(10)
     assert answer.told["cuvee"]["expected_kl"] == pytest.approx(quality.expected(quality.cost_for(10)), rel=0.02)
+
+
+def test_paragraphs_are_found_in_another_order(first: Results) -> None:
+    """The engine's tokenizer knows the blank lines."""
+    (answer,) = first["by paragraphs"].steps[1]
+    assert answer.told is not None
+    assert answer.told["cuvee"]["reused_tokens"] == len(paragraph(1)) + len(paragraph(2))
 
 
 def test_a_document_is_found_by_its_content(first: Results) -> None:
