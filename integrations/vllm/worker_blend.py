@@ -70,7 +70,10 @@ class WorkerBlends:
                 logger.exception("cuvee: request %s is not blended but computed", job.load.request)
                 self._loads.end(job, "blend")
                 return tokens
-            job.compute_seconds += time.monotonic() - begun
+            # A check says nothing about the blend.
+            checked_from = job.blending.checked_from
+            blended = time.monotonic() if checked_from is None else checked_from
+            job.compute_seconds += max(blended - begun, 0.0)
             self._state.recorder.count("blend_slices")
             if job.blending.done:
                 self._blended(job, blend, job.blending.figures)
@@ -87,7 +90,5 @@ class WorkerBlends:
         if "blend_kl" in figures and self._state.rank == 0:
             with self._state.lock:
                 self._state.report.checked.append((job.load.tenant, blend.cost, figures["blend_kl"]))
-        if blend.check:  # the check adds a whole prefill, which says nothing about the blend
-            job.compute_seconds = 0.0
         job.valid_until = job.load.end
         self._loads.end(job)

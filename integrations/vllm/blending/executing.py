@@ -8,6 +8,7 @@ A blend is computed in slices, one per step of the engine, so that other request
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
@@ -92,6 +93,7 @@ class PageBlend:
     Attributes:
         done: everything is computed.
         figures: values of metrics, by name; complete once the blend is done.
+        checked_from: when the blend itself was complete and its check began, by `time.monotonic`; None: not yet.
     """
 
     def __init__(self, blender: PageBlender, blend: Blend, end: int) -> None:
@@ -101,7 +103,7 @@ class PageBlend:
         self._layers = blender.cache.layout.num_layers
         self._units = self._compute()
         self._following = 0.0  # tokens that the next unit computes; preparing the first unit costs almost nothing
-        self._checking = False
+        self.checked_from: float | None = None
         self.done = False
         self.figures: dict[str, float] = {}
 
@@ -136,7 +138,7 @@ class PageBlend:
         except Exception as error:
             problem = error
         well = self._blender.agree(problem is None)
-        if not well and self._checking:  # the blend itself is good
+        if not well and self.checked_from is not None:  # the blend itself is good
             logger.warning("cuvee: a blend could not be checked: %s", problem or "another rank failed")
             self.figures["blend_checks_failed"] = 1
             self.done = True
@@ -166,7 +168,7 @@ class PageBlend:
         }
         if blend.check:
             yield 0  # all ranks have computed the blend: from here on, only the check can fail
-            self._checking = True
+            self.checked_from = time.monotonic()
             self.figures["blend_kl"] = yield from self._divergence(model, slots, placed)
 
     def _divergence(self, model: ServedModel, slots: torch.Tensor, placed: Placed) -> Generator[int, None, float]:

@@ -31,13 +31,22 @@ class FakeBlender:
     Attributes:
         calls: blends that were begun.
         budgets: of each slice that was computed.
+        checks, seconds: the last slices check the blend, and each slice takes this long.
         well: what this rank said of itself, each time that ranks were to agree.
     """
 
     def __init__(
-        self, error: Exception | None = None, slices: int = 1, takes: float = 10.0, kl: float | None = None
+        self,
+        error: Exception | None = None,
+        slices: int = 1,
+        takes: float = 10.0,
+        kl: float | None = None,
+        checks: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         self.kl = kl
+        self.checks = checks
+        self.seconds = seconds
         self.error = error
         self.slices = slices
         self.takes = takes
@@ -60,6 +69,7 @@ class FakeBlend:
         self.blender = blender
         self.left = blender.slices
         self.done = False
+        self.checked_from: float | None = None
         self.figures: dict[str, float] = {
             "blends": 1, "blended_tokens": end - blend.start, "blend_reused_tokens": 7,
         }  # fmt: skip
@@ -70,6 +80,9 @@ class FakeBlend:
         assert not self.done
         self.blender.budgets.append(budget)
         self.left -= 1
+        time.sleep(self.blender.seconds)
+        if self.blender.checks and self.left == self.blender.checks:
+            self.checked_from = time.monotonic()
         if self.blender.error is not None and self.left == 0:
             raise self.blender.error
         self.done = self.left == 0
@@ -363,8 +376,16 @@ def test_a_check_is_no_part_of_what_a_blend_takes(bench: Callable[..., Bench]) -
     store_segments(b)
     load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
     load.blend.check = True  # type: ignore[union-attr]
-    (done,) = run_blend(b, load, FakeBlender()).blended
-    assert done.compute_seconds == 0 < done.place_seconds
+    blender = FakeBlender(slices=4, checks=2, seconds=0.2)
+    b.worker.start_loads([load], synchronous=False)
+    place(b)
+    begun = time.monotonic()
+    for _ in range(4):
+        compute(b, ["r"], blender)
+    whole = time.monotonic() - begun
+    (done,) = b.worker.report(2).blended
+    assert 0.4 <= done.compute_seconds < whole - 0.4, "two slices of four"
+    assert done.place_seconds > 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
