@@ -24,7 +24,7 @@ RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 REAL = ROOT / "eval" / "results" / "2026-11-25-smollm2-report"
 WIDE = ROOT / "eval" / "results" / "2026-11-25-smollm2-five-layers"
 CLIENTS = ROOT / "eval" / "results" / "2026-11-23-clients"
-PERMUTED = ROOT / "eval" / "results" / "2026-11-23-smollm2-vllm-blend"
+RAG = ROOT / "eval" / "results" / "2026-11-25-smollm2-rag"
 TASKS = ROOT / "eval" / "results" / "2026-11-23-smollm2-tasks"
 RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
 LENGTHS = ROOT / "eval" / "results" / "2026-11-23-smollm2-lengths"
@@ -269,14 +269,27 @@ def test_other_peoples_benchmarks_took_what_the_committed_run_took() -> None:
     assert f"| workload | {' | '.join(told)} |" in README
     ((_, *shown),) = rows("workload", README)
     assert shown == [f"{lossless[name]['after a restart']['p50_ratio']:.2f}" for name in told]
-    arms = json.loads((PERMUTED / "clients.json").read_text(encoding="utf-8"))["arms"]
-    blended, own = (
-        arms[arm]["workloads"]["long-doc-permutator"] for arm in ("cuvee lossless, blend", "vLLM's prefix cache")
+
+
+def test_blends_of_retrieval_traffic_took_what_the_committed_run_took() -> None:
+    traffic, restart = (
+        json.loads((RAG / "default.json").read_text(encoding="utf-8"))[part] for part in ("traffic", "restart")
     )
     told_of = (
-        f"take {blended['after a restart']['p50_ratio']:.2f}, and {own['warm']['p50_ratio']:.2f} with vLLM's own cache"
+        f"take {traffic['p50_ratio']:.2f} of the time of vLLM's own prefix cache, {restart['p50_ratio']:.2f} after a "
+        "restart."
     )
     assert told_of in README.replace("\n", " ")
+    table = rows("engine", (RAG / "README.md").read_text(encoding="utf-8"))
+    for part, shown in (("traffic", table[:4]), ("restart", table[4:])):
+        for name, (_, *cells) in zip(("default", "cost-0.05", "kl"), shown[1:], strict=True):
+            run = json.loads((RAG / f"{name}.json").read_text(encoding="utf-8"))[part]
+            own, over = run["blends"], (run["p50_ratio"], run["p99_ratio"])
+            told = [f"{100 * own['reused']:.0f} %", f"{own['p50']:.2f}", f"{own['p99']:.2f}"]
+            assert cells == told + [f"{ratio:.2f}".removeprefix("0") for ratio in over], (part, name)
+        cache = json.loads((RAG / "default.json").read_text(encoding="utf-8"))[part]["prefix_cache"]
+        told = [f"{100 * cache['reused']:.0f} %", f"{cache['p50']:.2f}", f"{cache['p99']:.2f}", "", ""]
+        assert shown[0][1:] == told
 
 
 def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> None:
