@@ -5,7 +5,7 @@
                                           --> further prompts, after a restart of both
                                           --> once more with every blend checked: its KL
 
-Nobody prepares documents or marks them: parts come from the traffic alone, and are found by their content. In a real
+Nobody prepares documents or marks them: parts come from the traffic alone, and are found by paragraphs. In a real
 prompt neighbors change, so the engine's prefix cache finds little more than the instruction.
 """
 

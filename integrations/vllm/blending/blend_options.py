@@ -27,8 +27,8 @@ class BlendOptions:
     Attributes:
         cost: share of the reused tokens' computation to spend on recomputing some of them; 1 recomputes all of them.
             Default: 0.15, or none if `kl` is given.
-        separator: text or token ids between the parts of prompts; None: parts are found by their content.
-        least_tokens, mean_tokens, most_tokens: sizes of the segments that are found by content. Segments of fewer than
+        separator: text or token ids between the parts of prompts; None: parts are found by paragraphs and content.
+        least_tokens, mean_tokens, most_tokens: sizes of the segments that are found so. Segments of fewer than
             `least_tokens` are never used, however they were found.
         harvest: store the segments of prompts that were computed, not reused.
         min_context: tokens that must stand before a segment for it to be stored, unless the request names it. A
