@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cuvee.blend import Boundary, Product, Prompt, Random
-from cuvee.blend.runs import _viterbi, best_runs
+from cuvee.blend.runs import _fill, _viterbi, best_runs
 from cuvee.codec.errors import InputError
 
 
@@ -88,6 +88,17 @@ def test_a_higher_overhead_makes_fewer_runs_of_lower_scores(seed: int) -> None:
     assert sums == sorted(sums, reverse=True)
     highest = score.masked_fill(~cached, -1).topk(60).indices.sort().values
     assert torch.equal(made[0], highest), "without overhead only scores count"
+
+
+def test_what_is_left_of_the_budget_lengthens_runs_unless_a_new_one_is_worth_it() -> None:
+    worth, cached = np.zeros(12), torch.ones(12, dtype=torch.bool)
+    worth[[6, 9, 10]] = 0.3, 0.4, 0.2
+    for overhead, added in ((0.0, [9, 6]), (0.2, [9, 6]), (2.0, [6, 9])):
+        for missing in (1, 2):
+            chosen = torch.zeros(12, dtype=torch.bool)
+            chosen[5] = True
+            _fill(chosen, cached, ~cached, worth, missing, overhead)
+            assert chosen.nonzero()[:, 0].tolist() == sorted([5, *added[:missing]]), (overhead, missing)
 
 
 def test_a_run_that_touches_text_costs_no_overhead() -> None:

@@ -538,6 +538,9 @@ def test_coefficients_of_predictions_do_not_depend_on_other_ids(profile: Profile
     assert table is not None and section.predictor is not None and section.token_map is not None
     coefficient_map = section.coefficient_map()
     assert coefficient_map is not None
+    # Integers, whose sums of products are exact whatever the order.
+    assert torch.equal(coefficient_map.weights, coefficient_map.weights.round())
+    assert float(coefficient_map.weights.abs().max()) * 7 * table.features < 2**53
     everything = coefficient_map.predict(table)
     for row in range(0, table.vocabulary, 37):
         assert torch.equal(coefficient_map.predict(table.rows(np.array([row])))[0], everything[row])

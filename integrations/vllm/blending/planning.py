@@ -270,7 +270,7 @@ class BlendPlanner:
             if not trial:
                 self.refuse(segmented, "quality")
                 return NO_BLEND
-            segmented.cost = blend.cost = COSTS[-2]
+            segmented.cost = COSTS[-2]
         computed = end - base - (1 - segmented.cost) * reused
         cost = BlendCost(len(pieces), sum(piece.tokens for piece in pieces), computed, end)
         if not self._always and not self.pays.worth(end - base, cost):
