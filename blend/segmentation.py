@@ -12,13 +12,17 @@ FastCDC, USENIX ATC 2016). Here it works on token ids.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.errors import InputError
+
+_log = logging.getLogger(__name__)
 
 Span = tuple[int, int]
 """Tokens `start … end` of a prompt, without `end`."""
@@ -102,6 +106,20 @@ class LineBreaks:
             trailing.append(min(text.count("\n", len(visible)), 255))
             blank.append(not visible and bool(text))
         return cls(np.array(trailing, np.uint8), np.array(blank, bool))
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Any) -> LineBreaks:
+        """Return the line breaks of a tokenizer's vocabulary: any with `len()` and `decode`, such as transformers'."""
+        texts, without = [], 0
+        for token in range(len(tokenizer)):
+            try:
+                texts.append(str(tokenizer.decode([token])))
+            except Exception:  # whatever a tokenizer raises for an id that it reserves; it ends no paragraph
+                texts.append("")
+                without += 1
+        if without:
+            _log.info("cuvee: %d of %d ids of the vocabulary have no text", without, len(texts))
+        return cls.of(texts)
 
     def paragraphs(self, tokens: npt.NDArray[np.int64]) -> list[int]:
         """Return where paragraphs begin: at visible tokens behind at least two line breaks. The first begins at 0."""

@@ -369,8 +369,7 @@ def _line_breaks(blend: BlendOptions | None, model: Any) -> LineBreaks | None:
             "cuvee: the engine has no tokenizer, so parts of prompts are found by content and not by paragraphs"
         )
         return None
-    tokenizer = cached_tokenizer_from_config(model)
-    return LineBreaks.of(tokenizer.decode([token]) for token in range(len(tokenizer)))
+    return LineBreaks.of_tokenizer(cached_tokenizer_from_config(model))
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

@@ -192,6 +192,21 @@ def test_what_tokens_say_about_line_breaks() -> None:
     assert BREAKS.blank.tolist() == [text != "" and not text.strip() for text in TEXTS]
 
 
+def test_a_tokenizer_may_have_ids_without_text(caplog: pytest.LogCaptureFixture) -> None:
+    class Tokenizer:
+        def __len__(self) -> int:
+            return len(TEXTS) + 1
+
+        def decode(self, ids: list[int]) -> str:
+            return TEXTS[ids[0]]
+
+    with caplog.at_level("INFO"):
+        breaks = LineBreaks.of_tokenizer(Tokenizer())
+    assert breaks.trailing.tolist() == [*BREAKS.trailing.tolist(), 0]
+    assert breaks.blank.tolist() == [*BREAKS.blank.tolist(), False]
+    assert [record.getMessage() for record in caplog.records] == ["cuvee: 1 of 12 ids of the vocabulary have no text"]
+
+
 @pytest.mark.parametrize(
     ("tokens", "begins"),
     [
