@@ -36,11 +36,11 @@ def best_runs(
 ) -> torch.Tensor:
     """Return the positions, rising, of `count` cached tokens with high scores, in few runs.
 
-        >>> score = torch.tensor([0.0, 5.0, 0.0, 4.0, 0.0, 0.0, 0.0, 6.0])
+        >>> score = torch.tensor([0.0, 5.0, 3.0, 4.0, 0.0, 0.0, 0.0, 6.0])
         >>> every = torch.ones(8, dtype=torch.bool)
         >>> best_runs(score, every, ~every, 3, run_overhead=0).tolist()
         [1, 3, 7]
-        >>> best_runs(score, every, ~every, 3, run_overhead=4).tolist()
+        >>> best_runs(score, every, ~every, 3, run_overhead=2).tolist()
         [1, 2, 3]
 
     Args:
