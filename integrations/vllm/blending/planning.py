@@ -266,7 +266,7 @@ class BlendPlanner:
         trial = False
         if segmented.kl is not None and segmented.cost == 1:  # nothing less keeps the KL
             self._too_lossy += 1
-            trial = self._too_lossy % TRIAL_EVERY == 0
+            trial = bool(self._options.check_every) and self._too_lossy % TRIAL_EVERY == 0
             if not trial:
                 self.refuse(segmented, "quality")
                 return NO_BLEND

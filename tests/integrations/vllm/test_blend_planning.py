@@ -1069,6 +1069,10 @@ def test_where_no_cost_keeps_the_kl_the_prompt_is_computed(desk: Callable[..., D
             assert d.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.8, "expected_kl": 0.1}
             blended.append(number)
     assert blended == [31, 63] and refused(d) == {"quality": 62}
+    silent = desk()
+    silent.put_segments(FIRST, SECOND)
+    for number in range(64):  # an engine that checks nothing would learn nothing from a blend
+        assert silent.matched(ask(silent, str(number), kl=1e-6)) == (0, False)
 
 
 def test_renamed_segments_are_asked_for_and_stored_anew(desk: Callable[..., Desk]) -> None:
