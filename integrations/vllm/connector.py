@@ -33,7 +33,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.stores import Store, open_store
@@ -43,7 +42,10 @@ from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.probe import find_page_layout, verify_page_layout
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 
+# vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
+# of llvmlite's. So whatever imports Numba is imported later.
 if TYPE_CHECKING:
+    from cuvee.blend.segmentation import LineBreaks
     from cuvee.integrations.vllm.blending.blend_options import BlendOptions
     from cuvee.integrations.vllm.blending.executing import PageBlender
     from cuvee.integrations.vllm.decision import Estimate
@@ -369,6 +371,8 @@ def _line_breaks(blend: BlendOptions | None, model: Any) -> LineBreaks | None:
             "cuvee: the engine has no tokenizer, so parts of prompts are found by content and not by paragraphs"
         )
         return None
+    from cuvee.blend.segmentation import LineBreaks
+
     return LineBreaks.of_tokenizer(cached_tokenizer_from_config(model))
 
 
