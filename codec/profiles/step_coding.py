@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -24,14 +27,20 @@ class SectionCoding:
     Args:
         learned: the section's learned data.
         step_index: the blob's step index.
-        coefficients: what tokens predict of the coefficients that the predictor reads, if the blob holds token ids.
+        coefficients: returns what tokens predict of the coefficients that the predictor reads; None if the blob holds
+            no token ids. Only the encoder calls it, because for a large model the answer takes seconds to prepare.
 
     Attributes:
         learned: as given.
         ranks, plan: ranks of the blocks and coding plan for tokens without classes.
     """
 
-    def __init__(self, learned: SectionProfile, step_index: int, coefficients: PredictionCache | None = None) -> None:
+    def __init__(
+        self,
+        learned: SectionProfile,
+        step_index: int,
+        coefficients: Callable[[], PredictionCache | None] | None = None,
+    ) -> None:
         self.learned = learned
         self._coefficients = coefficients
         self.ranks, self.plan = learned.plan(step_index)
@@ -106,9 +115,10 @@ class SectionCoding:
 
     def _predicted(self, token_ids: I64 | None, start: int) -> torch.Tensor | None:
         """Return what tokens from position `start` on predict of the components that the predictor reads, `[K, t]`."""
-        if token_ids is None or self._coefficients is None:
+        coefficients = None if token_ids is None or self._coefficients is None else self._coefficients()
+        if token_ids is None or coefficients is None:
             return None
-        found = self._coefficients.of(token_ids, start)
+        found = coefficients.of(token_ids, start)
         return found.rows[torch.from_numpy(found.index)].T
 
     @lazy
@@ -127,8 +137,8 @@ class StepCoding:
         learned: the learned data of the sections.
         family: the profile's family.
         step_index: the blob's step index.
-        coefficients: of each section, what tokens predict of the coefficients that its predictor reads
-            (`Profile.predicted_coefficients`); empty if the blob holds no token ids.
+        coefficients: given a section's number, returns what tokens predict of the coefficients that its predictor reads
+            (`Profile.predicted_coefficients`); None if the blob holds no token ids.
 
     Attributes:
         sections: how each section is coded.
@@ -140,11 +150,11 @@ class StepCoding:
         learned: tuple[SectionProfile, ...],
         family: Family,
         step_index: int,
-        coefficients: tuple[PredictionCache | None, ...] = (),
+        coefficients: Callable[[int], PredictionCache | None] | None = None,
     ) -> None:
         self.sections = tuple(
-            SectionCoding(section, step_index, own)
-            for section, own in zip(learned, coefficients or (None,) * len(learned), strict=True)
+            SectionCoding(section, step_index, None if coefficients is None else partial(coefficients, index))
+            for index, section in enumerate(learned)
         )
         self.family = family
         self.step_index = step_index

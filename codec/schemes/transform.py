@@ -17,7 +17,7 @@ from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.profiles.token_prediction import Predictions
+from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
 from cuvee.codec.schemes import overlap
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.implementations import Stages
@@ -45,7 +45,7 @@ class TransformScheme:
     def __init__(self, profile: Profile, step_index: int, predicted: bool, stages: Stages) -> None:
         self._profile = profile
         self._sections = profile.sections
-        coefficients = profile.predicted_coefficients if predicted else ()
+        coefficients = self._predicted_coefficients if predicted else None
         self._coding = StepCoding(profile.learned_for(predicted), profile.family, step_index, coefficients)
         self._coder = CoefficientCoder(stages, profile.family, step_index)
         self._stages = stages
@@ -99,6 +99,9 @@ class TransformScheme:
         if token_ids is None:
             return None
         return self._profile.predictions[index].of(token_ids[at], start + at.start)
+
+    def _predicted_coefficients(self, index: int) -> PredictionCache | None:
+        return self._profile.predicted_coefficients[index]
 
     def _columns(
         self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None

@@ -523,7 +523,8 @@ def test_the_classes_of_sinks_do_not_depend_on_their_tokens(profile: Profile) ->
     changed = replace(section, predictor=unlimited, token_map=loud)
     coefficient_map = changed.coefficient_map()
     assert own.token_table is not None and coefficient_map is not None
-    coding = SectionCoding(changed, 0, PredictionCache(own.token_table, coefficient_map, sinks, 1 << 20))
+    coefficients = PredictionCache(own.token_table, coefficient_map, sinks, 1 << 20)
+    coding = SectionCoding(changed, 0, lambda: coefficients)
     x = torch.randn(20, len(section.basis.mean), generator=torch.Generator().manual_seed(0))
     finer = coding.finer(0, 20, 0)
     without, _ = coding.classes(x, 0, at, None, finer)
@@ -548,6 +549,20 @@ def test_coefficients_of_predictions_do_not_depend_on_other_ids(profile: Profile
         (table.embedding * table.row_scale[:, None]) @ (section.token_map.weights * section.token_map.scale)
     ).T
     assert float((everything - exact).abs().max()) < 1e-5 * float(exact.abs().max())
+
+
+def test_only_the_encoder_prepares_what_the_class_predictor_reads(
+    profile: Profile, chunk: KVChunk, tmp_path: Path
+) -> None:
+    """With a model of 8B parameters that takes seconds, and an engine that only loads needs none of it."""
+    profile.save(tmp_path / "profile.safetensors")
+    blob = Codec(profile, step=0.25).encode(chunk)
+    loaded = Profile.load(tmp_path / "profile.safetensors")
+    codec = Codec(loaded, step=0.25)
+    codec.decode(blob)
+    assert "predicted_coefficients" not in loaded.__dict__
+    codec.encode(chunk)
+    assert "predicted_coefficients" in loaded.__dict__
 
 
 def test_a_blob_does_not_depend_on_the_chunks_before_it(profile: Profile, chunk: KVChunk, tmp_path: Path) -> None:
