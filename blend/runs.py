@@ -31,6 +31,11 @@ def check_run_overhead(value: object) -> None:
         raise InputError(f"run_overhead: must be a number of tokens of at least 0, got {value!r}")
 
 
+def prepare() -> None:
+    """Compile or load the loop now, so that no prompt waits for it."""
+    best_runs(torch.ones(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool), 1, 1.0)
+
+
 def best_runs(
     score: torch.Tensor, cached: torch.Tensor, leading: torch.Tensor, count: int, run_overhead: float
 ) -> torch.Tensor:

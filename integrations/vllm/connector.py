@@ -293,6 +293,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _page_blender(self, pages: PagedCache, kv_caches: dict[str, torch.Tensor]) -> PageBlender:
         """Return the blender for these pages, which runs the model that the engine has loaded."""
+        from cuvee.blend import runs
         from cuvee.blend.recompute import MOST_ROWS
         from cuvee.integrations.vllm.blending.executing import PageBlender
         from cuvee.integrations.vllm.blending.paged_model import LoadedModel, agree_over_ranks, total_over_ranks
@@ -303,6 +304,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         model = LoadedModel(self._vllm_config, pages.layout, {name: layers[name] for name in names}, spec)
         rows = min(MOST_ROWS, least_slice(self._setup.step_tokens))
+        runs.prepare()
         return PageBlender(pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows)
 
     def _pages(self, kv_caches: dict[str, torch.Tensor], rank: int) -> PagedCache:
