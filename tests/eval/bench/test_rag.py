@@ -122,9 +122,9 @@ def most_of_one(prompts: Sequence[Sequence[int]]) -> int:
 
 def test_a_report_is_printed_and_drawn() -> None:
     report = run()
-    console = Console(file=io.StringIO(), width=140)
-    print_rag_report(report, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    file = io.StringIO()
+    print_rag_report(report, Console(file=file, width=140))
+    text = file.getvalue()
     assert "20 questions about 3 of 8 paragraphs each" in text and "mean_tokens 100" in text
     assert "18 blends: 0.01 nats; 20% of the reused tokens were recomputed" in text
     left, right = draw_rag_report(report).axes
