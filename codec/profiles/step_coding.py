@@ -28,7 +28,7 @@ class SectionCoding:
         learned: the section's learned data.
         step_index: the blob's step index.
         coefficients: returns what tokens predict of the coefficients that the predictor reads; None if the blob holds
-            no token ids. Only the encoder calls it, because for a large model the answer takes seconds to prepare.
+            no token ids. Only the encoder calls it, because for a large model the answer takes long to prepare.
 
     Attributes:
         learned: as given.

@@ -554,7 +554,7 @@ def test_coefficients_of_predictions_do_not_depend_on_other_ids(profile: Profile
 def test_only_the_encoder_prepares_what_the_class_predictor_reads(
     profile: Profile, chunk: KVChunk, tmp_path: Path
 ) -> None:
-    """With a model of 8B parameters that takes seconds, and an engine that only loads needs none of it."""
+    """It takes long with a large model, and an engine that only loads needs none of it."""
     profile.save(tmp_path / "profile.safetensors")
     blob = Codec(profile, step=0.25).encode(chunk)
     loaded = Profile.load(tmp_path / "profile.safetensors")

@@ -7,10 +7,10 @@ The KL of a blend falls with its cost, on average over prompts as
     KL  =  level * exp(-RATE * cost)
 
 On SmolLM2-135M and eight prompts of XQuAD whose parts were computed behind other text, the level is 0.045 nats, and the
-curve holds from cost 0 to 0.6. Among these prompts the attention to the tokens that stay as they are did not predict the
-KL, whether or not it was weighted by their place in their part. The level depends on the model and on where parts come
-from: where they were computed alone it was ten times as high, and in one engine's traffic up to twice. So it is learned
-from the engine's own blends.
+curve holds from cost 0 to 0.6. Among these prompts the attention to the tokens that stay as they are did not predict
+the KL, whether or not it was weighted by their place in their part. The level depends on the model and on where parts
+come from: where they were computed alone it was ten times as high, and in one engine's traffic up to twice. So it is
+learned from the engine's own blends.
 An error in the rate does little harm, because the level is learned at the costs that are used.
 """
 
