@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,13 +26,10 @@ from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Load, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.integrations.vllm.worker_blend import WorkerBlends
+from cuvee.integrations.vllm.worker_blend import Blender, WorkerBlends
 from cuvee.integrations.vllm.worker_load import WorkerLoads
 from cuvee.integrations.vllm.worker_save import WorkerSaves
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
-
-if TYPE_CHECKING:
-    from cuvee.integrations.vllm.blending.executing import PageBlender
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +98,7 @@ class WorkerSide:
         """Give up blends whose segments are placed, because another rank failed or the request has ended."""
         self._loads.drop(requests)
 
-    def blend(self, requests: Sequence[str], tokens: int, blender: PageBlender) -> None:
+    def blend(self, requests: Sequence[str], tokens: int, blender: Blender) -> None:
         """Compute this step's slice of what these requests' blends leave to be computed, one blend after the other.
 
         Runs in the engine's thread, between the engine's own passes. All ranks do the same in the same order, because

@@ -6,19 +6,28 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cuvee.codec.errors import CuveeError, allocations
 from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Blend
 from cuvee.integrations.vllm.worker_load import WorkerLoads
-from cuvee.integrations.vllm.worker_restore import LoadJob
+from cuvee.integrations.vllm.worker_restore import LoadJob, SlicedBlend
 from cuvee.integrations.vllm.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from cuvee.integrations.vllm.blending.executing import PageBlender
-
 logger = logging.getLogger(__name__)
+
+
+class Blender(Protocol):
+    """Begins blends on one rank. See `blending.executing.PageBlender`."""
+
+    def agree(self, well: bool, /) -> bool:
+        """Tell the other ranks whether this rank can go on; return whether all of them can."""
+        ...
+
+    def begin(self, blend: Blend, end: int, /) -> SlicedBlend:
+        """Return the blend of the tokens `blend.start … end`, of which nothing is computed yet."""
+        ...
 
 
 class WorkerBlends:
@@ -35,7 +44,7 @@ class WorkerBlends:
         self._loads = loads
         self._guard = guard
 
-    def advance(self, requests: Sequence[str], tokens: int, blender: PageBlender) -> None:
+    def advance(self, requests: Sequence[str], tokens: int, blender: Blender) -> None:
         """See `WorkerSide.blend`."""
         left = float(tokens)
         for request in requests:
@@ -46,7 +55,7 @@ class WorkerBlends:
             with self._guard("blend", None if job is None else partial(self._loads.abandon, job)):
                 left = before - self._slice(job, before, blender)
 
-    def _slice(self, job: LoadJob | None, tokens: float, blender: PageBlender) -> float:
+    def _slice(self, job: LoadJob | None, tokens: float, blender: Blender) -> float:
         """Compute a slice of one blend; return the number of tokens it took, which is the same on all ranks."""
         blend = None if job is None else job.load.blend
         if job is None or blend is None:

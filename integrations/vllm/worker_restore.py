@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -19,9 +19,6 @@ from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import send
-
-if TYPE_CHECKING:
-    from cuvee.integrations.vllm.blending.executing import PageBlend
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +37,18 @@ class Fetched:
 
     key: str
     blob: bytes | None
+
+
+class SlicedBlend(Protocol):
+    """A blend that is computed slice by slice. See `blending.executing.PageBlend`."""
+
+    done: bool
+    checked_from: float | None
+    figures: dict[str, float]
+
+    def advance(self, budget: float, /) -> float:
+        """Compute a slice of at most so many tokens, or one unit; return the number of computed tokens."""
+        ...
 
 
 @dataclass(slots=True)
@@ -65,7 +74,7 @@ class LoadJob:
     lock: threading.Lock = field(default_factory=threading.Lock)
     over: bool = False
     placed: bool = False
-    blending: PageBlend | None = None
+    blending: SlicedBlend | None = None
     place_seconds: float = 0.0
     computed: float = 0.0
     compute_seconds: float = 0.0

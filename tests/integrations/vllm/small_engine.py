@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tests.integrations.stores.dict_store import DictStore
@@ -17,7 +17,6 @@ from tests.integrations.vllm.injection import kept
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, IDENTITY, LAYOUT, Bench, generate, make_request
 
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.vllm.blending.executing import PageBlender
 from cuvee.integrations.vllm.messages import Blend, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
@@ -61,7 +60,10 @@ class _Blending:
         self._engine, self._blend = engine, blend
         self._bounds = [blend.start, (blend.start + end) // 2, end]
         self.done = False
-        self.figures = {"blends": 1, "blended_tokens": end - blend.start, "blend_reused_tokens": 0}
+        self.checked_from: float | None = None
+        self.figures: dict[str, float] = {
+            "blends": 1, "blended_tokens": end - blend.start, "blend_reused_tokens": 0,
+        }  # fmt: skip
 
     def advance(self, budget: float) -> float:
         blend, (start, end) = self._blend, self._bounds[:2]
@@ -168,7 +170,7 @@ class SmallEngine:
         worker.void(plan.voids)
         worker.start_loads(plan.loads, synchronous=not self.bench.options.load_async)
         worker.drop(plan.drops)
-        worker.blend(plan.blends, plan.blend_tokens, cast(PageBlender, self.blender))
+        worker.blend(plan.blends, plan.blend_tokens, self.blender)
         for request, before, count in planned:
             blocks = self.blocks[request.request_id]
             self.write(request.all_token_ids, request.cache_salt, blocks, before, before + count)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.identity import store_key
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.vllm.blending.executing import PageBlender
 from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Blend, Load, Report
 
@@ -126,7 +125,7 @@ def run_blend(b: Bench, load: Load, blender: FakeBlender) -> Report:
 
 def compute(b: Bench, requests: list[str], blender: FakeBlender, tokens: int = 1000) -> None:
     """The blends' part of one step of the engine."""
-    b.worker.blend(requests, tokens, cast(PageBlender, blender))
+    b.worker.blend(requests, tokens, blender)
 
 
 def place(b: Bench, request: str = "r") -> Report:
