@@ -10,13 +10,13 @@ After Yao et al., CacheBlend (arXiv:2405.16444), with positions restored by RoPE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.blend.recompute import KVExchange, Placed, Recompute, Recomputed
+from cuvee.blend.recompute import KVExchange, Observer, Placed, Recompute, Recomputed
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Selector, default_selector
@@ -136,6 +136,8 @@ class Blender:
             another implementation of `BlendModel`.
         codec: decodes blobs. Without it, chunks must be `KVChunk`s.
         selector: chooses the tokens to recompute; default: `default_selector()`, 15 % of the cached tokens.
+        correct: correct the other cached tokens by how the recomputed ones changed (`cuvee.blend.correction`), unless
+            the selector chooses by change, as `HKVD` does. Without, they keep their cached KV, as in CacheBlend.
 
     Raises:
         UnsupportedModelError: the model has sliding windows, MLA or M-RoPE, or its family was not checked.
@@ -144,10 +146,16 @@ class Blender:
     """
 
     def __init__(
-        self, model: PreTrainedModel | BlendModel, codec: Codec | None = None, selector: Selector | None = None
+        self,
+        model: PreTrainedModel | BlendModel,
+        codec: Codec | None = None,
+        selector: Selector | None = None,
+        *,
+        correct: bool = True,
     ) -> None:
         self._model: BlendModel = TransformersModel(model) if isinstance(model, torch.nn.Module) else model
         self._codec = codec
+        self._correct = correct
         self.selector: Selector = default_selector() if selector is None else selector
         _check_selector(self.selector)
         if codec is not None:
@@ -180,7 +188,7 @@ class Blender:
         """
         chosen = self.selector if selector is None else selector
         _check_selector(chosen)
-        return _Run(self._model, self._codec, chosen, segments, logits_to_keep).run()
+        return _Run(self._model, self._codec, chosen, segments, logits_to_keep, self._correct).run()
 
 
 def _check_selector(selector: Selector) -> None:
@@ -198,7 +206,9 @@ class _Run:
         selector: Selector,
         segments: Sequence[Segment],
         logits_to_keep: int,
+        correct: bool,
     ) -> None:
+        self.correct = correct
         self.model = model
         self.codec = codec
         self.selector = selector
@@ -246,7 +256,7 @@ class _Run:
         placed = Placed(
             self.tokens, self.segment, offset, self.cached, leading_tokens, known=nothing, end=len(self.tokens)
         )
-        done = Recompute(self.model, _DenseKV(self.keys, self.values), placed).run(self.selector)
+        done = Recompute(self.model, _DenseKV(self.keys, self.values), placed, correct=self.correct).run(self.selector)
         logits = self.model.logits(done.hidden[-self.kept :])
         return BlendResult(self.tokens, self._cache(), logits, self._record(done, leading))
 
@@ -375,5 +385,26 @@ class _DenseKV:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._keys[index], self._values[index]
 
-    def exchange(self, index: int, positions: torch.Tensor, end: int) -> KVExchange:
-        return KVExchange(self._keys[index][:, :end], self._values[index][:, :end], positions)
+    @property
+    def device(self) -> torch.device:
+        return self._keys[0].device
+
+    def reader(self, positions: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        at = positions.to(self.device)
+
+        def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return self._keys[index][:, at].transpose(0, 1), self._values[index][:, at].transpose(0, 1)
+
+        return read
+
+    def writer(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+        at = positions.to(self.device)
+
+        def write(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+            self._keys[index].index_copy_(1, at, keys.transpose(0, 1))
+            self._values[index].index_copy_(1, at, values.transpose(0, 1))
+
+        return write
+
+    def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> KVExchange:
+        return KVExchange(self._keys[index][:, :end], self._values[index][:, :end], positions, observer)

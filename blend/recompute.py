@@ -1,6 +1,8 @@
 """Recompute the tokens that a selector chooses, in a prompt whose cached KV is in place.
 
     Placed + Selector --> positions --layer by layer--> PromptKV: new KV replaces cached KV
+                                                          |
+                          other tokens of the chunks <----+  corrected by how these changed (correction.py)
 
 The KV may be in the tensors of a transformers cache (`blender.py`), or in the pages of a serving engine
 (`cuvee.integrations.vllm.blending`).
@@ -10,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from cuvee.blend.recompute_model import RecomputeModel
+from cuvee.blend.correction import Correction, corrections
+from cuvee.blend.recompute_model import Exchange, RecomputeModel
 from cuvee.blend.segments import Prompt
 from cuvee.blend.selectors import Selection, Selector
 
@@ -22,32 +26,31 @@ MOST_ROWS = 1024
 """The most tokens per block: a mask has one row per token, and each row is as long as the prompt."""
 
 
-class WatchingExchange(Protocol):
-    """An exchange that can measure the distance of new KV from the KV that it replaces."""
-
-    seen: list[torch.Tensor]
-
-    def watch(self, cached: torch.Tensor) -> None:
-        """Measure the distances of the `cached` tokens, bool `[T]`.
-
-        `seen` will hold four tensors float32 `[n]`: the squared distances of keys and of values, then the squares of
-        the new keys and the new values.
-        """
-        ...
-
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `cuvee.blend.recompute_model.Exchange`."""
-        ...
+Observer = Callable[[torch.Tensor, torch.Tensor], None]
+"""Sees a layer's new keys and values `[H, S, D]` before they replace those of the prompt."""
 
 
 class PromptKV(Protocol):
     """The KV of a prompt of T tokens while it is blended."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        ...
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[H, T, D]` of a layer. The pass of the query writes its KV there."""
         ...
 
-    def exchange(self, index: int, positions: torch.Tensor, end: int) -> WatchingExchange:
+    def reader(self, positions: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        """Return a function that copies a layer's keys and values `[S, H, D]` at `positions`."""
+        ...
+
+    def writer(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+        """Return a function that replaces a layer's keys and values at `positions` by others `[S, H, D]`."""
+        ...
+
+    def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> Exchange:
         """Return a layer's exchange for the tokens at `positions` (rising), which attend to tokens before `end`."""
         ...
 
@@ -107,6 +110,8 @@ class Recompute:
         total: adds up a float32 tensor over the ranks that each hold some of the model's heads. It must give all ranks
             the same bits, because each rank selects by itself.
         rows: the most tokens per block.
+        correct: correct the other cached tokens by how the recomputed ones change (`correction.py`), unless the
+            selector chooses the tokens that change most: what they have in common is not what all tokens have.
     """
 
     def __init__(
@@ -116,12 +121,14 @@ class Recompute:
         placed: Placed,
         total: Callable[[torch.Tensor], torch.Tensor] = same,
         rows: int = MOST_ROWS,
+        correct: bool = True,
     ) -> None:
         self._model = model
         self._kv = kv
         self._placed = placed
         self._total = total
         self._rows = rows
+        self._correct = correct
         self._layers = model.layout.num_layers
         self._depth = torch.zeros(len(placed.tokens), dtype=torch.int64)
         self._through = torch.zeros(self._layers, int(placed.segment.max()) + 1, dtype=torch.int64)
@@ -155,6 +162,7 @@ class Recompute:
             placed.tokens, placed.segment, placed.offset, placed.cached, placed.leading, self._layers, self._attend
         )
         selection = selector.begin(prompt)
+        corrects = self._correct and not any(selection.watches(layer) for layer in range(self._layers))
         text = ~placed.cached & ~placed.known
         text[placed.end :] = False
         wanted_text = text.nonzero()[:, 0]
@@ -170,9 +178,9 @@ class Recompute:
             watched = next((at for at in range(first, self._layers) if selection.watches(at)), None)
             layers = range(first, self._layers if watched is None else watched + 1)
             sets = {layer: wanted(layer) for layer in layers}
-            hidden, exchanges = yield from self._through_layers(sets, positions, hidden, selection)
-            if watched is not None and exchanges:
-                selection.observe(watched, *self._deviations(exchanges))
+            hidden, seen = yield from self._through_layers(sets, positions, hidden, selection, corrects)
+            if watched is not None and seen:
+                selection.observe(watched, *self._deviations(seen))
             positions, first = sets[layers[-1]], layers.stop
         if hidden is None:  # nothing is computed
             hidden = self._model.embed(placed.tokens[:0])
@@ -184,7 +192,8 @@ class Recompute:
         positions: torch.Tensor,
         hidden: torch.Tensor | None,
         selection: Selection,
-    ) -> Generator[int, None, tuple[torch.Tensor, list[WatchingExchange]]]:
+        corrects: bool,
+    ) -> Generator[int, None, tuple[torch.Tensor, list[list[torch.Tensor]]]]:
         """Take tokens through some layers, block by block.
 
         Args:
@@ -192,16 +201,20 @@ class Recompute:
             positions: positions of the given tokens.
             hidden: their hidden states; None: they went through no layer yet.
             selection: tells which layers are watched.
+            corrects: whether other cached tokens are corrected.
 
         Returns:
-            The hidden states of the tokens that went through the last layer, and the exchanges that watched it.
+            The hidden states of the tokens that went through the last layer, and what `squared_distances` says of each
+            block's cached tokens in the layer that is watched.
         """
         model, placed = self._model, self._placed
         after: list[torch.Tensor] = []
-        watching: list[WatchingExchange] = []
+        seen: list[list[torch.Tensor]] = []
         first = next(iter(sets))
         done = 0
-        for all_of_block in positions.split(self._rows):
+        whole = positions.split(self._rows)
+        correcting: dict[int, list[_Correcting | None]] = {}  # by the number of tokens of a set, which only shrink
+        for number, all_of_block in enumerate(whole):
             block = _between(sets[first], all_of_block)
             rows = model.rows(block, None) if len(block) else None
             yield len(block) * len(sets)
@@ -219,13 +232,29 @@ class Recompute:
                     break
                 self._depth[block] += 1
                 self._through[layer] += torch.bincount(placed.segment[block], minlength=self._through.shape[1])
-                exchange = self._kv.exchange(layer, block, int(block[-1]) + 1)
+                observers: list[Observer] = []
                 if selection.watches(layer):
-                    exchange.watch(placed.cached)
-                    watching.append(exchange)
+                    watching = _Watching(self._kv, layer, block, placed.cached)
+                    seen.append(watching.seen)
+                    observers.append(watching)
+                if corrects:
+                    if len(chosen) not in correcting:
+                        correcting[len(chosen)] = self._correcting([_between(chosen, each) for each in whole])
+                    correct = correcting[len(chosen)][number]
+                    observers += [] if correct is None else [partial(correct, layer)]
+                exchange = self._kv.exchange(layer, block, int(block[-1]) + 1, _all_of(observers))
                 states = model.layer(layer, states, rows, exchange)
             after.append(states)
-        return torch.cat(after), watching
+        return torch.cat(after), seen
+
+    def _correcting(self, blocks: Sequence[torch.Tensor]) -> list[_Correcting | None]:
+        """Return what corrects other tokens as each of these blocks is computed."""
+        return [
+            None if each is None else _Correcting(self._kv, each, block)
+            for each, block in zip(
+                corrections(self._model.layout, self._placed, blocks, self._kv.device), blocks, strict=True
+            )
+        ]
 
     def _attend(self, queries: int, layers: Sequence[int]) -> torch.Tensor:
         """See `Prompt.attend`."""
@@ -250,11 +279,9 @@ class Recompute:
         self._query_token_layers += len(positions) * (max(layers) + 1)
         return self._total(mass)
 
-    def _deviations(self, exchanges: Sequence[WatchingExchange]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _deviations(self, seen: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Selection.observe`: keys and values, float32 `[n]`, over all blocks."""
-        keys, values, new_keys, new_values = (
-            self._total(torch.cat(parts)) for parts in zip(*(e.seen for e in exchanges), strict=True)
-        )
+        keys, values, new_keys, new_values = (self._total(torch.cat(parts)) for parts in zip(*seen, strict=True))
         smallest = torch.finfo(torch.float32).tiny
         return keys / new_keys.mean().clamp_min(smallest), values / new_values.mean().clamp_min(smallest)
 
@@ -274,31 +301,73 @@ def _rows_of(hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor
 
 
 class KVExchange:
-    """Writes a layer's new keys and values `[H, S, D]` among those of the prompt `[H, T, D]`."""
+    """Writes a layer's new keys and values `[H, S, D]` among the prompt's `[H, T, D]`, once they were observed."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(
+        self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, observer: Observer | None = None
+    ) -> None:
         self._keys = keys
         self._values = values
         self._positions = positions.to(keys.device)
-        self._watched: torch.Tensor | None = None
-        self.seen: list[torch.Tensor] = []
-
-    def watch(self, cached: torch.Tensor) -> None:
-        """See `WatchingExchange`."""
-        self._watched = cached[self._positions.cpu()].nonzero()[:, 0].to(self._keys.device)
+        self._observer = observer
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `cuvee.blend.recompute_model.Exchange`."""
-        if self._watched is not None:
-            pairs = [(new[:, self._watched].float(), old[:, self._positions[self._watched]].float())
-                     for new, old in ((keys, self._keys), (values, self._values))]  # fmt: skip
-            self.seen = squared_distances(pairs)
+        if self._observer is not None:
+            self._observer(keys, values)
         self._keys.index_copy_(1, self._positions, keys)
         self._values.index_copy_(1, self._positions, values)
         return self._keys, self._values
 
 
-def squared_distances(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Return squared distances `[n]` of pairs (new, old) float32 `[H, n, D]`, then the squares of the new tensors."""
-    squares = [new - old for new, old in pairs] + [new for new, _ in pairs]
-    return [square.square().sum((0, 2)).cpu() for square in squares]
+def _all_of(observers: Sequence[Observer]) -> Observer | None:
+    """Return an observer that calls all of these in order; None for none."""
+    if len(observers) < 2:
+        return observers[0] if observers else None
+
+    def observe(keys: torch.Tensor, values: torch.Tensor) -> None:
+        for each in observers:
+            each(keys, values)
+
+    return observe
+
+
+class _Watching:
+    """Measures the distance of a layer's new KV from the KV that it replaces.
+
+    Attributes:
+        seen: four tensors float32 `[n]`, for n cached tokens: the squared distances of keys and of values, then the
+            squares of the new keys and the new values. Empty before it was called.
+    """
+
+    def __init__(self, kv: PromptKV, layer: int, positions: torch.Tensor, cached: torch.Tensor) -> None:
+        rows = cached[positions].nonzero()[:, 0]
+        self._old = partial(kv.reader(positions[rows]), layer)
+        self._rows = rows.to(kv.device)
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        new = [part[:, self._rows].transpose(0, 1).float() for part in (keys, values)]
+        changed = [mine - old.float() for mine, old in zip(new, self._old(), strict=True)]
+        self.seen += [part.square().sum((1, 2)).cpu() for part in (*changed, *new)]
+
+
+class _Correcting:
+    """Corrects cached tokens by how others change that are computed in the same block."""
+
+    def __init__(self, kv: PromptKV, correction: Correction, block: torch.Tensor) -> None:
+        self._correction = correction
+        self._rows = torch.searchsorted(block, correction.observed).to(kv.device)
+        self._old = kv.reader(correction.observed)
+        self._stale = kv.reader(correction.corrected)
+        self._write = kv.writer(correction.corrected)
+
+    def __call__(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        changes = [
+            new[:, self._rows].transpose(0, 1).float() - old.float()
+            for new, old in zip((keys, values), self._old(layer), strict=True)
+        ]
+        added = self._correction.estimate(layer, *changes)
+        stale = self._stale(layer)
+        corrected = [(old.float() + more).to(old.dtype) for old, more in zip(stale, added, strict=True)]
+        self._write(layer, *corrected)

@@ -343,6 +343,19 @@ class PagedCache:
 
         return read
 
+    def writer(self, slots: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+        """Return a function that replaces the stored keys and values of a layer at `slots` by others `[T, H, D]`.
+
+        The counterpart of `reader`, of which everything holds.
+        """
+        places = self._places(slots, range(self.layout.num_layers))
+
+        def write(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+            for pages, part in zip(self.pages(index), (keys, values), strict=True):
+                _put(pages, places, part)
+
+        return write
+
     def copy(self, slots: torch.Tensor) -> PagedCache:
         """Copy the tokens at `slots`, int64 `[T]`, into the one block of a dense cache: the numbers as stored.
 

@@ -196,7 +196,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         pages = self._pages(kv_caches, rank)
         worker.attach(pages)
         if self._setup.options.blend is not None:
-            self._blender = self._page_blender(pages, kv_caches)
+            self._blender = self._page_blender(pages, kv_caches, self._setup.options.blend.correct)
         self._worker = worker
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -291,7 +291,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     def _plan(self) -> StepPlan:
         return _plan_of(self._get_connector_metadata())
 
-    def _page_blender(self, pages: PagedCache, kv_caches: dict[str, torch.Tensor]) -> PageBlender:
+    def _page_blender(self, pages: PagedCache, kv_caches: dict[str, torch.Tensor], correct: bool) -> PageBlender:
         """Return the blender for these pages, which runs the model that the engine has loaded."""
         from cuvee.blend import runs
         from cuvee.blend.recompute import MOST_ROWS
@@ -305,7 +305,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         model = LoadedModel(self._vllm_config, pages.layout, {name: layers[name] for name in names}, spec)
         rows = min(MOST_ROWS, least_slice(self._setup.step_tokens))
         runs.prepare()
-        return PageBlender(pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows)
+        return PageBlender(
+            pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows, correct
+        )
 
     def _pages(self, kv_caches: dict[str, torch.Tensor], rank: int) -> PagedCache:
         """Return the engine's tensors as the codec sees them, in the order of the layers."""

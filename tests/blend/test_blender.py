@@ -33,6 +33,7 @@ from cuvee.blend import (
     Union,
     blender,
 )
+from cuvee.blend.correction import Correction
 from cuvee.blend.recompute import Recompute
 from cuvee.blend.recompute_model import FAMILIES
 from cuvee.codec.chunk import KVChunk
@@ -318,9 +319,44 @@ def test_any_choice_is_what_the_model_computes_token_by_token(build: Build, name
     segments = stale(model, tokens, ends, cached)
     cached_kv = placed(model, tokens, ends)
     for selector in (*SELECTORS, Chosen(2, 5, 8, 9, 15)):
-        result = Blender(model, selector=selector).blend(segments, logits_to_keep=6)
+        result = Blender(model, selector=selector, correct=False).blend(segments, logits_to_keep=6)
         reference = walk(model, tokens, result.record.depth, cached_kv)
         assert same_as(result, reference), selector
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "phi3", "qwen3"])
+def test_other_tokens_are_corrected_before_anything_attends_to_them(build: Build, name: str) -> None:
+    model = build(name)
+    tokens = ids(24)
+    ends, cached = (2, 9, 16, 18, 24), (1, 2)
+    chosen = [2, 5, 6, 9, 14, 15]
+    result = Blender(model, selector=Chosen(*chosen)).blend(stale(model, tokens, ends, cached), logits_to_keep=6)
+    before, after = placed(model, tokens, ends), layers_of(result.cache)
+    others = [at for at in range(2, 16) if at not in chosen]
+    layout = layout_of(model)
+    windows = [
+        (torch.tensor([2, 5, 6]), torch.tensor([3, 4, 7, 8]), 2),
+        (torch.tensor([9, 14, 15]), torch.tensor([10, 11, 12, 13]), 9),
+    ]
+    correction = Correction(layout, windows, torch.device("cpu"))
+    largest = 0.0
+    for index in range(LAYERS):
+        old, new = [before.keys[index], before.values[index]], [after[index].keys[0], after[index].values[0]]
+        changes = [(x - y)[:, chosen].transpose(0, 1) for x, y in zip(new, old, strict=True)]
+        for added, x, y in zip(correction.estimate(index, *changes), new, old, strict=True):
+            assert close(x[:, others], y[:, others] + added.transpose(0, 1), tolerance=1e-4)
+            largest = max(largest, float(added.abs().max() / y.abs().max()))
+    assert largest > 0.05, "the correction is large enough for this test"
+    corrected = Whole(before.logits, [x.keys[0] for x in after], [x.values[0] for x in after])
+    assert same_as(result, walk(model, tokens, result.record.depth, corrected), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("selector", [HKVD(0.3), Union(HKVD(0.3), Random(0.3))], ids=repr)
+def test_tokens_chosen_by_how_they_changed_correct_no_others(build: Build, selector: Selector) -> None:
+    model = build()
+    segments = stale(model, ids(24), (2, 9, 16, 18, 24), (1, 2))
+    corrected, plain = (Blender(model, selector=selector, correct=correct).blend(segments) for correct in (True, False))
+    assert equal(corrected, plain)
 
 
 def test_a_selection_may_shrink_from_layer_to_layer(build: Build) -> None:
@@ -343,10 +379,11 @@ def test_tokens_computed_in_blocks_see_each_other(
     tokens = ids(34)
     ends, cached = (3, 12, 15, 26, 34), (1, 3)
     segments = stale(model, tokens, ends, cached)
-    whole_blends = [Blender(model, selector=selector).blend(segments, logits_to_keep=8) for selector in SELECTORS]
+    blend = partial(Blender, model, correct=False)  # in blocks, tokens are corrected by those of their own block
+    whole_blends = [blend(selector=selector).blend(segments, logits_to_keep=8) for selector in SELECTORS]
     monkeypatch.setattr(blender, "Recompute", partial(Recompute, rows=rows))
     for selector, expected in zip(SELECTORS, whole_blends, strict=True):
-        result = Blender(model, selector=selector).blend(segments, logits_to_keep=8)
+        result = blend(selector=selector).blend(segments, logits_to_keep=8)
         assert torch.equal(result.record.depth, expected.record.depth), selector
         assert close(result.logits, expected.logits), selector
         layers = layers_of(expected.cache)

@@ -25,7 +25,7 @@ from cuvee.blend import (
     default_selector,
     recompute,
 )
-from cuvee.blend.recompute import KVExchange, Placed, Recompute, Recomputed, same
+from cuvee.blend.recompute import KVExchange, Observer, Placed, Recompute, Recomputed, same
 
 # Text that stays exact, two chunks with text between them, text, and text that is left to somebody else.
 ENDS = (9, 18, 21, 30, 34, 42)
@@ -56,8 +56,25 @@ class DenseKV:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys[index].clone(), self.values[index].clone()
 
-    def exchange(self, index: int, positions: torch.Tensor, end: int) -> KVExchange:
-        return KVExchange(self.keys[index][:, :end], self.values[index][:, :end], positions)
+    @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    def reader(self, positions: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        return lambda index: (
+            self.keys[index][:, positions].transpose(0, 1),
+            self.values[index][:, positions].transpose(0, 1),
+        )
+
+    def writer(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+        def write(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+            self.keys[index][:, positions] = keys.transpose(0, 1)
+            self.values[index][:, positions] = values.transpose(0, 1)
+
+        return write
+
+    def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> KVExchange:
+        return KVExchange(self.keys[index][:, :end], self.values[index][:, :end], positions, observer)
 
 
 class Noting(TransformersModel):
@@ -118,17 +135,21 @@ def run(
     total: Callable[[torch.Tensor], torch.Tensor] = same,
     given: Placed | None = None,
     rows: int = recompute.MOST_ROWS,
+    correct: bool = True,
 ) -> tuple[Noting, DenseKV, Recomputed]:
     noting, kv = Noting(model), in_place(model, tokens, whole(model, tokens))
-    return noting, kv, Recompute(noting, kv, placed(tokens) if given is None else given, total, rows).run(selector)
+    prompt = placed(tokens) if given is None else given
+    return noting, kv, Recompute(noting, kv, prompt, total, rows, correct).run(selector)
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
-@pytest.mark.parametrize("rows", [1, 4, 1024])
-def test_gives_the_kv_that_a_blend_of_the_whole_prompt_gives(model: Any, selector: Selector, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "correct"), [(1, False), (4, False), (1024, False), (1024, True)])
+def test_gives_the_kv_that_a_blend_of_the_whole_prompt_gives(
+    model: Any, selector: Selector, rows: int, correct: bool
+) -> None:
     tokens = ids(TOKENS)
-    expected = Blender(model, selector=selector).blend(segments(model, tokens))
-    noting, kv, done = run(model, tokens, selector, rows=rows)
+    expected = Blender(model, selector=selector, correct=correct).blend(segments(model, tokens))
+    noting, kv, done = run(model, tokens, selector, rows=rows, correct=correct)
     for index, layer in enumerate(layers_of(expected.cache)):
         for mine, theirs in ((kv.keys[index], layer.keys[0]), (kv.values[index], layer.values[0])):
             assert close(mine[:, :END], theirs[:, :END])

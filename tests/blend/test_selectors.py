@@ -305,10 +305,10 @@ def test_a_sum_adds_and_is_a_score_like_any_other() -> None:
 
 
 def test_the_default_attends_near_the_boundary() -> None:
-    on = prompt(A, B, [1, 2], text=[2], mass=[0.1, 0.0, 0.9, 0.2, 0.4, 0.0, 0.0, 0.8, 5.0, 5.0])
+    on = prompt(A, B, [1, 2], text=[2], mass=[0.1, 0.0, 0.9, 0.2, 0.8, 0.0, 0.0, 0.8, 5.0, 5.0])
     expected = QueryGuided(queries=16).score(on) * Boundary().score(on)
     assert torch.allclose(default_selector(cost=1).score(on), expected)
-    # 0.9, 0.4 and 0.8 in places 2, 0 and 3 of their chunks
+    # 0.9, 0.8 and 0.8 in places 2, 0 and 3 of their chunks
     assert [chosen(default_selector(ratio=n / 8), on) for n in (1, 2, 3)] == [[4], [2, 4], [2, 4, 7]]
     # The last adjoins the text, so it needs no run of its own.
     joined = [chosen(default_selector(ratio=n / 8, run_overhead=2), on) for n in (1, 2, 3)]
@@ -392,10 +392,10 @@ def tables(layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         (HKVD(1 / 8, check_layers=(0, 1)), [[3]]),  # 6 + 2
         (HKVD(2 / 8, check_layers=(0, 1)), [[1, 3]]),  # 5 + 1
         (HKVD(1 / 8, check_layers=(0, 1), of="keys"), [[1]]),
-        (HKVD(1 / 8, weight=Boundary()), [[6]]),  # 5 / √3 beats 2 / √4, 1 / √2
-        (HKVD(1 / 8, of="keys", weight=Product(*[Boundary()] * 2)), [[6]]),  # 3 / 9 beats 1 / 4
-        (HKVD(1 / 8, of="keys", weight=Product(*[Boundary()] * 3)), [[1]]),  # 1 / 8 beats 3 / 27
-        (HKVD(2 / 8, of="keys", weight=Product(*[Boundary()] * 3)), [[1, 5]]),
+        (HKVD(1 / 8, weight=Boundary()), [[6]]),  # 5 · 4 ** -0.265 beats 2 · 5 ** -0.265, 1 · 3 ** -0.265
+        (HKVD(1 / 8, of="keys", weight=Product(*[Boundary()] * 14)), [[6]]),  # 3 · 4 ** -3.71 beats 3 ** -3.71
+        (HKVD(1 / 8, of="keys", weight=Product(*[Boundary()] * 15)), [[1]]),  # 3 ** -3.975 beats 3 · 4 ** -3.975
+        (HKVD(2 / 8, of="keys", weight=Product(*[Boundary()] * 15)), [[1, 5]]),
         (HKVD(1 / 8, of="both", weight=Overlap()), [[6]]),
         (HKVD(cost=0.5), [[6]]),  # 48 · 0.5 - 16 = 8 = 2 · 4
         (HKVD(cost=1 / 3), [[]]),

@@ -42,6 +42,8 @@ class BlendOptions:
         paragraphs: find segments by paragraphs, if the engine has a tokenizer, and only long ones by their content.
         kl: instead of `cost`, how far blends may move the next token's distribution on average, in nats, or a name in
             `KL_PRESETS`. The cost is learned from blends that are checked (`quality.py`).
+        correct: correct the reused tokens that are not recomputed by how the recomputed ones changed
+            (`cuvee.blend.correction`).
 
     Raises:
         InputError: a value of the wrong type or range.
@@ -59,6 +61,7 @@ class BlendOptions:
     most_segments: int = 1024
     kl: float | None = None
     paragraphs: bool = True
+    correct: bool = True
 
     def __post_init__(self) -> None:
         kl, cost, every = _aim("blend", self.kl, self.cost), self.cost, self.check_every
@@ -72,7 +75,7 @@ class BlendOptions:
             object.__setattr__(self, "separator", tuple(given))
         elif given is not None and not (isinstance(given, str) and given):
             raise InputError(f"blend.separator: must be a text or a list of token ids, or left out, got {given!r}")
-        for name in ("harvest", "paragraphs"):
+        for name in ("correct", "harvest", "paragraphs"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"blend.{name}: must be true or false, got {getattr(self, name)!r}")
         for name, least in (("most_segments", 1), ("min_reused", 1), ("min_context", 0), ("check_every", 0)):

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from cuvee.blend import Nothing, Selector, default_selector
-from cuvee.blend.recompute import MOST_ROWS, KVExchange, Placed, Recompute, squared_distances
+from cuvee.blend.recompute import MOST_ROWS, KVExchange, Observer, Placed, Recompute
 from cuvee.blend.recompute_model import RecomputeModel
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.paged import PagedCache
@@ -54,6 +55,7 @@ class PageBlender:
         total: adds up tensors over the ranks (`Recompute`).
         agree: tells each rank whether all ranks can go on. All ranks call it equally often, in the same order.
         rows: most tokens that are computed at a time.
+        correct: correct the reused tokens that are not recomputed (`Recompute`).
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class PageBlender:
         total: Callable[[torch.Tensor], torch.Tensor],
         agree: Callable[[bool], bool],
         rows: int = MOST_ROWS,
+        correct: bool = True,
     ) -> None:
         self.cache = cache
         self.open_model = open_model
         self.total = total
         self.agree = agree
         self.rows = rows
+        self.correct = correct
         self._block = block_tokens
 
     def begin(self, blend: Blend, end: int) -> PageBlend:
@@ -158,7 +162,9 @@ class PageBlend:
         model = blender.open_model(blend.blocks)
         selector = selector_for(blend.cost, int(placed.cached.sum()))
         yield 0  # the selector may ask all ranks
-        done = yield from Recompute(model, kv, placed, blender.total, blender.rows).blocks(selector)
+        done = yield from Recompute(
+            model, kv, placed, blender.total, blender.rows, blender.correct
+        ).blocks(selector)
         self.figures |= {
             "blends": 1,
             "blended_tokens": self._end - blend.start,
@@ -260,40 +266,28 @@ class _PagesKV:
             part[self._missing] = 0
         return keys.transpose(0, 1), values.transpose(0, 1)
 
-    def exchange(self, index: int, positions: torch.Tensor, end: int) -> PagesExchange:
-        return PagesExchange(self._cache, index, self._slots, positions)
-
-
-class PagesExchange:
-    """Observes new KV before the engine writes it into its pages."""
-
-    def __init__(self, cache: PagedCache, layer: int, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        self._cache = cache
-        self._layer = layer
-        self._slots = slots
-        self._positions = positions
-        self._watched: torch.Tensor | None = None
-        self.seen: list[torch.Tensor] = []
-
     @property
-    def watching(self) -> bool:
-        """Whether the distance of new KV from old KV is asked for."""
-        return self._watched is not None
+    def device(self) -> torch.device:
+        return self._cache.device
 
-    def watch(self, cached: torch.Tensor) -> None:
-        """See `cuvee.blend.recompute.WatchingExchange`."""
-        self._watched = cached[self._positions].nonzero()[:, 0]
+    def reader(self, positions: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        return self._cache.reader(self._slots[positions.to(self._slots.device)])
+
+    def writer(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+        return self._cache.writer(self._slots[positions.to(self._slots.device)])
+
+    def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> PagesExchange:
+        return PagesExchange(observer)
+
+
+@dataclass(frozen=True, slots=True)
+class PagesExchange:
+    """Shows new KV to an observer before the engine writes it into its pages."""
+
+    observer: Observer | None
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Observe new keys and values `[H, S, D]`, and return them unchanged: the engine stores them itself."""
-        if self._watched is not None:
-            device = self._slots.device
-            slots = self._slots[self._positions[self._watched].to(device)]
-            watched = self._watched.to(device)
-            old = self._cache.layer(self._layer, slots)
-            pairs = [
-                (new[:, watched].float(), was.transpose(0, 1).float())
-                for new, was in zip((keys, values), old, strict=True)
-            ]
-            self.seen = squared_distances(pairs)
+        """Return new keys and values `[H, S, D]` unchanged: the engine stores them itself."""
+        if self.observer is not None:
+            self.observer(keys, values)
         return keys, values

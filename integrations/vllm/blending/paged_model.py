@@ -241,8 +241,8 @@ def _replaced(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> 
 
 @contextmanager
 def _noted(module: torch.nn.Module, exchange: Exchange) -> Iterator[None]:
-    """Show new KV to the exchange before the engine writes it, if the exchange watches."""
-    if not (isinstance(exchange, PagesExchange) and exchange.watching):
+    """Show new KV to the exchange before the engine writes it, if somebody observes it."""
+    if not (isinstance(exchange, PagesExchange) and exchange.observer is not None):
         yield
         return
 

@@ -18,6 +18,7 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuvee.blend import Nothing, Random, Selector, default_selector
+from cuvee.blend.correction import Correction
 from cuvee.blend.recompute_model import Exchange
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.blending import executing
@@ -224,7 +225,7 @@ class PagesModel:
             return hidden
         assert isinstance(exchange, PagesExchange)
         self.exchanges.append(exchange)
-        if exchange.watching:
+        if exchange.observer is not None:
             exchange(new, -new)
         self.through[index] += rows.positions.tolist()
         slots = self.blocks[rows.positions // BLOCK] * BLOCK + rows.positions % BLOCK
@@ -261,6 +262,7 @@ def run(
     agree: Callable[[bool], bool] = lambda well: well,
     rows: int = 1024,
     budget: float = math.inf,
+    correct: bool = True,
 ) -> tuple[PagesModel, dict[str, float], torch.Tensor]:
     """The model after it, the record, and the last layer's keys `[T]` of the first tokens."""
     cache = pages(blend.start, blend.pieces, end)
@@ -270,7 +272,7 @@ def run(
         opened.append(PagesModel(cache, blocks))
         return opened[-1]
 
-    blending = PageBlender(cache, BLOCK, open_model, total, agree, rows).begin(blend, end)
+    blending = PageBlender(cache, BLOCK, open_model, total, agree, rows, correct).begin(blend, end)
     while not blending.done:
         blending.advance(budget)
     record = blending.figures
@@ -398,7 +400,30 @@ def test_how_far_new_kv_is_from_the_old_can_be_asked(monkeypatch: pytest.MonkeyP
     assert layer == 1
     assert torch.allclose(keys, (new - 2).square().sum((0, 2)) / scale)
     assert torch.allclose(values, (-new - 2).square().sum((0, 2)) / scale)
-    assert [exchange.watching for exchange in model.exchanges] == [False, True, False]
+    assert [exchange.observer is not None for exchange in model.exchanges] == [False, True, False]
+
+
+def test_reused_tokens_are_corrected_in_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Watching([11, 12, 17, 24, 30])
+    monkeypatch.setattr(chosen, "watches", lambda layer: False)
+    monkeypatch.setattr(executing, "selector_for", lambda cost, reused: chosen)
+    model, _, _ = run(request(0.5), 38)
+    _, _, plain = run(request(0.5), 38, correct=False)
+    windows = [
+        (torch.tensor([11, 12, 17]), torch.tensor([10, 13, 14, 15, 16]), 6),
+        (torch.tensor([24, 30]), torch.tensor([22, 23, *range(25, 30), *range(31, 36)]), 22),
+    ]
+    correction = Correction(LAYOUT, windows, torch.device("cpu"))
+    at = torch.arange(48)
+    slots = torch.tensor(TABLE)[at // BLOCK] * BLOCK + at % BLOCK
+    for index in range(LAYERS):
+        new = computed(torch.tensor(TOKENS)[correction.observed], correction.observed, index).transpose(0, 1)
+        added = correction.estimate(index, new - 2, -new - 2)
+        for part, more in zip(model.cache.layer(index, slots), added, strict=True):
+            assert torch.equal(part[correction.corrected], (2 + more).bfloat16())
+            assert more.abs().min() > 100, "much is added"
+            assert (part[:10] == 1).all() and part[38:].isnan().all()
+    assert (plain[correction.corrected] == 2).all()
 
 
 def test_any_selector_leaves_exact_tokens_and_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,8 +465,9 @@ def test_a_check_is_the_kl_of_the_two_distributions() -> None:
 def test_slices_make_what_one_piece_makes(cost: float, check: bool, rows: int, budget: int) -> None:
     whole, piecemeal = request(cost), request(cost)
     whole.check = piecemeal.check = check
-    model, record, keys = run(whole, 38)
-    sliced, same_record, same_keys = run(piecemeal, 38, rows=rows, budget=budget)
+    correct = rows == 1024  # what corrects a token depends on the rows, not on the budget
+    model, record, keys = run(whole, 38, correct=correct)
+    sliced, same_record, same_keys = run(piecemeal, 38, rows=rows, budget=budget, correct=correct)
     assert torch.equal(keys.nan_to_num(-1), same_keys.nan_to_num(-1))
     kl, same_kl = record.pop("blend_kl", 0.0), same_record.pop("blend_kl", 0.0)
     assert same_record == record and sliced.through == model.through

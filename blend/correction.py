@@ -1,0 +1,195 @@
+"""Correct the cached tokens that are not recomputed, by how the recomputed tokens of their chunk changed.
+
+    new KV - cached KV of recomputed tokens --estimate, per layer--> what to add to the chunk's other tokens
+
+When a chunk moves into another context, the KV of all its tokens changes in part alike. Measured on SmolLM2-135M and
+paragraphs of XQuAD between other paragraphs, with position-free keys: a third of the variance of the keys' changes and
+a fifth of the values' is common to a chunk's tokens, and another fifth to tokens that stand next to each other. Changes
+are largest at the chunk's beginning: the variance at offset t falls like (t + 2) ** -0.53.
+
+So the changes are modelled as a Gaussian process over the offset (Rasmussen & Williams, Gaussian Processes for Machine
+Learning, 2006), whose covariance of the offsets s and t is
+
+    e(s) e(t) (COMMON exp(-(log((s + 2) / (t + 2)) / 3.2)² / 2)  +  NEAR exp(-|s - t| / 3)  +  the rest if s = t)
+
+with e(t) = (t + 2) ** -0.265. The estimate is its mean given the changes of the recomputed tokens (equation 2.25):
+weights that depend on offsets only, the same for all layers, heads and dimensions.
+
+The constants need not fit another model. In each layer, each recomputed token is predicted from the others (equation
+5.12), and the estimates are scaled down by what these predictions got wrong: to nothing where tokens do not change
+alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cuvee.codec.layout import KVLayout, Rope
+from cuvee.codec.models.rope import cos_sin, turn
+
+if TYPE_CHECKING:
+    from cuvee.blend.recompute import Placed
+
+_COMMON, _NEAR = 0.27, 0.19  # shares of the variance
+_COMMON_RANGE, _NEAR_RANGE = 3.2, 3.0  # in nats of the offset, and in tokens
+_FIRST, _DECAY = 2.0, 0.53
+_WINDOW = 512  # tokens of a chunk that are estimated together, which bounds the work for a long chunk
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Tokens of one chunk: which rows of the observed and the corrected tokens they are, and the estimate's weights.
+
+    Attributes:
+        observed, corrected: rows.
+        weights: float32 `[n + R, n]` for n observed and R corrected tokens: for each observed token, of the others,
+            with its standard deviation as the unit; then, for each corrected token, of all observed ones.
+        units: standard deviations of the observed tokens, up to one factor, float32 `[n, 1]`.
+    """
+
+    observed: slice
+    corrected: slice
+    weights: torch.Tensor
+    units: torch.Tensor
+
+
+def typical_change(offset: torch.Tensor) -> torch.Tensor:
+    """Return the standard deviation of a token's change at this offset in its chunk, float64, up to one factor."""
+    return (offset.double() + _FIRST) ** (-_DECAY / 2)
+
+
+class Correction:
+    """The correction of some tokens by others, in all layers.
+
+    Args:
+        layout: of the model.
+        windows: their tokens: positions that were recomputed, positions to correct (both int64, rising), and the
+            position at which their chunk begins.
+        device: where the KV is.
+
+    Attributes:
+        observed: positions of the recomputed tokens, int64 `[n]`.
+        corrected: positions of the tokens to correct, int64 `[R]`.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        windows: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
+        device: torch.device,
+    ) -> None:
+        self.observed = torch.cat([observed for observed, _, _ in windows])
+        self.corrected = torch.cat([corrected for _, corrected, _ in windows])
+        self._layout = layout
+        self._device = device
+        self._windows: list[_Window] = []
+        seen = done = 0
+        for observed, corrected, begin in windows:
+            rows = slice(seen, seen + len(observed)), slice(done, done + len(corrected))
+            weights, units = _weights(observed - begin, corrected - begin)
+            self._windows.append(_Window(*rows, weights.to(device), units.to(device)))
+            seen, done = rows[0].stop, rows[1].stop
+        self._tables: dict[Rope, tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def estimate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what to add to the corrected tokens' keys and values, float32 `[R, H, D]`.
+
+        Args:
+            layer: its index.
+            keys: changes of the observed tokens' keys, with positions, float32 `[n, H, D]`.
+            values: changes of their values.
+        """
+        rope = self._layout.layers[layer].rope
+        if rope is not None:
+            keys = turn(keys, rope, *self._rotations(rope)[0])
+        changes = torch.cat((keys.flatten(1), values.flatten(1)), 1)
+        estimates = torch.empty(len(self.corrected), changes.shape[1], device=self._device)
+        agreeing = torch.zeros(changes.shape[1], device=self._device)
+        predicted_energy = torch.zeros_like(agreeing)
+        for window in self._windows:
+            own = changes[window.observed]
+            found = window.weights @ own
+            predicted, estimates[window.corrected] = found[: len(own)], found[len(own) :]
+            agreeing += (predicted * own / window.units).sum(0)
+            predicted_energy += predicted.square().sum(0)
+        width = keys[0].numel()
+        parts = []
+        for start, stop, like in ((0, width, keys), (width, changes.shape[1], values)):
+            energy = predicted_energy[start:stop].sum().clamp_min(torch.finfo(torch.float32).tiny)
+            share = (agreeing[start:stop].sum() / energy).clamp(0, 1)
+            parts.append((estimates[:, start:stop] * share).unflatten(1, like.shape[1:]))
+        if rope is not None:
+            parts[0] = turn(parts[0], rope, *self._rotations(rope)[1])
+        return parts[0], parts[1]
+
+    def _rotations(self, rope: Rope) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tables that take the observed tokens' keys to position 0, and the corrected ones' back."""
+        if rope not in self._tables:
+            (cos, sin), (back_cos, back_sin) = (
+                tuple(table[:, None] for table in cos_sin(rope, positions.to(self._device)))
+                for positions in (self.observed, self.corrected)
+            )
+            square = rope.attention_scaling**2
+            self._tables[rope] = (cos / square, -sin / square), (back_cos, back_sin)
+        return self._tables[rope]
+
+
+def corrections(
+    layout: KVLayout, placed: Placed, blocks: Sequence[torch.Tensor], device: torch.device
+) -> list[Correction | None]:
+    """Return how each block of computed tokens corrects tokens that are not computed; None: not at all.
+
+    Each token is corrected once, by the first block that holds a token of its chunk at or after it, or by the last
+    block that holds one of its chunk. So it is corrected before any later token attends to it.
+
+    Args:
+        layout: of the model.
+        placed: the prompt.
+        blocks: positions of the tokens that are computed, in order; all int64, rising.
+        device: where the KV is.
+    """
+    windows: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = [[] for _ in blocks]
+    computed = torch.zeros(len(placed.tokens), dtype=torch.bool)
+    computed[torch.cat(list(blocks))] = True
+    lasts = torch.tensor([int(block[-1]) for block in blocks if len(block)])
+    full = [index for index, block in enumerate(blocks) if len(block)]
+    able = placed.cached & ~placed.leading
+    window = placed.segment * (len(placed.tokens) // _WINDOW + 1) + placed.offset // _WINDOW
+    positions = able.nonzero()[:, 0]
+    for tokens in positions.split(torch.unique_consecutive(window[positions], return_counts=True)[1].tolist()):
+        chosen = tokens[computed[tokens]]
+        others = tokens[~computed[tokens]]
+        if not len(chosen) or not len(others):
+            continue
+        begin = int(tokens[0] - placed.offset[tokens[0]])
+        following = torch.searchsorted(chosen, others).clamp(max=len(chosen) - 1)
+        block_of = torch.searchsorted(lasts, chosen)
+        for block in block_of.unique().tolist():
+            mine = chosen[block_of == block], others[block_of[following] == block]
+            if len(mine[1]):
+                windows[full[block]].append((*mine, begin))
+    return [Correction(layout, each, device) if each else None for each in windows]
+
+
+def _weights(observed: torch.Tensor, corrected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `_Window.weights` and `_Window.units` for tokens at these offsets."""
+    own = _covariance(observed, observed)
+    inverse = torch.linalg.inv(own)
+    units = typical_change(observed)[:, None]
+    others = torch.eye(len(observed), dtype=torch.float64) - inverse / inverse.diagonal()[:, None]
+    weights = torch.cat((others / units, _covariance(corrected, observed) @ inverse))
+    return weights.float(), units.float()
+
+
+def _covariance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the covariance of changes at these offsets, float64 `[left, right]`."""
+    lag = (left[:, None] - right).abs().double()
+    logs = [torch.log(offsets.double() + _FIRST) for offsets in (left, right)]
+    common = torch.exp(-(((logs[0][:, None] - logs[1]) / _COMMON_RANGE) ** 2) / 2)
+    rest = (1 - _COMMON - _NEAR) * (lag == 0)
+    scale = typical_change(left)[:, None] * typical_change(right)
+    return scale * (_COMMON * common + _NEAR * torch.exp(-lag / _NEAR_RANGE) + rest)

@@ -1,0 +1,175 @@
+"""`Correction` against Gaussian conditioning written out, and which tokens `corrections` assigns to which block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from cuvee.blend.correction import Correction, corrections
+from cuvee.blend.recompute import Placed
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.models.rope import rotate, unrotate
+
+HEADS, DIM, VALUE = 2, 8, 6
+ROPE = Rope(inv_freq=(1.0, 0.3, 0.1, 0.02))
+CPU = torch.device("cpu")
+F64 = npt.NDArray[np.float64]
+
+
+def layout(rope: Rope | None = ROPE) -> KVLayout:
+    return KVLayout("mine", (LayerLayout(HEADS, DIM, VALUE, rope),) * 2, "float32", max_positions=None)
+
+
+def covariance(left: Sequence[int], right: Sequence[int]) -> F64:
+    """The model of the module's docstring, number by number."""
+    found = np.empty((len(left), len(right)))
+    for i, s in enumerate(left):
+        for j, t in enumerate(right):
+            common = 0.27 * np.exp(-((np.log((s + 2) / (t + 2)) / 3.2) ** 2) / 2)
+            alike = common + 0.19 * np.exp(-abs(s - t) / 3) + (0.54 if s == t else 0)
+            found[i, j] = (s + 2) ** -0.265 * (t + 2) ** -0.265 * alike
+    return found
+
+
+def expected(observed: Sequence[int], corrected: Sequence[int], changes: F64) -> tuple[F64, F64, F64]:
+    """Estimates before they are scaled, and by leaving each observed token out: predictions and truth, in units."""
+    means = covariance(corrected, observed) @ np.linalg.solve(covariance(observed, observed), changes)
+    predicted = np.zeros_like(changes)
+    for at in range(len(observed)):
+        others = [index for index in range(len(observed)) if index != at]
+        if others:
+            there = [observed[index] for index in others]
+            cross = covariance([observed[at]], there)
+            predicted[at] = (cross @ np.linalg.solve(covariance(there, there), changes[others]))[0]
+    units = (np.array(observed)[:, None] + 2.0) ** -0.265
+    return means, predicted / units, changes / units
+
+
+@pytest.mark.parametrize("like", [0.0, 0.7, 3.0])
+@pytest.mark.parametrize("observed", [[4], [0, 1, 30], [7, 8, 9, 11, 200]])
+def test_estimates_are_conditional_means_scaled_by_what_leaving_out_predicts(observed: list[int], like: float) -> None:
+    generator = np.random.default_rng(len(observed))
+    corrected, begin = [2, 10, 31, 400], 50
+    shape = (len(observed), HEADS * VALUE)
+    changes = generator.normal(size=shape) + like
+    keys = torch.zeros(len(observed), HEADS, DIM)
+    values = torch.tensor(changes, dtype=torch.float32).view(len(observed), HEADS, VALUE)
+    window = (torch.tensor(observed) + begin, torch.tensor(corrected) + begin, begin)
+    no_keys, found = Correction(layout(), [window], CPU).estimate(1, keys, values)
+    means, predicted, truth = expected(observed, corrected, changes)
+    energy = (predicted**2).sum()
+    share = np.clip((predicted * truth).sum() / energy, 0, 1) if energy else 0.0
+    assert np.allclose(found.flatten(1).numpy(), share * means, atol=1e-5)
+    assert not no_keys.any()
+    if len(observed) == 1:
+        assert not found.any(), "nothing says whether tokens of this chunk change alike"
+    elif like == 3:
+        assert share > 0.9
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [None, ROPE, Rope((0.5, 0.1), attention_scaling=1.3), Rope((1.0, 0.2), interleaved=True)],
+    ids=["none", "whole", "scaled-half", "interleaved-half"],
+)
+def test_keys_change_alike_where_their_positions_are_taken_off(rope: Rope | None) -> None:
+    observed, corrected = torch.tensor([40, 41, 47, 90]), torch.tensor([43, 60, 300])
+    common = torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+
+    def at(positions: torch.Tensor) -> torch.Tensor:
+        return rotate(common.repeat(len(positions), 1, 1), rope, positions)
+
+    correction = Correction(layout(rope), [(observed, corrected, 33)], CPU)
+    keys, values = correction.estimate(0, at(observed), torch.zeros(4, HEADS, VALUE))
+    assert not values.any()
+    means, predicted, truth = expected([7, 8, 14, 57], [10, 27, 267], np.ones((4, 1)))
+    shares = means * np.clip((predicted * truth).sum() / (predicted**2).sum(), 0, 1)
+    assert 1 > shares[0] > shares[1] > shares[2] > 0.2
+    multiple = torch.tensor(shares, dtype=torch.float32)[:, :, None] * common
+    assert torch.allclose(unrotate(keys, rope, corrected), multiple, atol=1e-5)
+
+
+def test_changes_without_anything_in_common_correct_nothing() -> None:
+    """Signs alternate, so every prediction from the other tokens is wrong."""
+    observed, corrected = torch.arange(0, 40, 2), torch.arange(1, 41, 2)
+    signs = (-1.0) ** torch.arange(20)
+    values = signs[:, None, None].expand(20, HEADS, VALUE)
+    keys, added = Correction(layout(), [(observed, corrected, 0)], CPU).estimate(0, torch.zeros(20, HEADS, DIM), values)
+    assert not keys.any() and not added.any()
+
+
+def test_each_chunk_is_corrected_by_its_own_tokens() -> None:
+    generator = torch.Generator().manual_seed(2)
+    windows = [
+        (torch.tensor([3, 9, 12]), torch.tensor([4, 5]), 2),
+        (torch.tensor([40, 44]), torch.tensor([41, 50]), 38),
+    ]
+    both = Correction(layout(), windows, CPU)
+    assert both.observed.tolist() == [3, 9, 12, 40, 44] and both.corrected.tolist() == [4, 5, 41, 50]
+    keys = torch.randn(5, HEADS, DIM, generator=generator) + 4
+    values = torch.randn(5, HEADS, VALUE, generator=generator) + 4
+    other = values.clone()
+    other[3:] *= 1.01
+    _, found = both.estimate(0, keys, values)
+    _, changed = both.estimate(0, keys, other)
+    ratio = changed[:2] / found[:2]
+    assert torch.allclose(ratio, ratio[0, 0, 0].expand_as(ratio), atol=1e-4), "only the share of the layer is common"
+    assert not torch.allclose(changed[2:] / found[2:], ratio, atol=1e-4)
+
+
+# Which tokens --------------------------------------------------------------------------------------------------------
+
+
+def placed(text: str, known: int = 0) -> Placed:
+    """A prompt by one letter per token: capitals are tokens of exact chunks, "." is text, other letters are chunks."""
+    segment = torch.tensor([0, *(a != b for a, b in pairwise(text))]).cumsum(0)
+    starts = torch.tensor([int((segment == each).nonzero()[0]) for each in range(int(segment[-1]) + 1)])
+    offset = torch.arange(len(text)) - starts[segment]
+    letters = list(text)
+    cached = torch.tensor([letter != "." for letter in letters])
+    leading = torch.tensor([letter.isupper() for letter in letters])
+    return Placed(torch.zeros(len(text)), segment, offset, cached, leading, torch.arange(len(text)) < known, len(text))
+
+
+def assigned(text: str, *blocks: Sequence[int]) -> list[tuple[list[int], list[int]] | None]:
+    """Observed and corrected tokens of each block."""
+    found = corrections(layout(), placed(text), [torch.tensor(block, dtype=torch.int64) for block in blocks], CPU)
+    return [None if each is None else (each.observed.tolist(), each.corrected.tolist()) for each in found]
+
+
+def test_the_other_tokens_of_chunks_with_recomputed_tokens_are_corrected() -> None:
+    assert assigned("..aaaaa.bbbb.ccc.", [0, 1, 3, 4, 7, 12, 14, 16]) == [([3, 4, 14], [2, 5, 6, 13, 15])]
+
+
+def test_exact_chunks_and_chunks_that_are_computed_whole_are_left_alone() -> None:
+    assert assigned("AAAA.bbb.", [1, 4, 5, 6, 7, 8]) == [None]
+
+
+def test_each_token_is_corrected_once_and_before_a_later_token_attends_to_it() -> None:
+    #       0123456789
+    text = ".aaaaaaaaa.bbbb."
+    blocks = [[0, 3], [6, 7], [10, 12, 15]]
+    found = assigned(text, *blocks)
+    assert found == [([3], [1, 2]), ([6, 7], [4, 5, 8, 9]), ([12], [11, 13, 14])]
+    corrected = [token for each in found if each for token in each[1]]
+    assert sorted(corrected) == sorted(set(corrected))
+
+
+def test_a_block_without_tokens_corrects_nothing() -> None:
+    assert assigned(".aaaa.", [], [2], []) == [None, ([2], [1, 3, 4]), None]
+    assert assigned(".aaaa.", []) == [None]
+
+
+def test_a_long_chunk_is_corrected_in_windows_of_512_tokens() -> None:
+    text = "a" * 1300
+    (found,) = corrections(layout(), placed(text), [torch.tensor([10, 700])], CPU)
+    assert found is not None
+    assert found.corrected.tolist() == [at for at in range(1024) if at not in (10, 700)]
+    values = torch.zeros(2, HEADS, VALUE)
+    values[0] = 1
+    assert not found.estimate(0, torch.zeros(2, HEADS, DIM), values)[1][511:].any()
