@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cuvee.eval import plots
-from cuvee.eval.blend_report.selectors import ALONE, AVERAGED, BEHIND, DEFAULT, EXACT, FORMER, KINDS_OF_CHUNKS, NOTHING
+from cuvee.eval.blend_report.selectors import (
+    ALONE,
+    AVERAGED,
+    BEHIND,
+    DEFAULT,
+    EXACT,
+    KINDS_OF_CHUNKS,
+    NOTHING,
+    UNCORRECTED,
+)
 from cuvee.eval.documents import Entry, ReportData
 from cuvee.eval.formatting import format_percent
 
@@ -35,7 +44,7 @@ _LOOKS: dict[str, tuple[str, Any, str]] = {  # selector -> color, dashes, marker
     "query": (plots.PURPLE, "-", "P"),
     "overlap": (plots.SKY, (0, (4, 2)), "^"),
     "overlap*boundary": (plots.GREEN, (0, (4, 2)), "x"),
-    FORMER: (plots.GREEN, (0, (1.5, 1.5)), "p"),
+    UNCORRECTED: (plots.GREEN, (0, (1.5, 1.5)), "p"),
     DEFAULT: (plots.GREEN, "-", "*"),
 }
 

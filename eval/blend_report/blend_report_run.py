@@ -49,6 +49,7 @@ from cuvee.eval.blend_report.selectors import (
     ALONE,
     AVERAGED,
     BEHIND,
+    CORRECTED,
     EXACT,
     NOTHING,
     ON_ALONE,
@@ -145,7 +146,7 @@ class _BlendReport(ReportRun):
             contexts = spread_sequences(self.calibration, config.context_tokens, config.contexts)
         exact = Codec(Profile.generic(self.layout), "lossless")
         store = MemoryStore(_STORE_BYTES)
-        self.blender = Blender(self.model)
+        self.blenders = {correct: Blender(self.model, correct=correct) for correct in (False, True)}
         self.codec = exact
         self.libraries = {ALONE: ChunkCache(self.model, exact, store)}
         if len(contexts):
@@ -492,7 +493,7 @@ class _BlendReport(ReportRun):
         segments = [Segment(tokens, chunk) for tokens, chunk in zip(prompt.chunks, chunks, strict=True)]
         try:
             selector = SELECTORS[one.selector][1](one.cost or 0.0, seed)
-            result = self.blender.blend(
+            result = self.blenders[one.selector in CORRECTED].blend(
                 [*segments, Segment(prompt.text)], logits_to_keep=prompt.scored + 1, selector=selector
             )
         except InputError as refused:  # the cost does not even pay for what the selector looks at

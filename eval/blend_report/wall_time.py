@@ -26,7 +26,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import empty_cache, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_STEP_INDEX
-from cuvee.eval.blend_report.selectors import COMPARED, DEFAULT, NOTHING, SELECTORS
+from cuvee.eval.blend_report.selectors import COMPARED, CORRECTED, DEFAULT, NOTHING, SELECTORS
 from cuvee.eval.timing import Timing
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _wall_time(model: PreTrainedModel, codec: Codec, chunks: Sequence[KVChunk], 
     own = [chunk.slice(0, len(piece)) for chunk, piece in zip(chunks, pieces, strict=False)]
     blobs = [codec.encode(chunk) for chunk in own]
     segments = [Segment(piece, chunk) for piece, chunk in zip(pieces, own, strict=True)] + [Segment(tokens[cached:])]
-    blender = Blender(model)
+    blenders = {correct: Blender(model, correct=correct) for correct in (False, True)}
     full: list[float] = []
     decoding: list[float] = []
     blending: list[list[float]] = [[] for _ in TIMED]
@@ -107,7 +107,7 @@ def _wall_time(model: PreTrainedModel, codec: Codec, chunks: Sequence[KVChunk], 
         _timed(lambda: [codec.decode(blob) for blob in blobs], decoding)
         for index, (key, cost) in enumerate(TIMED):
             selector = SELECTORS[key][1](cost, 0)
-            result = _timed(partial(blender.blend, segments, selector=selector), blending[index])
+            result = _timed(partial(blenders[key in CORRECTED].blend, segments, selector=selector), blending[index])
             spent[index] = result.record.cost
             error = float((result.logits - expected).abs().max())
             if cost == 1 and error > TOLERANCE:

@@ -162,9 +162,7 @@ class PageBlend:
         model = blender.open_model(blend.blocks)
         selector = selector_for(blend.cost, int(placed.cached.sum()))
         yield 0  # the selector may ask all ranks
-        done = yield from Recompute(
-            model, kv, placed, blender.total, blender.rows, blender.correct
-        ).blocks(selector)
+        done = yield from Recompute(model, kv, placed, blender.total, blender.rows, blender.correct).blocks(selector)
         self.figures |= {
             "blends": 1,
             "blended_tokens": self._end - blend.start,

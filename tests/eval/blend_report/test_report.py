@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import cuvee
-from cuvee.blend import Blender, Boundary, Nothing, Segment
+from cuvee.blend import Blender, Boundary, Nothing, Segment, default_selector
 from cuvee.cli import app
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.data.bundled import EVALUATION_TEXTS, load_bundled_model
@@ -313,7 +313,10 @@ def test_the_comparison_and_the_cost_of_coding_follow_too(done: tuple[Path, dict
         assert lost["points_stderr"] == pytest.approx(100 * error)
 
 
-def test_a_value_is_that_of_the_blender(done: tuple[Path, dict[str, Any]], bundled: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize(("name", "correct"), [("boundary", False), ("default-uncorrected", False), ("default", True)])
+def test_a_value_is_that_of_the_blender(
+    done: tuple[Path, dict[str, Any]], bundled: tuple[Any, Any], name: str, correct: bool
+) -> None:
     """KL, loss and agreement of one prompt, by hand."""
     model, _ = bundled
     layout = KVLayout.from_config(model.config, dtype=torch.float32)
@@ -321,11 +324,14 @@ def test_a_value_is_that_of_the_blender(done: tuple[Path, dict[str, Any]], bundl
     prompt = reread_prompts(texts, 3, 3, 24, 16, 7).prompts[2]
     with torch.no_grad():
         segments = [Segment(chunk, prefill(model, chunk[None], layout)[0]) for chunk in prompt.chunks]
-        result = Blender(model).blend([*segments, Segment(prompt.text)], logits_to_keep=16, selector=Boundary(cost=0.3))
+        selector = Boundary(cost=0.3) if name == "boundary" else default_selector(cost=0.3)
+        result = Blender(model, selector=selector, correct=correct).blend(
+            [*segments, Segment(prompt.text)], logits_to_keep=16
+        )
         exact = model(prompt.tokens[None]).logits[0, -16:-1].double().log_softmax(-1)
     blended = result.logits[:-1].double().log_softmax(-1)
     right = prompt.text[1:, None]
-    values = entry(construction(done[1], "reread"), "exact", "alone", "boundary", 0.3)["per_prompt"]
+    values = entry(construction(done[1], "reread"), "exact", "alone", name, 0.3)["per_prompt"]
     assert values["kl"][2] == pytest.approx(float((exact.exp() * (exact - blended)).sum(-1).mean()), rel=1e-3)
     assert values["delta_nll"][2] == pytest.approx(float((exact - blended).gather(1, right).mean()), rel=1e-3)
     assert values["top1"][2] == pytest.approx(float((exact.argmax(-1) == blended.argmax(-1)).float().mean()))
