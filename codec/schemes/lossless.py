@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,12 +96,4 @@ class LosslessScheme:
                 stored = torch.empty(at.stop - at.start, layer.kv_heads, layer.head_dim, dtype=dtype)
                 self._stages.decode_layer(indexed, at, dense_rows(stored), None, 0)
                 columns, rows = overlap(at, span)
-                free = unrotation.apply(stored[columns], layer.rope, rows)
-                # Checking a sum is cheaper than checking all values; a sum that overflows counts as not finite.
-                if math.isfinite(float(free.sum())):
-                    # In one pass; adding -0 changes no value.
-                    nothing, no_values = torch.full((1, layer.key_values), -0.0), [None] * len(values)
-                    place = self._stages.place
-                    place(free.flatten(1), nothing, section, layout, rotation, rows, keys, no_values)
-                else:
-                    key_rows.write(rotation.apply(free, layer.rope, rows).to(dtype), rows)
+                self._stages.move_keys(stored[columns], layer, unrotation, rotation, rows, key_rows)

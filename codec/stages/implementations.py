@@ -90,6 +90,7 @@ class Stages:
     gather_centered: Callable[[KVChunk, Section, Rotation, slice, torch.Tensor, Predictions | None], torch.Tensor]
     spread: Callable[[F32, npt.NDArray[np.intp], F32, int], torch.Tensor]
     place: Place
+    move_keys: Callable[[torch.Tensor, LayerLayout, Rotation, Rotation, slice, Rows], None]
     analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None, int], torch.Tensor]
     synthesize: Callable[
         [torch.Tensor, Sequence[torch.Tensor], Iterable[tuple[slice, Sequence[int]]], torch.Tensor], torch.Tensor
@@ -116,6 +117,7 @@ _STAGES = (
         transform.gather_centered,
         transform.spread,
         transform.place,
+        transform.move_keys,
         SectionBasis.coefficients,
         transform.synthesize,
         token_order.coding_order,
@@ -138,6 +140,7 @@ _STAGES = (
         compiled_transform.gather_centered,
         compiled_transform.spread,
         compiled_transform.place,
+        compiled_transform.move_keys,
         SectionBasis.coefficients,
         transform.synthesize,
         compiled_token_order.coding_order,

@@ -1,4 +1,4 @@
-"""`place`, `gather_centered` and `spread`, compiled, in one pass each: the same bytes as `reference/transform.py`."""
+"""`place`, `move_keys`, `gather_centered` and `spread`, compiled: the same bytes as `reference/transform.py`."""
 
 from __future__ import annotations
 
@@ -100,6 +100,59 @@ def place(
             source, block, *centers, unit.first, unit.stride, cos, sin, to, _plain(rows.memory), rows.begins[at],
             rows.head_stride, rows.heads, rows.size, rows.offsets, rows.kinds[at],
         )  # fmt: skip
+
+
+@compiled
+def _move(  # type: ignore[no-untyped-def]
+    stored, cos, sin, new_cos, new_sin, memory, begins, head_stride, heads, size, offsets, kinds
+):
+    """Write the keys of one layer; return whether all of them are finite. Others are not written right."""
+    half = cos.shape[1]
+    tables = len(cos) - 1
+    permuted = len(offsets) > 0
+    spare = np.empty(size if permuted else 0, memory.dtype)
+    worst = np.uint32(0)
+    for t in range(len(stored)):
+        begin = begins[t]
+        if begin < 0:
+            continue
+        c, s, new_c, new_s = cos[min(t, tables)], sin[min(t, tables)], new_cos[min(t, tables)], new_sin[min(t, tables)]
+        for h in range(heads):
+            source = stored[t, h]
+            target = spare if permuted else memory[begin + h * head_stride : begin + h * head_stride + size]
+            low, high, tail = source[:half], source[half : 2 * half], source[2 * half :]
+            low_target, high_target, tail_target = target[:half], target[half : 2 * half], target[2 * half :]
+            for i in range(half):
+                a = to_float(low[i]) * c[i] - to_float(high[i]) * s[i]
+                b = to_float(high[i]) * c[i] + to_float(low[i]) * s[i]
+                new_a, new_b = a * new_c[i] - b * new_s[i], b * new_c[i] + a * new_s[i]
+                worst = max(worst, np.float32(new_a).view(np.uint32) & _MAGNITUDE)
+                worst = max(worst, np.float32(new_b).view(np.uint32) & _MAGNITUDE)
+                low_target[i], high_target[i] = rounded(new_a, low_target), rounded(new_b, high_target)
+            for i in range(len(tail)):
+                worst = max(worst, np.float32(to_float(tail[i])).view(np.uint32) & _MAGNITUDE)
+                tail_target[i] = tail[i]
+            if permuted:
+                places = offsets[kinds[t], h]
+                for i in range(size):
+                    memory[begin + places[i]] = spare[i]
+    return worst < _INFINITE
+
+
+def move_keys(
+    stored: torch.Tensor, layer: LayerLayout, unrotation: Rotation, rotation: Rotation, at: slice, rows: Rows
+) -> None:
+    """See `reference.transform.move_keys`, which also serves interleaved caches, float16 and infinite keys."""
+    if stored.dtype != torch.float16 and not _interleaved(layer):
+        tables = [_NO_TABLE] * 4
+        if layer.rope is not None:
+            tables = [*unrotation.tables(layer.rope, at), *rotation.tables(layer.rope, at)]
+        if _move(
+            _plain(stored), *tables, _plain(rows.memory), rows.begins[at], rows.head_stride, rows.heads, rows.size,
+            rows.offsets, rows.kinds[at],
+        ):  # fmt: skip
+            return
+    transform.move_keys(stored, layer, unrotation, rotation, at, rows)
 
 
 def _tables(layout: KVLayout, unit: UnitColumns, rotation: Rotation, at: slice) -> tuple[F32, F32]:

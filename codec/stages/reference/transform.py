@@ -18,7 +18,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVLayout
+from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.rotation import Rotation
@@ -124,6 +124,22 @@ def place(
         if rows is not None:
             own = unit.of(x)
             rows.write(own if unit.is_value else rotation.apply(own, layout.layers[unit.layer].rope, at), at)
+
+
+def move_keys(
+    stored: torch.Tensor, layer: LayerLayout, unrotation: Rotation, rotation: Rotation, at: slice, rows: Rows
+) -> None:
+    """Write keys of one run of positions to rows of another, rotated.
+
+    Args:
+        stored: `[t, H, D]`, contiguous; any values. Arithmetic is float32, and position-free keys are not rounded.
+        layer: its layout.
+        unrotation: from the positions of `stored`; `at` indexes it.
+        rotation: to the new positions; `at` indexes it.
+        at: rows of the output.
+        rows: the rows to write.
+    """
+    rows.write(rotation.apply(unrotation.apply(stored, layer.rope, at), layer.rope, at), at)
 
 
 def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.Tensor:
