@@ -421,7 +421,7 @@ def test_reused_tokens_are_corrected_in_their_pages(monkeypatch: pytest.MonkeyPa
         added = correction.estimate(index, new - 2, -new - 2)
         for part, more in zip(model.cache.layer(index, slots), added, strict=True):
             assert torch.equal(part[correction.corrected], (2 + more).bfloat16())
-            assert more.abs().min() > 100, "much is added"
+            assert more.abs().min() > 10, "much is added"
             assert (part[:10] == 1).all() and part[38:].isnan().all()
     assert (plain[correction.corrected] == 2).all()
 
