@@ -397,14 +397,14 @@ class _DenseKV:
 
         return read
 
-    def writer(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+    def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
         at = positions.to(self.device)
 
-        def write(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-            self._keys[index].index_copy_(1, at, keys.transpose(0, 1))
-            self._values[index].index_copy_(1, at, values.transpose(0, 1))
+        def add(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+            for kv, more in ((self._keys[index], keys), (self._values[index], values)):
+                kv[:, at] = (kv[:, at].float() + more.transpose(0, 1)).to(kv.dtype)
 
-        return write
+        return add
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> KVExchange:
         return KVExchange(self._keys[index][:, :end], self._values[index][:, :end], positions, observer)

@@ -45,19 +45,24 @@ _KEYS = 0.5
 _WINDOW = 512  # tokens of a chunk that are estimated together, which bounds the work for a long chunk
 
 
+_Tokens = tuple[torch.Tensor, torch.Tensor, int]  # of a window: see `Correction`
+
+
 @dataclass(frozen=True, slots=True)
 class _Window:
     """Tokens of one chunk: which rows of the observed and the corrected tokens they are, and the estimate's weights.
 
     Attributes:
         observed, corrected: rows.
-        weights: float32 `[n + R, n]` for n observed and R corrected tokens: for each observed token, of the others,
-            with its standard deviation as the unit; then, for each corrected token, of all observed ones.
+        others: float32 `[n, n]`: weights that predict each of n observed tokens from the others, with its standard
+            deviation as the unit.
+        weights: float32 `[R, n]`: weights of the observed tokens for each of R corrected ones.
         units: standard deviations of the observed tokens, up to one factor, float32 `[n, 1]`.
     """
 
     observed: slice
     corrected: slice
+    others: torch.Tensor
     weights: torch.Tensor
     units: torch.Tensor
 
@@ -84,7 +89,7 @@ class Correction:
     def __init__(
         self,
         layout: KVLayout,
-        windows: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
+        windows: Sequence[_Tokens],
         device: torch.device,
     ) -> None:
         self.observed = torch.cat([observed for observed, _, _ in windows])
@@ -95,8 +100,8 @@ class Correction:
         seen = done = 0
         for observed, corrected, begin in windows:
             rows = slice(seen, seen + len(observed)), slice(done, done + len(corrected))
-            weights, units = _weights(observed - begin, corrected - begin)
-            self._windows.append(_Window(*rows, weights.to(device), units.to(device)))
+            tensors = _weights(observed - begin, corrected - begin)
+            self._windows.append(_Window(*rows, *(each.to(device) for each in tensors)))
             seen, done = rows[0].stop, rows[1].stop
         self._tables: dict[Rope, tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -116,14 +121,14 @@ class Correction:
         estimates = torch.empty(len(self.corrected), changes.shape[1], device=self._device)
         for window in self._windows:
             own = changes[window.observed]
-            found = window.weights @ own
-            predicted, estimate = found.tensor_split([len(own)])
+            predicted = window.others @ own
             agreeing = (predicted * own / window.units).sum(0)
             energy = predicted.square().sum(0)
             trust = len(own) / (len(own) + _TRUST)
             for part, most in ((slice(width), trust * _KEYS), (slice(width, None), trust)):
                 share = agreeing[part].sum() / energy[part].sum().clamp_min(torch.finfo(torch.float32).tiny)
-                estimates[window.corrected, part] = estimate[:, part] * (share.clamp(0, 1) * most)
+                own[:, part] *= share.clamp(0, 1) * most
+            torch.mm(window.weights, own, out=estimates[window.corrected])
         added_keys, added_values = estimates[:, :width].unflatten(1, keys.shape[1:]), estimates[:, width:]
         if rope is not None:
             added_keys = turn(added_keys, rope, *self._rotations(rope)[1])
@@ -143,8 +148,8 @@ class Correction:
 
 def corrections(
     layout: KVLayout, placed: Placed, blocks: Sequence[torch.Tensor], device: torch.device
-) -> list[Correction | None]:
-    """Return how each block of computed tokens corrects tokens that are not computed; None: not at all.
+) -> list[list[Correction]]:
+    """Return how each block of computed tokens corrects tokens that are not computed.
 
     Each token is corrected once, by the first block that holds a token of its chunk at or after it, or by the last
     block that holds one of its chunk. So it is corrected before any later token attends to it.
@@ -155,7 +160,7 @@ def corrections(
         blocks: positions of the tokens that are computed, in order; all int64, rising.
         device: where the KV is.
     """
-    windows: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = [[] for _ in blocks]
+    windows: list[list[_Tokens]] = [[] for _ in blocks]
     computed = torch.zeros(len(placed.tokens), dtype=torch.bool)
     computed[torch.cat(list(blocks))] = True
     lasts = torch.tensor([int(block[-1]) for block in blocks if len(block)])
@@ -175,17 +180,29 @@ def corrections(
             mine = chosen[block_of == block], others[block_of[following] == block]
             if len(mine[1]):
                 windows[full[block]].append((*mine, begin))
-    return [Correction(layout, each, device) if each else None for each in windows]
+    return [[Correction(layout, group, device) for group in _groups(each)] for each in windows]
 
 
-def _weights(observed: torch.Tensor, corrected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `_Window.weights` and `_Window.units` for tokens at these offsets."""
+def _groups(windows: Sequence[_Tokens]) -> list[list[_Tokens]]:
+    """Divide windows into groups of about as many tokens to correct as a processor's cache holds."""
+    groups: list[list[_Tokens]] = []
+    room = 0
+    for window in windows:
+        if room <= 0:
+            groups.append([])
+            room = _WINDOW
+        groups[-1].append(window)
+        room -= len(window[1])
+    return groups
+
+
+def _weights(observed: torch.Tensor, corrected: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of `_Window` for tokens at these offsets."""
     own = _covariance(observed, observed)
     inverse = torch.linalg.inv(own)
     units = typical_change(observed)[:, None]
     others = torch.eye(len(observed), dtype=torch.float64) - inverse / inverse.diagonal()[:, None]
-    weights = torch.cat((others / units, _covariance(corrected, observed) @ inverse))
-    return weights.float(), units.float()
+    return (others / units).float(), (_covariance(corrected, observed) @ inverse).float(), units.float()
 
 
 def _covariance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

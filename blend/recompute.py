@@ -46,8 +46,8 @@ class PromptKV(Protocol):
         """Return a function that copies a layer's keys and values `[S, H, D]` at `positions`."""
         ...
 
-    def writer(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-        """Return a function that replaces a layer's keys and values at `positions` by others `[S, H, D]`."""
+    def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+        """Return a function that adds float32 `[S, H, D]` to a layer's keys and values at `positions`."""
         ...
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> Exchange:
@@ -213,7 +213,7 @@ class Recompute:
         first = next(iter(sets))
         done = 0
         whole = positions.split(self._rows)
-        correcting: dict[int, list[_Correcting | None]] = {}  # by the number of tokens of a set, which only shrink
+        correcting: dict[int, list[list[_Correcting]]] = {}  # by the number of tokens of a set, which only shrink
         for number, all_of_block in enumerate(whole):
             block = _between(sets[first], all_of_block)
             rows = model.rows(block, None) if len(block) else None
@@ -240,20 +240,18 @@ class Recompute:
                 if corrects:
                     if len(chosen) not in correcting:
                         correcting[len(chosen)] = self._correcting([_between(chosen, each) for each in whole])
-                    correct = correcting[len(chosen)][number]
-                    observers += [] if correct is None else [partial(correct, layer)]
+                    observers += [partial(correct, layer) for correct in correcting[len(chosen)][number]]
                 exchange = self._kv.exchange(layer, block, int(block[-1]) + 1, _all_of(observers))
                 states = model.layer(layer, states, rows, exchange)
             after.append(states)
         return torch.cat(after), seen
 
-    def _correcting(self, blocks: Sequence[torch.Tensor]) -> list[_Correcting | None]:
+    def _correcting(self, blocks: Sequence[torch.Tensor]) -> list[list[_Correcting]]:
         """Return what corrects other tokens as each of these blocks is computed."""
+        found = corrections(self._model.layout, self._placed, blocks, self._kv.device)
         return [
-            None if each is None else _Correcting(self._kv, each, block)
-            for each, block in zip(
-                corrections(self._model.layout, self._placed, blocks, self._kv.device), blocks, strict=True
-            )
+            [_Correcting(self._kv, each, block) for each in of_block]
+            for of_block, block in zip(found, blocks, strict=True)
         ]
 
     def _attend(self, queries: int, layers: Sequence[int]) -> torch.Tensor:
@@ -359,15 +357,11 @@ class _Correcting:
         self._correction = correction
         self._rows = torch.searchsorted(block, correction.observed).to(kv.device)
         self._old = kv.reader(correction.observed)
-        self._stale = kv.reader(correction.corrected)
-        self._write = kv.writer(correction.corrected)
+        self._add = kv.adder(correction.corrected)
 
     def __call__(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         changes = [
             new[:, self._rows].transpose(0, 1).float() - old.float()
             for new, old in zip((keys, values), self._old(layer), strict=True)
         ]
-        added = self._correction.estimate(layer, *changes)
-        stale = self._stale(layer)
-        corrected = [(old.float() + more).to(old.dtype) for old, more in zip(stale, added, strict=True)]
-        self._write(layer, *corrected)
+        self._add(layer, *self._correction.estimate(layer, *changes))

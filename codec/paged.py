@@ -344,9 +344,9 @@ class PagedCache:
         return read
 
     def writer(self, slots: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-        """Return a function that replaces the stored keys and values of a layer at `slots` by others `[T, H, D]`.
+        """Return a function that replaces the stored keys and values `[T, H, D]` of a layer at `slots`.
 
-        The counterpart of `reader`, of which everything holds.
+        Everything that `reader` says of slots holds here, too.
         """
         places = self._places(slots, range(self.layout.num_layers))
 

@@ -121,6 +121,8 @@ def test_each_chunk_is_corrected_by_its_own_tokens() -> None:
     assert torch.allclose(changed[2:], 1.01 * found[2:]) and found[2:].any()
 
 
+NOTHING: tuple[list[int], list[int]] = ([], [])
+
 # Which tokens --------------------------------------------------------------------------------------------------------
 
 
@@ -135,10 +137,16 @@ def placed(text: str, known: int = 0) -> Placed:
     return Placed(torch.zeros(len(text)), segment, offset, cached, leading, torch.arange(len(text)) < known, len(text))
 
 
-def assigned(text: str, *blocks: Sequence[int]) -> list[tuple[list[int], list[int]] | None]:
+def assigned(text: str, *blocks: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Observed and corrected tokens of each block."""
     found = corrections(layout(), placed(text), [torch.tensor(block, dtype=torch.int64) for block in blocks], CPU)
-    return [None if each is None else (each.observed.tolist(), each.corrected.tolist()) for each in found]
+    return [
+        (
+            [at for each in group for at in each.observed.tolist()],
+            [at for each in group for at in each.corrected.tolist()],
+        )
+        for group in found
+    ]
 
 
 def test_the_other_tokens_of_chunks_with_recomputed_tokens_are_corrected() -> None:
@@ -146,7 +154,7 @@ def test_the_other_tokens_of_chunks_with_recomputed_tokens_are_corrected() -> No
 
 
 def test_exact_chunks_and_chunks_that_are_computed_whole_are_left_alone() -> None:
-    assert assigned("AAAA.bbb.", [1, 4, 5, 6, 7, 8]) == [None]
+    assert assigned("AAAA.bbb.", [1, 4, 5, 6, 7, 8]) == [NOTHING]
 
 
 def test_each_token_is_corrected_once_and_before_a_later_token_attends_to_it() -> None:
@@ -155,20 +163,22 @@ def test_each_token_is_corrected_once_and_before_a_later_token_attends_to_it() -
     blocks = [[0, 3], [6, 7], [10, 12, 15]]
     found = assigned(text, *blocks)
     assert found == [([3], [1, 2]), ([6, 7], [4, 5, 8, 9]), ([12], [11, 13, 14])]
-    corrected = [token for each in found if each for token in each[1]]
+    corrected = [token for _, tokens in found for token in tokens]
     assert sorted(corrected) == sorted(set(corrected))
 
 
 def test_a_block_without_tokens_corrects_nothing() -> None:
-    assert assigned(".aaaa.", [], [2], []) == [None, ([2], [1, 3, 4]), None]
-    assert assigned(".aaaa.", []) == [None]
+    assert assigned(".aaaa.", [], [2], []) == [NOTHING, ([2], [1, 3, 4]), NOTHING]
+    assert assigned(".aaaa.", []) == [NOTHING]
 
 
 def test_a_long_chunk_is_corrected_in_windows_of_512_tokens() -> None:
     text = "a" * 1300
-    (found,) = corrections(layout(), placed(text), [torch.tensor([10, 700])], CPU)
-    assert found is not None
-    assert found.corrected.tolist() == [at for at in range(1024) if at not in (10, 700)]
-    values = torch.zeros(2, HEADS, VALUE)
-    values[0] = 1
-    assert not found.estimate(0, torch.zeros(2, HEADS, DIM), values)[1][511:].any()
+    computed = [10, 20, 700, 701, 1200]
+    ((first, second),) = corrections(layout(), placed(text), [torch.tensor(computed)], CPU)
+    assert first.observed.tolist() == computed[:4] and second.observed.tolist() == [1200]
+    assert first.corrected.tolist() == [at for at in range(1024) if at not in computed]
+    values = torch.zeros(4, HEADS, VALUE)
+    values[:2] = 1
+    _, added = first.estimate(0, torch.zeros(4, HEADS, DIM), values)
+    assert added[:510].all() and not added[510:].any()

@@ -66,12 +66,12 @@ class DenseKV:
             self.values[index][:, positions].transpose(0, 1),
         )
 
-    def writer(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-        def write(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-            self.keys[index][:, positions] = keys.transpose(0, 1)
-            self.values[index][:, positions] = values.transpose(0, 1)
+    def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+        def add(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+            self.keys[index][:, positions] += keys.transpose(0, 1)
+            self.values[index][:, positions] += values.transpose(0, 1)
 
-        return write
+        return add
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> KVExchange:
         return KVExchange(self.keys[index][:, :end], self.values[index][:, :end], positions, observer)

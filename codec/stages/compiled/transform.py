@@ -88,7 +88,7 @@ def place(
         transform.place(x, mean, section, layout, rotation, at, keys, values, order, predictions)
         return
     block, tokens = x.shape[-1], x.shape[-2]
-    source = _plain(x.flatten())
+    source = plain(x.flatten())
     centers = (mean.numpy(), *_arrays(predictions))
     to = np.arange(tokens) if order is None else order
     for unit in section.units(layout):
@@ -97,7 +97,7 @@ def place(
             continue
         cos, sin = _tables(layout, unit, rotation, at)
         _place(
-            source, block, *centers, unit.first, unit.stride, cos, sin, to, _plain(rows.memory), rows.begins[at],
+            source, block, *centers, unit.first, unit.stride, cos, sin, to, plain(rows.memory), rows.begins[at],
             rows.head_stride, rows.heads, rows.size, rows.offsets, rows.kinds[at],
         )  # fmt: skip
 
@@ -148,7 +148,7 @@ def move_keys(
         if layer.rope is not None:
             tables = [*unrotation.tables(layer.rope, at), *rotation.tables(layer.rope, at)]
         if _move(
-            _plain(stored), *tables, _plain(rows.memory), rows.begins[at], rows.head_stride, rows.heads, rows.size,
+            plain(stored), *tables, plain(rows.memory), rows.begins[at], rows.head_stride, rows.heads, rows.size,
             rows.offsets, rows.kinds[at],
         ):  # fmt: skip
             return
@@ -228,7 +228,7 @@ def gather_centered(
     centers, finite = (mean.numpy(), *_arrays(predictions)), True
     for unit, cached in units:
         cos, sin = _tables(chunk.layout, unit, rotation, at)
-        memory = _plain(all_memory(cached[at]))
+        memory = plain(all_memory(cached[at]))
         finite &= _gather(
             memory, cached.stride(0), cached.stride(1), unit.heads, unit.size, cos, sin, *centers, unit.first,
             unit.stride, target,
@@ -256,7 +256,7 @@ def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.
     return out
 
 
-def _plain(x: torch.Tensor) -> npt.NDArray[np.generic]:
+def plain(x: torch.Tensor) -> npt.NDArray[np.generic]:
     """Return a tensor as an array: for bfloat16 its bits, because NumPy lacks the type."""
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(np.uint16)

@@ -20,6 +20,7 @@ from cuvee.blend.recompute import MOST_ROWS, KVExchange, Observer, Placed, Recom
 from cuvee.blend.recompute_model import RecomputeModel
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.stages.adding import adder
 from cuvee.integrations.vllm.messages import Blend
 
 logger = logging.getLogger(__name__)
@@ -271,8 +272,8 @@ class _PagesKV:
     def reader(self, positions: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
         return self._cache.reader(self._slots[positions.to(self._slots.device)])
 
-    def writer(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-        return self._cache.writer(self._slots[positions.to(self._slots.device)])
+    def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+        return adder(self._cache, self._slots[positions.to(self._slots.device)])
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> PagesExchange:
         return PagesExchange(observer)

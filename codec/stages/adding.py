@@ -1,0 +1,57 @@
+"""Add numbers to tokens in pages: in one compiled pass on the CPU, and by torch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.stages.compiled.adding import add_to_rows
+from cuvee.codec.stages.rows import cache_rows, dense_rows, has_rows
+
+
+def prepare(cache: PagedCache) -> None:
+    """Compile or load the loop for this cache now, so that no request waits for it."""
+    if cache.device.type == "cpu" and cache.dtype != torch.float16:
+        add_to_rows(torch.zeros(1, 1, 1), dense_rows(torch.zeros(1, 1, 1, dtype=cache.dtype)))
+
+
+def adder(cache: PagedCache, slots: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+    """Return a function that adds float32 `[T, H, D]` to the keys and values of a layer at `slots`.
+
+    Sums are rounded once to the cache's dtype. The cache must have no scales. The slots must be the cache's and differ
+    from each other; on a device that is not checked, because checking waits for the device.
+
+        >>> from cuvee.codec.layout import KVLayout, LayerLayout
+        >>> layout = KVLayout("mine", (LayerLayout(1, 2, 2, None),), "float32", max_positions=None)
+        >>> cache = PagedCache(layout, [torch.zeros(2, 4, 1, 2)], [torch.ones(2, 4, 1, 2)])
+        >>> adder(cache, torch.tensor([5, 0]))(0, torch.ones(2, 1, 2), torch.full((2, 1, 2), 3.0))
+        >>> cache.keys[0].sum(), cache.values[0][1, 1]
+        (tensor(4.), tensor([[4., 4.]]))
+
+    Args:
+        cache: the pages.
+        slots: int64 `[T]` on the cache's device; -1 leaves a token out, on the CPU.
+
+    Raises:
+        InputError: the cache does not have one of the slots; on the CPU only.
+    """
+    layers = range(cache.layout.num_layers)
+    if cache.device.type == "cpu" and cache.dtype != torch.float16 and has_rows(cache, layers):
+        rows = cache_rows(cache, slots, layers)
+
+        def add(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+            for of_layers, more in zip(rows, (keys, values), strict=True):
+                found = of_layers[index]
+                if found is not None:
+                    add_to_rows(more, found)
+
+        return add
+    read, write = cache.reader(slots), cache.writer(slots)
+
+    def add_by_torch(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        old = read(index)
+        write(index, *((part.float() + more).to(part.dtype) for part, more in zip(old, (keys, values), strict=True)))
+
+    return add_by_torch
