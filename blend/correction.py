@@ -15,9 +15,9 @@ Learning, 2006), whose covariance of the offsets s and t is
 with e(t) = (t + 2) ** -0.265. The estimate is its mean given the changes of the recomputed tokens (equation 2.25):
 weights that depend on offsets only, the same for all layers, heads and dimensions.
 
-The constants need not fit another model or chunk. So in each layer, each recomputed token of a chunk is predicted from
-the others (equation 5.12), and the chunk's estimates are scaled down by what these predictions got wrong: to nothing
-where its tokens do not change alike. They are scaled by n / (n + 8), too, where n tokens were recomputed, since a few
+The constants need not fit another model or chunk. So in each layer and head, each recomputed token is predicted from
+the others of its chunk (equation 5.12), and the estimates are scaled down by what these predictions got wrong: to
+nothing where tokens do not change alike. They are scaled by n / (n + 8), too, where n tokens were recomputed, since few
 tokens that were chosen for the attention they get say little of others. Keys are corrected by half, because errors of
 keys act through an exponential. Without the last two, single prompts lost several times what they lose uncorrected;
 with no correction of keys, chunks that had been computed alone gained half as much.
@@ -57,7 +57,7 @@ class _Window:
         others: float32 `[n, n]`: weights that predict each of n observed tokens from the others, with its standard
             deviation as the unit.
         weights: float32 `[R, n]`: weights of the observed tokens for each of R corrected ones.
-        units: standard deviations of the observed tokens, up to one factor, float32 `[n, 1]`.
+        units: standard deviations of the observed tokens, up to one factor, float32 `[n, 1, 1]`.
     """
 
     observed: slice
@@ -116,23 +116,24 @@ class Correction:
         rope = self._layout.layers[layer].rope
         if rope is not None:
             keys = turn(keys, rope, *self._rotations(rope)[0])
-        changes = torch.cat((keys.flatten(1), values.flatten(1)), 1)
-        width = keys[0].numel()
-        estimates = torch.empty(len(self.corrected), changes.shape[1], device=self._device)
+        changes = torch.cat((keys, values), 2)
+        heads, size = changes.shape[1:]
+        estimates = torch.empty(len(self.corrected), heads * size, device=self._device)
         for window in self._windows:
             own = changes[window.observed]
-            predicted = window.others @ own
+            predicted = (window.others @ own.flatten(1)).view_as(own)
             agreeing = (predicted * own / window.units).sum(0)
             energy = predicted.square().sum(0)
             trust = len(own) / (len(own) + _TRUST)
-            for part, most in ((slice(width), trust * _KEYS), (slice(width, None), trust)):
-                share = agreeing[part].sum() / energy[part].sum().clamp_min(torch.finfo(torch.float32).tiny)
-                own[:, part] *= share.clamp(0, 1) * most
-            torch.mm(window.weights, own, out=estimates[window.corrected])
-        added_keys, added_values = estimates[:, :width].unflatten(1, keys.shape[1:]), estimates[:, width:]
+            # Head by head, so that ranks that hold some of the heads each need not agree.
+            for part, most in ((slice(keys.shape[2]), trust * _KEYS), (slice(keys.shape[2], None), trust)):
+                share = agreeing[:, part].sum(1) / energy[:, part].sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+                own[..., part] *= share.clamp(0, 1)[:, None] * most
+            torch.mm(window.weights, own.flatten(1), out=estimates[window.corrected])
+        added_keys, added_values = estimates.view(-1, heads, size).tensor_split([keys.shape[2]], 2)
         if rope is not None:
             added_keys = turn(added_keys, rope, *self._rotations(rope)[1])
-        return added_keys, added_values.unflatten(1, values.shape[1:])
+        return added_keys, added_values
 
     def _rotations(self, rope: Rope) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Return the tables that take the observed tokens' keys to position 0, and the corrected ones' back."""
@@ -202,7 +203,7 @@ def _weights(observed: torch.Tensor, corrected: torch.Tensor) -> tuple[torch.Ten
     inverse = torch.linalg.inv(own)
     units = typical_change(observed)[:, None]
     others = torch.eye(len(observed), dtype=torch.float64) - inverse / inverse.diagonal()[:, None]
-    return (others / units).float(), (_covariance(corrected, observed) @ inverse).float(), units.float()
+    return (others / units).float(), (_covariance(corrected, observed) @ inverse).float(), units[:, None].float()
 
 
 def _covariance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

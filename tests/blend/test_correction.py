@@ -61,15 +61,17 @@ def test_estimates_are_conditional_means_scaled_by_what_leaving_out_predicts(obs
     values = torch.tensor(changes, dtype=torch.float32).view(len(observed), HEADS, VALUE)
     window = (torch.tensor(observed) + begin, torch.tensor(corrected) + begin, begin)
     no_keys, found = Correction(layout(), [window], CPU).estimate(1, keys, values)
-    means, predicted, truth = expected(observed, corrected, changes)
-    energy = (predicted**2).sum()
-    share = np.clip((predicted * truth).sum() / energy, 0, 1) * len(observed) / (len(observed) + 8) if energy else 0.0
-    assert np.allclose(found.flatten(1).numpy(), share * means, atol=1e-5)
+    means, predicted, truth = (x.reshape(-1, HEADS, VALUE) for x in expected(observed, corrected, changes))
+    energy = (predicted**2).sum((0, 2))
+    agreeing = (predicted * truth).sum((0, 2))
+    trust = len(observed) / (len(observed) + 8)
+    share = trust * np.clip(np.divide(agreeing, energy, out=np.zeros(HEADS), where=energy > 0), 0, 1)[:, None]
+    assert np.allclose(found.numpy(), share * means, atol=1e-5)
     assert not no_keys.any()
     if len(observed) == 1:
         assert not found.any(), "nothing says whether tokens of this chunk change alike"
     elif like == 3:
-        assert share > 0.9 * len(observed) / (len(observed) + 8)
+        assert (share > 0.9 * trust).all()
 
 
 @pytest.mark.parametrize(
