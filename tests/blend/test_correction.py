@@ -123,6 +123,20 @@ def test_each_chunk_is_corrected_by_its_own_tokens() -> None:
     assert torch.allclose(changed[2:], 1.01 * found[2:]) and found[2:].any()
 
 
+def test_ranks_with_some_of_the_heads_correct_them_as_one_with_all() -> None:
+    generator = torch.Generator().manual_seed(3)
+    windows = [(torch.tensor([3, 9, 12, 13]), torch.tensor([4, 5]), 2)]
+    keys, values = (torch.randn(4, HEADS, size, generator=generator) + 1 for size in (DIM, VALUE))
+    values[:, 1] = torch.randn(4, VALUE, generator=generator)  # this head's do not change alike
+    whole = Correction(layout(), windows, CPU).estimate(0, keys, values)
+    ranks = [
+        Correction(layout().shard(rank, 2), windows, CPU).estimate(0, keys[:, rank, None], values[:, rank, None])
+        for rank in range(2)
+    ]
+    for found, parts in zip(whole, zip(*ranks, strict=True), strict=True):
+        assert torch.allclose(found, torch.cat(parts, 1), atol=1e-6)
+
+
 NOTHING: tuple[list[int], list[int]] = ([], [])
 
 # Which tokens --------------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ LONG = ROOT / "eval" / "results" / "2026-11-23-engine-smollm2" / "engine.json"
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
 ENGINE = ROOT / "eval" / "results" / "2026-11-21-vllm" / "engine.json"
-QUESTIONS = ROOT / "eval" / "results" / "2026-11-23-smollm2-blend" / "xquad" / "blend.json"
-SOURCES = ROOT / "eval" / "results" / "2026-11-23-smollm2-blend" / "xquad-sources" / "blend.json"
+PUBLISHED = ROOT / "eval" / "results" / "2026-11-23-smollm2-blend" / "xquad" / "blend.json"
+CORRECTED = ROOT / "eval" / "results" / "2026-11-25-smollm2-blend" / "xquad" / "blend.json"
 BLENDED = ROOT / "eval" / "results" / "2026-11-21-blend" / "blend.json"
 FAMILIES = ("cuvee/layer", "cuvee/all")
 ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")
@@ -417,37 +417,38 @@ def test_the_figures_of_the_engine_are_those_of_the_committed_run() -> None:
 
 
 def test_the_shares_of_blending_on_a_real_model_are_those_of_the_committed_run() -> None:
-    (made,) = json.loads(QUESTIONS.read_text(encoding="utf-8"))["constructions"]
+    (published,) = json.loads(PUBLISHED.read_text(encoding="utf-8"))["constructions"]
+    (corrected,) = json.loads(CORRECTED.read_text(encoding="utf-8"))["constructions"]
     kinds = (
-        ("exact", "alone", "boundary"), ("exact", "alone", "hkvd"), ("exact", "alone", "default"),
-        ("exact", "averaged", "boundary"), ("exact", "averaged", "default"), ("high", "averaged", "default"),
+        (published, "alone", "boundary"), (published, "alone", "hkvd"), (corrected, "alone", "default-uncorrected"),
+        (corrected, "alone", "default"), (published, "averaged", "boundary"), (corrected, "averaged", "default"),
+        (corrected, "behind", "default-uncorrected"), (corrected, "behind", "default"),
     )  # fmt: skip
-    shown: dict[tuple[str, str, str], list[str]] = {}
-    for kv, chunks, selector in kinds:
+    shown: dict[tuple[str, str], list[str]] = {}
+    for (made, chunks, selector), cells in zip(kinds, rows("% recovered at cost", BLEND), strict=True):
         found = [
             e
             for e in made["entries"]
-            if (e["kv"], e["chunks"]) == (kv, chunks) and e["selector"] in ("nothing", selector)
+            if (e["kv"], e["chunks"]) == ("exact", chunks) and e["selector"] in ("nothing", selector)
         ]
         shares = [None if e["reason"] else (100 * e["share"], 100 * e["answer_share"]) for e in found]
-        shown[kv, chunks, selector] = [
+        shown[chunks, selector] = [
             "-" if s is None else "0" if s == (0, 0) else f"{s[0]:.0f} / {s[1]:.0f}" for s in shares
         ]
-    (other,) = json.loads(SOURCES.read_text(encoding="utf-8"))["constructions"]
-    behind = [e for e in other["entries"] if e["chunks"] == "behind" and e["selector"] in ("nothing", "default")]
-    cut_out = [f"{100 * e['share']:.0f} / {100 * e['answer_share']:.0f}" for e in behind]
-    table = rows("% recovered at cost", BLEND)
-    assert table.pop(5)[1:] == [*cut_out, ""]
-    for cells, kind in zip(table, kinds, strict=True):
-        assert cells[1:] == shown[kind], cells[0]
+        assert cells[1:] == shown[chunks, selector], cells[0]
     connector = (ROOT / "integrations" / "vllm" / "blending" / "README.md").read_text(encoding="utf-8")
-    for cells, chunks in zip(rows("parts were computed", connector)[1:], ("averaged", "behind"), strict=True):
-        entries = [e for e in other["entries"] if e["chunks"] == chunks and e["selector"] in ("nothing", "default")]
-        assert cells[1:] == [f"{e['share']:.3f} ± {e['share_stderr']:.3f}".replace("0.", ".") for e in entries]
+    for cells, chunks in zip(rows("parts were computed", connector), ("alone", "averaged", "behind"), strict=True):
+        entries = [
+            e
+            for e in corrected["entries"]
+            if e["chunks"] == chunks and e["selector"] in ("nothing", "default") and e["cost"] != 0.3
+        ]
+        figures = [f"{e['share']:.3f} ± {e['share_stderr']:.3f}".replace("0.", ".") for e in entries]
+        assert cells[1:] == ["0" if figure == ".000 ± .000" else figure for figure in figures]
     flat = RESULTS.replace("\n", " ")
-    for kind in (kinds[2], kinds[4]):
+    for chunks in ("alone", "averaged", "behind"):
         for part in (0, 1):
-            figures = [cell.split(" / ")[part] for cell in shown[kind][1:]]
+            figures = [cell.split(" / ")[part] for cell in shown[chunks, "default"][1:]]
             assert " / ".join(figures) + " %" in flat
 
 
