@@ -204,8 +204,8 @@ class Recompute:
             corrects: whether other cached tokens are corrected.
 
         Returns:
-            The hidden states of the tokens that went through the last layer, and what `squared_distances` says of each
-            block's cached tokens in the layer that is watched.
+            The hidden states of the tokens that went through the last layer, and what `_Watching` has seen of each
+            block in the layer that is watched.
         """
         model, placed = self._model, self._placed
         after: list[torch.Tensor] = []
