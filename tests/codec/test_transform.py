@@ -17,10 +17,12 @@ from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles
+from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.schemes.transform import product_runs
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.reference import transform
-from cuvee.codec.stages.reference.transform import gather, place, require_finite, synthesize
+from cuvee.codec.stages.reference.product import synthesize
+from cuvee.codec.stages.reference.transform import gather, place, require_finite
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
 
@@ -336,6 +338,37 @@ def multiply(basis: SectionBasis, y: torch.Tensor, ranks: tuple[int, ...], depth
     return x
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("size", "rotated"), [(16, 16), (64, 64), (80, 80), (100, 44), (100, 64), (33, 0), (7, 2)])
+def test_vectors_and_what_is_left_of_them_give_the_same_bits(dtype: str, size: int, rotated: int) -> None:
+    """The compiled loops take sixteen values at a time, and the rest one by one."""
+    rope = Rope(tuple(1e4 ** (-2 * i / rotated) for i in range(rotated // 2)), 1.1) if rotated else None
+    layout = KVLayout("sizes", (LayerLayout(2, size, size, rope),), dtype, 1000)
+    (section,) = partition(layout, "layer")
+    draw = torch.Generator().manual_seed(size)
+    tokens = 9
+    mean = torch.randn(3, section.values, generator=draw)
+    guess = Predictions(torch.randn(4, section.values, generator=draw).bfloat16(), np.arange(tokens) % 4)
+    keys, values = (torch.randn(1, tokens, 2, size, generator=draw).to(layout.torch_dtype) for _ in range(2))
+    chunk, there = KVChunk(keys, values, layout, 5), slice(0, tokens)
+    for predictions in (None, guess):
+        x = transform.gather_centered(chunk, section, Rotation(layout, 5, tokens, CPU, True), there, mean, predictions)
+        other = transform_numba.gather_centered(
+            chunk, section, Rotation(layout, 5, tokens, CPU, True), there, mean, predictions
+        )
+        assert torch.equal(x, other)
+        placed = []
+        for module in (transform, transform_numba):
+            out = [torch.full((tokens, 2, size), 7.0).to(layout.torch_dtype) for _ in range(2)]
+            rows = [[dense_rows(unit)] for unit in out]
+            module.place(x, mean, section, layout, Rotation(layout, 5, tokens, CPU), there, *rows, None, predictions)
+            placed.append(out)
+        assert all(map(torch.equal, *placed)) and not any(bool((unit == 7).all()) for unit in placed[0])
+        torch.testing.assert_close(
+            torch.stack(placed[0]), torch.stack([chunk.keys[0], chunk.values[0]]), rtol=0.02, atol=0.02
+        )
+
+
 @pytest.mark.parametrize("live", [range(40), range(0, 40, 3), [39], []])
 def test_channels_are_spread_alike(live: Sequence[int]) -> None:
     draw = np.random.default_rng(0)
@@ -346,35 +379,6 @@ def test_channels_are_spread_alike(live: Sequence[int]) -> None:
     assert want.shape == (21, 40) and torch.equal(want, transform_numba.spread(y, chosen, scale, 40))
     assert np.array_equal(want.numpy()[:, chosen], (y.T * scale[chosen]))
     assert not want[:, [c for c in range(40) if c not in live]].any()
-
-
-def test_synthesis_of_nothing_is_zero() -> None:
-    out = torch.full((35,), float("nan"))
-    inverse = [torch.empty(1, 0, 3), torch.empty(1, 0, 4)]
-    assert torch.equal(synthesize(torch.empty(2, 0, 5), inverse, [(slice(0, 5), (0, 0))], out), torch.zeros(5, 7))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_alike_are_multiplied_at_once(dtype: torch.dtype) -> None:
-    draw = torch.Generator().manual_seed(0)
-    y, inverse = (torch.randn(3, 32, 20, generator=draw).to(dtype), torch.randn(3, 40, 8, generator=draw).to(dtype))
-    x = synthesize(y, [inverse], [(slice(0, 7), (32,) * 3), (slice(7, 20), (32,) * 3)], torch.empty(480, dtype=dtype))
-    own = x if x.ndim == 3 else x.unflatten(1, (3, 8)).transpose(0, 1)
-    want = y.float().mT @ inverse[:, :32].float()
-    torch.testing.assert_close(own.float(), want, rtol=0.02, atol=0.1 if dtype == torch.bfloat16 else 1e-4)
-
-
-@pytest.mark.parametrize("matrix_instructions", [False, True])
-def test_columns_of_one_block_share_products_in_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, matrix_instructions: bool
-) -> None:
-    monkeypatch.setattr(transform, "MATRIX_INSTRUCTIONS", matrix_instructions)
-    draw = torch.Generator().manual_seed(0)
-    y, inverse = (torch.randn(1, 64, 20, generator=draw).bfloat16(), torch.randn(1, 64, 8, generator=draw).bfloat16())
-    y[:, 32:, 7:] = 0 if matrix_instructions else float("nan")  # rows below a run's depth are not read
-    x = synthesize(y, [inverse], [(slice(0, 7), (64,)), (slice(7, 20), (32,))], torch.empty(160).bfloat16())
-    want = torch.cat([y[0, :, :7].float().T @ inverse[0].float(), y[0, :32, 7:].float().T @ inverse[0, :32].float()])
-    torch.testing.assert_close(x.reshape(20, 8).float(), want, rtol=0.02, atol=0.1)
 
 
 def test_a_product_ends_where_columns_need_less() -> None:

@@ -21,6 +21,8 @@ WIDTH = 16  # lanes of a step
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _VECTOR = ir.VectorType(_I32, WIDTH)
 _BYTES = ir.VectorType(_I8, WIDTH)
+_HALVES = ir.VectorType(_I16, WIDTH)
+_FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
 _LOWER_BOUND = 1 << 16
 # A word is read as the near half of 32 bits, because no instruction gathers 16 bits.
 _WORD_SHIFT = 16 if sys.byteorder == "big" else 0
@@ -89,6 +91,35 @@ class _Code:
         places.type = ir.VectorType(ir.PointerType(), WIDTH)
         self.builder._insert(places)
         return places
+
+    def _numbers(self, array: int, place: int, later: Any) -> tuple[Any, bool]:
+        """Return where entries are, `later` ones after that numbered by argument `place`; and if they are bfloat16."""
+        narrow = self._kinds[array].dtype == types.uint16
+        size = 2 if narrow else 4
+        pointer = self.pointer(array, place, size)
+        if later is not None:
+            pointer = self.builder.gep(pointer, [self.builder.mul(later, _I64(size))])
+        return pointer, narrow
+
+    def floats(self, array: int, place: int, later: Any = None) -> Any:
+        """Load 16 entries of an array of float32, or of uint16 for the bits of bfloat16."""
+        pointer, narrow = self._numbers(array, place, later)
+        if not narrow:
+            return self.load(pointer, _FLOATS, 4)
+        bits = self.builder.zext(self.load(pointer, _HALVES, 2), _VECTOR)
+        return self.builder.bitcast(self.builder.shl(bits, _constant(16)), _FLOATS)
+
+    def store_floats(self, value: Any, array: int, place: int, later: Any = None) -> None:
+        """Store 16 entries to such an array, rounded to nearest, ties to even."""
+        pointer, narrow = self._numbers(array, place, later)
+        if not narrow:
+            self.store(value, pointer, 4)
+            return
+        bits = self.builder.bitcast(value, _VECTOR)
+        odd = self.builder.and_(self.builder.lshr(bits, _constant(16)), _constant(1))
+        up = self.builder.add(self.builder.add(bits, _constant(0x7FFF)), odd)
+        half = self.builder.trunc(self.builder.lshr(up, _constant(16)), _HALVES)
+        self.store(half, pointer, 2)
 
     def taking(self, active: int) -> Any:
         """Return the active lanes; argument `active` is their number."""
@@ -174,30 +205,22 @@ def dequantize_step(typing: Any, symbols, place, one, more, step, first, active,
         whether an active symbol is -128, which stands for an escape.
     """
     signature = types.boolean(symbols, place, one, more, step, first, active, out, to)
-    narrow = out.dtype == types.uint16
 
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         code = _Code(context, builder, sig.args, values)
-        floats = ir.VectorType(ir.FloatType(), WIDTH)
         level = builder.sext(code.load(code.pointer(0, 1, 1), _BYTES, 1), _VECTOR)
         taking = code.taking(6)
         level = builder.select(taking, level, _constant(0))
-        small, large, unit = (code.load(code.pointer(i, 5, 4), floats, 4) for i in (2, 3, 4))
+        small, large, unit = (code.load(code.pointer(i, 5, 4), _FLOATS, 4) for i in (2, 3, 4))
         negative = builder.icmp_signed("<", level, _constant(0))
         magnitude = builder.select(negative, builder.sub(_constant(0), level), level)
         shrink = builder.select(builder.icmp_signed("==", magnitude, _constant(1)), small, large)
-        back = builder.fmul(builder.fsub(builder.sitofp(magnitude, floats), shrink), unit)
+        back = builder.fmul(builder.fsub(builder.sitofp(magnitude, _FLOATS), shrink), unit)
         bits = builder.bitcast(back, _VECTOR)
         # The sign is applied to the product: a step is positive, so the result is that of a signed magnitude.
         bits = builder.xor(bits, builder.and_(level, _constant(-(1 << 31))))
         bits = builder.select(builder.icmp_signed("==", level, _constant(0)), _constant(0), bits)
-        target = code.pointer(7, 8, 2 if narrow else 4)
-        if narrow:
-            odd = builder.and_(builder.lshr(bits, _constant(16)), _constant(1))
-            up = builder.add(builder.add(bits, _constant(0x7FFF)), odd)
-            code.store(builder.trunc(builder.lshr(up, _constant(16)), ir.VectorType(_I16, WIDTH)), target, 2)
-        else:
-            code.store(bits, target, 4)
+        code.store_floats(builder.bitcast(bits, _FLOATS), 7, 8)
         escaped = builder.icmp_signed("==", level, _constant(-128))
         return builder.icmp_unsigned("!=", builder.bitcast(escaped, _I16), _I16(0))
 
@@ -240,9 +263,8 @@ def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, a
         code.store(builder.add(to, builder.zext(full, _VECTOR)), next_word, 4)
         v_ = builder.select(full, builder.lshr(v, _constant(16)), v)
         # The quotient is below 2**20, so in float32 it is right or off by one.
-        floats = ir.VectorType(ir.FloatType(), WIDTH)
         safe = builder.select(builder.icmp_unsigned("==", frequency, _constant(0)), _constant(1), frequency)
-        guess = builder.fptoui(builder.fdiv(builder.uitofp(v_, floats), builder.uitofp(safe, floats)), _VECTOR)
+        guess = builder.fptoui(builder.fdiv(builder.uitofp(v_, _FLOATS), builder.uitofp(safe, _FLOATS)), _VECTOR)
         rest = builder.sub(v_, builder.mul(guess, safe))
         less = builder.icmp_signed("<", rest, _constant(0))
         guess = builder.select(less, builder.sub(guess, _constant(1)), guess)
@@ -278,3 +300,89 @@ def lookup_step(typing: Any, table, place, index, first, out):  # type: ignore[n
         return context.get_dummy_value()
 
     return signature, generate
+
+
+def _shifting(placing: bool) -> tuple[Any, Any]:
+    """Make the steps that add a mean and a prediction to values, after which pairs are rotated; or that undo it.
+
+    Undoing, pairs are rotated first, and the sum of mean and prediction is subtracted.
+    """
+
+    def shifted(code: _Code, x: Any, offset: Any) -> Any:
+        return code.builder.fadd(x, offset) if placing else code.builder.fsub(x, offset)
+
+    @_spelled_out
+    def shift_step(typing: Any, x, place, mean, of_mean, guess, of_guess, out, to):  # type: ignore[no-untyped-def]
+        """Shift 16 values: `add_step(x, place, mean, of_mean, guess, of_guess, out, to)`, or `subtract_step`.
+
+        Args:
+            typing: Numba's.
+            x: float32 array, or uint16 for the bits of bfloat16, as `guess` and `out` are.
+            place: where the values are.
+            mean: float32 array.
+            of_mean: where the values' means are.
+            guess: the predictions.
+            of_guess: where the values' predictions are.
+            out: receives the values.
+            to: where they are written.
+        """
+        signature = types.void(x, place, mean, of_mean, guess, of_guess, out, to)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            code = _Code(context, builder, sig.args, values)
+            offset = builder.fadd(code.floats(2, 3), code.floats(4, 5))
+            code.store_floats(shifted(code, code.floats(0, 1), offset), 6, 7)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    @_spelled_out
+    def turn_step(typing: Any, x, place, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to):  # type: ignore[no-untyped-def]
+        """Shift and rotate 16 pairs of values.
+
+        `add_and_turn_step(x, place, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to)`, or
+        `turn_and_subtract_step`
+
+        Args:
+            typing: Numba's.
+            x: see `add_step`, like the next five.
+            place: where the first of each pair are.
+            mean: see above.
+            of_mean: see above.
+            guess: see above.
+            of_guess: see above.
+            half: how much later the second of each pair come, in `x` as in `mean`, `guess` and `out`.
+            cos: float32 array.
+            sin: float32 array.
+            angle: where the entries of both are.
+            out: receives the values.
+            to: where the first of each pair are written.
+        """
+        signature = types.void(x, place, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            code = _Code(context, builder, sig.args, values)
+            places = None, code.integer(6, types.int64)
+            pair = [code.floats(0, 1, later) for later in places]
+            offsets = [builder.fadd(code.floats(2, 3, later), code.floats(4, 5, later)) for later in places]
+            if placing:
+                pair = [shifted(code, x, offset) for x, offset in zip(pair, offsets, strict=True)]
+            a, b = pair
+            c, s = code.floats(7, 9), code.floats(8, 9)
+            pair = [
+                builder.fsub(builder.fmul(a, c), builder.fmul(b, s)),
+                builder.fadd(builder.fmul(b, c), builder.fmul(a, s)),
+            ]
+            if not placing:
+                pair = [shifted(code, x, offset) for x, offset in zip(pair, offsets, strict=True)]
+            for value, later in zip(pair, places, strict=True):
+                code.store_floats(value, 10, 11, later)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return shift_step, turn_step
+
+
+add_step, add_and_turn_step = _shifting(placing=True)
+subtract_step, turn_and_subtract_step = _shifting(placing=False)

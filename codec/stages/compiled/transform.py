@@ -15,6 +15,13 @@ from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.bfloat16 import rounded, to_float
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.simd import (
+    WIDTH,
+    add_and_turn_step,
+    add_step,
+    subtract_step,
+    turn_and_subtract_step,
+)
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, all_memory
@@ -27,37 +34,47 @@ def _place(  # type: ignore[no-untyped-def]
     offsets, kinds,
 ):  # fmt: skip
     columns = len(order)
-    nothing = np.zeros(0 if len(predicted) else mean.shape[1], predicted.dtype)
-    half = cos.shape[1]
+    half, width = cos.shape[1], mean.shape[1]
     means = len(mean)
     permuted = len(offsets) > 0
     spare = np.empty(size if permuted else 0, memory.dtype)
+    target = spare if permuted else memory
+    mean_, cos_, sin_ = mean.reshape(mean.size), cos.reshape(cos.size), sin.reshape(sin.size)
+    predicted_ = predicted.reshape(predicted.size) if len(predicted) else np.zeros(width, predicted.dtype)
     for row in range(columns):
         t = order[row]
         if t < 0 or t >= len(begins) or begins[t] < 0:
             continue
         begin = begins[t]
-        of_mean = mean[min(t, means - 1)]
-        of_token = predicted[row_of[t]] if len(predicted) else nothing
-        c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(cos) - 1)]
+        of_mean = min(t, means - 1) * width + column
+        of_token = (row_of[t] * width if len(predicted) else 0) + column
+        angle = min(t, len(cos) - 1) * half
         for h in range(heads):
             first = column + h * stride
             at = (first // block * columns + row) * block + first % block
-            source, center, guess = x[at : at + size], of_mean[first : first + size], of_token[first : first + size]
-            target = spare if permuted else memory[begin + h * head_stride : begin + h * head_stride + size]
-            low, high = source[:half], source[half : 2 * half]
-            low_center, high_center = center[:half], center[half : 2 * half]
-            low_guess, high_guess = guess[:half], guess[half : 2 * half]
-            low_target, high_target = target[:half], target[half : 2 * half]
-            for i in range(half):
-                a = to_float(low[i]) + (low_center[i] + to_float(low_guess[i]))
-                b = to_float(high[i]) + (high_center[i] + to_float(high_guess[i]))
-                low_target[i] = rounded(a * c[i] - b * s[i], low_target)
-                high_target[i] = rounded(b * c[i] + a * s[i], high_target)
-            tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
-            tail_guess = guess[2 * half :]
-            for i in range(len(tail)):
-                tail_target[i] = rounded(to_float(tail[i]) + (tail_center[i] + to_float(tail_guess[i])), tail_target)
+            center, guess = of_mean + h * stride, of_token + h * stride
+            to = 0 if permuted else begin + h * head_stride
+            i = 0
+            while i + WIDTH <= half:
+                add_and_turn_step(
+                    x, at + i, mean_, center + i, predicted_, guess + i, half, cos_, sin_, angle + i, target, to + i
+                )  # fmt: skip
+                i += WIDTH
+            while i < half:
+                j = i + half
+                a = to_float(x[at + i]) + (mean_[center + i] + to_float(predicted_[guess + i]))
+                b = to_float(x[at + j]) + (mean_[center + j] + to_float(predicted_[guess + j]))
+                c, s = cos_[angle + i], sin_[angle + i]
+                target[to + i], target[to + j] = rounded(a * c - b * s, target), rounded(b * c + a * s, target)
+                i += 1
+            i = 2 * half
+            while i + WIDTH <= size:
+                add_step(x, at + i, mean_, center + i, predicted_, guess + i, target, to + i)
+                i += WIDTH
+            while i < size:
+                value = to_float(x[at + i]) + (mean_[center + i] + to_float(predicted_[guess + i]))
+                target[to + i] = rounded(value, target)
+                i += 1
             if permuted:
                 places = offsets[kinds[t], h]
                 for i in range(size):
@@ -173,37 +190,46 @@ def _gather(  # type: ignore[no-untyped-def]
     memory, token_stride, head_stride, heads, size, cos, sin, mean, predicted, row_of, column, stride, out
 ):
     """Write the values of one unit to its columns of `out`; return whether all values are finite."""
-    half = cos.shape[1]
+    half, width = cos.shape[1], mean.shape[1]
     means = len(mean)
-    nothing = np.zeros(0 if len(predicted) else mean.shape[1], predicted.dtype)
+    mean_, cos_, sin_, out_ = (
+        mean.reshape(mean.size),
+        cos.reshape(cos.size),
+        sin.reshape(sin.size),
+        out.reshape(out.size),
+    )
+    predicted_ = predicted.reshape(predicted.size) if len(predicted) else np.zeros(width, predicted.dtype)
+    bits = out_.view(np.uint32)  # as integers, magnitudes keep their order, and NaN is above infinity
     worst = np.uint32(0)
     for t in range(len(out)):
-        of_mean = mean[min(t, means - 1)]
-        of_token = predicted[row_of[t]] if len(predicted) else nothing
-        c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(sin) - 1)]
+        of_mean = min(t, means - 1) * width + column
+        of_token = (row_of[t] * width if len(predicted) else 0) + column
+        angle = min(t, len(cos) - 1) * half
         for h in range(heads):
-            begin = t * token_stride + h * head_stride
-            first = column + h * stride
-            source, center, target = (
-                memory[begin : begin + size],
-                of_mean[first : first + size],
-                out[t, first : first + size],
-            )
-            guess = of_token[first : first + size]
-            low, high = source[:half], source[half : 2 * half]
-            low_center, high_center = center[:half], center[half : 2 * half]
-            low_guess, high_guess = guess[:half], guess[half : 2 * half]
-            low_target, high_target = target[:half], target[half : 2 * half]
-            for i in range(half):
-                a, b = to_float(low[i]), to_float(high[i])
-                low_target[i] = a * c[i] - b * s[i] - (low_center[i] + to_float(low_guess[i]))
-                high_target[i] = b * c[i] + a * s[i] - (high_center[i] + to_float(high_guess[i]))
-            tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
-            tail_guess = guess[2 * half :]
-            for i in range(len(tail)):
-                tail_target[i] = to_float(tail[i]) - (tail_center[i] + to_float(tail_guess[i]))
-            for i in range(size):  # as integers, magnitudes of floats keep their order, and NaN is above infinity
-                worst = max(worst, np.float32(target[i]).view(np.uint32) & _MAGNITUDE)
+            at = t * token_stride + h * head_stride
+            center, guess, to = of_mean + h * stride, of_token + h * stride, t * out.shape[1] + column + h * stride
+            i = 0
+            while i + WIDTH <= half:
+                turn_and_subtract_step(
+                    memory, at + i, mean_, center + i, predicted_, guess + i, half, cos_, sin_, angle + i, out_, to + i
+                )  # fmt: skip
+                i += WIDTH
+            while i < half:
+                j = i + half
+                a, b = to_float(memory[at + i]), to_float(memory[at + j])
+                c, s = cos_[angle + i], sin_[angle + i]
+                out_[to + i] = a * c - b * s - (mean_[center + i] + to_float(predicted_[guess + i]))
+                out_[to + j] = b * c + a * s - (mean_[center + j] + to_float(predicted_[guess + j]))
+                i += 1
+            i = 2 * half
+            while i + WIDTH <= size:
+                subtract_step(memory, at + i, mean_, center + i, predicted_, guess + i, out_, to + i)
+                i += WIDTH
+            while i < size:
+                out_[to + i] = to_float(memory[at + i]) - (mean_[center + i] + to_float(predicted_[guess + i]))
+                i += 1
+            for k in range(np.uint64(to), np.uint64(to + size)):
+                worst = max(worst, bits[k] & _MAGNITUDE)
     return worst < _INFINITE
 
 
