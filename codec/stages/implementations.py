@@ -26,6 +26,7 @@ from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled import byte_planes as compiled_byte_planes
+from cuvee.codec.stages.compiled import product as compiled_product
 from cuvee.codec.stages.compiled import rans as compiled_rans
 from cuvee.codec.stages.compiled import rans_by_class as compiled_rans_by_class
 from cuvee.codec.stages.compiled import sections as compiled_sections
@@ -35,6 +36,7 @@ from cuvee.codec.stages.compiled import token_order as compiled_token_order
 from cuvee.codec.stages.compiled import transform as compiled_transform
 from cuvee.codec.stages.reference import (
     byte_planes,
+    product,
     rans,
     rans_by_class,
     sections,
@@ -75,7 +77,7 @@ class Place(Protocol):
 class Stages:
     """One implementation of all stages. Each stage has the signature and the results of its reference.
 
-    The references are in `stages/reference`: rans, symbols and transform; token_order, rans_by_class and
+    The references are in `stages/reference`: rans, symbols, transform and product; token_order, rans_by_class and
     symbols_by_class for tokens with classes; sections to decode whole sections; byte_planes for lossless. An index is
     only valid for the stages and in the thread that made it, until that thread makes the next.
     """
@@ -92,9 +94,8 @@ class Stages:
     place: Place
     move_keys: Callable[[torch.Tensor, LayerLayout, Rotation, Rotation, slice, Rows], None]
     analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None, int], torch.Tensor]
-    synthesize: Callable[
-        [torch.Tensor, Sequence[torch.Tensor], Iterable[tuple[slice, Sequence[int]]], torch.Tensor], torch.Tensor
-    ]
+    prepare_inverse: Callable[[Sequence[torch.Tensor], int, torch.dtype], Any]
+    synthesize: Callable[[torch.Tensor, Any, Iterable[tuple[slice, Sequence[int]]], torch.Tensor], torch.Tensor]
     coding_order: Callable[[U8], npt.NDArray[np.intp]]
     encode_classed: Callable[[Sequence[ClassedPlanes], EntropyTables], list[tuple[Streams, Streams]]]
     to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
@@ -119,7 +120,8 @@ _STAGES = (
         transform.place,
         transform.move_keys,
         SectionBasis.coefficients,
-        transform.synthesize,
+        product.prepare_inverse,
+        product.synthesize,
         token_order.coding_order,
         rans_by_class.encode_classed,
         symbols_by_class.to_planes,
@@ -142,7 +144,8 @@ _STAGES = (
         compiled_transform.place,
         compiled_transform.move_keys,
         SectionBasis.coefficients,
-        transform.synthesize,
+        compiled_product.prepare_inverse,
+        compiled_product.synthesize,
         compiled_token_order.coding_order,
         compiled_rans_by_class.encode_classed,
         compiled_symbols_by_class.to_planes,

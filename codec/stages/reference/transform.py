@@ -10,7 +10,7 @@ K before V, head, dimension. A *block* is a contiguous part of them that shares 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,6 @@ from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32, I64
-
-MATRIX_INSTRUCTIONS = bool(torch.cpu._is_amx_tile_supported())
 
 
 def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slice) -> torch.Tensor:
@@ -156,40 +154,6 @@ def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.
     """
     x = torch.zeros(y.shape[1], count)
     x[:, torch.from_numpy(live)] = torch.from_numpy(y).T * torch.from_numpy(scale[live])
-    return x
-
-
-def synthesize(
-    y: torch.Tensor,
-    inverse: Sequence[torch.Tensor],
-    runs: Iterable[tuple[slice, Sequence[int]]],
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Turn coefficients into values: the inverse of `SectionBasis.coefficients`. All tensors have one dtype.
-
-    Args:
-        y: `[B, pad, t]`, each block's leading components, then zeros.
-        inverse: the transposed `SectionBasis.inverse`, padded with zeros, equal blocks stacked: `[b, rows, n]` with at
-            least `pad` rows, B blocks in all.
-        runs: columns of each product, and the rows of each block that it needs. In bfloat16, one product serves all
-            columns of several equal blocks; and with matrix instructions those of a single block, because a call costs
-            as much as it would save.
-        out: `[t N]`, receives the values.
-
-    Returns:
-        `[t, N]`, or `[B, t, N / B]` if one product took all blocks: a view of `out`.
-    """
-    width = y.shape[2]
-    if y.dtype == torch.bfloat16 and len(inverse) == 1 and (len(y) > 1 or MATRIX_INSTRUCTIONS):
-        return torch.bmm(y.mT, inverse[0][:, : y.shape[1]], out=out.view(len(y), width, -1))
-    x = out.view(width, -1)
-    matrices = [matrix for alike in inverse for matrix in alike]
-    for run, rows in runs:
-        column = 0
-        for own, matrix, depth in zip(y, matrices, rows, strict=True):
-            size = matrix.shape[1]
-            torch.mm(own[:depth, run].T, matrix[:depth], out=x[run, column : column + size])
-            column += size
     return x
 
 

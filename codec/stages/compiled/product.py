@@ -1,0 +1,174 @@
+"""Coefficients to values, compiled: products that skip the coefficients that are zero.
+
+Most coefficients of a well-compressed cache are zero. So those that are not are listed, column by column, and each adds
+a multiple of its row of the inverse map to the values of its token. The map is divided into slabs of `SLAB` rows and
+`TILE` values. The CPU's first cache holds a slab while all columns use it. Where few coefficients are zero, a dense
+product is faster.
+
+Sums are those of `reference/product.py` in another order, so they differ in their last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.simd import WIDTH, add_rows, add_rows_by_4, add_rows_by_8, list_step
+from cuvee.codec.stages.reference import product
+from cuvee.codec.stages.reference.sections import padded
+from cuvee.codec.support.arrays import F32, I64, U32
+
+TILE = 8 * WIDTH  # values that are summed at a time: as many as the registers hold
+SLAB = 64  # rows: 32 KiB of a tile
+DENSE = 0.65  # share of coefficients other than zero from which on a dense product is faster
+SAMPLED = 8  # of how many rows one is counted to estimate that share
+
+_arena = Arena()
+
+
+@dataclass(frozen=True, slots=True)
+class TiledInverse:
+    """The inverse map of one block, in tiles of values.
+
+    Attributes:
+        values: N, the values of the block.
+        rows: R, the components.
+        tiles: float32 `[N' R]`, tile after tile: each `[R, TILE]`, but the last `[R, n]` for the remaining n values,
+            rounded up to a multiple of `WIDTH` by zeros.
+    """
+
+    values: int
+    rows: int
+    tiles: torch.Tensor
+
+
+def prepare_inverse(
+    matrices: Sequence[torch.Tensor], rank: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...] | tuple[TiledInverse, ...]:
+    """See `cuvee.codec.stages.reference.product.prepare_inverse`, which serves bfloat16."""
+    if dtype == torch.bfloat16:
+        return product.prepare_inverse(matrices, rank, dtype)
+    rows = padded(rank)
+    inverse = []
+    for matrix in matrices:
+        used, values = min(matrix.shape[1], rows), len(matrix)
+        turned = torch.zeros(rows, -(-values // WIDTH) * WIDTH)
+        turned[:used, :values] = matrix[:, :used].T
+        tiles = torch.cat([tile.reshape(-1) for tile in turned.split(TILE, 1)]) if values else turned.view(-1)
+        inverse.append(TiledInverse(values, rows, tiles))
+    return tuple(inverse)
+
+
+def synthesize(
+    y: torch.Tensor,
+    inverse: Sequence[torch.Tensor] | Sequence[TiledInverse],
+    runs: Iterable[tuple[slice, Sequence[int]]],
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """See `cuvee.codec.stages.reference.product.synthesize`, which serves bfloat16."""
+    tiled = [block for block in inverse if isinstance(block, TiledInverse)]
+    if len(tiled) < len(inverse):
+        return product.synthesize(y, [block for block in inverse if isinstance(block, torch.Tensor)], runs, out)
+    _, depth, width = y.shape
+    x = out.view(width, -1)
+    lists = _lists(width, depth)
+    column = 0
+    for own, block in zip(y, tiled, strict=True):
+        if _list_entries(own.numpy(), *lists):
+            _add_entries(*lists, block.tiles.numpy(), block.values, block.rows, x.numpy(), column)
+        else:
+            for first in range(0, block.values, TILE):
+                tile = block.tiles[first * block.rows : (first + TILE) * block.rows].view(block.rows, -1)
+                size = min(TILE, block.values - first)
+                torch.mm(own.T, tile[:depth, :size], out=x[:, column + first : column + first + size])
+        column += block.values
+    return x
+
+
+def _lists(columns: int, rows: int) -> tuple[U32, F32, I64]:
+    """Return room for the coefficients of each column that are not zero: their rows, themselves, and where slabs begin.
+
+    Columns are rounded up to a multiple of `WIDTH`, and `WIDTH` entries more are written than there are.
+    """
+    columns, slabs = -(-columns // WIDTH) * WIDTH, -(-rows // SLAB)
+    return (
+        _arena.array("rows", columns * (rows + WIDTH), np.uint32),
+        _arena.array("coefficients", columns * (rows + WIDTH), np.float32),
+        _arena.array("begins", columns * (slabs + 1), np.int64).reshape(columns, -1),
+    )
+
+
+@compiled
+def _list_entries(y, rows, coefficients, begins):  # type: ignore[no-untyped-def]
+    """List the coefficients that are not zero, column by column; return False if a dense product is faster."""
+    depth, width = y.shape
+    there = asked = 0
+    for row in range(0, depth, SAMPLED):
+        for column in range(width):
+            there += y[row, column] != 0
+        asked += width
+    if there > DENSE * asked:
+        return False
+    pitch = len(rows) // len(begins)
+    y_ = y.reshape(y.size)
+    counts = np.zeros(WIDTH, np.int64)
+    edge = np.zeros((WIDTH, WIDTH), np.float32)
+    edge_ = edge.reshape(edge.size)
+    for begin in range(0, width, WIDTH):
+        size = min(WIDTH, width - begin)
+        counts[:] = 0
+        slab = 0
+        for row in range(0, depth, WIDTH):
+            if row % SLAB == 0:
+                begins[begin : begin + WIDTH, slab] = counts
+                slab += 1
+            high = min(WIDTH, depth - row)
+            if size == WIDTH and high == WIDTH:
+                list_step(y_, row * width + begin, width, row, counts, rows, coefficients, begin * pitch, pitch)
+            else:
+                edge[:] = 0
+                edge[:high, :size] = y[row : row + high, begin : begin + size]
+                list_step(edge_, 0, WIDTH, row, counts, rows, coefficients, begin * pitch, pitch)
+        begins[begin : begin + WIDTH, slab] = counts
+    return True
+
+
+@compiled
+def _add_entries(rows, coefficients, begins, tiles, values, depth, x, column):  # type: ignore[no-untyped-def]
+    """Set the values from `column` on to the sums of what is listed."""
+    width, stride = x.shape
+    x_, pitch, slabs = x.reshape(x.size), len(rows) // len(begins), begins.shape[1] - 1
+    last = np.empty(WIDTH, np.float32)
+    for first in range(0, values, TILE):
+        size = min(TILE, values - first)
+        tile, tile_stride = first * depth, (size + WIDTH - 1) // WIDTH * WIDTH
+        for t in range(width):
+            x[t, column + first : column + first + size] = 0
+        for slab in range(slabs):
+            for t in range(width):
+                begin, end, to = (
+                    t * pitch + begins[t, slab],
+                    t * pitch + begins[t, slab + 1],
+                    t * stride + column + first,
+                )
+                if begin == end:
+                    continue
+                if size == TILE:
+                    add_rows_by_8(tiles, tile, tile_stride, rows, coefficients, begin, end, x_, to)
+                    continue
+                i = 0
+                while i + 4 * WIDTH <= size:
+                    add_rows_by_4(tiles, tile + i, tile_stride, rows, coefficients, begin, end, x_, to + i)
+                    i += 4 * WIDTH
+                while i + WIDTH <= size:
+                    add_rows(tiles, tile + i, tile_stride, rows, coefficients, begin, end, x_, to + i)
+                    i += WIDTH
+                if i < size:
+                    last[: size - i] = x_[to + i : to + size]
+                    add_rows(tiles, tile + i, tile_stride, rows, coefficients, begin, end, last, 0)
+                    x_[to + i : to + size] = last[: size - i]
