@@ -61,10 +61,21 @@ def test_a_dense_product_serves_coefficients_that_are_rarely_zero(monkeypatch: p
 
     monkeypatch.setattr(torch, "mm", counted)
     matrices = maps([200], 64)
-    for share, expected in ((0.3, 0), (0.6, 0), (0.75, 2), (1.0, 2)):  # two tiles
+    for share, expected in ((0.3, 0), (0.55, 0), (0.75, 2), (1.0, 2)):  # two tiles
         calls.clear()
         product(compiled, sparse((1, 64, 100), share), matrices)
         assert len(calls) == expected
+
+
+def test_leading_slabs_without_zeros_get_a_dense_product_and_the_others_are_listed() -> None:
+    matrices = maps([200], 400)
+    for dense, share in ((0, 0.2), (64, 0.2), (128, 0.0), (192, 0.2)):
+        y = sparse((1, 400, 40), share)
+        y[:, :dense] = sparse((1, 400, 40), 0.95, seed=3)[:, :dense]
+        lists = compiled._lists(40, 400)
+        assert compiled._list_entries(y[0].numpy(), *lists) == dense
+        want = y[0].double().T @ matrices[0].double().T
+        torch.testing.assert_close(product(compiled, y, matrices).double(), want, rtol=1e-5, atol=1e-4)
 
 
 def test_a_column_does_not_depend_on_others() -> None:
@@ -82,7 +93,7 @@ def test_coefficients_that_are_listed_are_those_that_are_not_zero() -> None:
     y = sparse((70, 37), 0.4)
     y[3, 5], y[69, 36], y[64, 36] = -0.0, 2.5, float("inf")
     rows, coefficients, begins = compiled._lists(37, 70)
-    assert compiled._list_entries(y.numpy(), rows, coefficients, begins)
+    assert compiled._list_entries(y.numpy(), rows, coefficients, begins) == 0
     pitch = len(rows) // len(begins)
     for t in range(37):
         for slab in range(2):

@@ -2,8 +2,8 @@
 
 Most coefficients of a well-compressed cache are zero. So those that are not are listed, column by column, and each adds
 a multiple of its row of the inverse map to the values of its token. The map is divided into slabs of `SLAB` rows and
-`TILE` values. The CPU's first cache holds a slab while all columns use it. Where few coefficients are zero, a dense
-product is faster.
+`TILE` values. The CPU's first cache holds a slab while all columns use it. The leading slabs in which few coefficients
+are zero are left to a dense product.
 
 Sums are those of `reference/product.py` in another order, so they differ in their last bits.
 """
@@ -26,6 +26,7 @@ from cuvee.codec.support.arrays import F32, I64, U32
 TILE = 8 * WIDTH  # values that are summed at a time: as many as the registers hold
 SLAB = 64  # rows: 32 KiB of a tile
 DENSE = 0.65  # share of coefficients other than zero from which on a dense product is faster
+FEW = 16  # entries of a column and a slab that are worth loading and storing its sums for
 SAMPLED = 8  # of how many rows one is counted to estimate that share
 
 _arena = Arena()
@@ -79,13 +80,14 @@ def synthesize(
     lists = _lists(width, depth)
     column = 0
     for own, block in zip(y, tiled, strict=True):
-        if _list_entries(own.numpy(), *lists):
-            _add_entries(*lists, block.tiles.numpy(), block.values, block.rows, x.numpy(), column)
-        else:
+        dense = _list_entries(own.numpy(), *lists)
+        if dense:
             for first in range(0, block.values, TILE):
                 tile = block.tiles[first * block.rows : (first + TILE) * block.rows].view(block.rows, -1)
                 size = min(TILE, block.values - first)
-                torch.mm(own.T, tile[:depth, :size], out=x[:, column + first : column + first + size])
+                torch.mm(own[:dense].T, tile[:dense, :size], out=x[:, column + first : column + first + size])
+        if dense < depth or not depth:
+            _add_entries(*lists, dense, block.tiles.numpy(), block.values, block.rows, x.numpy(), column)
         column += block.values
     return x
 
@@ -105,7 +107,10 @@ def _lists(columns: int, rows: int) -> tuple[U32, F32, I64]:
 
 @compiled
 def _list_entries(y, rows, coefficients, begins):  # type: ignore[no-untyped-def]
-    """List the coefficients that are not zero, column by column; return False if a dense product is faster."""
+    """List the coefficients that are not zero, column by column; return how many rows a dense product should serve.
+
+    These are the leading slabs that are dense, or all rows, of which then nothing is listed.
+    """
     depth, width = y.shape
     there = asked = 0
     for row in range(0, depth, SAMPLED):
@@ -113,7 +118,7 @@ def _list_entries(y, rows, coefficients, begins):  # type: ignore[no-untyped-def
             there += y[row, column] != 0
         asked += width
     if there > DENSE * asked:
-        return False
+        return depth
     pitch = len(rows) // len(begins)
     y_ = y.reshape(y.size)
     counts = np.zeros(WIDTH, np.int64)
@@ -135,27 +140,39 @@ def _list_entries(y, rows, coefficients, begins):  # type: ignore[no-untyped-def
                 edge[:high, :size] = y[row : row + high, begin : begin + size]
                 list_step(edge_, 0, WIDTH, row, counts, rows, coefficients, begin * pitch, pitch)
         begins[begin : begin + WIDTH, slab] = counts
-    return True
+    for slab in range(begins.shape[1] - 1):
+        there = 0
+        for t in range(width):
+            there += begins[t, slab + 1] - begins[t, slab]
+        if there < DENSE * width * min(SLAB, depth - slab * SLAB):
+            return slab * SLAB
+    return depth
 
 
 @compiled
-def _add_entries(rows, coefficients, begins, tiles, values, depth, x, column):  # type: ignore[no-untyped-def]
-    """Set the values from `column` on to the sums of what is listed."""
+def _add_entries(rows, coefficients, begins, dense, tiles, values, depth, x, column):  # type: ignore[no-untyped-def]
+    """Add what is listed from row `dense` on to the values from `column` on; if `dense` is 0, set these."""
     width, stride = x.shape
-    x_, pitch, slabs = x.reshape(x.size), len(rows) // len(begins), begins.shape[1] - 1
+    x_, pitch = x.reshape(x.size), len(rows) // len(begins)
+    # Slabs with few entries are served together: a sum is loaded and stored once for all of them.
+    edges = np.full(begins.shape[1], dense // SLAB, np.int64)
+    slabs = entries = 0
+    for slab in range(dense // SLAB + 1, begins.shape[1]):
+        for t in range(width):
+            entries += begins[t, slab] - begins[t, slab - 1]
+        if entries >= FEW * width or slab == begins.shape[1] - 1:
+            slabs += 1
+            edges[slabs], entries = slab, 0
     last = np.empty(WIDTH, np.float32)
     for first in range(0, values, TILE):
         size = min(TILE, values - first)
         tile, tile_stride = first * depth, (size + WIDTH - 1) // WIDTH * WIDTH
-        for t in range(width):
+        for t in range(width if dense == 0 else 0):
             x[t, column + first : column + first + size] = 0
         for slab in range(slabs):
             for t in range(width):
-                begin, end, to = (
-                    t * pitch + begins[t, slab],
-                    t * pitch + begins[t, slab + 1],
-                    t * stride + column + first,
-                )
+                begin, end = t * pitch + begins[t, edges[slab]], t * pitch + begins[t, edges[slab + 1]]
+                to = t * stride + column + first
                 if begin == end:
                     continue
                 if size == TILE:

@@ -121,6 +121,22 @@ class _Code:
         half = self.builder.trunc(self.builder.lshr(up, _constant(16)), _HALVES)
         self.store(half, pointer, 2)
 
+    def transposed(self, lines: list[Any]) -> list[Any]:
+        """Transpose 16 vectors, by swapping ever smaller blocks."""
+        lines = list(lines)
+        distance = WIDTH // 2
+        while distance:
+            low = [i if not i & distance else WIDTH + i - distance for i in range(WIDTH)]
+            high = [i + distance if not i & distance else WIDTH + i for i in range(WIDTH)]
+            for i in range(WIDTH):
+                if not i & distance:
+                    lines[i], lines[i + distance] = (
+                        self.builder.shuffle_vector(lines[i], lines[i + distance], ir.Constant(_VECTOR, lanes))
+                        for lanes in (low, high)
+                    )
+            distance //= 2
+        return lines
+
     def taking(self, active: int) -> Any:
         """Return the active lanes; argument `active` is their number."""
         lanes = ir.Constant(_VECTOR, list(range(WIDTH)))
@@ -385,18 +401,7 @@ def list_step(typing: Any, x, place, stride, row, counts, rows, factors, to, pit
             code.load(builder.gep(code.pointer(0, 1, 4), [builder.mul(stride_bytes, _I64(i))]), _FLOATS, 4)
             for i in range(WIDTH)
         ]
-        # Transpose, by swapping ever smaller blocks.
-        distance = WIDTH // 2
-        while distance:
-            low = [i if not i & distance else WIDTH + i - distance for i in range(WIDTH)]
-            high = [i + distance if not i & distance else WIDTH + i for i in range(WIDTH)]
-            for i in range(WIDTH):
-                if not i & distance:
-                    lines[i], lines[i + distance] = (
-                        builder.shuffle_vector(lines[i], lines[i + distance], ir.Constant(_VECTOR, lanes))
-                        for lanes in (low, high)
-                    )
-            distance //= 2
+        lines = code.transposed(lines)
         numbers = builder.add(code.splat(code.integer(3, types.uint32)), ir.Constant(_VECTOR, list(range(WIDTH))))
         flags = ir.VectorType(ir.IntType(1), WIDTH)
         compress = [
@@ -508,3 +513,93 @@ def _shifting(placing: bool) -> tuple[Any, Any]:
 
 add_step, add_and_turn_step = _shifting(placing=True)
 subtract_step, turn_and_subtract_step = _shifting(placing=False)
+
+
+@_spelled_out
+def join_step(typing: Any, low, at_low, low_row, high, at_high, high_row, added, first, places, token, later, out):  # type: ignore[no-untyped-def]
+    """Join the low and high bytes of 16 channels of 16 tokens to words, and write these token by token.
+
+    `join_step(low, at_low, low_row, high, at_high, high_row, added, first, places, token, later, out)`
+
+    Args:
+        typing: Numba's.
+        low: uint8 array.
+        at_low: where the first channel's low bytes are.
+        low_row: from a channel's bytes to the next channel's.
+        high: uint8 array.
+        at_high: where the first channel's high bytes are.
+        high_row: as `low_row`.
+        added: uint8 array, added to the high bytes, modulo 256.
+        first: where its entries for the channels begin.
+        places: int64 array, where each token is written; below zero: it is not written.
+        token: the first token's entry.
+        later: added to each place.
+        out: uint16 array, receives the words, rotated right by one bit.
+    """
+    signature = types.void(low, at_low, low_row, high, at_high, high_row, added, first, places, token, later, out)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        code = _Code(context, builder, sig.args, values)
+        eight, one, fifteen = (ir.Constant(_HALVES, [bits] * WIDTH) for bits in (8, 1, 15))
+        lows, highs = code.pointer(0, 1, 1), code.pointer(3, 4, 1)
+        low_bytes, high_bytes = (code.integer(row, types.int64) for row in (2, 5))
+        offsets = code.load(code.pointer(6, 7, 1), _BYTES, 1)
+        lines = []
+        for channel in range(WIDTH):
+            number = _I64(channel)
+            offset = builder.shuffle_vector(offsets, offsets, ir.Constant(_VECTOR, [channel] * WIDTH))
+            below = code.load(builder.gep(lows, [builder.mul(low_bytes, number)]), _BYTES, 1)
+            above = code.load(builder.gep(highs, [builder.mul(high_bytes, number)]), _BYTES, 1)
+            above = builder.shl(builder.zext(builder.add(above, offset), _HALVES), eight)
+            word = builder.or_(builder.zext(below, _HALVES), above)
+            lines.append(builder.or_(builder.lshr(word, one), builder.shl(word, fifteen)))
+        place_at = builder.bitcast(code.pointer(8, 9, 8), _I64.as_pointer())
+        moved = code.integer(10, types.int64)
+        for number, line in enumerate(code.transposed(lines)):
+            place = builder.load(builder.gep(place_at, [_I64(number)]))
+            with builder.if_then(builder.icmp_signed(">=", place, _I64(0))):
+                target = builder.mul(builder.add(place, moved), _I64(2))
+                code.store(line, builder.gep(code.data(11), [target]), 2)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@_spelled_out
+def split_step(typing: Any, words, begins, token, later, low, at_low, high, at_high, row):  # type: ignore[no-untyped-def]
+    """Split words of 16 channels of 16 tokens into low and high bytes, channel by channel.
+
+    `split_step(words, begins, token, later, low, at_low, high, at_high, row)`
+
+    Args:
+        typing: Numba's.
+        words: uint16 array.
+        begins: int64 array, where each token's words begin.
+        token: the first token's entry.
+        later: added to each beginning.
+        low: uint8 array, receives the low bytes of the words, rotated left by one bit.
+        at_low: where the first channel's are written.
+        high: as `low`, for the high bytes.
+        at_high: as `at_low`.
+        row: from a channel's bytes to the next channel's, in both.
+    """
+    signature = types.void(words, begins, token, later, low, at_low, high, at_high, row)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        code = _Code(context, builder, sig.args, values)
+        eight, one, fifteen = (ir.Constant(_HALVES, [bits] * WIDTH) for bits in (8, 1, 15))
+        begin_at = builder.bitcast(code.pointer(1, 2, 8), _I64.as_pointer())
+        moved = code.integer(3, types.int64)
+        lines = []
+        for token_ in range(WIDTH):
+            place = builder.add(builder.load(builder.gep(begin_at, [_I64(token_)])), moved)
+            word = code.load(builder.gep(code.data(0), [builder.mul(place, _I64(2))]), _HALVES, 2)
+            lines.append(builder.or_(builder.shl(word, one), builder.lshr(word, fifteen)))
+        row_bytes = code.integer(8, types.int64)
+        for channel, line in enumerate(code.transposed(lines)):
+            offset = builder.mul(row_bytes, _I64(channel))
+            for array, part in ((4, line), (6, builder.lshr(line, eight))):
+                code.store(builder.trunc(part, _BYTES), builder.gep(code.pointer(array, array + 1, 1), [offset]), 1)
+        return context.get_dummy_value()
+
+    return signature, generate
