@@ -6,7 +6,7 @@ into pages, without a copy in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -50,7 +50,9 @@ class Rows:
 
     def take(self, part: slice) -> Rows:
         """Return the rows of some of the tokens."""
-        return replace(self, begins=self.begins[part], kinds=self.kinds[part])
+        return Rows(
+            self.memory, self.begins[part], self.head_stride, self.heads, self.size, self.offsets, self.kinds[part]
+        )
 
 
 def dense_rows(tensor: torch.Tensor) -> Rows:
@@ -113,6 +115,8 @@ def cache_rows(
 
 def all_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a one-dimensional view of everything between a tensor's first value and its last."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     if not tensor.numel():
         return tensor.flatten()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

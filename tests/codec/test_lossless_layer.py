@@ -94,6 +94,38 @@ def test_every_bit_of_a_layer_comes_back(dtype: str, kind: str, tokens: int) -> 
                 assert torch.equal(bits(mine), bits(theirs))
 
 
+@pytest.mark.parametrize(("heads", "per_stream"), [(16, 1), (6, 2), (3, 4), (1, 16)])
+def test_words_joined_sixteen_at_a_time_are_the_reference(heads: int, per_stream: int) -> None:
+    """Stored low bytes and coded high bytes, as models give them, with all numbers of tokens per stream."""
+    layout = KVLayout("synthetic", (LayerLayout(heads, 64, 32, None),), "bfloat16", None)
+    codec = {name: Codec(Profile.generic(layout), "lossless", threads=1, backend=name) for name in stage_names()}
+    for tokens in (16, 17, 47, 257):
+        draw = torch.Generator().manual_seed(tokens)
+        units = [torch.randn(2 * tokens, heads + 1, size, generator=draw).bfloat16() for size in (64, 32)]
+        keys, values = ([unit[::2, 1:]] for unit in units)  # neither tokens nor heads are adjacent
+        chunk = KVChunk(keys, values, layout)
+        blob = codec["numba"].encode(chunk)
+        assert codec["reference"].encode(chunk) == blob
+        part = read_layer(memoryview(read_section(blob, read_header(blob), 0)), layout.layers[0], 2, tokens)
+        assert [model is not None for model in part.models] == [False, True] * 2
+        assert part.part is not None and part.part.tokens_per_stream == per_stream
+        for span in (range(tokens), range(3, tokens - 2), range(tokens - 9, tokens)):
+            back = codec["numba"].decode(blob, tokens=span)
+            for mine, own in zip(back.keys + back.values, chunk.keys + chunk.values, strict=True):
+                assert torch.equal(bits(mine), bits(own[span.start : span.stop]))
+        got = [torch.full((tokens, heads, size), POISON).bfloat16() for size in (64, 32)]
+        index = get_stages("numba").index_layer(
+            memoryview(read_section(blob, read_header(blob), 0)), layout.layers[0], torch.bfloat16, tokens
+        )
+        rows = [dense_rows(unit) for unit in got]
+        for unit in rows:
+            unit.begins[::3] = -1  # a token that is not written
+        get_stages("numba").decode_layer(index, slice(0, tokens), rows[0], rows[1], 0)
+        for mine, own in zip(got, (chunk.keys[0], chunk.values[0]), strict=True):
+            there = torch.arange(tokens) % 3 != 0
+            assert torch.equal(bits(mine[there]), bits(own[there])) and bool((mine[~there] == POISON).all())
+
+
 def test_the_layers_exercise_what_they_are_to() -> None:
     for dtype in DTYPES:
         found = {kind: read_layer(memoryview(coded(dtype, kind, 513)[0]), layer_of("usual"),

@@ -21,7 +21,7 @@ from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.coded_part import read_u16, read_u32
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
-from cuvee.codec.stages.compiled.simd import WIDTH
+from cuvee.codec.stages.compiled.simd import WIDTH, join_step, split_step
 from cuvee.codec.stages.compiled.token_order import ABSENT, deal
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, read_layer
 from cuvee.codec.stages.rows import Rows, dense_rows
@@ -168,16 +168,73 @@ def _decode(  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _rows_of_tokens(source, row, channel, per_stream, streams, out):  # type: ignore[no-untyped-def]
+    """Copy the bytes of `_CHANNELS` channels, whose columns are dealt to the streams, to `out`, in order of tokens."""
+    count = per_stream * streams
+    for i in range(_CHANNELS):
+        own, to = source[(channel + i) * row : (channel + i) * row + count], out[i * count : (i + 1) * count]
+        if per_stream == 2:  # of these constants LLVM makes shuffles of vectors
+            second = own[streams:]
+            for s in range(streams):
+                to[2 * s], to[2 * s + 1] = own[s], second[s]
+        elif per_stream == 4:
+            second, third, fourth = own[streams:], own[2 * streams :], own[3 * streams :]
+            for s in range(streams):
+                to[4 * s], to[4 * s + 1], to[4 * s + 2], to[4 * s + 3] = own[s], second[s], third[s], fourth[s]
+        else:
+            for j in range(per_stream):
+                part = own[j * streams :]
+                for s in range(streams):
+                    to[s * per_stream + j] = part[s]
+
+
+@compiled
+def _write_joined(  # type: ignore[no-untyped-def]
+    low, low_row, high, high_row, per_stream, references, at, width, begins, first_row, heads, size, stride, out
+):
+    """Join a unit's stored low bytes and coded high bytes, and write its 16-bit values.
+
+    `size` is a multiple of `_CHANNELS`. Of each plane: its bytes, and how far a channel's are from the next channel's.
+    The references of the high bytes begin at `references[at]`.
+    """
+    streams = high_row // per_stream
+    rows = np.empty(_CHANNELS * high_row if per_stream > 1 else 0, np.uint8)
+    places = np.full(width, -1, np.int64)
+    for t in range(max(-first_row, 0), min(width, len(begins) - first_row)):
+        places[t] = begins[first_row + t]
+    for h in range(heads):
+        for d in range(0, size, _CHANNELS):
+            channel = h * size + d
+            from_high, high_begin = high, channel * high_row
+            if per_stream > 1:
+                _rows_of_tokens(high, high_row, channel, per_stream, streams, rows)
+                from_high, high_begin = rows, 0
+            for block in range(0, width, WIDTH):
+                begin = min(block, width - WIDTH)  # the last tokens may be written twice
+                join_step(
+                    low, channel * low_row + begin, low_row, from_high, high_begin + begin, high_row, references,
+                    at + channel, places, begin, h * stride + d, out,
+                )  # fmt: skip
+
+
+@compiled
 def _write(  # type: ignore[no-untyped-def]
-    data, tokens, start, width, planes, columns, position, scratch, begins, first_row, heads, size, stride, offsets,
-    kinds, out
+    data, tokens, start, width, planes, columns, per_stream, position, scratch, begins, first_row, heads, size, stride,
+    offsets, kinds, out,
 ):  # fmt: skip
     """Join the planes of a unit, and write its values."""
     count = len(planes)
+    joined = count == 2 and size % _CHANNELS == 0 and width >= WIDTH and not len(offsets)
+    if joined and planes[1, _CODED] and not planes[0, _CODED]:  # as nearly always
+        _write_joined(
+            data[planes[0, _AT] + start :], tokens, scratch[planes[1, _ROW] * columns :], columns, per_stream, data,
+            planes[1, _AT], width, begins, first_row, heads, size, stride, out,
+        )  # fmt: skip
+        return
+    in_order = columns == width and per_stream == 1
     tile = np.empty((_CHANNELS, width), out.dtype)
     word = np.empty(width, np.uint32)
     row = np.empty(width, np.uint8)
-    in_order = columns == width and (width < 2 or position[1] == 1)  # one token per stream
     for h in range(heads):
         for d in range(0, size, _CHANNELS):
             adjacent = min(_CHANNELS, size - d)
@@ -280,13 +337,13 @@ def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows |
     )  # fmt: skip
     if columns < 0:
         raise stream_error(int(problem[0]), stream_count(index.tokens, 1 << int(index.found[part.LOG2])))
-    itemsize = index.itemsize
+    itemsize, per_stream = index.itemsize, 1 << int(index.found[part.LOG2]) if index.found[_STEPS] else 1
     for rows, first in ((keys, 0), (values, itemsize)):
         if rows is not None:
             _write(
                 index.data, index.tokens, at.start, at.stop - at.start, index.planes[first : first + itemsize], columns,
-                position, scratch, rows.begins, first_row, rows.heads, rows.size, rows.head_stride, rows.offsets,
-                rows.kinds, _bits(rows.memory),
+                per_stream, position, scratch, rows.begins, first_row, rows.heads, rows.size, rows.head_stride,
+                rows.offsets, rows.kinds, _bits(rows.memory),
             )  # fmt: skip
 
 
@@ -298,14 +355,20 @@ def _bits(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.unsignedin
 
 
 @compiled
-def _split(memory, begins, stride, heads, size, planes, reference, counts):  # type: ignore[no-untyped-def]
-    """Split a unit's words into byte planes; find their references, and count the differences from these."""
+def _split_words(memory, begins, stride, heads, size, planes):  # type: ignore[no-untyped-def]
+    """Split a unit's words into byte planes."""
     count, _, tokens = planes.shape
+    if count == 2 and size % _CHANNELS == 0 and tokens >= WIDTH:
+        low, high = planes[0].reshape(planes[0].size), planes[1].reshape(planes[1].size)
+        for h in range(heads):
+            for d in range(0, size, _CHANNELS):
+                for block in range(0, tokens, WIDTH):
+                    token = min(block, tokens - WIDTH)  # the last tokens may be split twice
+                    at = (h * size + d) * tokens + token
+                    split_step(memory, begins, token, h * stride + d, low, at, high, at, tokens)
+        return
     tile = np.empty((_CHANNELS, tokens), np.uint32)
     top = np.uint32(8 * count - 1)
-    several = np.zeros((4, SYMBOLS), np.int64)  # four in turn, since an entry is not ready again at once
-    for plane in range(count):
-        counts[plane] = 0
     for h in range(heads):
         for d in range(0, size, _CHANNELS):
             adjacent = min(_CHANNELS, size - d)
@@ -316,22 +379,30 @@ def _split(memory, begins, stride, heads, size, planes, reference, counts):  # t
                     tile[i, t] = source[i]
             for i in range(adjacent):
                 row = tile[i]
-                channel = h * size + d + i
                 for t in range(tokens):
                     row[t] = np.uint32((row[t] << np.uint32(1)) | (row[t] >> top))
                 for plane in range(count):
                     shift = np.uint32(8 * plane)
-                    target = planes[plane, channel]
-                    total = np.int64(0)
+                    target = planes[plane, h * size + d + i]
                     for t in range(tokens):
-                        byte = np.uint8((row[t] >> shift) & np.uint32(0xFF))
-                        target[t] = byte
-                        total += byte
-                    reference[plane, channel] = np.uint8(np.rint(total / tokens))
+                        target[t] = np.uint8((row[t] >> shift) & np.uint32(0xFF))
+
+
+@compiled
+def _split(memory, begins, stride, heads, size, planes, reference, counts):  # type: ignore[no-untyped-def]
+    """Split a unit's words into byte planes; find their references, and count the differences from these."""
+    count, channels, tokens = planes.shape
+    _split_words(memory, begins, stride, heads, size, planes)
+    several = np.zeros((4, SYMBOLS), np.int64)  # four in turn, since an entry is not ready again at once
     for plane in range(count):
         several[:] = 0
-        for channel in range(heads * size):
-            own, row = reference[plane, channel], planes[plane, channel]
+        for channel in range(channels):
+            row = planes[plane, channel]
+            total = np.int64(0)
+            for t in range(tokens):
+                total += row[t]
+            own = np.uint8(np.rint(total / tokens))
+            reference[plane, channel] = own
             for t in range(0, tokens - 3, 4):
                 several[0, np.uint8(row[t] - own)] += 1
                 several[1, np.uint8(row[t + 1] - own)] += 1

@@ -36,6 +36,7 @@ from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import U8
 
 PROB_BITS = 12
+_PAIRS = np.dtype([("symbol", "u1"), ("frequency", "<u2")])
 _PAIR = struct.Struct("<BH")
 _COUNT = struct.Struct("<H")
 
@@ -92,17 +93,20 @@ def choose_table(counts: npt.NDArray[np.integer], channels: int) -> npt.NDArray[
 
     Returns None if coding saves less than a hundredth, table and references included: the plane is stored.
     """
+    used, most = counts > 0, 0.99 * counts.sum()
+    if (counts[used] * np.log2(counts.sum() / counts[used])).sum() / 8 + channels >= most:
+        return None  # no table takes fewer bits than the entropy: mantissas need no table
     freq = normalize_counts(counts, PROB_BITS)
-    used = counts > 0
     size = (counts[used] * (PROB_BITS - np.log2(freq[used]))).sum() / 8
-    return None if size + channels + 3 * int((freq > 0).sum()) >= 0.99 * counts.sum() else freq
+    return None if size + channels + 3 * int((freq > 0).sum()) >= most else freq
 
 
 def write_model(reference: U8, freq: npt.NDArray[np.uint16]) -> bytes:
     """Write references and table of a coded plane."""
     used = np.flatnonzero(freq)
-    pairs = b"".join(_PAIR.pack(symbol, freq[symbol]) for symbol in used)
-    return reference.tobytes() + _COUNT.pack(len(used)) + pairs
+    pairs = np.empty(len(used), _PAIRS)
+    pairs["symbol"], pairs["frequency"] = used, freq[used]
+    return reference.tobytes() + _COUNT.pack(len(used)) + pairs.tobytes()
 
 
 def read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16]] | None:
