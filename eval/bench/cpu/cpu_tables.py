@@ -16,7 +16,7 @@ from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
 from cuvee.eval.formatting import format_bits, format_number
 from cuvee.eval.machine import machine_line
 
-__all__ = ["cpu_markdown", "print_cpu_report"]
+__all__ = ["cpu_markdown", "print_cpu_report", "print_turns", "turns_markdown"]
 
 COMPARISON_NOTE = (
     "GB/s of bfloat16, by the number of threads, and how many times as fast the most threads are as the fewest. "
@@ -44,6 +44,38 @@ def cpu_markdown(report: dict[str, Any]) -> str:
         for table in _tables(report)
     ]
     return markdown_document("cuvee bench cpu", [_machine(report)], sections, {})
+
+
+def print_turns(report: dict[str, Any], console: Console) -> None:
+    """Print the report of `compare_with` as a table."""
+    console.print(_machine(report), style="dim", highlight=False)
+    for shown in _for_terminal(_turns(report)):
+        console.print(shown)
+
+
+def turns_markdown(report: dict[str, Any]) -> str:
+    """The report of `compare_with` as GitHub-flavored Markdown."""
+    table = _turns(report)
+    section = ReportSection("", table.title, [ReportTable(table.columns, table.rows, "", table.note)])
+    return markdown_document("cuvee bench cpu", [_machine(report)], [section], {})
+
+
+def _turns(report: Mapping[str, Any]) -> ReportTable:
+    rows = []
+    for entry in report["cases"]:
+        row = [entry["cache"], entry["profile"], str(entry["tokens"]), str(entry["threads"])]
+        row.append(" / ".join(dict.fromkeys(format_bits(bits) for bits in entry["bits_per_value"])))
+        for way in ("encode", "decode"):
+            row.append(" / ".join(f"{side['median']:.3f}" for side in entry[way]["gb_per_s"]))
+            ratio = entry[way]["ratio"]
+            row.append(f"{ratio['median']:.2f} ({ratio['p20']:.2f}-{ratio['p80']:.2f})")
+        rows.append(row)
+    return ReportTable(
+        ["cache ", "profile ", "tokens", "threads", "bits", "encode", "ratio", "decode", "ratio"],
+        rows,
+        f"{report['against']} / this cuvee, GB/s of bfloat16",
+        "Two processes take turns. Ratios are those within turns: the median, and the 20th and 80th percentiles.",
+    )
 
 
 def _machine(report: Mapping[str, Any]) -> str:

@@ -63,6 +63,22 @@ def bench_cpu(
             "--threads", min=1, show_default=False, help="Number of threads to compare. Repeatable. Default: 1 and 2."
         ),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMIT",
+            show_default=False,
+            help="Instead, only encode and decode, in turns with this commit, or with the checkout in this folder.",
+        ),
+    ] = None,
+    profiles: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--profile",
+            show_default=False,
+            help="With --against: also measure with this profile, which both must read. Repeatable.",
+        ),
+    ] = None,
     out: ReportFile = None,
     force: Force = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
@@ -74,12 +90,26 @@ def bench_cpu(
     cuvee[eval]. Takes five minutes.
 
     Example: cuvee bench cpu --quick --model smollm2
+
+    Example: cuvee bench cpu --against HEAD~1 --model smollm2
     """
     from cuvee.eval.bench.cpu.cpu_bench import COMPARED_THREADS, run_cpu_bench
-    from cuvee.eval.bench.cpu.cpu_tables import cpu_markdown, print_cpu_report
+    from cuvee.eval.bench.cpu.cpu_tables import cpu_markdown, print_cpu_report, print_turns, turns_markdown
 
     if markdown and as_json:
         raise typer.BadParameter("give --markdown or --json, not both")
+    if profiles and against is None:
+        raise typer.BadParameter("goes with --against", param_hint="--profile")
+    if against is not None:
+        from cuvee.eval.bench.cpu.turns import compare_with
+
+        asked = tuple(models or ()), tuple(profiles or ()), tuple(sorted(set(threads or (1,))))
+        _measure(
+            lambda progress: compare_with(against, *asked, quick, progress),
+            (lambda report, console: print(turns_markdown(report), end="")) if markdown else print_turns,
+            out, force, as_json,
+        )  # fmt: skip
+        return
     counts = tuple(sorted(set(threads or COMPARED_THREADS)))
     _measure(
         lambda progress: run_cpu_bench(quick, tuple(models or ()), counts, progress),

@@ -1,0 +1,96 @@
+"""`cuvee bench cpu --against`: two processes that take turns. No speed is asserted."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cuvee.cli import app
+from cuvee.codec.errors import CuveeError, InputError
+from cuvee.eval.bench.cpu import turns
+from cuvee.eval.bench.cpu.cpu_tables import print_turns, turns_markdown
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("turns") / "report.json"
+    arguments = ["bench", "cpu", "--quick", "--against", str(ROOT), "--out", str(out)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    data: dict[str, Any] = json.loads(out.read_text())
+    return data
+
+
+def test_every_case_has_both_speeds_and_their_ratio(report: dict[str, Any]) -> None:
+    assert report["against"] == str(ROOT) and report["hardware"]["cpu"]
+    named = [(case["profile"], case["tokens"], case["threads"]) for case in report["cases"]]
+    assert named == [(of, tokens, 1) for of in ("lossless", "generic", "head") for tokens in (64, 256)]
+    for case in report["cases"]:
+        assert case["bits_per_value"][0] == case["bits_per_value"][1]
+        for way in ("encode", "decode"):
+            theirs, mine = (side["median"] for side in case[way]["gb_per_s"])
+            assert theirs > 0 and mine > 0
+            ratio = case[way]["ratio"]
+            assert ratio["runs"] == turns.QUICK_TURNS and 0 < ratio["p20"] <= ratio["median"] <= ratio["p80"]
+
+
+def test_the_report_is_printed(report: dict[str, Any]) -> None:
+    console = Console(file=io.StringIO(), width=160)
+    print_turns(report, console)
+    assert isinstance(console.file, io.StringIO)
+    assert "lossless" in console.file.getvalue()
+    lines = [line for line in turns_markdown(report).splitlines() if line.startswith("| llama")]
+    assert len(lines) == len(report["cases"])
+
+
+def test_the_source_of_a_commit_is_checked_out_and_removed() -> None:
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if head.returncode:
+        pytest.skip("not a checkout")
+    with turns._source_of("HEAD") as source:
+        assert (source / "cuvee" / "__init__.py").exists() and source.parent.name == head.stdout[:12]
+    assert not source.exists()
+    listed = subprocess.run(["git", "-C", str(ROOT), "worktree", "list"], capture_output=True, text=True, check=True)
+    assert str(source.parent) not in listed.stdout
+
+
+@pytest.mark.parametrize("other", ["no-such-commit", "--help", ""])
+def test_a_commit_that_is_not_there_is_refused(other: str) -> None:
+    with pytest.raises(InputError, match="against: must be a commit of this checkout"):
+        turns.compare_with(other, quick=True)
+
+
+def test_a_worker_that_fails_is_reported_with_its_last_line(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "cuvee"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('this cuvee is broken')")
+    with pytest.raises(CuveeError, match="against: measuring failed: RuntimeError: this cuvee is broken"):
+        turns.compare_with(str(tmp_path), quick=True)
+
+
+def test_other_cases_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, os\n"
+        "tokens = 64 if 'other' in os.environ['PYTHONPATH'] else 128\n"
+        "case = {'cache': 'c', 'profile': 'p', 'tokens': tokens, 'threads': 1, 'bits_per_value': 1, 'bytes': 1}\n"
+        "print(json.dumps({'cases': [case]}))\n"
+    )
+    monkeypatch.setattr(turns, "_WORKER", worker)
+    (tmp_path / "other" / "src" / "cuvee").mkdir(parents=True)
+    with pytest.raises(CuveeError, match="measures other cases"):
+        turns.compare_with(str(tmp_path / "other"), quick=True)
+
+
+def test_a_profile_needs_another_cuvee() -> None:
+    done = CliRunner().invoke(app, ["bench", "cpu", "--profile", "some.safetensors"])
+    assert done.exit_code == 2 and "--against" in done.output
