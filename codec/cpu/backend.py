@@ -78,7 +78,7 @@ class CpuBackend:
             request = _trimmed(whole)
             layout, layers, cache = request.layout, request.layers, request.cache
             # Values of the cache's dtype are written as they are decoded.
-            direct = cache.dtype == layout.torch_dtype and has_rows(cache, layers)
+            direct = cache.dtype == layout.torch_dtype and has_rows(cache)
             target = cache if direct else PagedCache.empty(layout, len(request.span), layers, cache.device)
             rows = cache_rows(target, request.slots if direct else None, layers)
             parts = [

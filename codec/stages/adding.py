@@ -38,7 +38,7 @@ def adder(cache: PagedCache, slots: torch.Tensor) -> Callable[[int, torch.Tensor
         InputError: the cache does not have one of the slots; on the CPU only.
     """
     layers = range(cache.layout.num_layers)
-    if cache.device.type == "cpu" and cache.dtype != torch.float16 and has_rows(cache, layers):
+    if cache.device.type == "cpu" and cache.dtype != torch.float16 and has_rows(cache):
         rows = cache_rows(cache, slots, layers)
 
         def add(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:

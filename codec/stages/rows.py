@@ -62,13 +62,9 @@ def dense_rows(tensor: torch.Tensor) -> Rows:
     return Rows(all_memory(tensor), begins, tensor.stride(1), heads, size)
 
 
-def has_rows(cache: PagedCache, layers: range) -> bool:
-    """Return whether the stages can write to these layers: no scales, and adjacent dimensions or `PermutedPages`."""
-    return not cache.scaled and all(
-        isinstance(unit, PermutedPages) or unit.stride(3) == 1 or unit.shape[3] == 1
-        for index in layers
-        for unit in cache.pages(index)
-    )
+def has_rows(cache: PagedCache) -> bool:
+    """Return whether the stages can write to a cache: it has no scales."""
+    return not cache.scaled
 
 
 def cache_rows(
@@ -90,6 +86,7 @@ def cache_rows(
         cache.check_range(slots, layers)
         numbers = slots.numpy()
     known: dict[tuple[int, int, int], tuple[I64, I64]] = {}
+    orders: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[I64, I64]] = {}
     rows: tuple[list[Rows | None], list[Rows | None]] = ([], [])
     for index in range(cache.layout.num_layers):
         for unit, out in zip(cache.pages(index), rows, strict=True):
@@ -108,8 +105,15 @@ def cache_rows(
             begins, tokens = known[kind]
             if isinstance(unit, PermutedPages):
                 out.append(Rows(unit.memory, begins, 0, heads, size, unit.order.offsets.numpy(), tokens))
-            else:
+            elif unit.stride(3) == 1 or size == 1:
                 out.append(Rows(all_memory(unit), begins, unit.stride(2), heads, size))
+            else:  # vLLM's keys on a CPU: a dimension of all tokens of a block, then the next
+                key = unit.shape[2:], unit.stride()[2:]
+                if key not in orders:
+                    orders[key] = (
+                        np.arange(heads)[:, None] * unit.stride(2) + np.arange(size) * unit.stride(3)
+                    )[None], np.zeros(len(numbers), np.int64)  # fmt: skip
+                out.append(Rows(all_memory(unit), begins, 0, heads, size, *orders[key]))
     return rows
 
 

@@ -39,7 +39,7 @@ def make_cache(kind: str, dtype: torch.dtype) -> PagedCache:
 @pytest.mark.parametrize("kind", ["plain", "heads first", "permuted"])
 def test_sums_are_rounded_once(kind: str, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(adding, "has_rows", lambda cache, layers: False)
+        monkeypatch.setattr(adding, "has_rows", lambda cache: False)
     cache, before = make_cache(kind, dtype), make_cache(kind, dtype)
     more = [torch.randn(5, HEADS, size, generator=torch.Generator().manual_seed(2)) for size in (KEY, VALUE)]
     adder(cache, SLOTS)(1, *(part.transpose(0, 1).contiguous().transpose(0, 1) for part in more))

@@ -21,8 +21,9 @@ from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.coded_part import read_u16, read_u32
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
-from cuvee.codec.stages.compiled.simd import WIDTH, join_step, split_step
+from cuvee.codec.stages.compiled.simd import WIDTH, join_by_channel_step, join_step, split_step
 from cuvee.codec.stages.compiled.token_order import ABSENT, deal
+from cuvee.codec.stages.compiled.transform import adjacent
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, read_layer
 from cuvee.codec.stages.rows import Rows, dense_rows
 
@@ -190,8 +191,9 @@ def _rows_of_tokens(source, row, channel, per_stream, streams, out):  # type: ig
 
 @compiled
 def _write_joined(  # type: ignore[no-untyped-def]
-    low, low_row, high, high_row, per_stream, references, at, width, begins, first_row, heads, size, stride, out
-):
+    low, low_row, high, high_row, per_stream, references, at, width, begins, first_row, heads, size, stride, offsets,
+    kinds, out,
+):  # fmt: skip
     """Join a unit's stored low bytes and coded high bytes, and write its 16-bit values.
 
     `size` is a multiple of `_CHANNELS`. Of each plane: its bytes, and how far a channel's are from the next channel's.
@@ -199,6 +201,7 @@ def _write_joined(  # type: ignore[no-untyped-def]
     """
     streams = high_row // per_stream
     rows = np.empty(_CHANNELS * high_row if per_stream > 1 else 0, np.uint8)
+    tile, in_tile = np.empty(_CHANNELS * WIDTH, out.dtype), np.arange(0, _CHANNELS * WIDTH, _CHANNELS)
     places = np.full(width, -1, np.int64)
     for t in range(max(-first_row, 0), min(width, len(begins) - first_row)):
         places[t] = begins[first_row + t]
@@ -211,10 +214,28 @@ def _write_joined(  # type: ignore[no-untyped-def]
                 from_high, high_begin = rows, 0
             for block in range(0, width, WIDTH):
                 begin = min(block, width - WIDTH)  # the last tokens may be written twice
-                join_step(
-                    low, channel * low_row + begin, low_row, from_high, high_begin + begin, high_row, references,
-                    at + channel, places, begin, h * stride + d, out,
-                )  # fmt: skip
+                low_begin = channel * low_row + begin
+                if not len(offsets):
+                    join_step(
+                        low, low_begin, low_row, from_high, high_begin + begin, high_row, references, at + channel,
+                        places, begin, h * stride + d, out,
+                    )  # fmt: skip
+                elif adjacent(places, begin, kinds, first_row + begin):
+                    join_by_channel_step(
+                        low, low_begin, low_row, from_high, high_begin + begin, high_row, references, at + channel,
+                        offsets[kinds[first_row + begin], h], d, places[begin], out,
+                    )  # fmt: skip
+                else:
+                    join_step(
+                        low, low_begin, low_row, from_high, high_begin + begin, high_row, references, at + channel,
+                        in_tile, 0, 0, tile,
+                    )  # fmt: skip
+                    for t in range(WIDTH):
+                        to = places[begin + t]
+                        if to >= 0:
+                            of_token, source = offsets[kinds[first_row + begin + t], h], tile[t * _CHANNELS :]
+                            for i in range(_CHANNELS):
+                                out[to + of_token[d + i]] = source[i]
 
 
 @compiled
@@ -224,11 +245,11 @@ def _write(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Join the planes of a unit, and write its values."""
     count = len(planes)
-    joined = count == 2 and size % _CHANNELS == 0 and width >= WIDTH and not len(offsets)
+    joined = count == 2 and size % _CHANNELS == 0 and width >= WIDTH
     if joined and planes[1, _CODED] and not planes[0, _CODED]:  # as nearly always
         _write_joined(
             data[planes[0, _AT] + start :], tokens, scratch[planes[1, _ROW] * columns :], columns, per_stream, data,
-            planes[1, _AT], width, begins, first_row, heads, size, stride, out,
+            planes[1, _AT], width, begins, first_row, heads, size, stride, offsets, kinds, out,
         )  # fmt: skip
         return
     in_order = columns == width and per_stream == 1

@@ -137,6 +137,20 @@ class _Code:
             distance //= 2
         return lines
 
+    def store_halves(self, lines: list[Any], places: int, entry: int, later: int, out: int) -> None:
+        """Store 16 vectors of 16 bits where the entries of an array say, and nowhere if they are below zero.
+
+        `places`, `entry`, `later` and `out` are the numbers of the arguments with the array, its first entry, what is
+        added to its entries, and the array that receives the vectors.
+        """
+        place_at = self.builder.bitcast(self.pointer(places, entry, 8), _I64.as_pointer())
+        moved = self.integer(later, types.int64)
+        for number, line in enumerate(lines):
+            place = self.builder.load(self.builder.gep(place_at, [_I64(number)]))
+            with self.builder.if_then(self.builder.icmp_signed(">=", place, _I64(0))):
+                target = self.builder.mul(self.builder.add(place, moved), _I64(2))
+                self.store(line, self.builder.gep(self.data(out), [target]), 2)
+
     def taking(self, active: int) -> Any:
         """Return the active lanes; argument `active` is their number."""
         lanes = ir.Constant(_VECTOR, list(range(WIDTH)))
@@ -515,51 +529,80 @@ add_step, add_and_turn_step = _shifting(placing=True)
 subtract_step, turn_and_subtract_step = _shifting(placing=False)
 
 
-@_spelled_out
-def join_step(typing: Any, low, at_low, low_row, high, at_high, high_row, added, first, places, token, later, out):  # type: ignore[no-untyped-def]
-    """Join the low and high bytes of 16 channels of 16 tokens to words, and write these token by token.
+def _joining(by_token: bool) -> Any:
+    """Make the step that writes joined words token by token, or channel by channel."""
 
-    `join_step(low, at_low, low_row, high, at_high, high_row, added, first, places, token, later, out)`
+    @_spelled_out
+    def join_step(typing: Any, low, at_low, low_row, high, at_high, high_row, added, first, places, entry, later, out):  # type: ignore[no-untyped-def]
+        """Join the low and high bytes of 16 channels of 16 tokens to words, and write these.
+
+        `join_step(low, at_low, low_row, high, at_high, high_row, added, first, places, entry, later, out)`, or
+        `join_by_channel_step`
+
+        Args:
+            typing: Numba's.
+            low: uint8 array.
+            at_low: where the first channel's low bytes are.
+            low_row: from a channel's bytes to the next channel's.
+            high: uint8 array.
+            at_high: where the first channel's high bytes are.
+            high_row: as `low_row`.
+            added: uint8 array, added to the high bytes, modulo 256.
+            first: where its entries for the channels begin.
+            places: int64 array, where the 16 words of each token (or channel) are written; below zero: they are not.
+            entry: the entry of the first token (or channel).
+            later: added to each place.
+            out: uint16 array, receives the words, rotated right by one bit.
+        """
+        signature = types.void(low, at_low, low_row, high, at_high, high_row, added, first, places, entry, later, out)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            code = _Code(context, builder, sig.args, values)
+            eight, one, fifteen = (ir.Constant(_HALVES, [bits] * WIDTH) for bits in (8, 1, 15))
+            lows, highs = code.pointer(0, 1, 1), code.pointer(3, 4, 1)
+            low_bytes, high_bytes = (code.integer(row, types.int64) for row in (2, 5))
+            offsets = code.load(code.pointer(6, 7, 1), _BYTES, 1)
+            lines = []
+            for channel in range(WIDTH):
+                number = _I64(channel)
+                offset = builder.shuffle_vector(offsets, offsets, ir.Constant(_VECTOR, [channel] * WIDTH))
+                below = code.load(builder.gep(lows, [builder.mul(low_bytes, number)]), _BYTES, 1)
+                above = code.load(builder.gep(highs, [builder.mul(high_bytes, number)]), _BYTES, 1)
+                above = builder.shl(builder.zext(builder.add(above, offset), _HALVES), eight)
+                word = builder.or_(builder.zext(below, _HALVES), above)
+                lines.append(builder.or_(builder.lshr(word, one), builder.shl(word, fifteen)))
+            code.store_halves(code.transposed(lines) if by_token else lines, 8, 9, 10, 11)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return join_step
+
+
+join_step, join_by_channel_step = _joining(by_token=True), _joining(by_token=False)
+
+
+@_spelled_out
+def transpose_step(typing: Any, x, place, row, places, entry, later, out):  # type: ignore[no-untyped-def]
+    """Transpose 16 rows of 16 values: `transpose_step(x, place, row, places, entry, later, out)`.
 
     Args:
         typing: Numba's.
-        low: uint8 array.
-        at_low: where the first channel's low bytes are.
-        low_row: from a channel's bytes to the next channel's.
-        high: uint8 array.
-        at_high: where the first channel's high bytes are.
-        high_row: as `low_row`.
-        added: uint8 array, added to the high bytes, modulo 256.
-        first: where its entries for the channels begin.
-        places: int64 array, where each token is written; below zero: it is not written.
-        token: the first token's entry.
+        x: uint16 array.
+        place: where the first row is.
+        row: from a row to the next.
+        places: int64 array, where each column is written; below zero: it is not.
+        entry: the first column's entry.
         later: added to each place.
-        out: uint16 array, receives the words, rotated right by one bit.
+        out: uint16 array.
     """
-    signature = types.void(low, at_low, low_row, high, at_high, high_row, added, first, places, token, later, out)
+    signature = types.void(x, place, row, places, entry, later, out)
 
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         code = _Code(context, builder, sig.args, values)
-        eight, one, fifteen = (ir.Constant(_HALVES, [bits] * WIDTH) for bits in (8, 1, 15))
-        lows, highs = code.pointer(0, 1, 1), code.pointer(3, 4, 1)
-        low_bytes, high_bytes = (code.integer(row, types.int64) for row in (2, 5))
-        offsets = code.load(code.pointer(6, 7, 1), _BYTES, 1)
-        lines = []
-        for channel in range(WIDTH):
-            number = _I64(channel)
-            offset = builder.shuffle_vector(offsets, offsets, ir.Constant(_VECTOR, [channel] * WIDTH))
-            below = code.load(builder.gep(lows, [builder.mul(low_bytes, number)]), _BYTES, 1)
-            above = code.load(builder.gep(highs, [builder.mul(high_bytes, number)]), _BYTES, 1)
-            above = builder.shl(builder.zext(builder.add(above, offset), _HALVES), eight)
-            word = builder.or_(builder.zext(below, _HALVES), above)
-            lines.append(builder.or_(builder.lshr(word, one), builder.shl(word, fifteen)))
-        place_at = builder.bitcast(code.pointer(8, 9, 8), _I64.as_pointer())
-        moved = code.integer(10, types.int64)
-        for number, line in enumerate(code.transposed(lines)):
-            place = builder.load(builder.gep(place_at, [_I64(number)]))
-            with builder.if_then(builder.icmp_signed(">=", place, _I64(0))):
-                target = builder.mul(builder.add(place, moved), _I64(2))
-                code.store(line, builder.gep(code.data(11), [target]), 2)
+        first, row_bytes = code.pointer(0, 1, 2), builder.mul(code.integer(2, types.int64), _I64(2))
+        lines = [code.load(builder.gep(first, [builder.mul(row_bytes, _I64(i))]), _HALVES, 2) for i in range(WIDTH)]
+        code.store_halves(code.transposed(lines), 3, 4, 5, 6)
         return context.get_dummy_value()
 
     return signature, generate

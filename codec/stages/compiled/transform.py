@@ -29,6 +29,17 @@ from cuvee.codec.support.arrays import F32, I64, U16
 
 
 @compiled
+def adjacent(begins, first, kinds, first_kind):  # type: ignore[no-untyped-def]
+    """Return whether the rows of 16 tokens are of one kind and begin at adjacent places."""
+    if begins[first] < 0:
+        return False
+    for t in range(1, WIDTH):
+        if begins[first + t] != begins[first] + t or kinds[first_kind + t] != kinds[first_kind]:
+            return False
+    return True
+
+
+@compiled
 def _place(  # type: ignore[no-untyped-def]
     x, block, mean, predicted, row_of, column, stride, cos, sin, order, memory, begins, head_stride, heads, size,
     offsets, kinds,
