@@ -6,6 +6,7 @@ The results are those of `reference/byte_planes.py`, which explains the parts of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.coded_part import read_u16, read_u32
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.compiler import compiled, compiled_briefly
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
 from cuvee.codec.stages.compiled.simd import WIDTH, join_by_channel_step, join_step, split_step
 from cuvee.codec.stages.compiled.token_order import ABSENT, deal
@@ -101,7 +102,7 @@ def _parse(data, end, channels, tokens, planes, slots):  # type: ignore[no-untyp
     return _skip_padding(data, at, end) if 0 <= at <= end else -1
 
 
-@compiled
+@compiled_briefly
 def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: ignore[no-untyped-def]
     """Read the parts that a section's tiles share; return where each stream's words begin, and the last one's end."""
     none = np.empty(0, np.uint32)
@@ -301,6 +302,36 @@ def _write(  # type: ignore[no-untyped-def]
                         out[at + i] = tile[i, t]
 
 
+@compiled
+def _decode_and_write(  # type: ignore[no-untyped-def]
+    data, words_at, start, stop, tokens, found, slots, tables, planes, scratch, problem, first_row, keys, values
+):
+    """Decode a tile of a layer, and write it; return False for a damaged stream.
+
+    `keys` and `values` are rows: begins, heads, size, stride, offsets, kinds, memory.
+    """
+    width = stop - start
+    most = width + MAX_TOKENS_PER_STREAM - 1  # columns
+    position = np.empty(most, np.int64)
+    columns = _decode(
+        data, words_at, start, stop, found, slots, tables, np.empty(most, np.uint32), np.empty(most, np.uint32),
+        np.empty(most, np.uint32), np.empty((most, lanes.GROUP_FIELDS), np.int64), np.empty(most, np.uint8), position,
+        scratch, problem,
+    )  # fmt: skip
+    if columns < 0:
+        return False
+    per_stream = 1 << found[part.LOG2] if found[_STEPS] else 1
+    bytes_per_value = len(planes) // 2
+    for own, rows in ((planes[:bytes_per_value], keys), (planes[bytes_per_value:], values)):
+        begins, heads, size, stride, offsets, kinds, out = rows
+        if heads:
+            _write(
+                data, tokens, start, width, own, columns, per_stream, position, scratch, begins, first_row, heads, size,
+                stride, offsets, kinds, out,
+            )  # fmt: skip
+    return True
+
+
 _SLACK = bytes(4)
 _arena = Arena()
 
@@ -350,22 +381,26 @@ def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows |
     """See `cuvee.codec.stages.reference.byte_planes.decode_layer`."""
     most = at.stop - at.start + MAX_TOKENS_PER_STREAM - 1  # columns
     scratch = _arena.array("planes", int(index.channels.sum()) * most + WIDTH, np.uint8)
-    position, problem = np.empty(most, np.int64), np.zeros(1, np.int64)
-    streams = tuple(np.empty(most, np.uint32) for _ in range(3))
-    columns = _decode(
-        index.data, index.words_at, at.start, at.stop, index.found, index.slots, index.tables, *streams,
-        np.empty((most, lanes.GROUP_FIELDS), np.int64), np.empty(most, np.uint8), position, scratch, problem,
-    )  # fmt: skip
-    if columns < 0:
+    problem = np.zeros(1, np.int64)
+    if not _decode_and_write(
+        index.data, index.words_at, at.start, at.stop, index.tokens, index.found, index.slots, index.tables,
+        index.planes, scratch, problem, first_row, _row_arrays(keys, index.itemsize),
+        _row_arrays(values, index.itemsize),
+    ):  # fmt: skip
         raise stream_error(int(problem[0]), stream_count(index.tokens, 1 << int(index.found[part.LOG2])))
-    itemsize, per_stream = index.itemsize, 1 << int(index.found[part.LOG2]) if index.found[_STEPS] else 1
-    for rows, first in ((keys, 0), (values, itemsize)):
-        if rows is not None:
-            _write(
-                index.data, index.tokens, at.start, at.stop - at.start, index.planes[first : first + itemsize], columns,
-                per_stream, position, scratch, rows.begins, first_row, rows.heads, rows.size, rows.head_stride,
-                rows.offsets, rows.kinds, _bits(rows.memory),
-            )  # fmt: skip
+
+
+def _row_arrays(rows: Rows | None, itemsize: int) -> tuple[Any, ...]:
+    """Return rows as the compiled loops take them; without heads if there are none."""
+    if rows is None:
+        return _NO_ROWS[itemsize]
+    return rows.begins, rows.heads, rows.size, rows.head_stride, rows.offsets, rows.kinds, _bits(rows.memory)
+
+
+_NO_ROWS = {
+    size: (np.empty(0, np.int64), 0, 0, 0, np.empty((0, 0, 0), np.int64), np.empty(0, np.int64), np.empty(0, kind))
+    for size, kind in ((2, np.uint16), (4, np.uint32))
+}
 
 
 def _bits(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]:

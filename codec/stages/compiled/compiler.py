@@ -33,7 +33,16 @@ def compiled(function: Callable[..., Any]) -> Any:
 
     Without a usable cache, the call works but compilation costs time.
     """
-    made: Any = nb.njit(nogil=True)(function)
+    return _cached(nb.njit(nogil=True)(function))
+
+
+def compiled_briefly(function: Callable[..., Any]) -> Any:
+    """Do the same for work of microseconds. It keeps the GIL: to get it back from another thread takes longer."""
+    return _cached(nb.njit(nogil=False)(function))
+
+
+def _cached(made: Any) -> Any:
+    """Let a compiled function use the cache on disk."""
     try:
         made.enable_caching()
     except (RuntimeError, OSError) as error:
