@@ -48,7 +48,9 @@ def test_both_products_are_the_exact_one(values: int, share: float) -> None:
         y[:, :components] = sparse((2, components, width), share)
         want = torch.cat([own[:components].double().T @ m.double().T for own, m in zip(y, matrices, strict=True)], 1)
         for stage in (reference, compiled):
-            torch.testing.assert_close(product(stage, y, matrices).double(), want, rtol=1e-5, atol=1e-4)
+            x = product(stage, y, matrices)
+            joined = torch.cat(list(x), 1) if x.ndim == 3 else x
+            torch.testing.assert_close(joined.double(), want, rtol=1e-5, atol=1e-4)
 
 
 def test_a_dense_product_serves_coefficients_that_are_rarely_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +67,15 @@ def test_a_dense_product_serves_coefficients_that_are_rarely_zero(monkeypatch: p
         calls.clear()
         product(compiled, sparse((1, 64, 100), share), matrices)
         assert len(calls) == expected
+
+
+def test_blocks_alike_without_zeros_share_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "mm", None)
+    matrices, y = maps([50, 50, 50], 64), sparse((3, 64, 20), 0.9)
+    x = product(compiled, y, matrices)
+    want = y.double().mT @ torch.stack(matrices).double().mT
+    assert x.shape == (3, 20, 50)
+    torch.testing.assert_close(x.double(), want, rtol=1e-5, atol=1e-4)
 
 
 def test_leading_slabs_without_zeros_get_a_dense_product_and_the_others_are_listed() -> None:
@@ -111,8 +122,10 @@ def test_the_product_of_nothing_is_zero(stage: ModuleType) -> None:
 
 def test_tiles_hold_the_transposed_map() -> None:
     (matrix,) = maps([150], 40)
-    (block,) = compiled.prepare_inverse([matrix], 33, torch.float32)
-    assert isinstance(block, compiled.TiledInverse) and (block.values, block.rows) == (150, 64)
+    inverse = compiled.prepare_inverse([matrix], 33, torch.float32)
+    assert isinstance(inverse, compiled.TiledInverse) and inverse.together is None
+    (block,) = inverse.blocks
+    assert (block.values, block.rows) == (150, 64)
     first = block.tiles[: 64 * compiled.TILE].view(64, compiled.TILE)
     rest = block.tiles[64 * compiled.TILE :].view(64, 32)
     assert torch.equal(first[:40], matrix[:128].T) and torch.equal(rest[:40, :22], matrix[128:].T)

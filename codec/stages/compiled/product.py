@@ -33,7 +33,7 @@ _arena = Arena()
 
 
 @dataclass(frozen=True, slots=True)
-class TiledInverse:
+class TiledBlock:
     """The inverse map of one block, in tiles of values.
 
     Attributes:
@@ -48,39 +48,55 @@ class TiledInverse:
     tiles: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TiledInverse:
+    """The inverse maps of a section.
+
+    Attributes:
+        blocks: of its blocks.
+        together: float32 `[B, R, N]`, the maps of B blocks of one tile each, if they are alike.
+    """
+
+    blocks: tuple[TiledBlock, ...]
+    together: torch.Tensor | None
+
+
 def prepare_inverse(
     matrices: Sequence[torch.Tensor], rank: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...] | tuple[TiledInverse, ...]:
+) -> tuple[torch.Tensor, ...] | TiledInverse:
     """See `cuvee.codec.stages.reference.product.prepare_inverse`, which serves bfloat16."""
     if dtype == torch.bfloat16:
         return product.prepare_inverse(matrices, rank, dtype)
-    rows = padded(rank)
-    inverse = []
-    for matrix in matrices:
-        used, values = min(matrix.shape[1], rows), len(matrix)
-        turned = torch.zeros(rows, -(-values // WIDTH) * WIDTH)
+    rows, sizes = padded(rank), [len(matrix) for matrix in matrices]
+    alike = len(set(sizes)) == 1 and 0 < sizes[0] <= TILE
+    memory = torch.zeros(len(matrices), rows, -(-sizes[0] // WIDTH) * WIDTH) if alike else None
+    blocks = []
+    for number, (matrix, values) in enumerate(zip(matrices, sizes, strict=True)):
+        used = min(matrix.shape[1], rows)
+        turned = torch.zeros(rows, -(-values // WIDTH) * WIDTH) if memory is None else memory[number]
         turned[:used, :values] = matrix[:, :used].T
-        tiles = torch.cat([tile.reshape(-1) for tile in turned.split(TILE, 1)]) if values else turned.view(-1)
-        inverse.append(TiledInverse(values, rows, tiles))
-    return tuple(inverse)
+        tiles = turned.reshape(-1) if alike else torch.cat([tile.reshape(-1) for tile in turned.split(TILE, 1)])
+        blocks.append(TiledBlock(values, rows, tiles))
+    return TiledInverse(tuple(blocks), None if memory is None else memory[:, :, : sizes[0]])
 
 
 def synthesize(
     y: torch.Tensor,
-    inverse: Sequence[torch.Tensor] | Sequence[TiledInverse],
+    inverse: Sequence[torch.Tensor] | TiledInverse,
     runs: Iterable[tuple[slice, Sequence[int]]],
     out: torch.Tensor,
 ) -> torch.Tensor:
     """See `cuvee.codec.stages.reference.product.synthesize`, which serves bfloat16."""
-    tiled = [block for block in inverse if isinstance(block, TiledInverse)]
-    if len(tiled) < len(inverse):
-        return product.synthesize(y, [block for block in inverse if isinstance(block, torch.Tensor)], runs, out)
-    _, depth, width = y.shape
-    x = out.view(width, -1)
-    lists = _lists(width, depth)
+    if not isinstance(inverse, TiledInverse):
+        return product.synthesize(y, inverse, runs, out)
+    count, depth, width = y.shape
+    whole = _share_there(y.numpy()) > DENSE
+    if whole and inverse.together is not None:
+        return torch.bmm(y.mT, inverse.together[:, :depth], out=out.view(count, width, -1))
+    x, lists = out.view(width, -1), _lists(width, depth)
     column = 0
-    for own, block in zip(y, tiled, strict=True):
-        dense = _list_entries(own.numpy(), *lists)
+    for own, block in zip(y, inverse.blocks, strict=True):
+        dense = depth if whole else _list_entries(own.numpy(), *lists)
         if dense:
             for first in range(0, block.values, TILE):
                 tile = block.tiles[first * block.rows : (first + TILE) * block.rows].view(block.rows, -1)
@@ -106,19 +122,25 @@ def _lists(columns: int, rows: int) -> tuple[U32, F32, I64]:
 
 
 @compiled
+def _share_there(y):  # type: ignore[no-untyped-def]
+    """Estimate the share of coefficients that are not zero, from some of the rows."""
+    blocks, depth, width = y.shape
+    there, asked = 0, 1
+    for block in range(blocks):
+        for row in range(0, depth, SAMPLED):
+            for column in range(width):
+                there += y[block, row, column] != 0
+            asked += width
+    return there / asked
+
+
+@compiled
 def _list_entries(y, rows, coefficients, begins):  # type: ignore[no-untyped-def]
     """List the coefficients that are not zero, column by column; return how many rows a dense product should serve.
 
-    These are the leading slabs that are dense, or all rows, of which then nothing is listed.
+    These are the leading slabs that are dense.
     """
     depth, width = y.shape
-    there = asked = 0
-    for row in range(0, depth, SAMPLED):
-        for column in range(width):
-            there += y[row, column] != 0
-        asked += width
-    if there > DENSE * asked:
-        return depth
     pitch = len(rows) // len(begins)
     y_ = y.reshape(y.size)
     counts = np.zeros(WIDTH, np.int64)
