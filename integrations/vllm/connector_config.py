@@ -13,6 +13,7 @@ from cuvee.integrations.stores.redaction import redacted
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
+_MOST_NICE = 19  # of Linux
 _DECISIONS = ("measured", "always")
 # A request that loads waits for at least one step of the engine, and this many more tokens hardly lengthen a step.
 _LEAST_TOKENS = 64
@@ -37,6 +38,8 @@ class Options:
         model_id: identifies the weights; default: computed from the checkpoint's files.
         check_model: refuse a profile that was calibrated on other weights.
         threads: CPU threads that encode and decode.
+        store_niceness: how far threads that store give way to others, 0 to 19, as the `nice` of Linux: of a core that
+            others want all the time, they get a third at 3, a tenth at 10 and 1.4 % at 19.
         max_pending_mb: budget for uncompressed chunks that wait to be stored, in 10^6 bytes; beyond it chunks are not
             stored.
         lookup_timeout: seconds that a request waits to learn whether it is cached.
@@ -67,6 +70,7 @@ class Options:
     model_id: str | None = None
     check_model: bool = True
     threads: int = 2
+    store_niceness: int = 0
     max_pending_mb: float = 1024
     lookup_timeout: float = 2.0
     load_timeout: float = 30.0
@@ -107,6 +111,10 @@ class Options:
             value = getattr(self, name)
             if not (name == "min_tokens" and value is None) and (type(value) is not int or value < 1):
                 raise InputError(f"{name}: must be a whole number of at least 1, got {value!r}")
+        if type(self.store_niceness) is not int or not 0 <= self.store_niceness <= _MOST_NICE:
+            raise InputError(
+                f"store_niceness: must be a whole number from 0 to {_MOST_NICE}, got {self.store_niceness!r}"
+            )
         for name in ("max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < float("inf"):

@@ -52,7 +52,7 @@ class WorkerSide:
         self._close_timeout = options.close_timeout
         self._guard = Guard(recorder)
         self._state = WorkerState(setup, rank, codec, store, recorder)
-        self._pools = WorkerPools(options.threads, options.load_timeout)
+        self._pools = WorkerPools(options.threads, options.load_timeout, options.store_niceness)
         self._loads = WorkerLoads(self._state, self._pools, self._guard)
         self._blends = WorkerBlends(self._state, self._loads, self._guard)
         self._saves = WorkerSaves(self._state, self._pools, self._guard, int(options.max_pending_mb * 1e6))

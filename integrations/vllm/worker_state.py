@@ -11,7 +11,7 @@ from cuvee.codec.identity import store_key
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.vllm.cores import free_cores, move_to
+from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
 from cuvee.integrations.vllm.messages import Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
@@ -33,15 +33,19 @@ class WorkerPools:
         writers: write to the store.
     """
 
-    def __init__(self, threads: int, patience: float) -> None:
+    def __init__(self, threads: int, patience: float, store_niceness: int = 0) -> None:
         self._cores: frozenset[int] = frozenset()
 
-        def pool(count: int, name: str) -> ThreadPool:
-            return ThreadPool(count, f"cuvee-{name}", patience, begin=lambda: move_to(self._cores))
+        def pool(count: int, name: str, niceness: int = 0) -> ThreadPool:
+            def begin() -> None:
+                move_to(self._cores)
+                give_way(niceness)
+
+            return ThreadPool(count, f"cuvee-{name}", patience, begin=begin)
 
         self.loaders = pool(threads, "load")
-        self.encoders = pool(threads, "encode")
-        self.writers = pool(threads, "write")
+        self.encoders = pool(threads, "encode", store_niceness)
+        self.writers = pool(threads, "write", store_niceness)
         self.fetchers = pool(_FETCHERS, "fetch")
         self.coders = pool(threads, "decode")
 

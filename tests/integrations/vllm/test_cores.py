@@ -14,7 +14,8 @@ from tests.integrations.vllm.sides import Bench
 
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm import cores, worker_state
-from cuvee.integrations.vllm.cores import free_cores, move_to
+from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
+from cuvee.integrations.vllm.worker_state import WorkerPools
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
@@ -88,6 +89,36 @@ def test_a_thread_of_a_crew_begins_before_its_first_job() -> None:
     pool = ThreadPool(1, "test", begin=lambda: begun.append(threading.get_ident()))
     assert [pool.submit(threading.get_ident).result() for _ in range(3)] == begun * 3
     assert pool.dismiss(5)
+
+
+def niceness() -> int:
+    """Of the calling thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_only_threads_that_store_give_way() -> None:
+    pools = WorkerPools(1, 5.0, store_niceness=7)
+    before = niceness()
+    for pool in (pools.encoders, pools.writers):
+        assert pool.submit(niceness).result() == max(7, before)
+    for pool in (pools.loaders, pools.fetchers, pools.coders, WorkerPools(1, 5.0).encoders):
+        assert pool.submit(niceness).result() == before
+    assert niceness() == before
+    assert Bench(store_niceness=5).worker._pools.encoders.submit(niceness).result() == max(5, before)
+
+
+def test_a_priority_that_cannot_be_changed_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(which: int, who: int, priority: int) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with caplog.at_level(logging.WARNING, cores.logger.name):
+        give_way(0)
+        assert not caplog.text
+        give_way(5)
+    assert "store_niceness: threads that store keep their priority: not here" in caplog.text
 
 
 @needs_two_cores
