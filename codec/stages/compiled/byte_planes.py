@@ -19,10 +19,11 @@ from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.byte_plane_steps import join_by_channel_step, join_step, split_step
 from cuvee.codec.stages.compiled.coded_part import read_u16, read_u32
 from cuvee.codec.stages.compiled.compiler import compiled, compiled_briefly
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
-from cuvee.codec.stages.compiled.simd import WIDTH, join_by_channel_step, join_step, split_step
+from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.token_order import ABSENT, deal
 from cuvee.codec.stages.compiled.transform import adjacent
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, read_layer

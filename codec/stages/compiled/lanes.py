@@ -1,6 +1,6 @@
 """The entropy coder for the CPU: many streams at a time, of any sections of a chunk.
 
-Streams are coded sixteen at a time (`simd.decode_step`, `simd.encode_step`): a *group* of lanes in one window of one
+Streams are coded sixteen at a time (`decode_step`, `encode_step`): a *group* of lanes in one window of one
 section. A step of a group waits for the step before it, through two loads and a product. So several groups take
 turns: however few streams a section has, the chunk has enough to keep the CPU busy.
 
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from cuvee.codec.stages.compiled.coder_steps import decode_step, encode_step, lookup_step
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.simd import WIDTH, decode_step, encode_step, lookup_step
+from cuvee.codec.stages.compiled.simd import WIDTH
 
 FLIGHT = 8  # groups that take turns: enough to hide latency, few enough to stay in the first cache
 

@@ -18,7 +18,8 @@ import torch
 
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.simd import WIDTH, add_rows, add_rows_by_4, add_rows_by_8, list_step
+from cuvee.codec.stages.compiled.product_steps import add_rows, add_rows_by_4, add_rows_by_8, list_step
+from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.reference import product
 from cuvee.codec.stages.reference.sections import padded
 from cuvee.codec.support.arrays import F32, I64, U32

@@ -27,10 +27,11 @@ from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.bfloat16 import rounded
 from cuvee.codec.stages.compiled.coded_part import PART_FIELDS, read_u32
+from cuvee.codec.stages.compiled.coder_steps import dequantize_step
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
 from cuvee.codec.stages.compiled.rans_by_class import decode_class_stream
-from cuvee.codec.stages.compiled.simd import WIDTH, dequantize_step
+from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.symbols import add_low_bits, count_escapes, to_levels
 from cuvee.codec.stages.compiled.token_order import deal, sort_columns
 from cuvee.codec.stages.reference.rans_by_class import class_stream_error

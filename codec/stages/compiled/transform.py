@@ -15,13 +15,13 @@ from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.bfloat16 import rounded, to_float
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.simd import (
-    WIDTH,
+from cuvee.codec.stages.compiled.linear_steps import (
     add_and_turn_step,
     add_step,
     subtract_step,
     turn_and_subtract_step,
 )
+from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, all_memory
