@@ -30,7 +30,7 @@ from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32, I64, U8
 
 # Without these, products of bfloat16 take twice the time of those of float32, though AVX512-BF16 has instructions for
-# them: 85 against 160 GFLOP/s on one core of a Xeon with AMX hidden.
+# them: 85 against 160 GFLOP/s on one core of a Xeon virtual machine.
 MATRIX_INSTRUCTIONS = bool(torch.cpu._is_amx_tile_supported())
 
 # A product is as deep as its finest column. It ends before the first column that needs less than this share of its

@@ -62,7 +62,7 @@ def compare_with(
     say = timed_lines(progress)
     asked = {
         "models": list(models), "profiles": [str(path.resolve()) for path in profiles], "tokens": list(TOKENS),
-        "threads": list(threads), "quick": quick,
+        "threads": list(threads),
     }  # fmt: skip
     with ExitStack() as stack:
         source = stack.enter_context(_source_of(other))
@@ -158,7 +158,7 @@ class _Worker:
 @contextmanager
 def _worker(source: Path, asked: dict[str, Any]) -> Iterator[_Worker]:
     """Run a worker until the end of the block."""
-    # Not the one of this process: a package is found where the first entry of the path has it.
+    # The path comes before an installed cuvee, and -P keeps the worker's own folder off it.
     environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": str(source)}
     command = [sys.executable, "-P", str(_WORKER), json.dumps(asked)]
     with tempfile.TemporaryDirectory() as name:

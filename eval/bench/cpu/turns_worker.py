@@ -1,8 +1,8 @@
 """One side of `turns.py`, run with the source of the cuvee that it measures: so it uses only what other commits have.
 
-{"models": …, "profiles": …, "tokens": …, "threads": …, "quick": …}   the first argument
-{"cases": [{"case": …, "bits_per_value": …, "bytes": …}, …]}           the first line that it prints
-[[seconds of encode, seconds of decode], …]                            a line for each line that it reads
+The first argument is what is asked, as JSON: `models`, `profiles`, `tokens` and `threads`, lists all. The first line of
+the output describes the cases: `{"cases": [{"cache": …, "profile": …, "tokens": …, "threads": …, "bits_per_value": …,
+"bytes": …}, …]}`. Each line of the input is a turn, and is answered with `[[seconds of encode, seconds of decode], …]`.
 """
 
 from __future__ import annotations

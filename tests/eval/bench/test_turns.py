@@ -77,6 +77,24 @@ def test_a_worker_that_fails_is_reported_with_its_last_line(tmp_path: Path) -> N
         turns.compare_with(str(tmp_path), quick=True)
 
 
+def test_ratios_say_how_many_times_as_fast_this_cuvee_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, os, sys\n"
+        "seconds = [2.0, 6.0] if 'other' in os.environ['PYTHONPATH'] else [1.0, 2.0]\n"
+        "case = {'cache': 'c', 'profile': 'p', 'tokens': 64, 'threads': 1, 'bits_per_value': 1, 'bytes': 4e9}\n"
+        "print(json.dumps({'cases': [case]}), flush=True)\n"
+        "for _ in sys.stdin:\n"
+        "    print(json.dumps([seconds]), flush=True)\n"
+    )
+    monkeypatch.setattr(turns, "_WORKER", worker)
+    (tmp_path / "other" / "src" / "cuvee").mkdir(parents=True)
+    (case,) = turns.compare_with(str(tmp_path / "other"))["cases"]
+    assert [side["median"] for side in case["encode"]["gb_per_s"]] == [2.0, 4.0]
+    assert (case["encode"]["ratio"]["median"], case["decode"]["ratio"]["median"]) == (2.0, 3.0)
+    assert case["decode"]["ratio"]["runs"] == turns.TURNS
+
+
 def test_other_cases_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(
