@@ -16,6 +16,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError
 from cuvee.codec.format.container import read_header, read_section
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.implementations import get_stages, stage_names
 from cuvee.codec.stages.reference.byte_planes import read_layer
@@ -113,6 +114,22 @@ def test_words_joined_sixteen_at_a_time_are_the_reference(heads: int, per_stream
             back = codec["numba"].decode(blob, tokens=span)
             for mine, own in zip(back.keys + back.values, chunk.keys + chunk.values, strict=True):
                 assert torch.equal(bits(mine), bits(own[span.start : span.stop]))
+        for first in (
+            0,
+            5,
+        ):  # adjacent tokens of a transposed cache, whose blocks end within sixteen of them, or do not
+            slots = torch.arange(first, first + tokens)
+            slots[20:21] = NOWHERE
+            memory = [torch.full((18, heads, size, 16), POISON).bfloat16() for size in (64, 32)]
+            expected = [unit.clone() for unit in memory]
+            pages, same = (
+                PagedCache(layout, [units[0].permute(0, 3, 1, 2)], [units[1].permute(0, 3, 1, 2)])
+                for units in (memory, expected)
+            )
+            codec["numba"].decode_paged([blob], pages, [slots]).check()
+            same.write(chunk.keys, chunk.values, slots)
+            for mine, own in zip(memory, expected, strict=True):
+                assert torch.equal(bits(mine), bits(own))
         got = [torch.full((tokens, heads, size), POISON).bfloat16() for size in (64, 32)]
         index = get_stages("numba").index_layer(
             memoryview(read_section(blob, read_header(blob), 0)), layout.layers[0], torch.bfloat16, tokens
