@@ -84,7 +84,8 @@ class CachedReader:
     """A model that remembers its contexts through a method.
 
     Args:
-        forward: calls the model with token ids `[B, T]` and keyword arguments for log-probabilities `[B, T, V]`.
+        forward: calls the model with token ids `[B, T]`, a transformers cache as `cache`, and keyword arguments, for
+            log-probabilities `[B, T, V]`.
         device: of the model.
         layout: of the chunks that the method gets.
         method: what the caches go through.
@@ -165,7 +166,7 @@ class CachedReader:
         cache = empty_cache()
         tokens = _padded(contexts, self._device)
         # There is no mask: padding is on the right, where no real token sees it. The head is skipped if not needed.
-        predictions = self._forward(tokens, past_key_values=cache, logits_to_keep=0 if logits else 1)
+        predictions = self._forward(tokens, cache=cache, logits_to_keep=0 if logits else 1)
         if any(layer.keys.shape[-2] != tokens.shape[1] for layer in cache.layers):
             raise UnsupportedModelError(
                 f"the cache does not hold one entry per token ({self._layout.model_type}): virtual tokens?"
@@ -213,9 +214,7 @@ class CachedReader:
         mask = None
         if int(lengths.min()) < width:
             mask = (torch.arange(width + tokens.shape[1]) >= width - lengths[:, None]).long().to(tokens.device)
-        return self._forward(
-            tokens, past_key_values=cache, attention_mask=mask, position_ids=positions.to(tokens.device)
-        )
+        return self._forward(tokens, cache=cache, attention_mask=mask, position_ids=positions.to(tokens.device))
 
     def build_cache(self, rows: Sequence[CachedLayers | None], width: int) -> Any:
         """Build a transformers cache from rows, padded on the left to `width` tokens; None if all of them are None."""

@@ -37,7 +37,7 @@ from cuvee.codec.data.real_model import REAL_MODEL, REAL_MODEL_TITLE
 from cuvee.codec.entropy.family import step_value
 from cuvee.codec.format.container import inspect
 from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
-from cuvee.codec.models.forward import empty_cache, frozen, score
+from cuvee.codec.models.forward import cache_argument, empty_cache, frozen, score
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, PRESET_STEP_INDEX
 from cuvee.codec.support.terminal_table import terminal_table
@@ -297,7 +297,7 @@ def greedy(model: PreTrainedModel, chunk: KVChunk | None, prompt: torch.Tensor, 
     fed, out = prompt[None].to(model.device), []
     with frozen(model):
         for _ in range(count):
-            fed = model(input_ids=fed, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            fed = model(input_ids=fed, **cache_argument(model, cache), use_cache=True).logits[:, -1:].argmax(-1)
             out.append(fed[0])
     return torch.cat(out).cpu()
 

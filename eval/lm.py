@@ -34,6 +34,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.cached_reading import CachedReader, Read, Statistics
 from cuvee.eval.methods import baseline, method_identity
@@ -430,11 +431,12 @@ class CuveeLM(HFLM):  # type: ignore[misc]
             )
         self._statistics.truncated_requests += 1
 
-    def _forward(self, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, cache: Any = None, **arguments: Any) -> torch.Tensor:
         """Log-probabilities `[B, T, V]` as HFLM computes them."""
         precision = self.mixed_precision_dtype
+        cached = {} if cache is None else cache_argument(self.model, cache)
         with torch.no_grad(), torch.autocast(self.device.type, precision, enabled=precision is not None):
-            logits = self.model(input_ids=tokens, **arguments).logits
+            logits = self.model(input_ids=tokens, **cached, **arguments).logits
         return F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
 
 

@@ -31,7 +31,7 @@ from cuvee.codec.data.corpus import Corpus, calibration_windows, load_tokenizer,
 from cuvee.codec.errors import InputError
 from cuvee.codec.learning.divergence import compare
 from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
-from cuvee.codec.models.forward import empty_cache, prefill
+from cuvee.codec.models.forward import cache_argument, empty_cache, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.blend_report.blend_report_config import BlendConfig
 from cuvee.eval.blend_report.blend_sections import write_blend_report
@@ -443,7 +443,7 @@ class _BlendReport(ReportRun):
         cache = empty_cache()
         kept = prompt.scored + 1
         logits = self.model(
-            input_ids=prompt.tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=kept
+            input_ids=prompt.tokens[None], **cache_argument(self.model, cache), use_cache=True, logits_to_keep=kept
         ).logits[0]
         return self._predictions(prompt, logits, cache)
 
@@ -472,7 +472,7 @@ class _BlendReport(ReportRun):
             input_ids=tokens[None],
             position_ids=(len(prompt.tokens) + place)[None],
             attention_mask=mask.masked_fill(~visible, torch.finfo(mask.dtype).min)[None, None],
-            past_key_values=cache,
+            **cache_argument(self.model, cache),
         ).logits[0].float().log_softmax(-1)  # fmt: skip
         # Each token is predicted by the one before it, and the first one of a choice by the last one of the prompt.
         steps = torch.where((place == 0)[:, None], predicted[-1], after.roll(1, 0))

@@ -23,7 +23,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.family import step_value
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.forward import empty_cache, prefill
+from cuvee.codec.models.forward import cache_argument, empty_cache, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_STEP_INDEX
 from cuvee.eval.blend_report.selectors import COMPARED, CORRECTED, DEFAULT, NOTHING, SELECTORS
@@ -135,7 +135,7 @@ def _wall_time(model: PreTrainedModel, codec: Codec, chunks: Sequence[KVChunk], 
 def _prefill(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Logits `[1, V]` after the last token."""
     logits: torch.Tensor = model(
-        input_ids=tokens[None], past_key_values=empty_cache(), use_cache=True, logits_to_keep=1
+        input_ids=tokens[None], **cache_argument(model, empty_cache()), use_cache=True, logits_to_keep=1
     ).logits[0]
     return logits
 
