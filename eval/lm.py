@@ -385,7 +385,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         if cache is not None:
             beams = generation_kwargs.get("num_beams", self.model.generation_config.num_beams)
             cache.batch_repeat_interleave(beams or 1)  # generate() repeats its other inputs, but not the cache
-            generation_kwargs["past_key_values"] = cache
+            generation_kwargs |= cache_argument(self.model, cache)
         return cast(
             torch.Tensor,
             super()._model_generate(context=context, max_length=max_length, stop=stop, **generation_kwargs),

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -534,6 +534,7 @@ def test_virtual_tokens_are_refused(llama: Callable[..., CuveeLM], monkeypatch: 
     lm = llama(method=Uncompressed())
     forward = lm.model.forward
 
+    @wraps(forward)
     def longer(input_ids: torch.Tensor, **arguments: Any) -> Any:
         return forward(input_ids=torch.cat([input_ids[:, :1], input_ids], 1), **arguments)
 
