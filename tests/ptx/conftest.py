@@ -9,6 +9,8 @@ import pytest
 from tests.ptx.build import NoCompiler, library
 from tests.ptx.driver import TARGETS, state
 
+from cuvee.codec.schemes import transform
+
 
 @pytest.fixture(scope="session")
 def engine() -> None:
@@ -19,6 +21,12 @@ def engine() -> None:
         if os.environ.get("CUVEE_REQUIRE_PTX") == "1":
             pytest.fail(f"CUVEE_REQUIRE_PTX=1, but {error}")
         pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def products_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every CPU round what it multiplies to bfloat16, as kernels do, so that only the order of sums differs."""
+    monkeypatch.setattr(transform, "MATRIX_INSTRUCTIONS", True)
 
 
 @pytest.fixture(params=TARGETS)
