@@ -31,6 +31,7 @@ TAG_BYTES = 16
 TRAILER_BYTES = KEY_ID_BYTES + TAG_BYTES
 MAX_TOKENS = 1 << 24
 MAX_SECTIONS = 1 << 16
+MAX_SECTION_BYTES = (1 << 31) - 1  # so that decoders find any word by a signed number of 32 bits
 MAX_STEP_INDEX = 1 << 10  # 16 octaves either way
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_VOCABULARY = 1 << 24  # ids take three bytes at most
@@ -180,8 +181,8 @@ def write_blob(
         raise InputError(f"tokens: must be at most {MAX_TOKENS} per chunk, got {tokens}: encode in pieces")
     if start >= 1 << 32:
         raise InputError(f"start: must be at most 2**32 - 1, the last position of a blob, got {start}")
-    if len(sections) > MAX_SECTIONS or any(len(s) >= 1 << 32 for s in sections):
-        raise InputError("chunk: must have sections below 4 GiB: encode fewer tokens at a time")
+    if len(sections) > MAX_SECTIONS or any(len(section) > MAX_SECTION_BYTES for section in sections):
+        raise InputError("chunk: must have sections below 2 GiB: encode fewer tokens at a time")
     parts = [token_ids, *sections] if token_ids else list(sections)
     total = _header_bytes(len(sections), bool(token_ids)) + sum(map(len, parts)) + (TRAILER_BYTES if key else 0)
     flags = (FLAG_TAG if key else 0) | (FLAG_TOKEN_IDS if token_ids else 0)
@@ -258,6 +259,8 @@ def read_header(blob: bytes | memoryview) -> Header:
     of_ids = entries.pop(0) if has_ids else (0, 0)
     if has_ids and (scheme != Scheme.TRANSFORM or of_ids[0] not in (tokens * width for width in _ID_BYTES)):
         raise FormatError(f"header: lists {of_ids[0]} bytes of token ids, which {tokens} tokens cannot have")
+    if any(length > MAX_SECTION_BYTES for length, _ in entries):
+        raise FormatError("header: lists a section that is not below 2 GiB")
     header = Header(
         Scheme(scheme), DTYPES[dtype], tokens, start, step_index, values, layout, profile,
         tuple(length for length, _ in entries), tuple(checksum for _, checksum in entries), bool(flags & FLAG_TAG),

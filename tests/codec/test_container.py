@@ -189,6 +189,18 @@ def test_broken_rules_are_refused_though_checksums_match(name: str) -> None:
         assert not isinstance(caught.value, CorruptError), "refused by a checksum, not by the rule"
 
 
+def test_a_section_ends_below_two_gibibytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = replace(GOOD, lengths=(2**31, 0, 14), total=116 + 2**31 + 14)
+    with pytest.raises(FormatError, match="not below 2 GiB"):
+        read_header(longest.seal())
+    with pytest.raises(FormatError) as caught:
+        read_header(replace(longest, lengths=(2**31 - 1, 0, 14), total=116 + 2**31 + 13).seal())
+    assert "2 GiB" not in str(caught.value)  # but the bytes that are missing
+    monkeypatch.setattr("cuvee.codec.format.container.MAX_SECTION_BYTES", 13)
+    with pytest.raises(InputError, match="encode fewer tokens at a time"):
+        written()
+
+
 @pytest.mark.parametrize("tokens", [1, MAX_TOKENS])
 def test_the_limits_themselves_are_allowed(tokens: int) -> None:
     assert read_header(replace(GOOD, tokens=tokens).seal()).tokens == tokens
