@@ -7,59 +7,76 @@ from typing import Any
 
 from numba.core import types
 
-from cuvee.codec.stages.compiled.simd import BYTES, FLOATS, INT16, INT32, VECTOR, Code, constant, spelled_out
+from cuvee.codec.stages.compiled.simd import BYTES, FLOATS, INT8, INT16, INT32, VECTOR, Code, constant, spelled_out
 
 _LOWER_BOUND = 1 << 16
 # A word is read as the near half of 32 bits, because no instruction gathers 16 bits.
 _WORD_SHIFT = 16 if sys.byteorder == "big" else 0
 
 
-@spelled_out
-def decode_step(typing: Any, x, at, first, base, slots, words, offset, last, bits, active, out, to):  # type: ignore[no-untyped-def]
-    """One symbol of 16 streams: `decode_step(x, at, first, base, slots, words, offset, last, bits, active, out, to)`.
+def _decoding(alike: bool) -> Any:
+    """Make the step for lanes that share a table, or have tables of their own."""
 
-    Args:
-        typing: Numba's.
-        x: uint32 array; its entries `first … first + 15` are the states, and are updated.
-        at: uint32 array; at the same entries the numbers of the next words, which are updated.
-        first: the first lane.
-        base: uint32 array; at the same entries, where the table of each lane begins in `slots`.
-        slots: uint32 array, the decode tables one after the other.
-        words: uint8 array, the bytes of the blob.
-        offset: where the words begin in `words`. Two bytes beyond word `last` must be readable.
-        last: no word beyond this one is read, even for damaged bytes.
-        bits: probability bits of the tables.
-        active: number of active lanes; the states of inactive lanes do not change.
-        out: uint8 array.
-        to: where 16 bytes are written; those of inactive lanes are meaningless.
-    """
-    signature = types.void(x, at, first, base, slots, words, offset, last, bits, active, out, to)
+    @spelled_out
+    def decode_step(typing: Any, x, at, first, base, slots, words, offset, last, bits, active, out, to):  # type: ignore[no-untyped-def]
+        """Decode one symbol of 16 streams.
 
-    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-        code = Code(context, builder, sig.args, values)
-        state, next_word = code.pointer(0, 2, 4), code.pointer(1, 2, 4)
-        v, read = code.load(state, VECTOR, 4), code.load(next_word, VECTOR, 4)
-        prob_bits = code.integer(8, types.uint32)
-        mask = code.splat(builder.sub(builder.shl(INT32(1), prob_bits), INT32(1)))
-        place = builder.add(code.load(code.pointer(3, 2, 4), VECTOR, 4), builder.and_(v, mask))
-        slot = code.gather(code.data(4), INT32, place, 4)
-        frequency = builder.and_(builder.lshr(slot, constant(12)), constant(0xFFF))
-        above = builder.mul(frequency, builder.lshr(v, code.splat(prob_bits)))
-        moved = builder.add(above, builder.and_(slot, constant(0xFFF)))
-        taking = code.taking(9)
-        need = builder.and_(builder.icmp_unsigned("<", moved, constant(_LOWER_BOUND)), taking)
-        limit = code.splat(code.integer(7, types.uint32))
-        inside = builder.select(builder.icmp_unsigned("<", read, limit), read, limit)
-        raw = code.gather(builder.gep(code.data(5), [code.integer(6, types.int64)]), INT16, inside, 1)
-        word = builder.and_(builder.lshr(raw, constant(_WORD_SHIFT)), constant(0xFFFF))
-        after = builder.select(need, builder.or_(builder.shl(moved, constant(16)), word), moved)
-        code.store(builder.select(taking, after, v), state, 4)
-        code.store(builder.add(read, builder.zext(need, VECTOR)), next_word, 4)
-        symbols = builder.trunc(builder.lshr(slot, constant(24)), BYTES)
-        code.store(symbols, code.pointer(10, 11, 1), 1)
-        return context.get_dummy_value()
+        `decode_step(x, at, first, base, slots, words, offset, last, bits, active, out, to)`, or `decode_alike_step`
 
-    return signature, generate
+        Args:
+            typing: Numba's.
+            x: uint32 array; its entries `first … first + 15` are the states, and are updated.
+            at: uint32 array; at the same entries the numbers of the next words, which are updated.
+            first: the first lane.
+            base: uint32 array; at the same entries, where the table of each lane begins in `slots`. For
+                `decode_alike_step` a number, where the table of all lanes begins.
+            slots: uint32 array, the decode tables one after the other.
+            words: uint8 array, the bytes of the blob.
+            offset: where the words begin in `words`. Two bytes beyond word `last` must be readable.
+            last: no word beyond this one is read, even for damaged bytes.
+            bits: probability bits of the tables.
+            active: number of active lanes; the states of inactive lanes do not change.
+            out: uint8 array.
+            to: where 16 bytes are written; those of inactive lanes are meaningless.
+        """
+        signature = types.void(x, at, first, base, slots, words, offset, last, bits, active, out, to)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            code = Code(context, builder, sig.args, values)
+            state, next_word = code.pointer(0, 2, 4), code.pointer(1, 2, 4)
+            v, read = code.load(state, VECTOR, 4), code.load(next_word, VECTOR, 4)
+            prob_bits = code.integer(8, types.uint32)
+            mask = code.splat(builder.sub(builder.shl(INT32(1), prob_bits), INT32(1)))
+            place = builder.and_(v, mask)
+            if alike:
+                slot = code.gather(code.pointer(4, 3, 4), INT32, place, 4)
+            else:
+                place = builder.add(code.load(code.pointer(3, 2, 4), VECTOR, 4), place)
+                slot = code.gather(code.data(4), INT32, place, 4)
+            frequency = builder.and_(builder.lshr(slot, constant(12)), constant(0xFFF))
+            above = builder.mul(frequency, builder.lshr(v, code.splat(prob_bits)))
+            moved = builder.add(above, builder.and_(slot, constant(0xFFF)))
+            taking = code.taking(9)
+            need = builder.and_(builder.icmp_unsigned("<", moved, constant(_LOWER_BOUND)), taking)
+            limit = code.splat(code.integer(7, types.uint32))
+            inside = builder.select(builder.icmp_unsigned("<", read, limit), read, limit)
+            # Numbers of bytes, because LLVM gathers 32 bits at places of 16 in two halves.
+            inside = builder.shl(inside, constant(1))
+            raw = code.gather(builder.gep(code.data(5), [code.integer(6, types.int64)]), INT8, inside, 1)
+            word = builder.and_(builder.lshr(raw, constant(_WORD_SHIFT)), constant(0xFFFF))
+            after = builder.select(need, builder.or_(builder.shl(moved, constant(16)), word), moved)
+            code.store(builder.select(taking, after, v), state, 4)
+            code.store(builder.add(read, builder.zext(need, VECTOR)), next_word, 4)
+            symbols = builder.trunc(builder.lshr(slot, constant(24)), BYTES)
+            code.store(symbols, code.pointer(10, 11, 1), 1)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return decode_step
+
+
+decode_step, decode_alike_step = _decoding(alike=False), _decoding(alike=True)
 
 
 @spelled_out
@@ -104,56 +121,71 @@ def dequantize_step(typing: Any, symbols, place, one, more, step, first, active,
     return signature, generate
 
 
-@spelled_out
-def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, active, words):  # type: ignore[no-untyped-def]
-    """Encode one symbol of 16 streams: `encode_step(x, at, first, base, symbols, place, coders, bits, active, words)`.
+def _encoding(alike: bool) -> Any:
+    """Make the step for lanes that share a table, or have tables of their own."""
 
-    Args:
-        typing: Numba's.
-        x: uint32 array; its entries `first … first + 15` are the states, and are updated.
-        at: uint32 array; at the same entries the place of the next word in `words`, which are updated.
-        first: the first lane.
-        base: uint32 array; at the same entries, where the table of each lane begins in `coders`.
-        symbols: uint8 array; 16 can be read from `place` on.
-        place: the first lane's symbol.
-        coders: uint32 array, the tables one after the other, see `EntropyTables.coders`.
-        bits: probability bits of the tables.
-        active: number of active lanes; the states of inactive lanes do not change.
-        words: uint16 array. Each lane's words are adjacent, in the order of coding. The word after the next one is
-            overwritten.
-    """
-    signature = types.void(x, at, first, base, symbols, place, coders, bits, active, words)
+    @spelled_out
+    def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, active, words):  # type: ignore[no-untyped-def]
+        """Encode one symbol of 16 streams.
 
-    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-        code = Code(context, builder, sig.args, values)
-        state, next_word = code.pointer(0, 2, 4), code.pointer(1, 2, 4)
-        v, to = code.load(state, VECTOR, 4), code.load(next_word, VECTOR, 4)
-        symbol = builder.zext(code.load(code.pointer(4, 5, 1), BYTES, 1), VECTOR)
-        coder = code.gather(code.data(6), INT32, builder.add(code.load(code.pointer(3, 2, 4), VECTOR, 4), symbol), 4)
-        frequency, below = builder.and_(coder, constant(0xFFFF)), builder.lshr(coder, constant(16))
-        prob_bits = code.integer(7, types.uint32)
-        taking = code.taking(8)
-        limit = builder.shl(frequency, code.splat(builder.sub(INT32(32), prob_bits)))
-        full = builder.and_(builder.icmp_unsigned(">=", v, limit), taking)
-        # The next word overwrites the half beyond this one.
-        code.scatter(builder.shl(v, constant(16)) if sys.byteorder == "big" else v, code.data(9), to, full)
-        code.store(builder.add(to, builder.zext(full, VECTOR)), next_word, 4)
-        v_ = builder.select(full, builder.lshr(v, constant(16)), v)
-        # The quotient is below 2**20, so in float32 it is right or off by one.
-        safe = builder.select(builder.icmp_unsigned("==", frequency, constant(0)), constant(1), frequency)
-        guess = builder.fptoui(builder.fdiv(builder.uitofp(v_, FLOATS), builder.uitofp(safe, FLOATS)), VECTOR)
-        rest = builder.sub(v_, builder.mul(guess, safe))
-        less = builder.icmp_signed("<", rest, constant(0))
-        guess = builder.select(less, builder.sub(guess, constant(1)), guess)
-        rest = builder.select(less, builder.add(rest, safe), rest)
-        more = builder.icmp_signed(">=", rest, safe)
-        guess = builder.select(more, builder.add(guess, constant(1)), guess)
-        rest = builder.select(more, builder.sub(rest, safe), rest)
-        after = builder.add(builder.add(builder.shl(guess, code.splat(prob_bits)), rest), below)
-        code.store(builder.select(taking, after, v), state, 4)
-        return context.get_dummy_value()
+        `encode_step(x, at, first, base, symbols, place, coders, bits, active, words)`, or `encode_alike_step`
 
-    return signature, generate
+        Args:
+            typing: Numba's.
+            x: uint32 array; its entries `first … first + 15` are the states, and are updated.
+            at: uint32 array; at the same entries the place of the next word in `words`, which are updated.
+            first: the first lane.
+            base: uint32 array; at the same entries, where the table of each lane begins in `coders`. For
+                `encode_alike_step` a number, where the table of all lanes begins.
+            symbols: uint8 array; 16 can be read from `place` on.
+            place: the first lane's symbol.
+            coders: uint32 array, the tables one after the other, see `EntropyTables.coders`.
+            bits: probability bits of the tables.
+            active: number of active lanes; the states of inactive lanes do not change.
+            words: uint16 array. Each lane's words are adjacent, in the order of coding. The word after the next one is
+                overwritten.
+        """
+        signature = types.void(x, at, first, base, symbols, place, coders, bits, active, words)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            code = Code(context, builder, sig.args, values)
+            state, next_word = code.pointer(0, 2, 4), code.pointer(1, 2, 4)
+            v, to = code.load(state, VECTOR, 4), code.load(next_word, VECTOR, 4)
+            symbol = builder.zext(code.load(code.pointer(4, 5, 1), BYTES, 1), VECTOR)
+            if alike:
+                coder = code.gather(code.pointer(6, 3, 4), INT32, symbol, 4)
+            else:
+                symbol = builder.add(code.load(code.pointer(3, 2, 4), VECTOR, 4), symbol)
+                coder = code.gather(code.data(6), INT32, symbol, 4)
+            frequency, below = builder.and_(coder, constant(0xFFFF)), builder.lshr(coder, constant(16))
+            prob_bits = code.integer(7, types.uint32)
+            taking = code.taking(8)
+            limit = builder.shl(frequency, code.splat(builder.sub(INT32(32), prob_bits)))
+            full = builder.and_(builder.icmp_unsigned(">=", v, limit), taking)
+            # The next word overwrites the half beyond this one.
+            code.scatter(builder.shl(v, constant(16)) if sys.byteorder == "big" else v, code.data(9), to, full)
+            code.store(builder.add(to, builder.zext(full, VECTOR)), next_word, 4)
+            v_ = builder.select(full, builder.lshr(v, constant(16)), v)
+            # The quotient is below 2**20, so in float32 it is right or off by one.
+            safe = builder.select(builder.icmp_unsigned("==", frequency, constant(0)), constant(1), frequency)
+            guess = builder.fptoui(builder.fdiv(builder.uitofp(v_, FLOATS), builder.uitofp(safe, FLOATS)), VECTOR)
+            rest = builder.sub(v_, builder.mul(guess, safe))
+            less = builder.icmp_signed("<", rest, constant(0))
+            guess = builder.select(less, builder.sub(guess, constant(1)), guess)
+            rest = builder.select(less, builder.add(rest, safe), rest)
+            more = builder.icmp_signed(">=", rest, safe)
+            guess = builder.select(more, builder.add(guess, constant(1)), guess)
+            rest = builder.select(more, builder.sub(rest, safe), rest)
+            after = builder.add(builder.add(builder.shl(guess, code.splat(prob_bits)), rest), below)
+            code.store(builder.select(taking, after, v), state, 4)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return encode_step
+
+
+encode_step, encode_alike_step = _encoding(alike=False), _encoding(alike=True)
 
 
 @spelled_out

@@ -12,7 +12,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuvee.codec.stages.compiled.coder_steps import decode_step, encode_step, lookup_step
+from cuvee.codec.stages.compiled.coder_steps import (
+    decode_alike_step,
+    decode_step,
+    encode_alike_step,
+    encode_step,
+    lookup_step,
+)
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.simd import WIDTH
 
@@ -39,10 +45,11 @@ END = 5  # the first column after the window
 GROUP_FIELDS = 6
 
 # Fields of a group that is being decoded. Its lanes have 16 entries in each array of states, words and tables.
-_GROUP, _COLUMN, _PLANE, _STOP, _ACTIVE, _ALIKE, _TABLE, _OWN, _TO, _STEP, _WORDS, _LAST = range(12)
-_SLOT_FIELDS = 12
+_GROUP, _COLUMN, _PLANE, _STOP, _ACTIVE, _ALIKE, _OWN, _TO, _STEP, _WORDS, _LAST = range(11)
+_SLOT_FIELDS = 11
 
 _INITIAL = np.uint32(1 << 16)
+_LINE = 32  # words in a line of the cache
 
 
 @compiled
@@ -93,7 +100,6 @@ def _next_planes(slot, q, groups, sections, classes, planes, of_class):  # type:
             slot[q, _ACTIVE] = lanes
             slot[q, _STOP] = depth[own[column + lanes - 1]]
             slot[q, _ALIKE] = own[column] == own[column + lanes - 1]
-            slot[q, _TABLE] = -1
             slot[q, _OWN] = sections[s, TABLES]
             if slot[q, _ALIKE]:
                 slot[q, _OWN] += own[column] * sections[s, STRIDE]
@@ -166,7 +172,6 @@ def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, 
                 if q == flying:
                     break
                 slot[q] = slot[flying]
-                slot[q, _TABLE] = -1
                 for lane in range(WIDTH):
                     x[q * WIDTH + lane] = x[flying * WIDTH + lane]
                     at[q * WIDTH + lane] = at[flying * WIDTH + lane]
@@ -181,26 +186,28 @@ def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, 
             for q in range(np.uint64(flying)):
                 own = slot[q]
                 plane, active, to, first = own[_PLANE], own[_ACTIVE], own[_TO], q * np.uint64(WIDTH)
+                words, last = own[_WORDS], own[_LAST]
                 if own[_ALIKE]:
-                    table = np.int64(tables[np.uint64(own[_OWN] + plane)])
-                    if table != own[_TABLE]:
-                        own[_TABLE] = table
-                        base[first : first + np.uint64(WIDTH)] = np.uint32(table)
+                    table = tables[np.uint64(own[_OWN] + plane)]
+                    if active == WIDTH:
+                        decode_alike_step(x, at, first, table, slots, data, words, last, bits, active, out, to)
+                    else:
+                        decode_alike_step(x, at, first, table, slots, data, words, last, bits, active, spare, 0)
                 else:
                     lookup_step(tables, own[_OWN] + plane, of_class, first, base)
-                if active == WIDTH:
-                    decode_step(x, at, first, base, slots, data, own[_WORDS], own[_LAST], bits, active, out, to)
-                else:
-                    decode_step(x, at, first, base, slots, data, own[_WORDS], own[_LAST], bits, active, spare, 0)
-                    for lane in range(active):
-                        out[to + lane] = spare[lane]
+                    if active == WIDTH:
+                        decode_step(x, at, first, base, slots, data, words, last, bits, active, out, to)
+                    else:
+                        decode_step(x, at, first, base, slots, data, words, last, bits, active, spare, 0)
+                for lane in range(active if active < WIDTH else 0):
+                    out[to + lane] = spare[lane]
                 own[_PLANE] = plane + 1
                 own[_TO] = to + own[_STEP]
 
 
 # Fields of a group that is being encoded.
-_BACK_GROUP, _BACK_COLUMN, _BACK_PLANE, _BACK_STOP, _BACK_ACTIVE, _BACK_ALIKE, _BACK_TABLE = range(7)
-_BACK_FIELDS = 7
+_BACK_GROUP, _BACK_COLUMN, _BACK_PLANE, _BACK_STOP, _BACK_ACTIVE, _BACK_ALIKE = range(6)
+_BACK_FIELDS = 6
 
 
 @compiled
@@ -240,7 +247,6 @@ def _planes_before(slot, q, groups, sections, classes, planes, of_class):  # typ
         slot[q, _BACK_STOP] = depth[own[column + lanes]] if more else 0
         slot[q, _BACK_ACTIVE] = lanes
         slot[q, _BACK_ALIKE] = own[column] == own[column + lanes - 1]
-        slot[q, _BACK_TABLE] = -1
         for lane in range(WIDTH):  # inactive lanes look up the first lane's table
             of_class[q * WIDTH + lane] = own[column + (lane if lane < lanes else 0)] * sections[s, STRIDE]
         return True
@@ -261,7 +267,7 @@ def encode_lanes(  # type: ignore[no-untyped-def]
         tables: uint32, where in `coders` the table of each plane begins.
         coders: uint32, see `EntropyTables.coders`.
         bits: probability bits of the tables.
-        capacity: one more than the most words that a stream can have.
+        capacity: more than the most words that a stream can have, see `lane_capacity`.
         spare: uint16 `[FLIGHT * 16 * capacity]`.
         log: uint16, receives the words of all streams, in the order in which the streams end.
         states: uint32, receives the state of each stream.
@@ -302,7 +308,6 @@ def encode_lanes(  # type: ignore[no-untyped-def]
                 if q == flying:
                     break
                 slot[q] = slot[flying]
-                slot[q, _BACK_TABLE] = -1
                 for lane in range(WIDTH):
                     x[q * WIDTH + lane] = x[flying * WIDTH + lane]
                     of_class[q * WIDTH + lane] = of_class[flying * WIDTH + lane]
@@ -324,17 +329,23 @@ def encode_lanes(  # type: ignore[no-untyped-def]
                 plane, active, first = own[_BACK_PLANE] - 1, own[_BACK_ACTIVE], q * np.uint64(WIDTH)
                 column = own[_BACK_COLUMN]
                 of_plane = sections[s, TABLES] + plane
+                place = sections[s, OUT] + plane * sections[s, COLUMNS] + column
                 if own[_BACK_ALIKE]:
-                    k = np.int64(classes[sections[s, CLASSES] + column])
-                    table = np.int64(tables[of_plane + k * sections[s, STRIDE]])
-                    if table != own[_BACK_TABLE]:
-                        own[_BACK_TABLE] = table
-                        base[first : first + np.uint64(WIDTH)] = np.uint32(table)
+                    table = tables[of_plane + np.int64(classes[sections[s, CLASSES] + column]) * sections[s, STRIDE]]
+                    encode_alike_step(x, at, first, table, data, place, coders, bits, active, spare)
                 else:
                     lookup_step(tables, of_plane, of_class, first, base)
-                place = sections[s, OUT] + plane * sections[s, COLUMNS] + column
-                encode_step(x, at, first, base, data, place, coders, bits, active, spare)
+                    encode_step(x, at, first, base, data, place, coders, bits, active, spare)
                 own[_BACK_PLANE] = plane
+
+
+def lane_capacity(most: int) -> int:
+    """Return the words that `encode_lanes` reserves for a lane whose stream has at most `most` words.
+
+    This is an odd number of cache lines. Lanes a multiple of 4 KB apart would have their next words in the same few
+    sets of the first cache, which then would not hold all of them.
+    """
+    return (most // _LINE + 1 | 1) * _LINE
 
 
 @compiled

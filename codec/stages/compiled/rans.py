@@ -9,7 +9,14 @@ from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.lanes import FLIGHT, collect_words, decode_lanes, encode_lanes, list_groups
+from cuvee.codec.stages.compiled.lanes import (
+    FLIGHT,
+    collect_words,
+    decode_lanes,
+    encode_lanes,
+    lane_capacity,
+    list_groups,
+)
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.token_order import ABSENT, deal
 from cuvee.codec.support.arrays import U8, U16
@@ -93,7 +100,7 @@ def rans_encode(symbols: U8, which: U16, tables: EntropyTables, tokens_per_strea
     states, lengths = np.empty(count, np.uint32), np.empty(count, np.uint32)
     columns = count * tokens_per_stream
     words = _arena.array("words", steps * tokens, np.uint16)  # a bound: at most one word per symbol
-    capacity = steps * tokens_per_stream + 1
+    capacity = lane_capacity(steps * tokens_per_stream)
     filled = _encode(
         symbols, which, tables.coders.reshape(-1), tables.prob_bits, tokens_per_stream, capacity,
         _arena.array("dealt", steps * columns + WIDTH, np.uint8),

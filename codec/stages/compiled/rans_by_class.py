@@ -14,7 +14,7 @@ from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.coded_part import INITIAL, read_u16
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.lanes import FLIGHT, collect_words, encode_lanes, list_groups
+from cuvee.codec.stages.compiled.lanes import FLIGHT, collect_words, encode_lanes, lane_capacity, list_groups
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 
@@ -94,7 +94,7 @@ def encode_classed(sections: Sequence[ClassedPlanes], tables: EntropyTables) -> 
     states, lengths = np.empty(streams_at[-1], np.uint32), np.empty(streams_at[-1], np.uint32)
     class_states, class_lengths = np.empty((count, 1), np.uint32), np.empty((count, 1), np.uint32)
     class_words = np.empty((count, tokens), np.uint16)
-    capacity = max(len(own.planes) * own.tokens_per_stream for own in sections) + 1
+    capacity = lane_capacity(max(len(own.planes) * own.tokens_per_stream for own in sections))
     words = _arena.array("words", symbols, np.uint16)  # a bound: at most one word per symbol
     filled = _encode(
         data, data_at, np.stack([own.columns for own in sections]), np.stack([own.classes for own in sections]), depth,
