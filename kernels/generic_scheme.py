@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
+from cuvee.codec.entropy.channels import Channels, read_channels, write_channels
 from cuvee.codec.entropy.family import Family
 from cuvee.codec.format.container import Reader
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.schemes.generic import Channels, read_channels, write_channels
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming

@@ -7,7 +7,7 @@ All stages work on tiles of tokens, so that float arrays never exceed a tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,7 @@ from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.errors import InputError
-from cuvee.codec.format.container import Reader, read_coded, write_streams
-from cuvee.codec.format.part_index import IndexedPart
-from cuvee.codec.profiles.sections import tiles
+from cuvee.codec.format.container import write_streams
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 from cuvee.codec.support.arrays import F32, U8
@@ -166,37 +164,3 @@ class CoefficientCoder:
         per_stream = tokens_per_stream(int(share @ plan.planes), float(share @ plan.entropy(self.family.tables)))
         joined = coded[0] if len(coded) == 1 else _side_by_side(coded, tokens)
         return ClassedPlanes(joined, columns, classes, plan, section.class_table, per_stream), _merge(escaped)
-
-    def read(self, reader: Reader, plan: CodingPlan, tokens: int) -> IndexedPart:
-        """Read the coded part of a section without token classes: the rest of `reader`.
-
-        Raises:
-            FormatError: the bytes break a rule.
-        """
-        part = read_coded(reader, plan.planes, len(plan.shift), tokens)
-        reader.finish()
-        return IndexedPart(part, tokens)
-
-    def decode(
-        self, indexed: IndexedPart, plan: CodingPlan, tokens: int, span: range, tile: int
-    ) -> Iterator[tuple[slice, F32]]:
-        """Decode the tokens `span` of a section of `tokens`.
-
-        Yields:
-            the tiles that hold these tokens (see `tiles_around`), and their coefficients `[R, t]` float32.
-
-        Raises:
-            FormatError, CorruptError: the bytes break a rule.
-        """
-        per_stream = indexed.part.tokens_per_stream
-        low = span.start - span.start % tile
-        high = min(span.stop + -span.stop % tile, tokens)
-        batch = max(BATCH_STREAMS * per_stream // tile, 1) * tile
-        for start in range(low, high, batch):
-            at = slice(start, min(start + batch, high))
-            streams, escapes = indexed.select(at)
-            planes = self.stages.rans_decode(streams, plan.tables, self.family.tables, per_stream, at.stop - at.start)
-            levels = self.stages.unpack(planes, escapes, plan)
-            for piece in tiles(at.stop - at.start, tile):
-                y = self.stages.dequantize(levels[:, piece], step_value(self.step_index), plan, self.family.quantizer)
-                yield slice(at.start + piece.start, at.start + piece.stop), y

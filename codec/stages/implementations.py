@@ -16,6 +16,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coding_plan import CodingPlan, Escapes, Quantizer
+from cuvee.codec.entropy.family import Family
 from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan
@@ -26,6 +27,7 @@ from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled import byte_planes as compiled_byte_planes
+from cuvee.codec.stages.compiled import channels as compiled_channels
 from cuvee.codec.stages.compiled import product as compiled_product
 from cuvee.codec.stages.compiled import rans as compiled_rans
 from cuvee.codec.stages.compiled import rans_by_class as compiled_rans_by_class
@@ -36,6 +38,7 @@ from cuvee.codec.stages.compiled import token_order as compiled_token_order
 from cuvee.codec.stages.compiled import transform as compiled_transform
 from cuvee.codec.stages.reference import (
     byte_planes,
+    channels,
     product,
     rans,
     rans_by_class,
@@ -77,7 +80,8 @@ class Place(Protocol):
 class Stages:
     """One implementation of all stages. Each stage has the signature and the results of its reference.
 
-    The references are in `stages/reference`: rans, symbols, transform and product; token_order, rans_by_class and
+    The references are in `stages/reference`: rans, symbols, transform and product; channels for channels
+    that are coded one by one; token_order, rans_by_class and
     symbols_by_class for tokens with classes; sections to decode whole sections; byte_planes for lossless. An index is
     only valid for the stages and in the thread that made it, until that thread makes the next.
     """
@@ -86,11 +90,8 @@ class Stages:
     rans_encode: Callable[[U8, U16, EntropyTables, int], Streams]
     rans_decode: Callable[[Streams, U16, EntropyTables, int, int], U8]
     quantize: Callable[[F32, float, CodingPlan, Quantizer], I32]
-    dequantize: Callable[[I32, float, CodingPlan, Quantizer], F32]
     pack: Callable[[I32, CodingPlan, EntropyTables], tuple[U8, Escapes]]
-    unpack: Callable[[U8, Escapes, CodingPlan], I32]
     gather_centered: Callable[[KVChunk, Section, Rotation, slice, torch.Tensor, Predictions | None], torch.Tensor]
-    spread: Callable[[F32, npt.NDArray[np.intp], F32, int], torch.Tensor]
     place: Place
     move_keys: Callable[[torch.Tensor, LayerLayout, Rotation, Rotation, slice, Rows], None]
     analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None, int], torch.Tensor]
@@ -101,6 +102,10 @@ class Stages:
     to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
     index_sections: Callable[[StepCoding, Sequence[tuple[int, memoryview]], int], Any]
     decode_sections: Callable[[Any, slice, torch.dtype], list[Coefficients]]
+    index_channels: Callable[[memoryview, Section, int, Family, int, int], Any]
+    decode_channels: Callable[
+        [Any, slice, Section, KVLayout, Rotation, int, Sequence[Rows | None], Sequence[Rows | None]], None
+    ]
     split_unit: Callable[[torch.Tensor], list[BytePlane]]
     index_layer: Callable[[memoryview, LayerLayout, torch.dtype, int], Any]
     decode_layer: Callable[[Any, slice, Rows | None, Rows | None, int], None]
@@ -112,11 +117,8 @@ _STAGES = (
         rans.rans_encode,
         rans.rans_decode,
         symbols.quantize,
-        symbols.dequantize,
         symbols.pack,
-        symbols.unpack,
         transform.gather_centered,
-        transform.spread,
         transform.place,
         transform.move_keys,
         SectionBasis.coefficients,
@@ -127,6 +129,8 @@ _STAGES = (
         symbols_by_class.to_planes,
         sections.index_sections,
         sections.decode_sections,
+        channels.index_channels,
+        channels.decode_channels,
         byte_planes.split_unit,
         byte_planes.index_layer,
         byte_planes.decode_layer,
@@ -136,11 +140,8 @@ _STAGES = (
         compiled_rans.rans_encode,
         compiled_rans.rans_decode,
         compiled_symbols.quantize,
-        compiled_symbols.dequantize,
         compiled_symbols.pack,
-        compiled_symbols.unpack,
         compiled_transform.gather_centered,
-        compiled_transform.spread,
         compiled_transform.place,
         compiled_transform.move_keys,
         SectionBasis.coefficients,
@@ -151,6 +152,8 @@ _STAGES = (
         compiled_symbols_by_class.to_planes,
         compiled_sections.index_sections,
         compiled_sections.decode_sections,
+        compiled_channels.index_channels,
+        compiled_channels.decode_channels,
         compiled_byte_planes.split_unit,
         compiled_byte_planes.index_layer,
         compiled_byte_planes.decode_layer,

@@ -50,6 +50,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.reference.rans_by_class import rans_decode_classes, read_classes
+from cuvee.codec.stages.reference.symbols import unpack
 from cuvee.codec.stages.reference.symbols_by_class import from_planes
 from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import I32, U8
@@ -154,7 +155,7 @@ def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
         counts = len(escapes.index), len(streams.states)
         if part.classes is None or classed is None:
             planes = backend.rans_decode(streams, plan.tables, family.tables, n, header.tokens)
-            levels = backend.unpack(planes, escapes, plan)
+            levels = unpack(planes, escapes, plan)
             if classed is not None:
                 found = section_levels(codec.profile, header, index, read_section(blob, header, index), backend)
                 np.testing.assert_array_equal(found, levels)

@@ -1,4 +1,4 @@
-"""Quantizer and planes: every backend gives the bytes of the reference, and all of it comes back."""
+"""Quantizer and planes: every backend writes the bytes of the reference, which reads all of it back."""
 
 from __future__ import annotations
 
@@ -92,14 +92,6 @@ def test_quantize_agrees_on_the_thresholds_themselves(backend: Stages) -> None:
     assert (at_dead_zone == 1).all() and (below == 0).all()
 
 
-@pytest.mark.parametrize("step", [1.0, 0.3, 2.0**-13 / 3, 777.0])
-@pytest.mark.parametrize(("rows", "tokens"), SIZES)
-def test_dequantize_is_the_reference(backend: Stages, rows: int, tokens: int, step: float) -> None:
-    plan, q = plan_of(rows), levels(rows, tokens)
-    q.ravel()[-2:] = np.array([-(2**31), 2**31 - 1], np.int32)[: q.size]
-    same(backend.dequantize(q, step, plan, quantizer()), symbols.dequantize(q, step, plan, quantizer()))
-
-
 @pytest.mark.parametrize(("rows", "tokens"), SIZES)
 def test_planes_are_the_reference_and_come_back(backend: Stages, rows: int, tokens: int) -> None:
     plan, q = plan_of(rows), levels(rows, tokens)
@@ -110,7 +102,7 @@ def test_planes_are_the_reference_and_come_back(backend: Stages, rows: int, toke
     same(escapes.index, want_escapes.index)
     same(escapes.value, want_escapes.value)
     assert planes.shape == (plan.planes, tokens)
-    same(backend.unpack(planes, escapes, plan), kept)
+    same(symbols.unpack(planes, escapes, plan), kept)
     same(q, kept)
 
 
@@ -124,7 +116,7 @@ def test_any_levels_come_back(values: list[int], code: int) -> None:
     plan = coding_plan(np.array([code, 0], np.int32))
     for name in stage_names():
         planes, escapes = get_stages(name).pack(q, plan, FAMILY.tables)
-        same(get_stages(name).unpack(planes, escapes, plan), q)
+        same(symbols.unpack(planes, escapes, plan), q)
 
 
 # --- what the planes hold
@@ -164,7 +156,7 @@ def test_what_a_table_cannot_code_escapes(backend: Stages) -> None:
     planes, escapes = backend.pack(q, plan, EntropyTables(freq, 12))
     assert planes.tolist() == [[1, ESCAPE, ESCAPE, 0], [ESCAPE, 255, ESCAPE, 0], [ESCAPE, ESCAPE, 2, 0]]
     assert escapes.index.tolist() == [1, 2, 4, 6, 8, 9] and escapes.value.tolist() == [-1, 2, 1, 2, 1, -1]
-    same(backend.unpack(planes, escapes, plan), q)
+    same(symbols.unpack(planes, escapes, plan), q)
 
 
 def test_every_packed_byte_is_codable(backend: Stages) -> None:
@@ -192,14 +184,7 @@ def escaped(backend: Stages) -> tuple[CodingPlan, U8, Escapes]:
 def test_escapes_that_do_not_match_are_found_out(backend: Stages, index: list[int]) -> None:
     plan, planes, _ = escaped(backend)
     with pytest.raises(CorruptError, match="escape"):
-        backend.unpack(planes, Escapes(np.array(index, np.uint32), np.zeros(len(index), np.int32)), plan)
-
-
-@pytest.mark.parametrize("value", [-(2**31), 2**31 - 1, 0, -128])
-def test_hostile_escape_values_come_out_alike(backend: Stages, value: int) -> None:
-    plan, planes, escapes = escaped(backend)
-    hostile = Escapes(escapes.index, np.full(3, value, np.int32))
-    same(backend.unpack(planes, hostile, plan), symbols.unpack(planes, hostile, plan))
+        symbols.unpack(planes, Escapes(np.array(index, np.uint32), np.zeros(len(index), np.int32)), plan)
 
 
 # --- how far a value may move
@@ -211,7 +196,7 @@ def test_error_stays_within_the_thresholds(backend: Stages, step: float, seed: i
     own = quantizer(seed)
     plan = plan_of(57, seed=seed)
     y = np.random.default_rng(seed).uniform(-40 * step, 40 * step, (57, 200)).astype(np.float32)
-    back = backend.dequantize(backend.quantize(y, step, plan, own), step, plan, own)
+    back = symbols.dequantize(backend.quantize(y, step, plan, own), step, plan, own)
     dead, rounding, shrink = (a[plan.level_table] for a in (own.dead_zone, own.rounding, own.shrink))
     # A magnitude in [m - rounding, m + 1 - rounding) comes back as m - shrink; below the dead zone it comes back as 0.
     above = (1 - rounding)[:, None] + shrink
@@ -226,5 +211,5 @@ def test_a_negative_value_is_the_mirror_of_a_positive_one(backend: Stages) -> No
     plan, y = plan_of(57), coefficients(57, 33, 0.3)
     q, mirrored = (backend.quantize(v, 0.3, plan, quantizer()) for v in (y, -y))
     np.testing.assert_array_equal(q, -mirrored)
-    back, mirrored_back = (backend.dequantize(v, 0.3, plan, quantizer()) for v in (q, -q))
+    back, mirrored_back = (symbols.dequantize(v, 0.3, plan, quantizer()) for v in (q, -q))
     np.testing.assert_array_equal(back, -mirrored_back)

@@ -369,18 +369,6 @@ def test_vectors_and_what_is_left_of_them_give_the_same_bits(dtype: str, size: i
         )
 
 
-@pytest.mark.parametrize("live", [range(40), range(0, 40, 3), [39], []])
-def test_channels_are_spread_alike(live: Sequence[int]) -> None:
-    draw = np.random.default_rng(0)
-    chosen = np.array(live, np.intp)
-    y = draw.standard_normal((len(chosen), 21), np.float32)
-    scale = draw.standard_normal(40, np.float32)
-    want = transform.spread(y, chosen, scale, 40)
-    assert want.shape == (21, 40) and torch.equal(want, transform_numba.spread(y, chosen, scale, 40))
-    assert np.array_equal(want.numpy()[:, chosen], (y.T * scale[chosen]))
-    assert not want[:, [c for c in range(40) if c not in live]].any()
-
-
 def test_a_product_ends_where_columns_need_less() -> None:
     ranks = tuple((100 - 6 * k,) for k in range(16))
     falling = np.repeat(np.arange(16, dtype=np.uint8), 10)

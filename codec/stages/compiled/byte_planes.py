@@ -17,14 +17,12 @@ from cuvee.codec.entropy.tables import SYMBOLS
 from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.compiled import coded_part as part
-from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.byte_plane_steps import join_by_channel_step, join_step, split_step
-from cuvee.codec.stages.compiled.coded_part import read_u16, read_u32
+from cuvee.codec.stages.compiled.coded_part import read_u16
 from cuvee.codec.stages.compiled.compiler import compiled, compiled_briefly
-from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
+from cuvee.codec.stages.compiled.plain_streams import decode_planes, stream_words
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.compiled.token_order import ABSENT, deal
 from cuvee.codec.stages.compiled.transform import adjacent
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, read_layer
 from cuvee.codec.stages.rows import Rows, dense_rows
@@ -125,49 +123,8 @@ def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: 
         return none
     if not part.find_part(data, at, end, tokens, steps, steps, part.NO_CLASSES, 0, found) or found[part.LISTED]:
         return none
-    words_at = np.empty(((tokens + (1 << found[part.LOG2]) - 1) >> found[part.LOG2]) + 1, np.uint32)
-    part.list_words(data, found, words_at)
     found[_STEPS] = steps
-    return words_at
-
-
-@compiled
-def _decode(  # type: ignore[no-untyped-def]
-    data, words_at, start, stop, found, slots, tables, states, starts, ends, groups, columns, position, scratch, problem
-):
-    """Decode the coded planes of a tile to `scratch`; return their number of columns, or -1 for a damaged stream."""
-    steps, log2 = found[_STEPS], found[part.LOG2]
-    width = stop - start
-    if not steps:
-        for t in range(width):
-            position[t] = t
-        return width
-    first = start >> log2
-    for stream in range(first, (stop + (1 << log2) - 1) >> log2):
-        states[stream - first] = read_u32(data, found[part.STATES] + 4 * stream)
-        starts[stream - first] = words_at[stream]
-        ends[stream - first] = words_at[stream + 1]
-    order = np.empty(len(columns), np.int64)
-    column = deal(width, 1 << log2, order, columns)
-    for c in range(column):
-        if order[c] >= 0:
-            position[order[c]] = c
-    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
-    fields[0, lanes.WORDS], fields[0, lanes.LAST], fields[0, lanes.COLUMNS] = (
-        found[part.WORDS],
-        found[part.COUNT],
-        column,
-    )
-    depth = np.zeros(ABSENT + 1, np.int32)
-    depth[:ABSENT] = steps
-    listed = list_groups(0, 0, column, 1 << log2, column, groups, 0)
-    bad = decode_lanes(
-        groups[:listed], fields, states, starts, ends, data, columns, depth, tables, slots, PROB_BITS, scratch
-    )
-    if bad >= 0:
-        problem[0] = first + bad
-        return -1
-    return column
+    return stream_words(data, found, tokens)
 
 
 @compiled
@@ -311,17 +268,20 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
 
     `keys` and `values` are rows: begins, heads, size, stride, offsets, kinds, memory.
     """
-    width = stop - start
-    most = width + MAX_TOKENS_PER_STREAM - 1  # columns
-    position = np.empty(most, np.int64)
-    columns = _decode(
-        data, words_at, start, stop, found, slots, tables, np.empty(most, np.uint32), np.empty(most, np.uint32),
-        np.empty(most, np.uint32), np.empty((most, lanes.GROUP_FIELDS), np.int64), np.empty(most, np.uint8), position,
-        scratch, problem,
-    )  # fmt: skip
-    if columns < 0:
-        return False
-    per_stream = 1 << found[part.LOG2] if found[_STEPS] else 1
+    width = columns = stop - start
+    per_stream = 1
+    position = np.arange(width)
+    if found[_STEPS]:
+        order = np.empty(width + MAX_TOKENS_PER_STREAM - 1, np.int64)
+        columns = decode_planes(
+            data, words_at, start, stop, found, found[_STEPS], tables, slots, PROB_BITS, order, scratch, problem
+        )
+        if columns < 0:
+            return False
+        per_stream = 1 << found[part.LOG2]
+        for column in range(columns):
+            if order[column] >= 0:
+                position[order[column]] = column
     bytes_per_value = len(planes) // 2
     for own, rows in ((planes[:bytes_per_value], keys), (planes[bytes_per_value:], values)):
         begins, heads, size, stride, offsets, kinds, out = rows

@@ -41,6 +41,15 @@ def compiled_briefly(function: Callable[..., Any]) -> Any:
     return _cached(nb.njit(nogil=False)(function))
 
 
+def inlined(function: Callable[..., Any]) -> Any:
+    """Make a function part of each loop that calls it.
+
+    LLVM leaves longer functions as they are, and a call passes seven words for each array: more than it takes to place
+    a head.
+    """
+    return nb.njit(nogil=True, inline="always")(function)
+
+
 def _cached(made: Any) -> Any:
     """Let a compiled function use the cache on disk."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Quantizer, escape_error
+from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Quantizer
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.support.arrays import F32, I32, U8
@@ -58,26 +58,6 @@ def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32
 
 
 @compiled
-def _dequantize(q, step, table, shrink, out):  # type: ignore[no-untyped-def]
-    rows, tokens = q.shape
-    for c in range(rows):
-        one, more = shrink[table[c], 0], shrink[table[c], 1]
-        source, target = q[c], out[c]
-        for t in range(tokens):
-            m = abs(source[t])
-            back = np.float32(m) - (one if m == 1 else more)
-            back = back if m != 0 else np.float32(0)
-            target[t] = (-back if source[t] < 0 else back) * step
-
-
-def dequantize(q: I32, step: float, plan: CodingPlan, quantizer: Quantizer) -> F32:
-    """See `cuvee.codec.stages.reference.symbols.dequantize`."""
-    out = np.empty(q.shape, np.float32)
-    _dequantize(np.ascontiguousarray(q), np.float32(step), plan.level_table, quantizer.shrink, out)
-    return out
-
-
-@compiled
 def _pack(q, shift, which, codable, reach, planes, escaped):  # type: ignore[no-untyped-def]
     rows, _ = q.shape
     low_row = rows
@@ -125,32 +105,3 @@ def add_low_bits(levels, low, bits):  # type: ignore[no-untyped-def]
     half = np.int32(1) << (bits - 1)
     for i in range(len(levels)):
         levels[i] = np.int32((levels[i] << bits) + np.int32(low[i]) - half)
-
-
-@compiled
-def _unpack(planes, escape_index, escape_value, shift, out):  # type: ignore[no-untyped-def]
-    rows, tokens = out.shape
-    low_row = rows
-    at = 0
-    for c in range(rows):
-        k = np.int32(shift[c])
-        source, target = planes[c], out[c]
-        to_levels(source, target)
-        for t in range(tokens if count_escapes(source) else 0):
-            if source[t] == ESCAPE:
-                if at >= len(escape_index) or np.int64(escape_index[at]) != c * tokens + t:
-                    return False
-                target[t] = escape_value[at]
-                at += 1
-        if k:
-            add_low_bits(target, planes[low_row], k)
-            low_row += 1
-    return at == len(escape_index)
-
-
-def unpack(planes: U8, escapes: Escapes, plan: CodingPlan) -> I32:
-    """See `cuvee.codec.stages.reference.symbols.unpack`."""
-    out = np.empty((len(plan.shift), planes.shape[1]), np.int32)
-    if not _unpack(planes, escapes.index, escapes.value, plan.shift, out):
-        raise escape_error()
-    return out

@@ -1,4 +1,4 @@
-"""`place`, `move_keys`, `gather_centered` and `spread`, compiled: the same bytes as `reference/transform.py`."""
+"""`place`, `move_keys` and `gather_centered`, compiled: the same bytes as `reference/transform.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuvee.codec.profiles.sections import Section, UnitColumns
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.bfloat16 import rounded, to_float
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.compiler import compiled, inlined
 from cuvee.codec.stages.compiled.linear_steps import (
     add_and_turn_step,
     add_step,
@@ -37,6 +37,37 @@ def adjacent(begins, first, kinds, first_kind):  # type: ignore[no-untyped-def]
         if begins[first + t] != begins[first] + t or kinds[first_kind + t] != kinds[first_kind]:
             return False
     return True
+
+
+@inlined
+def place_head(  # type: ignore[no-untyped-def]
+    x, at, mean, center, predicted, guess, cos, sin, angle, half, size, out, to
+):
+    """Add mean and prediction to the values of a head of one token, rotate its pairs, round all, and write them.
+
+    After each array comes the entry at which it begins. `half` is the number of pairs, `size` that of values.
+    """
+    i = 0
+    while i + WIDTH <= half:
+        add_and_turn_step(
+            x, at + i, mean, center + i, predicted, guess + i, half, cos, sin, angle + i, out, to + i
+        )  # fmt: skip
+        i += WIDTH
+    while i < half:
+        j = i + half
+        a = to_float(x[at + i]) + (mean[center + i] + to_float(predicted[guess + i]))
+        b = to_float(x[at + j]) + (mean[center + j] + to_float(predicted[guess + j]))
+        c, s = cos[angle + i], sin[angle + i]
+        out[to + i], out[to + j] = rounded(a * c - b * s, out), rounded(b * c + a * s, out)
+        i += 1
+    i = 2 * half
+    while i + WIDTH <= size:
+        add_step(x, at + i, mean, center + i, predicted, guess + i, out, to + i)
+        i += WIDTH
+    while i < size:
+        value = to_float(x[at + i]) + (mean[center + i] + to_float(predicted[guess + i]))
+        out[to + i] = rounded(value, out)
+        i += 1
 
 
 @compiled
@@ -65,27 +96,9 @@ def _place(  # type: ignore[no-untyped-def]
             at = (first // block * columns + row) * block + first % block
             center, guess = of_mean + h * stride, of_token + h * stride
             to = 0 if permuted else begin + h * head_stride
-            i = 0
-            while i + WIDTH <= half:
-                add_and_turn_step(
-                    x, at + i, mean_, center + i, predicted_, guess + i, half, cos_, sin_, angle + i, target, to + i
-                )  # fmt: skip
-                i += WIDTH
-            while i < half:
-                j = i + half
-                a = to_float(x[at + i]) + (mean_[center + i] + to_float(predicted_[guess + i]))
-                b = to_float(x[at + j]) + (mean_[center + j] + to_float(predicted_[guess + j]))
-                c, s = cos_[angle + i], sin_[angle + i]
-                target[to + i], target[to + j] = rounded(a * c - b * s, target), rounded(b * c + a * s, target)
-                i += 1
-            i = 2 * half
-            while i + WIDTH <= size:
-                add_step(x, at + i, mean_, center + i, predicted_, guess + i, target, to + i)
-                i += WIDTH
-            while i < size:
-                value = to_float(x[at + i]) + (mean_[center + i] + to_float(predicted_[guess + i]))
-                target[to + i] = rounded(value, target)
-                i += 1
+            place_head(
+                x, at, mean_, center, predicted_, guess, cos_, sin_, angle, half, size, target, to
+            )  # fmt: skip
             if permuted:
                 places = offsets[kinds[t], h]
                 for i in range(size):
@@ -94,7 +107,6 @@ def _place(  # type: ignore[no-untyped-def]
 
 _NO_TABLE = np.empty((1, 0), np.float32)
 _NO_PREDICTIONS = np.empty((0, 0), np.uint16), np.empty(0, np.int64)
-_CHANNELS = 16  # values of each token that are written in a row
 _MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # bits of float32
 _arena = Arena()
 
@@ -112,7 +124,7 @@ def place(
     predictions: Predictions | None = None,
 ) -> None:
     """See `reference.transform.place`, which also serves interleaved caches and float16."""
-    if layout.torch_dtype == torch.float16 or any(map(_interleaved, section.layers(layout))):
+    if not served(section, layout):
         transform.place(x, mean, section, layout, rotation, at, keys, values, order, predictions)
         return
     block, tokens = x.shape[-1], x.shape[-2]
@@ -123,7 +135,7 @@ def place(
         rows = (values if unit.is_value else keys)[unit.layer]
         if rows is None:
             continue
-        cos, sin = _tables(layout, unit, rotation, at)
+        cos, sin = tables_of(layout, unit, rotation, at)
         _place(
             source, block, *centers, unit.first, unit.stride, cos, sin, to, plain(rows.memory), rows.begins[at],
             rows.head_stride, rows.heads, rows.size, rows.offsets, rows.kinds[at],
@@ -183,7 +195,12 @@ def move_keys(
     transform.move_keys(stored, layer, unrotation, rotation, at, rows)
 
 
-def _tables(layout: KVLayout, unit: UnitColumns, rotation: Rotation, at: slice) -> tuple[F32, F32]:
+def served(section: Section, layout: KVLayout) -> bool:
+    """Return whether the loops serve a section's layout: neither interleaved nor float16."""
+    return layout.torch_dtype != torch.float16 and not any(map(_interleaved, section.layers(layout)))
+
+
+def tables_of(layout: KVLayout, unit: UnitColumns, rotation: Rotation, at: slice) -> tuple[F32, F32]:
     """Return the rotation tables of a unit for the tokens `at`; without columns if it is not rotated."""
     rope = layout.layers[unit.layer].rope
     return (_NO_TABLE, _NO_TABLE) if unit.is_value or rope is None else rotation.tables(rope, at)
@@ -264,7 +281,7 @@ def gather_centered(
     target = _arena.array("x", tokens * section.values, np.float32).reshape(tokens, section.values)
     centers, finite = (mean.numpy(), *_arrays(predictions)), True
     for unit, cached in units:
-        cos, sin = _tables(chunk.layout, unit, rotation, at)
+        cos, sin = tables_of(chunk.layout, unit, rotation, at)
         memory = plain(all_memory(cached[at]))
         finite &= _gather(
             memory, cached.stride(0), cached.stride(1), unit.heads, unit.size, cos, sin, *centers, unit.first,
@@ -273,24 +290,6 @@ def gather_centered(
     if not finite:
         raise transform.not_finite_error(section)
     return torch.from_numpy(target)
-
-
-@compiled
-def _spread(y, live, scale, out):  # type: ignore[no-untyped-def]
-    tokens = y.shape[1]
-    for first in range(0, len(live), _CHANNELS):
-        count = min(_CHANNELS, len(live) - first)
-        for t in range(tokens):
-            row = out[t]
-            for i in range(first, first + count):
-                row[live[i]] = y[i, t] * scale[live[i]]
-
-
-def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.Tensor:
-    """See `cuvee.codec.stages.reference.transform.spread`."""
-    out = torch.empty(y.shape[1], count) if len(live) == count else torch.zeros(y.shape[1], count)
-    _spread(y, live, scale, out.numpy())
-    return out
 
 
 def plain(x: torch.Tensor) -> npt.NDArray[np.generic]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cuvee.codec.chunk import KVChunk
@@ -23,7 +22,7 @@ from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
-from cuvee.codec.support.arrays import F32, I64
+from cuvee.codec.support.arrays import I64
 
 
 def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slice) -> torch.Tensor:
@@ -138,23 +137,6 @@ def move_keys(
         rows: the rows to write.
     """
     rows.write(rotation.apply(unrotation.apply(stored, layer.rope, at), layer.rope, at), at)
-
-
-def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.Tensor:
-    """Turn channels that are coded one by one into values.
-
-    Args:
-        y: `[R, t]` float32, the coded channels.
-        live: `[R]`, numbers of these channels.
-        scale: `[count]` float32, the unit of each channel.
-        count: N.
-
-    Returns:
-        `[t, N]` float32; zero in the other channels.
-    """
-    x = torch.zeros(y.shape[1], count)
-    x[:, torch.from_numpy(live)] = torch.from_numpy(y).T * torch.from_numpy(scale[live])
-    return x
 
 
 def as_numpy(y: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
