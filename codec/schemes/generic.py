@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from cuvee.codec.backends import DecodeRequest
@@ -21,7 +20,6 @@ from cuvee.codec.entropy.family import Family
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles, tiles_around
 from cuvee.codec.stages.implementations import Stages
-from cuvee.codec.stages.reference.transform import gather, require_finite
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32
@@ -50,19 +48,16 @@ class GenericScheme:
     def _encode(self, chunk: KVChunk, index: int, unrotation: Rotation) -> bytes:
         section = self._sections[index]
         tile = tile_tokens(section, chunk.layout)
-        x = torch.cat([gather(chunk, section, unrotation, at) for at in tiles(chunk.tokens, tile)])
-        require_finite(x, section)
-        mean = x.mean(0, dtype=torch.float64).bfloat16().float()
-        x -= mean
-        # Sums of squares in float64: those of large values overflow float32.
-        deviation = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64) / len(x) ** 0.5
-        side, channels = write_channels(section.blocks, mean.numpy(), deviation.numpy(), self._step_index)
-        x /= torch.from_numpy(channels.scale)
+        x, none = torch.empty(chunk.tokens, section.values), torch.zeros(1, section.values)
+        for at in tiles(chunk.tokens, tile):
+            x[at] = self._stages.gather_centered(chunk, section, unrotation, at, none, None)
+        mean, deviation = self._stages.center_channels(x)
+        side, channels = write_channels(section.blocks, mean, deviation, self._step_index)
         live = channels.live
 
         def coefficients() -> Iterator[tuple[slice, F32]]:
             for at in tiles(chunk.tokens, tile):
-                yield at, np.ascontiguousarray(x[at].numpy().T[live])
+                yield at, self._stages.normalized_channels(x[at], channels.scale, live)
 
         return side + self._coder.encode(coefficients(), channels.plan(), chunk.tokens)
 

@@ -102,6 +102,8 @@ class Stages:
     to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
     index_sections: Callable[[StepCoding, Sequence[tuple[int, memoryview]], int], Any]
     decode_sections: Callable[[Any, slice, torch.dtype], list[Coefficients]]
+    center_channels: Callable[[torch.Tensor], tuple[F32, npt.NDArray[np.float64]]]
+    normalized_channels: Callable[[torch.Tensor, F32, npt.NDArray[np.intp]], F32]
     index_channels: Callable[[memoryview, Section, int, Family, int, int], Any]
     decode_channels: Callable[
         [Any, slice, Section, KVLayout, Rotation, int, Sequence[Rows | None], Sequence[Rows | None]], None
@@ -129,6 +131,8 @@ _STAGES = (
         symbols_by_class.to_planes,
         sections.index_sections,
         sections.decode_sections,
+        channels.center_channels,
+        channels.normalized_channels,
         channels.index_channels,
         channels.decode_channels,
         byte_planes.split_unit,
@@ -152,6 +156,8 @@ _STAGES = (
         compiled_symbols_by_class.to_planes,
         compiled_sections.index_sections,
         compiled_sections.decode_sections,
+        compiled_channels.center_channels,
+        compiled_channels.normalized_channels,
         compiled_channels.index_channels,
         compiled_channels.decode_channels,
         compiled_byte_planes.split_unit,

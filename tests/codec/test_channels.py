@@ -191,6 +191,40 @@ def test_what_a_chunk_loses_is_bounded_by_its_step() -> None:
         assert float(error.max()) < 0.25 * unit * 1.1
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_chunks_are_encoded_alike(dtype: str, shape: str) -> None:
+    for tokens in TOKENS:
+        for rope, kind, step in (("all", "mixed", 0.25), ("some", "mixed", 0.004), ("interleaved", "zeros", 0.25)):
+            layout = layout_of(dtype, rope, shape)
+            blobs = [
+                Codec(Profile.generic(layout), step=step, backend=name, threads=1).encode(
+                    chunk_of(layout, tokens, kind)
+                )
+                for name in stage_names()
+            ]
+            assert blobs[0] == blobs[1], (tokens, rope)
+
+
+@pytest.mark.parametrize("channels", [1, 15, 16, 33])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 50])
+def test_channels_are_centered_and_normalized_alike(tokens: int, channels: int) -> None:
+    draw = torch.Generator().manual_seed(channels)
+    x = torch.randn(tokens, channels, generator=draw) * 1e20 + 3e20  # squares beyond float32
+    scale = torch.rand(channels, generator=draw).numpy() + np.float32(0.5)
+    live = np.flatnonzero(np.arange(channels) % 3 != 1)
+    results = []
+    for name in stage_names():
+        own, stages = x.clone(), get_stages(name)
+        mean, deviation = stages.center_channels(own)
+        assert deviation.dtype == np.float64 and np.isfinite(deviation).all()
+        np.testing.assert_allclose(deviation, own.double().square().mean(0).sqrt().numpy(), rtol=1e-12)
+        results.append((mean, own.numpy().copy(), stages.normalized_channels(own, scale, live).copy()))
+        assert results[-1][2].shape == (len(live), tokens)
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 # --- what is not
 
 
@@ -245,6 +279,35 @@ def refuses(name: str, data: bytes, step_index: int, layout: KVLayout, tokens: i
 def _coded_part(data: bytes, blocks: tuple[int, ...]) -> bytes:
     side = sum(2 + 3 * size for size in blocks)
     return data[side + -side % 4 :]
+
+
+# Of the layout "odd": where a unit's scale, means, and scale codes begin, and where the padding is.
+SIDE = {"scale": (0, 2 + 297), "mean": (2, 2 + 297 + 2), "code": (2 + 198, 2 + 297 + 2 + 30), "padding": (346, 347)}
+REFUSED = [("scale", struct.pack("<h", value)) for value in (126 * 64 + 1, -126 * 64 - 1, 2**15 - 1, -(2**15))]
+REFUSED += [("mean", struct.pack("<H", bits)) for bits in (0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF)]
+REFUSED += [("code", bytes([code])) for code in (57, 128, 254)] + [("padding", b"\1"), ("padding", b"\x80")]
+
+
+@pytest.mark.parametrize(("what", "value"), REFUSED)
+@pytest.mark.parametrize("unit", [0, 1])
+def test_side_information_that_no_encoder_writes_is_refused(unit: int, what: str, value: bytes) -> None:
+    layout = layout_of("bfloat16", "some", "odd")
+    data, index = coded(layout, 70)
+    at = SIDE[what][unit]
+    damaged = data[:at] + value + data[at + len(value) :]
+    for name in stage_names():
+        with pytest.raises(FormatError) as caught:
+            decoded(name, damaged, index, layout, 70)
+        assert not isinstance(caught.value, CorruptError)
+
+
+def test_sections_that_end_too_early_or_too_late_are_refused() -> None:
+    layout = layout_of("bfloat16", "some", "odd")
+    data, index = coded(layout, 70)
+    for section in [data[:length] for length in (0, 1, 2, 150, 299, 300, 346, 347, 348, 359)] + [data + bytes(4)]:
+        for name in stage_names():
+            with pytest.raises(FormatError):
+                decoded(name, section, index, layout, 70)
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,4 +1,4 @@
-"""Sixteen channels of sixteen tokens, from symbols to values: the inner loop of `channels.py`."""
+"""Sixteen channels of sixteen tokens, from symbols to values and back: the inner loops of `channels.py`."""
 
 from __future__ import annotations
 
@@ -94,3 +94,42 @@ def _splat_float(builder: Any, value: Any) -> Any:
 
 
 dequantize_channels_step, dequantize_wide_step = _dequantizing(low_bits=False), _dequantizing(low_bits=True)
+
+
+@spelled_out
+def normalize_step(typing: Any, x, at, row, scale, channel, places, column, out):  # type: ignore[no-untyped-def]
+    """Divide 16 channels of 16 tokens by scales, and write the results channel by channel.
+
+    `normalize_step(x, at, row, scale, channel, places, column, out)`
+
+    Args:
+        typing: Numba's.
+        x: float32 array.
+        at: where the channels of the first token are.
+        row: from there to those of the next token.
+        scale: float32 array.
+        channel: the first channel's entry there.
+        places: int64 array; at the same entries, where each channel's results begin; below zero: they are not written.
+        column: where the first token's result is among these.
+        out: float32 array.
+    """
+    signature = types.void(x, at, row, scale, channel, places, column, out)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        code = Code(context, builder, sig.args, values)
+        scales = code.load(code.pointer(3, 4, 4), FLOATS, 4)
+        first, row_bytes = code.pointer(0, 1, 4), builder.mul(code.integer(2, types.int64), INT64(4))
+        lines = []
+        for token in range(WIDTH):
+            own = code.load(builder.gep(first, [builder.mul(row_bytes, INT64(token))]), FLOATS, 4)
+            lines.append(builder.fdiv(own, scales))
+        place_at = builder.bitcast(code.pointer(5, 4, 8), INT64.as_pointer())
+        column_ = code.integer(6, types.int64)
+        for number, line in enumerate(code.transposed(lines)):
+            place = builder.load(builder.gep(place_at, [INT64(number)]))
+            with builder.if_then(builder.icmp_signed(">=", place, INT64(0))):
+                target = builder.mul(builder.add(place, column_), INT64(4))
+                code.store(line, builder.gep(code.data(7), [target]), 4)
+        return context.get_dummy_value()
+
+    return signature, generate

@@ -1,5 +1,7 @@
 """Sections of channels that are coded one by one, compiled: a section is read once, then decoded tile by tile.
 
+    x [T, N] --center_channels--> means, deviations; x --over scale, transposed--> y [R, T]
+
     bytes --index--> side information, streams                                  once
     a tile of them --decode_lanes--> planes                                     for each tile
     16 tokens of a head of the planes --dequantize, transpose--> x --mean, RoPE, rounding--> outputs
@@ -26,7 +28,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled.arena import Arena
-from cuvee.codec.stages.compiled.channel_steps import dequantize_channels_step, dequantize_wide_step
+from cuvee.codec.stages.compiled.channel_steps import dequantize_channels_step, dequantize_wide_step, normalize_step
 from cuvee.codec.stages.compiled.coded_part import read_u16, read_u32
 from cuvee.codec.stages.compiled.compiler import compiled, compiled_briefly
 from cuvee.codec.stages.compiled.plain_streams import decode_planes, stream_words
@@ -41,6 +43,64 @@ from cuvee.codec.support.arrays import F32, I32, I64, U8, U32
 # Fields of the streams: those of `coded_part`, and the number of planes, which is -1 for a malformed section.
 _PLANES = part.PART_FIELDS
 FOUND_FIELDS = part.PART_FIELDS + 1
+
+_arena = Arena()
+
+
+@compiled
+def _sum(x, sums):  # type: ignore[no-untyped-def]
+    """Sum each channel."""
+    for t in range(len(x)):
+        own = x[t]
+        for channel in range(len(sums)):
+            sums[channel] += own[channel]
+
+
+@compiled
+def _center(x, mean, squares):  # type: ignore[no-untyped-def]
+    """Subtract the means, and sum the squares of what is left."""
+    for t in range(len(x)):
+        own = x[t]
+        for channel in range(len(squares)):
+            left = own[channel] - mean[channel]
+            own[channel] = left
+            squares[channel] += np.float64(left) * np.float64(left)
+
+
+def center_channels(x: torch.Tensor) -> tuple[F32, npt.NDArray[np.float64]]:
+    """See `cuvee.codec.stages.reference.channels.center_channels`."""
+    sums, squares = np.zeros((2, x.shape[1]))
+    _sum(x.numpy(), sums)
+    mean = transform.as_numpy(torch.from_numpy(sums / len(x)).bfloat16().float())
+    _center(x.numpy(), mean, squares)
+    return mean, np.sqrt(squares) / len(x) ** 0.5
+
+
+@compiled
+def _normalize(x, scale, places, y):  # type: ignore[no-untyped-def]
+    """Write the channels that have places, over their scales."""
+    tokens, count = x.shape
+    x_ = x.reshape(x.size)
+    if tokens < WIDTH or count < WIDTH:
+        for channel in range(count):
+            for t in range(tokens if places[channel] >= 0 else 0):
+                y[places[channel] + t] = x[t, channel] / scale[channel]
+        return
+    for block in range(0, tokens, WIDTH):
+        token = min(block, tokens - WIDTH)  # the last tokens may be written twice
+        for first in range(0, count, WIDTH):
+            channel = min(first, count - WIDTH)
+            normalize_step(x_, token * count + channel, count, scale, channel, places, token, y)
+
+
+def normalized_channels(x: torch.Tensor, scale: F32, live: npt.NDArray[np.intp]) -> F32:
+    """See `cuvee.codec.stages.reference.channels.normalized_channels`."""
+    tokens = len(x)
+    places = np.full(len(scale), -1)
+    places[live] = np.arange(len(live)) * tokens
+    y = _arena.array("coefficients", len(live) * tokens, np.float32)
+    _normalize(x.numpy(), scale, places, y)
+    return y.reshape(len(live), tokens)
 
 
 @compiled
@@ -252,7 +312,6 @@ def _decode(  # type: ignore[no-untyped-def]
 _SLACK = bytes(4)
 _NO_TABLE = np.empty((1, 0), np.float32)
 _TABLES_OF_CODE = np.stack([each.astype(np.int64) for each in split_wide(np.arange(MAX_CODE + 1, dtype=np.int32))], 1)
-_arena = Arena()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,14 @@
-"""Sections of channels that are coded one by one, the reference: from bytes to outputs, in plain NumPy.
+"""Sections of channels that are coded one by one, in plain NumPy and PyTorch: the reference.
 
-bytes --read_channels, read_coded--> side information, streams              once
-a tile of them --rANS--> planes --unpack, dequantize--> y [R, t]            for each tile
-y --times scale, transposed--> x [t, N] --place--> outputs
+Encoding:
+
+    x [T, N] --center_channels--> means, deviations; x --over scale, transposed--> y [R, T]
+
+Decoding:
+
+    bytes --read_channels, read_coded--> side information, streams              once
+    a tile of them --rANS--> planes --unpack, dequantize--> y [R, t]            for each tile
+    y --times scale, transposed--> x [t, N] --place--> outputs
 """
 
 from __future__ import annotations
@@ -23,10 +29,31 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.stages.reference.rans import rans_decode
 from cuvee.codec.stages.reference.symbols import dequantize, unpack
-from cuvee.codec.stages.reference.transform import place
+from cuvee.codec.stages.reference.transform import as_numpy, place
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32
+
+
+def center_channels(x: torch.Tensor) -> tuple[F32, npt.NDArray[np.float64]]:
+    """Subtract the mean of each channel from `x`, `[T, N]` float32, in place.
+
+    Returns:
+        the means `[N]`, rounded to bfloat16, and the root mean squares of what is left, `[N]`.
+    """
+    mean = x.mean(0, dtype=torch.float64).bfloat16().float()
+    x -= mean
+    # Sums of squares in float64: those of large values overflow float32.
+    deviation = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64) / len(x) ** 0.5
+    return as_numpy(mean), deviation.numpy()
+
+
+def normalized_channels(x: torch.Tensor, scale: F32, live: npt.NDArray[np.intp]) -> F32:
+    """Return the channels `live` of `x`, `[t, N]` float32, over their scales: `[R, t]`.
+
+    The result is valid until the thread normalizes its next tile.
+    """
+    return np.ascontiguousarray((x.numpy() / scale).T[live])
 
 
 @dataclass(frozen=True, slots=True)
