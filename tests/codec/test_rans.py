@@ -19,6 +19,8 @@ from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts,
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.format.container import CodedPart, write_streams
 from cuvee.codec.format.part_index import IndexedPart
+from cuvee.codec.stages.compiled.coder_steps import decode_alike_step, decode_step
+from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8, U16
@@ -374,3 +376,27 @@ def test_sizes_agree_with_constriction(per_stream: int) -> None:
     streams = len(ours.states)
     assert theirs * 0.99 <= ours.words.nbytes + 6 * streams
     assert ours.words.nbytes + 4 * streams <= theirs * 1.01 + 6 * streams
+
+
+@compiled
+def _one_step(x, at, base, slots, words, last, table, out):  # type: ignore[no-untyped-def]
+    """Decode one symbol per lane, with a table of its own or the same table."""
+    if table < 0:
+        decode_step(x, at, 0, base, slots, words, 0, last, 12, 16, out, 0)
+    else:
+        decode_alike_step(x, at, 0, table, slots, words, 0, last, 12, 16, out, 0)
+
+
+@pytest.mark.parametrize("table", [-1, 0])
+def test_no_word_is_read_beyond_the_last(table: int) -> None:
+    """Damaged streams ask for words that are not there: whatever follows must not be read."""
+    slots = tables_of(12).slots[0]
+    states, last = [], 5
+    for place in (last, last + 1, 1000, 2**30):
+        x, at = np.full(16, 1 << 16, np.uint32), np.full(16, place, np.uint32)
+        words = np.arange(2048, dtype=np.uint16)
+        words[last + 1 :] = 0xFFFF
+        _one_step(x, at, np.zeros(16, np.uint32), slots, words.view(np.uint8), last, table, np.zeros(16, np.uint8))
+        assert (at == place + 1).all(), "the lanes took a word"
+        states.append(x)
+    assert all(np.array_equal(states[0], own) for own in states)
