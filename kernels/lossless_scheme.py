@@ -18,7 +18,7 @@ from cuvee.codec.format.container import Reader
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.sections import partition
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_table, read_model, write_model
+from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_tables, read_model, write_model
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
@@ -226,12 +226,13 @@ class LosslessDevice:
         planes: list[int] = []
         kept_at: list[slice] = []  # places of the stored planes of each job
         stored = 0
+        all_chosen = choose_tables(symbol_counts, channels)
         for job in range(len(jobs)):
             length, coded, kept = int(jobs[job, JobField.TOKENS]), 0, 0
             parts: list[bytes] = []
             for row in range(2 * job * width, 2 * (job + 1) * width):
                 size, first = int(channels[row]), int(table[row, BytePlaneField.REFERENCE])
-                chosen = choose_table(symbol_counts[row], size)
+                chosen = all_chosen[row]
                 parts.append(bytes([chosen is not None]))
                 if chosen is None:
                     table[row, BytePlaneField.REFERENCE], table[row, BytePlaneField.PLANE] = STORED, stored + kept

@@ -118,36 +118,43 @@ def normalize_counts(counts: npt.NDArray[np.generic], prob_bits: int) -> U16:
     """Turn counts into frequencies that add up to `2**prob_bits`.
 
     Args:
-        counts: `[256]` non-negative numbers. Every byte with a count above zero stays codable.
+        counts: `[256]` or `[P, 256]`, non-negative numbers. Every byte with a count above zero stays codable.
         prob_bits: probability resolution.
 
     Returns:
-        `[256]` uint16. If one byte has all the counts, a neighbor gets frequency 1 (see `EntropyTables`).
+        uint16 of the same shape. If one byte has all the counts, a neighbor gets frequency 1 (see `EntropyTables`).
         The result depends only on the counts, on every machine.
     """
     total = 1 << prob_bits
-    weight = counts.astype(np.float64)
+    weight = counts.astype(np.float64).reshape(-1, SYMBOLS)
     used = weight > 0
-    if not used.any():
-        used[0] = True
-        weight[0] = 1.0
-    if used.sum() == 1:
-        used[(int(np.flatnonzero(used)[0]) + 1) % SYMBOLS] = True
-    exact = weight * (total / weight.sum())
+    nothing = ~used.any(1)
+    used[nothing, 0], weight[nothing, 0] = True, 1.0
+    alone = np.flatnonzero(used.sum(1) == 1)
+    used[alone, (used[alone].argmax(1) + 1) % SYMBOLS] = True
+    exact = weight * (total / weight.sum(1, keepdims=True))
     freq = np.where(used, np.maximum(np.floor(exact + 0.5), 1), 0).astype(np.int64)
-    excess = int(freq.sum()) - total
+    excess = freq.sum(1) - total
     # Add or remove one count at a time, where it changes the code length least. This uses basic arithmetic and no
     # logarithm, because the result must not depend on a math library.
-    if excess > 0:
-        cost = np.where(freq > 1, exact / (freq - 0.5), np.inf)
-        for _ in range(excess):
-            at = int(cost.argmin())
-            freq[at] -= 1
-            cost[at] = exact[at] / (freq[at] - 0.5) if freq[at] > 1 else np.inf
-    elif excess < 0:
-        gain = np.where(used & (freq < total - 1), exact / (freq + 0.5), -1.0)
-        for _ in range(-excess):
-            at = int(gain.argmax())
-            freq[at] += 1
-            gain[at] = exact[at] / (freq[at] + 0.5) if freq[at] < total - 1 else -1.0
-    return freq.astype(np.uint16)
+    rows = np.flatnonzero(excess > 0)
+    cost = np.where(freq[rows] > 1, exact[rows] / (freq[rows] - 0.5), np.inf)
+    while len(rows):
+        at = cost.argmin(1)
+        freq[rows, at] -= 1
+        left = freq[rows, at]
+        cost[np.arange(len(rows)), at] = np.where(left > 1, exact[rows, at] / (left - 0.5), np.inf)
+        excess[rows] -= 1
+        going = excess[rows] > 0
+        rows, cost = rows[going], cost[going]
+    rows = np.flatnonzero(excess < 0)
+    gain = np.where(used[rows] & (freq[rows] < total - 1), exact[rows] / (freq[rows] + 0.5), -1.0)
+    while len(rows):
+        at = gain.argmax(1)
+        freq[rows, at] += 1
+        now = freq[rows, at]
+        gain[np.arange(len(rows)), at] = np.where(now < total - 1, exact[rows, at] / (now + 0.5), -1.0)
+        excess[rows] += 1
+        going = excess[rows] < 0
+        rows, gain = rows[going], gain[going]
+    return freq.astype(np.uint16).reshape(counts.shape)

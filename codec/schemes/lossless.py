@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import DecodeRequest
@@ -17,9 +18,11 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles_around
 from cuvee.codec.schemes import overlap
 from cuvee.codec.stages.implementations import Stages
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_table, write_model
+from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, choose_tables, write_model
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
+
+BATCH_BYTES = 4 << 20  # of planes and symbols: enough layers to choose tables together, few enough for little memory
 
 _NO_ESCAPES = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
 
@@ -40,12 +43,44 @@ class LosslessScheme:
         self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
     ) -> list[bytes]:
         """See `SectionScheme.encode`. Keys are coded as stored: un-rotation is not exactly invertible."""
-        return [self._encode(chunk, index) for index in numbers]
+        layers = [self._sections[index].first_layer for index in numbers]
+        size = 2 * (chunk.keys[layers[0]].nbytes + chunk.values[layers[0]].nbytes) if layers else 1
+        batch = max(BATCH_BYTES // size, 1)
+        return [
+            section
+            for first in range(0, len(layers), batch)
+            for section in self._encode(chunk, layers[first : first + batch])
+        ]
 
-    def _encode(self, chunk: KVChunk, index: int) -> bytes:
-        layer = self._sections[index].first_layer
-        planes = [plane for unit in (chunk.keys[layer], chunk.values[layer]) for plane in self._stages.split_unit(unit)]
-        tables = [choose_table(plane.counts, len(plane.data)) for plane in planes]
+    def _encode(self, chunk: KVChunk, layers: Sequence[int]) -> list[bytes]:
+        """Encode layers, whose tables are chosen together."""
+        split = [
+            [plane for unit in (chunk.keys[layer], chunk.values[layer]) for plane in self._stages.split_unit(unit)]
+            for layer in layers
+        ]
+        planes = [plane for own in split for plane in own]
+        tables = choose_tables(
+            np.stack([plane.counts for plane in planes]), np.array([len(plane.data) for plane in planes])
+        )
+        chosen = [freq for freq in tables if freq is not None]
+        family = EntropyTables(np.stack(chosen), PROB_BITS) if chosen else None
+        sections, first, table = [], 0, 0
+        for own in split:
+            own_tables = tables[first : first + len(own)]
+            sections.append(self._section(own, own_tables, family, table, chunk.tokens))
+            first += len(own)
+            table += sum(freq is not None for freq in own_tables)
+        return sections
+
+    def _section(
+        self,
+        planes: Sequence[BytePlane],
+        tables: Sequence[npt.NDArray[np.uint16] | None],
+        family: EntropyTables | None,
+        first_table: int,
+        tokens: int,
+    ) -> bytes:
+        """Write a layer's section; its tables are those of `family` from `first_table` on."""
         head, stored = bytearray(), bytearray()
         for plane, freq in zip(planes, tables, strict=True):
             head.append(freq is not None)
@@ -55,14 +90,14 @@ class LosslessScheme:
                 head += write_model(plane.reference, freq)
         head += bytes(-len(head) % 4)
         stored += bytes(-len(stored) % 4)
-        coded = [(plane, freq) for plane, freq in zip(planes, tables, strict=True) if freq is not None]
-        if not coded:
+        coded = [plane for plane, freq in zip(planes, tables, strict=True) if freq is not None]
+        if family is None or not coded:
             return bytes(head + stored)
-        family = EntropyTables(np.stack([freq for _, freq in coded]), PROB_BITS)
-        which = np.repeat(np.arange(len(coded), dtype=np.uint16), [len(plane.data) for plane, _ in coded])
-        symbols = np.empty((len(which), chunk.tokens), np.uint8)
+        numbers = np.arange(first_table, first_table + len(coded), dtype=np.uint16)
+        which = np.repeat(numbers, [len(plane.data) for plane in coded])
+        symbols = np.empty((len(which), tokens), np.uint8)
         row = 0
-        for plane, _ in coded:
+        for plane in coded:
             np.subtract(plane.data, plane.reference[:, None], out=symbols[row : row + len(plane.data)])
             row += len(plane.data)
         per_stream = tokens_per_stream(len(which), float(family.entropy[which].sum()))

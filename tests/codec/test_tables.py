@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.errors import FormatError
+from cuvee.codec.stages.reference.byte_planes import choose_tables
 
 PROB_BITS = (8, 10, 12)
 
@@ -231,3 +232,30 @@ def test_every_count_is_moved_where_it_changes_the_length_least(kind: str) -> No
         rounded = np.floor(counts * ((1 << bits) / counts.sum()) + 0.5)
         moved += int(np.where(counts > 0, np.maximum(rounded, 1), 0).sum()) != 1 << bits
     assert moved > 50
+
+
+def test_many_counts_are_normalized_as_each_alone() -> None:
+    rng = np.random.default_rng(1)
+    counts = [rng.integers(0, 50, SYMBOLS), counts_of(s255=9), np.zeros(SYMBOLS, int), counts_of(s0=1, s9=2**40)]
+    counts += [(rng.random(SYMBOLS) < 0.1) * rng.integers(0, 10**9, SYMBOLS) for _ in range(20)]
+    together = normalize_counts(np.stack(counts), 12)
+    assert together.dtype == np.uint16
+    np.testing.assert_array_equal(together, np.stack([normalize_counts(own, 12) for own in counts]))
+    assert normalize_counts(np.zeros((0, SYMBOLS)), 12).shape == (0, SYMBOLS)
+
+
+def test_a_plane_gets_a_table_if_that_saves_a_hundredth() -> None:
+    rng = np.random.default_rng(2)
+    planes = [rng.integers(0, 256, (4, 500)), rng.integers(0, 2, (4, 500)), rng.integers(100, 109, (40, 64))]
+    planes += [np.zeros((3, 70), int), rng.integers(0, 250, (4, 5000)), rng.integers(0, 240, (1, 9))]
+    counts = np.stack([np.bincount(plane.ravel(), minlength=SYMBOLS) for plane in planes])
+    channels = np.array([len(plane) for plane in planes])
+    tables = choose_tables(counts, channels)
+    assert [table is not None for table in tables] == [False, True, True, True, False, False]
+    for own, count, table in zip(planes, channels, tables, strict=True):
+        size = own.size
+        if table is not None:
+            np.testing.assert_array_equal(table, normalize_counts(np.bincount(own.ravel(), minlength=SYMBOLS), 12))
+            bits = (12 - np.log2(table[own.ravel()])).sum()
+            assert bits / 8 + count + 3 * (table > 0).sum() < 0.99 * size
+    assert choose_tables(counts[:0], channels[:0]) == []

@@ -15,7 +15,7 @@ from cuvee.codec.entropy.tables import EntropyTables, normalize_counts
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.models.rope import cos_sin, rotate, unrotate
 from cuvee.codec.profiles.sections import partition
-from cuvee.codec.stages.reference.byte_planes import byte_planes, choose_table, split_unit
+from cuvee.codec.stages.reference.byte_planes import byte_planes, choose_tables, split_unit
 from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
@@ -419,7 +419,8 @@ def test_encoding(
         assert np.array_equal(models[index].counts, np.bincount(symbols.ravel(), minlength=256))
 
     # As the codec chooses; where it stores all planes, code one all the same.
-    stored = np.array([choose_table(model.counts, len(model.data)) is None for model in models])
+    tables = choose_tables(np.stack([model.counts for model in models]), np.array([len(m.data) for m in models]))
+    stored = np.array([table is None for table in tables])
     stored[1] = False
     sizes = np.array([plane.size for plane in planes])
     offsets = np.where(stored, np.cumsum(sizes * stored) - sizes, np.cumsum(sizes * ~stored) - sizes) + 8

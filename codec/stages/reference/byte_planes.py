@@ -88,17 +88,32 @@ def split_unit(unit: torch.Tensor) -> list[BytePlane]:
     return planes
 
 
-def choose_table(counts: npt.NDArray[np.integer], channels: int) -> npt.NDArray[np.uint16] | None:
-    """Return the table that codes a plane of `channels` channels, given how often each symbol occurs.
+def choose_tables(
+    counts: npt.NDArray[np.integer], channels: npt.NDArray[np.integer]
+) -> list[npt.NDArray[np.uint16] | None]:
+    """Return the tables that code planes.
 
-    Returns None if coding saves less than a hundredth, table and references included: the plane is stored.
+    Args:
+        counts: `[P, 256]`, how often each symbol occurs in each plane.
+        channels: `[P]`, channels of each plane.
+
+    Returns:
+        For each plane its table, or None if coding saves less than a hundredth, table and references included: the
+        plane is stored.
     """
-    used, most = counts > 0, 0.99 * counts.sum()
-    if (counts[used] * np.log2(counts.sum() / counts[used])).sum() / 8 + channels >= most:
-        return None  # no table takes fewer bits than the entropy: mantissas need no table
-    freq = normalize_counts(counts, PROB_BITS)
-    size = (counts[used] * (PROB_BITS - np.log2(freq[used]))).sum() / 8
-    return None if size + channels + 3 * int((freq > 0).sum()) >= most else freq
+    total = counts.sum(1)
+    most = 0.99 * total
+    safe = np.where(counts > 0, counts, 1)
+    # No table takes fewer bits than the entropy: mantissas need no table.
+    entropy = (counts * np.log2(total[:, None] / safe)).sum(1) / 8
+    wanted = np.flatnonzero(entropy + channels < most)
+    freq = normalize_counts(counts[wanted], PROB_BITS)
+    size = (counts[wanted] * (PROB_BITS - np.log2(np.where(freq > 0, freq, 1)))).sum(1) / 8
+    saves = size + channels[wanted] + 3 * (freq > 0).sum(1) < most[wanted]
+    tables: list[npt.NDArray[np.uint16] | None] = [None] * len(counts)
+    for plane, table, better in zip(wanted.tolist(), freq, saves.tolist(), strict=True):
+        tables[plane] = table if better else None
+    return tables
 
 
 def write_model(reference: U8, freq: npt.NDArray[np.uint16]) -> bytes:
