@@ -53,6 +53,26 @@ def test_both_products_are_the_exact_one(values: int, share: float) -> None:
             torch.testing.assert_close(joined.double(), want, rtol=1e-5, atol=1e-4)
 
 
+def test_the_operations_that_are_executed() -> None:
+    matrices, runs = maps([40, 40], 160), [(slice(0, 200), [160, 160]), (slice(200, 256), [32, 64])]
+    inverse = compiled.prepare_inverse(matrices, 160, torch.float32)
+    whole = 2 * 2 * 160 * 256 * 40
+    assert compiled.executed_operations(torch.ones(2, 160, 256), inverse, runs) == whole
+    assert compiled.executed_operations(torch.zeros(2, 160, 256), inverse, runs) == 0
+    few = sparse((2, 160, 256), 0.1)
+    assert compiled.executed_operations(few, inverse, runs) == 2 * int(few.count_nonzero()) * 40
+    few[:, :64] = 1  # a slab that a dense product serves, zeros or not
+    few[0, 3, :9] = 0
+    own = 2 * 40 * (2 * 64 * 256 + int(few[:, 64:].count_nonzero()))
+    assert compiled.executed_operations(few, inverse, runs) == own
+    together = compiled.prepare_inverse(matrices, 160, torch.bfloat16)
+    assert compiled.executed_operations(few.bfloat16(), together, runs) == whole
+    apart = compiled.prepare_inverse(maps([40, 24], 160), 160, torch.bfloat16)
+    assert compiled.executed_operations(few.bfloat16(), apart, runs) == (
+        2 * (200 * 160 * (40 + 24) + 56 * (32 * 40 + 64 * 24))
+    )
+
+
 def test_a_dense_product_serves_coefficients_that_are_rarely_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     dense = torch.mm

@@ -109,6 +109,30 @@ def synthesize(
     return x
 
 
+def executed_operations(
+    y: torch.Tensor,
+    inverse: Sequence[torch.Tensor] | TiledInverse,
+    runs: Iterable[tuple[slice, Sequence[int]]],
+) -> int:
+    """Return the number of floating-point operations that `synthesize` executes for the same arguments.
+
+    Each factor counts twice: for its product and for its sum. Zeros that make an array's shape fit do not count.
+    """
+    _, depth, width = y.shape
+    if not isinstance(inverse, TiledInverse):
+        if y.dtype == torch.bfloat16 and len(inverse) == 1:
+            return 2 * y.numel() * inverse[0].shape[2]
+        sizes = [matrix.shape[1] for alike in inverse for matrix in alike]
+        return sum(2 * len(range(width)[run]) * int(np.dot(rows, sizes)) for run, rows in runs)
+    whole = _share_there(y.numpy()) > DENSE
+    lists = _lists(width, depth)
+    total = 0
+    for own, block in zip(y.numpy(), inverse.blocks, strict=True):
+        dense = depth if whole else _list_entries(own, *lists)
+        total += 2 * block.values * (dense * width + int(np.count_nonzero(own[dense:])))
+    return total
+
+
 def _lists(columns: int, rows: int) -> tuple[U32, F32, I64]:
     """Return room for the coefficients of each column that are not zero: their rows, themselves, and where slabs begin.
 
