@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -11,6 +13,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.data.bundled import load_bundled_model, load_smollm2
 from cuvee.codec.data.corpus import BUNDLED_MODEL, calibration_windows, load_model, read_corpus, spread_sequences
 from cuvee.codec.data.real_model import REAL_MODEL
+from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.models.forward import prefill
@@ -37,7 +40,7 @@ class BenchCache:
         name: of the model, or of its shape.
         real: whether a model made it.
         chunk: at least 256 tokens of it, in bfloat16.
-        profiles: by group.
+        profiles: by group, or by the name of their file.
     """
 
     name: str
@@ -46,17 +49,20 @@ class BenchCache:
     profiles: dict[str, Profile]
 
 
-def real_cache(model: str, quick: bool) -> BenchCache:
-    """Load a model, let it read a text, and learn profiles from another one.
+def real_cache(model: str, quick: bool, files: Sequence[Path] = ()) -> BenchCache:
+    """Load a model, let it read a text, and learn profiles from another one, or load them.
 
     Args:
         model: a folder, a hub name, "books-3m" or "smollm2" (see `load_model`).
         quick: fit the profile to a few caches instead of calibrating it, for one group alone. Its `balanced` then goes
             by the squared error and not by the KL.
+        files: profiles to load instead. Those of other models are left out, and the others named by their files.
 
     Raises:
-        see `load_model`.
+        InputError: there are files, but none for this model.
+        see `load_model` and `Profile.load`.
     """
+    given = {path.stem: Profile.load(path) for path in files}
     lm = LOADERS[model]()[0] if model in LOADERS else load_model(model, "float32")
     harbour, orchard = ([read_corpus(name, model)] for name in (LEARNED_ON, READ))
     windows = FIT_WINDOWS if quick else WINDOWS.get(model, OTHER_WINDOWS)
@@ -64,7 +70,12 @@ def real_cache(model: str, quick: bool) -> BenchCache:
     layout = KVLayout.from_config(lm.config.get_text_config(decoder=True), torch.bfloat16)
     with torch.no_grad():
         chunk = prefill(lm, spread_sequences(orchard, LENGTH, 1), layout)[0]
-        samples = [prefill(lm, row[None], layout)[0] for row in learning] if quick else []
+        samples = [prefill(lm, row[None], layout)[0] for row in learning] if quick and not files else []
+    if files:
+        own = {name: profile for name, profile in given.items() if replace(profile.layout, dtype="bfloat16") == layout}
+        if not own:
+            raise InputError(f"profile: must include one for {model}, got profiles of other models: {list(given)}")
+        return BenchCache(model, True, chunk.slice(SKIPPED, LENGTH), own)
     groups = QUICK_GROUPS if quick else MODEL_GROUPS.get(model, QUICK_GROUPS)
     profiles = {
         group: cuvee.fit(layout, samples, group)

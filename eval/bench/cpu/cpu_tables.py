@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cuvee.eval.bench.cpu.alternatives import MEMCPY
 from cuvee.eval.bench.cpu.first_use import FIRST_USE_STEPS
-from cuvee.eval.bench.cpu.stages import STAGE_FUNCTIONS
+from cuvee.eval.bench.cpu.stage_tables import stage_tables
 from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
 from cuvee.eval.formatting import format_bits, format_number
 from cuvee.eval.machine import machine_line
@@ -103,15 +103,17 @@ def _for_terminal(table: ReportTable) -> list[Table | Text]:
 
 
 def _tables(report: Mapping[str, Any]) -> list[ReportTable]:
-    return [
-        _coders(report["coders"]),
-        *map(_stages, report["stages"]),
-        _whole(report["whole"]),
-        _scaling(report["scaling"]),
-        _comparison(report["comparison"]),
-        _first_use(report["first_use"]),
-        _memory(report["memory"]),
-    ]
+    """The tables of what was measured, which may be some of the parts."""
+    made: dict[str, Callable[[Any], list[ReportTable]]] = {
+        "coders": lambda part: [_coders(part)],
+        "stages": stage_tables,
+        "whole": lambda part: [_whole(part)],
+        "scaling": lambda part: [_scaling(part)],
+        "comparison": lambda part: [_comparison(part)],
+        "first_use": lambda part: [_first_use(part)],
+        "memory": lambda part: [_memory(part)],
+    }
+    return [table for name, make in made.items() if name in report for table in make(report[name]) if table.rows]
 
 
 def _coders(coders: Mapping[str, Any]) -> ReportTable:
@@ -129,17 +131,6 @@ def _coders(coders: Mapping[str, Any]) -> ReportTable:
         f"cuvee / constriction: encode {ratios['encode_over_constriction']:.1f}x, decode "
         f"{ratios['decode_over_constriction']:.1f}x; cuvee / torch: decode {ratios['decode_over_torch']:.1f}x",
     )
-
-
-def _stages(entry: Mapping[str, Any]) -> ReportTable:
-    names = [*STAGE_FUNCTIONS, "container", "other"]
-    rows = []
-    for what in ("encode", "decode"):
-        seconds = entry[what]["seconds"]
-        rows.append([what, *(f"{1e6 * seconds[name]:,.0f}" if name in seconds else "" for name in names)])
-    title = f"Stages, one core: {entry['shape']}, group {entry['group']}, {entry['tokens']} tokens, µs"
-    shares = (f"{what} {entry[what]['share_of_other']:.0%}" for what in ("encode", "decode"))
-    return ReportTable([" ", *names], rows, title, f"Time that no stage accounts for: {', '.join(shares)}.")
 
 
 _WHOLE_COLUMNS = ["cache ", "group", "tokens", "threads", "bits/value", "encode", "decode"]

@@ -54,7 +54,8 @@ def bench_cpu(
             "-m",
             metavar="MODEL",
             show_default=False,
-            help="Compare on the cache of this model. Repeatable. Default: books-3m, and smollm2 if it is there.",
+            help="Compare, and time stages, on the cache of this model. Repeatable. Default: compare on books-3m, and "
+            "smollm2 if it is there.",
         ),
     ] = None,
     threads: Annotated[
@@ -76,7 +77,18 @@ def bench_cpu(
         typer.Option(
             "--profile",
             show_default=False,
-            help="With --against: also measure with this profile, which both must read. Repeatable.",
+            help="Measure with this profile of a --model, and learn none; with --against, measure with it, too. "
+            "Repeatable.",
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="PART",
+            show_default=False,
+            help="Measure this part: coders, stages, whole, scaling, comparison, first_use or memory. Repeatable. "
+            "Default: all.",
         ),
     ] = None,
     out: ReportFile = None,
@@ -84,12 +96,14 @@ def bench_cpu(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure every stage, whole encodes and decodes, their scaling, peak memory, and alternatives.
+    """Measure every stage beside the core's limits, whole encodes and decodes, their scaling, memory, and alternatives.
 
     Alternatives are memcpy, FP8, lz4, zstd and constriction on the same bytes in the same run. lz4 and zstd come with
     cuvee[eval]. Takes five minutes.
 
     Example: cuvee bench cpu --quick --model smollm2
+
+    Example: cuvee bench cpu --only stages --model smollm2 --profile smollm2.safetensors
 
     Example: cuvee bench cpu --against HEAD~1 --model smollm2
     """
@@ -98,8 +112,10 @@ def bench_cpu(
 
     if markdown and as_json:
         raise typer.BadParameter("give --markdown or --json, not both")
-    if profiles and against is None:
-        raise typer.BadParameter("goes with --against", param_hint="--profile")
+    if profiles and against is None and not models:
+        raise typer.BadParameter("goes with --model or --against", param_hint="--profile")
+    if only and against is not None:
+        raise typer.BadParameter("does not go with --against", param_hint="--only")
     if against is not None:
         from cuvee.eval.bench.cpu.turns import compare_with
 
@@ -112,7 +128,9 @@ def bench_cpu(
         return
     counts = tuple(sorted(set(threads or COMPARED_THREADS)))
     _measure(
-        lambda progress: run_cpu_bench(quick, tuple(models or ()), counts, progress),
+        lambda progress: run_cpu_bench(
+            quick, tuple(models or ()), counts, tuple(only or ()), tuple(profiles or ()), progress
+        ),
         (lambda report, console: print(cpu_markdown(report), end="")) if markdown else print_cpu_report,
         out, force, as_json,
     )  # fmt: skip

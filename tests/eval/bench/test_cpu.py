@@ -78,13 +78,27 @@ def test_every_figure_is_a_positive_number(report: dict[str, Any]) -> None:
 
 
 def test_stages_are_apart(report: dict[str, Any]) -> None:
+    shape, large = "books-3m", "llama-3.1-8b, 4 of 32 layers"
+    cases = [(entry["cache"], entry["profile"]) for entry in report["stages"]]
+    assert cases == [(shape, "layer"), (large, "head"), (large, "generic"), (large, "lossless")]
+    both = {"positions", "container", "rest"}
+    for entry in report["stages"][:2]:
+        learned = both | {"product"}
+        assert entry["encode"]["seconds"].keys() == learned | {"gather", "quantize and pack", "entropy coding"}
+        assert entry["decode"]["seconds"].keys() == learned | {
+            "read sections", "entropy decoding, dequantize", "place",
+        }  # fmt: skip
     for entry in report["stages"]:
-        both = {"product", "container", "other"}
-        assert entry["encode"]["seconds"].keys() == both | {"gather", "quantize and pack", "entropy coding"}
-        assert entry["decode"]["seconds"].keys() == both | {"entropy decoding, dequantize", "place"}
         for what in ("encode", "decode"):
-            assert all(seconds > 0 for seconds in entry[what]["seconds"].values())
-            assert 0 < entry[what]["share_of_other"] < 1
+            assert entry[what]["seconds"].keys() >= both
+            assert all(seconds > 0 for name, seconds in entry[what]["seconds"].items() if name != "rest")
+            assert 0 <= entry[what]["share_of_rest"] < 1
+            for name, work in entry[what]["work"].items():
+                for own in work:
+                    rate = own["amount"] / entry[what]["seconds"][name]
+                    assert own["per_second"] == pytest.approx(rate)
+                    assert own["limit_per_second"] == entry["limits_per_second"][own["limit"]]
+                    assert own["share"] == pytest.approx(rate / own["limit_per_second"])
 
 
 def test_coders_are_compared_on_the_same_symbols(report: dict[str, Any]) -> None:

@@ -109,6 +109,6 @@ def test_other_cases_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         turns.compare_with(str(tmp_path / "other"), quick=True)
 
 
-def test_a_profile_needs_another_cuvee() -> None:
+def test_a_profile_needs_a_model_or_another_cuvee() -> None:
     done = CliRunner().invoke(app, ["bench", "cpu", "--profile", "some.safetensors"])
-    assert done.exit_code == 2 and "--against" in done.output
+    assert done.exit_code == 2 and "--model" in done.output and "--against" in done.output

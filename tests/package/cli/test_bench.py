@@ -35,13 +35,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("typed", "call"),
     [
-        ("", ("cpu", False, (), (1, 2))),
-        ("--quick", ("cpu", True, (), (1, 2))),
-        ("cpu", ("cpu", False, (), (1, 2))),
-        ("cpu --quick", ("cpu", True, (), (1, 2))),
+        ("", ("cpu", False, (), (1, 2), (), ())),
+        ("--quick", ("cpu", True, (), (1, 2), (), ())),
+        ("cpu", ("cpu", False, (), (1, 2), (), ())),
+        ("cpu --quick", ("cpu", True, (), (1, 2), (), ())),
         (
             "cpu --model smollm2 --model books-3m --threads 4 --threads 1",
-            ("cpu", False, ("smollm2", "books-3m"), (1, 4)),
+            ("cpu", False, ("smollm2", "books-3m"), (1, 4), (), ()),
+        ),
+        (
+            "cpu --only stages --only comparison --model smollm2 --profile p.safetensors",
+            ("cpu", False, ("smollm2",), (1, 2), ("stages", "comparison"), (Path("p.safetensors"),)),
         ),
         ("gpu", ("gpu", False)),
         ("gpu --quick", ("gpu", True)),
@@ -68,6 +72,7 @@ def test_the_cpu_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list
     assert run("bench", "cpu", "--markdown").stdout == "# cpu\n"
     assert "not both" in misused("bench", "cpu", "--markdown", "--json")
     assert "--threads" in misused("bench", "cpu", "--threads", "0")
+    assert "--only" in misused("bench", "cpu", "--only", "stages", "--against", "HEAD")
     assert len(calls) == 1
 
 
