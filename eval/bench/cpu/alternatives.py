@@ -29,10 +29,21 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.eval.bench.cpu.coders import import_constriction
 
-__all__ = ["ALTERNATIVES", "MEMCPY", "Alternative", "Coder", "FlatCache", "Part", "merge_bytes", "split_bytes"]
+__all__ = [
+    "ALTERNATIVES",
+    "MEMCPY",
+    "ZSTD_METHOD",
+    "Alternative",
+    "Coder",
+    "FlatCache",
+    "Part",
+    "merge_bytes",
+    "split_bytes",
+]
 
 MEMCPY = "memcpy"
 ZSTD_LEVEL = 1  # on these bytes smaller and faster than 3, the default
+ZSTD_METHOD = f"zstd -{ZSTD_LEVEL}, byte planes"
 FP8_LARGEST = 448.0  # of e4m3: beyond it the cast makes NaN
 
 U8 = npt.NDArray[np.uint8]
@@ -293,6 +304,6 @@ ALTERNATIVES = (
     Alternative("FP8, torch's cast", False, _Float8, by_torch=True),
     Alternative("FP8, by table", False, _Float8Table, by_torch=True),
     Alternative("lz4, byte planes", True, _lz4, module="lz4.block", package="lz4"),
-    Alternative(f"zstd -{ZSTD_LEVEL}, byte planes", True, _zstd, module="zstandard", package="zstandard"),
+    Alternative(ZSTD_METHOD, True, _zstd, module="zstandard", package="zstandard"),
     Alternative("constriction ANS", True, _Constriction, module="constriction", package="constriction"),
 )

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cuvee.eval.bench.cpu.alternatives import MEMCPY
+from cuvee.eval.bench.cpu.alternatives import MEMCPY, ZSTD_METHOD
 from cuvee.eval.bench.cpu.first_use import FIRST_USE_STEPS
 from cuvee.eval.bench.cpu.stage_tables import stage_tables
 from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
@@ -18,14 +18,16 @@ from cuvee.eval.machine import machine_line
 
 __all__ = ["cpu_markdown", "print_cpu_report", "print_turns", "turns_markdown"]
 
+_WAYS = ("encode", "decode")
+
 COMPARISON_NOTE = (
-    "GB/s of bfloat16, by the number of threads, and how many times as fast the most threads are as the fewest. "
-    "The last columns: speed of decoding over that of memcpy and of cuvee at each quality, with the fewest threads, "
+    "GB/s of bfloat16, by the number of threads, and how many times as fast the most threads are as the fewest. The "
+    "last columns: speed of decoding over that of memcpy and of cuvee at each quality, with the fewest threads, "
     "within rounds. Small caches stay in the CPU's own, which makes memcpy faster than a large one would let it be. "
     "error: of the values, root of squared error over squared values; 0 means bit for bit. It is not what a model "
-    "loses: cuvee's transform moves its error to where predictions do not depend on it. cuvee restores into new "
-    "tensors, all others into tensors that exist. In chunks of less than a million values cuvee uses one thread. Where "
-    "other processes use a core, torch's threads wait for each other, and the columns of several threads mean little."
+    "loses: cuvee's transform moves its error to where predictions do not depend on it. All restore into tensors that "
+    "exist. In chunks of less than a million values cuvee uses one thread. Where other processes use a core, torch's "
+    "threads wait for each other, and the columns of several threads mean little."
 )
 
 
@@ -109,7 +111,7 @@ def _tables(report: Mapping[str, Any]) -> list[ReportTable]:
         "stages": stage_tables,
         "whole": lambda part: [_whole(part)],
         "scaling": lambda part: [_scaling(part)],
-        "comparison": lambda part: [_comparison(part)],
+        "comparison": lambda part: [_comparison(part), _lossless(part)],
         "first_use": lambda part: [_first_use(part)],
         "memory": lambda part: [_memory(part)],
     }
@@ -177,6 +179,24 @@ def _comparison(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
         rows.append([f"{entry['cache']}, {entry['tokens']} tokens ({made})", *[""] * (len(columns) - 1)])
         rows += [_compared(method, entry["references"], len(columns)) for method in entry["methods"]]
     return ReportTable(columns, rows, "The same bytes otherwise", COMPARISON_NOTE, frozenset(strong))
+
+
+def _lossless(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
+    rows = [
+        [
+            f"{entry['cache']}, {entry['tokens']} tokens",
+            str(own["threads"]),
+            *(f"{own[what]['median']:.2f} ({own[what]['p20']:.2f}-{own[what]['p80']:.2f})" for what in _WAYS),
+            f"{own['bytes']:.3f}",
+        ]
+        for entry in entries
+        for own in entry.get("lossless_over_zstd") or ()
+    ]
+    note = (
+        "How many times as fast lossless coding is, within rounds: the median, and the 20th and 80th percentiles; and "
+        "its bytes over those of zstd."
+    )
+    return ReportTable(["cache ", "threads", *_WAYS, "bytes"], rows, f"cuvee lossless / {ZSTD_METHOD}", note)
 
 
 def _compared(method: Mapping[str, Any], references: Sequence[str], columns: int) -> list[str]:

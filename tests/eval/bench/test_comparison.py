@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from cuvee.eval.bench.cpu import cpu_bench as run
 from cuvee.eval.bench.cpu import cpu_tables as tables
 from cuvee.eval.bench.cpu.alternatives import (
     ALTERNATIVES,
+    ZSTD_METHOD,
     Alternative,
     Coder,
     FlatCache,
@@ -155,6 +157,24 @@ def test_threads_store_the_same_values() -> None:
     for row in entry["methods"]:
         assert [one["threads"] for one in row["by_threads"]] == [1, 2, 3]
         assert row["by_threads"][2]["bits_per_value"] == pytest.approx(row["bits_per_value"], rel=0.2)
+
+
+def test_lossless_is_set_beside_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def injected(calls: Mapping[Any, Any], rounds: int) -> dict[Any, list[float]]:
+        seconds = {"cuvee lossless": [2.0, 4.0, 5.0], ZSTD_METHOD: [3.0, 8.0, 5.0]}
+        return {key: seconds.get(key[0], [1.0] * 3) for key in calls}
+
+    monkeypatch.setattr(comparison, "run_rounds", injected)
+    entry = compare(small_cache(), 64, (1, 2), 3)
+    bits = {row["method"]: [one["bits_per_value"] for one in row["by_threads"]] for row in entry["methods"]}
+    for index, own in enumerate(entry["lossless_over_zstd"]):
+        assert own["threads"] == index + 1
+        assert own["decode"]["median"] == own["encode"]["median"] == 1.5  # of 1.5, 2 and 1, within rounds
+        assert own["bytes"] == pytest.approx(bits["cuvee lossless"][index] / bits[ZSTD_METHOD][index])
+    table = tables._lossless([{"cache": "smollm2", "skipped": "not downloaded"}, entry])
+    assert [row[:3] for row in table.rows] == [["small, 64 tokens", str(n), "1.50 (1.20-1.80)"] for n in (1, 2)]
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert compare(small_cache(), 16, (1,), 1)["lossless_over_zstd"] is None
 
 
 def test_one_number_of_threads_has_no_scaling() -> None:
