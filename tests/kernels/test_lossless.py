@@ -419,8 +419,8 @@ def test_encoding(
         assert np.array_equal(models[index].counts, np.bincount(symbols.ravel(), minlength=256))
 
     # As the codec chooses; where it stores all planes, code one all the same.
-    tables = choose_tables(np.stack([model.counts for model in models]), np.array([len(m.data) for m in models]))
-    stored = np.array([table is None for table in tables])
+    chosen = choose_tables(np.stack([model.counts for model in models]), np.array([len(m.data) for m in models]))
+    stored = np.array([table is None for table in chosen])
     stored[1] = False
     sizes = np.array([plane.size for plane in planes])
     offsets = np.where(stored, np.cumsum(sizes * stored) - sizes, np.cumsum(sizes * ~stored) - sizes) + 8

@@ -348,6 +348,11 @@ class ChannelIndex:
     low: I64
     shift: I32
 
+    @property
+    def planes(self) -> int:
+        """Byte planes per token."""
+        return int(self.found[_PLANES])
+
 
 def index_channels(
     data: memoryview, section: Section, number: int, family: Family, step_index: int, tokens: int
@@ -420,7 +425,7 @@ def _decode_to(
     """Decode a tile to rows of floating-point values, its keys rotated by `angles`."""
     family, found = index.family, index.found
     columns = at.stop - at.start + MAX_TOKENS_PER_STREAM - 1
-    scratch = _arena.array("planes", (int(found[_PLANES]) + 1) * columns + 2 * WIDTH, np.uint8)
+    scratch = _arena.array("planes", (index.planes + 1) * columns + 2 * WIDTH, np.uint8)
     listed = int(index.escapes[at.start // WINDOW : -(-at.stop // WINDOW)].sum())
     predicted = np.zeros(len(mean), np.uint16)
     channels = index.high, index.low, index.shift, index.one, index.more, index.scale, mean, predicted

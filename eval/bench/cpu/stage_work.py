@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.token_classes import ClassedPlan
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.section_basis import SectionBasis
@@ -24,6 +23,7 @@ from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import SectionCoding, StepCoding
 from cuvee.codec.stages.compiled import coded_part, product
 from cuvee.codec.stages.compiled.byte_planes import LayerIndex
+from cuvee.codec.stages.compiled.channels import ChannelIndex
 from cuvee.codec.stages.compiled.sections import SectionIndex
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 from cuvee.codec.stages.reference.sections import Coefficients
@@ -109,10 +109,6 @@ def _encode_classed(result: Any, sections: Sequence[ClassedPlanes], *_: Any) -> 
     return {ENCODED: sum(int(own.plan.planes[own.columns].sum()) + len(own.classes) for own in sections)}
 
 
-def _rans_decode(symbols: U8, *_: Any) -> Work:
-    return {DECODED: symbols.size}
-
-
 def _index_sections(index: SectionIndex, coding: StepCoding, parts: Sequence[Any], tokens: int) -> Work:
     return {DECODED: int(np.count_nonzero(index.found[:, coded_part.MODE])) * tokens}  # their classes
 
@@ -126,18 +122,6 @@ def _decode_sections(tiles: list[Coefficients], index: SectionIndex, at: slice, 
         else:
             total += int(section.classed.planes[tile.classes].sum())
     return {DECODED: total}
-
-
-def _unpack(levels: I32, planes: U8, *_: Any) -> Work:
-    return {BYTES: planes.nbytes + levels.nbytes}
-
-
-def _dequantize(y: F32, levels: I32, step: float, plan: CodingPlan, *_: Any) -> Work:
-    return {BYTES: levels.nbytes + y.nbytes}
-
-
-def _spread(x: torch.Tensor, y: F32, *_: Any) -> Work:
-    return {BYTES: y.nbytes + x.nbytes}
 
 
 def _place(
@@ -166,8 +150,24 @@ def _decode_layer(result: None, index: LayerIndex, at: slice, *_: Any) -> Work:
     return {DECODED: coded * width, BYTES: (every - coded) * width + every * width}
 
 
+def _center_channels(result: Any, x: torch.Tensor) -> Work:
+    return {BYTES: 3 * x.nbytes}  # it is read twice and written once
+
+
+def _normalized_channels(y: F32, x: torch.Tensor, *_: Any) -> Work:
+    return {BYTES: x.nbytes + y.nbytes}
+
+
+def _index_channels(index: ChannelIndex, data: memoryview, *_: Any) -> Work:
+    return {BYTES: 2 * len(data)}  # it is copied
+
+
+def _decode_channels(result: None, index: ChannelIndex, at: slice, section: Section, layout: KVLayout, *_: Any) -> Work:
+    width = at.stop - at.start
+    return {DECODED: index.planes * width, BYTES: section.values * layout.torch_dtype.itemsize * width}
+
+
 COUNTED: dict[str, Callable[..., Work]] = {
-    "gather": _gather,
     "classes": _classes,
     "gather_centered": _gather,
     "analyze": _analyze,
@@ -181,10 +181,10 @@ COUNTED: dict[str, Callable[..., Work]] = {
     "decode_sections": _decode_sections,
     "index_layer": _index_layer,
     "decode_layer": _decode_layer,
-    "rans_decode": _rans_decode,
-    "unpack": _unpack,
-    "dequantize": _dequantize,
+    "center_channels": _center_channels,
+    "normalized_channels": _normalized_channels,
+    "index_channels": _index_channels,
+    "decode_channels": _decode_channels,
     "synthesize": _synthesize,
-    "spread": _spread,
     "place": _place,
 }

@@ -35,28 +35,27 @@ __all__ = ["CONTAINER", "REST", "STAGE_FUNCTIONS", "measure_stages"]
 # What each row of the table adds up, by the names in `Stages` and in `_OTHERS`.
 STAGE_FUNCTIONS = {
     "positions": ("Rotation",),
-    "gather": ("gather_centered", "gather"),
+    "gather": ("gather_centered",),
+    "center, normalize": ("center_channels", "normalized_channels"),
     "choose scales": ("write_channels",),
     "choose classes": ("classes", "coding_order"),
     "split bytes": ("split_unit",),
-    "choose tables": ("choose_table",),
+    "choose tables": ("choose_tables",),
     "product": ("analyze", "synthesize"),
     "quantize and pack": ("quantize", "pack", "to_planes"),
     "entropy coding": ("rans_encode", "encode_classed"),
-    "read sections": ("index_sections",),
+    "read sections": ("index_sections", "index_channels"),
     "read tables": ("index_layer",),
-    "entropy decoding": ("rans_decode",),
     "entropy decoding, dequantize": ("decode_sections",),
+    "entropy decoding, dequantize, place": ("decode_channels",),
     "entropy decoding, join, place": ("decode_layer",),
-    "dequantize": ("unpack", "dequantize", "spread"),
     "place": ("place",),
 }
 # Functions that schemes and the backend call besides the stages.
 _OTHERS: tuple[tuple[Any, str], ...] = (
     (backend, "Rotation"),
-    (generic, "gather"),
     (generic, "write_channels"),
-    (lossless, "choose_table"),
+    (lossless, "choose_tables"),
     (SectionCoding, "classes"),
 )
 CONTAINER, REST = "container", "rest"

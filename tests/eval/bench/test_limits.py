@@ -137,8 +137,10 @@ def test_the_work_of_lossless_coding(layout: KVLayout, chunk: KVChunk) -> None:
 def test_the_work_without_a_profile(layout: KVLayout, chunk: KVChunk) -> None:
     entry = measure_stages(ONCE, Profile.generic(layout), "balanced", chunk)
     encode, decode = amounts(entry, "encode"), amounts(entry, "decode")
-    assert encode["entropy coding"][ENCODED] == decode["entropy decoding"][DECODED]
-    assert decode["place"][BYTES] == TOKENS * VALUES * (4 + 2)
+    whole = decode["entropy decoding, dequantize, place"]
+    assert encode["entropy coding"][ENCODED] == whole[DECODED]
+    assert whole[BYTES] == TOKENS * VALUES * 2
+    assert encode["center, normalize"][BYTES] == TOKENS * VALUES * 4 * (3 + 2)
     assert encode["choose scales"] == {} and entry["encode"]["seconds"]["choose scales"] > 0
 
 
@@ -177,12 +179,13 @@ def test_a_watch_adds_up_calls_and_counts_on_request(monkeypatch: pytest.MonkeyP
     clock = SimpleNamespace(thread_time=iter([0.0, 1.0, 5.0, 7.5]).__next__)
     monkeypatch.setattr("cuvee.eval.bench.cpu.stages.time", clock)
     watch = stages._Watch()
-    spread = watch.wrap("dequantize", "spread", lambda y, *_: y)
+    quantize = watch.wrap("quantize and pack", "quantize", lambda y, *_: y)
     for _ in range(2):
-        spread(np.zeros(4, np.float32))
-    assert watch.seconds == {"dequantize": 3.5}
-    totals = watch.count(lambda: [spread(np.zeros(4, np.float32)) for _ in range(3)])
-    assert totals == {"dequantize": StageTotal(3, {BYTES: 3 * 32})} and watch.seconds == {"dequantize": 3.5}
+        quantize(np.zeros(4, np.float32))
+    assert watch.seconds == {"quantize and pack": 3.5}
+    totals = watch.count(lambda: [quantize(np.zeros(4, np.float32)) for _ in range(3)])
+    assert totals == {"quantize and pack": StageTotal(3, {BYTES: 3 * 32})}
+    assert watch.seconds == {"quantize and pack": 3.5}
 
 
 def test_a_report_of_some_parts_prints(chunk: KVChunk, fitted: Profile) -> None:
