@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from cuvee.codec.format.container import read_header, read_section
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.stages.compiled.byte_planes import _rows_of_tokens
 from cuvee.codec.stages.implementations import get_stages, stage_names
 from cuvee.codec.stages.reference.byte_planes import read_layer
 from cuvee.codec.stages.rows import Rows, dense_rows
@@ -294,3 +296,15 @@ def test_a_layer_may_lie_anywhere_in_a_blob() -> None:
         got = outputs("bfloat16", "odd", 257)
         decode("numba", view, "bfloat16", "odd", 257, slice(0, 257), [dense_rows(x) for x in got], 0)
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("per_stream", [2, 4, 8, 16])
+@pytest.mark.parametrize("streams", [1, 3, 15, 16, 17, 40])
+def test_dealt_bytes_come_into_the_order_of_tokens(per_stream: int, streams: int) -> None:
+    count, channels = per_stream * streams, 3 + 16
+    dealt = np.random.default_rng(streams).integers(0, 256, (channels, count + 5)).astype(np.uint8)
+    out = np.full(16 * count + 1, 77, np.uint8)
+    _rows_of_tokens(dealt.reshape(-1), count + 5, 3, per_stream, streams, out)
+    want = dealt[3:, :count].reshape(16, per_stream, streams).swapaxes(1, 2)
+    np.testing.assert_array_equal(out[:-1], want.reshape(-1))
+    assert out[-1] == 77

@@ -18,7 +18,14 @@ from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled.arena import Arena
-from cuvee.codec.stages.compiled.byte_plane_steps import join_by_channel_step, join_step, split_step
+from cuvee.codec.stages.compiled.byte_plane_steps import (
+    interleave_2_step,
+    interleave_4_step,
+    interleave_8_step,
+    join_by_channel_step,
+    join_step,
+    split_step,
+)
 from cuvee.codec.stages.compiled.coded_part import read_u16
 from cuvee.codec.stages.compiled.compiler import compiled, compiled_briefly
 from cuvee.codec.stages.compiled.plain_streams import decode_planes, stream_words
@@ -131,21 +138,21 @@ def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: 
 def _rows_of_tokens(source, row, channel, per_stream, streams, out):  # type: ignore[no-untyped-def]
     """Copy the bytes of `_CHANNELS` channels, whose columns are dealt to the streams, to `out`, in order of tokens."""
     count = per_stream * streams
+    by_vectors = streams >= WIDTH and per_stream <= 8
     for i in range(_CHANNELS):
-        own, to = source[(channel + i) * row : (channel + i) * row + count], out[i * count : (i + 1) * count]
-        if per_stream == 2:  # of these constants LLVM makes shuffles of vectors
-            second = own[streams:]
+        begin, to = (channel + i) * row, i * count
+        for block in range(0, streams if by_vectors else 0, WIDTH):
+            stream = min(block, streams - WIDTH)  # the last streams may be written twice
+            if per_stream == 2:
+                interleave_2_step(source, begin + stream, streams, out, to + 2 * stream)
+            elif per_stream == 4:
+                interleave_4_step(source, begin + stream, streams, out, to + 4 * stream)
+            else:
+                interleave_8_step(source, begin + stream, streams, out, to + 8 * stream)
+        for j in range(0 if by_vectors else per_stream):
+            part = source[begin + j * streams : begin + (j + 1) * streams]
             for s in range(streams):
-                to[2 * s], to[2 * s + 1] = own[s], second[s]
-        elif per_stream == 4:
-            second, third, fourth = own[streams:], own[2 * streams :], own[3 * streams :]
-            for s in range(streams):
-                to[4 * s], to[4 * s + 1], to[4 * s + 2], to[4 * s + 3] = own[s], second[s], third[s], fourth[s]
-        else:
-            for j in range(per_stream):
-                part = own[j * streams :]
-                for s in range(streams):
-                    to[s * per_stream + j] = part[s]
+                out[to + s * per_stream + j] = part[s]
 
 
 @compiled
