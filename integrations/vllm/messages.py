@@ -122,12 +122,15 @@ class Save:
         token_ids: ids of its tokens, NO_TOKEN for a part of an image or another medium; None if the codec predicts
             nothing from them.
         following: number of tokens after them in the prompt, whose cache is likely to be restored with theirs.
+        request: id of the request that computes it; empty if the request has ended. A tail that waits to be encoded is
+            dropped when the same request stores the whole chunk.
     """
 
     tenant: str
     entry: Entry
     token_ids: list[int] | None = None
     following: int = 0
+    request: str = ""
 
 
 @dataclass(slots=True)

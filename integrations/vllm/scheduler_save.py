@@ -15,6 +15,7 @@ with it, no tails are stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cuvee.codec.token_ids import NO_TOKEN
@@ -115,7 +116,9 @@ class SchedulerSaves:
         # where the engine plans ahead it may be there, but the connector is not told.
         held = len(blocks) * self._state.block
         end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, held)
-        return self._tail(tracked, min(end, self._storable(tracked)), blocks)
+        tails = self._tail(tracked, min(end, self._storable(tracked)), blocks)
+        # The request stores nothing more. Without its id, no later request of this id can supersede the tail.
+        return [replace(tail, request="") for tail in tails]
 
     def _tail(self, tracked: Tracked, end: int, blocks: Sequence[int]) -> list[Save]:
         """Return the tail of a request's first `end` tokens, which have KV in `blocks`: the whole blocks after the last
@@ -138,14 +141,14 @@ class SchedulerSaves:
         request = tracked.request
         following = max(request.num_prompt_tokens - entry.end, 0)
         if not self._state.predicts:
-            return Save(tracked.tenant, entry, following=following)
+            return Save(tracked.tenant, entry, following=following, request=request.request_id)
         ids = list(request.all_token_ids[entry.start : entry.end])
         for item in request.mm_features:  # their cache does not follow from the ids of their placeholders
             first = max(item.mm_position.offset, entry.start)
             end = min(item.mm_position.offset + item.mm_position.length, entry.end)
             for at in range(first, end):
                 ids[at - entry.start] = NO_TOKEN
-        return Save(tracked.tenant, entry, ids, following)
+        return Save(tracked.tenant, entry, ids, following, request.request_id)
 
     def _storable(self, tracked: Tracked) -> int:
         """Return how many of a request's tokens may be stored once they have KV: those before the first inexact one."""
