@@ -40,6 +40,8 @@ class Options:
         threads: CPU threads that encode and decode.
         store_niceness: how far threads that store give way to others, 0 to 19, as the `nice` of Linux: of a core that
             others want all the time, they get a third at 3, a tenth at 10 and 1.4 % at 19.
+        store_share: seconds of CPU time per second that each rank may spend on encoding and writing while the engine is
+            busy; what waits is encoded later, tails last. None: no limit.
         max_pending_mb: budget for uncompressed chunks that wait to be stored, in 10^6 bytes; beyond it chunks are not
             stored.
         lookup_timeout: seconds that a request waits to learn whether it is cached.
@@ -71,6 +73,7 @@ class Options:
     check_model: bool = True
     threads: int = 2
     store_niceness: int = 0
+    store_share: float | None = None
     max_pending_mb: float = 1024
     lookup_timeout: float = 2.0
     load_timeout: float = 30.0
@@ -115,10 +118,13 @@ class Options:
             raise InputError(
                 f"store_niceness: must be a whole number from 0 to {_MOST_NICE}, got {self.store_niceness!r}"
             )
-        for name in ("max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout"):
+        for name in ("store_share", "max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout"):
             value = getattr(self, name)
+            if name == "store_share" and value is None:
+                continue
             if type(value) not in (int, float) or not 0 < value < float("inf"):
-                raise InputError(f"{name}: must be a number above 0, got {value!r}")
+                left_out = ", or left out" if name == "store_share" else ""
+                raise InputError(f"{name}: must be a number above 0{left_out}, got {value!r}")
         if self.decide not in _DECISIONS:
             raise InputError(f"decide: must be one of {', '.join(_DECISIONS)}, got {self.decide!r}")
         blend: Any = self.blend

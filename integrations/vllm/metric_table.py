@@ -95,6 +95,12 @@ METRICS: dict[str, Metric] = {
                "or in parts, an image has no name or no place in it, the salt is no string or too long, or an error.",
                "reason", _UNCACHED),
         Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting."),
+        Metric("tails_dropped", "counter", "Unfinished chunks dropped because too many chunks were waiting; with "
+               "store_share."),
+        Metric("tails_superseded", "counter", "Unfinished chunks that were not compressed because their request "
+               "finished the chunk meanwhile; with store_share."),
+        Metric("deferred_seconds", "counter", "Seconds that chunks waited for their share of a core (store_share), "
+               "summed over chunks and ranks."),
         Metric("lost", "counter", "Chunks that waited for compression or to be written when the engine stopped, and "
                "were not stored within close_timeout.", "where", ("encode", "store")),
         Metric("tenant_stored_bytes", "counter", "Compressed bytes that a tenant stored, of all ranks; with "

@@ -26,6 +26,7 @@ from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Load, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.vllm.store_pace import StorePace
 from cuvee.integrations.vllm.worker_blend import Blender, WorkerBlends
 from cuvee.integrations.vllm.worker_load import WorkerLoads
 from cuvee.integrations.vllm.worker_save import WorkerSaves
@@ -55,7 +56,9 @@ class WorkerSide:
         self._pools = WorkerPools(options.threads, options.load_timeout, options.store_niceness)
         self._loads = WorkerLoads(self._state, self._pools, self._guard)
         self._blends = WorkerBlends(self._state, self._loads, self._guard)
-        self._saves = WorkerSaves(self._state, self._pools, self._guard, int(options.max_pending_mb * 1e6))
+        self._pace = None if options.store_share is None else StorePace(options.store_share)
+        budget = int(options.max_pending_mb * 1e6)
+        self._saves = WorkerSaves(self._state, self._pools, self._guard, budget, self._pace)
 
     def attach(self, cache: PagedCache) -> None:
         """Use the engine's pages; nothing can be loaded or stored before.
@@ -92,6 +95,7 @@ class WorkerSide:
 
         In both cases the engine learns of it by `take_arrived`, and counts no block as cached before.
         """
+        self._begin_step()
         self._loads.start(loads, synchronous)
 
     def drop(self, requests: Sequence[str]) -> None:
@@ -113,7 +117,14 @@ class WorkerSide:
 
     def save(self, saves: Sequence[Save]) -> None:
         """Copy the entries out of the pages now, encode and store them later; entries over budget are left out."""
+        self._begin_step()
         self._saves.save(saves)
+
+    def _begin_step(self) -> None:
+        """Note that the engine is in a step; the first call after a report begins one."""
+        if self._pace is not None:
+            with self._guard("save"):
+                self._pace.begin_step()
 
     def take_arrived(self, patience: float = 0.0) -> set[str]:
         """Return the requests whose loads ended since the last call, successfully or not. Gives up loads past their
@@ -133,6 +144,9 @@ class WorkerSide:
         than its figures.
         """
         state = self._state
+        if self._pace is not None:
+            with self._guard("report"):
+                self._pace.end_step()
         with state.lock:
             report, state.report = state.report, Report()
             queued, pending = self._saves.queued()
@@ -156,6 +170,8 @@ class WorkerSide:
             state.closed = True
             jobs = self._loads.under_way()
         with self._guard("close"):
+            self._saves.finish()
+        with self._guard("close"):
             pools.fetchers.dismiss(0, cancel=True)
         for job in jobs:
             with job.lock:  # not while pages are written: the engine is about to free them
@@ -164,6 +180,8 @@ class WorkerSide:
             pools.loaders.dismiss(0, cancel=True)
         with self._guard("close"):
             pools.coders.dismiss()
+        with self._guard("close"):
+            pools.pacer.dismiss(self._close_timeout)
         with self._guard("close"):
             pools.encoders.dismiss(self._close_timeout)
         with self._guard("close"):

@@ -3,6 +3,9 @@
 A page that is being stored is copied before its step ends, so the engine may free or overwrite it at once. A step's
 entries are copied together and encoded as a batch, and each is written to the store alone: a write that hangs holds up
 no other entry. The copies have a budget.
+
+With `store_share`, each entry is copied and encoded alone, so that it can wait (`worker_paced`) and be dropped: of what
+waits, tails make room for chunks and segments, and a whole chunk takes the place of its own request's tail.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Entry, Save
+from cuvee.integrations.vllm.save_queue import CopiedSave, urgency
+from cuvee.integrations.vllm.store_pace import StorePace
+from cuvee.integrations.vllm.worker_paced import PacedSaves
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark, refuse_capture, send
 
@@ -36,13 +42,20 @@ class WorkerSaves:
         pools: threads of the worker.
         guard: contains errors.
         budget: bytes of copies that may wait to be stored.
+        pace: when entries may be encoded; None: at once.
     """
 
-    def __init__(self, state: WorkerState, pools: WorkerPools, guard: Guard, budget: int) -> None:
+    def __init__(
+        self, state: WorkerState, pools: WorkerPools, guard: Guard, budget: int, pace: StorePace | None = None
+    ) -> None:
         self._state = state
         self._pools = pools
         self._guard = guard
         self._budget = budget
+        self._paced: PacedSaves | None = None
+        if pace is not None:
+            self._paced = PacedSaves(state, pools, guard, pace, self._save_copied, self._release_copied)
+        self._told = False  # that something was dropped
         # The state's lock guards these.
         self._pending = 0  # bytes of copies
         self._sizes: dict[bytes, int] = {}  # bytes of each copy, by digest
@@ -56,14 +69,19 @@ class WorkerSaves:
         if not saves:
             return
         # A batch is one thread's work: a device takes all entries in one go, the CPU's threads share them. They are
-        # dealt like cards, so that the first chunks of a prefix are the first to be stored.
+        # dealt like cards, so that the first chunks of a prefix are the first to be stored. What waits for its share of
+        # a core waits alone.
         batches = 1
         with self._guard("save"):
             for operation in ("contains", "put"):
                 self._state.store.overdue(operation, self._state.timeout)
             on_device = self._state.codec.on_device(self._state.pages.device)
             batches = 1 if on_device else self._pools.encoders.threads
+        if self._paced is not None:
+            saves = sorted(saves, key=urgency)  # a tail of this step takes no chunk's place
         admitted = self._admit(saves)
+        if self._paced is not None:
+            batches = len(admitted)
         for batch in filter(None, (admitted[first::batches] for first in range(batches))):
             with self._guard("save", partial(self._release, batch)):
                 try:
@@ -71,28 +89,73 @@ class WorkerSaves:
                 except OutOfMemoryError as error:
                     self._fail(batch, "encode", error)
                 else:
-                    self._pools.encoders.submit(self._save, batch, copy, Mark(copy.device))
+                    if self._paced is None:
+                        self._pools.encoders.submit(self._save, batch, copy, Mark(copy.device))
+                    else:
+                        self._paced.add(CopiedSave(batch[0], copy, Mark(copy.device)))
+
+    def finish(self) -> None:
+        """Encode what waits for its share of a core at once; nothing is admitted any more."""
+        if self._paced is not None:
+            self._paced.finish()
 
     def _admit(self, saves: Sequence[Save]) -> list[Save]:
         """Return the saves that are not under way already and fit the budget, and charge it; report the others."""
-        admitted, skipped = [], 0
+        admitted: list[Save] = []
+        counts = {"stores_skipped": 0, "tails_dropped": 0, "tails_superseded": 0}
         for save in saves:
             with self._guard("save", partial(self._release, [save])):
                 size, digest = self._bytes(save.entry), save.entry.digest
                 with self._state.lock:
                     if digest in self._sizes:  # another request has the same prefix
                         continue
+                    self._make_room(save, size, counts)
                     if self._state.closed or self._pending + size > self._budget:
                         self._state.report.unsaved.add(digest)
-                        skipped += 1
+                        counts["stores_skipped"] += 1
                         continue
                     self._pending += size
                     self._sizes[digest] = size
                     admitted.append(save)
-        with self._guard("save"):
-            if skipped:
-                self._state.recorder.count("stores_skipped", skipped)
+        for name, count in counts.items():
+            with self._guard("save"):
+                if count:
+                    self._state.recorder.count(name, count)
+        if self._paced is not None and (counts["stores_skipped"] or counts["tails_dropped"]) and not self._told:
+            self._told = True
+            logger.warning(
+                "cuvee: store_share: more waits to be stored than max_pending_mb holds, so tails are dropped, and "
+                "chunks are not stored if that does not suffice (said once)"
+            )
         return admitted
+
+    def _make_room(self, save: Save, size: int, counts: dict[str, int]) -> None:
+        """Drop waiting tails for an entry of `size` bytes if that lets it in, and count them by why they are dropped: a
+        whole chunk supersedes tails of its own request in any case, and like a segment takes the place of others if
+        there is no room. The state's lock is held.
+        """
+        if self._paced is None or self._state.closed or save.entry.kind == "tail":
+            return
+        queue = self._paced.queue
+        free = self._budget - self._pending
+        superseded = queue.superseded_by(save)
+        free += sum(self._sizes[tail.entry.digest] for tail in superseded)
+        dropped: list[Save] = []
+        if free < size:
+            for tail in queue.droppable():
+                if tail not in superseded:
+                    dropped.append(tail)
+                    free += self._sizes[tail.entry.digest]
+                if free >= size:
+                    break
+            else:
+                return  # all of them would be dropped in vain
+        gone = {tail.entry.digest for tail in superseded + dropped}
+        queue.remove(gone)
+        self._pending -= sum(self._sizes.pop(digest) for digest in gone)
+        self._state.report.unsaved |= gone
+        counts["tails_superseded"] += len(superseded)
+        counts["tails_dropped"] += len(dropped)
 
     def _copy(self, batch: Sequence[Save]) -> PagedCache:
         """Copy the entries' tokens, one entry after the other, into a cache of one block.
@@ -109,6 +172,12 @@ class WorkerSaves:
         slots = torch.cat([self._state.slots(save.entry) for save in batch])
         with allocations(f"copying {len(slots)} tokens"):
             return pages.copy(send(slots, pages.device))
+
+    def _save_copied(self, copied: CopiedSave) -> None:
+        self._save([copied.save], copied.copy, copied.ready)
+
+    def _release_copied(self, copied: CopiedSave) -> None:
+        self._release([copied.save])
 
     def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
         with self._guard("store", partial(self._release, batch)):
@@ -163,8 +232,13 @@ class WorkerSaves:
         return {at: blob for each in which for at, blob in self._encode(batch, copy, [each]).items()}
 
     def _write(self, save: Save, blob: bytes) -> None:
+        begun = time.thread_time()
         with self._guard("store", partial(self._release, [save])):
             self._try_to_write(save, blob)
+        if self._paced is not None:
+            with self._guard("store"):
+                # Without what a store does in threads of its own, to compress or to write behind.
+                self._paced.charge(time.thread_time() - begun)
 
     def _try_to_write(self, save: Save, blob: bytes) -> None:
         try:

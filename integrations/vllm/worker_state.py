@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import torch
@@ -31,12 +32,13 @@ class WorkerPools:
         coders: open and decode blobs.
         encoders: encode copies of pages.
         writers: write to the store.
+        pacer: one thread, which hands entries to the encoders when their time has come (`store_share`).
     """
 
     def __init__(self, threads: int, patience: float, store_niceness: int = 0) -> None:
         self._cores: frozenset[int] = frozenset()
 
-        def pool(count: int, name: str, niceness: int = 0) -> ThreadPool:
+        def pool(count: int, name: str, niceness: int = 0, patience: float = patience) -> ThreadPool:
             def begin() -> None:
                 move_to(self._cores)
                 give_way(niceness)
@@ -48,6 +50,7 @@ class WorkerPools:
         self.writers = pool(threads, "write", store_niceness)
         self.fetchers = pool(_FETCHERS, "fetch")
         self.coders = pool(threads, "decode")
+        self.pacer = pool(1, "pace", patience=math.inf)  # its one job lasts as long as the engine
 
     def use_free_cores(self) -> None:
         """Run threads that start from now on beside the cores to which the engine is bound."""
