@@ -153,15 +153,15 @@ def test_what_waits_is_stored_when_the_engine_becomes_idle() -> None:
 
 
 def test_the_seconds_that_entries_waited_are_counted() -> None:
-    day = Day(0.1)
+    day = Day(0.02)
     day.compute(1.0)
     day.add(*chunks(3))
     begun = day.now
-    day.run(5.0)
+    day.run(20.0)
     waited = sum(at - COST - begun for _, at in day.done) - (COST + 2 * COST)  # less what others took meanwhile
     assert len(day.done) == 3
-    assert day.count("deferred_seconds") == pytest.approx(waited, abs=0.05)
-    assert day.count("deferred_seconds") > 0.4
+    assert day.count("deferred_seconds") == pytest.approx(waited, abs=0.1)
+    assert day.count("deferred_seconds") > 9, "of two, then of one"
 
 
 def test_what_matters_more_overtakes() -> None:
