@@ -4,7 +4,8 @@
     first token    seconds from a request to its first token, for a prompt with a long prefix and a short question:
                    computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit);
                    and the same with a store of raw files, vLLM's own ExampleConnector
-    storing        throughput of a batch of new prompts, with and without storing their caches
+    storing        throughput of a batch of new prompts, with and without storing their caches, and with storing that
+                   may take a share of a core while the engine computes (store_shares)
 
     this process --commands--> engine A: no connector
                  --commands--> engine B: lossless, file store …    each in a process of its own, one works at a time
@@ -20,6 +21,7 @@ weights: it is as fast as a real one of the same shape, but its KV is not real, 
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -63,6 +65,7 @@ def run_engine_bench(
     stores: Sequence[str] = (),
     profile: Path | None = None,
     progress: Console | None = None,
+    store_shares: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Run the benchmark.
 
@@ -72,14 +75,16 @@ def run_engine_bench(
         stores: URLs of stores to load from, besides memory and files. What is put there stays there.
         profile: of `model`, for its lossy engines; None: they have the generic one, which needs nothing learned.
         progress: where to list what is being measured; None for nowhere.
+        store_shares: values of the connector's option `store_share` to measure storing with, besides storing without a
+            limit.
 
     Returns:
         The report, as a dict for JSON.
 
     Raises:
         ImportError: vLLM is not installed.
-        InputError: a length is not a multiple of the chunk, or exceeds the model's positions; or a profile of random
-            weights.
+        InputError: a length is not a multiple of the chunk, or exceeds the model's positions; a share is not above 0;
+            or a profile of random weights.
         ProfileMismatchError: the profile is of another model.
         CuveeError: an engine failed, or gave an answer that it should not have, so nothing is reported.
     """
@@ -88,6 +93,8 @@ def run_engine_bench(
     began, load, say = time.perf_counter(), os.getloadavg()[1], timed_lines(progress)
     if any(length < CHUNK or length % CHUNK for length in scope.lengths):
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
+    if any(not 0 < share < math.inf for share in store_shares):
+        raise InputError(f"store_shares: must be numbers above 0, got {', '.join(map(str, store_shares))}")
     if profile is not None and model is None:
         raise InputError("profile: random weights have none: also give the model that it was learned for")
     report: dict[str, Any] = {"hardware": hardware() | {"vllm": _vllm_version()}}
@@ -106,9 +113,10 @@ def run_engine_bench(
         with ExitStack() as stack:
             chosen = [replace(variant, store=variant.store.format(folder=folder)) for variant in scope.variants]
             chosen += [EngineVariant(f"lossless, {url.partition(':')[0]}", "lossless", url) for url in stores]
+            paced = _paced(chosen, store_shares)
             named: dict[str, EngineVariant | None] = {
                 NO_CONNECTOR: None,
-                **{variant.name: variant for variant in chosen},
+                **{variant.name: variant for variant in chosen + paced},
             }
             engines = {  # all are made before any is started, because importing vLLM takes longer than anything else
                 name: stack.enter_context(Engine(folder / f"engine{at}.log"))
@@ -133,10 +141,22 @@ def run_engine_bench(
             report["first_token"] = measure_first_token(
                 scope, report["model"], engines, chosen, say, None if profile is None else profile.name
             )
-            report["storing"] = measure_storing(scope, report["model"], engines, chosen, say)
+            report["storing"] = measure_storing(scope, report["model"], engines, chosen + paced, say)
     report["load_average"] = {"before": load, "after": os.getloadavg()[1]}
     report["seconds"] = time.perf_counter() - began
     return report
+
+
+def _paced(variants: Sequence[EngineVariant], shares: Sequence[float]) -> list[EngineVariant]:
+    """Return the variants with a file store again for each share, with stores of their own."""
+    return [
+        replace(
+            variant, name=f"{variant.name}, share {share:g}", store=f"{variant.store}-share{share:g}", store_share=share
+        )
+        for share in shares
+        for variant in variants
+        if variant.store.startswith("file:") and variant.filled_by is None
+    ]
 
 
 def _vllm_version() -> str:

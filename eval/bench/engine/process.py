@@ -16,6 +16,10 @@ from cuvee.eval.bench.engine.scope import CHUNK, DTYPE, EngineVariant
 
 __all__ = ["Engine", "EngineAnswer"]
 
+# In which an engine with `store_share` is taken for idle, which it is after a second without a step at the latest, and
+# then stores without a limit.
+_IDLE_SECONDS = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
@@ -49,6 +53,7 @@ class Engine:
     def __init__(self, log: Path, **variables: str) -> None:
         self._log = log
         self._stored = 0  # chunks that the running engine should have stored
+        self._pause = 0.0  # seconds between two questions whether they are stored
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cuvee.eval.bench.engine.served"],
@@ -105,6 +110,8 @@ class Engine:
                 "threads": os.cpu_count() or 1,
                 "decide": decide,
             }
+            if variant.store_share is not None:
+                extra["store_share"] = variant.store_share
             if profile is not None:
                 extra["profile"] = str(profile)
             if blend is not None:
@@ -116,6 +123,8 @@ class Engine:
                 "kv_connector_extra_config": extra,
             }
         self._stored = 0
+        # Each question is a step of the engine, and an engine that is busy stores no more than its share.
+        self._pause = _IDLE_SECONDS if variant is not None and variant.store_share is not None else 0.0
         self._call("start", arguments)
 
     def stop(self) -> None:
@@ -161,12 +170,12 @@ class Engine:
 
     def reach(self, figure: str, least: float) -> dict[str, float]:
         """Wait until a counter of the connector's has reached a value since the engine started; returns all of them."""
-        figures: dict[str, float] = self._call("settle", figure, least)
+        figures: dict[str, float] = self._call("settle", figure, least, self._pause)
         return figures
 
     def idle(self) -> None:
         """Wait until nothing is being stored."""
-        self._call("idle")
+        self._call("idle", self._pause)
 
     def estimate(self) -> dict[str, float | None] | None:
         """The connector's own estimate of what loading and computing cost; None if it has not measured enough."""

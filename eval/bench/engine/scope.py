@@ -83,6 +83,7 @@ class EngineVariant:
         store: a URL, in which `{folder}` stands for a temporary folder.
         load_async: the connector's option of that name.
         filled_by: another variant, which fills the store that both share. Then this one has no misses.
+        store_share: the connector's option of that name.
     """
 
     name: str
@@ -90,6 +91,7 @@ class EngineVariant:
     store: str
     load_async: bool = True
     filled_by: str | None = None
+    store_share: float | None = None
 
 
 VARIANTS = (

@@ -176,6 +176,15 @@ def bench_engine(
             help="Profile of the model, for its lossy engines. Default: the generic one, which needs no learning.",
         ),
     ] = None,
+    store_shares: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--store-share",
+            metavar="CORES",
+            show_default=False,
+            help="Also measure storing with at most this share of a core. Repeatable.",
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: three minutes.")] = False,
     out: ReportFile = None,
     force: Force = False,
@@ -196,7 +205,7 @@ def bench_engine(
         scope = replace(scope, lengths=tuple(sorted(set(lengths))))
     checkpoint = None if model is None else _checkpoint(model)
     _measure(
-        lambda progress: run_engine_bench(scope, checkpoint, stores or (), profile, progress),
+        lambda progress: run_engine_bench(scope, checkpoint, stores or (), profile, progress, store_shares or ()),
         print_engine_report, out, force, as_json,
     )  # fmt: skip
 

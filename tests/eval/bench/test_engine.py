@@ -248,7 +248,43 @@ def test_commands_and_replies_are_lines_of_json(child: Callable[[str], None], tm
     with Engine(tmp_path / "log") as engine:
         assert engine._call("ask", [1, 2], None) == ["ask", [1, 2], None]
         replies: list[Any] = [engine.settle(3), engine.settle(2)]
-        assert replies == [["settle", "stored_chunks", 3], ["settle", "stored_chunks", 5]]
+        assert replies == [["settle", "stored_chunks", 3, 0.0], ["settle", "stored_chunks", 5, 0.0]]
+
+
+def test_an_engine_with_a_share_is_left_idle_to_store(child: Callable[[str], None], tmp_path: Path) -> None:
+    child(ECHO)
+    with Engine(tmp_path / "log") as engine:
+        called: list[tuple[Any, ...]] = []
+        call = engine._call
+
+        def noted(*arguments: Any) -> Any:
+            called.append(arguments)
+            return call(*arguments)
+
+        engine._call = noted  # type: ignore[method-assign]
+        for share in (0.5, None):
+            engine.start(tmp_path, {}, replace(VARIANTS[0], store_share=share))
+            extra = called.pop()[1]["kv_transfer_config"]["kv_connector_extra_config"]
+            assert extra.get("store_share", "left out") == (share or "left out")
+            replies: list[Any] = [engine.settle(1), engine.idle()]
+            assert [arguments[-1] for arguments in called] == ([2.0] * 2 if share else [0.0] * 2) and replies
+            called.clear()
+
+
+def test_storing_is_measured_for_every_share() -> None:
+    memory, shared = VARIANTS[-1], VARIANTS[1]
+    paced = run._paced([VARIANTS[0], shared, memory], [0.1, 2.0])
+    assert [(variant.name, variant.store_share) for variant in paced] == [
+        ("lossless, file, share 0.1", 0.1), ("lossless, file, share 2", 2.0),
+    ]  # fmt: skip
+    assert len({variant.store for variant in (VARIANTS[0], *paced)}) == 3, "no engine finds what another one stored"
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, math.nan, math.inf])
+def test_a_share_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    monkeypatch.setattr(run, "find_spec", lambda _: True)
+    with pytest.raises(InputError, match="store_shares: must be numbers above 0"):
+        run_engine_bench(SMALL, store_shares=[0.1, share])
 
 
 @pytest.mark.parametrize(
