@@ -116,7 +116,7 @@ class _Served:
     def idle(self, pause: float) -> None:
         deadline = time.monotonic() + SETTLE_SECONDS
         self.ask([[1]], 1, False, None, None)  # the figures arrive with the engine's steps
-        while _connector_figures().get("queue_depth", 0):
+        while _waiting():
             if time.monotonic() > deadline:
                 raise CuveeError(f"the engine was still storing after {SETTLE_SECONDS:.0f} s")
             time.sleep(pause)
@@ -152,6 +152,14 @@ def _connector_figures() -> dict[str, float]:
                 name = name.rpartition("_")[0]
                 figures[name] = figures.get(name, 0) + sample.value
     return figures
+
+
+def _waiting() -> float:
+    """How many chunks are being stored, as the connector told last."""
+    from prometheus_client import REGISTRY
+
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    return sum(sample.value for sample in samples if sample.name == "vllm:cuvee_queue_depth")
 
 
 def _let_engines_follow_each_other() -> None:

@@ -328,6 +328,24 @@ def test_a_failed_command_is_answered_and_ends_the_process(monkeypatch: pytest.M
     assert [json.loads(reply) for reply in replies] == [{"result": 1}, {"error": "CuveeError: too many"}]
 
 
+def test_idle_waits_until_nothing_is_being_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+    monkeypatch.setattr(prometheus, "REGISTRY", registry)
+    depth = prometheus.Gauge("vllm:cuvee_queue_depth", "", ["engine"], registry=registry).labels("0")
+    prometheus.Gauge("vllm:cuvee_pending_bytes", "", registry=registry).set(5)
+    engine = served._Served()
+    left = [2, 1, 0]
+
+    def ask(*_: Any) -> dict[str, Any]:
+        depth.set(left.pop(0))
+        return {}
+
+    monkeypatch.setattr(engine, "ask", ask)
+    engine.idle(0.0)
+    assert not left
+
+
 def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="needs vLLM"):
