@@ -58,9 +58,11 @@ class EngineSteps:
         self._running = False
 
     def seconds_until_idle(self, now: float) -> float:
-        """Return after how many seconds the engine will be idle if no further step begins; 0: it is."""
+        """Return after how many seconds the engine will be idle if no further step begins; 0: it is. A step that runs
+        may end at any moment, so it counts as if it ended now.
+        """
         if self._running:
-            return max(self._begun + LONGEST_STEP - now, 0.0)
+            return self._patience if now < self._begun + LONGEST_STEP else 0.0
         return max(self._last + self._patience - now, 0.0)
 
     @property
@@ -107,7 +109,9 @@ class StorePace:
                 self._settled = max(self._settled, now - WINDOW_SECONDS) + seconds / self._share
 
     def wait(self, running: int) -> float:
-        """Return for how many seconds no further entry may begin; 0: one may begin now.
+        """Return after how many seconds a further entry may begin at the soonest; 0: now.
+
+        It may be later, because the engine goes on: ask again then.
 
         Args:
             running: number of entries that are being encoded. While the engine is busy, there are never more than fill
