@@ -25,7 +25,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -113,21 +113,16 @@ def run_engine_bench(
         with ExitStack() as stack:
             chosen = [replace(variant, store=variant.store.format(folder=folder)) for variant in scope.variants]
             chosen += [EngineVariant(f"lossless, {url.partition(':')[0]}", "lossless", url) for url in stores]
-            paced = _paced(chosen, store_shares)
             named: dict[str, EngineVariant | None] = {
                 NO_CONNECTOR: None,
-                **{variant.name: variant for variant in chosen + paced},
+                **{variant.name: variant for variant in chosen},
             }
             engines = {  # all are made before any is started, because importing vLLM takes longer than anything else
                 name: stack.enter_context(Engine(folder / f"engine{at}.log"))
                 for at, name in enumerate([*named, RAW_FILES])
             }
             for name, variant in named.items():
-                say(f"starting an engine: {name}")
-                lossy = variant is not None and variant.quality != "lossless"
-                engines[name].start(
-                    model, _engine_options(scope, len(engines)), variant, profile=profile if lossy else None
-                )
+                _start(engines[name], name, variant, model, _engine_options(scope, len(engines)), profile, say)
             say(f"starting an engine: {RAW_FILES}")
             try:
                 options = _engine_options(scope, len(engines))
@@ -141,10 +136,36 @@ def run_engine_bench(
             report["first_token"] = measure_first_token(
                 scope, report["model"], engines, chosen, say, None if profile is None else profile.name
             )
+            paced = _paced(chosen, store_shares)
+            if paced:  # memory may not hold them besides those that only load
+                for name in [RAW_FILES, *(variant.name for variant in chosen if variant.filled_by is not None)]:
+                    if name in engines:
+                        engines.pop(name).stop()
+            first = len(named) + 1
+            for at, variant in enumerate(paced, first):
+                engines[variant.name] = stack.enter_context(Engine(folder / f"engine{at}.log"))
+            for variant in paced:
+                options = _engine_options(scope, len(engines))
+                _start(engines[variant.name], variant.name, variant, model, options, profile, say)
             report["storing"] = measure_storing(scope, report["model"], engines, chosen + paced, say)
     report["load_average"] = {"before": load, "after": os.getloadavg()[1]}
     report["seconds"] = time.perf_counter() - began
     return report
+
+
+def _start(
+    engine: Engine,
+    name: str,
+    variant: EngineVariant | None,
+    model: Path,
+    options: dict[str, Any],
+    profile: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Start a variant of the engine; a lossy one with the profile."""
+    say(f"starting an engine: {name}")
+    lossy = variant is not None and variant.quality != "lossless"
+    engine.start(model, options, variant, profile=profile if lossy else None)
 
 
 def _paced(variants: Sequence[EngineVariant], shares: Sequence[float]) -> list[EngineVariant]:
