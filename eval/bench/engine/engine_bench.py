@@ -140,7 +140,7 @@ def run_engine_bench(
             if paced:  # memory may not hold them besides those that only load
                 for name in [RAW_FILES, *(variant.name for variant in chosen if variant.filled_by is not None)]:
                     if name in engines:
-                        engines.pop(name).stop()
+                        engines.pop(name).close()
             first = len(named) + 1
             for at, variant in enumerate(paced, first):
                 engines[variant.name] = stack.enter_context(Engine(folder / f"engine{at}.log"))

@@ -52,6 +52,7 @@ class Engine:
 
     def __init__(self, log: Path, **variables: str) -> None:
         self._log = log
+        self._closed = False
         self._stored = 0  # chunks that the running engine should have stored
         self._pause = 0.0  # seconds between two questions whether they are stored
         with log.open("wb") as output:
@@ -68,8 +69,14 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self.close()
+
+    def close(self) -> None:
+        """End the process, which frees all of its memory; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._process.kill()
+            self._process.communicate()
 
     def start(
         self,

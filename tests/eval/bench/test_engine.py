@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -272,6 +273,15 @@ def test_an_engine_with_a_share_is_left_idle_to_store(
             engine.idle()
             assert [arguments[-1] for arguments in called] == ([2.0] * 2 if share else [0.0] * 2)
             called.clear()
+
+
+def test_a_closed_engine_is_gone_and_may_be_closed_again(child: Callable[[str], None], tmp_path: Path) -> None:
+    child(ECHO)
+    with Engine(tmp_path / "log") as engine:
+        engine.start(tmp_path, {}, VARIANTS[0])
+        engine.close()
+        assert engine._process.returncode == -signal.SIGKILL
+        engine.close()
 
 
 def test_storing_is_measured_for_every_share() -> None:
