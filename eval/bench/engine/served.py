@@ -159,7 +159,7 @@ def _waiting() -> float:
     from prometheus_client import REGISTRY
 
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
-    return sum(sample.value for sample in samples if sample.name == "vllm:cuvee_queue_depth")
+    return float(sum(sample.value for sample in samples if sample.name == "vllm:cuvee_queue_depth"))
 
 
 def _let_engines_follow_each_other() -> None:
