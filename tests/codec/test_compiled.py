@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from numba.core import caching
 
+from cuvee.codec.entropy import streams
 from cuvee.codec.stages.compiled import compiler as module
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled import lanes
+from cuvee.codec.stages.compiled.compiler import compiled, source_stamp
 
 ROUND_TRIP = """
 import logging, torch
@@ -97,3 +99,25 @@ def test_a_damaged_cache_is_compiled_anew(
         path.write_bytes(path.read_bytes()[:20])
     assert compiled(twice)(np.ones(2)).tolist() == [2, 2]
     assert any("compiled code cannot be" in record.getMessage() for record in caplog.records)
+
+
+def test_a_change_of_any_file_that_is_compiled_in_is_noticed(tmp_path: Path) -> None:
+    """A function of one file is compiled into those of others: their cache must not outlive it."""
+    for folder in ("steps", "constants"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file.py").write_text("x = 1\n")
+    (tmp_path / "steps" / "note.txt").write_text("no code")
+    folders = [tmp_path / "steps", tmp_path / "constants"]
+    stamp = source_stamp(folders)
+    (tmp_path / "steps" / "note.txt").write_text("no code either")
+    assert source_stamp(folders) == stamp
+    (tmp_path / "constants" / "file.py").write_text("x = 12\n")
+    changed = source_stamp(folders)
+    assert changed[1] == stamp[1] + 1
+    os.utime(tmp_path / "steps" / "file.py", (2e9, 2e9))
+    assert source_stamp(folders) == (2e9, changed[1])
+    assert source_stamp([tmp_path / "nowhere"]) == (0.0, 0)
+
+    own = lanes.decode_lanes._cache._cache_file._source_stamp
+    here = source_stamp([Path(lanes.__file__).parent, Path(streams.__file__).parent])
+    assert own[1] == here and here[1] > 100_000

@@ -4,19 +4,25 @@ Compiling all loops takes some twenty seconds. A cache beside the sources, or in
 processes that time. If both are read-only, as in a container or a service without a home, Numba refuses to define the
 function. In that case it is compiled anew in each process, and one log message names the remedy: `NUMBA_CACHE_DIR`. The
 cache is pickled, so only this user may be able to write to it.
+
+Numba keeps a compiled function until the file of the function changes. But functions of other files are compiled into
+it, and constants, so here it is kept until any file of `_FOLDERS` changes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numba as nb
 from numba.core.compiler_lock import global_compiler_lock
 
 _log = logging.getLogger(__name__)
+
+_FOLDERS = (Path(__file__).parent, Path(__file__).parents[2] / "entropy")
 _told: dict[str, object] = {}
 
 # A fork waits for the compiler. A child forked while another thread compiles would inherit a lock that no thread of the
@@ -26,6 +32,15 @@ os.register_at_fork(
     after_in_parent=global_compiler_lock.release,
     after_in_child=global_compiler_lock.release,
 )
+
+
+def source_stamp(folders: Iterable[Path]) -> tuple[float, int]:
+    """Return the time of the last change of the folders' Python files, and their size; both are 0 without files."""
+    files = [file.stat() for folder in folders for file in folder.glob("*.py")]
+    return max((file.st_mtime for file in files), default=0.0), sum(file.st_size for file in files)
+
+
+_STAMP = source_stamp(_FOLDERS)
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -60,6 +75,7 @@ def _cached(made: Any) -> Any:
         return made
     # A disk that is full or read-only by then fails at the call that compiles.
     cache = made._cache
+    cache._cache_file._source_stamp = (cache._cache_file._source_stamp, _STAMP)
     cache.load_overload = _forgiving(cache.load_overload, "compiled code cannot be read from its cache")
     cache.save_overload = _forgiving(cache.save_overload, "compiled code cannot be written to its cache")
     return made
