@@ -64,8 +64,8 @@ def run_engine_bench(
     model: Path | None = None,
     stores: Sequence[str] = (),
     profile: Path | None = None,
-    progress: Console | None = None,
     store_shares: Sequence[float] = (),
+    progress: Console | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark.
 
@@ -74,9 +74,9 @@ def run_engine_bench(
         model: checkpoint for `first token` and `storing`; None for random weights of `scope.shape`.
         stores: URLs of stores to load from, besides memory and files. What is put there stays there.
         profile: of `model`, for its lossy engines; None: they have the generic one, which needs nothing learned.
-        progress: where to list what is being measured; None for nowhere.
         store_shares: values of the connector's option `store_share` to measure storing with, besides storing without a
             limit.
+        progress: where to list what is being measured; None for nowhere.
 
     Returns:
         The report, as a dict for JSON.

@@ -204,8 +204,9 @@ def bench_engine(
     if lengths:
         scope = replace(scope, lengths=tuple(sorted(set(lengths))))
     checkpoint = None if model is None else _checkpoint(model)
+    shares = tuple(store_shares or ())
     _measure(
-        lambda progress: run_engine_bench(scope, checkpoint, stores or (), profile, progress, store_shares or ()),
+        lambda progress: run_engine_bench(scope, checkpoint, stores or (), profile, shares, progress),
         print_engine_report, out, force, as_json,
     )  # fmt: skip
 

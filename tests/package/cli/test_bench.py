@@ -49,14 +49,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ),
         ("gpu", ("gpu", False)),
         ("gpu --quick", ("gpu", True)),
-        ("engine", ("engine", ENGINE_FULL, None, (), None)),
+        ("engine", ("engine", ENGINE_FULL, None, (), None, ())),
         (
             "engine --quick --model m --store file:///a --store file:///b --profile m.safetensors",
-            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"], Path("m.safetensors")),
+            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"], Path("m.safetensors"), ()),
         ),
         (
-            "engine --length 4096 --length 512",
-            ("engine", replace(ENGINE_FULL, lengths=(512, 4096)), None, (), None),
+            "engine --length 4096 --length 512 --store-share 0.1 --store-share 2",
+            ("engine", replace(ENGINE_FULL, lengths=(512, 4096)), None, (), None, (0.1, 2.0)),
         ),
     ],
 )
