@@ -19,23 +19,25 @@ def measure_storing(
     scope: EngineScope, model: Mapping[str, Any], engines: Mapping[str, Engine], chosen: Sequence[EngineVariant],
     say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure the throughput of a batch of new prompts, with and without storing them."""
+    """Measure the throughput of a batch of new prompts, with and without storing them, after a round that warms up."""
     count, length, generated = scope.batch
     draw = random.Random(1)
     names = [NO_CONNECTOR, *(variant.name for variant in chosen if variant.filled_by is None)]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     behind: dict[str, list[float]] = {name: [] for name in names[1:]}
-    for turn in range(scope.batch_rounds):
-        say(f"storing: round {turn + 1}")
+    for turn in range(scope.batch_rounds + 1):
+        say(f"storing: round {turn}" if turn else "storing: warming up")
         prompts = [random_prompt(draw, model, length - QUESTION) for _ in range(count)]
         for name in draw.sample(names, len(names)):
             engine = engines[name]
             asked = engine.ask(prompts, max_tokens=generated, forget=True, expect_cached=[0] * count)
-            seconds[name].append(asked.finished)
+            began = time.perf_counter()
             if name in behind:
-                began = time.perf_counter()
                 engine.settle(count * ((length + generated - 1) // CHUNK))
-                behind[name].append(time.perf_counter() - began)
+            if turn:
+                seconds[name].append(asked.finished)
+                if name in behind:
+                    behind[name].append(time.perf_counter() - began)
     tokens = count * (length + generated)
     return {
         "prompts": count,
