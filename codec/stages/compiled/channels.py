@@ -406,10 +406,8 @@ def decode_channels(
     x = torch.empty(at.stop - at.start, section.values)
     own = [dense_rows(unit.of(x)) for unit in (key, value)]
     _decode_to(index, at, 0, own[0], own[1], np.zeros_like(index.mean), (_NO_TABLE, _NO_TABLE), value.first)
-    inside = slice(max(-first_row, 0), min(len(x), len(key_rows.begins) - first_row))
-    rows = slice(first_row + inside.start, first_row + inside.stop)
-    mean = torch.from_numpy(index.mean[: section.values])[None]
-    transform.place(x[inside], mean, section, layout, rotation, rows, keys, values)
+    mean = index.mean[: section.values]
+    reference.place_tile(x, mean, section, layout, rotation, first_row, keys, values)
 
 
 def _decode_to(

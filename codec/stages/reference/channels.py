@@ -129,11 +129,35 @@ def decode_channels(
     planes = rans_decode(streams, index.plan.tables, family.tables, n, at.stop - at.start)
     y = dequantize(unpack(planes, escapes, index.plan), index.step, index.plan, family.quantizer)
     x = spread(y, index.channels.live, index.channels.scale, section.values)
+    place_tile(x, index.channels.mean, section, layout, rotation, first_row, keys, values)
+
+
+def place_tile(
+    x: torch.Tensor,
+    mean: F32,
+    section: Section,
+    layout: KVLayout,
+    rotation: Rotation,
+    first_row: int,
+    keys: Sequence[Rows | None],
+    values: Sequence[Rows | None],
+) -> None:
+    """Write `x + mean` of the tokens of a tile that have rows in the outputs; see `decode_channels`.
+
+    Args:
+        x: `[t, N]` float32, the values of the tile without their means.
+        mean: `[N]`.
+        section: as for `decode_channels`, like all that follow.
+        layout: see above.
+        rotation: see above.
+        first_row: see above.
+        keys: see above.
+        values: see above.
+    """
     rows = next(len(own.begins) for own in (keys[section.first_layer], values[section.first_layer]) if own is not None)
     inside = slice(max(-first_row, 0), min(len(x), rows - first_row))
     to = slice(first_row + inside.start, first_row + inside.stop)
-    mean = torch.from_numpy(index.channels.mean)[None]
-    place(x[inside], mean, section, layout, rotation, to, keys, values)
+    place(x[inside], torch.from_numpy(mean)[None], section, layout, rotation, to, keys, values)
 
 
 def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.Tensor:
