@@ -1,10 +1,12 @@
 """Side information about channels that are coded one by one: the first part of a section of the generic scheme.
 
-per unit (K un-rotated, then V):
-int16            scale of the unit: its root mean square deviation, 1/64 octaves
-uint16 [C]       mean of each channel, bfloat16
-uint8 [C]        scale code of each channel: quarter octaves above the lowest coded one; 255: not coded
-padding to four bytes
+    per unit (K un-rotated, then V):
+        int16            scale of the unit: its root mean square deviation, 1/64 octaves
+        uint16 [C]       mean of each channel, bfloat16
+        uint8 [C]        scale code of each channel: quarter octaves above the lowest coded one; 255: not coded
+    padding to four bytes
+
+Numbers are little-endian. The coded part of the section follows.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from cuvee.codec.support.arrays import F32, U8
 
 STREAM_BITS = 2048  # a stream's state and length take 6 bytes, 2 % of this
 STREAM_SYMBOLS = 512
-BATCH_STREAMS = 64  # decoded per call: enough to keep the CPU busy, few enough for small planes
 
 
 def tokens_per_stream(planes: int, bits_per_token: float) -> int:
