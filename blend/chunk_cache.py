@@ -117,7 +117,7 @@ class ChunkCache:
         tenant: cache salt. Chunks of different tenants never share a key.
         tokenizer: name of the tokenizer, if one store serves several (`Identity.tokenizer`).
         identity: identity of the blobs, instead of one of the model's weights, the codec and `tokenizer`. With that of
-            a serving engine (`cuvee.integrations.vllm.checkpoint.engine_identity`), the engine and this cache find each
+            a serving engine (`cuvee.integrations.checkpoint.engine_identity`), the engine and this cache find each
             other's segments. A chunk may then have been computed behind any text.
 
     Raises:

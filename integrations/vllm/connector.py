@@ -35,8 +35,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.paged import PagedCache
+from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store, open_store
-from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.probe import find_page_layout, verify_page_layout
@@ -103,7 +103,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        from cuvee.integrations.vllm.checkpoint import adapter_identity
+        from cuvee.integrations.checkpoint import adapter_identity
         from cuvee.integrations.vllm.scheduler import SchedulerSide
         from cuvee.integrations.vllm.setup import Setup, stop_advice
 

@@ -23,11 +23,11 @@ from typing import Any
 
 from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.identity import Identity
+from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.blending.planning import BlendPlanner
 from cuvee.integrations.vllm.decision import Estimate
-from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.lookups import THREADS, Lookups
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder

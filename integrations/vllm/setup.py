@@ -13,16 +13,16 @@ from pathlib import PurePath
 from typing import Any
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.identity import Identity
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
-from cuvee.integrations.vllm.checkpoint import (
-    check_profile,
+from cuvee.integrations.checkpoint import (
     checkpoint_identity,
     name_of_weights,
+    refuse_other_weights,
     tokenizer_identity,
 )
 from cuvee.integrations.vllm.connector_config import Options
@@ -126,17 +126,8 @@ class Setup:
                 self.quality,
             )
             return
-        if not self.options.check_model:
-            return
-        verdict = check_profile(self.profile, model_path, revision=revision)
-        if verdict == "mismatch":
-            raise ProfileMismatchError(
-                f"profile: must be of the model's weights, got {self.options.profile}, calibrated on other weights "
-                f"than {model_path}; calibrate one for this model, or set check_model to false if it is the same "
-                "model quantized or converted"
-            )
-        if verdict != "match":
-            logger.info("cuvee: %s: calibrated on these weights? %s", self.options.profile, verdict)
+        if self.options.check_model:
+            refuse_other_weights(self.profile, self.options.profile, model_path, revision=revision)
 
     def codec(self, rank: int) -> Codec:
         """Return the codec of one rank. It starts no threads, because the worker codes several chunks at a time."""

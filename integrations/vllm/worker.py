@@ -21,8 +21,8 @@ import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
-from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Load, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from cuvee.codec.errors import CuveeError, allocations
-from cuvee.integrations.vllm.guard import Guard
+from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.messages import Blend
 from cuvee.integrations.vllm.worker_load import WorkerLoads
 from cuvee.integrations.vllm.worker_restore import LoadJob, SlicedBlend

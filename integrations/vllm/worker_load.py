@@ -12,8 +12,8 @@ from functools import partial
 
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.identity import tenant_id
+from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.decision import BlendCost, load_work
-from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Load
 from cuvee.integrations.vllm.worker_restore import LateError, LoadJob, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.save_queue import CopiedSave, SaveQueue
 from cuvee.integrations.vllm.store_pace import StorePace
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState

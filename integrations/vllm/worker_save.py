@@ -21,7 +21,7 @@ from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
 from cuvee.codec.identity import tenant_id
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.token_ids import NO_TOKEN
-from cuvee.integrations.vllm.guard import Guard
+from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.save_queue import CopiedSave, urgency
 from cuvee.integrations.vllm.store_pace import StorePace

@@ -7,7 +7,7 @@ from inspect import signature
 
 import pytest
 
-from cuvee.integrations.vllm.guard import Guard
+from cuvee.integrations.guard import Guard
 
 
 @pytest.fixture

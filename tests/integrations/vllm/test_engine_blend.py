@@ -46,10 +46,10 @@ from cuvee.codec.data.corpus import load_tokenizer
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.checkpoint import engine_identity
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm.blending.executing import selector_for
 from cuvee.integrations.vllm.blending.quality import BlendQuality
-from cuvee.integrations.vllm.checkpoint import engine_identity
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,9 @@ from tests.integrations.vllm.injection import POINTS, Injector
 from tests.integrations.vllm.sides import Bench, Desk, make_request
 from tests.integrations.vllm.small_engine import SmallEngine
 
+from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores.base import TierCounters
 from cuvee.integrations.vllm import scheduler
-from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.metrics import Recorder
 
@@ -300,7 +300,7 @@ def test_transfer_parameters_of_any_kind_are_harmless(at: int, engine: Callable[
 def test_odd_adapters_are_harmless(
     adapter: tuple[Any, Any], engine: Callable[..., SmallEngine], contained: Contained
 ) -> None:
-    from cuvee.integrations.vllm.checkpoint import adapter_identity
+    from cuvee.integrations.checkpoint import adapter_identity
 
     e = engine()
     e.side._requests._adapter_identity = adapter_identity

@@ -20,7 +20,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
-from cuvee.integrations.vllm import checkpoint as checkpoint_module
+from cuvee.integrations import checkpoint as checkpoint_module
 from cuvee.integrations.vllm import setup
 from cuvee.integrations.vllm.setup import Setup, stop_advice
 
@@ -223,7 +223,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Say what the checkpoint's files are, and whether a profile is of them."""
 
     def say(verdict: str = "match", weights: str = "weights") -> None:
-        monkeypatch.setattr(setup, "check_profile", lambda profile, path, **_: verdict)
+        monkeypatch.setattr(checkpoint_module, "check_profile", lambda profile, path, **_: verdict)
         monkeypatch.setattr(setup, "checkpoint_identity", lambda path, **_: weights)
         monkeypatch.setattr(setup, "tokenizer_identity", lambda path, **_: "tokenizer")
 

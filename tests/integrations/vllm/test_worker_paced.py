@@ -17,8 +17,8 @@ from tests.integrations.vllm.small_engine import SmallEngine
 
 from cuvee.codec.identity import store_key
 from cuvee.codec.paged import PagedCache
+from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import StoreError
-from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Entry, Kind, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.save_queue import CopiedSave

@@ -9,7 +9,7 @@ Paths and times are left out, so replicas with copies at other paths find each o
 **Covered**: any tensor name, shape, dtype, order or entry of the configuration; any bit of a file of up to 2 MiB; of a
 larger file any bit of 2 MiB, at least one page of 4 KiB from each tensor (with over 512 tensors in one file, from 512
 of them). A fine-tune changes nearly every value, and so the identity. **Not covered**: a few values changed outside the
-sampled pages; set the connector's option `model_id` after such an edit.
+sampled pages; set the adapter's option `model_id` after such an edit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.identity import Identity, canonical
 from cuvee.codec.models.fingerprint import fingerprint_samples, sampled_positions
 from cuvee.codec.profiles.profile import Profile
@@ -224,6 +224,29 @@ def check_profile(profile: Profile, path: str | Path, *, revision: str | None = 
         if fingerprint_samples(cast) == profile.model:
             return "match"
     return "mismatch"
+
+
+def refuse_other_weights(profile: Profile, shown: str, path: str | Path, *, revision: str | None = None) -> None:
+    """Refuse a profile that was calibrated on other weights than those of a checkpoint; log if that is unknown.
+
+    Args:
+        profile: any.
+        shown: path of the profile, for messages.
+        path: of the checkpoint, as in `checkpoint_identity`.
+        revision: of a hub id.
+
+    Raises:
+        ProfileMismatchError: it was calibrated on other weights.
+        InputError: as `check_profile`.
+    """
+    verdict = check_profile(profile, path, revision=revision)
+    if verdict == "mismatch":
+        raise ProfileMismatchError(
+            f"profile: must be of the model's weights, got {shown}, calibrated on other weights than {path}; calibrate "
+            "one for this model, or set check_model to false if it is the same model quantized or converted"
+        )
+    if verdict != "match":
+        logger.info("cuvee: %s: calibrated on these weights? %s", shown, verdict)
 
 
 class _Unknown(Exception):

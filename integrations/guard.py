@@ -1,8 +1,9 @@
-"""`Guard`: keeps the connector's errors from the engine.
+"""`Guard`: keeps an adapter's errors from its engine.
 
-vLLM calls its connector unguarded: an error in any hook ends the engine, and every request with it. A cache is not
-worth that. So an error inside a hook stays there: it is counted and logged, and the affected requests are computed.
-Only start-up may refuse, because no request waits for an answer yet.
+vLLM calls its connector unguarded: an error in any hook ends the engine, and every request with it. Older releases of
+SGLang lose the thread that called a storage backend. A cache is not worth that. So an error inside a hook stays there:
+it is counted and logged, and the affected tokens are computed. Only start-up may refuse, because no request waits for
+an answer yet.
 
 A contained error must also leave nothing behind that the engine would wait for or take for valid. Each guarded block
 therefore names what to do when it fails: `then`.
@@ -14,12 +15,19 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-
-from cuvee.integrations.vllm.metrics import Recorder
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
 _FATAL = (KeyboardInterrupt, SystemExit)  # the process has to end
+
+
+class Recorder(Protocol):
+    """Counts events, by name and label."""
+
+    def count(self, name: str, value: float = 1, label: str = "") -> None:
+        """Add `value` to a counter."""
+        ...
 
 
 class Guard:

@@ -21,8 +21,8 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint, sampled_positions
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.vllm import checkpoint
-from cuvee.integrations.vllm.checkpoint import (
+from cuvee.integrations import checkpoint
+from cuvee.integrations.checkpoint import (
     adapter_identity,
     check_profile,
     checkpoint_identity,

@@ -1,0 +1,151 @@
+"""`CodingOptions`: what every engine's adapter is told about its store, its codec and its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.format.keys import Key, make_keys, read_secret
+from cuvee.codec.support.suggest import suggestion
+from cuvee.integrations.stores.redaction import redacted
+
+_QUALITIES = ("quality", "kl", "bits", "ratio", "step")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CodingOptions:
+    """The options that adapters have in common, by the names of the JSON that sets them.
+
+    Attributes:
+        SOURCE: name of the engine's option that holds the JSON, for messages.
+        store: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
+        profile: path of the model's profile; None: the generic profile, which is not fitted to any model.
+        quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
+            profile, `"lossless"` without one.
+        worst: with `kl`: the worst kind of text decides, as it does for presets.
+        chunk_tokens: tokens per blob.
+        tenant: of requests without a `cache_salt`.
+        model_id: identifies the weights; default: computed from the checkpoint's files.
+        check_model: refuse a profile that was calibrated on other weights.
+        threads: CPU threads that encode and decode.
+        key_env: name of the environment variable that holds the secret, or a list of them; blobs are then
+            authenticated: written with the first secret, accepted with any.
+        key_file: instead of `key_env`: path of a file with the secret, or a list of them.
+    """
+
+    SOURCE: ClassVar[str] = "options"
+
+    store: tuple[str, ...] = ("memory://?max_gb=4",)
+    profile: str | None = None
+    quality: str | None = None
+    kl: float | None = None
+    bits: float | None = None
+    ratio: float | None = None
+    step: float | None = None
+    worst: bool = False
+    chunk_tokens: int = 256
+    tenant: str = ""
+    model_id: str | None = None
+    check_model: bool = True
+    threads: int = 2
+    key_env: tuple[str, ...] | None = None
+    key_file: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.store
+        urls = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if not urls or not all(isinstance(url, str) and url for url in urls):
+            shown = ", ".join(repr(redacted(url)) if isinstance(url, str) else type(url).__name__ for url in urls)
+            raise InputError(f"store: must be a store URL or a list of them, got {shown or 'none'}")
+        object.__setattr__(self, "store", urls)
+        for name in ("key_env", "key_file"):
+            value: Any = getattr(self, name)
+            if value is None:
+                continue
+            names = tuple(value) if isinstance(value, list | tuple) else (value,)
+            if not names or not all(isinstance(each, str) and each for each in names):
+                # The value is not shown: it may be the secret itself.
+                raise InputError(f"{name}: must be a name or a list of them, or left out")
+            object.__setattr__(self, name, names)
+        if self.key_env and self.key_file:
+            raise InputError("key_file: must be left out if key_env is given, got both")
+        self._check_texts("profile", "quality", "model_id")
+        if not isinstance(self.tenant, str):
+            raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
+        self._check_switches("worst", "check_model")
+        self._check_counts("chunk_tokens", "threads")
+        given_qualities = self.codec_quality.keys() - {"worst"}
+        if len(given_qualities) > 1:
+            got = ", ".join(name for name in _QUALITIES if name in given_qualities)
+            raise InputError(f"quality: must be at most one of {', '.join(_QUALITIES)}, got {got}")
+
+    def __repr__(self) -> str:
+        """Show all options, secrets in the store's URLs and the tenant redacted: a tenant is as good as a secret."""
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown["store"] = tuple(map(redacted, self.store))
+        shown["tenant"] = "***" if self.tenant else ""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @classmethod
+    def from_dict(cls, extra: Mapping[str, Any]) -> Self:
+        """Return options from the engine's JSON.
+
+        Raises:
+            InputError: an unknown name (with the nearest known one), or a value of the wrong type or range.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in extra:
+            if name not in known:
+                raise InputError(f"{cls.SOURCE}: has no option {name!r}: {suggestion(name, known)}")
+        return cls(**extra)
+
+    @property
+    def codec_quality(self) -> dict[str, Any]:
+        """The configured quality, as arguments of `Codec` and `Profile.resolve`; empty: the default."""
+        given = {name: getattr(self, name) for name in _QUALITIES if getattr(self, name) is not None}
+        return {**given, "worst": True} if self.worst else given
+
+    def secrets(self) -> tuple[bytes, ...]:
+        """Return the secrets that authenticate blobs, the writing secret first; none without `key_env` and `key_file`.
+
+        Raises:
+            InputError: a variable is not set, a file cannot be read, or a secret is not 16 to 64 bytes.
+        """
+        sources = [("key_env", name) for name in self.key_env or ()]
+        sources += [("key_file", path) for path in self.key_file or ()]
+        secrets = []
+        for option, source in sources:
+            secret = read_secret(option, **{option.removeprefix("key_"): source})
+            try:
+                Key.of(secret)
+            except InputError as error:
+                raise InputError(f"{option}: {error}") from None
+            secrets.append(secret)
+        return tuple(secrets)
+
+    def key_ids(self) -> tuple[bytes, ...]:
+        """Return the ids of the secrets, as `Codec.key_ids`.
+
+        Raises:
+            InputError: as `secrets`.
+        """
+        return tuple(key.id for key in make_keys(self.secrets() or None))
+
+    def _check_texts(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise InputError(f"{name}: must be a string that is not empty, or left out, got {value!r}")
+
+    def _check_switches(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}: must be true or false, got {getattr(self, name)!r}")
+
+    def _check_counts(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InputError(f"{name}: must be a whole number of at least 1, got {value!r}")
