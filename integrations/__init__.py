@@ -1,4 +1,4 @@
-"""Adapters to other software: caches of transformers, the KV connector of vLLM, and stores of blobs.
+"""Adapters to other software: caches of transformers, the KV connector of vLLM, a backend of SGLang, stores of blobs.
 
 These adapters are thin. All calculations are in `cuvee.codec`, `cuvee.kernels` and `cuvee.blend`.
 """

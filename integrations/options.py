@@ -149,3 +149,9 @@ class CodingOptions:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise InputError(f"{name}: must be a whole number of at least 1, got {value!r}")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < float("inf"):
+                raise InputError(f"{name}: must be a number above 0, got {value!r}")

@@ -63,13 +63,9 @@ class Options(CodingOptions):
             raise InputError(
                 f"store_niceness: must be a whole number from 0 to {_MOST_NICE}, got {self.store_niceness!r}"
             )
-        for name in ("store_share", "max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout"):
-            value = getattr(self, name)
-            if name == "store_share" and value is None:
-                continue
-            if type(value) not in (int, float) or not 0 < value < float("inf"):
-                left_out = ", or left out" if name == "store_share" else ""
-                raise InputError(f"{name}: must be a number above 0{left_out}, got {value!r}")
+        self._check_positive("max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout")
+        if self.store_share is not None:
+            self._check_positive("store_share")
         if self.decide not in _DECISIONS:
             raise InputError(f"decide: must be one of {', '.join(_DECISIONS)}, got {self.decide!r}")
         blend: Any = self.blend

@@ -6,9 +6,10 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.integrations.readme_tables import check_options
+from tests.integrations.readme_tables import rows as table_rows
 from tests.integrations.vllm import engines
 from tests.integrations.vllm.engines import need_vllm, run_script
 
@@ -26,31 +27,12 @@ BLENDING = (ROOT / "vllm" / "blending" / "README.md").read_text()
 STORES = (ROOT / "stores" / "README.md").read_text()
 
 
-def _rows(text: str, heading: str) -> list[list[str]]:
-    """Cells of the table below a heading."""
-    part = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row] for row in rows[2:]]
-
-
 def test_every_option_is_documented_with_its_default() -> None:
-    rows = {row[0].strip("`"): row[1] for row in _rows(CONNECTOR, "Options")}
-    assert list(rows) == [field.name for field in fields(Options)]
-    shown: dict[str, Any] = {
-        "store": "memory://?max_gb=4", "quality": 'balanced"` or `"lossless', "min_tokens": "64",
-        "model_id": "computed",
-    }  # fmt: skip
-    for field in fields(Options):
-        default = shown.get(field.name, field.default)
-        text = rows[field.name].strip("`").strip('"')
-        if default is None:
-            assert text in ("none", ""), field.name
-        else:
-            assert text == (str(default).lower() if isinstance(default, bool) else str(default)), field.name
+    check_options(CONNECTOR, Options, {"min_tokens": "64"})
 
 
 def test_every_metric_is_documented() -> None:
-    rows = _rows(CONNECTOR, "Metrics")
+    rows = table_rows(CONNECTOR, "Metrics")
     assert [[row[0].strip("`"), row[1], row[2].strip("`"), row[3]] for row in rows] == [
         [metric.name, metric.kind, metric.label, metric.help] for metric in METRICS.values()
     ]
@@ -60,7 +42,7 @@ def test_every_metric_of_the_text_exists() -> None:
     named = re.findall(r"cuvee_([a-z_]+?)_total\[", CONNECTOR)
     assert len(named) == 4
     assert set(named) <= set(METRICS)
-    failures = " ".join(row[2] for row in _rows(CONNECTOR, "When something fails"))
+    failures = " ".join(row[2] for row in table_rows(CONNECTOR, "When something fails"))
     for name, label, value in re.findall(r"`([a-z_]+)(?:\{([a-z]+)=\"([a-z]+)\"\})?`", failures):
         assert METRICS[name].label == (label or METRICS[name].label)
         assert not value or value in METRICS[name].values
@@ -78,19 +60,19 @@ def test_every_configuration_of_the_text_is_accepted() -> None:
 
 
 def test_every_option_of_blending_is_documented_with_its_default() -> None:
-    rows = {row[0].strip("`"): row[1] for row in _rows(BLENDING, "Options")}
+    rows = {row[0].strip("`"): row[1] for row in table_rows(BLENDING, "Options")}
     defaults = {field.name: getattr(BlendOptions(), field.name) for field in fields(BlendOptions)}
     assert rows == {name: "none" if value is None else str(value).lower() for name, value in defaults.items()}
 
 
 def test_the_names_for_a_kl_are_documented() -> None:
-    rows = _rows(BLENDING, "Asking for quality")
+    rows = table_rows(BLENDING, "Asking for quality")
     assert {row[0].strip("`"): float(row[1]) for row in rows} == KL_PRESETS
     assert [float(row[2]) for row in rows] == [BlendQuality().cost_for(float(row[1])) for row in rows]
 
 
 def test_every_refusal_of_a_blend_is_documented() -> None:
-    assert {row[0].strip("`") for row in _rows(BLENDING, "Refused")} == set(METRICS["blends_refused"].values)
+    assert {row[0].strip("`") for row in table_rows(BLENDING, "Refused")} == set(METRICS["blends_refused"].values)
 
 
 def test_the_configurations_and_parameters_of_blending_are_accepted() -> None:

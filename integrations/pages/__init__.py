@@ -1,0 +1,13 @@
+"""Pages of engines that move their KV cache in pages of their own naming, in and out of a store.
+
+    engine's memory --PagedCache--> PageStore --runs of pages--> codec --blobs--> store
+
+An adapter describes the engine's memory as a `cuvee.codec.paged.PagedCache` and hands over the engine's names of pages.
+`PageStore` does the rest.
+"""
+
+from cuvee.integrations.pages.counts import Counts
+from cuvee.integrations.pages.opening import open_page_store
+from cuvee.integrations.pages.page_store import PageStore
+
+__all__ = ["Counts", "PageStore", "open_page_store"]

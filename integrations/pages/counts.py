@@ -1,0 +1,41 @@
+"""`Counts`: what happened to pages, as numbers by name."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Counts:
+    """Sums by name and label. Safe to use from several threads.
+
+    The names, all of which begin at 0:
+
+        saved_pages, kept_pages, unsaved_pages     pages to store: stored now, stored before, and not stored
+        loaded_pages, missed_pages                 pages to load: restored, and not
+        raw_bytes, blob_bytes                      of what was stored: uncompressed, and in the store
+        loaded_raw_bytes, loaded_blob_bytes        of what was restored, likewise
+        encode_seconds, decode_seconds             of all threads together
+        failures{lookup,fetch,decode,encode,store,positions}    by what failed
+        contained{…}                               errors kept from the engine, by the call in which they happened
+
+    Example:
+        >>> counts = Counts()
+        >>> counts.count("failures", label="decode")
+        >>> counts.snapshot()
+        {'failures{decode}': 1}
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, float] = {}
+
+    def count(self, name: str, value: float = 1, label: str = "") -> None:
+        """Add `value` to the sum of this name and label."""
+        full = f"{name}{{{label}}}" if label else name
+        with self._lock:
+            self._sums[full] = self._sums.get(full, 0) + value
+
+    def snapshot(self) -> dict[str, float]:
+        """Return all sums that are not 0, by `name` or `name{label}`."""
+        with self._lock:
+            return {name: value for name, value in self._sums.items() if value}

@@ -1,0 +1,557 @@
+"""`PageStore`: an engine's pages into a store and back, several pages per blob.
+
+    stored   names ──> digests ──> index entries ──> are their runs there?
+    save     missing pages ──> runs ──codec──> run entries, then index entries
+    load     index entries ──> run entries ──codec──> the engine's memory
+
+Engines call this beside a prefix cache, so every failure is a page that is not there. It is counted, logged once per
+kind, and never raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from threading import Condition, Lock
+from typing import TypeVar
+
+import torch
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CorruptError, CuveeError, InputError
+from cuvee.codec.identity import PageNames, store_key, tenant_id
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.integrations.guard import Recorder
+from cuvee.integrations.pages.entries import (
+    MAX_RUN_PAGES,
+    Place,
+    make_index_entry,
+    make_run_entry,
+    parse_index_entry,
+    parse_run_entry,
+)
+from cuvee.integrations.stores import Store, StoreError
+from cuvee.integrations.stores.threads import ThreadPool
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_STORE_THREADS = 4  # that wait for the store
+_RUNS = 8  # fetched, or encoded, at a time
+_REMEMBERED = 1 << 16  # pages whose places are kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A page to load: its number in the call, its digest, and its position in its run."""
+
+    number: int
+    page: bytes
+    position: int
+
+
+class _Calls:
+    """A context for the calls of the engine. It counts them, and admits none once it is closed."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._under_way = 0
+        self._closed = False
+
+    def __enter__(self) -> bool:
+        """Return whether the call is admitted."""
+        with self._changed:
+            self._under_way += 1
+            return not self._closed
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
+    def close(self, timeout: float) -> None:
+        """Admit no more calls, and wait at most so many seconds for those that were."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._under_way, timeout)
+
+
+class PageStore:
+    """Saves and loads an engine's pages. Safe to call from several threads.
+
+    Args:
+        codec: codes the pages; on one rank of several, with the profile of that rank.
+        store: keeps them. `close` closes it.
+        names: gives the digests of the engine's pages.
+        shard: tensor-parallel rank.
+        run_pages: the most pages that share a blob. With 1, no index entries are written.
+        threads: CPU threads that encode and decode.
+        lookup_timeout: seconds that a lookup may take.
+        load_timeout: seconds that the store may take for anything else.
+        counts: told what happens, by the names in `Counts`.
+
+    Raises:
+        InputError: `run_pages` is out of range.
+
+    Example:
+        >>> import torch
+        >>> from cuvee import Codec, KVLayout, LayerLayout, PagedCache
+        >>> from cuvee.codec.identity import Identity, Scope
+        >>> from cuvee.integrations.pages import Counts
+        >>> from cuvee.integrations.stores import open_store
+        >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
+        >>> codec = Codec.without_profile(layout)
+        >>> names = PageNames(Identity("m", "", layout.fingerprint, b"", codec.quality_name), Scope(), "mine", 16)
+        >>> pages = PageStore(codec, open_store("memory://?max_mb=10"), names, counts=Counts(), run_pages=4)
+        >>> memory = [torch.randn(100, 16, 2, 8) for _ in range(3)]  # 100 pages of 16 tokens
+        >>> cache = PagedCache(layout, memory, [keys.clone() for keys in memory])
+        >>> slots = torch.arange(32)  # the pages 0 and 1
+        >>> pages.save(cache, slots, [b"a", b"b"], start=0), pages.stored([b"a", b"b", b"c"])
+        ([True, True], [True, True, False])
+        >>> pages.load(cache, slots + 64, [b"a", b"b"], start=0)
+        [True, True]
+        >>> torch.equal(memory[2][0:2], memory[2][4:6])
+        True
+        >>> pages.close()
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        store: Store,
+        names: PageNames,
+        *,
+        counts: Recorder,
+        shard: int = 0,
+        run_pages: int = 1,
+        threads: int = 2,
+        lookup_timeout: float = 2.0,
+        load_timeout: float = 30.0,
+    ) -> None:
+        if not 1 <= run_pages <= MAX_RUN_PAGES:
+            raise InputError(f"run_pages: must be 1 … {MAX_RUN_PAGES}, got {run_pages}")
+        self._codec = codec
+        self._store = store
+        self._names = names
+        self._counts = counts
+        self._shard = shard
+        self._run_pages = run_pages
+        self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
+        self._key_ids = codec.key_ids or (b"",)
+        self._waiters = ThreadPool(_STORE_THREADS, "cuvee-pages", load_timeout)
+        self._coders = ThreadPool(threads, "cuvee-coder", float("inf"))
+        self._calls = _Calls()
+        self._lock = Lock()
+        self._places: OrderedDict[bytes, Place] = OrderedDict()  # of the pages last seen, by digest
+        self._said: set[str] = set()
+
+    def stored(self, names: Sequence[bytes]) -> list[bool]:
+        """Return whether each page can be loaded, by the engine's names."""
+        pages = [self._names.page(name) for name in names]
+        with self._calls as admitted:
+            return self._stored(pages) if admitted else [False] * len(pages)
+
+    def save(self, cache: PagedCache, slots: torch.Tensor, names: Sequence[bytes], start: int | None) -> list[bool]:
+        """Store adjacent pages that are not stored yet. Returns when the engine may overwrite them.
+
+        Args:
+            cache: the engine's memory, on the CPU.
+            slots: int64 `[pages * page_tokens]`: the slots of the pages' tokens, in order.
+            names: the engine's name of each page.
+            start: position of the first token; None if unknown, which only a lossless codec can do with.
+
+        Returns:
+            whether each page is stored now.
+
+        Raises:
+            InputError: slots of another number than the names call for.
+        """
+        pages = self._digests(slots, names)
+        with self._calls as admitted:
+            done = self._save_missing(cache, slots, pages, start) if admitted else [False] * len(pages)
+        self._counts.count("unsaved_pages", len(done) - sum(done))
+        return done
+
+    def load(self, cache: PagedCache, slots: torch.Tensor, names: Sequence[bytes], start: int | None) -> list[bool]:
+        """Restore adjacent pages into the engine's memory, up to the first that cannot be loaded.
+
+        Args:
+            cache: as in `save`.
+            slots: as in `save`.
+            names: as in `save`.
+            start: position of the first token; None: any.
+
+        Returns:
+            whether each page was restored. The contents of slots of other pages are undefined.
+
+        Raises:
+            InputError: slots of another number than the names call for.
+        """
+        pages = self._digests(slots, names)
+        with self._calls as admitted:
+            loaded = self._load_first(cache, slots, pages, start) if admitted else 0
+        self._counts.count("loaded_pages", loaded)
+        self._counts.count("missed_pages", len(pages) - loaded)
+        self._counts.count("loaded_raw_bytes", loaded * self._names.page_tokens * cache.layout.bytes_per_token)
+        return [number < loaded for number in range(len(pages))]
+
+    def delete_all(self) -> int:
+        """Delete all entries of this store's tenant; return how many there were.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        with self._lock:
+            self._places.clear()
+        return self._store.delete_tenant(tenant_id(self._names.tenant))
+
+    def close(self) -> None:
+        """Wait for the calls under way, at most `load_timeout` seconds, then close the store.
+
+        Later calls find no pages. May be called more than once.
+        """
+        self._calls.close(self._load_timeout)
+        self._coders.dismiss()
+        self._waiters.dismiss(self._load_timeout)
+        self._store.close()
+
+    def _digests(self, slots: torch.Tensor, names: Sequence[bytes]) -> list[bytes]:
+        if len(slots) != len(names) * self._names.page_tokens:
+            raise InputError(
+                f"slots: must be {self._names.page_tokens} for each of {len(names)} pages, got {len(slots)}"
+            )
+        return [self._names.page(name) for name in names]
+
+    def _position(self, start: int | None, page: int) -> int | None:
+        """Return the position of a page's first token in its blob; None if it is unknown and matters.
+
+        Lossless coding uses no positions and always gets 0, so that pages are the same with and without them.
+        """
+        if self._codec.lossless:
+            return 0
+        return None if start is None else start + page * self._names.page_tokens
+
+    # Finding --------------------------------------------------------------------------------------------------------
+
+    def _stored(self, pages: Sequence[bytes]) -> list[bool]:
+        while True:
+            places = self._locate(pages, self._lookup_timeout)
+            there = self._there({place.run for place in places if place is not None})
+            if there is None:
+                return [False] * len(pages)
+            held = {page: place for page, place in zip(pages, places, strict=True) if place and place.run in there}
+            # A remembered place is out of date if the page was evicted. It may have been stored anew in another run.
+            if not self._forget([page for page in pages if page not in held]):
+                break
+        if self._run_pages > 1:
+            self._remember(held)
+        return [page in held for page in pages]
+
+    def _there(self, runs: AbstractSet[bytes]) -> set[bytes] | None:
+        """Return which of these runs are in the store; None if the store fails."""
+        keys = {self._key(run, key_id): run for key_id in self._key_ids for run in runs}
+        if not keys:
+            return set()
+        known = self._ask("contains", "lookup", lambda: self._store.contains(list(keys)), self._lookup_timeout)
+        return None if known is None else {run for run, there in zip(keys.values(), known, strict=True) if there}
+
+    def _locate(self, pages: Sequence[bytes], timeout: float) -> list[Place | None]:
+        """Return where each page is: as remembered, or as its index entry says."""
+        if self._run_pages == 1:
+            return [Place(self._names.run([page]), 0) for page in pages]
+        with self._lock:
+            places = {page: self._places[page] for page in pages if page in self._places}
+        unknown = [page for page in pages if page not in places]
+        for page, data in zip(unknown, self._get_many(unknown, "lookup", timeout), strict=True):
+            if data is None:
+                continue
+            try:
+                places[page] = parse_index_entry(data)
+            except CuveeError as error:
+                self._fail("lookup", error)
+        return [places.get(page) for page in pages]
+
+    def _remember(self, places: dict[bytes, Place]) -> None:
+        with self._lock:
+            for page, place in places.items():
+                self._places[page] = place
+                self._places.move_to_end(page)
+            while len(self._places) > _REMEMBERED:
+                self._places.popitem(last=False)
+
+    def _forget(self, pages: Sequence[bytes]) -> bool:
+        """Forget the places of pages; return whether any was remembered."""
+        with self._lock:
+            return sum(self._places.pop(page, None) is not None for page in pages) > 0
+
+    # Saving ---------------------------------------------------------------------------------------------------------
+
+    def _save_missing(
+        self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int | None
+    ) -> list[bool]:
+        """Store the pages that are not stored yet; return whether each is stored now."""
+        done = self._stored(pages)
+        self._counts.count("kept_pages", sum(done))
+        missing = [number for number, there in enumerate(done) if not there]
+        if missing and self._position(start, 0) is None:
+            self._fail(
+                "positions",
+                InputError(
+                    "start: must be known for a lossy quality, because keys are coded without their rotation: let the "
+                    "engine pass the pages' prefix, or set quality to 'lossless'"
+                ),
+            )
+        elif missing:
+            self._save(cache, slots.split(self._names.page_tokens), pages, missing, start, done)
+        return done
+
+    def _save(
+        self,
+        cache: PagedCache,
+        slots: Sequence[torch.Tensor],
+        pages: Sequence[bytes],
+        missing: Sequence[int],
+        start: int | None,
+        done: list[bool],
+    ) -> None:
+        """Store the missing pages, given the slots of each page, and mark them in `done`."""
+        for several in _slices(list(_runs(missing, self._run_pages))):
+            encoding: list[Future[bytes | None]] = []
+            try:
+                for run in several:
+                    at = torch.cat([slots[number] for number in run])
+                    # What comes later in this call is known to follow. More may follow, which nobody knows yet.
+                    following = (len(slots) - run.stop) * self._names.page_tokens
+                    position = self._position(start, run.start) or 0
+                    job = self._coders.submit(self._encode, cache, at, pages[run.start : run.stop], position, following)
+                    encoding.append(job)
+            finally:
+                wait(encoding)  # in any case, since they read the engine's pages
+            writing = []
+            for run, encoded in zip(several, encoding, strict=True):
+                entry = encoded.result()
+                if entry is not None:
+                    writing.append((run, self._waiters.submit(self._write, pages[run.start : run.stop], entry)))
+            for run, written in writing:
+                if self._await("put", "store", written, self._load_timeout):
+                    done[run.start : run.stop] = [True] * len(run)
+
+    def _encode(
+        self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int, following: int
+    ) -> bytes | None:
+        """Return the entry of a run; None if it cannot be coded."""
+        began = time.monotonic()
+        try:
+            bound = self._bound_to(self._names.run(pages))
+            (blob,) = self._codec.encode_paged(
+                cache, [slots], [start], following=[following], associated_data=[bound] if bound else None
+            )
+        except CuveeError as error:
+            self._fail("encode", error)
+            return None
+        self._counts.count("encode_seconds", time.monotonic() - began)
+        return make_run_entry(pages, blob)
+
+    def _write(self, pages: Sequence[bytes], entry: bytes) -> bool:
+        """Store a run, then the index entries that lead to it; return whether all of that was done."""
+        run = self._names.run(pages)
+        places = {page: Place(run, position) for position, page in enumerate(pages)}
+        if not self._store.put(self._key(run), entry):
+            self._fail("store", StoreError("the store did not take a run of pages"))
+            return False
+        if self._run_pages > 1:
+            for page, place in places.items():
+                if not self._store.put(self._key(page), make_index_entry(place)):
+                    self._fail("store", StoreError("the store did not take an index entry"))
+                    return False
+            self._remember(places)
+        raw = len(pages) * self._names.page_tokens * self._codec.profile.layout.bytes_per_token
+        for name, value in (("saved_pages", len(pages)), ("raw_bytes", raw), ("blob_bytes", len(entry))):
+            self._counts.count(name, value)
+        return True
+
+    # Loading --------------------------------------------------------------------------------------------------------
+
+    def _load_first(self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int | None) -> int:
+        """Restore pages up to the first that cannot be; return how many were restored."""
+        done = [False] * len(pages)
+        loaded = 0
+        while loaded < len(done):
+            wanted: dict[bytes, list[_Wanted]] = {}
+            for number, place in enumerate(self._locate(pages[loaded:], self._load_timeout), loaded):
+                if place is None:
+                    break
+                wanted.setdefault(place.run, []).append(_Wanted(number, pages[number], place.position))
+            absent = self._load(cache, slots, wanted, start, done) if wanted else None
+            loaded = done.index(False) if False in done else len(done)
+            # A remembered place is out of date if the page was evicted and stored anew in another run.
+            if absent is None or not self._forget([each.page for each in wanted[absent]]):
+                break
+        return loaded
+
+    def _load(
+        self,
+        cache: PagedCache,
+        slots: torch.Tensor,
+        wanted: dict[bytes, list[_Wanted]],
+        start: int | None,
+        done: list[bool],
+    ) -> bytes | None:
+        """Restore the pages of some runs, in order, and mark them in `done`, up to a run that cannot be restored.
+
+        Returns:
+            that run, if it is because the store does not have it.
+        """
+        slices = list(_slices(list(wanted)))
+        fetching = self._fetch(slices[0])
+        for number, runs in enumerate(slices):
+            entries = self._await("get_many", "fetch", fetching, self._load_timeout) or [None] * len(runs)
+            if number + 1 < len(slices):
+                fetching = self._fetch(slices[number + 1])  # while these are decoded
+            restoring: list[tuple[bytes, Future[bool]]] = []
+            try:
+                for run, entry in zip(runs, entries, strict=True):
+                    if entry is None:
+                        break
+                    restoring.append(
+                        (run, self._coders.submit(self._restore, cache, slots, run, entry, wanted[run], start))
+                    )
+            finally:
+                wait([restored for _, restored in restoring])  # in any case, since they write the engine's pages
+            for run, restored in restoring:
+                if not restored.result():
+                    return None
+                for each in wanted[run]:
+                    done[each.number] = True
+            if len(restoring) < len(runs):
+                return runs[len(restoring)]
+        return None
+
+    def _fetch(self, runs: Sequence[bytes]) -> Future[list[bytes | None]]:
+        return self._waiters.submit(self._get_any, runs)
+
+    def _restore(
+        self,
+        cache: PagedCache,
+        slots: torch.Tensor,
+        run: bytes,
+        entry: bytes,
+        wanted: Sequence[_Wanted],
+        start: int | None,
+    ) -> bool:
+        """Decode the wanted pages of a run into their slots; return whether that was possible."""
+        size, began = self._names.page_tokens, time.monotonic()
+        try:
+            pages, blob = parse_run_entry(entry)
+            if self._names.run(pages) != run:
+                raise CorruptError("run entry: must list the pages of its own digest, got others")
+            at = torch.full((len(pages) * size,), NOWHERE)
+            for each in wanted:
+                if each.position >= len(pages) or pages[each.position] != each.page:
+                    raise CorruptError("index entry: must name the place of its page, got that of another")
+                own = slots[each.number * size : (each.number + 1) * size]
+                at[each.position * size : (each.position + 1) * size] = own
+            opened = self._codec.open_expected(
+                blob, tokens=len(at), start=self._position(start, wanted[0].number - wanted[0].position),
+                dtype=cache.layout.dtype, associated_data=self._bound_to(run),
+            )  # fmt: skip
+            self._codec.decode_paged([opened], cache, [at]).check()
+        except CuveeError as error:
+            self._fail("decode", error)
+            if error.blames_blob:
+                self._discard(run, [each.page for each in wanted])
+            return False
+        self._counts.count("decode_seconds", time.monotonic() - began)
+        self._counts.count("loaded_blob_bytes", len(entry))
+        return True
+
+    def _discard(self, run: bytes, pages: Sequence[bytes]) -> None:
+        """Delete a run that never decodes, and what led to it, so that its pages can be stored again."""
+        self._forget(pages)
+        for digest in (run, *(pages if self._run_pages > 1 else ())):
+            for key_id in self._key_ids:
+                try:
+                    self._store.delete(self._key(digest, key_id))
+                except Exception as error:
+                    self._fail("store", error)
+
+    # The store ------------------------------------------------------------------------------------------------------
+
+    def _key(self, digest: bytes, key_id: bytes | None = None) -> str:
+        return store_key(self._names.tenant, digest, self._shard, self._key_ids[0] if key_id is None else key_id)
+
+    def _bound_to(self, run: bytes) -> bytes:
+        """Return what a blob's tag covers besides the blob: the run's key, and so all of its pages."""
+        return store_key(self._names.tenant, run, self._shard).encode() if self._codec.key_ids else b""
+
+    def _get_many(self, digests: Sequence[bytes], label: str, timeout: float) -> list[bytes | None]:
+        """Return the entries of these digests in time; None for those that are not there."""
+        if not digests:
+            return []
+        return self._ask("get_many", label, lambda: self._get_any(digests), timeout) or [None] * len(digests)
+
+    def _get_any(self, digests: Sequence[bytes]) -> list[bytes | None]:
+        """Return the entries of these digests, as signed with any of the secrets."""
+        found: list[bytes | None] = [None] * len(digests)
+        for key_id in self._key_ids:
+            left = [number for number, entry in enumerate(found) if entry is None]
+            if not left:
+                break
+            for number, entry in zip(
+                left, self._store.get_many([self._key(digests[number], key_id) for number in left]), strict=True
+            ):
+                found[number] = entry
+        return found
+
+    def _ask(self, operation: str, label: str, work: Callable[[], T], timeout: float) -> T | None:
+        """Return the store's answer; None if it fails or comes late."""
+        try:
+            answer = self._waiters.submit(work)
+        except RuntimeError as error:  # no thread can be started
+            self._fail(label, error)
+            return None
+        return self._await(operation, label, answer, timeout)
+
+    def _await(self, operation: str, label: str, answer: Future[T], timeout: float) -> T | None:
+        try:
+            return answer.result(timeout)
+        except TimeoutError:
+            answer.cancel()
+            self._store.overdue(operation, timeout)
+            self._fail(label, StoreError(f"the store did not answer within {timeout:g} s"))
+        except Exception as error:
+            self._fail(label, error)
+        return None
+
+    def _fail(self, label: str, error: Exception) -> None:
+        """Count a failure; log the first of its kind at WARNING and the others at DEBUG."""
+        self._counts.count("failures", label=label)
+        kind = f"{label} {type(error).__name__}"
+        level = logging.DEBUG if kind in self._said else logging.WARNING
+        self._said.add(kind)
+        logger.log(level, "cuvee: pages are computed, or not stored (%s failed): %s (said once per kind)", label, error)
+
+
+def _runs(missing: Sequence[int], most: int) -> Iterator[range]:
+    """Divide the numbers of missing pages into adjacent runs of at most `most` pages, of nearly equal length."""
+    begin = 0
+    while begin < len(missing):
+        end = begin + 1
+        while end < len(missing) and missing[end] == missing[end - 1] + 1:
+            end += 1
+        count = -(-(end - begin) // most)
+        for part in range(count):
+            first, stop = (begin + (end - begin) * edge // count for edge in (part, part + 1))
+            yield range(missing[first], missing[stop - 1] + 1)
+        begin = end
+
+
+def _slices(runs: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Divide runs into slices that are fetched, or encoded, together."""
+    return (runs[first : first + _RUNS] for first in range(0, len(runs), _RUNS))

@@ -1,0 +1,1 @@
+"""SGLang: a storage backend for its hierarchical cache (HiCache). `hicache.CuveeHiCache` is what SGLang loads."""

@@ -1,0 +1,264 @@
+"""`CuveeHiCache`: a storage backend of SGLang's hierarchical cache that keeps pages compressed.
+
+    --enable-hierarchical-cache --page-size 64 --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
+    '{"backend_name": "cuvee", "module_path": "cuvee.integrations.sglang.hicache", "class_name": "CuveeHiCache",
+      "interface_v1": 1, "hicache_storage_pass_prefix_keys": true, "store": "file:///var/cache/kv?max_gb=200"}'
+
+SGLang calls it from threads of its own, with up to 128 pages at a time, and computes every page that is not there.
+Pages are coded in place, in the pool's memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, ClassVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+
+from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.checkpoint import refuse_other_weights
+from cuvee.integrations.guard import Guard
+from cuvee.integrations.options import CodingOptions
+from cuvee.integrations.pages import Counts, PageStore, open_page_store
+from cuvee.integrations.sglang.host_pool import check_pool, pool_cache
+from cuvee.integrations.sglang.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+_ENGINE = "sglang-hicache"
+_SGLANGS_OWN = ("backend_name", "module_path", "class_name", "interface_v1")
+_FEW_TOKENS = 16  # per page, below which index entries are a large part of what is stored
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class HiCacheOptions(CodingOptions):
+    """Options of the backend, by the names of the JSON that sets them: those of `CodingOptions`, and its own.
+
+    Attributes:
+        chunk_tokens: the most tokens per blob; a multiple of SGLang's page size, or below it.
+        model: folder or hub id of the checkpoint; default: SGLang's `--model-path`.
+        lookup_timeout: seconds that a lookup may take.
+        load_timeout: seconds that the store may take for anything else.
+    """
+
+    SOURCE: ClassVar[str] = "hicache-storage-backend-extra-config"
+
+    model: str | None = None
+    lookup_timeout: float = 2.0
+    load_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
+        self._check_texts("model")
+        self._check_positive("lookup_timeout", "load_timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    """What the backend has once SGLang has registered its pool: the store, and the pool's memory."""
+
+    pages: PageStore
+    cache: PagedCache
+
+
+class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked without SGLang
+    """SGLang's view of a `PageStore`. SGLang makes it, on every rank.
+
+    Args:
+        storage_config: of SGLang: ranks, model, and the user's JSON.
+        kwargs: of SGLang; not needed.
+
+    Raises:
+        InputError: an unknown option, or a value out of range.
+        UnsupportedModelError: a feature of the engine that cuvee does not support.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+        extra = dict(storage_config.extra_config or {})
+        version = extra.get("interface_v1")
+        if not version:
+            raise InputError(f"interface_v1: must be 1, because pages are coded in the pool's memory, got {version!r}")
+        self._options = HiCacheOptions.from_dict({k: v for k, v in extra.items() if k not in _SGLANGS_OWN})
+        self._config = storage_config
+        _refuse_features(storage_config)
+        self._counts = Counts()
+        self._guard = Guard(self._counts)
+        self._attached: _Attached | None = None
+        self._lock = Lock()
+        self._moved: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}  # pages, GB/s
+
+    # Start and end --------------------------------------------------------------------------------------------------
+
+    def on_host_pools_registered(self) -> None:
+        """Open the store for the registered pool. SGLang answers the attempt to attach with an error raised here.
+
+        Raises:
+            InputError, ProfileError, FormatError, ProfileMismatchError: as `open_page_store`.
+            UnsupportedModelError: a model whose cache cuvee does not support, or other pools than one of keys and
+                values.
+        """
+        others = [str(name) for name in getattr(self, "registered_pools", {}) if str(name) != "kv"]
+        if others:
+            raise UnsupportedModelError(
+                f"CuveeHiCache does not support models with other caches than keys and values, got {', '.join(others)}"
+            )
+        pool, options = self.mem_pool_host, self._options
+        check_pool(pool)
+        model = ServedModel.find(options.model, self._config.model_name)
+        layout = model.layout(pool.dtype)
+        rank, ranks = self._config.tp_rank, self._config.tp_size
+        cache = pool_cache(pool, layout.shard(rank, ranks))
+        if pool.page_size < _FEW_TOKENS:
+            logger.warning(
+                "cuvee: every page of %d tokens has an entry of its own in the store; --page-size 64 needs far fewer",
+                pool.page_size,
+            )
+        if options.profile is not None and options.check_model:
+            refuse_other_weights(Profile.load(options.profile), options.profile, model.path, revision=model.revision)
+        pages = open_page_store(
+            options, layout, lambda: model.weights(options.model_id, layout), engine=_ENGINE,
+            page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,
+            lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
+        )  # fmt: skip
+        self._attached = _Attached(pages, cache)
+
+    def close(self) -> None:
+        """Wait for what is being stored, close the store, and log what happened."""
+        attached, self._attached = self._attached, None
+        if attached is None:
+            return
+        with self._guard("close"):
+            attached.pages.close()
+        logger.info("cuvee: closed after %s", self._counts.snapshot())
+
+    def clear(self) -> None:
+        """Delete what this backend's tenant has in the store, on all ranks and for all models."""
+        with self._guard("clear"):
+            self._there.pages.delete_all()
+
+    # Pages ----------------------------------------------------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        """Return whether a page is stored."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Return how many pages from the first on are stored.
+
+        Args:
+            keys: SGLang's hashes of adjacent pages.
+            extra_info: of SGLang; not needed.
+        """
+        there: list[bool] = []
+        with self._guard("batch_exists"):
+            there = self._there.pages.stored(_names(keys))
+        return [*there, False].index(False)
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Restore pages into the pool; return whether each of them was restored.
+
+        Args:
+            keys: SGLang's hashes of adjacent pages.
+            host_indices: `[pages * page tokens]`, where the pages' tokens go in the pool.
+            extra_info: the hashes of all pages before these, which say where in the sequence these are.
+        """
+        return self._move("prefetch", keys, host_indices, extra_info)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Store pages of the pool; return whether each of them is stored.
+
+        Args:
+            keys: as in `batch_get_v1`.
+            host_indices: where the pages' tokens are.
+            extra_info: as in `batch_get_v1`.
+        """
+        return self._move("backup", keys, host_indices, extra_info)
+
+    def get_stats(self) -> Any:
+        """Return what was moved since the last call as SGLang's `StorageMetrics`: pages, and GB/s uncompressed."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        with self._lock:
+            moved, self._moved = self._moved, {"prefetch": [], "backup": []}
+        return StorageMetrics(
+            prefetch_pgs=[pages for pages, _ in moved["prefetch"]],
+            backup_pgs=[pages for pages, _ in moved["backup"]],
+            prefetch_bandwidth=[rate for _, rate in moved["prefetch"]],
+            backup_bandwidth=[rate for _, rate in moved["backup"]],
+        )
+
+    def counters(self) -> dict[str, float]:
+        """Return what happened so far, by the names in `cuvee.integrations.pages.Counts`."""
+        return self._counts.snapshot()
+
+    # The interface before v1, which passes copies of pages. SGLang does not call it with `interface_v1`.
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Return None: see `batch_get_v1`."""
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
+        """Return None for every page: see `batch_get_v1`."""
+        return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Return False: see `batch_set_v1`."""
+        return False
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Return False: see `batch_set_v1`."""
+        return False
+
+    def _move(
+        self, direction: str, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None
+    ) -> list[bool]:
+        """Load pages ("prefetch") or save them ("backup"), and keep the figures for `get_stats`."""
+        done, began = [False] * len(keys), time.monotonic()
+        with self._guard("batch_get_v1" if direction == "prefetch" else "batch_set_v1"):
+            pages, cache = self._there.pages, self._there.cache
+            page_tokens = self.mem_pool_host.page_size
+            prefix = None if extra_info is None else extra_info.prefix_keys
+            start = None if prefix is None else len(prefix) * page_tokens
+            method = pages.load if direction == "prefetch" else pages.save
+            done = method(cache, host_indices.to("cpu", torch.int64), _names(keys), start)
+            size = sum(done) * page_tokens * cache.layout.bytes_per_token
+            with self._lock:
+                self._moved[direction].append((sum(done), size / max(time.monotonic() - began, 1e-9) / 1e9))
+        return done
+
+    @property
+    def _there(self) -> _Attached:
+        attached = self._attached
+        if attached is None:
+            raise RuntimeError("no host pool is registered, or the backend was closed")
+        return attached
+
+
+def _names(keys: Sequence[str]) -> list[bytes]:
+    return [key.encode() for key in keys]
+
+
+def _refuse_features(config: HiCacheStorageConfig) -> None:
+    refused = {
+        "multi-head latent attention (MLA)": config.is_mla_model,
+        f"pipeline parallelism (pp_size={config.pp_size})": config.pp_size > 1,
+        f"context parallelism (attn_cp_size={config.attn_cp_size}, dcp_size={config.dcp_size})": (
+            max(config.attn_cp_size, config.dcp_size) > 1
+        ),
+        "pages shared by engines of different tensor-parallel sizes (tp_lcm_size)": config.should_split_heads,
+    }
+    for name, there in refused.items():
+        if there:
+            raise UnsupportedModelError(f"CuveeHiCache does not support {name}")

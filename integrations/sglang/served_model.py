@@ -1,0 +1,90 @@
+"""The model that SGLang serves: its checkpoint, and what the engine changes about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_server_args
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout
+from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A checkpoint as SGLang serves it.
+
+    Attributes:
+        path: folder or hub id of the checkpoint.
+        revision: of a hub id.
+        quantization: SGLang's `--quantization`.
+        overrides: SGLang's `--json-model-override-args`, parsed.
+        dummy: SGLang's `--random-seed` if the weights are in no file (`--load-format dummy`), else "".
+    """
+
+    path: str
+    revision: str | None = None
+    quantization: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    dummy: str = ""
+
+    @classmethod
+    def find(cls, model: str | None, served_name: str | None) -> ServedModel:
+        """Return the model by the user's option, by SGLang's arguments, or by its served name, in this order.
+
+        Args:
+            model: option `model`.
+            served_name: name of the model that SGLang gives its storage backends.
+
+        Raises:
+            InputError: none of them names a model.
+        """
+        try:
+            args = get_server_args()
+        except ValueError:  # nothing was published in this process
+            args = None
+        path = model or getattr(args, "model_path", None) or served_name
+        if not path:
+            raise InputError("model: must be the folder or hub id of the served checkpoint, got none")
+        if args is None:
+            return cls(path)
+        dummy = str(args.random_seed) if args.load_format == "dummy" else ""
+        return cls(path, args.revision, args.quantization, json.loads(args.json_model_override_args or "{}"), dummy)
+
+    def layout(self, dtype: torch.dtype) -> KVLayout:
+        """Return the layout of the whole model's cache, whose values have `dtype`.
+
+        Raises:
+            InputError: there is no such checkpoint on this machine.
+            UnsupportedModelError: cuvee does not handle this kind of attention or positions.
+        """
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(self.path, revision=self.revision, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"model: must be a folder or hub id with a configuration that transformers reads, got {self.path}: "
+                "give the checkpoint's folder in option 'model'"
+            ) from error
+        config.update(self.overrides)
+        return KVLayout.from_config(config.get_text_config(decoder=True), dtype)
+
+    def weights(self, model_id: str | None, layout: KVLayout) -> str:
+        """Name the weights as this engine uses them.
+
+        Args:
+            model_id: the user's name for the weights; None: computed from the checkpoint's files.
+            layout: of the cache.
+
+        Raises:
+            InputError: as `checkpoint_identity`.
+        """
+        return name_of_weights(
+            model_id or checkpoint_identity(self.path, revision=self.revision), str(layout.torch_dtype),
+            str(self.quantization), json.dumps(self.overrides, sort_keys=True), self.dummy,
+        )  # fmt: skip

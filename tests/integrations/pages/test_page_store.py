@@ -1,0 +1,570 @@
+"""Pages in and out of a store: exact in any arrangement, and never wrong, whatever the store does."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.stores.dict_store import DictStore
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.identity import Identity, PageNames, Scope, store_key
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.pages import Counts, PageStore
+from cuvee.integrations.pages.entries import (
+    MAX_RUN_PAGES,
+    Place,
+    make_index_entry,
+    make_run_entry,
+    parse_index_entry,
+    parse_run_entry,
+)
+from cuvee.integrations.pages.page_store import _runs
+from cuvee.integrations.stores import StoreError
+from cuvee.integrations.stores.threads import ThreadPool
+
+PAGE = 8  # tokens
+PAGES = 40  # of the engine's memory
+LAYOUT = KVLayout(
+    "test", (LayerLayout(2, 16, 16, Rope(tuple(10.0 ** -(i / 2) for i in range(8)))),) * 3, "float32", 4096
+)
+SECRETS = (bytes(range(16)), bytes(range(16, 48)))
+
+
+class Desk:
+    """An engine's memory, and a page store over a dict.
+
+    Attributes:
+        keys, values: per layer `[PAGES, PAGE, heads, dim]`.
+        slots: of a permutation of the memory's pages, `[PAGES * PAGE]`.
+    """
+
+    def __init__(self, store: DictStore, quality: str = "lossless", secrets: Sequence[bytes] = (), **options: Any):
+        generator = torch.Generator().manual_seed(1)
+        self.keys, self.values = (
+            [torch.randn(PAGES, PAGE, 2, 16, generator=generator) for _ in range(3)] for _ in range(2)
+        )
+        self.cache = PagedCache(LAYOUT, self.keys, self.values)
+        order = torch.randperm(PAGES, generator=generator)
+        self.slots = (order[:, None] * PAGE + torch.arange(PAGE)).flatten()
+        self.store = store
+        self.counts = Counts()
+        self.codec = Codec(Profile.generic(LAYOUT), quality, threads=1, key=list(secrets) or None)
+        self.names = PageNames(
+            Identity("m", "", LAYOUT.fingerprint, b"" if self.codec.lossless else b"profile", self.codec.quality_name),
+            Scope("tenant"), "test", PAGE,
+        )  # fmt: skip
+        options = {"run_pages": 4, "lookup_timeout": 10.0, **options}
+        self.pages = PageStore(self.codec, store, self.names, counts=self.counts, **options)
+
+    def at(self, pages: range) -> torch.Tensor:
+        """Slots of some pages of the permutation."""
+        return self.slots[pages.start * PAGE : pages.stop * PAGE]
+
+    def tokens(self, pages: range) -> list[torch.Tensor]:
+        """A copy of what these pages of the memory hold."""
+        chunk = self.cache.read(self.at(pages), 0)
+        return [*chunk.keys, *chunk.values]
+
+    def save(self, pages: range, start: int | None = 0) -> list[bool]:
+        """Save pages named by their numbers, as a sequence that begins with page 0 at position `start`."""
+        begin = None if start is None else start + pages.start * PAGE
+        return self.pages.save(self.cache, self.at(pages), named(pages), begin)
+
+    def load(self, pages: range, into: range, start: int | None = 0) -> list[bool]:
+        """Load pages named by their numbers into other pages of the memory."""
+        begin = None if start is None else start + pages.start * PAGE
+        return self.pages.load(self.cache, self.at(into), named(pages), begin)
+
+    def key(self, digest: bytes, key_id: bytes | None = None) -> str:
+        return store_key("tenant", digest, 0, (self.codec.key_ids or (b"",))[0] if key_id is None else key_id)
+
+    def index_key(self, page: int) -> str:
+        return self.key(self.names.page(b"page %d" % page))
+
+    def run_key(self, pages: range) -> str:
+        return self.key(self.names.run([self.names.page(name) for name in named(pages)]))
+
+
+def named(pages: range) -> list[bytes]:
+    return [b"page %d" % number for number in pages]
+
+
+@pytest.fixture
+def store() -> DictStore:
+    return DictStore()
+
+
+@pytest.fixture
+def desk(store: DictStore) -> Iterator[Callable[..., Desk]]:
+    made: list[Desk] = []
+
+    def make(*arguments: Any, **options: Any) -> Desk:
+        made.append(Desk(store, *arguments, **options))
+        return made[-1]
+
+    yield make
+    store.before = lambda operation: None
+    for each in made:
+        each.pages.close()
+
+
+def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+# There and back -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_pages", [1, 3, 4, 100])
+@pytest.mark.parametrize("secrets", [(), SECRETS[:1]])
+def test_pages_come_back_exactly_and_nothing_else_is_written(
+    desk: Callable[..., Desk], run_pages: int, secrets: Sequence[bytes]
+) -> None:
+    writer = desk(secrets=secrets, run_pages=run_pages)
+    wanted = writer.tokens(range(11))
+    assert writer.save(range(11)) == [True] * 11
+    for reader in (writer, desk(secrets=secrets, run_pages=run_pages)):  # one remembers places, the other one asks
+        for tensor in reader.keys + reader.values:
+            tensor.fill_(torch.nan)
+        assert reader.pages.stored(named(range(12))) == [True] * 11 + [False]
+        assert reader.load(range(11), range(20, 31)) == [True] * 11
+        assert equal(reader.tokens(range(20, 31)), wanted)
+        others = reader.tokens(range(20)) + reader.tokens(range(31, PAGES))
+        assert all(bool(tensor.isnan().all()) for tensor in others)
+        counts = reader.counts.snapshot()
+        assert counts["loaded_pages"] == 11 and "missed_pages" not in counts
+        assert counts["loaded_raw_bytes"] == 11 * PAGE * LAYOUT.bytes_per_token
+    sizes = [len(entry) for entry in writer.store.entries.values()]
+    assert len(sizes) == (11 if run_pages == 1 else -(-11 // run_pages) + 11)
+
+
+def test_what_a_lookup_found_is_not_asked_again(desk: Callable[..., Desk], store: DictStore) -> None:
+    desk().save(range(11))
+    d = desk()
+    d.pages.stored(named(range(11)))
+    store.calls.clear()
+    assert d.load(range(11), range(20, 31)) == [True] * 11
+    assert store.calls == ["get"] * 3, "one per run"
+
+
+@pytest.mark.parametrize("part", [range(1), range(2, 3), range(3, 9), range(5, 11), range(10, 11)])
+def test_a_part_of_a_run_can_be_loaded(desk: Callable[..., Desk], part: range) -> None:
+    d = desk()
+    wanted = d.tokens(part)
+    d.save(range(11))
+    into = range(20, 20 + len(part))
+    assert d.load(part, into) == [True] * len(part)
+    assert equal(d.tokens(into), wanted)
+
+
+def test_lossy_pages_are_those_of_the_codec(desk: Callable[..., Desk]) -> None:
+    d = desk("balanced")
+    chunk = d.cache.read(d.at(range(4)), 160)
+    back = d.codec.decode(d.codec.encode(chunk))
+    assert not equal(back.keys, chunk.keys)
+    assert d.save(range(4), start=160) == [True] * 4
+    assert d.load(range(4), range(20, 24), start=160) == [True] * 4
+    assert equal(d.tokens(range(20, 24)), [*back.keys, *back.values])
+    assert d.load(range(4), range(24, 28), start=None) == [True] * 4, "a reader need not know positions"
+    assert equal(d.tokens(range(24, 28)), [*back.keys, *back.values])
+
+
+def test_pages_at_another_position_are_not_those_that_were_stored(
+    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    d = desk("balanced")
+    assert d.save(range(4), start=160) == [True] * 4
+    assert d.load(range(4), range(20, 24), start=168) == [False] * 4
+    assert d.counts.snapshot()["failures{decode}"] == 1 and "tokens from 160" in caplog.text
+
+
+def test_positions_must_be_known_unless_nothing_is_lost(
+    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    lossy, lossless = desk("balanced"), desk()
+    assert lossy.save(range(4), start=None) == [False] * 4
+    counts = lossy.counts.snapshot()
+    assert counts == {"failures{positions}": 1, "unsaved_pages": 4} and "start: must be known" in caplog.text
+    wanted = lossless.tokens(range(8))
+    assert lossless.save(range(4), start=None) == lossless.save(range(4, 8), start=96) == [True] * 4
+    for start in (None, 96, 5):
+        assert lossless.load(range(8), range(20, 28), start=start) == [True] * 8
+        assert equal(lossless.tokens(range(20, 28)), wanted)
+
+
+def test_pages_that_are_stored_are_kept(desk: Callable[..., Desk], store: DictStore) -> None:
+    d = desk()
+    d.save(range(4, 6))
+    before = dict(store.entries)
+    assert d.save(range(11)) == [True] * 11
+    counts = d.counts.snapshot()
+    assert counts["kept_pages"] == 2 and counts["saved_pages"] == 11
+    assert before.items() <= store.entries.items()
+    d.keys[0].fill_(0)  # stored pages are not even read
+    assert desk().save(range(11)) == [True] * 11
+    wanted = desk().tokens(range(11))
+    assert d.load(range(11), range(20, 31)) == [True] * 11 and equal(d.tokens(range(20, 31)), wanted)
+
+
+def test_what_is_encoded_knows_what_follows(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+    d, following = desk(), []
+    encode = Codec.encode_paged
+
+    def noting(self: Codec, *arguments: Any, **options: Any) -> list[bytes]:
+        following.extend(options["following"])
+        return encode(self, *arguments, **options)
+
+    monkeypatch.setattr(Codec, "encode_paged", noting)
+    d.save(range(10))
+    assert sorted(following) == [0, 4 * PAGE, 7 * PAGE]
+
+
+def test_missing_pages_are_divided_evenly() -> None:
+    assert list(_runs([0, 1, 2, 3, 4], 4)) == [range(2), range(2, 5)]
+    assert list(_runs([1, 2, 4, 9, 10, 11], 2)) == [range(1, 3), range(4, 5), range(9, 10), range(10, 12)]
+    for seed in range(50):
+        generator = random.Random(seed)
+        missing, most = sorted(generator.sample(range(60), generator.randrange(1, 60))), generator.randrange(1, 12)
+        runs = list(_runs(missing, most))
+        assert [number for run in runs for number in run] == missing
+        assert max(map(len, runs)) <= most
+
+
+# Stores that forget ---------------------------------------------------------------------------------------------------
+
+
+def test_an_evicted_run_is_a_miss_and_is_stored_again(desk: Callable[..., Desk], store: DictStore) -> None:
+    d = desk()
+    d.save(range(8))
+    wanted = d.tokens(range(8))
+    del store.entries[d.run_key(range(4, 8))]
+    assert d.pages.stored(named(range(8))) == [True] * 4 + [False] * 4
+    assert d.load(range(8), range(20, 28)) == [True] * 4 + [False] * 4
+    assert d.counts.snapshot()["missed_pages"] == 4
+    assert d.save(range(8)) == [True] * 8
+    assert d.load(range(8), range(20, 28)) == [True] * 8 and equal(d.tokens(range(20, 28)), wanted)
+
+
+def test_pages_behind_a_missing_one_are_not_loaded(desk: Callable[..., Desk], store: DictStore) -> None:
+    d = desk()
+    d.save(range(8))
+    del store.entries[d.run_key(range(4))]
+    assert d.load(range(8), range(20, 28)) == [False] * 8
+    d = desk()
+    d.save(range(8))
+    del store.entries[d.index_key(2)]
+    assert desk().load(range(8), range(20, 28)) == [True] * 2 + [False] * 6
+
+
+@pytest.mark.parametrize("ask_first", [False, True])
+def test_a_page_is_found_in_the_run_that_replaced_its_first(
+    desk: Callable[..., Desk], store: DictStore, ask_first: bool
+) -> None:
+    reader, writer = desk(), desk()
+    writer.save(range(4))
+    assert reader.pages.stored(named(range(4))) == [True] * 4, "now it remembers"
+    del store.entries[reader.run_key(range(4))]
+    desk().save(range(2))
+    desk().save(range(2, 6))
+    wanted = reader.tokens(range(6))
+    if ask_first:
+        assert reader.pages.stored(named(range(6))) == [True] * 6
+    assert reader.load(range(6), range(20, 26)) == [True] * 6
+    assert equal(reader.tokens(range(20, 26)), wanted)
+
+
+def test_all_of_a_tenant_is_deleted_and_nothing_else(desk: Callable[..., Desk], store: DictStore) -> None:
+    d = desk()
+    store.put(store_key("other", bytes(32)), b"theirs")
+    d.save(range(8))
+    assert d.pages.delete_all() == 10
+    assert list(store.entries.values()) == [b"theirs"]
+    assert d.pages.stored(named(range(8))) == [False] * 8
+
+
+# Stores that fail -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [StoreError("gone"), OSError("gone"), ValueError("gone")])
+def test_a_store_that_raises_has_no_pages(
+    desk: Callable[..., Desk], store: DictStore, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    d = desk()
+    d.save(range(4))
+
+    def fail(operation: str) -> None:
+        raise error
+
+    store.before = fail
+    d = desk()
+    assert d.pages.stored(named(range(4))) == [False] * 4
+    assert d.load(range(4), range(20, 24)) == [False] * 4
+    assert d.save(range(4)) == [False] * 4 and d.save(range(4)) == [False] * 4
+    counts = d.counts.snapshot()
+    assert counts["failures{lookup}"] >= 3 and counts["failures{store}"] == 2
+    assert counts["missed_pages"] == 4 and counts["unsaved_pages"] == 8
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 2, "once per kind"
+
+
+def test_a_store_that_hangs_is_given_up_and_told_so(desk: Callable[..., Desk], store: DictStore) -> None:
+    d, go, late = desk(lookup_timeout=0.05, load_timeout=0.05), threading.Event(), []
+    d.save(range(8))
+    store.overdue = lambda operation, seconds: late.append(operation)  # type: ignore[method-assign]
+
+    def hang(hanging: str) -> Callable[[str], None]:
+        def before(operation: str) -> None:
+            if operation == hanging:
+                go.wait(30)
+
+        return before
+
+    try:
+        store.before = hang("contains")
+        assert d.pages.stored(named(range(4))) == [False] * 4 and late == ["contains"]
+        store.before = hang("get")
+        assert d.load(range(4), range(20, 24)) == [False] * 4 and late[-1] == "get_many"
+        store.before = hang("put")
+        assert d.save(range(20, 24)) == [False] * 4 and late[-1] == "put"
+    finally:
+        go.set()
+    assert d.counts.snapshot()["failures{store}"] == 1
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_a_store_that_takes_no_more_leaves_no_page_that_is_not_there(
+    desk: Callable[..., Desk], store: DictStore, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, put, left = desk(threads=1), DictStore.put, [kept]
+
+    def full(self: DictStore, key: str, blob: bytes) -> bool:
+        left[0] -= 1
+        return left[0] >= 0 and put(self, key, blob)
+
+    monkeypatch.setattr(DictStore, "put", full)
+    assert d.save(range(4)) == [False] * 4 and d.counts.snapshot()["failures{store}"] == 1
+    monkeypatch.setattr(DictStore, "put", put)
+    there = desk().pages.stored(named(range(4)))
+    assert there == [True] * max(kept - 1, 0) + [False] * (5 - max(kept, 1))
+    assert d.save(range(4)) == [True] * 4 == desk().load(range(4), range(20, 24))
+
+
+def test_a_page_that_cannot_be_coded_costs_its_run(desk: Callable[..., Desk]) -> None:
+    d = desk("balanced")
+    d.keys[1].view(-1, 2, 16)[d.at(range(5, 6))[3]] = torch.nan
+    assert d.save(range(12)) == [True] * 4 + [False] * 4 + [True] * 4
+    failures = {name: count for name, count in d.counts.snapshot().items() if name.startswith("failures")}
+    assert failures == {"failures{encode}": 1}
+
+
+@pytest.mark.parametrize("direction", ["save", "load"])
+def test_the_memory_is_left_alone_once_a_call_has_ended(
+    desk: Callable[..., Desk], direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even one that ends in an error, because the engine gives its pages to somebody else then."""
+    d, begun, busy = desk(), threading.Event(), []
+    d.save(range(8))
+    method = "encode_paged" if direction == "save" else "decode_paged"
+    code, submit = getattr(Codec, method), ThreadPool.submit
+
+    def slowly(self: Codec, *arguments: Any, **options: Any) -> Any:
+        busy.append(1)
+        begun.set()
+        time.sleep(0.3)
+        result = code(self, *arguments, **options)
+        busy.pop()
+        return result
+
+    def refuse(self: ThreadPool, work: Callable[..., Any], *arguments: Any) -> Any:
+        if self is d.pages._coders and begun.is_set():
+            raise RuntimeError("no thread can be started")
+        future = submit(self, work, *arguments)
+        if self is d.pages._coders:
+            assert begun.wait(30)
+        return future
+
+    monkeypatch.setattr(Codec, method, slowly)
+    monkeypatch.setattr(ThreadPool, "submit", refuse)
+    with pytest.raises(RuntimeError, match="no thread"):
+        d.save(range(8, 16)) if direction == "save" else d.load(range(8), range(20, 28))
+    assert begun.is_set() and not busy
+    monkeypatch.setattr(ThreadPool, "submit", submit)
+
+
+def test_closing_waits_for_what_is_under_way(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+    d, begun = desk(), threading.Event()
+    done: list[bool] = []
+    encode = Codec.encode_paged
+
+    def slowly(self: Codec, *arguments: Any, **options: Any) -> Any:
+        begun.set()
+        time.sleep(0.3)
+        return encode(self, *arguments, **options)
+
+    monkeypatch.setattr(Codec, "encode_paged", slowly)
+    saving = threading.Thread(target=lambda: done.extend(d.save(range(4))))
+    saving.start()
+    assert begun.wait(30)
+    d.pages.close()
+    assert done == [True] * 4
+    saving.join()
+
+
+def test_slots_of_another_number_are_refused(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    for method in (d.pages.save, d.pages.load):
+        with pytest.raises(InputError, match="slots: must be 8 for each of 2 pages, got 24"):
+            method(d.cache, d.at(range(3)), named(range(2)), 0)
+    with pytest.raises(InputError, match="name: must be"):
+        d.pages.stored([b""])
+    with pytest.raises(InputError, match="run_pages: must be 1"):
+        desk(run_pages=0)
+    with pytest.raises(InputError, match="run_pages: must be 1"):
+        desk(run_pages=MAX_RUN_PAGES + 1)
+
+
+def test_a_closed_store_has_no_pages(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.save(range(4))
+    d.pages.close()
+    d.pages.close()
+    assert d.pages.stored(named(range(4))) == d.save(range(4)) == d.load(range(4), range(20, 24)) == [False] * 4
+    counts = d.counts.snapshot()
+    assert counts["missed_pages"] == counts["unsaved_pages"] == 4 and "failures{lookup}" not in counts
+
+
+# Stores that lie ------------------------------------------------------------------------------------------------------
+
+
+def test_entries_are_parsed_as_they_were_made() -> None:
+    place, pages = Place(bytes(range(32)), 4095), [bytes([number]) * 32 for number in range(3)]
+    assert parse_index_entry(make_index_entry(place)) == place
+    back, blob = parse_run_entry(make_run_entry(pages, b"blob"))
+    assert back == pages and bytes(blob) == b"blob"
+    for many in ([], [bytes(32)] * (MAX_RUN_PAGES + 1)):
+        with pytest.raises(InputError, match="pages: must be"):
+            make_run_entry(many, b"blob")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"cuvI", make_index_entry(Place(bytes(32), 1))[:-1], make_index_entry(Place(bytes(32), 1)) + b"x",
+        b"cuvR" + make_index_entry(Place(bytes(32), 1))[4:], b"cuvI\x02" + make_index_entry(Place(bytes(32), 1))[5:],
+        b"cuvI\x01\x01" + make_index_entry(Place(bytes(32), 1))[6:], make_index_entry(Place(bytes(32), MAX_RUN_PAGES)),
+    ],
+)  # fmt: skip
+def test_a_damaged_index_entry_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptError, match="index entry: must"):
+        parse_index_entry(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"cuvR\x01\x00", b"cuvR\x01\x00\x00\x00blob", b"cuvR\x01\x00\x01\x00" + bytes(32),
+        b"cuvR\x01\x00\x02\x00" + bytes(63), b"cuvI\x01\x00\x01\x00" + bytes(40), b"cuvR\x02\x00\x01\x00" + bytes(40),
+        b"cuvR\x01\x00\xff\xff" + bytes(32 * 65535 + 1),
+    ],
+)  # fmt: skip
+def test_a_damaged_run_entry_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptError, match="run entry: must"):
+        parse_run_entry(data)
+
+
+@pytest.mark.parametrize("secrets", [(), SECRETS[:1]])
+def test_damage_never_gives_wrong_pages(desk: Callable[..., Desk], store: DictStore, secrets: Sequence[bytes]) -> None:
+    writer = desk(secrets=secrets)
+    wanted = writer.tokens(range(8))
+    writer.save(range(8))
+    whole, refused = dict(store.entries), 0
+    for seed in range(300):
+        generator = random.Random(seed)
+        store.entries.clear()
+        store.entries.update(whole)
+        key = generator.choice(list(whole))
+        data = bytearray(whole[key])
+        data[generator.randrange(min(len(data), generator.choice([8, 200, 10**6])))] ^= 1 << generator.randrange(8)
+        store.entries[key] = bytes(data[: None if generator.random() < 0.8 else generator.randrange(len(data))])
+        reader = desk(secrets=secrets)
+        done = reader.load(range(8), range(20, 28))
+        count = done.index(False) if False in done else 8
+        assert done == [True] * count + [False] * (8 - count)
+        assert all(map(torch.equal, [t[: count * PAGE] for t in reader.tokens(range(20, 28))],
+                       [t[: count * PAGE] for t in wanted]))  # fmt: skip
+        refused += count < 8
+        if count < 8:
+            assert reader.save(range(8)) == [True] * 8, "bad entries are no obstacle"
+            assert desk(secrets=secrets).load(range(8), range(20, 28)) == [True] * 8
+        reader.pages.close()
+    assert refused > 250
+
+
+def test_an_index_entry_cannot_lead_to_another_page(desk: Callable[..., Desk], store: DictStore) -> None:
+    """Checked without a key, where only digests stand between a page and another."""
+    d = desk()
+    d.save(range(8))
+    page_2 = d.index_key(2)
+    for lie in (store.entries[d.index_key(1)], store.entries[d.index_key(6)]):
+        store.entries[page_2] = lie
+        assert desk().load(range(2, 4), range(20, 22)) == [False] * 2
+        d.save(range(8))
+        desk().save(range(8))  # whatever was deleted as false
+
+
+def test_a_run_entry_must_list_its_own_pages(desk: Callable[..., Desk], store: DictStore) -> None:
+    d = desk()
+    d.save(range(8))
+    first, second = d.run_key(range(4)), d.run_key(range(4, 8))
+    pages, _ = parse_run_entry(store.entries[first])
+    _, blob = parse_run_entry(store.entries[second])
+    swapped = [*pages[:2], pages[3], pages[2]]
+    store.entries[first] = make_run_entry(swapped, bytes(parse_run_entry(store.entries[first])[1]))
+    assert desk().load(range(2), range(20, 22)) == [False] * 2, "of a run of another order"
+    d.save(range(4))
+    store.entries[first] = store.entries[second]
+    assert desk().load(range(4), range(20, 24)) == [False] * 4
+    assert first not in store.entries and d.index_key(0) not in store.entries, "what never decodes is deleted"
+    assert d.save(range(4)) == [True] * 4
+    assert d.load(range(4), range(20, 24)) == [True] * 4
+    store.entries[first] = make_run_entry(pages, bytes(blob))  # needs a key to be noticed
+    assert desk().load(range(4), range(20, 24)) == [True] * 4
+
+
+def test_with_a_key_a_run_cannot_get_the_blob_of_another(desk: Callable[..., Desk], store: DictStore) -> None:
+    d = desk(secrets=SECRETS[:1])
+    d.save(range(8))
+    first, second = d.run_key(range(4)), d.run_key(range(4, 8))
+    pages, blob = parse_run_entry(store.entries[first])
+    _, other = parse_run_entry(store.entries[second])
+    store.entries[first] = make_run_entry(pages, bytes(other))
+    assert desk(secrets=SECRETS[:1]).load(range(4), range(20, 24)) == [False] * 4
+    # Nor can a run of other pages carry it, whatever its index entries say.
+    forged = d.names.run([pages[1], pages[0]])
+    store.entries[d.key(forged)] = make_run_entry([pages[1], pages[0]], bytes(blob))
+    for position, number in enumerate((1, 0)):
+        store.entries[d.index_key(number)] = make_index_entry(Place(forged, position))
+    assert desk(secrets=SECRETS[:1]).load(range(2), range(20, 22)) == [False] * 2
+
+
+def test_what_was_signed_with_an_earlier_secret_is_read(desk: Callable[..., Desk], store: DictStore) -> None:
+    old = desk(secrets=SECRETS[:1])
+    wanted = old.tokens(range(8))
+    old.save(range(4))
+    both = desk(secrets=SECRETS[::-1])
+    assert both.pages.stored(named(range(8))) == [True] * 4 + [False] * 4
+    assert both.save(range(8)) == [True] * 8 and both.counts.snapshot()["kept_pages"] == 4
+    assert both.load(range(8), range(20, 28)) == [True] * 8 and equal(both.tokens(range(20, 28)), wanted)
+    for others in (SECRETS[1:], ()):
+        assert desk(secrets=others).pages.stored(named(range(4))) == [False] * 4
+    assert desk(secrets=SECRETS[1:]).pages.stored(named(range(4, 8))) == [True] * 4

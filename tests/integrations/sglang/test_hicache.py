@@ -1,0 +1,446 @@
+"""SGLang's own factory, host pools and controller, with our backend behind them: on the CPU, and without an engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.sglang.real_sglang import host_pool, need_sglang, real, storage_config
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.pages import PageStore
+
+pytestmark = need_sglang
+
+ARRANGEMENTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+LAYERS, HEADS, DIM = 6, 2, 64  # of the bundled model
+JSON = {
+    "backend_name": "cuvee", "module_path": "cuvee.integrations.sglang.hicache", "class_name": "CuveeHiCache",
+    "interface_v1": 1, "model": str(bundled_model_path()),
+}  # fmt: skip
+
+
+class Rank:
+    """One rank of an engine: SGLang's host pool, our backend made by SGLang's factory, and its controller's methods.
+
+    Attributes:
+        pool: of SGLang, filled with random numbers.
+        backend: what the factory made, which may be SGLang's proxy of ours.
+    """
+
+    def __init__(
+        self,
+        extra: dict[str, Any],
+        arrangement: str = "page_first_direct",
+        *,
+        page_tokens: int = 16,
+        pages: int = 40,
+        heads: int = HEADS,
+        layers: int = LAYERS,
+        dtype: torch.dtype = torch.bfloat16,
+        pool: Any = None,
+        **config: Any,
+    ) -> None:
+        self.pool = pool or host_pool(
+            arrangement, layers=layers, heads=heads, dim=DIM, page_tokens=page_tokens, pages=pages, dtype=dtype
+        )
+        factory = real("sglang.srt.mem_cache.storage.backend_factory").StorageBackendFactory
+        given = {**JSON, **extra}
+        given = {name: value for name, value in given.items() if value is not None}
+        self.backend = factory.create_backend("dynamic", storage_config(self.pool, given, **config), self.pool)
+        self.backend.register_mem_pool_host(self.pool)
+        self.backend.on_host_pools_registered()
+        self._hashes = real("sglang.srt.mem_cache.utils").get_hash_str
+        # The controller's own loops over batches of 128 pages, on a stand-in without its threads and devices.
+        module = real("sglang.srt.managers.cache_controller")
+        self.controller = SimpleNamespace(
+            storage_backend=self.backend, page_size=self.pool.page_size, storage_host_pool=self.pool,
+            prefetch_sync_queue=SimpleNamespace(put=lambda ack: None),
+        )  # fmt: skip
+        for name in (
+            "_page_set_zero_copy", "_page_get_zero_copy", "_page_backup", "_page_transfer", "_page_transfer_kv_batch",
+            "_storage_hit_query",
+        ):  # fmt: skip
+            setattr(self.controller, name, MethodType(getattr(module.HiCacheController, name), self.controller))
+        self.controller.page_set_func = self.controller._page_set_zero_copy
+        self.controller.page_get_func = self.controller._page_get_zero_copy
+
+    def hashes(self, tokens: Sequence[int]) -> list[str]:
+        """SGLang's own chain of hashes, one per page."""
+        found: list[str] = self._hashes(list(tokens), None, self.pool.page_size)
+        return found
+
+    def back_up(self, tokens: Sequence[int], indices: torch.Tensor, prefix: list[str] | None) -> int:
+        """Store pages as the controller does; return the tokens that it counts as stored."""
+        skipped = len(prefix or ()) * self.pool.page_size
+        operation = SimpleNamespace(
+            hash_value=self.hashes(tokens)[len(prefix or ()) :], host_indices=indices[skipped:], prefix_keys=prefix,
+            completed_tokens=0,
+        )  # fmt: skip
+        self.controller._page_backup(operation)
+        return int(operation.completed_tokens)
+
+    def prefetch(self, tokens: Sequence[int], indices: torch.Tensor, prefix_keys: list[str] | None = []) -> int:  # noqa: B006
+        """Restore pages as the controller does: ask, then load; return the tokens that it counts as restored."""
+        operation = SimpleNamespace(
+            last_hash=None, token_ids=list(tokens), prefix_keys=prefix_keys, request_id="r", host_indices=indices,
+            is_terminated=lambda: False,
+        )  # fmt: skip
+        operation.hash_value, found = self.controller._storage_hit_query(operation)
+        assert found == len(operation.hash_value) * self.pool.page_size
+        return int(self.controller._page_transfer(operation)) * int(self.pool.page_size)
+
+    def page_bytes(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        """Copies of pages by SGLang's own means."""
+        return [self.pool.get_data_page(int(index)).clone() for index in indices[:: self.pool.page_size]]
+
+    def alloc(self, pages: int) -> torch.Tensor:
+        """Pages of the pool, not in order."""
+        taken = self.pool.alloc(pages * self.pool.page_size).view(pages, -1)
+        return torch.as_tensor(taken[torch.randperm(pages, generator=torch.Generator().manual_seed(pages))].flatten())
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
+    made: list[Rank] = []
+
+    def make(extra: dict[str, Any] | None = None, *arguments: Any, **options: Any) -> Rank:
+        made.append(Rank({"store": f"file://{tmp_path}/store", **(extra or {})}, *arguments, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.backend.close()
+
+
+TOKENS = random.Random(0).choices(range(4096), k=16 * 200)
+
+
+# There and back -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("page_tokens", [16, 64])
+def test_pages_come_back_bit_for_bit_after_a_restart(
+    rank: Callable[..., Rank], arrangement: str, page_tokens: int
+) -> None:
+    pages = 12
+    tokens = TOKENS[: pages * page_tokens]
+    first = rank(None, arrangement, page_tokens=page_tokens)
+    at = first.alloc(pages)
+    wanted = first.page_bytes(at)
+    assert first.back_up(tokens, at, []) == len(tokens)
+    first.backend.close()
+
+    again = rank(None, arrangement, page_tokens=page_tokens)
+    into = again.alloc(pages)
+    others = range(0, again.pool.size, page_tokens)
+    rest = torch.tensor([index for index in others if index not in set(into.tolist())]).repeat_interleave(page_tokens)
+    before = again.page_bytes(rest)
+    assert again.prefetch([*tokens, *TOKENS[-page_tokens:]], into) == len(tokens)
+    assert equal(again.page_bytes(into), wanted)
+    assert equal(again.page_bytes(rest), before), "nothing else was written"
+
+
+def in_order(pool: Any, indices: torch.Tensor) -> torch.Tensor:
+    """The tokens of a pool, `[2, tokens, layers, heads, dim]`, by the shapes that SGLang's source gives."""
+    page, kv = pool.page_size, pool.kv_buffer
+    if pool.layout == "layer_first":
+        return torch.as_tensor(kv[:, :, indices].transpose(1, 2))
+    if pool.layout == "page_first":
+        return torch.as_tensor(kv[:, indices])
+    if pool.layout == "page_first_direct":
+        return torch.as_tensor(kv[:, indices // page, :, indices % page].transpose(0, 1))
+    return torch.as_tensor(kv[:, indices // page, :, indices % page].permute(1, 0, 3, 2, 4))  # page_head
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_pages_are_found_whatever_the_arrangement(rank: Callable[..., Rank], arrangement: str) -> None:
+    first, again = rank(None, arrangement), rank(None, "layer_first")
+    at, into, tokens = first.alloc(9), again.alloc(9), TOKENS[: 9 * 16]
+    wanted = in_order(first.pool, at)
+    first.back_up(tokens, at, [])
+    assert not torch.equal(in_order(again.pool, into), wanted)
+    assert again.prefetch(tokens, into) == len(tokens)
+    assert torch.equal(in_order(again.pool, into), wanted)
+
+
+def test_what_the_controller_sends_in_batches_is_one_sequence(rank: Callable[..., Rank]) -> None:
+    """More than 128 pages, stored node by node of the tree, and loaded from the middle."""
+    first = rank({"quality": "balanced"}, page_tokens=8, pages=200)
+    at, tokens = first.alloc(200), TOKENS[:1600]
+    hashes = first.hashes(tokens)
+    keys, values = in_order(first.pool, at).transpose(1, 2)
+    chunk = KVChunk(keys, values, layout())
+    for begin, end in ((0, 3), (3, 150), (150, 200)):
+        assert first.back_up(tokens[: end * 8], at[: end * 8], hashes[:begin]) == (end - begin) * 8
+    into = first.alloc(197)
+    keys = hashes[3:]
+    extra = real("sglang.srt.mem_cache.hicache_storage").HiCacheStorageExtraInfo(prefix_keys=hashes[:3])
+    assert first.backend.batch_exists([*keys, "none"], extra) == 197
+    assert first.backend.batch_exists([keys[0], "none", keys[1]], extra) == 1
+    assert first.backend.batch_get_v1(keys, into, extra) == [True] * 197
+    codec = Codec(Profile.generic(layout()), "balanced")
+    # The run of the pages 3 to 34: the first 128 pages of the second node are coded 32 at a time.
+    back = codec.decode(codec.encode(chunk.slice(3 * 8, 35 * 8)))
+    assert torch.equal(in_order(first.pool, into[: 32 * 8])[0].transpose(0, 1), torch.stack(back.keys))
+    assert first.backend.counters()["saved_pages"] == 200
+    whole, again = rank(None, page_tokens=8), first.alloc(1)
+    assert whole.backend.batch_exists(hashes) == 0, "lossless never reads lossy pages"
+    assert first.backend.batch_get_v1(hashes[:1], again) == [True], "its position need not be known to load it"
+
+
+def layout() -> KVLayout:
+    from transformers import AutoConfig
+
+    return KVLayout.from_config(AutoConfig.from_pretrained(bundled_model_path()), "bfloat16")
+
+
+def test_ranks_share_a_store_and_not_pages(rank: Callable[..., Rank]) -> None:
+    ranks = [rank(None, heads=1, tp_rank=number, tp_size=2) for number in range(2)]
+    tokens, at = TOKENS[:64], [each.alloc(4) for each in ranks]
+    wanted = [in_order(each.pool, indices).clone() for each, indices in zip(ranks, at, strict=True)]
+    assert ranks[0].back_up(tokens, at[0], []) == 64
+    assert ranks[1].backend.batch_exists(ranks[1].hashes(tokens)) == 0
+    assert ranks[1].back_up(tokens, at[1], []) == 64
+    for each, indices, values in zip(ranks, at, wanted, strict=True):
+        each.pool.kv_buffer.zero_()
+        assert each.prefetch(tokens, indices) == 64
+        assert torch.equal(in_order(each.pool, indices), values)
+
+
+@pytest.mark.parametrize("quality", ["lossless", "balanced"])
+def test_without_the_prefix_only_lossless_pages_are_stored(
+    rank: Callable[..., Rank], quality: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = rank({"quality": quality})
+    tokens, at = TOKENS[:64], r.alloc(4)
+    stored = r.back_up(tokens, at, None)
+    assert stored == (64 if quality == "lossless" else 0)
+    assert ("start: must be known" in caplog.text) == (quality == "balanced")
+    assert r.prefetch(tokens, at, prefix_keys=None) == stored
+
+
+def test_the_figures_are_those_of_sglang(rank: Callable[..., Rank]) -> None:
+    r = rank()
+    tokens, at = TOKENS[:64], r.alloc(4)
+    r.back_up(tokens, at, [])
+    r.prefetch(tokens, at)
+    stats = r.backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([4], [4])
+    assert min(stats.backup_bandwidth + stats.prefetch_bandwidth) > 0
+    assert not vars(r.backend.get_stats())["prefetch_pgs"], "told once"
+    counters = r.backend.counters()
+    assert counters["saved_pages"] == counters["loaded_pages"] == 4
+    assert counters["raw_bytes"] == r.pool.get_size_per_token() * 64 > counters["blob_bytes"]
+
+
+def test_clearing_deletes_what_was_stored(rank: Callable[..., Rank]) -> None:
+    r, other = rank(), rank({"tenant": "another"})
+    tokens = TOKENS[:64]
+    for each in (r, other):
+        each.back_up(tokens, each.alloc(4), [])
+    r.backend.clear()
+    assert r.backend.batch_exists(r.hashes(tokens)) == 0 and not r.backend.exists(r.hashes(tokens)[0])
+    assert other.backend.batch_exists(other.hashes(tokens)) == 4 and other.backend.exists(r.hashes(tokens)[0])
+
+
+def test_signed_pages_need_the_secret(rank: Callable[..., Rank], tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    signed, plain = rank({"key_file": str(tmp_path / "secret")}), rank()
+    tokens, at = TOKENS[:64], signed.alloc(4)
+    signed.back_up(tokens, at, [])
+    assert signed.prefetch(tokens, at) == 64 and plain.prefetch(tokens, plain.alloc(4)) == 0
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probability", [0.3, 1.0])
+def test_sglangs_own_faults_are_misses(
+    rank: Callable[..., Rank], probability: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = rank()
+    tokens, at = TOKENS[:192], whole.alloc(12)
+    wanted = in_order(whole.pool, at).clone()
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", str(probability))
+    faulty = rank()
+    assert type(faulty.backend).__name__ == "HiCacheStorageFailureInjector"
+    into, loaded = faulty.alloc(12), []
+    for _ in range(12):
+        whole.back_up(tokens, at, [])
+        faulty.back_up(tokens, into, [])  # other values under the same names, if the store had none
+        loaded.append(faulty.prefetch(tokens, into))
+        assert torch.equal(in_order(faulty.pool, into)[:, : loaded[-1]], wanted[:, : loaded[-1]])
+    assert set(loaded) == {0} if probability == 1 else {0, 192} <= set(loaded)
+
+
+@pytest.mark.parametrize("method", ["stored", "load", "save"])
+def test_an_error_of_ours_is_a_miss(
+    rank: Callable[..., Rank], method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = rank()
+    tokens, at = TOKENS[:64], r.alloc(4)
+
+    def fail(*_: Any, **__: Any) -> list[bool]:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(PageStore, method, fail)
+    stored, loaded = r.back_up(tokens, at, []), r.prefetch(tokens, at)
+    assert (stored, loaded) == {"stored": (64, 0), "load": (64, 0), "save": (0, 0)}[method]
+    name = {"stored": "batch_exists", "load": "batch_get_v1", "save": "batch_set_v1"}[method]
+    assert r.backend.counters()[f"contained{{{name}}}"] >= 1 and "planted" in caplog.text
+
+
+def test_a_closed_backend_has_no_pages(rank: Callable[..., Rank]) -> None:
+    r = rank()
+    tokens, at = TOKENS[:64], r.alloc(4)
+    r.back_up(tokens, at, [])
+    r.backend.close()
+    r.backend.close()
+    assert r.prefetch(tokens, at) == 0 and r.back_up(tokens, at, []) == 0
+    r.backend.clear()
+
+
+def test_damaged_entries_are_misses(rank: Callable[..., Rank], tmp_path: Path) -> None:
+    """Files are damaged at random below the envelope's checksums and above them."""
+    r = rank()
+    tokens, at = TOKENS[:192], r.alloc(12)
+    wanted = in_order(r.pool, at).clone()
+    for seed in range(20):
+        generator = random.Random(seed)
+        assert r.back_up(tokens, at, []) == 192
+        files = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size > 64]
+        path = generator.choice(files)
+        data = bytearray(path.read_bytes())
+        data[generator.randrange(len(data))] ^= 0x10
+        path.write_bytes(data[: len(data) - generator.choice([0, 0, 5])])
+        into = r.alloc(12)
+        loaded = r.prefetch(tokens, into)
+        assert torch.equal(in_order(r.pool, into)[:, :loaded], wanted[:, :loaded])
+        r.pool.free(into)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "options", "error", "message"),
+    [
+        ({"interface_v1": 0}, {}, InputError, "interface_v1: must be 1"),
+        ({"interface_v1": None}, {}, InputError, "interface_v1: must be 1"),
+        ({"stores": "x"}, {}, InputError, "hicache-storage-backend-extra-config: has no option 'stores'"),
+        ({"load_timeout": 0}, {}, InputError, "load_timeout: must be a number above 0"),
+        ({"model": 5}, {}, InputError, "model: must be a string"),
+        ({"store": "nowhere://"}, {}, InputError, "url: must begin"),
+        ({"chunk_tokens": 40}, {}, InputError, "chunk_tokens: must be a multiple of the engine's page size 16"),
+        ({"model": "/nowhere"}, {}, InputError, "model: must be a folder or hub id"),
+        ({"model": None}, {"model_name": None}, InputError, "model: must be the folder"),
+        ({"profile": __file__}, {}, FormatError, "is not a safetensors file"),
+        ({"kl": 0.1}, {}, ProfileError, "curve"),
+        ({}, {"is_mla_model": True}, UnsupportedModelError, "MLA"),
+        ({}, {"pp_size": 2}, UnsupportedModelError, "pipeline parallelism"),
+        ({}, {"attn_cp_size": 2}, UnsupportedModelError, "context parallelism"),
+        ({}, {"should_split_heads": True}, UnsupportedModelError, "tp_lcm_size"),
+        ({}, {"dtype": torch.float8_e4m3fn}, UnsupportedModelError, "host pool: must hold bfloat16"),
+        ({}, {"layers": 5}, UnsupportedModelError, "host pool: must hold the model's 6 layers, got 5"),
+        ({}, {"heads": 3}, UnsupportedModelError, "host pool: must hold 2 heads of 64"),
+        ({}, {"heads": 2, "tp_size": 2}, UnsupportedModelError, "host pool: must hold 1 heads of 64"),
+        ({}, {"arrangement": "page_unified"}, UnsupportedModelError, "host pool: must be arranged as layer_first"),
+        ({}, {"pool": SimpleNamespace(page_size=16, layout="x")}, UnsupportedModelError, "attention heads, got Simple"),
+    ],
+)
+def test_what_is_not_supported_fails_the_attach(
+    rank: Callable[..., Rank], extra: dict[str, Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        rank(extra, **options)
+
+
+def test_a_model_with_other_pools_is_refused(rank: Callable[..., Rank]) -> None:
+    r, names = rank(), real("sglang.srt.mem_cache.hicache_storage").PoolName
+    r.backend.register_mem_host_pool_v2(r.pool, names.KV)
+    r.backend.on_host_pools_registered()
+    r.backend.register_mem_host_pool_v2(r.pool, names.MAMBA)
+    with pytest.raises(UnsupportedModelError, match="other caches than keys and values, got mamba"):
+        r.backend.on_host_pools_registered()
+
+
+def test_pages_that_lie_elsewhere_are_refused(rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = host_pool("page_first", layers=LAYERS, heads=HEADS, dim=DIM, page_tokens=16, pages=4, dtype=torch.bfloat16)
+    meta = pool.get_page_buffer_meta
+    addresses, sizes = meta(torch.arange(16))
+    monkeypatch.setattr(pool, "get_page_buffer_meta", lambda indices: meta(indices - indices[0]))
+    with pytest.raises(UnsupportedModelError, match=r"host pool: must hold page [1-9]"):
+        rank(None, pool=pool)
+    for wrong in ([*addresses, *addresses, 1], [addresses[0] + 2, addresses[1]]):
+        monkeypatch.setattr(pool, "get_page_buffer_meta", lambda indices, wrong=wrong: (wrong, sizes))
+        with pytest.raises(UnsupportedModelError, match=r"host pool: must (give 2 regions|hold page 0 where)"):
+            rank(None, pool=pool)
+
+
+def test_a_profile_of_other_weights_is_refused(
+    rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "profile.safetensors")
+    Profile.generic(layout()).save(path)
+    rank({"profile": path, "quality": "balanced"})
+    monkeypatch.setattr("cuvee.integrations.checkpoint.check_profile", lambda *_, **__: "mismatch")
+    with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
+        rank({"profile": path, "quality": "balanced"})
+    rank({"profile": path, "quality": "balanced", "check_model": False})
+
+
+def test_the_model_is_what_the_engine_serves(rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights, and all that SGLang changes about them, are in the names of pages."""
+    args = SimpleNamespace(
+        model_path=str(bundled_model_path()), revision=None, quantization=None, json_model_override_args="{}",
+        load_format="auto", random_seed=1,
+    )  # fmt: skip
+    monkeypatch.setattr("cuvee.integrations.sglang.served_model.get_server_args", lambda: args)
+    by_option, tokens = rank(), TOKENS[:64]
+    by_option.back_up(tokens, by_option.alloc(4), [])
+    served = {"model": None}
+    assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 4
+    for name, value in (
+        ("quantization", "fp8"), ("load_format", "dummy"), ("random_seed", 2),
+        ("json_model_override_args", json.dumps({"max_position_embeddings": 1024})),
+    ):  # fmt: skip
+        setattr(args, name, value)
+        assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 0
+        assert rank({**served, "model_id": "mine"}).backend.batch_exists(by_option.hashes(tokens)) == 0
+
+
+def test_small_pages_are_warned_of(rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> None:
+    rank(None, page_tokens=8)
+    assert "every page of 8 tokens has an entry of its own" in caplog.text
+
+
+def test_sglang_calls_the_interface_that_is_there() -> None:
+    """All abstract methods exist, and each method of ours takes what SGLang's own method takes."""
+    from inspect import signature
+
+    theirs = real("sglang.srt.mem_cache.hicache_storage").HiCacheStorage
+    ours = real("cuvee.integrations.sglang.hicache").CuveeHiCache
+    for name in ("get", "set", "batch_get", "batch_set", "exists", "batch_exists", "batch_get_v1", "batch_set_v1"):
+        wanted, given = (list(signature(getattr(each, name)).parameters) for each in (theirs, ours))
+        assert given[: len(wanted)] == wanted, name
+    assert not ours.__abstractmethods__
+    empty = object.__new__(ours)
+    assert empty.get("k") is None and empty.batch_get(["k"]) == [None]
+    assert not empty.set("k") and not empty.batch_set(["k"])
+
+
+def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
