@@ -150,8 +150,11 @@ class CodingOptions:
             if type(value) is not int or value < 1:
                 raise InputError(f"{name}: must be a whole number of at least 1, got {value!r}")
 
-    def _check_positive(self, *names: str) -> None:
+    def _check_positive(self, *names: str, optional: bool = False) -> None:
         for name in names:
             value = getattr(self, name)
+            if optional and value is None:
+                continue
             if type(value) not in (int, float) or not 0 < value < float("inf"):
-                raise InputError(f"{name}: must be a number above 0, got {value!r}")
+                left_out = ", or left out" if optional else ""
+                raise InputError(f"{name}: must be a number above 0{left_out}, got {value!r}")

@@ -64,8 +64,7 @@ class Options(CodingOptions):
                 f"store_niceness: must be a whole number from 0 to {_MOST_NICE}, got {self.store_niceness!r}"
             )
         self._check_positive("max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout")
-        if self.store_share is not None:
-            self._check_positive("store_share")
+        self._check_positive("store_share", optional=True)
         if self.decide not in _DECISIONS:
             raise InputError(f"decide: must be one of {', '.join(_DECISIONS)}, got {self.decide!r}")
         blend: Any = self.blend

@@ -413,13 +413,18 @@ def test_the_model_is_what_the_engine_serves(rank: Callable[..., Rank], monkeypa
     by_option.back_up(tokens, by_option.alloc(4), [])
     served = {"model": None}
     assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 4
+    assert rank({**served, "model_id": "mine"}).backend.batch_exists(by_option.hashes(tokens)) == 0
     for name, value in (
-        ("quantization", "fp8"), ("load_format", "dummy"), ("random_seed", 2),
-        ("json_model_override_args", json.dumps({"max_position_embeddings": 1024})),
+        ("quantization", "fp8"), ("load_format", "dummy"),
+        ("json_model_override_args", json.dumps({"rms_norm_eps": 0.5})),
     ):  # fmt: skip
+        before = getattr(args, name)
         setattr(args, name, value)
-        assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 0
-        assert rank({**served, "model_id": "mine"}).backend.batch_exists(by_option.hashes(tokens)) == 0
+        assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 0, name
+        setattr(args, name, before)
+    args.json_model_override_args = json.dumps({"num_key_value_heads": 4})
+    with pytest.raises(UnsupportedModelError, match="must hold 4 heads"):
+        rank(served)
 
 
 def test_small_pages_are_warned_of(rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> None:
