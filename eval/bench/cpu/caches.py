@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
 
-__all__ = ["MODEL_GROUPS", "QUICK_GROUPS", "BenchCache", "real_cache"]
+__all__ = ["MODEL_GROUPS", "QUICK_GROUPS", "BenchCache", "model_chunk", "real_cache"]
 
 LOADERS = {BUNDLED_MODEL: load_bundled_model, REAL_MODEL: load_smollm2}  # without progress bars
 LEARNED_ON, READ = "harbour", "orchard"
@@ -63,19 +64,18 @@ def real_cache(model: str, quick: bool, files: Sequence[Path] = ()) -> BenchCach
         see `load_model` and `Profile.load`.
     """
     given = {path.stem: Profile.load(path) for path in files}
-    lm = LOADERS[model]()[0] if model in LOADERS else load_model(model, "float32")
-    harbour, orchard = ([read_corpus(name, model)] for name in (LEARNED_ON, READ))
+    lm = _load(model)
     windows = FIT_WINDOWS if quick else WINDOWS.get(model, OTHER_WINDOWS)
-    learning = calibration_windows(harbour, LENGTH, windows)
-    layout = KVLayout.from_config(lm.config.get_text_config(decoder=True), torch.bfloat16)
+    learning = calibration_windows([read_corpus(LEARNED_ON, model)], LENGTH, windows)
+    chunk = _read(lm, model, LENGTH - SKIPPED)
+    layout = chunk.layout
     with torch.no_grad():
-        chunk = prefill(lm, spread_sequences(orchard, LENGTH, 1), layout)[0]
         samples = [prefill(lm, row[None], layout)[0] for row in learning] if quick and not files else []
     if files:
         own = {name: profile for name, profile in given.items() if replace(profile.layout, dtype="bfloat16") == layout}
         if not own:
             raise InputError(f"profile: must include one for {model}, got profiles of other models: {list(given)}")
-        return BenchCache(model, True, chunk.slice(SKIPPED, LENGTH), own)
+        return BenchCache(model, True, chunk, own)
     groups = QUICK_GROUPS if quick else MODEL_GROUPS.get(model, QUICK_GROUPS)
     profiles = {
         group: cuvee.fit(layout, samples, group)
@@ -83,4 +83,30 @@ def real_cache(model: str, quick: bool, files: Sequence[Path] = ()) -> BenchCach
         else cuvee.calibrate(lm, reread(learning), group, prefix=PREFIX, progress=False)
         for group in groups
     }
-    return BenchCache(model, True, chunk.slice(SKIPPED, LENGTH), profiles)
+    return BenchCache(model, True, chunk, profiles)
+
+
+def model_chunk(model: str, tokens: int) -> KVChunk:
+    """Load a model, and return what it caches of so many tokens of a text, in bfloat16 and without their ids.
+
+    Args:
+        model: as in `real_cache`.
+        tokens: how many.
+
+    Raises:
+        see `load_model`.
+    """
+    chunk = _read(_load(model), model, tokens)
+    return KVChunk(chunk.keys, chunk.values, chunk.layout, chunk.start)
+
+
+def _load(model: str) -> Any:
+    return LOADERS[model]()[0] if model in LOADERS else load_model(model, "float32")
+
+
+def _read(lm: Any, model: str, tokens: int) -> KVChunk:
+    """Return the cache of so many tokens that a model reads, behind others."""
+    layout = KVLayout.from_config(lm.config.get_text_config(decoder=True), torch.bfloat16)
+    with torch.no_grad():
+        chunk = prefill(lm, spread_sequences([read_corpus(READ, model)], SKIPPED + tokens, 1), layout)[0]
+    return chunk.slice(SKIPPED, SKIPPED + tokens)
