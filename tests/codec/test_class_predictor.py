@@ -22,6 +22,7 @@ from cuvee.codec.learning.class_predictor import TokenSample, leading_components
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import (
     LEAVING,
+    LEAVING_TOKENS,
     MAX_DISTANCES,
     MAX_SINKS,
     Predictor,
@@ -143,14 +144,41 @@ def test_tokens_are_finer_near_the_end() -> None:
 
 def test_a_reader_may_begin_after_the_chunk_or_after_its_cache() -> None:
     """Weights of errors are averaged, not octaves: a quarter of the readers that would lose 64 times as much count."""
-    followed = finer_near_end(RECENCY, 5, 2, 1)
-    assert followed[-1] == pytest.approx(0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING) * 4**2))
-    level = finer_in_long_caches(RECENCY, 10_010)
-    far = finer_near_end(RECENCY, 0, 10, 10_000) - level
-    assert far[-1] == pytest.approx(0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING)), abs=1e-6)
-    assert far[0] == 0.0
-    torch.testing.assert_close(far, finer_near_end(RECENCY, 10_000 - 8, 10, 8) - level)
-    assert bool((far <= finer_near_end(RECENCY, 0, 10, 0)).all())
+    followed = finer_near_end(RECENCY, 5, LEAVING_TOKENS, 1)
+    assert followed[-1] == pytest.approx(
+        0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING) * 4**2) + finer_in_long_caches(RECENCY, LEAVING_TOKENS + 6)
+    )
+    for tokens in (LEAVING_TOKENS, 4 * LEAVING_TOKENS):
+        level = finer_in_long_caches(RECENCY, 10_000 + tokens)
+        far = finer_near_end(RECENCY, 0, tokens, 10_000) - level
+        assert far[-1] == pytest.approx(0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING)), abs=1e-6)
+        assert far[0] == 0.0
+        torch.testing.assert_close(far, finer_near_end(RECENCY, 10_000 - 8, tokens, 8) - level)
+        assert bool((far <= finer_near_end(RECENCY, 0, tokens, 0)).all())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 60, 64, 100])
+def test_small_chunks_share_the_readers_that_leave(tokens: int) -> None:
+    """They leave after one of the chunks, so that none of these is coded as finely as the last before all of them."""
+    count = -(-LEAVING_TOKENS // tokens)
+    level = finer_in_long_caches(RECENCY, 10_000 + tokens)
+    got = finer_near_end(RECENCY, 0, tokens, 10_000) - level
+    for number in (0, tokens - 1):
+        distances = tokens - number + tokens * np.arange(count)
+        costs = 4 ** recency_at(RECENCY, distances)
+        assert got[number] == pytest.approx(0.5 * np.log2(LEAVING * costs.mean() + 1 - LEAVING), abs=1e-6)
+    followed = finer_near_end(RECENCY, 0, 2, 1) - finer_in_long_caches(RECENCY, 3)
+    share = LEAVING / (LEAVING_TOKENS // 2)  # all others read from the end of the cache, one token on
+    assert followed[-1] == pytest.approx(0.5 * np.log2(share * 4**3 + (1 - share) * 4**2))
+
+
+def test_small_chunks_cost_hardly_more_than_large_ones() -> None:
+    """On average over the tokens of a long cache, in octaves: 0.2 and not 1.4 for 16 tokens."""
+    recency = np.array([4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5, 0.0], np.float32)
+    whole = finer_near_end(recency, 0, LEAVING_TOKENS, 10_000).mean()
+    for tokens in (16, 64, 128):
+        part = finer_near_end(recency, 0, tokens, 10_000 + LEAVING_TOKENS - tokens).mean()
+        assert 0 < part - whole < 0.25, tokens
 
 
 def test_no_length_overflows() -> None:
