@@ -17,7 +17,7 @@ from cuvee.eval.bench.engine.scope import ENGINE_FULL, ENGINE_QUICK
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the benchmarks are asked for, instead of running them."""
     made: list[tuple[Any, ...]] = []
-    for kind in ("cpu", "gpu", "engine"):
+    for kind in ("cpu", "gpu", "engine", "pages"):
 
         def measure(*args: Any, kind: str = kind) -> dict[str, Any]:
             made.append((kind, *args[:-1]))
@@ -47,6 +47,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             "cpu --only stages --only comparison --model smollm2 --profile p.safetensors",
             ("cpu", False, ("smollm2",), (1, 2), ("stages", "comparison"), (Path("p.safetensors"),)),
         ),
+        ("pages", ("pages", "books-3m", None, (16, 64, 256), False)),
+        (
+            "pages -m smollm2 --profile p --page-tokens 64 --page-tokens 128 --quick",
+            ("pages", "smollm2", Path("p"), (64, 128), True),
+        ),
         ("gpu", ("gpu", False)),
         ("gpu --quick", ("gpu", True)),
         ("engine", ("engine", ENGINE_FULL, None, (), None, ())),
@@ -74,6 +79,13 @@ def test_the_cpu_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list
     assert "--threads" in misused("bench", "cpu", "--threads", "0")
     assert "--only" in misused("bench", "cpu", "--only", "stages", "--against", "HEAD")
     assert len(calls) == 1
+
+
+def test_the_pages_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
+    monkeypatch.setattr("cuvee.eval.bench.pages.pages_tables.pages_markdown", lambda report: f"# {report['kind']}\n")
+    assert run("bench", "pages", "--markdown").stdout == "# pages\n"
+    assert "not both" in misused("bench", "pages", "--markdown", "--json")
+    assert "--page-tokens" in misused("bench", "pages", "--page-tokens", "0")
 
 
 def test_a_report_is_not_replaced_without_force(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
