@@ -453,7 +453,7 @@ class PageStore:
                 raise CorruptError("run entry: must list the pages of its own digest, got others")
             at = torch.full((len(pages) * size,), NOWHERE)
             for each in wanted:
-                if each.position >= len(pages) or pages[each.position] != each.page:
+                if not _is_listed(pages, each):
                     raise CorruptError("index entry: must name the place of its page, got that of another")
                 own = slots[each.number * size : (each.number + 1) * size]
                 at[each.position * size : (each.position + 1) * size] = own
@@ -536,6 +536,11 @@ class PageStore:
         level = logging.DEBUG if kind in self._said else logging.WARNING
         self._said.add(kind)
         logger.log(level, "cuvee: pages are computed, or not stored (%s failed): %s (said once per kind)", label, error)
+
+
+def _is_listed(pages: Sequence[bytes], wanted: _Wanted) -> bool:
+    """Return whether a run's list has the wanted page where its index entry says."""
+    return wanted.position < len(pages) and pages[wanted.position] == wanted.page
 
 
 def _runs(missing: Sequence[int], most: int) -> Iterator[range]:

@@ -10,6 +10,7 @@ TARGETS = {
     "blob": "blobs.BlobTarget",
     "profile": "profiles.ProfileTarget",
     "envelope": "entries.EntryTarget",
+    "pages": "pages.PagesTarget",
     "url": "entries.UrlTarget",
     "connector": "connector.ConnectorTarget",
     "cli": "commands.CommandTarget",

@@ -22,6 +22,7 @@ from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
 from tests.fuzz.entries import EntryTarget
+from tests.fuzz.pages import PagesTarget
 from tests.fuzz.peers import HttpTarget, RedisTarget
 from tests.fuzz.profiles import ProfileTarget
 from tests.fuzz.targets import TARGETS, named
@@ -39,6 +40,7 @@ CASES = {
     "blob": 700,
     "profile": 250,
     "envelope": 1500,
+    "pages": 300,
     "url": 600,
     "connector": 150,
     "cli": 60,
@@ -50,6 +52,7 @@ COMMON = {
     "blob": {"decoded", "FormatError", "CorruptError", "InputError"},
     "profile": {"loaded", "FormatError"},
     "envelope": {"read", "CorruptError", "ExpiredError"},
+    "pages": {"0 pages", "4 pages", "8 pages"},
     "url": {"opened", "InputError"},
     "connector": {
         "load arrived",
@@ -163,6 +166,13 @@ def test_a_missing_rule_of_profiles_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_checksum_of_payloads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuvee.integrations.stores.envelope.EntryHeader.verify_payload", lambda self, payload: None)
     assert "no writer makes" in first_finding(EntryTarget(), 300)
+
+
+def test_a_missing_check_of_places_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "cuvee.integrations.pages.page_store._is_listed", lambda pages, wanted: wanted.position < len(pages)
+    )
+    assert "other contents" in first_finding(PagesTarget(), 300)
 
 
 def test_a_missing_check_of_replies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
