@@ -5,9 +5,23 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from llvmlite import ir
 from numba.core import types
 
-from cuvee.codec.stages.compiled.simd import BYTES, FLOATS, INT8, INT16, INT32, VECTOR, Code, constant, spelled_out
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL
+from cuvee.codec.stages.compiled.simd import (
+    BYTES,
+    FLOATS,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    VECTOR,
+    WIDTH,
+    Code,
+    constant,
+    spelled_out,
+)
 
 _LOWER_BOUND = 1 << 16
 # A word is read as the near half of 32 bits, because no instruction gathers 16 bits.
@@ -117,6 +131,66 @@ def dequantize_step(typing: Any, symbols, place, one, more, step, first, active,
         code.store_floats(builder.bitcast(bits, FLOATS), 7, 8)
         escaped = builder.icmp_signed("==", level, constant(-128))
         return builder.icmp_unsigned("!=", builder.bitcast(escaped, INT16), INT16(0))
+
+    return signature, generate
+
+
+@spelled_out
+def quantize_step(  # type: ignore[no-untyped-def]
+    typing: Any, y, place, inverse, zone, rounding, half, bits, least, greatest, first, active, planes, to, levels
+):  # fmt: skip
+    """Quantize 16 coefficients to bytes.
+
+    `quantize_step(y, place, inverse, zone, rounding, half, bits, least, greatest, first, active, planes, to, levels)`
+
+    Args:
+        typing: Numba's.
+        y: float32 array.
+        place: where 16 coefficients can be read.
+        inverse: float32 array; its entries `first … first + 15` are one over the steps.
+        zone: float32 array; at the same entries the magnitudes, in steps, below which a level is 0.
+        rounding: float32 array; at the same entries what is added to other magnitudes.
+        half: int32 array; at the same entries half the range of the low bits.
+        bits: int32 array; at the same entries the number of low bits.
+        least: int32 array; at the same entries the least value that a byte can have.
+        greatest: int32 array; at the same entries the greatest.
+        first: the first column.
+        active: number of leading coefficients that count.
+        planes: uint8 array.
+        to: where 16 bytes are written.
+        levels: int32 array; at the entries from `first` on receives the levels plus `half`.
+
+    Returns:
+        how many active coefficients escape, and whether all of them are below `MAX_LEVEL` steps.
+    """
+    found = types.Tuple((types.int64, types.boolean))
+    signature = found(y, place, inverse, zone, rounding, half, bits, least, greatest, first, active, planes, to, levels)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        code = Code(context, builder, sig.args, values)
+        y, scale, zone, rounding = (
+            code.load(code.pointer(array, where, 4), FLOATS, 4) for array, where in ((0, 1), (2, 9), (3, 9), (4, 9))
+        )
+        half, bits, least, greatest = (code.load(code.pointer(array, 9, 4), VECTOR, 4) for array in (5, 6, 7, 8))
+        taking = code.taking(10)
+        magnitude = builder.bitcast(builder.and_(builder.bitcast(y, VECTOR), constant(0x7FFFFFFF)), FLOATS)
+        a = builder.fmul(magnitude, scale)
+        limit = ir.Constant(FLOATS, [float(MAX_LEVEL)] * WIDTH)
+        fits = builder.fcmp_ordered("<", a, limit)
+        level = builder.fptosi(builder.fadd(builder.select(fits, a, limit), rounding), VECTOR)
+        level = builder.select(builder.fcmp_ordered(">=", a, zone), level, constant(0))
+        positive = builder.fcmp_ordered(">=", y, ir.Constant(FLOATS, [0.0] * WIDTH))
+        level = builder.select(positive, level, builder.sub(constant(0), level))
+        shifted = builder.add(level, half)
+        high = builder.ashr(shifted, bits)
+        escaped = builder.or_(builder.icmp_signed("<", high, least), builder.icmp_signed(">", high, greatest))
+        code.store(builder.trunc(builder.select(escaped, constant(ESCAPE), high), BYTES), code.pointer(11, 12, 1), 1)
+        code.store(shifted, code.pointer(13, 9, 4), 4)
+        escapes = builder.ctpop(builder.bitcast(builder.and_(escaped, taking), INT16))
+        outside = builder.bitcast(builder.and_(builder.not_(fits), taking), INT16)
+        return context.make_tuple(
+            builder, found, [builder.zext(escapes, INT64), builder.icmp_unsigned("==", outside, INT16(0))]
+        )
 
     return signature, generate
 

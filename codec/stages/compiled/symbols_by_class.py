@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, Escapes, Quantizer, too_large_error
+from cuvee.codec.entropy.coding_plan import ESCAPE, Escapes, Quantizer, too_large_error
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import WINDOW, ClassedPlan
+from cuvee.codec.stages.compiled.coder_steps import quantize_step
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.symbols import pack_row, quantize_row
 from cuvee.codec.support.arrays import F32, U8
-
-
-@compiled
-def _code_row(y, inverse, dead_zone, rounding, half, bits, least, greatest, plane, offset):  # type: ignore[no-untyped-def]
-    """Quantize and pack a row, with numbers per column; return whether some escape, and whether all fit MAX_LEVEL.
-
-    `offset` receives the levels, plus half the range of the low bits.
-    """
-    escapes, inside = np.int32(0), np.int32(1)
-    limit = np.float32(MAX_LEVEL)
-    for t in range(len(plane)):
-        a = abs(y[t]) * inverse[t]
-        fits = a < limit
-        level = np.int32((a if fits else limit) + rounding[t])  # of a number that is not negative: rounds down
-        level = level if a >= dead_zone[t] else np.int32(0)
-        level = level if y[t] >= 0 else -level
-        shifted = np.int32(level + half[t])
-        high = shifted >> bits[t]
-        escape = np.int32(high < least[t]) | np.int32(high > greatest[t])
-        plane[t] = np.uint8(ESCAPE) if escape else np.uint8(high & 0xFF)
-        offset[t] = shifted
-        escapes |= escape
-        inside &= np.int32(fits)
-    return escapes != 0, inside != 0
 
 
 @compiled
@@ -43,63 +21,98 @@ def _low_bits(levels, mask, low):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _fill(array, first, end, value):  # type: ignore[no-untyped-def]
+    for t in range(first, end):
+        array[t] = value
+
+
+@compiled
 def _to_planes(  # type: ignore[no-untyped-def]
     y, classes, rows, inverses, level_table, dead_zone, rounding, shift, low_plane, tables, codable, reach, out, escaped
 ):  # fmt: skip
     """Quantize and pack; count each row's escapes in `escaped`. Return False if a coefficient is too large."""
     bounds = np.empty(WINDOW + 1, np.int64)  # of the runs of columns of one class
+    class_of_run, rows_of_run = np.empty(WINDOW, np.int64), np.empty(WINDOW, np.int64)
     level_of_run, plane_of_run = np.empty(WINDOW, np.int64), np.empty(WINDOW, np.int64)
     inverse, zone, bias = np.empty(WINDOW, np.float32), np.empty(WINDOW, np.float32), np.empty(WINDOW, np.float32)
     half, bits = np.empty(WINDOW, np.int32), np.empty(WINDOW, np.int32)
     least, greatest = np.empty(WINDOW, np.int32), np.empty(WINDOW, np.int32)
     levels = np.empty(WINDOW, np.int32)
-    for begin in range(0, len(classes), WINDOW):
+    edge, spare = np.zeros(WIDTH, np.float32), np.empty(WIDTH, np.uint8)
+    tokens = len(classes)
+    y_, out_ = y.reshape(y.size), out.reshape(out.size)
+    for begin in range(0, tokens, WINDOW):
         own = classes[begin : begin + WINDOW]
         runs = 0
         for t in range(len(own)):
             inverse[t] = inverses[own[t]]
             half[t] = bits[t] = 0
             if t == 0 or own[t] != own[t - 1]:
-                bounds[runs] = t
+                bounds[runs], class_of_run[runs], rows_of_run[runs] = t, own[t], rows[own[t]]
                 level_of_run[runs] = plane_of_run[runs] = -1
                 runs += 1
         bounds[runs] = len(own)
         for c in range(rows[own[0]]):
             # Classes rise and their rows fall, so the runs with this row come first.
             r = 0
-            low_bits = False
-            while r < runs and c < rows[own[bounds[r]]]:
-                k, u, v = own[bounds[r]], bounds[r], bounds[r + 1]
+            low_bits = gaps = False
+            while r < runs and c < rows_of_run[r]:
+                k, u, v = class_of_run[r], bounds[r], bounds[r + 1]
                 table, plane = np.int64(level_table[k, c]), np.int64(tables[k, c])
                 if table != level_of_run[r]:
                     level_of_run[r] = table
-                    zone[u:v], bias[u:v] = dead_zone[table], rounding[table]
+                    _fill(zone, u, v, dead_zone[table])
+                    _fill(bias, u, v, rounding[table])
                 if plane != plane_of_run[r]:
                     plane_of_run[r] = plane
-                    least[u:v], greatest[u:v] = reach[plane, 0], reach[plane, 1]
+                    _fill(least, u, v, reach[plane, 0])
+                    _fill(greatest, u, v, reach[plane, 1])
                 own_bits = np.int32(shift[k, c])
                 if own_bits != bits[u]:
-                    bits[u:v], half[u:v] = own_bits, (np.int32(1) << own_bits) >> 1 if own_bits else 0
+                    _fill(bits, u, v, own_bits)
+                    _fill(half, u, v, (np.int32(1) << own_bits) >> np.int32(1) if own_bits else np.int32(0))
                 low_bits |= own_bits != 0
+                gaps |= least[u] > greatest[u]
                 r += 1
-            reached = bounds[r]
-            source, target = y[c, begin : begin + reached], out[c, begin : begin + reached]
-            escapes, inside = _code_row(source, inverse, zone, bias, half, bits, least, greatest, target, levels)
-            if not inside:
-                return False
+            at = c * tokens + begin
+            reached, escapes = bounds[r], 0
+            if reached < WIDTH:
+                for t in range(reached):
+                    edge[t] = y_[at + t]
+                escapes, fit = quantize_step(
+                    edge, 0, inverse, zone, bias, half, bits, least, greatest, 0, reached, spare, 0, levels
+                )
+                for t in range(reached):
+                    out_[at + t] = spare[t]
+                if not fit:
+                    return False
+            # The first step goes beyond the odd columns that it counts, so that the others are whole.
+            t, active = 0, (reached - 1) % WIDTH + 1
+            while reached >= WIDTH and t < reached:
+                own_escapes, fit = quantize_step(
+                    y_, at + t, inverse, zone, bias, half, bits, least, greatest, t, active, out_, at + t, levels
+                )  # fmt: skip
+                if not fit:
+                    return False
+                escapes += own_escapes
+                t += active
+                active = WIDTH
+            if not gaps:
+                escaped[c] += escapes
             for q in range(r if low_bits else 0):
                 u, v = bounds[q], bounds[q + 1]
                 if bits[u]:
                     low = out[low_plane[own[u], c], begin + u : begin + v]
                     _low_bits(levels[u:v], (np.int32(1) << bits[u]) - np.int32(1), low)
-            # Pack these again to count escapes, one run at a time: for a table with gaps, the loop above escaped all.
-            for q in range(r if escapes else 0):
+            # Tables with gaps escaped everything above. Such a row is packed again, one run at a time.
+            for q in range(r if gaps else 0):
                 k, u, v = own[bounds[q]], bounds[q], bounds[q + 1]
                 table, plane = level_of_run[q], plane_of_run[q]
-                quantize_row(source[u:v], inverses[k], dead_zone[table], rounding[table], levels[: v - u])
+                quantize_row(y_[at + u : at + v], inverses[k], dead_zone[table], rounding[table], levels[: v - u])
                 escaped[c] += pack_row(
-                    levels[: v - u], bits[u], codable[plane], reach[plane, 0], reach[plane, 1], target[u:v], target[:0]
-                )
+                    levels[: v - u], bits[u], codable[plane], reach[plane, 0], reach[plane, 1], out_[at + u : at + v],
+                    spare[:0],
+                )  # fmt: skip
     return True
 
 
