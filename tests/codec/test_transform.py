@@ -252,6 +252,26 @@ def test_what_is_gathered_is_finite(dtype: torch.dtype, bad: float, unit: str) -
             tensors[unit][where] = kept
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_units_are_gathered_whatever_their_strides(dtype: str) -> None:
+    """The compiled loop takes the address and the strides of each; values of a head that are apart, it leaves."""
+    layout = KVLayout("mine", (LayerLayout(2, 6, 20, Rope((1.0, 0.3))),) * 2, dtype, max_positions=None)
+    sections = partition(layout, "all"), partition(layout, "heads:2"), partition(layout, "layer")
+    draw = torch.Generator().manual_seed(0)
+    tokens, at = 40, slice(3, 37)
+    wide = torch.randn(2, tokens, 5, 30, generator=draw).to(layout.torch_dtype)
+    by_head = torch.randn(2, 2, tokens, 20, generator=draw).to(layout.torch_dtype)
+    apart = torch.randn(2, tokens, 6, 2, generator=draw).to(layout.torch_dtype)
+    alike = wide[:, :, 1:3, 4:10], by_head.transpose(1, 2)
+    for keys, values in (alike, (apart.transpose(2, 3), alike[1])):
+        chunk = KVChunk(list(keys), list(values), layout, 9)
+        rotation = Rotation(layout, 9, tokens, CPU, inverse=True)
+        for section in (own for of_group in sections for own in of_group):
+            mean = torch.randn(2, section.values, generator=draw)
+            one, other = (m.gather_centered(chunk, section, rotation, at, mean) for m in (transform, transform_numba))
+            assert torch.equal(one, other)
+
+
 def random_covariance(size: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(size, size, generator=generator, dtype=torch.float64)

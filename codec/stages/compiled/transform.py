@@ -12,7 +12,8 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.sections import Section, UnitColumns
 from cuvee.codec.profiles.token_prediction import Predictions
-from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.addresses import array_at
+from cuvee.codec.stages.compiled.arena import FIRST, tile_arena
 from cuvee.codec.stages.compiled.bfloat16 import rounded, to_float
 from cuvee.codec.stages.compiled.compiler import compiled, inlined
 from cuvee.codec.stages.compiled.linear_steps import (
@@ -24,7 +25,7 @@ from cuvee.codec.stages.compiled.linear_steps import (
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
-from cuvee.codec.stages.rows import Rows, all_memory
+from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32, I64, U16
 
 
@@ -108,7 +109,6 @@ def _place(  # type: ignore[no-untyped-def]
 _NO_TABLE = np.empty((1, 0), np.float32)
 _NO_PREDICTIONS = np.empty((0, 0), np.uint16), np.empty(0, np.int64)
 _MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # bits of float32
-_arena = Arena()
 
 
 def place(
@@ -213,52 +213,84 @@ def _arrays(predictions: Predictions | None) -> tuple[U16, I64]:
     return predictions.rows.view(torch.int16).numpy().view(np.uint16), predictions.index
 
 
+# Fields of a unit that is gathered.
+_MEMORY = 0  # address of its values
+_TOKEN_STRIDE = 1
+_HEAD_STRIDE = 2
+_HEADS = 3
+_SIZE = 4  # values of a head
+_COLUMN = 5  # see `UnitColumns.first`
+_STRIDE = 6
+_COS = 7  # addresses of its rotation tables
+_SIN = 8
+_HALF = 9  # columns of these; 0 if it is not rotated
+_ALIKE: dict[torch.dtype, npt.NDArray[np.generic]] = {
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float32: np.empty(0, np.float32),
+}
+
+
 @compiled
 def _gather(  # type: ignore[no-untyped-def]
-    memory, token_stride, head_stride, heads, size, cos, sin, mean, predicted, row_of, column, stride, out
-):
-    """Write the values of one unit to its columns of `out`; return whether all values are finite."""
-    half, width = cos.shape[1], mean.shape[1]
-    means = len(mean)
-    mean_, cos_, sin_, out_ = (
-        mean.reshape(mean.size),
-        cos.reshape(cos.size),
-        sin.reshape(sin.size),
-        out.reshape(out.size),
-    )
-    predicted_ = predicted.reshape(predicted.size) if len(predicted) else np.zeros(width, predicted.dtype)
-    bits = out_.view(np.uint32)  # as integers, magnitudes keep their order, and NaN is above infinity
+    memory, token_stride, head_stride, heads, size, cos, sin, half, mean, predicted, row_of, width, column, stride, out
+):  # fmt: skip
+    """Write the values of one unit to its columns of `out`; return whether all values are finite.
+
+    Arrays are one-dimensional. `mean`, `predicted` and `out` have rows of `width` values.
+    """
+    means, tokens = len(mean) // width, len(out) // width
+    there = len(row_of) > 0
+    bits = out.view(np.uint32)  # as integers, magnitudes keep their order, and NaN is above infinity
     worst = np.uint32(0)
-    for t in range(len(out)):
+    for t in range(tokens):
         of_mean = min(t, means - 1) * width + column
-        of_token = (row_of[t] * width if len(predicted) else 0) + column
-        angle = min(t, len(cos) - 1) * half
+        of_token = (row_of[t] * width if there else 0) + column
+        angle = t * half
         for h in range(heads):
             at = t * token_stride + h * head_stride
-            center, guess, to = of_mean + h * stride, of_token + h * stride, t * out.shape[1] + column + h * stride
+            center, guess, to = of_mean + h * stride, of_token + h * stride, t * width + column + h * stride
             i = 0
             while i + WIDTH <= half:
                 turn_and_subtract_step(
-                    memory, at + i, mean_, center + i, predicted_, guess + i, half, cos_, sin_, angle + i, out_, to + i
+                    memory, at + i, mean, center + i, predicted, guess + i, half, cos, sin, angle + i, out, to + i
                 )  # fmt: skip
                 i += WIDTH
             while i < half:
                 j = i + half
                 a, b = to_float(memory[at + i]), to_float(memory[at + j])
-                c, s = cos_[angle + i], sin_[angle + i]
-                out_[to + i] = a * c - b * s - (mean_[center + i] + to_float(predicted_[guess + i]))
-                out_[to + j] = b * c + a * s - (mean_[center + j] + to_float(predicted_[guess + j]))
+                c, s = cos[angle + i], sin[angle + i]
+                out[to + i] = a * c - b * s - (mean[center + i] + to_float(predicted[guess + i]))
+                out[to + j] = b * c + a * s - (mean[center + j] + to_float(predicted[guess + j]))
                 i += 1
             i = 2 * half
             while i + WIDTH <= size:
-                subtract_step(memory, at + i, mean_, center + i, predicted_, guess + i, out_, to + i)
+                subtract_step(memory, at + i, mean, center + i, predicted, guess + i, out, to + i)
                 i += WIDTH
             while i < size:
-                out_[to + i] = to_float(memory[at + i]) - (mean_[center + i] + to_float(predicted_[guess + i]))
+                out[to + i] = to_float(memory[at + i]) - (mean[center + i] + to_float(predicted[guess + i]))
                 i += 1
             for k in range(np.uint64(to), np.uint64(to + size)):
                 worst = max(worst, bits[k] & _MAGNITUDE)
     return worst < _INFINITE
+
+
+@compiled
+def _gather_units(units, alike, mean, predicted, row_of, out):  # type: ignore[no-untyped-def]
+    """Write the values of all units of a section to `out`, `[t, N]`; return whether all values are finite."""
+    tokens, width = out.shape
+    mean_, out_ = mean.reshape(mean.size), out.reshape(out.size)
+    predicted_ = predicted.reshape(predicted.size) if len(row_of) else np.zeros(width, predicted.dtype)
+    finite = True
+    for u in range(len(units)):
+        token_stride, head_stride, heads, size, column, stride = units[u, _TOKEN_STRIDE : _STRIDE + 1]
+        half = units[u, _HALF]
+        memory = array_at(units[u, _MEMORY], tokens * token_stride + heads * head_stride + size, alike)
+        cos, sin = array_at(units[u, _COS], tokens * half, mean), array_at(units[u, _SIN], tokens * half, mean)
+        finite &= _gather(
+            memory, token_stride, head_stride, heads, size, cos, sin, half, mean_, predicted_, row_of, width, column,
+            stride, out_,
+        )  # fmt: skip
+    return finite
 
 
 def gather_centered(
@@ -270,26 +302,53 @@ def gather_centered(
     predictions: Predictions | None = None,
 ) -> torch.Tensor:
     """See `reference.transform.gather_centered`, which also serves all other layouts."""
-    units = [
-        (unit, (chunk.values if unit.is_value else chunk.keys)[unit.layer]) for unit in section.units(chunk.layout)
-    ]
-    if any(map(_interleaved, section.layers(chunk.layout))) or any(
-        cached.dtype == torch.float16 or cached.stride(2) != 1 for _, cached in units
-    ):
+    units, interleaved = _units.of(section, chunk.layout)
+    alike = _ALIKE.get(chunk.keys[0].dtype)
+    if alike is None or interleaved:
         return transform.gather_centered(chunk, section, rotation, at, mean, predictions)
     tokens = at.stop - at.start
-    target = _arena.array("x", tokens * section.values, np.float32).reshape(tokens, section.values)
-    centers, finite = (mean.numpy(), *_arrays(predictions)), True
-    for unit, cached in units:
+    fields = []
+    for unit in units:
+        cached = (chunk.values if unit.is_value else chunk.keys)[unit.layer]
+        token_stride, head_stride, one = cached.stride()
+        if one != 1:
+            return transform.gather_centered(chunk, section, rotation, at, mean, predictions)
         cos, sin = tables_of(chunk.layout, unit, rotation, at)
-        memory = plain(all_memory(cached[at]))
-        finite &= _gather(
-            memory, cached.stride(0), cached.stride(1), unit.heads, unit.size, cos, sin, *centers, unit.first,
-            unit.stride, target,
+        fields.append(
+            (
+                cached.data_ptr() + at.start * token_stride * alike.itemsize, token_stride, head_stride, unit.heads,
+                unit.size, unit.first, unit.stride, _address(cos), _address(sin), cos.shape[1],
+            )
         )  # fmt: skip
-    if not finite:
+    x = tile_arena.array(FIRST, tokens * section.values, np.float32).reshape(tokens, section.values)
+    if not _gather_units(np.array(fields, np.int64), alike, mean.numpy(), *_arrays(predictions), x):
         raise transform.not_finite_error(section)
-    return torch.from_numpy(target)
+    return torch.from_numpy(x)
+
+
+class _Units:
+    """The units of the sections of the layout that was last asked for: to list them takes as long as a short tile."""
+
+    def __init__(self) -> None:
+        self._held: tuple[KVLayout | None, dict[Section, tuple[tuple[UnitColumns, ...], bool]]] = (None, {})
+
+    def of(self, section: Section, layout: KVLayout) -> tuple[tuple[UnitColumns, ...], bool]:
+        """Return a section's units, and whether the keys of any of its layers are interleaved."""
+        held, known = self._held
+        if held is not layout:
+            known = {}
+            self._held = layout, known
+        if section not in known:
+            known[section] = tuple(section.units(layout)), any(map(_interleaved, section.layers(layout)))
+        return known[section]
+
+
+_units = _Units()
+
+
+def _address(array: F32) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def plain(x: torch.Tensor) -> npt.NDArray[np.generic]:
