@@ -144,10 +144,9 @@ class CoefficientCoder:
     def _to_planes(self, section: ClassedSection, tokens: int) -> tuple[ClassedPlanes, Escapes]:
         """Quantize and pack a section: everything before its entropy coding."""
         plan = section.plan
-        if int(plan.rows.max()) * tokens >= 1 << 32:
-            raise InputError(
-                f"chunk: must have fewer than 2**32 / {plan.rows.max()} tokens, got {tokens}: encode fewer at a time"
-            )
+        rows = int(plan.rows[plan.finest])
+        if rows * tokens >= 1 << 32:
+            raise InputError(f"chunk: must have fewer than 2**32 / {rows} tokens, got {tokens}: encode fewer at a time")
         classes, columns = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
         coded: list[U8] = []
         escaped: list[Escapes] = []

@@ -26,7 +26,8 @@ from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import step_value
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.errors import ProfileError
-from cuvee.codec.support.arrays import F32, I32, U8, U16
+from cuvee.codec.support.arrays import F32, I32, U8, U16, U32
+from cuvee.codec.support.lazy import lazy
 
 CLASSES = 16
 NEUTRAL = 11  # the class that uses the blob's own step: 5.5 octaves for attention sinks, 2 for what no token reads
@@ -129,6 +130,11 @@ class ClassedPlan:
         if plan is None:
             raise ProfileError(f"token_class: must be at least {self.finest}, got class {token_class}, which is finer")
         return plan
+
+    @lazy
+    def coders(self) -> U32:
+        """`[16 P]` uint32: where in `EntropyTables.coders` the table of each plane of each class begins."""
+        return self.tables.ravel().astype(np.uint32) * np.uint32(SYMBOLS)
 
     def entropy(self, tables: EntropyTables) -> npt.NDArray[np.float64]:
         """Return the expected bits of a token of each class, `[16]`."""

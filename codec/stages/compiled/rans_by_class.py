@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams, stream_count
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
+from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES, WINDOW
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
@@ -89,8 +90,7 @@ def encode_classed(sections: Sequence[ClassedPlanes], tables: EntropyTables) -> 
     data = _arena.array("data", symbols + WIDTH, np.uint8)
     np.concatenate([own.planes.reshape(-1) for own in sections], out=data[:symbols])
     depth = np.concatenate([own.plan.planes for own in sections])
-    begins_of = np.concatenate([own.plan.tables.reshape(-1) for own in sections]).astype(np.uint32)
-    begins_of *= np.uint32(SYMBOLS)
+    begins_of = np.concatenate([own.plan.coders for own in sections])
     states, lengths = np.empty(streams_at[-1], np.uint32), np.empty(streams_at[-1], np.uint32)
     class_states, class_lengths = np.empty((count, 1), np.uint32), np.empty((count, 1), np.uint32)
     class_words = np.empty((count, tokens), np.uint16)
@@ -117,4 +117,4 @@ def encode_classed(sections: Sequence[ClassedPlanes], tables: EntropyTables) -> 
 
 def _ends(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
     """Return where adjacent arrays of these sizes begin, and where the last ends."""
-    return np.concatenate([[0], np.cumsum(sizes)])
+    return np.array([0, *accumulate(sizes)])
