@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.profiles.class_predictor import CLAMP, SQUARE_FLOOR, finer_near_end
+from cuvee.codec.profiles.class_predictor import CLAMP, ENERGY_FLOOR, SQUARE_FLOOR, finer_near_end
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.support.arrays import F32
@@ -142,7 +142,7 @@ class DevicePredictor:
         u = y / self._scale
         out = torch.matmul(self._linear, u.clamp(-CLAMP, CLAMP))[:, 0]
         out += torch.matmul(self._square, (u.square() + SQUARE_FLOOR).log())[:, 0]
-        out += self._energy * (y.square().sum(1) + 1e-9).log() + levels
+        out += self._energy * (y.square().sum(1) + ENERGY_FLOOR).log() + levels
         return torch.minimum(out, self._limits[:, positions])
 
 

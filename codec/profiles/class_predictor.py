@@ -19,8 +19,9 @@ override it, without any effect on earlier blobs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +30,14 @@ import torch
 from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.token_classes import CLASS_UNITS, CLASSES, NEUTRAL
 from cuvee.codec.errors import FormatError, InputError
+from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.support.arrays import F32, U8
 
 CLASSES_PER_OCTAVE = OCTAVE // CLASS_UNITS
 CLAMP = 6.0  # in deviations; larger values predict nothing more
 SQUARE_FLOOR = 1e-2  # in squared deviations; below it the logarithm of a coefficient predicts nothing
+ENERGY_FLOOR = 1e-9  # added to the sum of squared coefficients, whose logarithm is thus finite
+KEPT_TOKENS = 1 << 10  # for longer chunks the octaves near the end are not worth the memory to keep them
 MAX_SINKS = 1 << 10
 MAX_DISTANCES, MAX_FINER = 32, 64.0
 # Share of the readers that begin within so many tokens although the cache goes on: prompts that begin alike part ways
@@ -120,7 +124,7 @@ class Predictor:
         logs = u.square().add_(SQUARE_FLOOR).log_()
         out = torch.from_numpy(self.linear) @ u.clamp_(-CLAMP, CLAMP)
         out += torch.from_numpy(self.square) @ logs
-        out += y.square().sum(0).add_(1e-9).log_().mul_(self.energy).add_(self.bias).sub_(finer)
+        out += y.square().sum(0).add_(ENERGY_FLOOR).log_().mul_(self.energy).add_(self.bias).sub_(finer)
         sinks = torch.from_numpy(self.sinks[start + first : start + first + y.shape[1]])
         out[: len(sinks)] = torch.minimum(out[: len(sinks)], sinks)
         return out
@@ -215,15 +219,25 @@ def finer_near_end(recency: F32, start: int, tokens: int, following: int) -> tor
         tokens: T.
         following: number of tokens in the cache after the chunk.
     """
+    near_end = _kept_near_end if tokens <= KEPT_TOKENS else _near_end
+    octaves = near_end(recency.tobytes(), tokens, min(following, 1 << len(recency)))  # beyond that nothing changes
+    return torch.from_numpy((octaves + finer_in_long_caches(recency, start + tokens + following)).astype(np.float32))
+
+
+def _near_end(recency: bytes, tokens: int, following: int) -> npt.NDArray[np.float64]:
+    """Return `finer_near_end` without what a long cache takes off all steps."""
+    octaves = np.frombuffer(recency, np.float32)
     distance = np.arange(tokens, 0, -1)
-    finer = recency_at(recency, distance)
-    if following and len(recency):
-        behind = min(following, 1 << len(recency))  # beyond that nothing changes
-        ends = np.minimum(np.arange(0, LEAVING_TOKENS, tokens), behind)[:, None]
-        leaving = np.exp2(2 * recency_at(recency, distance + ends)).mean(0)
-        finer = 0.5 * np.log2(LEAVING * leaving + (1 - LEAVING) * np.exp2(2 * recency_at(recency, distance + behind)))
-    finer += finer_in_long_caches(recency, start + tokens + following)
-    return torch.from_numpy(finer.astype(np.float32))
+    finer = recency_at(octaves, distance)
+    if following and len(octaves):
+        ends = np.minimum(np.arange(0, LEAVING_TOKENS, tokens), following)[:, None]
+        leaving = np.exp2(2 * recency_at(octaves, distance + ends)).mean(0)
+        at_end = np.exp2(2 * recency_at(octaves, distance + following))
+        finer = 0.5 * np.log2(LEAVING * leaving + (1 - LEAVING) * at_end)
+    return finer
+
+
+_kept_near_end = lru_cache(maxsize=1 << 8)(_near_end)
 
 
 def choose_classes(offsets: torch.Tensor, finest: int) -> U8:
@@ -232,6 +246,10 @@ def choose_classes(offsets: torch.Tensor, finest: int) -> U8:
     wanted = (offsets * CLASSES_PER_OCTAVE).round_().add_(NEUTRAL).nan_to_num_(nan=NEUTRAL)
     classes: U8 = wanted.clamp_(finest, CLASSES - 1).to(torch.uint8).numpy()
     return classes
+
+
+# `cuvee.codec.stages.reference.class_predictor.predict_classes`
+PredictClasses = Callable[[Predictor, torch.Tensor, Predictions | None, int, int, torch.Tensor, int], U8]
 
 
 def importance_offsets(importance: object, tokens: int) -> torch.Tensor:

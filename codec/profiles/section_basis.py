@@ -83,11 +83,11 @@ class SectionBasis:
         """
         y = centered.new_empty(sum(ranks), len(centered)) if out is None else out
         row = column = 0
-        for matrix, rank in zip(self.forward, ranks, strict=True):
-            size = matrix.shape[1]
+        for block, rank in zip(self.maps, ranks, strict=True):
             if known < rank:
-                torch.mm(matrix[known:rank], centered[:, column : column + size].T, out=y[row + known : row + rank])
-            row, column, known = row + rank, column + size, 0
+                own = centered[:, column : column + block.size].T
+                torch.mm(block.forward[known:rank], own, out=y[row + known : row + rank])
+            row, column, known = row + rank, column + block.size, 0
         return y
 
     def leading(self, wanted: npt.NDArray[np.int32]) -> LeadingComponents:

@@ -12,11 +12,11 @@ from cuvee.codec.entropy.family import Family, step_value
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan, class_table
 from cuvee.codec.errors import ProfileError
-from cuvee.codec.profiles.class_predictor import choose_classes, finer_near_end
+from cuvee.codec.profiles.class_predictor import PredictClasses, choose_classes, finer_near_end
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.section_basis import LeadingComponents
 from cuvee.codec.profiles.section_profile import SectionProfile
-from cuvee.codec.profiles.token_prediction import PredictionCache
+from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
 from cuvee.codec.support.arrays import I64, U8
 from cuvee.codec.support.lazy import lazy
 
@@ -85,6 +85,7 @@ class SectionCoding:
         at: slice,
         offsets: torch.Tensor | None,
         finer: torch.Tensor | None,
+        predict: PredictClasses,
         token_ids: I64 | None = None,
     ) -> tuple[U8, torch.Tensor | None]:
         """Return the classes of the tokens `at` of a chunk that begins at position `start`.
@@ -96,6 +97,7 @@ class SectionCoding:
             offsets: octaves `[T]` of all tokens, set by the caller; None: the predictor chooses. It reads values with
                 their predictions, so that the classes of a chunk do not depend on whether its tokens are known.
             finer: what `finer` returned for the chunk.
+            predict: the stage that applies the predictor.
             token_ids: of the tokens `at`, if the blob holds ids.
 
         Returns:
@@ -109,17 +111,15 @@ class SectionCoding:
             raise ProfileError("importance: must be given for a section without a class predictor")
         y = self._leading(x)
         predicted = self._predicted(token_ids, start + at.start)
-        whole = y if predicted is None else y + predicted
-        classes = choose_classes(predictor.offsets(whole, start, at.start, finer[at]), self.classed.finest)
+        classes = predict(predictor, y, predicted, start, at.start, finer[at], self.classed.finest)
         return classes, y if self._reads_first else None
 
-    def _predicted(self, token_ids: I64 | None, start: int) -> torch.Tensor | None:
-        """Return what tokens from position `start` on predict of the components that the predictor reads, `[K, t]`."""
-        coefficients = None if token_ids is None or self._coefficients is None else self._coefficients()
-        if token_ids is None or coefficients is None:
+    def _predicted(self, token_ids: I64 | None, start: int) -> Predictions | None:
+        """Return what tokens from position `start` on predict of the components that the predictor reads."""
+        if token_ids is None or self._coefficients is None:
             return None
-        found = coefficients.of(token_ids, start)
-        return found.rows[torch.from_numpy(found.index)].T
+        coefficients = self._coefficients()
+        return None if coefficients is None else coefficients.of(token_ids, start)
 
     @lazy
     def _reads_first(self) -> bool:

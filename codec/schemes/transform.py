@@ -7,6 +7,7 @@ bytes --decode--> y [R, t] of columns --product, as deep as their class--> x --u
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
 from cuvee.codec.schemes import overlap
 from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.product import list_runs
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.sections import Coefficients, padded
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
@@ -113,16 +115,10 @@ class TransformScheme:
         finer = coding.finer(chunk.start, chunk.tokens, chunk.following)
         for at, x in self._centered(chunk, index, unrotation):
             ids = None if chunk.token_ids is None else chunk.token_ids[at]
-            classes, leading = coding.classes(x, chunk.start, at, offsets, finer, ids)
-            by_class = self._stages.coding_order(classes)
-            columns, order = classes[by_class], torch.from_numpy(by_class)
-            ordered = torch.index_select(x, 0, order, out=_arena.tensor("ordered", x.numel(), x.dtype).view(x.shape))
-            rows = int(coding.classed.rows[columns.min()])
-            y = _arena.tensor("y", rows * len(columns), x.dtype).view(rows, len(columns))
-            known = 0
-            if leading is not None:
-                known = min(len(leading), rows)
-                torch.index_select(leading[:known], 1, order, out=y[:known])
+            classes, leading = coding.classes(x, chunk.start, at, offsets, finer, self._stages.predict_classes, ids)
+            rows = int(coding.classed.rows[classes.min()])
+            columns, ordered, y = self._stages.arrange(classes, x, leading, rows)
+            known = 0 if leading is None else min(len(leading), rows)
             for run, ranks in product_runs(columns, coding.class_ranks):
                 self._stages.analyze(coding.learned.basis, ordered[run], ranks, y[: sum(ranks), run], known)
             yield classes, columns, as_numpy(y)
@@ -199,12 +195,14 @@ def product_runs(classes: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterato
         for run, k in class_runs(classes):
             yield run, class_ranks[k]
         return
-    depths = np.array(class_ranks)[classes, 0]
-    start = 0
-    while start < len(classes):
-        further = depths[start + PRODUCT_COLUMNS :]
-        # Columns are sorted within windows: the next window's begin anew with the finest.
-        ends = np.flatnonzero((further < PRODUCT_DEPTH * depths[start]) | (further > depths[start]))
-        stop = start + PRODUCT_COLUMNS + int(ends[0]) if len(ends) else len(classes)
-        yield slice(start, stop), (int(depths[start:stop].max()),)
-        start = stop
+    depths = _depths(class_ranks)
+    bounds, deepest = np.empty(len(classes) + 1, np.int64), np.empty(len(classes), np.int64)
+    count = list_runs(classes, depths, PRODUCT_DEPTH, PRODUCT_COLUMNS, bounds, deepest)
+    for i in range(count):
+        yield slice(int(bounds[i]), int(bounds[i + 1])), (int(deepest[i]),)
+
+
+@lru_cache(maxsize=1 << 12)
+def _depths(class_ranks: Sequence[tuple[int, ...]]) -> I64:
+    """Return the number of components of each class in a section of one block."""
+    return np.array([rank for (rank,) in class_ranks], np.int64)

@@ -22,12 +22,14 @@ from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.profiles.class_predictor import PredictClasses
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled import byte_planes as compiled_byte_planes
 from cuvee.codec.stages.compiled import channels as compiled_channels
+from cuvee.codec.stages.compiled import class_predictor as compiled_class_predictor
 from cuvee.codec.stages.compiled import product as compiled_product
 from cuvee.codec.stages.compiled import rans as compiled_rans
 from cuvee.codec.stages.compiled import rans_by_class as compiled_rans_by_class
@@ -39,6 +41,7 @@ from cuvee.codec.stages.compiled import transform as compiled_transform
 from cuvee.codec.stages.reference import (
     byte_planes,
     channels,
+    class_predictor,
     product,
     rans,
     rans_by_class,
@@ -80,10 +83,10 @@ class Place(Protocol):
 class Stages:
     """One implementation of all stages. Each stage has the signature and the results of its reference.
 
-    The references are in `stages/reference`: rans, symbols, transform and product; channels for channels
-    that are coded one by one; token_order, rans_by_class and
-    symbols_by_class for tokens with classes; sections to decode whole sections; byte_planes for lossless. An index is
-    only valid for the stages and in the thread that made it, until that thread makes the next.
+    The references are in `stages/reference`: rans, symbols, transform and product; channels for channels that are coded
+    one by one; class_predictor, token_order, rans_by_class and symbols_by_class for tokens with classes; sections to
+    decode whole sections; byte_planes for lossless. An index is only valid for the stages and in the thread that made
+    it, until that thread makes the next.
     """
 
     name: str
@@ -97,7 +100,8 @@ class Stages:
     analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None, int], torch.Tensor]
     prepare_inverse: Callable[[Sequence[torch.Tensor], int, torch.dtype], Any]
     synthesize: Callable[[torch.Tensor, Any, Iterable[tuple[slice, Sequence[int]]], torch.Tensor], torch.Tensor]
-    coding_order: Callable[[U8], npt.NDArray[np.intp]]
+    predict_classes: PredictClasses
+    arrange: Callable[[U8, torch.Tensor, torch.Tensor | None, int], tuple[U8, torch.Tensor, torch.Tensor]]
     encode_classed: Callable[[Sequence[ClassedPlanes], EntropyTables], list[tuple[Streams, Streams]]]
     to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
     index_sections: Callable[[StepCoding, Sequence[tuple[int, memoryview]], int], Any]
@@ -126,7 +130,8 @@ _STAGES = (
         SectionBasis.coefficients,
         product.prepare_inverse,
         product.synthesize,
-        token_order.coding_order,
+        class_predictor.predict_classes,
+        token_order.arrange,
         rans_by_class.encode_classed,
         symbols_by_class.to_planes,
         sections.index_sections,
@@ -151,7 +156,8 @@ _STAGES = (
         SectionBasis.coefficients,
         compiled_product.prepare_inverse,
         compiled_product.synthesize,
-        compiled_token_order.coding_order,
+        compiled_class_predictor.predict_classes,
+        compiled_token_order.arrange,
         compiled_rans_by_class.encode_classed,
         compiled_symbols_by_class.to_planes,
         compiled_sections.index_sections,

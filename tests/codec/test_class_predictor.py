@@ -21,6 +21,7 @@ from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.learning.class_predictor import TokenSample, leading_components, learn_classes, learn_predictors
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import (
+    KEPT_TOKENS,
     LEAVING,
     LEAVING_TOKENS,
     MAX_DISTANCES,
@@ -35,6 +36,9 @@ from cuvee.codec.profiles.class_predictor import (
 )
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
+from cuvee.codec.profiles.token_prediction import Predictions
+from cuvee.codec.stages.implementations import get_stages, stage_names
+from cuvee.codec.stages.reference.class_predictor import predict_classes
 from cuvee.integrations.transformers import encode_cache
 
 
@@ -94,18 +98,50 @@ def test_components_of_the_predictor_need_no_second_product(group: str) -> None:
         coding = SectionCoding(replace(profile.learned[0], predictor=reads), 0)
         basis = coding.learned.basis
         x = torch.randn(40, len(basis.mean), generator=torch.Generator().manual_seed(0))
-        classes, known = coding.classes(x, 10, slice(0, 40), None, coding.finer(10, 40, 0))
+        classes, known = coding.classes(x, 10, slice(0, 40), None, coding.finer(10, 40, 0), predict_classes)
         assert classes.dtype == np.uint8 and classes.shape == (40,)
         assert (known is not None) == (first and group == "layer")
         if known is not None:
             torch.testing.assert_close(known, basis.coefficients(x, basis.block_ranks)[:3], rtol=1e-4, atol=1e-4)
-        assert coding.classes(x, 10, slice(8, 40), torch.zeros(40), None)[1] is None, "a caller's classes read nothing"
+        assert coding.classes(x, 10, slice(8, 40), torch.zeros(40), None, predict_classes)[1] is None, (
+            "a caller's reads nothing"
+        )
 
 
 def test_a_section_without_a_predictor_has_no_classes_of_its_own() -> None:
     coding = SectionCoding(replace(fitted().learned[0], predictor=None), 0)
+    x = torch.zeros(1, len(coding.learned.basis.mean))
     with pytest.raises(ProfileError, match="without a class predictor"):
-        coding.classes(torch.zeros(1, len(coding.learned.basis.mean)), 0, slice(0, 1), None, coding.finer(0, 1, 0))
+        coding.classes(x, 0, slice(0, 1), None, coding.finer(0, 1, 0), predict_classes)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 63, 256, 300])
+@pytest.mark.parametrize("count", [1, 3, 96])
+def test_backends_choose_the_same_classes(count: int, tokens: int) -> None:
+    draw = torch.Generator().manual_seed(100 * count + tokens)
+    numbers = torch.randn(3, count, generator=draw).numpy()
+    reads = predictor(
+        components=np.arange(count, dtype=np.int32), scale=np.exp(numbers[0]), linear=numbers[1] / count,
+        square=numbers[2] / count, energy=0.3, sinks=np.linspace(-4, 0, 9).astype(np.float32),
+    )  # fmt: skip
+    y, finer = 3 * torch.randn(count, tokens, generator=draw), torch.rand(tokens, generator=draw)
+    guess = Predictions(torch.randn(5, count, generator=draw), np.arange(tokens) % 5)
+    seen = set()
+    for coefficients in (y, y * 1e30, y * float("nan")):
+        for predictions in (None, guess):
+            # All sinks, some of the run, none, and those before the run's first token.
+            for start, first in ((0, 0), (6, 0), (9, 0), (2, 5)):
+                for finest in (0, 9):
+                    one, other = (
+                        get_stages(name).predict_classes(
+                            reads, coefficients.clone(), predictions, start, first, finer, finest
+                        )
+                        for name in stage_names()
+                    )
+                    assert one.dtype == other.dtype and np.array_equal(one, other)
+                    assert finest <= other.min() and other.max() < CLASSES
+                    seen.update(other.tolist())
+    assert len(seen) > 3, "otherwise this shows nothing"
 
 
 def test_offsets_are_a_sum_over_features() -> None:
@@ -179,6 +215,22 @@ def test_small_chunks_cost_hardly_more_than_large_ones() -> None:
     for tokens in (16, 64, 128):
         part = finer_near_end(recency, 0, tokens, 10_000 + LEAVING_TOKENS - tokens).mean()
         assert 0 < part - whole < 0.25, tokens
+
+
+@pytest.mark.parametrize("tokens", [5, KEPT_TOKENS, KEPT_TOKENS + 1])
+def test_what_was_kept_of_a_chunk_serves_only_its_likes(tokens: int) -> None:
+    """The octaves of short chunks are kept: by their recency, their length and what follows."""
+    for _ in range(2):
+        plain = finer_near_end(RECENCY, 0, tokens, 0)
+        assert plain.shape == (tokens,)
+        level = finer_in_long_caches(RECENCY, tokens)
+        np.testing.assert_allclose(plain, recency_at(RECENCY, np.arange(tokens, 0, -1)) + level, rtol=1e-6)
+        farther = finer_near_end(RECENCY, 100, tokens, 0)
+        assert bool((farther > plain).all()), "all steps are finer in a longer cache"
+        followed = finer_near_end(RECENCY, 0, tokens, 7)
+        assert float(followed[-1]) < float(plain[-1])
+        assert not torch.equal(finer_near_end(2 * RECENCY, 0, tokens, 0), plain)
+        plain.fill_(9)  # what a caller does with it changes nothing
 
 
 def test_no_length_overflows() -> None:

@@ -98,11 +98,21 @@ def test_columns_are_sorted_by_class_within_windows() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 256, 257, 1000])
-def test_backends_agree_on_the_order(tokens: int) -> None:
+@pytest.mark.parametrize(("rows", "known"), [(0, 3), (5, None), (5, 0), (5, 3), (5, 5), (3, 5)])
+def test_backends_arrange_tokens_alike(tokens: int, rows: int, known: int | None) -> None:
     rng = np.random.default_rng(tokens)
     for classes in (rng.integers(0, CLASSES, tokens).astype(np.uint8), np.full(tokens, CLASSES - 1, np.uint8)):
-        one, other = (get_stages(name).coding_order(classes) for name in BACKENDS)
-        assert one.dtype == other.dtype and np.array_equal(one, other)
+        x = torch.from_numpy(rng.normal(size=(tokens, 7)).astype(np.float32))
+        leading = None if known is None else torch.from_numpy(rng.normal(size=(known, tokens)).astype(np.float32))
+        order = coding_order(classes)
+        for name in BACKENDS:
+            columns, ordered, y = get_stages(name).arrange(classes, x.clone(), leading, rows)
+            assert columns.dtype == np.uint8 and np.array_equal(columns, classes[order])
+            assert torch.equal(ordered, x[order]) and y.shape == (rows, tokens)
+            for got, want in zip(y, () if leading is None else leading[:, order], strict=False):
+                assert torch.equal(got, want)
+            y.fill_(7)
+            assert torch.equal(ordered, x[order]), "coefficients have room of their own"
 
 
 def encoded(stages: Stages, planes: U8, columns: U8, plan: ClassedPlan, n: int) -> Streams:

@@ -30,6 +30,7 @@ from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.profiles.token_prediction import PredictionCache, TokenMap, TokenTable
+from cuvee.codec.stages.reference.class_predictor import predict_classes
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 
 VOCABULARY, TOKENS = 96, 300
@@ -527,9 +528,9 @@ def test_the_classes_of_sinks_do_not_depend_on_their_tokens(profile: Profile) ->
     coding = SectionCoding(changed, 0, lambda: coefficients)
     x = torch.randn(20, len(section.basis.mean), generator=torch.Generator().manual_seed(0))
     finer = coding.finer(0, 20, 0)
-    without, _ = coding.classes(x, 0, at, None, finer)
+    without, _ = coding.classes(x, 0, at, None, finer, predict_classes)
     for first in range(30):
-        with_ids, _ = coding.classes(x, 0, at, None, finer, np.arange(first, first + 20))
+        with_ids, _ = coding.classes(x, 0, at, None, finer, predict_classes, np.arange(first, first + 20))
         assert np.array_equal(without[:sinks], with_ids[:sinks])
         assert (without[sinks:] != with_ids[sinks:]).any()
 

@@ -62,6 +62,40 @@ class TiledInverse:
     together: torch.Tensor | None
 
 
+@compiled
+def list_runs(classes, depths, share, least, bounds, deepest):  # type: ignore[no-untyped-def]
+    """List the runs of columns that share a product, see `cuvee.codec.schemes.transform.product_runs`.
+
+    Args:
+        classes: uint8, the class of each column.
+        depths: int64, the depth of each class.
+        share: a run ends before a column that needs less than this share of the depth of its first.
+        least: the least number of columns of a run but the last.
+        bounds: int64, receives the first column of each run, and where the last ends.
+        deepest: int64, receives the largest depth in each run.
+
+    Returns:
+        the number of runs.
+    """
+    columns = len(classes)
+    runs = start = 0
+    while start < columns:
+        first = most = depths[classes[start]]
+        stop = start + 1
+        while stop < columns:
+            depth = depths[classes[stop]]
+            # Columns are sorted within windows: the next window's begin anew with the finest.
+            if stop >= start + least and (depth < share * first or depth > first):
+                break
+            most = max(most, depth)
+            stop += 1
+        bounds[runs], deepest[runs] = start, most
+        runs += 1
+        start = stop
+    bounds[runs] = columns
+    return runs
+
+
 def prepare_inverse(
     matrices: Sequence[torch.Tensor], rank: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...] | TiledInverse:

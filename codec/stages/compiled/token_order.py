@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
+from cuvee.codec.stages.compiled.arena import SECOND, tile_arena
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.support.arrays import U8
+
+_NOTHING = np.empty((0, 0), np.float32)
 
 ABSENT = 1  # the class of a column without a token, if tokens have no classes
 
@@ -33,11 +36,28 @@ def sort_columns(classes, order, columns):  # type: ignore[no-untyped-def]
             first[k] += 1
 
 
-def coding_order(classes: U8) -> npt.NDArray[np.intp]:
-    """See `cuvee.codec.entropy.token_classes.coding_order`."""
-    order = np.empty(len(classes), np.intp)
-    sort_columns(classes, order, np.empty(len(classes), np.uint8))
-    return order
+@compiled
+def _copy_columns(order, x, leading, ordered, y):  # type: ignore[no-untyped-def]
+    """Copy the rows of `x` in this order, and then the columns of `leading`: `y` may be the memory of `x`."""
+    for column in range(len(order)):
+        ordered[column] = x[order[column]]
+    for row in range(min(len(leading), len(y))):
+        for column in range(len(order)):
+            y[row, column] = leading[row, order[column]]
+
+
+def arrange(
+    classes: U8, x: torch.Tensor, leading: torch.Tensor | None, rows: int
+) -> tuple[U8, torch.Tensor, torch.Tensor]:
+    """See `cuvee.codec.stages.reference.token_order.arrange`. Coefficients take the place of values."""
+    tokens = len(classes)
+    order, columns = np.empty(tokens, np.intp), np.empty(tokens, np.uint8)
+    sort_columns(classes, order, columns)
+    values = x.numpy()
+    ordered = tile_arena.array(SECOND, x.numel(), np.float32).reshape(values.shape)
+    y = values.reshape(-1)[: rows * tokens].reshape(rows, tokens)
+    _copy_columns(order, values, _NOTHING if leading is None else leading.numpy(), ordered, y)
+    return columns, torch.from_numpy(ordered), torch.from_numpy(y)
 
 
 @compiled

@@ -145,7 +145,7 @@ def test_the_work_without_a_profile(layout: KVLayout, chunk: KVChunk) -> None:
 
 
 def test_a_stage_that_is_only_timed_has_no_work() -> None:
-    assert count_work("coding_order", (np.zeros(3, np.uint8),), np.arange(3)) == {}
+    assert count_work("arrange", (np.zeros(3, np.uint8),), None) == {}
 
 
 def test_everything_is_as_before(layout: KVLayout, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,33 @@
+"""The classes of a section's tokens, as its predictor chooses them."""
+
+from __future__ import annotations
+
+import torch
+
+from cuvee.codec.profiles.class_predictor import Predictor, choose_classes
+from cuvee.codec.profiles.token_prediction import Predictions
+from cuvee.codec.support.arrays import U8
+
+
+def predict_classes(
+    predictor: Predictor,
+    y: torch.Tensor,
+    predictions: Predictions | None,
+    start: int,
+    first: int,
+    finer: torch.Tensor,
+    finest: int,
+) -> U8:
+    """Return the classes `[t]` uint8 of a run of tokens.
+
+    Args:
+        predictor: of the section.
+        y: `[K, t]` float32, the coefficients that the predictor reads, minus their predictions.
+        predictions: what tokens predict of these coefficients; None: nothing.
+        start: see `Predictor.offsets`, like the next two.
+        first: see above.
+        finer: see above.
+        finest: the finest class that is served.
+    """
+    whole = y if predictions is None else y + predictions.rows[torch.from_numpy(predictions.index)].T
+    return choose_classes(predictor.offsets(whole, start, first, finer), finest)
