@@ -15,6 +15,7 @@ from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, CodingPlan, Escap
 from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.entropy.family import coding_plan, default_family, scale_codes, step_value
 from cuvee.codec.entropy.streams import Streams, stream_count
+from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import (
     CLASS_UNITS,
     CLASSES,
@@ -280,6 +281,28 @@ def test_classes_that_are_not_those_of_the_streams_are_found(backend: Stages, wr
 
 
 # --- planes
+
+
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("tokens", [1, 15, 63, 257])
+def test_a_table_may_leave_gaps_between_the_values_that_it_codes(every: bool, tokens: int) -> None:
+    """What falls in a gap escapes, and counts once; `every` table has gaps, or every other one."""
+    freq = FAMILY.tables.freq.copy()
+    gapped = freq if every else freq[::2]
+    for value in (2, 256 - 3):
+        gapped[:, 0] += gapped[:, value]
+        gapped[:, value] = 0
+    tables = EntropyTables(freq, FAMILY.tables.prob_bits)
+    assert (tables.reach[:, 0] > tables.reach[:, 1]).any()
+    plan = plan_of(30)
+    classes = classes_of(tokens, plan, tokens)
+    y = coefficients(30, classes, plan)
+    one, other = (get_stages(name).to_planes(y, classes, plan, FAMILY.quantizer, tables) for name in BACKENDS)
+    np.testing.assert_array_equal(one[1].index, other[1].index)
+    np.testing.assert_array_equal(one[1].value, other[1].value)
+    assert tokens == 1 or np.isin([2, -3], one[1].value).all()
+    for t, k in enumerate(classes):
+        np.testing.assert_array_equal(one[0][: plan.planes[k], t], other[0][: plan.planes[k], t])
 
 
 @pytest.mark.parametrize("tokens", SIZES)
