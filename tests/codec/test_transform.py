@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -270,6 +271,27 @@ def test_units_are_gathered_whatever_their_strides(dtype: str) -> None:
             mean = torch.randn(2, section.values, generator=draw)
             one, other = (m.gather_centered(chunk, section, rotation, at, mean) for m in (transform, transform_numba))
             assert torch.equal(one, other)
+
+
+def test_equal_sections_of_two_layouts_are_gathered_each_by_its_own() -> None:
+    """What is known of the sections of a layout serves no other, however alike the sections are."""
+    rope = Rope((1.0, 0.3, 0.1))
+    layouts = [
+        KVLayout("mine", (LayerLayout(2, key, value, own),), "float32", max_positions=None)
+        for key, value, own in ((6, 20, rope), (20, 6, rope), (6, 20, replace(rope, interleaved=True)))
+    ]
+    assert len({partition(layout, "all") for layout in layouts}) == 1
+    draw = torch.Generator().manual_seed(0)
+    for layout in (*layouts, *layouts):
+        (section,), (layer,) = partition(layout, "all"), layout.layers
+        keys, values = (torch.randn(1, 9, 2, size, generator=draw) for size in (layer.head_dim, layer.value_dim))
+        chunk, rotation = KVChunk(keys, values, layout, 3), Rotation(layout, 3, 9, CPU, inverse=True)
+        mean = torch.randn(1, section.values, generator=draw)
+        one, other = (
+            module.gather_centered(chunk, section, rotation, slice(0, 9), mean)
+            for module in (transform, transform_numba)
+        )
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def random_covariance(size: int, seed: int) -> torch.Tensor:
