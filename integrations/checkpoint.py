@@ -1,4 +1,5 @@
-"""Identities of checkpoints, tokenizers and adapters on disk, and whether a profile belongs to a checkpoint.
+"""Identities of checkpoints, tokenizers and adapters on disk, layouts of their caches, and whether a profile belongs to
+a checkpoint.
 
     folder ─┬─ config.json …       canonical JSON without volatile entries ─┐
             ├─ *.safetensors       header, and pages spread over each tensor ├─> BLAKE2b
@@ -20,7 +21,7 @@ import logging
 import os
 import secrets
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -31,6 +32,7 @@ import torch
 
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.identity import Identity, canonical
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import fingerprint_samples, sampled_positions
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json
@@ -107,6 +109,34 @@ def tokenizer_identity(path: str | Path, *, revision: str | None = None) -> str:
     for file in files:
         digest.update(canonical(file.name.encode(), file.read_bytes()))
     return digest.hexdigest()
+
+
+def read_layout(
+    path: str, dtype: torch.dtype | None, *, revision: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> KVLayout:
+    """Read the layout of a model's cache from the configuration of its checkpoint.
+
+    Args:
+        path: as in `checkpoint_identity`.
+        dtype: of the cache; None: that of the configuration.
+        revision: of a hub id.
+        overrides: changes to the configuration.
+
+    Raises:
+        InputError: there is no such checkpoint on this machine.
+        UnsupportedModelError: cuvee does not handle this kind of attention or positions.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model: must be a folder or hub id with a configuration that transformers reads, got {path}: "
+            "give the checkpoint's folder in option 'model'"
+        ) from error
+    config.update(dict(overrides or {}))
+    return KVLayout.from_config(config.get_text_config(decoder=True), dtype)
 
 
 def name_of_weights(weights: str, compute: str, quantization: str, overrides: str, dummy: str) -> str:

@@ -1,9 +1,12 @@
-"""Opens the `PageStore` of one rank of an engine: profile, codec, identity and store, by the adapter's options."""
+"""Opens the `PageStore` of each rank and tenant of an engine: profile, codec, identity and store, by the adapter's
+options.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from threading import Lock
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
@@ -17,6 +20,107 @@ from cuvee.integrations.pages.page_store import PageStore
 from cuvee.integrations.stores import open_store
 
 logger = logging.getLogger(__name__)
+
+
+class PageStores:
+    """The page stores of all ranks and tenants that one process serves. They share a store and its threads.
+
+    Args:
+        options: of the adapter.
+        layout: of the whole model; its dtype is that of the engine's cache.
+        weights: names the weights as the engine uses them (`name_of_weights`). Called once everything else is accepted,
+            because it reads files.
+        engine: names the engine and its way of naming pages; entries of other engines are never found.
+        page_tokens: tokens per page of the engine.
+        counts: as in `PageStore`.
+        rank: one of the ranks, whose codec shows at once whether the options can be met.
+        ranks: its tensor-parallel size.
+        lookup_timeout: as in `PageStore`.
+        load_timeout: as in `PageStore`.
+
+    Raises:
+        InputError: an option out of range, a store or a secret that cannot be used.
+        ProfileError, FormatError: the profile cannot be read or cannot do what the options ask.
+        ProfileMismatchError: a profile of another model.
+    """
+
+    def __init__(
+        self,
+        options: CodingOptions,
+        layout: KVLayout,
+        weights: Callable[[], str],
+        *,
+        engine: str,
+        page_tokens: int,
+        counts: Recorder,
+        rank: int = 0,
+        ranks: int = 1,
+        lookup_timeout: float = 2.0,
+        load_timeout: float = 30.0,
+    ) -> None:
+        if options.chunk_tokens % page_tokens and options.chunk_tokens > page_tokens:
+            raise InputError(
+                f"chunk_tokens: must be a multiple of the engine's page size {page_tokens}, got {options.chunk_tokens}"
+            )
+        self._options, self._engine, self._page_tokens = options, engine, page_tokens
+        self._profile = Profile.generic(layout) if options.profile is None else Profile.load(options.profile)
+        self._profile.check_layout(layout)
+        self._secrets = options.secrets() or None
+        self._layout = layout
+        self._lock = Lock()
+        self._codecs: dict[tuple[int, int], Codec] = {}
+        codec = self._codec(rank, ranks)
+        run_pages = min(max(options.chunk_tokens // page_tokens, 1), MAX_RUN_PAGES)
+        self._weights = weights()
+        logger.info(
+            "cuvee: pages of %d tokens are coded %d at a time, at quality %s",
+            page_tokens, run_pages, codec.quality_name,
+        )  # fmt: skip
+        self._any = PageStore(
+            codec, open_store(options.store), self._names(codec, ranks, options.tenant), counts=counts, shard=rank,
+            run_pages=run_pages, threads=options.threads, lookup_timeout=lookup_timeout, load_timeout=load_timeout,
+        )  # fmt: skip
+
+    def of(self, rank: int, ranks: int, tenant: str, counts: Recorder | None = None) -> PageStore:
+        """Return the page store of a tensor-parallel rank and a tenant.
+
+        Args:
+            rank: tensor-parallel rank.
+            ranks: tensor-parallel size.
+            tenant: `options.tenant`, or a request's own.
+            counts: told what happens there; default: as given to the class.
+
+        Raises:
+            InputError: a rank outside of the group, or heads that cannot be divided among the ranks.
+            ProfileError: a profile that cannot be cut for these ranks.
+        """
+        codec = self._codec(rank, ranks)
+        return self._any.beside(codec, self._names(codec, ranks, tenant), shard=rank, counts=counts)
+
+    def close(self) -> None:
+        """Close all of them, as `PageStore.close` does."""
+        self._any.close()
+
+    def _codec(self, rank: int, ranks: int) -> Codec:
+        with self._lock:
+            if (rank, ranks) not in self._codecs:
+                self._codecs[rank, ranks] = Codec(
+                    self._profile.shard(rank, ranks), **self._options.codec_quality, dtype=self._layout.dtype,
+                    threads=1, key=self._secrets,
+                )  # fmt: skip
+            return self._codecs[rank, ranks]
+
+    def _names(self, codec: Codec, ranks: int, tenant: str) -> PageNames:
+        identity = Identity(
+            model=self._weights,
+            tokenizer="",  # the engine's names of pages are made of token ids
+            layout=self._layout.fingerprint,
+            profile=b"" if codec.lossless else self._profile.id,
+            quality=codec.quality_name,
+            shards=ranks,
+        )
+        # An engine's adapter may delete all that it stored, so it has tenants of its own.
+        return PageNames(identity, Scope(tenant=f"{self._engine}:{tenant}"), self._engine, self._page_tokens)
 
 
 def open_page_store(
@@ -36,47 +140,21 @@ def open_page_store(
 
     Args:
         options: of the adapter.
-        layout: of the whole model; its dtype is that of the engine's cache.
-        weights: names the weights as the engine uses them (`name_of_weights`). Called once everything else is accepted,
-            because it reads files.
-        engine: names the engine and its way of naming pages; entries of other engines are never found.
-        page_tokens: tokens per page of the engine.
-        counts: as in `PageStore`.
+        layout: as in `PageStores`.
+        weights: as in `PageStores`.
+        engine: as in `PageStores`.
+        page_tokens: as in `PageStores`.
+        counts: as in `PageStores`.
         rank: tensor-parallel rank.
         ranks: tensor-parallel size.
         lookup_timeout: as in `PageStore`.
         load_timeout: as in `PageStore`.
 
     Raises:
-        InputError: an option out of range, a store or a secret that cannot be used.
-        ProfileError, FormatError: the profile cannot be read or cannot do what the options ask.
-        ProfileMismatchError: a profile of another model.
+        InputError, ProfileError, FormatError, ProfileMismatchError: as `PageStores`.
     """
-    if options.chunk_tokens % page_tokens and options.chunk_tokens > page_tokens:
-        raise InputError(
-            f"chunk_tokens: must be a multiple of the engine's page size {page_tokens}, got {options.chunk_tokens}"
-        )
-    profile = Profile.generic(layout) if options.profile is None else Profile.load(options.profile)
-    profile.check_layout(layout)
-    codec = Codec(
-        profile.shard(rank, ranks), **options.codec_quality, dtype=layout.dtype, threads=1,
-        key=options.secrets() or None,
+    stores = PageStores(
+        options, layout, weights, engine=engine, page_tokens=page_tokens, counts=counts, rank=rank, ranks=ranks,
+        lookup_timeout=lookup_timeout, load_timeout=load_timeout,
     )  # fmt: skip
-    run_pages = min(max(options.chunk_tokens // page_tokens, 1), MAX_RUN_PAGES)
-    identity = Identity(
-        model=weights(),
-        tokenizer="",  # the engine's names of pages are made of token ids
-        layout=layout.fingerprint,
-        profile=b"" if codec.lossless else profile.id,
-        quality=codec.quality_name,
-        shards=ranks,
-    )
-    # An engine's adapter may delete all that it stored, so it has tenants of its own.
-    names = PageNames(identity, Scope(tenant=f"{engine}:{options.tenant}"), engine, page_tokens)
-    logger.info(
-        "cuvee: pages of %d tokens are coded %d at a time, at quality %s", page_tokens, run_pages, codec.quality_name
-    )
-    return PageStore(
-        codec, open_store(options.store), names, counts=counts, shard=rank, run_pages=run_pages,
-        threads=options.threads, lookup_timeout=lookup_timeout, load_timeout=load_timeout,
-    )  # fmt: skip
+    return stores.of(rank, ranks, options.tenant)

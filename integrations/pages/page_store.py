@@ -10,6 +10,7 @@ kind, and never raised.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections import OrderedDict
@@ -18,13 +19,14 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from threading import Condition, Lock
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, InputError
 from cuvee.codec.identity import PageNames, store_key, tenant_id
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.guard import Recorder
 from cuvee.integrations.pages.entries import (
@@ -151,6 +153,29 @@ class PageStore:
         self._places: OrderedDict[bytes, Place] = OrderedDict()  # of the pages last seen, by digest
         self._said: set[str] = set()
 
+    @property
+    def layout(self) -> KVLayout:
+        """Layout of the caches that pages are saved from: that of this rank's part."""
+        return self._codec.profile.layout
+
+    def beside(self, codec: Codec, names: PageNames, *, shard: int = 0, counts: Recorder | None = None) -> Self:
+        """Return a page store of another rank or tenant that shares this one's store, threads and end.
+
+        It costs little: an engine whose calls concern many tenants may make one for every call. Closing any of them
+        closes all.
+
+        Args:
+            codec: of the other rank, with as many secrets as this one's.
+            names: gives the digests of its pages.
+            shard: its tensor-parallel rank.
+            counts: told what happens there; default: as here.
+        """
+        other = copy.copy(self)
+        other._codec, other._names, other._shard = codec, names, shard
+        other._key_ids = codec.key_ids or (b"",)
+        other._counts = counts or self._counts
+        return other
+
     def stored(self, names: Sequence[bytes]) -> list[bool]:
         """Return whether each page can be loaded, by the engine's names."""
         pages = [self._names.page(name) for name in names]
@@ -200,6 +225,15 @@ class PageStore:
         self._counts.count("missed_pages", len(pages) - loaded)
         self._counts.count("loaded_raw_bytes", loaded * self._names.page_tokens * cache.layout.bytes_per_token)
         return [number < loaded for number in range(len(pages))]
+
+    def delete(self, names: Sequence[bytes]) -> list[bool]:
+        """Delete pages; return whether each is known to be gone.
+
+        A blob that several pages share stays until the store evicts it: only what leads to the page is deleted.
+        """
+        pages = [self._names.page(name) for name in names]
+        with self._calls as admitted:
+            return [admitted and self._delete(page) for page in pages]
 
     def delete_all(self) -> int:
         """Delete all entries of this store's tenant; return how many there were.
@@ -371,7 +405,7 @@ class PageStore:
                     self._fail("store", StoreError("the store did not take an index entry"))
                     return False
             self._remember(places)
-        raw = len(pages) * self._names.page_tokens * self._codec.profile.layout.bytes_per_token
+        raw = len(pages) * self._names.page_tokens * self.layout.bytes_per_token
         for name, value in (("saved_pages", len(pages)), ("raw_bytes", raw), ("blob_bytes", len(entry))):
             self._counts.count(name, value)
         return True
@@ -480,6 +514,14 @@ class PageStore:
                     self._store.delete(self._key(digest, key_id))
                 except Exception as error:
                     self._fail("store", error)
+
+    def _delete(self, page: bytes) -> bool:
+        """Delete the entry by which a page is found; return whether the store did so, under every secret."""
+        self._forget([page])
+        entry = page if self._run_pages > 1 else self._names.run([page])
+        keys = [self._key(entry, key_id) for key_id in self._key_ids]
+        done = self._ask("delete", "store", lambda: [self._store.delete(key) for key in keys], self._load_timeout)
+        return done is not None
 
     # The store ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights
+from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,9 @@ class ServedModel:
         """Return the layout of the whole model's cache, whose values have `dtype`.
 
         Raises:
-            InputError: there is no such checkpoint on this machine.
-            UnsupportedModelError: cuvee does not handle this kind of attention or positions.
+            InputError, UnsupportedModelError: as `read_layout`.
         """
-        from transformers import AutoConfig
-
-        try:
-            config = AutoConfig.from_pretrained(self.path, revision=self.revision, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"model: must be a folder or hub id with a configuration that transformers reads, got {self.path}: "
-                "give the checkpoint's folder in option 'model'"
-            ) from error
-        config.update(self.overrides)
-        return KVLayout.from_config(config.get_text_config(decoder=True), dtype)
+        return read_layout(self.path, dtype, revision=self.revision, overrides=self.overrides)
 
     def weights(self, model_id: str | None, layout: KVLayout) -> str:
         """Name the weights as this engine uses them.
