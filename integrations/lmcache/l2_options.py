@@ -1,0 +1,62 @@
+"""`LMCacheOptions`: what the L2 adapter is told in `adapter_params`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.integrations.options import CodingOptions
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LMCacheOptions(CodingOptions):
+    """Options of the adapter, by the names of the JSON that sets them: those of `CodingOptions`, and its own.
+
+    LMCache does not say at which positions the tokens of a chunk are, and lossy coding takes the rotation out of keys,
+    which needs them. So `quality` is "lossless", and every option of a lossy one is refused.
+
+    Attributes:
+        chunk_tokens: tokens per chunk: LMCache's `--chunk-size`.
+        model: folder or hub id of the served checkpoint; required.
+        model_name: the engine's name of the model; default: `model`.
+        dtype: of the engine's cache; default: that of the checkpoint.
+        capacity_gb: 10^9 bytes that LMCache's eviction may fill; None: it evicts nothing, and the store's own budget
+            applies.
+        max_waiting: with so many chunks waiting to be stored, which LMCache keeps in memory meanwhile, no more are
+            accepted.
+        waiting_timeout: seconds after which a waiting chunk is given up. It must be well below LMCache's
+            `--l1-read-ttl-seconds` (300), because LMCache may then use the chunk's memory for another.
+        lookup_timeout: seconds that a lookup may take.
+        load_timeout: seconds that the store may take for anything else.
+    """
+
+    SOURCE: ClassVar[str] = "adapter_params"
+
+    model: str | None = None
+    model_name: str | None = None
+    dtype: str | None = None
+    capacity_gb: float | None = None
+    max_waiting: int = 256
+    waiting_timeout: float = 60.0
+    lookup_timeout: float = 2.0
+    load_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
+        self._check_texts("model", "model_name", "dtype")
+        self._check_counts("max_waiting")
+        self._check_positive("waiting_timeout", "lookup_timeout", "load_timeout")
+        self._check_positive("capacity_gb", optional=True)
+        if self.model is None:
+            raise InputError("model: must be the folder or hub id of the served checkpoint, got none")
+        if self.dtype is not None and self.dtype not in TORCH_DTYPES:
+            raise InputError(f"dtype: must be one of {', '.join(TORCH_DTYPES)}, got {self.dtype!r}")
+        lossy = [name for name, value in self.codec_quality.items() if (name, value) != ("quality", "lossless")]
+        if self.profile is not None or lossy:
+            raise InputError(
+                f"{lossy[0] if lossy else 'profile'}: must be left out, because lossy coding needs the positions of a "
+                "chunk's tokens, which LMCache does not tell: only quality 'lossless' is possible. For lossy qualities "
+                "use cuvee's vLLM connector"
+            )
