@@ -307,7 +307,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         """Return LMCache's `MemoryTags`, which 0.5.7 asks for: storage, of this host or of others."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
 
-        local = not self._shared and all(url.removeprefix("tiered:").startswith(_LOCAL) for url in self._options.store)
+        local = not self._shared and all(url.startswith(_LOCAL) for url in self._options.store)
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL if local else MemoryResidency.REMOTE)
 
     def report_status(self) -> dict[str, Any]:

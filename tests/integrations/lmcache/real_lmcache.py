@@ -1,6 +1,7 @@
 """LMCache's own classes, which need no GPU: its storage manager with our adapter behind it.
 
-`need_lmcache` skips a module's tests where LMCache is not installed. The Makefile installs it without its dependencies.
+`NEED_LMCACHE`, as `pytestmark`, skips a module's tests where LMCache is not installed. The Makefile installs it without
+its dependencies.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ import torch
 
 from cuvee.codec.data.bundled import bundled_model_path
 
-need_lmcache = pytest.mark.skipif(importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed")
+NEED_LMCACHE = [
+    pytest.mark.skipif(importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed"),
+    # Of the handlers that LMCache gives each of its loggers, in modules that it imports late.
+    pytest.mark.filterwarnings("ignore:`LoggingHandler` in `opentelemetry-sdk` is deprecated:DeprecationWarning"),
+]
 
 LAYERS, HEADS, DIM = 6, 2, 64  # of the bundled model
 CHUNK = 32  # tokens
@@ -97,6 +102,7 @@ class Server:
         manager = real("lmcache.v1.distributed.storage_manager")
         self.manager = manager.StorageManager(configured(plugin(params, **(beside or {})), **flags))
         ((_, self.adapter),) = self.manager.l2_adapters()
+        self._closed = False
         self._written = self._done = 0
         self._submitted: dict[int, int] = {}  # number of keys by task
         submit, pop = self.adapter.submit_store_task, self.adapter.pop_completed_store_tasks
@@ -148,8 +154,10 @@ class Server:
         return found
 
     def close(self) -> None:
-        """End the controllers, then the adapter."""
-        self.manager.close()
+        """End the controllers, then the adapter. May be called more than once."""
+        if not self._closed:
+            self._closed = True
+            self.manager.close()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

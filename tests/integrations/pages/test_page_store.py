@@ -292,6 +292,56 @@ def test_all_of_a_tenant_is_deleted_and_nothing_else(desk: Callable[..., Desk], 
     assert d.pages.stored(named(range(8))) == [False] * 8
 
 
+@pytest.mark.parametrize("run_pages", [1, 4])
+@pytest.mark.parametrize("secrets", [(), SECRETS])
+def test_single_pages_are_deleted(
+    desk: Callable[..., Desk], store: DictStore, run_pages: int, secrets: Sequence[bytes]
+) -> None:
+    d = desk(run_pages=run_pages, secrets=secrets)
+    d.save(range(4))
+    before = len(store.entries)
+    assert d.pages.delete(named(range(1, 3))) == [True, True]
+    assert len(store.entries) == before - 2
+    assert d.pages.stored(named(range(4))) == [True, False, False, True]
+    assert d.pages.delete([b"never stored"]) == [True]
+    d.save(range(1, 3))
+    assert d.pages.stored(named(range(4))) == [True] * 4
+
+
+def test_pages_that_may_still_be_there_are_not_deleted(desk: Callable[..., Desk], store: DictStore) -> None:
+    d = desk(run_pages=1)
+    d.save(range(2))
+
+    def fail(operation: str) -> None:
+        raise StoreError("gone")
+
+    store.before = fail
+    assert d.pages.delete(named(range(2))) == [False, False] and d.counts.snapshot()["failures{store}"] == 2
+    store.before = lambda operation: None
+    d.pages.close()
+    assert d.pages.delete(named(range(2))) == [False, False] and len(store.entries) == 2
+
+
+@pytest.mark.parametrize("run_pages", [1, 4])
+def test_page_stores_beside_each_other_share_a_store_and_no_pages(
+    desk: Callable[..., Desk], store: DictStore, run_pages: int
+) -> None:
+    d, counts = desk(run_pages=run_pages), Counts()
+    names = PageNames(Identity("m", "", LAYOUT.fingerprint, b"", "lossless"), Scope("another"), "test", PAGE)
+    other = d.pages.beside(d.codec, names, counts=counts)
+    rank = d.pages.beside(d.codec, d.names, shard=1)
+    d.save(range(4))
+    for each in (other, rank):
+        assert each.layout == LAYOUT and each.stored(named(range(4))) == [False] * 4
+        assert each.save(d.cache, d.at(range(20, 24)), named(range(4)), 0) == [True] * 4
+    for each, pages in ((d.pages, range(4)), (other, range(20, 24)), (rank, range(20, 24))):
+        assert each.load(d.cache, d.at(range(30, 34)), named(range(4)), 0) == [True] * 4
+        assert equal(d.tokens(range(30, 34)), d.tokens(pages))
+    assert counts.snapshot()["saved_pages"] == 4 and d.counts.snapshot()["saved_pages"] == 8
+    other.close()
+    assert d.pages.stored(named(range(4))) == [False] * 4, "closed with it"
+
+
 # Stores that fail -----------------------------------------------------------------------------------------------------
 
 

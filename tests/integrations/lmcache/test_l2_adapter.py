@@ -1,0 +1,748 @@
+"""LMCache's own storage manager, factory and copies, with our adapter behind them: on the CPU, without an engine."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import re
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.lmcache.real_lmcache import (
+    CHUNK,
+    DIM,
+    HEADS,
+    LAYERS,
+    NEED_LMCACHE,
+    PARAMS,
+    PLUGIN,
+    Server,
+    bits,
+    layout_desc,
+    make_adapter,
+    object_key,
+    real,
+    values,
+    wait_for,
+)
+from tests.integrations.stores.dict_store import DictStore
+
+from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.identity import tenant_id
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.integrations.pages import PageStore
+from cuvee.integrations.stores import StoreError
+from cuvee.integrations.stores.base import Store
+
+pytestmark = NEED_LMCACHE
+
+SPLIT = (2, LAYERS, CHUNK, HEADS * DIM)
+FUSED = (1, LAYERS, CHUNK, 2 * HEADS * DIM)
+
+
+class Memory:
+    """LMCache's memory objects, and an adapter made by its factory over a store that tests can break.
+
+    Attributes:
+        store: what the adapter writes to.
+        adapter: ours.
+    """
+
+    def __init__(self, store: Store, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = store
+        monkeypatch.setattr("cuvee.integrations.pages.opening.open_store", lambda urls: store)
+        self.adapter = make_adapter(params)
+
+    @staticmethod
+    def object(desc: Any, number: int | None = None) -> Any:
+        """An object of LMCache's allocator for host memory: of a chunk's values, or of NaNs."""
+        memory = real("lmcache.v1.memory_management")
+        size = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(desc.shapes, desc.dtypes, strict=True))
+        metadata = memory.MemoryObjMetadata(
+            shape=desc.shapes[0], dtype=desc.dtypes[0], address=0, phy_size=size, ref_count=1,
+            fmt=memory.MemoryFormat.KV_2LTD, shapes=desc.shapes, dtypes=desc.dtypes,
+        )  # fmt: skip
+        made = memory.TensorMemoryObj(torch.full((size,), 255, dtype=torch.uint8), metadata, None)
+        if number is not None:
+            made.get_tensor(0).copy_(values(number, desc))
+        return made
+
+    def store_later(self, numbers: Sequence[int], desc: Any = None, **key: Any) -> int:
+        desc = desc or layout_desc()
+        keys = [object_key(number, **key) for number in numbers]
+        return int(self.adapter.submit_store_task(keys, [self.object(desc, number) for number in numbers]))
+
+    def stored(self, task: int) -> int:
+        results: dict[int, int] = {}
+
+        def done() -> bool:
+            results.update(self.adapter.pop_completed_store_tasks())
+            return task in results
+
+        wait_for(done)
+        return int(results[task])
+
+    def save(self, numbers: Sequence[int], desc: Any = None, **key: Any) -> int:
+        """Store chunks; return what LMCache is told of the task: bytes, or -1."""
+        return self.stored(self.store_later(numbers, desc, **key))
+
+    def found(self, numbers: Sequence[int], **key: Any) -> list[int]:
+        """Look chunks up, which locks them; return those that were found."""
+        keys = [object_key(number, **key) for number in numbers]
+        task = self.adapter.submit_lookup_and_lock_task(keys, {0: layout_desc()})
+        bitmap = result_of(lambda: self.adapter.query_lookup_and_lock_result(task))
+        assert len(bitmap) == len(keys) and self.adapter.query_lookup_and_lock_result(task) is None
+        return [numbers[index] for index in bitmap.get_indices_list()]
+
+    def unlock(self, numbers: Sequence[int], **key: Any) -> None:
+        self.adapter.submit_unlock([object_key(number, **key) for number in numbers])
+
+    def load(self, numbers: Sequence[int], desc: Any = None, **key: Any) -> list[int]:
+        """Load chunks and compare them bit for bit; return those that were loaded."""
+        desc = desc or layout_desc()
+        objects = [self.object(desc) for _ in numbers]
+        task = self.adapter.submit_load_task([object_key(number, **key) for number in numbers], objects)
+        bitmap = result_of(lambda: self.adapter.query_load_result(task))
+        assert len(bitmap) == len(numbers) and self.adapter.query_load_result(task) is None
+        loaded = [numbers[index] for index in bitmap.get_indices_list()]
+        for number, memory in zip(numbers, objects, strict=True):
+            if number in loaded:
+                assert torch.equal(bits(memory.get_tensor(0)), bits(values(number, desc))), number
+        return loaded
+
+    def delete(self, numbers: Sequence[int], **key: Any) -> None:
+        """Delete chunks and wait until that is done."""
+        self.adapter.delete([object_key(number, **key) for number in numbers])
+        wait_for(lambda: not self.adapter._deleting)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        counters: dict[str, float] = self.adapter.counters()
+        return counters
+
+
+def result_of(ask: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+
+    def asked() -> bool:
+        result = ask()
+        if result is not None:
+            found.append(result)
+        return bool(found)
+
+    wait_for(asked)
+    return found[0]
+
+
+@pytest.fixture
+def store() -> DictStore:
+    return DictStore()
+
+
+@pytest.fixture
+def memory(store: DictStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Memory]]:
+    made: list[Memory] = []
+
+    def make(params: dict[str, Any] | None = None, over: Store | None = None) -> Memory:
+        made.append(
+            Memory(over or store, {"load_timeout": 10.0, "lookup_timeout": 10.0, **(params or {})}, monkeypatch)
+        )
+        return made[-1]
+
+    yield make
+    store.before = lambda operation: None
+    for each in made:
+        each.adapter.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[..., Server]]:
+    made: list[Server] = []
+
+    def make(*arguments: Any, **options: Any) -> Server:
+        made.append(Server(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+# LMCache's storage manager --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [SPLIT, FUSED, FUSED[1:]])
+def test_chunks_come_back_bit_for_bit_after_a_restart(
+    server: Callable[..., Server], tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    params, desc = {"store": f"file://{tmp_path}/store"}, layout_desc(shape)
+    first = server(params)
+    first.store(range(6), desc)
+    assert first.fetch(range(8), desc) == 6
+    first.close()
+    again = server(params)
+    assert again.fetch(range(8), desc) == 6
+    counters = again.adapter.counters()
+    assert counters["loaded_pages"] == 6 and "kept_pages" not in counters
+    assert again.adapter.get_usage().total_bytes_used == counters["loaded_blob_bytes"], "known from here on"
+
+
+def test_quotas_by_salt_count_stored_bytes(server: Callable[..., Server]) -> None:
+    """LMCache evicts by its own quotas, which are those of compressed bytes."""
+    eviction = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 1.0, "eviction_ratio": 0.5}
+    s = server({"store": "memory://?max_mb=99"}, beside={"eviction": eviction})
+    desc = layout_desc()
+    raw = values(0, desc).nbytes
+    s.manager.quota_manager.set_quota("alice", 6 * raw)  # more than 8 chunks take compressed, fewer than uncompressed
+    s.manager.quota_manager.set_quota("bob", 3 * raw)
+    for salt in ("alice", "bob"):
+        s.store(range(8), desc, cache_salt=salt)
+    wait_for(lambda: s.adapter.get_usage().bytes_by_cache_salt["bob"] < 3 * raw)
+    assert s.fetch(range(8), desc, cache_salt="alice") == 8
+    assert 0 < s.fetch(range(8), desc, cache_salt="bob") < 8, "the first ones of a request are kept longest"
+    assert s.adapter.get_usage().bytes_by_cache_salt["alice"] < 6 * raw
+
+
+def test_capacity_is_that_of_stored_bytes(server: Callable[..., Server]) -> None:
+    eviction = {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.3}
+    raw = values(0, layout_desc()).nbytes
+    params = {"store": "memory://?max_mb=99", "capacity_gb": 6 * raw / 1e9}
+    s = server(params, beside={"eviction": eviction})
+    assert s.adapter.supports_global_eviction
+    for first in range(0, 24, 4):
+        s.store(range(first, first + 4), layout_desc())
+    wait_for(lambda: s.adapter.get_usage().usage_fraction < 0.9)
+    wait_for(lambda: not s.adapter._deleting)
+    held = sum(s.fetch([number], layout_desc()) for number in range(24))
+    assert 3 < held == s.adapter.report_status()["stored_object_count"] < 24
+
+
+def test_the_storage_manager_closes_with_work_in_flight(server: Callable[..., Server], tmp_path: Path) -> None:
+    params = {"store": f"file://{tmp_path}/store"}
+    s = server(params)
+    s.write(range(40), layout_desc())
+    s.close()
+    assert s.adapter.report_status()["is_healthy"] is False
+    again = server(params)
+    found = sum(again.fetch([number], layout_desc()) for number in range(40))  # which compares them
+    assert found == s.adapter.counters().get("saved_pages", 0)
+
+
+# LMCache's copies from the engine's cache -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS", "NL_X_NB_BS_NH_CS", "NL_X_NB_NH_BS_CS"]
+)
+def test_views_are_where_lmcache_copies_keys_and_values(name: str) -> None:
+    """LMCache's own copy from vLLM's blocks to an object, read through our view, gives vLLM's keys and values."""
+    native = real("lmcache.lmcache_native")
+    if not hasattr(native.EngineKVFormat, name):
+        pytest.skip("a format of newer versions")
+    copies, types = real("lmcache.v1.platform.torch_ops.mp_mem_kernels"), real("lmcache.v1.platform.ops_types")
+    block, blocks = 8, 10
+    keys, vals = (torch.randn(LAYERS, blocks, block, HEADS, DIM).bfloat16() for _ in range(2))
+    heads_first = "NH_BS" in name
+    k, v = ((each.transpose(2, 3) if heads_first else each) for each in (keys, vals))
+    fused = name.endswith("CS")
+    both = torch.cat([k, v], dim=-1) if fused else torch.stack([k, v], dim=1 if "TWO_NB" in name else 2)
+    desc = types.PageBufferShapeDesc()
+    desc.kv_size, desc.nl, desc.nb, desc.bs, desc.nh = 1 if fused else 2, LAYERS, blocks, block, HEADS
+    desc.hs, desc.element_size, desc.block_stride_elems = DIM * (2 if fused else 1), 2, 0
+    desc.dtype = torch.bfloat16
+    memory = Memory.object(layout_desc(FUSED if fused else SPLIT))
+    order = [7, 2, 9, 4]
+    copies.multi_layer_block_kv_transfer(
+        [each.contiguous() for each in both], [memory.get_tensor(0)], order, "cpu",
+        types.TransferDirection.D2H if hasattr(types, "TransferDirection") else native.TransferDirection.D2H,
+        desc, CHUNK, getattr(native.EngineKVFormat, name), 0,
+    )  # fmt: skip
+    cache = real("cuvee.integrations.lmcache.memory_objects").object_cache(memory, layout(), CHUNK)
+    chunk = cache.read(torch.arange(CHUNK), 0)
+    for layer in range(LAYERS):
+        assert torch.equal(chunk.keys[layer], keys[layer, order].reshape(CHUNK, HEADS, DIM))
+        assert torch.equal(chunk.values[layer], vals[layer, order].reshape(CHUNK, HEADS, DIM))
+
+
+def layout() -> KVLayout:
+    return KVLayout("test", (LayerLayout(HEADS, DIM, DIM, None),) * LAYERS, "bfloat16", None)
+
+
+# The interface --------------------------------------------------------------------------------------------------------
+
+
+def test_lmcache_calls_the_interface_that_is_there(memory: Callable[..., Memory]) -> None:
+    """All abstract methods exist, and each method of ours takes what LMCache's own takes."""
+    theirs = real("lmcache.v1.distributed.l2_adapters.base").L2AdapterInterface
+    ours = real(PLUGIN["module_path"]).CuveeL2Adapter
+    assert not ours.__abstractmethods__
+    for name in theirs.__abstractmethods__ | {"delete", "report_status"}:
+        wanted, given = (list(inspect.signature(getattr(each, name)).parameters) for each in (theirs, ours))
+        assert given == wanted, name
+    m = memory()
+    fds = [m.adapter.get_store_event_fd(), m.adapter.get_lookup_and_lock_event_fd(), m.adapter.get_load_event_fd()]
+    assert len(set(fds)) == 3
+    m.adapter.close()
+    m.adapter.close()
+    for fd in fds:
+        with pytest.raises(OSError):
+            os.fstat(fd)
+
+
+def test_descriptors_announce_results(memory: Callable[..., Memory]) -> None:
+    m = memory()
+    for get, submit in (
+        (m.adapter.get_store_event_fd, lambda: m.store_later([1, 2])),
+        (m.adapter.get_lookup_and_lock_event_fd, lambda: m.adapter.submit_lookup_and_lock_task([object_key(1)], {})),
+        (m.adapter.get_load_event_fd, lambda: m.adapter.submit_load_task([], [])),
+    ):
+        poller = select.poll()
+        poller.register(get(), select.POLLIN)
+        assert not poller.poll(0)
+        submit()
+        assert poller.poll(60_000)
+        real("lmcache.v1.platform").consume_fd(get())
+        assert not poller.poll(0)
+
+
+def test_what_lmcache_is_told_is_what_the_store_holds(memory: Callable[..., Memory], store: DictStore) -> None:
+    told: list[tuple[str, Any, Any]] = []
+    m = memory()
+    m.adapter.register_listener(
+        SimpleNamespace(
+            on_l2_keys_stored=lambda keys, sizes: told.append(("stored", keys, sizes)),
+            on_l2_keys_accessed=lambda keys: told.append(("accessed", keys, None)),
+            on_l2_keys_deleted=lambda keys: told.append(("deleted", keys, None)),
+        )
+    )
+    keys = [object_key(number) for number in range(4)]
+    size = m.save(range(4))
+    ((what, stored, sizes),) = told
+    assert (what, stored, sum(sizes)) == ("stored", keys, size)
+    assert size == sum(map(len, store.entries.values())) == m.adapter.get_usage().total_bytes_used
+    assert sorted(sizes) == sorted(map(len, store.entries.values()))
+    assert m.save(range(4)) == 0 and len(told) == 1, "nothing was transferred"
+    assert m.load([1, 9]) == [1] and told[1:] == [("accessed", [keys[1]], None)]
+    m.delete([0, 1, 9])
+    assert told[2] == ("deleted", [keys[0], keys[1], object_key(9)], None)
+    assert m.adapter.get_usage().total_bytes_used == sum(map(len, store.entries.values())) > 0
+    assert m.found(range(4)) == [2, 3]
+    m.store.entries.clear()  # the store evicted them
+    assert m.save([2]) > 0 and m.adapter.get_usage().total_bytes_used == sizes[2] + sizes[3], "not counted twice"
+
+
+def test_locked_objects_are_not_deleted(memory: Callable[..., Memory]) -> None:
+    m = memory()
+    m.save(range(3))
+    assert m.found([0, 1]) == [*m.found([0]), 1] == [0, 1]
+    m.unlock([0])
+    m.delete(range(3))
+    assert m.found([0, 1, 2]) == [0, 1]
+    m.unlock([0, 1])
+    m.unlock([0, 1, 2])  # the last of them was never locked
+    m.delete(range(3))
+    assert m.found(range(3)) == [] and m.adapter.report_status()["locked_key_count"] == 0
+
+
+def test_what_is_being_deleted_is_not_found(memory: Callable[..., Memory], store: DictStore) -> None:
+    m, hold = memory(), threading.Event()
+    m.save([1])
+    store.before = lambda operation: hold.wait(60) and None if operation == "delete" else None
+    m.adapter.delete([object_key(1)])
+    m.adapter.delete([object_key(1)])
+    assert m.found([1]) == []
+    hold.set()
+    wait_for(lambda: not m.adapter._deleting)
+    assert store.calls.count("delete") == 1 and not store.entries
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"chunk_hash": b"x" * 32}, {"cache_salt": "alice"}, {"rank": 1, "ranks": 2}, {"rank": 0, "ranks": 2},
+        {"kv_rank": 0x02000200},
+    ],
+)  # fmt: skip
+def test_every_part_of_a_key_tells_objects_apart(memory: Callable[..., Memory], other: dict[str, Any]) -> None:
+    m = memory()
+    assert m.save([1]) > 0
+    assert m.found([1]) == [1] and m.found([1], **other) == []
+
+
+def test_ranks_keep_their_own_heads(memory: Callable[..., Memory], store: DictStore) -> None:
+    m, desc = memory(), layout_desc(ranks=2)
+    for rank in range(2):
+        assert m.save([rank], desc, rank=rank, ranks=2, chunk_hash=b"same") > 0
+    assert len(store.entries) == 2
+    for rank in range(2):
+        assert m.load([rank], desc, rank=rank, ranks=2, chunk_hash=b"same") == [rank]
+
+
+def test_salts_are_tenants_of_the_store(memory: Callable[..., Memory], store: DictStore) -> None:
+    m = memory({"tenant": "house"})
+    for salt in ("", "alice"):
+        m.save([1], cache_salt=salt)
+    tenants = {key.partition("/")[0] for key in store.entries}
+    assert tenants == {tenant_id("lmcache-l2:house"), tenant_id("lmcache-l2:alice")}
+    assert m.adapter.get_usage().bytes_by_cache_salt.keys() == {"", "alice"}
+
+
+def test_many_tasks_at_once(memory: Callable[..., Memory]) -> None:
+    """Threads store, look up, load and delete the same chunks; whatever is loaded is right."""
+    m, failed = memory(), []
+
+    def work(seed: int) -> None:
+        generator = random.Random(seed)
+        try:
+            for _ in range(6):
+                numbers = generator.sample(range(12), 4)
+                salt = generator.choice(["", "alice"])
+                if generator.random() < 0.5:
+                    m.adapter.submit_store_task(
+                        [object_key(number, cache_salt=salt) for number in numbers],
+                        [m.object(layout_desc(), number) for number in numbers],
+                    )
+                found = m.found(numbers, cache_salt=salt)
+                m.load(numbers, cache_salt=salt)
+                m.unlock(found, cache_salt=salt)
+                m.adapter.delete([object_key(generator.randrange(12), cache_salt=salt)])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    wait_for(lambda: not m.adapter._deleting)
+    assert m.adapter.report_status()["locked_key_count"] == 0
+    assert not any(name.startswith("contained") for name in m.counters)
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_the_store_does_nothing_wrong_is_loaded(
+    memory: Callable[..., Memory], store: DictStore, seed: int
+) -> None:
+    """Operations fail at random, before or after they took place, and entries are damaged."""
+    m, generator = memory(), random.Random(seed)
+
+    def fail(operation: str) -> None:
+        if generator.random() < 0.3:
+            raise generator.choice([StoreError("planted"), OSError("planted"), ZeroDivisionError("planted")])
+
+    store.before = fail
+    hit = 0
+    for _ in range(10):
+        numbers = generator.sample(range(6), 3)
+        told = m.save(numbers)
+        if store.entries and generator.random() < 0.3:
+            key = generator.choice(list(store.entries))
+            data = bytearray(store.entries[key])
+            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+            store.entries[key] = bytes(data[: generator.choice([len(data), len(data) - 3])])
+        found = m.found(numbers)
+        hit += len(m.load(numbers))
+        m.unlock(found)
+        m.adapter.delete([object_key(generator.randrange(6))])
+        assert told >= -1
+    assert hit
+    wait_for(lambda: not m.adapter._deleting)
+    assert not any(name.startswith("contained") for name in m.counters)
+
+
+def test_a_failed_store_is_told_and_not_found(memory: Callable[..., Memory], store: DictStore) -> None:
+    m = memory()
+    numbers = iter(range(100))
+
+    def fail(operation: str) -> None:
+        if operation == "put" and next(numbers) % 3 == 1:
+            raise StoreError("planted")
+
+    store.before = fail
+    assert m.save(range(6)) == -1
+    store.before = lambda operation: None
+    found = m.found(range(6))
+    assert len(found) == 4 == len(store.entries) and m.load(range(6)) == found
+    assert m.adapter.get_usage().total_bytes_used == sum(map(len, store.entries.values()))
+
+
+class Full(DictStore):
+    """A store that takes nothing."""
+
+    def put(self, key: str, blob: bytes) -> bool:
+        return False
+
+
+def test_a_full_store_is_told_and_nothing_found(memory: Callable[..., Memory]) -> None:
+    m = memory(over=Full())
+    assert m.save([1]) == -1 and m.found([1]) == [] and m.load([1]) == []
+    assert m.adapter.get_usage().total_bytes_used == 0
+
+
+@pytest.mark.parametrize("operation", ["contains", "put", "get", "delete"])
+def test_a_store_that_hangs_is_a_miss(memory: Callable[..., Memory], store: DictStore, operation: str) -> None:
+    m, hold = memory({"load_timeout": 0.5, "lookup_timeout": 0.5}), threading.Event()
+    wait_for(lambda: m.save([1]) >= 0)  # the first encoding compiles
+    store.before = lambda called: hold.wait(60) and None if called == operation else None
+    began = time.monotonic()
+    assert (m.save([2]) == -1) == (operation == "put")
+    assert m.found([1]) == ([] if operation == "contains" else [1])
+    m.unlock([1])
+    assert m.load([1]) == ([] if operation == "get" else [1])
+    m.delete([1])
+    m.adapter.close()
+    assert time.monotonic() - began < 30
+    hold.set()
+
+
+def test_closing_gives_up_what_waits(memory: Callable[..., Memory], store: DictStore) -> None:
+    m, hold = memory({"load_timeout": 0.5}), threading.Event()
+    store.before = lambda operation: hold.wait(60) and None if operation == "put" else None
+    tasks = [m.store_later([number]) for number in range(12)]
+    time.sleep(0.1)
+    closing = threading.Thread(target=m.adapter.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive() and not store.entries
+    hold.set()
+    results = m.adapter.pop_completed_store_tasks()
+    assert results.keys() <= set(tasks) and set(results.values()) <= {-1}
+    assert m.adapter.submit_store_task([object_key(1)], [m.object(layout_desc(), 1)]) not in tasks
+    assert not m.adapter.report_status()["is_healthy"]
+
+
+def test_too_many_waiting_chunks_are_refused(memory: Callable[..., Memory], store: DictStore) -> None:
+    m, hold = memory({"max_waiting": 3}), threading.Event()
+    store.before = lambda operation: hold.wait(60) and None if operation == "put" else None
+    first = m.store_later(range(10))
+    assert m.save([11, 12]) == -1
+    hold.set()
+    assert m.stored(first) > 0 and m.save([11, 12]) > 0
+    assert m.counters["unsaved_pages"] == 2
+
+
+def test_chunks_that_waited_too_long_are_given_up(memory: Callable[..., Memory]) -> None:
+    """LMCache may use their memory for others by then."""
+    m = memory({"waiting_timeout": 1e-9})
+    assert m.save([1]) == -1 and m.load([1]) == [] and m.found([1]) == []
+    assert m.counters == {"unsaved_pages": 1, "missed_pages": 1}
+
+
+@pytest.mark.parametrize("method", ["stored", "load", "save", "delete"])
+def test_an_error_of_ours_is_a_miss(
+    memory: Callable[..., Memory], method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    m = memory()
+    m.save([1])
+
+    def fail(*_: Any, **__: Any) -> list[bool]:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(PageStore, method, fail)
+    assert (m.save([2]) == -1) == (method == "save")
+    assert m.found([1]) == ([] if method == "stored" else [1])
+    m.unlock([1])
+    assert m.load([1]) == ([] if method == "load" else [1])
+    m.delete([1])
+    name = {"stored": "lookup", "load": "load", "save": "store", "delete": "delete"}[method]
+    assert m.counters[f"contained{{{name}}}"] == 1 and "planted" in caplog.text
+
+
+def test_a_listener_that_fails_does_not_lose_the_task(memory: Callable[..., Memory]) -> None:
+    m = memory()
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    m.adapter.register_listener(
+        SimpleNamespace(on_l2_keys_stored=fail, on_l2_keys_accessed=fail, on_l2_keys_deleted=fail)
+    )
+    assert m.save([1]) > 0 and m.load([1]) == [1]
+    m.delete([1])
+    assert {"contained{stored}", "contained{loaded}", "contained{deleted}"} <= m.counters.keys()
+
+
+def test_lists_of_other_lengths_fail_the_task(memory: Callable[..., Memory]) -> None:
+    m = memory()
+    keys = [object_key(1), object_key(2)]
+    assert m.stored(m.adapter.submit_store_task(keys, [m.object(layout_desc(), 1)])) == -1
+    task = m.adapter.submit_load_task(keys, [m.object(layout_desc())])
+    assert result_of(lambda: m.adapter.query_load_result(task)).popcount() == 0
+
+
+def test_the_least_used_objects_are_deleted_if_there_are_too_many(
+    memory: Callable[..., Memory], store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(real(PLUGIN["module_path"]), "_ACCOUNTED", 3)
+    m = memory()
+    m.save([1])
+    m.save([2, 3])
+    m.load([1])
+    m.save([4])
+    wait_for(lambda: len(store.entries) == 3)
+    wait_for(lambda: not m.adapter._deleting)
+    assert m.found([1, 2, 3, 4]) == [1, 3, 4]
+
+
+def test_signed_chunks_need_the_secret(memory: Callable[..., Memory], tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    signed, plain = memory({"key_file": str(tmp_path / "secret")}), memory()
+    assert signed.save([1]) > 0 and signed.load([1]) == [1]
+    assert plain.found([1]) == [] and plain.load([1]) == []
+    signed.delete([1])
+    assert signed.found([1]) == []
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"model": None}, InputError, "model: must be the folder or hub id"),
+        ({"model": "/nowhere"}, InputError, "model: must be a folder or hub id"),
+        ({"stores": "x"}, InputError, "adapter_params: has no option 'stores'"),
+        ({"store": "nowhere://"}, InputError, "url: must begin"),
+        (
+            {"profile": "x.safetensors"},
+            InputError,
+            "profile: must be left out, because lossy coding needs the positions",
+        ),
+        ({"quality": "balanced"}, InputError, "quality: must be left out"),
+        ({"bits": 4}, InputError, "bits: must be left out"),
+        ({"quality": "lossless", "worst": True}, InputError, "worst: must be left out"),
+        ({"dtype": "float8"}, InputError, "dtype: must be one of bfloat16"),
+        ({"capacity_gb": 0}, InputError, "capacity_gb: must be a number above 0"),
+        ({"max_waiting": 0}, InputError, "max_waiting: must be a whole number"),
+        ({"waiting_timeout": 0}, InputError, "waiting_timeout: must be a number above 0"),
+        ({"load_timeout": 0}, InputError, "load_timeout: must be a number above 0"),
+        ({"model_name": ""}, InputError, "model_name: must be a string that is not empty"),
+    ],
+)
+def test_what_is_not_supported_fails_the_start(params: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_adapter(params)
+
+
+def test_models_that_need_several_shapes_are_refused() -> None:
+    check = real("cuvee.integrations.lmcache.memory_objects").check_layout
+    one = LayerLayout(2, 8, 8, None)
+    check(KVLayout("m", (one, one), "bfloat16", None))
+    for other in (LayerLayout(1, 8, 8, None), LayerLayout(2, 16, 16, None), LayerLayout(2, 8, 4, None)):
+        with pytest.raises(UnsupportedModelError, match=r"model: must have 2 heads of 8 .* in layer 1"):
+            check(KVLayout("m", (one, other), "bfloat16", None))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        (
+            (2, LAYERS, CHUNK // 2, HEADS * DIM),
+            {},
+            "must hold 32 tokens, got .*: set chunk_tokens to LMCache's --chunk-size",
+        ),
+        ((1, LAYERS, CHUNK // 2, 2 * HEADS * DIM), {}, "must hold 32 tokens"),
+        (
+            (2, LAYERS - 1, CHUNK, HEADS * DIM),
+            {},
+            r"must be \[2, 6, 32, 128\] or .*, as the model's configuration says",
+        ),
+        ((1, LAYERS, CHUNK, HEADS * DIM), {}, "as the model's configuration says"),  # MLA
+        ((LAYERS, CHUNK, 576), {}, "as the model's configuration says"),
+        ((7,), {}, "as the model's configuration says"),
+        (SPLIT, {"dtype": torch.float16}, "must hold bfloat16, got torch.float16: set the adapter's option 'dtype'"),
+        (SPLIT, {"dtype": torch.uint8}, "must hold bfloat16, got torch.uint8"),
+    ],
+)
+def test_other_objects_are_refused_by_name(
+    memory: Callable[..., Memory],
+    caplog: pytest.LogCaptureFixture,
+    shape: tuple[int, ...],
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    m, desc = memory(), layout_desc(shape, **options)
+    objects = [m.object(desc), m.object(desc)]
+    assert m.stored(m.adapter.submit_store_task([object_key(1), object_key(2)], objects)) == -1
+    (record,) = [each for each in caplog.records if each.levelname == "WARNING" and "cuvee" in each.getMessage()]
+    assert re.search(message, record.getMessage()), record.getMessage()
+    assert m.counters == {"refused_pages": 2}
+    task = m.adapter.submit_load_task([object_key(1)], [m.object(desc)])
+    assert result_of(lambda: m.adapter.query_load_result(task)).popcount() == 0
+
+
+def test_objects_of_several_tensors_or_other_formats_are_refused(memory: Callable[..., Memory]) -> None:
+    view = real("cuvee.integrations.lmcache.memory_objects").object_cache
+    api, management = real("lmcache.v1.distributed.api"), real("lmcache.v1.memory_management")
+    two = api.MemoryLayoutDesc([torch.Size(SPLIT)] * 2, [torch.bfloat16] * 2)
+    with pytest.raises(UnsupportedModelError, match="must hold one tensor, got 2"):
+        view(Memory.object(two), layout(), CHUNK)
+    odd = Memory.object(layout_desc())
+    odd.meta.fmt = management.MemoryFormat.KV_MLA_FMT
+    with pytest.raises(UnsupportedModelError, match="must have a format of UNDEFINED, KV_2LTD, got KV_MLA_FMT"):
+        view(odd, layout(), CHUNK)
+    narrow = Memory.object(layout_desc())
+    narrow.set_used_size(100)
+    with pytest.raises(UnsupportedModelError, match=r"must be all of a tensor in host memory, got .* of 100 bytes"):
+        view(narrow, layout(), CHUNK)
+    gone = Memory.object(layout_desc())
+    gone.invalidate()
+    with pytest.raises(UnsupportedModelError, match="must be all of a tensor in host memory"):
+        view(gone, layout(), CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ({"model_name": "another"}, "model_name: must be 'served', got objects of 'another'"),
+        ({"object_group_id": 1}, "object_group_id: must be 0, got 1"),
+        ({"rank": 0, "ranks": 3}, "kv_rank: must be one of tensor parallelism, got 0x3000300: size"),
+        ({"kv_rank": 0}, "kv_rank: must be one of tensor parallelism, got 0x0"),
+    ],
+)
+def test_keys_of_others_are_refused_by_name(
+    memory: Callable[..., Memory], caplog: pytest.LogCaptureFixture, key: dict[str, Any], message: str
+) -> None:
+    m = memory()
+    assert m.found([1], **key) == [] and not caplog.records
+    assert m.save([1], **key) == -1 and message in caplog.text
+    assert m.load([1], **key) == []
+    assert m.counters == {"refused_pages": 2}
+
+
+def test_the_model_is_in_the_names(memory: Callable[..., Memory]) -> None:
+    m = memory()
+    m.save([1])
+    for params in ({"model_id": "mine"}, {"dtype": "float16"}, {"chunk_tokens": 64}, {"tenant": "another"}):
+        assert memory(params).found([1]) == [], params
+    assert memory().found([1]) == [1]
+    default = {**PARAMS, "model_name": None}
+    by_path = memory(default)
+    assert by_path.save([1], model_name=PARAMS["model"]) > 0
+
+
+def test_memory_tags_say_where_the_store_is() -> None:
+    api = real("lmcache.v1.distributed.api")
+    if not hasattr(api, "MemoryTags"):
+        pytest.skip("LMCache before 0.5.7 has no memory tags")
+    for store, residency in (
+        ("memory://?max_mb=10", "local"), ("redis://127.0.0.1:1/0", "remote"),
+        (["memory://?max_mb=10", "redis://127.0.0.1:1/0"], "remote"),
+    ):  # fmt: skip
+        adapter = make_adapter({"store": store})
+        assert (adapter.get_memory_tags().segment, adapter.get_memory_tags().residency) == ("storage", residency)
+        adapter.set_backend_identity("plugin", shared=True)
+        assert adapter.get_memory_tags().residency == "remote"
+        adapter.close()
