@@ -1,7 +1,7 @@
 """LMCache's own classes, which need no GPU: its storage manager with our adapter behind it.
 
-`NEED_LMCACHE`, as `pytestmark`, skips a module's tests where LMCache is not installed. The Makefile installs it without
-its dependencies.
+`NEED_LMCACHE`, as `pytestmark`, skips a module's tests where LMCache is not installed, unless CUVEE_REQUIRE_LMCACHE=1.
+The Makefile installs it without its dependencies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ import torch
 from cuvee.codec.data.bundled import bundled_model_path
 
 NEED_LMCACHE = [
-    pytest.mark.skipif(importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("lmcache") is None and os.environ.get("CUVEE_REQUIRE_LMCACHE") != "1",
+        reason="LMCache is not installed",
+    ),
     # Of the handlers that LMCache gives each of its loggers, in modules that it imports late.
     pytest.mark.filterwarnings("ignore:`LoggingHandler` in `opentelemetry-sdk` is deprecated:DeprecationWarning"),
 ]

@@ -1,12 +1,14 @@
 """SGLang's own classes, imported without the packages of pictures and kernels that a host without a GPU lacks.
 
-`need_sglang` skips a module's tests where SGLang is not installed. The Makefile installs it without its dependencies.
+`need_sglang` skips a module's tests where SGLang is not installed, unless CUVEE_REQUIRE_SGLANG=1. The Makefile installs
+it without its dependencies.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,7 +21,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-need_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+need_sglang = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None and os.environ.get("CUVEE_REQUIRE_SGLANG") != "1",
+    reason="SGLang is not installed",
+)
 
 # Imported by SGLang at the top of modules whose functions are not called here.
 _ABSENT = (
