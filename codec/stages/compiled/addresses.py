@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import carray
+from numba import carray  # type: ignore[attr-defined, unused-ignore]  # not exported in the stubs of numba 0.68
 from numba.core import cgutils, types
 
 from cuvee.codec.stages.compiled.compiler import compiled
