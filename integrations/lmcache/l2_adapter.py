@@ -363,7 +363,8 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         if keys:
             with self._accounting:
                 for key in keys:
-                    self._sizes.move_to_end(key)
+                    if key in self._sizes:  # and was not deleted meanwhile
+                        self._sizes.move_to_end(key)
             self._notify_keys_accessed(keys)
 
     # Parts of tasks -------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ class LMCacheOptions(CodingOptions):
             applies.
         max_waiting: with so many chunks waiting to be stored, which LMCache keeps in memory meanwhile, no more are
             accepted.
-        waiting_timeout: seconds after which a waiting chunk is given up. It must be well below LMCache's
-            `--l1-read-ttl-seconds` (300), because LMCache may then use the chunk's memory for another.
+        waiting_timeout: seconds after which a waiting chunk is given up. Together with `load_timeout` it must be well
+            below LMCache's `--l1-read-ttl-seconds` (300), because LMCache may then use the chunk's memory for another.
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that the store may take for anything else.
     """

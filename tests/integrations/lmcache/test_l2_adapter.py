@@ -398,6 +398,15 @@ def test_ranks_keep_their_own_heads(memory: Callable[..., Memory], store: DictSt
         assert m.load([rank], desc, rank=rank, ranks=2, chunk_hash=b"same") == [rank]
 
 
+def test_ranks_on_several_hosts_are_told_apart(memory: Callable[..., Memory], store: DictStore) -> None:
+    m, desc = memory(), layout_desc(ranks=2)
+    compute = real("lmcache.v1.distributed.api").ObjectKey.ComputeKVRank
+    for rank in range(2):
+        kv_rank = compute(world_size=2, global_rank=rank, local_world_size=1, local_rank=0)
+        assert m.save([1], desc, kv_rank=kv_rank) > 0
+    assert {key[-4:] for key in store.entries} == {"0000", "0001"}
+
+
 def test_salts_are_tenants_of_the_store(memory: Callable[..., Memory], store: DictStore) -> None:
     m = memory({"tenant": "house"})
     for salt in ("", "alice"):
@@ -405,6 +414,10 @@ def test_salts_are_tenants_of_the_store(memory: Callable[..., Memory], store: Di
     tenants = {key.partition("/")[0] for key in store.entries}
     assert tenants == {tenant_id("lmcache-l2:house"), tenant_id("lmcache-l2:alice")}
     assert m.adapter.get_usage().bytes_by_cache_salt.keys() == {"", "alice"}
+    m.save([1], cache_salt="house")
+    assert m.save([2]) > 0 and m.found([2], cache_salt="house") == [], (
+        "a salt that is the tenant's name is no key to it"
+    )
 
 
 def test_many_tasks_at_once(memory: Callable[..., Memory]) -> None:
@@ -532,6 +545,18 @@ def test_closing_gives_up_what_waits(memory: Callable[..., Memory], store: DictS
     assert results.keys() <= set(tasks) and set(results.values()) <= {-1}
     assert m.adapter.submit_store_task([object_key(1)], [m.object(layout_desc(), 1)]) not in tasks
     assert not m.adapter.report_status()["is_healthy"]
+
+
+def test_closing_completes_what_has_begun(memory: Callable[..., Memory], store: DictStore) -> None:
+    m = memory()
+    m.save([99])  # the first encoding compiles
+    store.before = lambda operation: time.sleep(0.2) if operation == "put" else None
+    for number in range(20):
+        m.store_later([number])
+    wait_for(lambda: store.calls.count("put") > 2)
+    m.adapter.close()
+    results = m.adapter.pop_completed_store_tasks().values()
+    assert len(store.entries) == 1 + sum(result > 0 for result in results) and {-1} < set(results)
 
 
 def test_too_many_waiting_chunks_are_refused(memory: Callable[..., Memory], store: DictStore) -> None:
