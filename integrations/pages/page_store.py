@@ -165,14 +165,13 @@ class PageStore:
         closes all.
 
         Args:
-            codec: of the other rank, with as many secrets as this one's.
+            codec: of the other rank, with the same secrets.
             names: gives the digests of its pages.
             shard: its tensor-parallel rank.
             counts: told what happens there; default: as here.
         """
         other = copy.copy(self)
         other._codec, other._names, other._shard = codec, names, shard
-        other._key_ids = codec.key_ids or (b"",)
         other._counts = counts or self._counts
         return other
 

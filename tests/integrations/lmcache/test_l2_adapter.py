@@ -559,6 +559,14 @@ def test_closing_completes_what_has_begun(memory: Callable[..., Memory], store: 
     assert len(store.entries) == 1 + sum(result > 0 for result in results) and {-1} < set(results)
 
 
+def test_results_that_come_after_the_end_are_dropped() -> None:
+    results = real("cuvee.integrations.lmcache.l2_tasks").Results()
+    results.put(1, "in time")
+    results.close()
+    results.put(2, "late")
+    assert results.take_all() == {1: "in time"}
+
+
 def test_too_many_waiting_chunks_are_refused(memory: Callable[..., Memory], store: DictStore) -> None:
     m, held = memory({"max_waiting": 3}), hold(store, "put")
     first = m.store_later(range(10))

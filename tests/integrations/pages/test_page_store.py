@@ -304,6 +304,10 @@ def test_single_pages_are_deleted(
     assert len(store.entries) == before - 2
     assert d.pages.stored(named(range(4))) == [True, False, False, True]
     assert d.pages.delete([b"never stored"]) == [True]
+    (desk(run_pages=run_pages, secrets=secrets[1:]) if secrets else d).save(range(4, 6))
+    assert d.pages.stored(named(range(4, 6))) == [True, True]
+    d.pages.delete(named(range(4, 6)))
+    assert d.pages.stored(named(range(4, 6))) == [False, False], "also if signed with an earlier secret"
     d.save(range(1, 3))
     assert d.pages.stored(named(range(4))) == [True] * 4
 
