@@ -7,7 +7,7 @@ An adapter describes the engine's memory as a `cuvee.codec.paged.PagedCache` and
 """
 
 from cuvee.integrations.pages.counts import Counts
-from cuvee.integrations.pages.opening import PageStores, open_page_store
+from cuvee.integrations.pages.opening import PageStores
 from cuvee.integrations.pages.page_store import PageStore
 
-__all__ = ["Counts", "PageStore", "PageStores", "open_page_store"]
+__all__ = ["Counts", "PageStore", "PageStores"]

@@ -26,7 +26,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.checkpoint import refuse_other_weights
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.options import CodingOptions
-from cuvee.integrations.pages import Counts, PageStore, open_page_store
+from cuvee.integrations.pages import Counts, PageStore, PageStores
 from cuvee.integrations.sglang.host_pool import check_pool, pool_cache
 from cuvee.integrations.sglang.served_model import ServedModel
 
@@ -100,7 +100,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         """Open the store for the registered pool. SGLang answers the attempt to attach with an error raised here.
 
         Raises:
-            InputError, ProfileError, FormatError, ProfileMismatchError: as `open_page_store`.
+            InputError, ProfileError, FormatError, ProfileMismatchError: as `PageStores`.
             UnsupportedModelError: a model whose cache cuvee does not support, or other pools than one of keys and
                 values.
         """
@@ -122,12 +122,12 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
             )
         if options.profile is not None and options.check_model:
             refuse_other_weights(Profile.load(options.profile), options.profile, model.path, revision=model.revision)
-        pages = open_page_store(
+        stores = PageStores(
             options, layout, lambda: model.weights(options.model_id, layout), engine=_ENGINE,
             page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,
             lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
         )  # fmt: skip
-        self._attached = _Attached(pages, cache)
+        self._attached = _Attached(stores.of(rank, ranks, options.tenant), cache)
 
     def close(self) -> None:
         """Wait for what is being stored, close the store, and log what happened."""
