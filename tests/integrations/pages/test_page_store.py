@@ -372,8 +372,8 @@ def test_a_store_that_raises_has_no_pages(
 
 
 def test_a_store_that_hangs_is_given_up_and_told_so(desk: Callable[..., Desk], store: DictStore) -> None:
-    d, go, late = desk(lookup_timeout=0.05, load_timeout=0.05), threading.Event(), []
-    d.save(range(8))
+    desk().save(range(8))
+    d, go, late = desk(lookup_timeout=0.5, load_timeout=0.5), threading.Event(), []
     store.overdue = lambda operation, seconds: late.append(operation)  # type: ignore[method-assign]
 
     def hang(hanging: str) -> Callable[[str], None]:
@@ -455,7 +455,9 @@ def test_the_memory_is_left_alone_once_a_call_has_ended(
     monkeypatch.setattr(ThreadPool, "submit", submit)
 
 
-def test_closing_waits_for_what_is_under_way(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_what_is_under_way(
+    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     d, begun = desk(), threading.Event()
     done: list[bool] = []
     encode = Codec.encode_paged
@@ -470,8 +472,9 @@ def test_closing_waits_for_what_is_under_way(desk: Callable[..., Desk], monkeypa
     saving.start()
     assert begun.wait(30)
     d.pages.close()
-    assert done == [True] * 4
+    stored = len(store.entries)
     saving.join()
+    assert stored == 5 and done == [True] * 4
 
 
 def test_slots_of_another_number_are_refused(desk: Callable[..., Desk]) -> None:
