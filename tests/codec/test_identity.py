@@ -19,6 +19,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.identity import (
     Identity,
     Media,
+    PageNames,
     PrefixChain,
     Scope,
     canonical,
@@ -511,3 +512,48 @@ def test_an_identity_is_checked(change: dict[str, Any], message: str) -> None:
 def test_bad_arguments_are_named(call: Any, message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         call()
+
+
+# --- pages that an engine names
+
+
+def pages(identity: Identity = LOSSY, scope: Scope = SCOPE, engine: str = "engine", size: int = 64) -> PageNames:
+    return PageNames(identity, scope, engine, size)
+
+
+def test_golden_values_of_pages() -> None:
+    """Stores outlive processes: a change of these values orphans every stored page."""
+    names = pages()
+    one, two = names.page(b"one"), names.page(b"two")
+    assert one.hex() == "14ea17a4723c0365129b4385d189ae9f0b9e90d966a09ac98d92acb8ffcef526"
+    assert names.run([one, two]).hex() == "bb2a8f66bc7462a2ab42c07e175e7422453ba395283a7dd4ed17c29ce4b94c9c"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pages(EXACT), pages(replace(LOSSY, model="other")), pages(replace(LOSSY, shards=4)), pages(engine="engine2"),
+        pages(size=65), pages(scope=replace(SCOPE, tenant="other")), pages(scope=replace(SCOPE, adapter="other")),
+    ],
+)  # fmt: skip
+def test_everything_about_pages_changes_their_names(other: PageNames) -> None:
+    own = pages()
+    digests = [bytes(range(32)), bytes(32)]
+    assert own.page(b"name") != other.page(b"name") and own.run(digests) != other.run(digests)
+
+
+def test_a_run_is_its_pages_in_their_order() -> None:
+    names = pages()
+    digests = [names.page(bytes([number])) for number in range(3)]
+    runs = [names.run(list(each)) for count in (1, 2, 3) for each in itertools.permutations(digests, count)]
+    assert len({*runs, *digests, names.page(b"".join(digests))}) == len(runs) + len(digests) + 1
+    assert names.tenant == "acme" and names.page_tokens == 64
+
+
+def test_pages_need_an_engine_tokens_and_names() -> None:
+    for wrong, message in (({"engine": ""}, "engine: must name"), ({"size": 0}, "page_tokens: must be at least 1")):
+        with pytest.raises(InputError, match=message):
+            pages(**wrong)
+    for name in (b"", "text", None):
+        with pytest.raises(InputError, match="name: must be"):
+            pages().page(name)  # type: ignore[arg-type]

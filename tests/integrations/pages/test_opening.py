@@ -10,6 +10,7 @@ import torch
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages import Counts, PageStores
 
@@ -34,6 +35,22 @@ def test_ranks_groups_and_tenants_have_pages_of_their_own() -> None:
     assert all(stores.of(*rank, tenant).stored([b"name"]) == [True] for rank, tenant in views)
     stores.close()
     assert stores.of(0, 1, "").stored([b"name"]) == [False]
+
+
+def test_each_rank_codes_with_its_own_part_of_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut: list[tuple[int, int]] = []
+    shard = Profile.shard
+
+    def noting(self: Profile, rank: int, size: int) -> Profile:
+        cut.append((rank, size))
+        return shard(self, rank, size)
+
+    monkeypatch.setattr(Profile, "shard", noting)
+    stores = opened()
+    for rank in (1, 0, 1):
+        stores.of(rank, 2, "")
+    assert cut == [(0, 1), (1, 2), (0, 2)]
+    stores.close()
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
