@@ -91,8 +91,9 @@ class Rank:
         self.controller._page_backup(operation)
         return int(operation.completed_tokens)
 
-    def prefetch(self, tokens: Sequence[int], indices: torch.Tensor, prefix_keys: list[str] | None = []) -> int:  # noqa: B006
+    def prefetch(self, tokens: Sequence[int], indices: torch.Tensor, *, passes_prefix: bool = True) -> int:
         """Restore pages as the controller does: ask, then load; return the tokens that it counts as restored."""
+        prefix_keys: list[str] | None = [] if passes_prefix else None
         operation = SimpleNamespace(
             last_hash=None, token_ids=list(tokens), prefix_keys=prefix_keys, request_id="r", host_indices=indices,
             is_terminated=lambda: False,
@@ -229,7 +230,7 @@ def test_without_the_prefix_only_lossless_pages_are_stored(
     stored = r.back_up(tokens, at, None)
     assert stored == (64 if quality == "lossless" else 0)
     assert ("start: must be known" in caplog.text) == (quality == "balanced")
-    assert r.prefetch(tokens, at, prefix_keys=None) == stored
+    assert r.prefetch(tokens, at, passes_prefix=False) == stored
 
 
 def test_the_figures_are_those_of_sglang(rank: Callable[..., Rank]) -> None:
