@@ -47,8 +47,10 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import importance_offsets
 from cuvee.codec.profiles.profile import ID_BYTES, Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, one_request
+from cuvee.codec.profiles.recognition import Recognizer
 from cuvee.codec.stages.implementations import stage_names
 from cuvee.codec.support.arrays import I64
+from cuvee.codec.support.lazy import lazy
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 
 _log = logging.getLogger(__name__)
@@ -225,8 +227,17 @@ class Codec:
         return cls(Profile.generic(KVLayout.of(model)), quality, backend=backend, threads=threads, key=key)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the backends, which are made anew where the codec is unpickled."""
-        return {**self.__dict__, "_backends": {}}
+        """Leave out the backends and the recognizer, which are made anew where the codec is unpickled."""
+        return {name: own for name, own in self.__dict__.items() if name != "recognizer"} | {"_backends": {}}
+
+    @lazy
+    def recognizer(self) -> Recognizer | None:
+        """Recognizes ids and positions of tokens whose engine tells none; None if the profile is generic.
+
+        A lossless codec needs neither, and has None, too. The first use takes a fraction of a second, or a few seconds
+        with the vocabulary of a large model.
+        """
+        return None if self.lossless or not self.profile.learned else Recognizer(self.profile)
 
     @property
     def quality_name(self) -> str:

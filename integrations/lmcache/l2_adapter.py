@@ -85,7 +85,9 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         l1_memory_desc: of LMCache; not needed.
 
     Raises:
-        InputError: an option out of range, no such checkpoint, a store or a secret that cannot be used.
+        InputError: an option out of range, no such checkpoint, a store or a secret that cannot be used; a lossy quality
+            without a learned profile, or of a model without RoPE.
+        ProfileError, FormatError, ProfileMismatchError: as `PageStores`.
         UnsupportedModelError: a model whose cache cuvee, or this adapter, does not support.
     """
 
@@ -105,8 +107,8 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
             lambda: name_of_weights(
                 options.model_id or checkpoint_identity(path), str(layout.torch_dtype), "None", "{}", ""
             ),
-            engine=_ENGINE, page_tokens=options.chunk_tokens, counts=self._counts,
-            lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
+            checkpoint=(path, None), engine=_ENGINE, page_tokens=options.chunk_tokens, counts=self._counts,
+            positions=False, lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
         )  # fmt: skip
         self._slots = torch.arange(options.chunk_tokens)
         self._storing, self._looking, self._loading, self._removing = (

@@ -14,8 +14,8 @@ from cuvee.integrations.options import CodingOptions
 class LMCacheOptions(CodingOptions):
     """Options of the adapter, by the names of the JSON that sets them: those of `CodingOptions`, and its own.
 
-    LMCache does not say at which positions the tokens of a chunk are, and lossy coding takes the rotation out of keys,
-    which needs them. So `quality` is "lossless", and every option of a lossy one is refused.
+    LMCache tells neither the ids nor the positions of a chunk's tokens. Lossy coding needs positions, because it takes the
+    rotation out of keys. So it wants a learned profile, which recognizes both (`cuvee.codec.profiles.recognition`).
 
     Attributes:
         chunk_tokens: tokens per chunk: LMCache's `--chunk-size`.
@@ -53,10 +53,3 @@ class LMCacheOptions(CodingOptions):
             raise InputError("model: must be the folder or hub id of the served checkpoint, got none")
         if self.dtype is not None and self.dtype not in TORCH_DTYPES:
             raise InputError(f"dtype: must be one of {', '.join(TORCH_DTYPES)}, got {self.dtype!r}")
-        lossy = [name for name, value in self.codec_quality.items() if (name, value) != ("quality", "lossless")]
-        if self.profile is not None or lossy:
-            raise InputError(
-                f"{lossy[0] if lossy else 'profile'}: must be left out, because lossy coding needs the positions of a "
-                "chunk's tokens, which LMCache does not tell: only quality 'lossless' is possible. For lossy qualities "
-                "use cuvee's vLLM connector"
-            )

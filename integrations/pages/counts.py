@@ -13,6 +13,8 @@ class Counts:
         saved_pages, kept_pages, unsaved_pages     pages to store: stored now, stored before, and not stored
         loaded_pages, missed_pages                 pages to load: restored, and not
         refused_pages                              pages of a kind that the adapter does not support
+        recognized_pages                           stored pages whose tokens were recognized by their cache, so that a
+                                                   profile predicts from them
         raw_bytes, blob_bytes                      of what was stored: uncompressed, and in the store
         loaded_raw_bytes, loaded_blob_bytes        of what was restored, likewise
         encode_seconds, decode_seconds             of all threads together

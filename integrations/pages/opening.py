@@ -13,6 +13,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.identity import Identity, PageNames, Scope
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.checkpoint import refuse_other_weights
 from cuvee.integrations.guard import Recorder
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages.entries import MAX_RUN_PAGES
@@ -30,16 +31,20 @@ class PageStores:
         layout: of the whole model; its dtype is that of the engine's cache.
         weights: names the weights as the engine uses them (`name_of_weights`). Called once everything else is accepted,
             because it reads files.
+        checkpoint: the served model's folder or hub id, and its revision. A profile must have been calibrated on its
+            weights, unless `options.check_model` is false.
         engine: names the engine and its way of naming pages; entries of other engines are never found.
         page_tokens: tokens per page of the engine.
         counts: as in `PageStore`.
+        positions: whether the engine tells the positions of pages.
         rank: one of the ranks, whose codec shows at once whether the options can be met.
         ranks: its tensor-parallel size.
         lookup_timeout: as in `PageStore`.
         load_timeout: as in `PageStore`.
 
     Raises:
-        InputError: an option out of range, a store or a secret that cannot be used.
+        InputError: an option out of range, a store or a secret that cannot be used; a lossy quality where positions are
+            neither told nor recognized.
         ProfileError, FormatError: the profile cannot be read or cannot do what the options ask.
         ProfileMismatchError: a profile of another model.
     """
@@ -50,9 +55,11 @@ class PageStores:
         layout: KVLayout,
         weights: Callable[[], str],
         *,
+        checkpoint: tuple[str, str | None],
         engine: str,
         page_tokens: int,
         counts: Recorder,
+        positions: bool = True,
         rank: int = 0,
         ranks: int = 1,
         lookup_timeout: float = 2.0,
@@ -69,7 +76,17 @@ class PageStores:
         self._layout = layout
         self._lock = Lock()
         self._codecs: dict[tuple[int, int], Codec] = {}
+        if options.profile is not None and options.check_model:
+            path, revision = checkpoint
+            refuse_other_weights(self._profile, options.profile, path, revision=revision)
         codec = self._codec(rank, ranks)
+        recognizer = codec.recognizer
+        if not positions and not codec.lossless and (recognizer is None or not recognizer.tells_positions):
+            raise InputError(
+                f"quality: must be 'lossless', got {codec.quality_name}: lossy coding needs the positions of tokens. This "
+                "engine does not tell them, and only a learned profile of a model with RoPE recognizes them: give the "
+                "model's in option 'profile'"
+            )
         run_pages = min(max(options.chunk_tokens // page_tokens, 1), MAX_RUN_PAGES)
         self._weights = weights()
         logger.info(
@@ -104,10 +121,11 @@ class PageStores:
     def _codec(self, rank: int, ranks: int) -> Codec:
         with self._lock:
             if (rank, ranks) not in self._codecs:
-                self._codecs[rank, ranks] = Codec(
+                codec = self._codecs[rank, ranks] = Codec(
                     self._profile.shard(rank, ranks), **self._options.codec_quality, dtype=self._layout.dtype,
                     threads=1, key=self._secrets,
                 )  # fmt: skip
+                _ = codec.recognizer  # made once, rather than by every thread that codes its first page
             return self._codecs[rank, ranks]
 
     def _names(self, codec: Codec, ranks: int, tenant: str) -> PageNames:

@@ -28,6 +28,7 @@ from cuvee.codec.errors import CorruptError, CuveeError, InputError
 from cuvee.codec.identity import PageNames, store_key, tenant_id
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.profiles.recognition import Recognized
 from cuvee.integrations.guard import Recorder
 from cuvee.integrations.pages.entries import (
     MAX_RUN_PAGES,
@@ -47,6 +48,12 @@ T = TypeVar("T")
 _STORE_THREADS = 4  # that wait for the store
 _RUNS = 8  # fetched, or encoded, at a time
 _REMEMBERED = 1 << 16  # pages whose places are kept
+
+_NO_POSITION = (
+    "start: must be known for a lossy quality, because keys are coded without their rotation, and was not recognized "
+    "from the keys: let the engine pass the pages' prefix, give a learned profile of this model, or set quality to "
+    "'lossless'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +195,8 @@ class PageStore:
             cache: the engine's memory, on the CPU.
             slots: int64 `[pages * page_tokens]`: the slots of the pages' tokens, in order.
             names: the engine's name of each page.
-            start: position of the first token; None if unknown, which only a lossless codec can do with.
+            start: position of the first token; None if unknown. A lossless codec needs none, and one with a learned
+                profile recognizes it.
 
         Returns:
             whether each page is stored now.
@@ -262,7 +270,7 @@ class PageStore:
         return [self._names.page(name) for name in names]
 
     def _position(self, start: int | None, page: int) -> int | None:
-        """Return the position of a page's first token in its blob; None if it is unknown and matters.
+        """Return the position of a page's first token in its blob; None if it matters and is unknown.
 
         Lossless coding uses no positions and always gets 0, so that pages are the same with and without them.
         """
@@ -332,15 +340,7 @@ class PageStore:
         done = self._stored(pages)
         self._counts.count("kept_pages", sum(done))
         missing = [number for number, there in enumerate(done) if not there]
-        if missing and self._position(start, 0) is None:
-            self._fail(
-                "positions",
-                InputError(
-                    "start: must be known for a lossy quality, because keys are coded without their rotation: let the "
-                    "engine pass the pages' prefix, or set quality to 'lossless'"
-                ),
-            )
-        elif missing:
+        if missing:
             self._save(cache, slots.split(self._names.page_tokens), pages, missing, start, done)
         return done
 
@@ -361,7 +361,7 @@ class PageStore:
                     at = torch.cat([slots[number] for number in run])
                     # What comes later in this call is known to follow. More may follow, which nobody knows yet.
                     following = (len(slots) - run.stop) * self._names.page_tokens
-                    position = self._position(start, run.start) or 0
+                    position = self._position(start, run.start)
                     job = self._coders.submit(self._encode, cache, at, pages[run.start : run.stop], position, following)
                     encoding.append(job)
             finally:
@@ -376,19 +376,27 @@ class PageStore:
                     done[run.start : run.stop] = [True] * len(run)
 
     def _encode(
-        self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int, following: int
+        self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int | None, following: int
     ) -> bytes | None:
         """Return the entry of a run; None if it cannot be coded."""
         began = time.monotonic()
         try:
+            tokens = Recognized(start, None)
+            if self._codec.recognizer is not None:
+                tokens = self._codec.recognizer.recognize(cache, slots, start, self._names.page_tokens)
+            if tokens.start is None:
+                self._fail("positions", InputError(_NO_POSITION))
+                return None
             bound = self._bound_to(self._names.run(pages))
             (blob,) = self._codec.encode_paged(
-                cache, [slots], [start], following=[following], associated_data=[bound] if bound else None
-            )
+                cache, [slots], [tokens.start], tokens=[tokens.token_ids], following=[following],
+                associated_data=[bound] if bound else None,
+            )  # fmt: skip
         except CuveeError as error:
             self._fail("encode", error)
             return None
         self._counts.count("encode_seconds", time.monotonic() - began)
+        self._counts.count("recognized_pages", 0 if tokens.token_ids is None else len(pages))
         return make_run_entry(pages, blob)
 
     def _write(self, pages: Sequence[bytes], entry: bytes) -> bool:

@@ -22,8 +22,6 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.checkpoint import refuse_other_weights
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages import Counts, PageStore, PageStores
@@ -120,11 +118,9 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
                 "cuvee: every page of %d tokens has an entry of its own in the store; --page-size 64 needs far fewer",
                 pool.page_size,
             )
-        if options.profile is not None and options.check_model:
-            refuse_other_weights(Profile.load(options.profile), options.profile, model.path, revision=model.revision)
         stores = PageStores(
-            options, layout, lambda: model.weights(options.model_id, layout), engine=_ENGINE,
-            page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,
+            options, layout, lambda: model.weights(options.model_id, layout), checkpoint=(model.path, model.revision),
+            engine=_ENGINE, page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,
             lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
         )  # fmt: skip
         self._attached = _Attached(stores.of(rank, ranks, options.tenant), cache)

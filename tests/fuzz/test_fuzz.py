@@ -184,7 +184,7 @@ def test_a_missing_check_of_replies_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make peers send a lot without timeouts, to a process without freed memory that could hold it."""
     monkeypatch.setattr("tests.fuzz.peers._PeerTarget.memory", lambda self, data: 16 << 20)
-    monkeypatch.setattr("tests.fuzz.peers._SAID_AGAIN", 192 << 20)
+    monkeypatch.setattr("tests.fuzz.peers._SAID_AGAIN", 64 << 20)
     monkeypatch.setattr("tests.fuzz.peers.TIMEOUT", 20.0)
     for name in ("redis._SCAN_SECONDS", "objects_http.SECONDS"):  # set by warm_up
         monkeypatch.setattr(f"cuvee.integrations.stores.{name}", 20.0)

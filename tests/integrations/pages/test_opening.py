@@ -17,9 +17,12 @@ from cuvee.integrations.pages import Counts, PageStores
 LAYOUT = KVLayout("test", (LayerLayout(4, 8, 8, None),) * 2, "float32", None)
 
 
-def opened(**options: object) -> PageStores:
+def opened(layout: KVLayout = LAYOUT, *, positions: bool = True, **options: object) -> PageStores:
     given = CodingOptions.from_dict({"store": "memory://?max_mb=11", "chunk_tokens": 16, **options})
-    return PageStores(given, LAYOUT, lambda: "weights", engine="test", page_tokens=16, counts=Counts())
+    return PageStores(
+        given, layout, lambda: "weights", checkpoint=("nowhere", None), engine="test", page_tokens=16, counts=Counts(),
+        positions=positions,
+    )  # fmt: skip
 
 
 def test_ranks_groups_and_tenants_have_pages_of_their_own() -> None:

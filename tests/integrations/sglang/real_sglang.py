@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -57,6 +57,15 @@ def real(name: str) -> ModuleType:
     with _absent_packages(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that need a GPU
         return importlib.import_module(name)
+
+
+def page_hash() -> Callable[[list[int], None, int], list[str]]:
+    """Return SGLang's function from token ids and tokens per page to the hashes of pages."""
+    found: Callable[[list[int], None, int], list[str]] = real("sglang.srt.mem_cache.utils").get_hash_str
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of distutils, when it first compiles its extension
+        found([1, 2], None, 1)
+    return found
 
 
 def host_pool(

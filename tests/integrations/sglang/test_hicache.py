@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.sglang.real_sglang import host_pool, need_sglang, real, storage_config
+from tests.integrations.sglang.real_sglang import host_pool, need_sglang, page_hash, real, storage_config
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -61,7 +61,7 @@ class Rank:
         self.backend = factory.create_backend("dynamic", storage_config(self.pool, given, **config), self.pool)
         self.backend.register_mem_pool_host(self.pool)
         self.backend.on_host_pools_registered()
-        self._hashes = real("sglang.srt.mem_cache.utils").get_hash_str
+        self._hashes = page_hash()
         # The controller's own loops over batches of 128 pages, on a stand-in without its threads and devices.
         module = real("sglang.srt.managers.cache_controller")
         self.controller = SimpleNamespace(
@@ -78,8 +78,7 @@ class Rank:
 
     def hashes(self, tokens: Sequence[int]) -> list[str]:
         """SGLang's own chain of hashes, one per page."""
-        found: list[str] = self._hashes(list(tokens), None, self.pool.page_size)
-        return found
+        return self._hashes(list(tokens), None, self.pool.page_size)
 
     def back_up(self, tokens: Sequence[int], indices: torch.Tensor, prefix: list[str] | None) -> int:
         """Store pages as the controller does; return the tokens that it counts as stored."""

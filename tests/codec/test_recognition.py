@@ -1,0 +1,262 @@
+"""A cache tells the ids and the positions of its tokens, or that it does not."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tests.predicting import VOCABULARY as FEW_IDS
+from tests.predicting import predicting
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import cuvee
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles import recognition
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.recognition import Recognizer
+
+VOCABULARY, TOKENS, LIMIT = 3000, 300, 4096
+
+
+def small_model(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=LIMIT, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model
+
+
+def text(sequences: int, length: int, seed: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(seed))
+
+
+def cached(model: LlamaForCausalLM, dtype: torch.dtype = torch.float32) -> KVChunk:
+    with torch.no_grad():
+        (chunk,) = prefill(model, text(1, TOKENS, 3), KVLayout.from_config(model.config, dtype=dtype))
+    return chunk
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return small_model()
+
+
+@pytest.fixture(scope="module")
+def profile(model: LlamaForCausalLM) -> Profile:
+    return cuvee.calibrate(model, text(30, 64, 1), "heads:2", more_text=text(200, 64, 2), progress=False)
+
+
+@pytest.fixture(scope="module")
+def recognizer(profile: Profile) -> Recognizer:
+    return Recognizer(profile)
+
+
+@pytest.fixture(scope="module")
+def chunk(model: LlamaForCausalLM) -> KVChunk:
+    return cached(model)
+
+
+def moved(chunk: KVChunk, at: range, start: int) -> KVChunk:
+    """Some of the tokens, with their keys rotated as if they began at `start`."""
+    part, there = chunk.slice(at.start, at.stop), torch.arange(start, start + len(at))
+    keys = [
+        rotate(unrotate(own, layer.rope, torch.tensor(at)), layer.rope, there)
+        for own, layer in zip(part.keys, chunk.layout.layers, strict=True)
+    ]
+    return KVChunk(keys, part.values, chunk.layout, start)
+
+
+def ids_of(at: range) -> list[int]:
+    """The ids of these tokens of `chunk`."""
+    return [int(own) for own in text(1, TOKENS, 3)[0, at.start : at.stop]]
+
+
+def slots(tokens: int) -> torch.Tensor:
+    return torch.arange(tokens)
+
+
+# What is recognized --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 1, 255, 2048, LIMIT - 64])
+@pytest.mark.parametrize("at", [range(16), range(100, 164), range(290, 300)])
+def test_ids_and_position_are_recognized(start: int, at: range, recognizer: Recognizer, chunk: KVChunk) -> None:
+    found = recognizer.recognize(PagedCache.of_chunk(moved(chunk, at, start)), slots(len(at)))
+    assert found.start == start
+    assert found.token_ids is not None and found.token_ids.tolist() == ids_of(at)
+
+
+def test_a_position_that_is_known_is_kept(recognizer: Recognizer, chunk: KVChunk) -> None:
+    found = recognizer.recognize(PagedCache.of_chunk(chunk), slots(TOKENS), 77)
+    assert found.start == 77 and found.token_ids is not None
+
+
+def test_positions_may_be_known_to_be_multiples(recognizer: Recognizer, chunk: KVChunk) -> None:
+    cache = PagedCache.of_chunk(moved(chunk, range(64), 320))
+    for divisor, start in ((1, 320), (64, 320), (320, 320), (48, None), (256, None)):
+        assert recognizer.recognize(cache, slots(64), multiple_of=divisor).start == start
+
+
+def test_tokens_may_lie_anywhere(recognizer: Recognizer, chunk: KVChunk) -> None:
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(5))
+    keys, values = ([own[order][:, None] for own in unit] for unit in (chunk.keys, chunk.values))  # a token per block
+    found = recognizer.recognize(PagedCache(chunk.layout, keys, values), order.argsort())
+    assert found.start == 0 and found.token_ids is not None and found.token_ids.tolist() == ids_of(range(TOKENS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_enough(dtype: torch.dtype, model: LlamaForCausalLM, recognizer: Recognizer) -> None:
+    found = recognizer.recognize(PagedCache.of_chunk(cached(model, dtype)), slots(TOKENS))
+    assert found.start == 0 and found.token_ids is not None and found.token_ids.tolist() == ids_of(range(TOKENS))
+
+
+def test_8_bits_with_a_scale_are_enough(recognizer: Recognizer, chunk: KVChunk) -> None:
+    keys, values = ([(own / 0.25).to(torch.float8_e4m3fn)[None] for own in unit] for unit in (chunk.keys, chunk.values))
+    scales = [0.25] * chunk.layout.num_layers
+    found = recognizer.recognize(PagedCache(chunk.layout, keys, values, scales, scales), slots(TOKENS))
+    assert found.start == 0 and found.token_ids is not None and found.token_ids.tolist() == ids_of(range(TOKENS))
+
+
+def test_every_rank_recognizes_by_its_own_heads(profile: Profile, chunk: KVChunk) -> None:
+    for rank in range(2):
+        heads = slice(2 * rank, 2 * rank + 2)
+        keys, values = ([own[:, heads] for own in unit] for unit in (chunk.keys, chunk.values))
+        own = KVChunk(keys, values, chunk.layout.shard(rank, 2))
+        found = Recognizer(profile.shard(rank, 2)).recognize(PagedCache.of_chunk(own), slots(TOKENS))
+        assert found.start == 0 and found.token_ids is not None and found.token_ids.tolist() == ids_of(range(TOKENS))
+
+
+@pytest.mark.parametrize("name", ["gqa", "mqa", "partial", "interleaved", "yarn", "irregular", "bfloat16"])
+@pytest.mark.parametrize("group", ["layer", "head", "layers:3"])
+def test_positions_are_recognized_without_a_token_table(
+    name: str, group: str, fitted: Callable[[str, str], Profile], make_chunk: Callable[..., KVChunk]
+) -> None:
+    profile = fitted(name, group)
+    for start in (0, 32, 480):
+        cache = PagedCache.of_chunk(make_chunk(profile.layout, 200, 1, start))
+        found = Recognizer(profile).recognize(cache, slots(200), multiple_of=16)
+        assert found == recognition.Recognized(start, None)
+
+
+# What is not ---------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_rotation_tells_no_positions(
+    fitted: Callable[[str, str], Profile], make_chunk: Callable[..., KVChunk], recognizer: Recognizer
+) -> None:
+    profile = fitted("no-rope", "layer")
+    without = Recognizer(profile)
+    assert recognizer.tells_positions and not without.tells_positions
+    found = without.recognize(PagedCache.of_chunk(make_chunk(profile.layout, 50)), slots(50))
+    assert found == recognition.Recognized(None, None)
+
+
+def test_a_cache_of_another_model_tells_nothing(recognizer: Recognizer) -> None:
+    other = cached(small_model(1))
+    assert recognizer.recognize(PagedCache.of_chunk(other), slots(TOKENS)) == recognition.Recognized(None, None)
+
+
+def test_one_token_without_an_id_leaves_all_without(recognizer: Recognizer, chunk: KVChunk) -> None:
+    values = [own.clone() for own in chunk.values]
+    values[0][7] = torch.randn(values[0][7].shape, generator=torch.Generator().manual_seed(1))
+    cache = PagedCache.of_chunk(KVChunk(chunk.keys, values, chunk.layout))
+    assert recognizer.recognize(cache, slots(TOKENS), 0).token_ids is None
+    assert recognizer.recognize(cache, slots(7), 0).token_ids is not None
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), 0.0])
+def test_odd_numbers_tell_nothing(odd: float, recognizer: Recognizer, chunk: KVChunk) -> None:
+    keys, values = ([torch.full_like(own, odd) for own in unit] for unit in (chunk.keys, chunk.values))
+    cache = PagedCache.of_chunk(KVChunk(keys, values, chunk.layout))
+    assert recognizer.recognize(cache, slots(TOKENS)).start is None
+    if odd:
+        assert recognizer.recognize(cache, slots(TOKENS)).token_ids is None
+
+
+def test_slots_that_the_cache_does_not_have_are_refused(recognizer: Recognizer, chunk: KVChunk) -> None:
+    for bad in (-1, TOKENS):
+        with pytest.raises(InputError, match=r"slots: must be 0 … 299 in layer 0"):
+            recognizer.recognize(PagedCache.of_chunk(chunk), torch.tensor([0, bad]))
+
+
+# In a codec ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_recognized_codes_like_what_is_told(profile: Profile, chunk: KVChunk) -> None:
+    codec, cache = Codec(profile, step=0.25), PagedCache.of_chunk(chunk)
+    assert codec.recognizer is not None
+    found = codec.recognizer.recognize(cache, slots(TOKENS))
+    assert found.start is not None
+    told = codec.encode(chunk, tokens=ids_of(range(TOKENS)))
+    assert codec.encode_paged(cache, [slots(TOKENS)], [found.start], tokens=[found.token_ids]) == [told]
+
+
+def test_only_lossy_codecs_with_learned_profiles_recognize(profile: Profile) -> None:
+    assert Codec(profile, "lossless").recognizer is None
+    assert Codec(Profile.generic(profile.layout), "balanced").recognizer is None
+    codec = Codec(profile, step=0.25)
+    assert codec.recognizer is codec.recognizer is not None
+    assert pickle.loads(pickle.dumps(codec)).recognizer is not None
+
+
+def test_a_mistaken_id_costs_bytes_and_no_error(profile: Profile, chunk: KVChunk) -> None:
+    codec = Codec(profile, step=0.25)
+    wrong = codec.encode(chunk, tokens=[own ^ 1 for own in ids_of(range(TOKENS))])
+    right = codec.encode(chunk, tokens=ids_of(range(TOKENS)))
+
+    def error(blob: bytes) -> float:
+        return sum(float((a - b).square().sum()) for a, b in zip(codec.decode(blob).values, chunk.values, strict=True))
+
+    assert len(wrong) > len(right) and error(wrong) < 1.5 * error(right)
+
+
+# Searching -----------------------------------------------------------------------------------------------------
+
+
+def test_the_search_finds_the_nearest_of_all_ids(
+    profile: Profile, recognizer: Recognizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert profile.token_table is not None and recognizer._ids is not None
+    x = torch.randn(40, len(recognizer._values), generator=torch.Generator().manual_seed(2)) / 10
+    token_map = profile.learned[0].token_map
+    assert token_map is not None
+    own = token_map.take(recognizer._values)
+    rows = own.predict(profile.token_table).float()
+    for block in (16, 256):
+        monkeypatch.setattr(recognition, "BLOCK", block)
+        monkeypatch.setattr(recognition, "DIMENSIONS", rows.shape[1])
+        search = recognition._IdSearch(profile.token_table, own)
+        near = torch.cdist(x, rows)
+        chosen = near[range(len(x)), search.nearest(x)]
+        assert torch.allclose(chosen, near.min(1).values, rtol=1e-2)
+
+
+def test_a_vocabulary_may_be_small(fitted: Callable[[str, str], Profile], make_chunk: Callable[..., KVChunk]) -> None:
+    profile = predicting(fitted("gqa", "layer"))  # whose ids explain nothing
+    found = Recognizer(profile).recognize(PagedCache.of_chunk(make_chunk(profile.layout, 100, 1, 64)), slots(100))
+    assert found == recognition.Recognized(64, None)
+    token_map = profile.learned[0].token_map
+    assert profile.token_table is not None and token_map is not None
+    nothing = torch.full((3, token_map.size), torch.nan)
+    ids = recognition._IdSearch(profile.token_table, token_map).nearest(nothing)
+    assert np.all((ids >= 0) & (ids < FEW_IDS))
+
+
+def test_scores_are_those_of_every_position() -> None:
+    noise = np.random.default_rng(0)
+    together, frequencies = noise.normal(size=5) + 1j * noise.normal(size=5), noise.uniform(0, 1, 5)
+    for count in (1, 2, 9, 10, 101):
+        direct = [(together * np.exp(-1j * p * frequencies)).sum().real for p in range(count)]
+        assert np.allclose(recognition._scores(together, frequencies, count), direct)
