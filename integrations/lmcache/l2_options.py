@@ -14,8 +14,8 @@ from cuvee.integrations.options import CodingOptions
 class LMCacheOptions(CodingOptions):
     """Options of the adapter, by the names of the JSON that sets them: those of `CodingOptions`, and its own.
 
-    LMCache tells neither the ids nor the positions of a chunk's tokens. Lossy coding needs positions, because it takes the
-    rotation out of keys. So it wants a learned profile, which recognizes both (`cuvee.codec.profiles.recognition`).
+    LMCache tells neither the ids nor the positions of a chunk's tokens. Lossy coding needs positions, because it takes
+    the rotation out of keys. So it wants a learned profile, which recognizes both (`cuvee.codec.profiles.recognition`).
 
     Attributes:
         chunk_tokens: tokens per chunk: LMCache's `--chunk-size`.

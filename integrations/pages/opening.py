@@ -83,9 +83,9 @@ class PageStores:
         recognizer = codec.recognizer
         if not positions and not codec.lossless and (recognizer is None or not recognizer.tells_positions):
             raise InputError(
-                f"quality: must be 'lossless', got {codec.quality_name}: lossy coding needs the positions of tokens. This "
-                "engine does not tell them, and only a learned profile of a model with RoPE recognizes them: give the "
-                "model's in option 'profile'"
+                f"quality: must be 'lossless', got {codec.quality_name}: lossy coding needs the positions of tokens, "
+                "which this engine does not tell. A learned profile of a model with RoPE recognizes them: give one in "
+                "option 'profile'"
             )
         run_pages = min(max(options.chunk_tokens // page_tokens, 1), MAX_RUN_PAGES)
         self._weights = weights()
@@ -94,8 +94,9 @@ class PageStores:
             page_tokens, run_pages, codec.quality_name,
         )  # fmt: skip
         self._any = PageStore(
-            codec, open_store(options.store), self._names(codec, ranks, options.tenant), counts=counts, shard=rank,
-            run_pages=run_pages, threads=options.threads, lookup_timeout=lookup_timeout, load_timeout=load_timeout,
+            codec, open_store(options.store), self._names(codec, ranks, options.tenant), counts=counts,
+            layout=layout.shard(rank, ranks), shard=rank, run_pages=run_pages, threads=options.threads,
+            lookup_timeout=lookup_timeout, load_timeout=load_timeout,
         )  # fmt: skip
 
     def of(self, rank: int, ranks: int, tenant: str, counts: Recorder | None = None) -> PageStore:
@@ -112,7 +113,8 @@ class PageStores:
             ProfileError: a profile that cannot be cut for these ranks.
         """
         codec = self._codec(rank, ranks)
-        return self._any.beside(codec, self._names(codec, ranks, tenant), shard=rank, counts=counts)
+        names, layout = self._names(codec, ranks, tenant), self._layout.shard(rank, ranks)
+        return self._any.beside(codec, names, layout, shard=rank, counts=counts)
 
     def close(self) -> None:
         """Close all of them, as `PageStore.close` does."""

@@ -98,12 +98,17 @@ class PageStore:
         codec: codes the pages; on one rank of several, with the profile of that rank.
         store: keeps them. `close` closes it.
         names: gives the digests of the engine's pages.
+        layout: of the engine's caches; on one rank of several, of that rank's part. Default: the profile's, which may
+            have been learned in another dtype than the engine's.
         shard: tensor-parallel rank.
         run_pages: the most pages that share a blob. With 1, no index entries are written.
         threads: CPU threads that encode and decode.
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that the store may take for anything else.
         counts: told what happens, by the names in `Counts`.
+
+    Attributes:
+        layout: as given.
 
     Raises:
         InputError: `run_pages` is out of range.
@@ -137,6 +142,7 @@ class PageStore:
         names: PageNames,
         *,
         counts: Recorder,
+        layout: KVLayout | None = None,
         shard: int = 0,
         run_pages: int = 1,
         threads: int = 2,
@@ -145,6 +151,7 @@ class PageStore:
     ) -> None:
         if not 1 <= run_pages <= MAX_RUN_PAGES:
             raise InputError(f"run_pages: must be 1 … {MAX_RUN_PAGES}, got {run_pages}")
+        self.layout = layout or codec.profile.layout
         self._codec = codec
         self._store = store
         self._names = names
@@ -160,12 +167,9 @@ class PageStore:
         self._places: OrderedDict[bytes, Place] = OrderedDict()  # of the pages last seen, by digest
         self._said: set[str] = set()
 
-    @property
-    def layout(self) -> KVLayout:
-        """Layout of the caches that pages are saved from: that of this rank's part."""
-        return self._codec.profile.layout
-
-    def beside(self, codec: Codec, names: PageNames, *, shard: int = 0, counts: Recorder | None = None) -> Self:
+    def beside(
+        self, codec: Codec, names: PageNames, layout: KVLayout, *, shard: int = 0, counts: Recorder | None = None
+    ) -> Self:
         """Return a page store of another rank or tenant that shares this one's store, threads and end.
 
         It costs little: an engine whose calls concern many tenants may make one for every call. Closing any of them
@@ -174,11 +178,12 @@ class PageStore:
         Args:
             codec: of the other rank, with the same secrets.
             names: gives the digests of its pages.
+            layout: of its part of the engine's caches.
             shard: its tensor-parallel rank.
             counts: told what happens there; default: as here.
         """
         other = copy.copy(self)
-        other._codec, other._names, other._shard = codec, names, shard
+        other._codec, other._names, other.layout, other._shard = codec, names, layout, shard
         other._counts = counts or self._counts
         return other
 

@@ -10,52 +10,21 @@ import pytest
 import torch
 from tests.predicting import VOCABULARY as FEW_IDS
 from tests.predicting import predicting
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, small_model
 
-import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.forward import prefill
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles import recognition
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.recognition import Recognizer
 
-VOCABULARY, TOKENS, LIMIT = 3000, 300, 4096
-
-
-def small_model(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=LIMIT, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    model.eval()
-    return model
-
-
-def text(sequences: int, length: int, seed: int) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(seed))
-
-
-def cached(model: LlamaForCausalLM, dtype: torch.dtype = torch.float32) -> KVChunk:
-    with torch.no_grad():
-        (chunk,) = prefill(model, text(1, TOKENS, 3), KVLayout.from_config(model.config, dtype=dtype))
-    return chunk
-
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return small_model()
-
-
-@pytest.fixture(scope="module")
-def profile(model: LlamaForCausalLM) -> Profile:
-    return cuvee.calibrate(model, text(30, 64, 1), "heads:2", more_text=text(200, 64, 2), progress=False)
+def profile() -> Profile:
+    return learned_profile()
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +33,8 @@ def recognizer(profile: Profile) -> Recognizer:
 
 
 @pytest.fixture(scope="module")
-def chunk(model: LlamaForCausalLM) -> KVChunk:
-    return cached(model)
+def chunk() -> KVChunk:
+    return cached(small_model())
 
 
 def moved(chunk: KVChunk, at: range, start: int) -> KVChunk:
@@ -76,11 +45,6 @@ def moved(chunk: KVChunk, at: range, start: int) -> KVChunk:
         for own, layer in zip(part.keys, chunk.layout.layers, strict=True)
     ]
     return KVChunk(keys, part.values, chunk.layout, start)
-
-
-def ids_of(at: range) -> list[int]:
-    """The ids of these tokens of `chunk`."""
-    return [int(own) for own in text(1, TOKENS, 3)[0, at.start : at.stop]]
 
 
 def slots(tokens: int) -> torch.Tensor:
@@ -117,8 +81,8 @@ def test_tokens_may_lie_anywhere(recognizer: Recognizer, chunk: KVChunk) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_are_enough(dtype: torch.dtype, model: LlamaForCausalLM, recognizer: Recognizer) -> None:
-    found = recognizer.recognize(PagedCache.of_chunk(cached(model, dtype)), slots(TOKENS))
+def test_16_bits_are_enough(dtype: torch.dtype, recognizer: Recognizer) -> None:
+    found = recognizer.recognize(PagedCache.of_chunk(cached(small_model(), dtype)), slots(TOKENS))
     assert found.start == 0 and found.token_ids is not None and found.token_ids.tolist() == ids_of(range(TOKENS))
 
 

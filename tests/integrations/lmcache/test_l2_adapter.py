@@ -34,8 +34,11 @@ from tests.integrations.lmcache.real_lmcache import (
     wait_for,
 )
 from tests.integrations.stores.dict_store import DictStore
+from tests.recognizing import cached, learned_profile, small_model
 
-from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.identity import tenant_id
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.integrations.pages import PageStore
@@ -648,6 +651,73 @@ def test_signed_chunks_need_the_secret(memory: Callable[..., Memory], tmp_path: 
     assert signed.found([1]) == []
 
 
+# Lossy chunks ---------------------------------------------------------------------------------------------------------
+
+
+class Learned:
+    """A checkpoint of a small model, its profile, and an adapter that stores its chunks lossy."""
+
+    def __init__(self, folder: Path, memory: Callable[..., Memory]) -> None:
+        self.chunk, self.profile = cached(small_model(), torch.bfloat16), learned_profile()
+        small_model().save_pretrained(folder / "model")
+        self.profile.save(folder / "profile.safetensors")
+        self.params = {"model": str(folder / "model"), "profile": str(folder / "profile.safetensors"), "step": 0.25}
+        self.memory = memory(self.params)
+        layout = self.chunk.layout
+        self.desc = layout_desc((2, layout.num_layers, CHUNK, layout.layers[0].key_values))
+
+    def object(self, number: int) -> Any:
+        """An object with the chunk of this number of the cache."""
+        part = self.chunk.slice(number * CHUNK, (number + 1) * CHUNK)
+        made = self.memory.object(self.desc)
+        made.get_tensor(0).copy_(
+            torch.stack([torch.stack([own.flatten(1) for own in unit]) for unit in (part.keys, part.values)])
+        )
+        return made
+
+    def coded(self, number: int) -> torch.Tensor:
+        """What the codec makes of the chunk when it is told ids and position."""
+        part = self.chunk.slice(number * CHUNK, (number + 1) * CHUNK)
+        codec = Codec(self.profile, step=0.25, dtype="bfloat16")
+        back = codec.decode(codec.encode(KVChunk(part.keys, part.values, part.layout, part.start, part.token_ids)))
+        return split_values(back)
+
+
+def split_values(chunk: KVChunk) -> torch.Tensor:
+    """A chunk as LMCache keeps keys and values apart, `[2, layers, tokens, heads * dim]`."""
+    return torch.stack([torch.stack([own.flatten(1) for own in unit]) for unit in (chunk.keys, chunk.values)])
+
+
+def test_with_a_profile_chunks_are_lossy_and_their_tokens_recognized(
+    tmp_path: Path, memory: Callable[..., Memory]
+) -> None:
+    learned = Learned(tmp_path, memory)
+    numbers = [3, 0, 8]
+    adapter = learned.memory.adapter
+    task = adapter.submit_store_task([object_key(n) for n in numbers], [learned.object(n) for n in numbers])
+    size = learned.memory.stored(task)
+    raw = len(numbers) * learned.chunk.layout.bytes_per_token * CHUNK
+    assert 0 < size < raw / 2.5
+    counters = learned.memory.counters
+    assert counters["recognized_pages"] == counters["saved_pages"] == 3
+    objects = [learned.memory.object(learned.desc) for _ in numbers]
+    loading = adapter.submit_load_task([object_key(n) for n in numbers], objects)
+    assert result_of(lambda: adapter.query_load_result(loading)).get_indices_list() == [0, 1, 2]
+    for number, each in zip(numbers, objects, strict=True):
+        assert torch.equal(each.get_tensor(0), learned.coded(number)), number
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path, memory: Callable[..., Memory]) -> None:
+    learned = Learned(tmp_path, memory)
+    small_model(1).save_pretrained(tmp_path / "other")
+    other = {**learned.params, "model": str(tmp_path / "other")}
+    with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
+        make_adapter(other)
+    with pytest.raises(ProfileMismatchError, match="layout: the profile is for"):
+        make_adapter({**other, "model": PARAMS["model"]})
+    make_adapter({**other, "check_model": False}).close()
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -658,14 +728,10 @@ def test_signed_chunks_need_the_secret(memory: Callable[..., Memory], tmp_path: 
         ({"model": "/nowhere"}, InputError, "model: must be a folder or hub id"),
         ({"stores": "x"}, InputError, "adapter_params: has no option 'stores'"),
         ({"store": "nowhere://"}, InputError, "url: must begin"),
-        (
-            {"profile": "x.safetensors"},
-            InputError,
-            "profile: must be left out, because lossy coding needs the positions",
-        ),
-        ({"quality": "balanced"}, InputError, "quality: must be left out"),
-        ({"bits": 4}, InputError, "bits: must be left out"),
-        ({"quality": "lossless", "worst": True}, InputError, "worst: must be left out"),
+        ({"quality": "balanced"}, InputError, "quality: must be 'lossless', got .*needs the positions"),
+        ({"step": 0.5}, InputError, "quality: must be 'lossless'"),
+        ({"bits": 4}, ProfileError, "curve"),
+        ({"profile": __file__}, FormatError, "is not a safetensors file"),
         ({"dtype": "float8"}, InputError, "dtype: must be one of bfloat16"),
         ({"capacity_gb": 0}, InputError, "capacity_gb: must be a number above 0"),
         ({"max_waiting": 0}, InputError, "max_waiting: must be a whole number"),

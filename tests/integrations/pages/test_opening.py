@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+from tests.conftest import fitted_profile
+from tests.recognizing import learned_profile
 
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
@@ -69,3 +72,37 @@ def test_an_events_recorder_of_ones_own_is_told() -> None:
     stores.of(0, 1, "", own).save(PagedCache(LAYOUT, memory[:2], memory[2:]), torch.arange(16), [b"name"], None)
     assert own.snapshot()["saved_pages"] == 1
     stores.close()
+
+
+def test_a_profile_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "profile.safetensors")
+    Profile.generic(LAYOUT).save(path)
+    asked: list[tuple[str, str | None]] = []
+
+    def mismatch(profile: Profile, path: str, *, revision: str | None = None) -> str:
+        asked.append((path, revision))
+        return "mismatch"
+
+    monkeypatch.setattr("cuvee.integrations.checkpoint.check_profile", mismatch)
+    with pytest.raises(ProfileMismatchError, match="calibrated on other weights than nowhere"):
+        opened(profile=path)
+    assert asked == [("nowhere", None)]
+    opened(profile=path, check_model=False).close()
+
+
+def test_without_positions_a_lossy_quality_wants_a_profile_that_recognizes_them(tmp_path: Path) -> None:
+    def fails(layout: KVLayout, **options: object) -> None:
+        with pytest.raises(InputError, match=r"quality: must be 'lossless', got .*give one in option"):
+            opened(layout, positions=False, check_model=False, **options)
+
+    profile, without = learned_profile(), fitted_profile("no-rope", "layer")
+    paths = []
+    for number, each in enumerate((profile, without, Profile.generic(LAYOUT))):
+        paths.append(str(tmp_path / f"{number}.safetensors"))
+        each.save(paths[-1])
+    fails(LAYOUT, quality="balanced")
+    fails(LAYOUT, quality="balanced", profile=paths[2])
+    fails(without.layout, step=1.0, profile=paths[1])
+    opened(without.layout, check_model=False, step=1.0, profile=paths[1]).close()
+    opened(profile.layout, positions=False, check_model=False, step=1.0, profile=paths[0]).close()
+    opened(positions=False).close()

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.stores.dict_store import DictStore
+from tests.recognizing import cached, ids_of, learned_profile, small_model
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.identity import Identity, PageNames, Scope, store_key
@@ -202,6 +204,67 @@ def test_positions_must_be_known_unless_nothing_is_lost(
         assert equal(lossless.tokens(range(20, 28)), wanted)
 
 
+class Told:
+    """A page store with a learned profile, over the cache of a small model."""
+
+    def __init__(self, chunk: KVChunk) -> None:
+        self.codec = Codec(learned_profile(), step=0.25, threads=1)
+        self.chunk, self.counts = chunk, Counts()
+        identity = Identity("m", "", chunk.layout.fingerprint, self.codec.profile.id, self.codec.quality_name)
+        names = PageNames(identity, Scope(), "test", PAGE)
+        self.pages = PageStore(self.codec, DictStore(), names, counts=self.counts, run_pages=4)
+
+    def save(self, start: int | None) -> list[bool]:
+        """Save the first four pages."""
+        return self.pages.save(PagedCache.of_chunk(self.chunk), torch.arange(4 * PAGE), named(range(4)), start)
+
+    def load(self, start: int | None) -> list[torch.Tensor] | None:
+        """Load them again; return None if one is missing."""
+        layout = self.chunk.layout
+        cache = PagedCache.empty(layout, 4 * PAGE, range(layout.num_layers), torch.device("cpu"))
+        if self.pages.load(cache, torch.arange(4 * PAGE), named(range(4)), start) != [True] * 4:
+            return None
+        back = cache.chunk(None, 0)
+        return [*back.keys, *back.values]
+
+
+def test_a_learned_profile_recognizes_what_the_engine_does_not_tell() -> None:
+    part = cached(small_model()).slice(8 * PAGE, 12 * PAGE)
+    told = Told(part)
+    assert told.save(start=None) == [True] * 4
+    counts = told.counts.snapshot()
+    assert counts["recognized_pages"] == counts["saved_pages"] == 4 and "failures{positions}" not in counts
+    codec = told.codec
+    blob = codec.encode(KVChunk(part.keys, part.values, part.layout, 8 * PAGE, ids_of(range(8 * PAGE, 12 * PAGE))))
+    back = codec.decode(blob)
+    for start in (None, 8 * PAGE):
+        loaded = told.load(start)
+        assert loaded is not None and equal(loaded, [*back.keys, *back.values])
+    assert told.load(7 * PAGE) is None
+    told.pages.close()
+
+
+def test_pages_whose_ids_are_not_recognized_are_stored_without() -> None:
+    part = cached(small_model()).slice(8 * PAGE, 12 * PAGE)
+    part.values[0][5] += 3
+    told = Told(part)
+    assert told.save(start=8 * PAGE) == [True] * 4
+    assert "recognized_pages" not in told.counts.snapshot()
+    plain = told.codec.encode(KVChunk(part.keys, part.values, part.layout, 8 * PAGE))
+    back, loaded = told.codec.decode(plain), told.load(None)
+    assert loaded is not None and equal(loaded, [*back.keys, *back.values])
+    told.pages.close()
+
+
+def test_pages_whose_position_is_not_recognized_are_not_stored(caplog: pytest.LogCaptureFixture) -> None:
+    part = cached(small_model(1)).slice(8 * PAGE, 12 * PAGE)  # of another model
+    told = Told(part)
+    assert told.save(start=None) == [False] * 4
+    assert told.counts.snapshot() == {"failures{positions}": 1, "unsaved_pages": 4}
+    assert "was not recognized from the keys" in caplog.text
+    told.pages.close()
+
+
 def test_pages_that_are_stored_are_kept(desk: Callable[..., Desk], store: DictStore) -> None:
     d = desk()
     d.save(range(4, 6))
@@ -332,8 +395,8 @@ def test_page_stores_beside_each_other_share_a_store_and_no_pages(
 ) -> None:
     d, counts = desk(run_pages=run_pages), Counts()
     names = PageNames(Identity("m", "", LAYOUT.fingerprint, b"", "lossless"), Scope("another"), "test", PAGE)
-    other = d.pages.beside(d.codec, names, counts=counts)
-    rank = d.pages.beside(d.codec, d.names, shard=1)
+    other = d.pages.beside(d.codec, names, LAYOUT, counts=counts)
+    rank = d.pages.beside(d.codec, d.names, LAYOUT, shard=1)
     d.save(range(4))
     for each in (other, rank):
         assert each.layout == LAYOUT and each.stored(named(range(4))) == [False] * 4
