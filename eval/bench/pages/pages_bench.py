@@ -2,7 +2,8 @@
 
 The same pages of a real cache lie in memory as SGLang's host pool has them. Methods take turns: a plain copy, zstd over
 byte planes, and `PageStore`, with pages that share blobs of 256 tokens and with a blob per page. One thread, RAM behind
-everything. Nothing is reported unless the pages came back: exactly, or as the codec restores them.
+everything. Nobody tells the store which tokens the pages hold: it recognizes them, which is part of the time.
+Nothing is reported unless the pages came back: exactly, or as the codec restores them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.console import Console
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL
 from cuvee.eval.bench.cpu.caches import model_chunk
@@ -154,9 +156,15 @@ def _measure(
 
 
 def _restored(codec: Codec, chunk: KVChunk, tokens: int) -> KVChunk:
-    """Return what the codec restores of a chunk in blobs of so many tokens."""
-    parts = [chunk.slice(first, min(first + tokens, chunk.tokens)) for first in range(0, chunk.tokens, tokens)]
-    return KVChunk.concat([codec.decode(codec.encode(part)) for part in parts])
+    """Return what the codec restores of a chunk in blobs of so many tokens, whose ids it recognizes."""
+    restored = []
+    for first in range(0, chunk.tokens, tokens):
+        part, ids = chunk.slice(first, min(first + tokens, chunk.tokens)), None
+        if codec.recognizer is not None:
+            found = codec.recognizer.recognize(PagedCache.of_chunk(part), torch.arange(part.tokens), part.start)
+            ids = found.token_ids
+        restored.append(codec.decode(codec.encode(part, tokens=ids)))
+    return KVChunk.concat(restored)
 
 
 def _check(name: str, found: KVChunk, wanted: KVChunk) -> None:
