@@ -2,7 +2,8 @@
 
     --l2-adapter '{"type": "plugin", "module_path": "cuvee.integrations.lmcache.l2_adapter",
       "class_name": "CuveeL2Adapter",
-      "adapter_params": {"model": "Qwen/Qwen3-8B", "store": "file:///var/cache/kv?max_gb=200"}}'
+      "adapter_params": {"model": "Qwen/Qwen3-8B", "store": "file:///var/cache/kv?max_gb=200",
+        "profile": "qwen3-8b.safetensors"}}'
 
 LMCache's controllers submit tasks and are told by file descriptors when they are done. A task is divided into parts,
 one per memory object, that threads of this adapter do:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from tests.predicting import VOCABULARY as FEW_IDS
 from tests.predicting import predicting
 from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, small_model
 
+import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.forward import prefill
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles import recognition
@@ -112,6 +116,25 @@ def test_positions_are_recognized_without_a_token_table(
         cache = PagedCache.of_chunk(make_chunk(profile.layout, 200, 1, start))
         found = Recognizer(profile).recognize(cache, slots(200), multiple_of=16)
         assert found == recognition.Recognized(start, None)
+
+
+@pytest.mark.parametrize(
+    "family", ["cohere", "gemma3-sliding-first", "gpt_neox", "llama-yarn", "phi3", "qwen2", "qwen3"]
+)
+def test_every_family_with_rotation_is_recognized(family: str, tiny_model: Callable[..., Any]) -> None:
+    lm = tiny_model(family)
+    config = lm.config.get_text_config()
+
+    def text(sequences: int, seed: int) -> torch.Tensor:
+        noise = torch.Generator().manual_seed(seed)
+        return torch.randint(config.vocab_size, (sequences, 48), generator=noise)
+
+    profile = cuvee.calibrate(lm, text(24, 1), "layer", more_text=text(48, 2), progress=False)
+    with torch.no_grad():
+        (chunk,) = prefill(lm, text(1, 3), KVLayout.from_config(config, dtype=torch.float32))
+    found = Recognizer(profile).recognize(PagedCache.of_chunk(chunk.slice(16, 48)), slots(32))
+    assert found.start == 16
+    assert found.token_ids is not None and found.token_ids.tolist() == text(1, 3)[0, 16:].tolist()
 
 
 # What is not ---------------------------------------------------------------------------------------------------

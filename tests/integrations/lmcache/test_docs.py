@@ -17,10 +17,7 @@ pytestmark = NEED_LMCACHE
 
 def test_every_option_is_documented_with_its_default() -> None:
     options = real("cuvee.integrations.lmcache.l2_options").LMCacheOptions
-    shown = {"quality": "lossless", "model_name": "model", "dtype": "the checkpoint's"}
-    check_options(README, options, shown)
-    refused = {row[0].strip("`") for row in rows(README, "Options") if row[2].startswith("refused")}
-    assert refused == {"profile", "kl", "bits", "ratio", "step", "worst"}
+    check_options(README, options, {"model_name": "model", "dtype": "the checkpoint's"})
 
 
 def test_the_command_is_what_lmcache_takes() -> None:
@@ -55,9 +52,8 @@ def test_defaults_of_lmcache_are_as_documented() -> None:
 def test_every_failure_that_is_counted_is_documented() -> None:
     table = " ".join(row[1] for row in rows(README, "When something fails"))
     listed = re.search(r"failures\{([a-z,]+)\}", Counts.__doc__ or "")
-    # Positions do not matter without loss.
     assert listed is not None
-    assert set(re.findall(r"failures\{([a-z]+)\}", table)) == set(listed[1].split(",")) - {"positions"}
+    assert set(re.findall(r"failures\{([a-z]+)\}", table)) == set(listed[1].split(","))
 
 
 def test_every_shape_is_documented() -> None:
