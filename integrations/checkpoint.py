@@ -222,38 +222,68 @@ def adapter_identity(name: str, path: str) -> str:
 def check_profile(profile: Profile, path: str | Path, *, revision: str | None = None) -> str:
     """Check whether a profile was calibrated on the weights of a checkpoint, without loading them.
 
-    Computes `model_fingerprint` of the transformers model from names and shapes of its skeleton, built on the meta
-    device from the configuration, and 256 values of each parameter from the files. The calibration may have loaded the
-    weights in the files' dtype, or as float32, bfloat16 or float16.
-
     Args:
         profile: any.
         path: of the checkpoint, as in `checkpoint_identity`.
         revision: of a hub id.
 
     Returns:
-        `"match"`, `"mismatch"`, or `"unknown: "` and the reason: the profile names no model, or the checkpoint is not
-        stored under the names that transformers gives its parameters (quantized, fused experts, no safetensors).
+        `"match"`, `"mismatch"`, or `"unknown: "` and the reason: the profile names no model, or the fingerprints of the
+        checkpoint's weights cannot be known (`weight_fingerprints`).
 
     Raises:
         InputError: the path does not exist, or holds a damaged file.
     """
     if profile.model is None:
         return f"unknown: a {profile.source} profile names no model"
+    weights = weight_fingerprints(path, revision=revision)
+    if not weights.found:
+        return f"unknown: {weights.unknown}"
+    return "match" if profile.model in weights.found else "mismatch"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFingerprints:
+    """What `model_fingerprint` may be of a checkpoint's model, by the dtype that its weights are loaded in.
+
+    Attributes:
+        found: distinct fingerprints, that of the files' dtype first; empty if they cannot be known.
+        unknown: why they cannot; empty if they are.
+    """
+
+    found: tuple[str, ...] = ()
+    unknown: str = ""
+
+
+def weight_fingerprints(path: str | Path, *, revision: str | None = None) -> WeightFingerprints:
+    """Return the fingerprints that a calibration of a checkpoint may record, without loading its weights.
+
+    Computes `model_fingerprint` of the transformers model from names and shapes of its skeleton, built on the meta
+    device from the configuration, and 256 values of each parameter from the files. The calibration may have loaded the
+    weights in the files' dtype, or as float32, bfloat16 or float16. They are not known of a checkpoint that is not
+    stored under the names that transformers gives its parameters (quantized, fused experts, no safetensors).
+
+    Args:
+        path: of the checkpoint, as in `checkpoint_identity`.
+        revision: of a hub id.
+
+    Raises:
+        InputError: the path does not exist, or holds a damaged file.
+    """
     root = _resolve(path, revision)
     files = sorted(root.glob("*.safetensors"))
     if not files:
-        return "unknown: the checkpoint holds no safetensors files"
+        return WeightFingerprints(unknown="the checkpoint holds no safetensors files")
     try:
         model = _skeleton(root)
         samples = _parameters(model, files)
     except _Unknown as reason:
-        return f"unknown: {reason}"
+        return WeightFingerprints(unknown=str(reason))
+    found = []
     for dtype in (None, torch.bfloat16, torch.float16):  # None: the files' dtype; float32 keeps its values
         cast = ((name, shape, values if dtype is None else values.to(dtype)) for name, shape, values in samples)
-        if fingerprint_samples(cast) == profile.model:
-            return "match"
-    return "mismatch"
+        found.append(fingerprint_samples(cast))
+    return WeightFingerprints(tuple(dict.fromkeys(found)))
 
 
 def refuse_other_weights(profile: Profile, shown: str, path: str | Path, *, revision: str | None = None) -> None:
