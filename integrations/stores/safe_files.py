@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -149,14 +150,41 @@ def objection(info: os.stat_result, path: str) -> str | None:
     return None
 
 
+def replace_file(name: str, data: bytes, parent: int, mode: int = 0o600) -> None:
+    """Write a file of an open folder. Readers see the old file, or all of the new one, even after a power failure.
+
+    Args:
+        name: the file; a link in its place is replaced, not followed.
+        data: the new content.
+        parent: descriptor of the open folder.
+        mode: permissions of a new file, before the umask.
+
+    Raises:
+        OSError: the file could not be written; what was there stays.
+    """
+    temporary = ".tmp-" + secrets.token_hex(8)
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, mode, dir_fd=parent)
+    try:
+        write_all(file, data)
+        os.fsync(file)
+        os.replace(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+    except BaseException:
+        unlink(temporary, parent)
+        raise
+    finally:
+        os.close(file)
+    os.fsync(parent)
+
+
 @contextmanager
-def open_folder(parent: int, name: str, *, create: bool = False) -> Iterator[int]:
+def open_folder(parent: int, name: str, *, create: bool = False, mode: int = 0o700) -> Iterator[int]:
     """Open a folder inside an open folder, never through a link, and yield its descriptor.
 
     Args:
         parent: descriptor of the open folder.
         name: the name of the folder inside it.
-        create: create the folder, with mode 0700, if it is missing.
+        create: create the folder if it is missing.
+        mode: permissions of a new folder, before the umask.
 
     Raises:
         OSError: the folder is missing, is not a folder (a link is none), or may not be opened.
@@ -167,7 +195,7 @@ def open_folder(parent: int, name: str, *, create: bool = False) -> Iterator[int
         if not create:
             raise
         with suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=parent)
+            os.mkdir(name, mode, dir_fd=parent)
         file = os.open(name, _FOLDER, dir_fd=parent)
     try:
         yield file
