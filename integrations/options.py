@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import Key, make_keys, read_secret
 from cuvee.codec.support.suggest import suggestion
+from cuvee.integrations.profile_collection.location import ProfileLocation, names_collection, shown_profile
 from cuvee.integrations.stores.redaction import redacted
 
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
@@ -21,7 +22,9 @@ class CodingOptions:
     Attributes:
         SOURCE: name of the engine's option that holds the JSON, for messages.
         store: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
-        profile: path of the model's profile; None: the generic profile, which is not fitted to any model.
+        profile: path of the model's profile, or a collection of profiles in which the engine finds that of its model
+            (`cuvee.integrations.profile_collection.location`); None: the generic profile, which is not fitted to any
+            model.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one.
         worst: with `kl`: the worst kind of text decides, as it does for presets.
@@ -72,6 +75,8 @@ class CodingOptions:
         if self.key_env and self.key_file:
             raise InputError("key_file: must be left out if key_env is given, got both")
         self._check_texts("profile", "quality", "model_id")
+        if self.profile is not None and names_collection(self.profile):
+            ProfileLocation.parse(self.profile)
         if not isinstance(self.tenant, str):
             raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
         self._check_switches("worst", "check_model")
@@ -82,9 +87,10 @@ class CodingOptions:
             raise InputError(f"quality: must be at most one of {', '.join(_QUALITIES)}, got {got}")
 
     def __repr__(self) -> str:
-        """Show all options, secrets in the store's URLs and the tenant redacted: a tenant is as good as a secret."""
+        """Show all options, secrets in URLs and the tenant redacted: a tenant is as good as a secret."""
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
         shown["store"] = tuple(map(redacted, self.store))
+        shown["profile"] = None if self.profile is None else shown_profile(self.profile)
         shown["tenant"] = "***" if self.tenant else ""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 

@@ -53,12 +53,13 @@ class FakeHTTP(LoopbackServer):
             self.requests.append((method, path))
             said = self.tell(method, path)
             if said is None:
-                said = self._honest(method, path, body, fields.get("range", ""))
+                said = self.honest(method, path, body, fields.get("range", ""))
             self.say(connection, said)
             if not isinstance(said, bytes):
                 break
 
-    def _honest(self, method: str, path: str, body: bytes, wanted: str) -> bytes:
+    def honest(self, method: str, path: str, body: bytes, wanted: str) -> bytes:
+        """Return the response of an honest server to a request; `wanted` is the range that it asks for."""
         if method == "PUT":
             self.objects[path] = body
             return answer("201 Created")

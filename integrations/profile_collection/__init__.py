@@ -1,0 +1,8 @@
+"""Profiles of many models in one place: a folder, a store, or a repository of the Hugging Face hub.
+
+    cuvee profile push ──> ProfileCollection ──files by name──> a folder, a store or the hub
+    cuvee profile pull <──        │
+    engines            <── found_profile: what option "profile" names
+
+`location` says how a place is written, `collection` which profile is taken and how it is verified.
+"""

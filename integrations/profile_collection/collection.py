@@ -1,0 +1,377 @@
+"""`ProfileCollection`: profiles of many models in one place, and `found_profile`: the one that an engine asks for.
+
+    cuvee-profiles/<layout>/<id>.safetensors             a profile, byte for byte as `Profile.save` wrote it
+    cuvee-profiles/<layout>/newest-<weights>-v<n>.json   which profile of these weights was pushed last; written last
+
+- `<layout>` is the fingerprint of the model's KV layout, without its dtype, since profiles serve caches of any dtype.
+- `<weights>` is the fingerprint of the weights that the profile was calibrated on.
+- `<id>` is the profile's own, which everything that decoding depends on is hashed to.
+- `<n>` is the version of profile files. A build takes the newest that it can read, so builds of two versions share a
+  collection while a fleet is upgraded.
+
+**Which profile is taken**: the one that was pushed last for the model's weights, or the one that an id names. The order
+of pushes decides, not a clock or a size, so pushing an older profile again goes back to it. Since one small file says
+which is the newest, and is replaced atomically after the profile is there, a reader finds the old profile or the new
+one, whoever else pushes, and no list of profiles can lose an entry to another writer.
+
+**Nothing that is read is trusted**: sizes are bounded, `Profile.load` parses, and layout, weights and id must be those
+that the names promise. Whoever can write to the place can still replace the newest profile by another valid one; an id
+in the location pins it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileMismatchError, VersionError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profiles.profile import VERSION, Profile
+from cuvee.codec.support.files import replacing
+from cuvee.codec.support.plain_json import parse_json
+from cuvee.integrations.checkpoint import WeightFingerprints, weight_fingerprints
+from cuvee.integrations.profile_collection.files import FolderFiles, NamedFiles, StoreFiles
+from cuvee.integrations.profile_collection.hub import HubFiles
+from cuvee.integrations.profile_collection.location import ProfileLocation, check_id, names_collection
+
+logger = logging.getLogger(__name__)
+
+# A profile of a model with 70 billion parameters takes about 3 GB.
+MAX_PROFILE_BYTES = 8 << 30
+_MAX_NEWEST_BYTES = 4096
+_FOLDER = "cuvee-profiles"
+_NEWEST_FORMAT = "cuvee-newest-profile"
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_LATEST = 1 << 40  # seconds since 1970: a later time of a push cannot be written as a date
+
+
+@dataclass(frozen=True, slots=True)
+class PushedProfile:
+    """What `ProfileCollection.push` did.
+
+    Attributes:
+        id: of the profile, 32 hex digits.
+        layout: fingerprint of the model's layout without its dtype, in hex.
+        weights: fingerprint of the model's weights, in hex; None: the profile names none, so only its id finds it.
+        file: name of the profile's file in the collection.
+        bytes: its size.
+    """
+
+    id: str
+    layout: str
+    weights: str | None
+    file: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PulledProfile:
+    """What `ProfileCollection.pull` wrote.
+
+    Attributes:
+        profile: the profile, verified.
+        bytes: its size.
+        pushed: when it was pushed, in seconds since 1970; None if it was named by its id.
+    """
+
+    profile: Profile
+    bytes: int
+    pushed: int | None
+
+
+class ProfileCollection:
+    """Profiles of many models in one place. Close it after use, or use it in a `with` statement.
+
+        >>> from tempfile import TemporaryDirectory
+        >>> from cuvee.codec.layout import LayerLayout
+        >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "bfloat16", None)
+        >>> with TemporaryDirectory() as folder, ProfileCollection.open(f"{folder}/profiles") as collection:
+        ...     Profile.generic(layout).save(f"{folder}/pushed.safetensors")
+        ...     pushed = collection.push(f"{folder}/pushed.safetensors")
+        ...     pulled = collection.pull(layout, f"{folder}/pulled.safetensors", id=pushed.id)
+        >>> pulled.profile.id.hex() == pushed.id
+        True
+
+    Args:
+        files: the place.
+    """
+
+    def __init__(self, files: NamedFiles) -> None:
+        self._files = files
+
+    @classmethod
+    def open(cls, where: str | ProfileLocation) -> Self:
+        """Open the collection at a location (`profile_collection.location`). An id in it is not used here.
+
+        Raises:
+            InputError: the location is wrong.
+            ImportError: the package of the store's client, or huggingface_hub, is missing.
+        """
+        location = ProfileLocation.parse(where) if isinstance(where, str) else where
+        if location.kind == "folder":
+            return cls(FolderFiles(location.place))
+        if location.kind == "store":
+            return cls(StoreFiles(location.place, location.shown))
+        return cls(HubFiles(location.place, location.revision, location.shown))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the connections."""
+        self._files.close()
+
+    def push(self, file: str | os.PathLike[str]) -> PushedProfile:
+        """Put a profile into the collection. It becomes the newest of its model if it names the model's weights.
+
+        A profile of the same id is replaced: its curve may differ, which the id does not cover.
+
+        Args:
+            file: the profile.
+
+        Raises:
+            FormatError, VersionError, OSError: as `Profile.load`.
+            InputError: the profile is too large, for this place or for any.
+            StoreError: the place cannot be reached, or refuses the profile. What was the newest still is.
+        """
+        path = Path(file)
+        if not path.is_file():
+            raise FileNotFoundError(f"no profile at {path}")
+        if path.stat().st_size > MAX_PROFILE_BYTES:
+            raise InputError(f"{path}: must be at most {MAX_PROFILE_BYTES} bytes, got {path.stat().st_size}")
+        data = path.read_bytes()
+        # What is pushed is what was verified, even if the file is replaced meanwhile.
+        with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
+            copy = Path(folder) / "profile.safetensors"
+            copy.write_bytes(data)
+            profile = _load(copy, str(path))
+        weights = profile.model
+        if weights is not None and _FINGERPRINT.fullmatch(weights) is None:
+            raise FormatError(
+                f"{path}: model: must be 32 hex digits, the fingerprint of the weights, got {weights!r:.80}; learn the "
+                "profile anew (cuvee profile learn)"
+            )
+        layout, identity = _layout_name(profile.layout), profile.id.hex()
+        name = _profile_name(layout, identity)
+        files = {name: data}
+        if weights is not None:
+            newest = {
+                "format": _NEWEST_FORMAT, "version": VERSION, "layout": layout, "weights": weights, "id": identity,
+                "pushed": int(time.time()),
+            }  # fmt: skip
+            files[_newest_name(layout, weights)] = json.dumps(newest, indent=1).encode() + b"\n"
+        self._files.write(files)
+        return PushedProfile(identity, layout, weights, name, len(data))
+
+    def pull(
+        self,
+        layout: KVLayout,
+        out: str | os.PathLike[str],
+        *,
+        weights: WeightFingerprints | None = None,
+        id: str | None = None,
+    ) -> PulledProfile:
+        """Write a profile of a model to a file, atomically, after everything about it is verified.
+
+        Args:
+            layout: of the model's cache; its dtype does not matter.
+            out: the file to write. Its folder must exist. If anything fails, it stays as it is.
+            weights: of the model. Without `id` they say which profile is meant. With `id` the profile must have been
+                calibrated on them, if they are known; None: on any.
+            id: of the profile, 32 hex digits; None: the newest of the model's weights.
+
+        Raises:
+            FileNotFoundError: there is no such profile.
+            InputError: `id` is malformed, or missing although the weights are not known.
+            FormatError: the file in the collection is damaged, or not what cuvee pushed there.
+            VersionError: this build does not read the profile's version.
+            ProfileMismatchError: the file holds another profile than its name says, or one of another model.
+            StoreError: the place cannot be reached, or holds something else than a file of a sensible size.
+            OSError: `out` cannot be written.
+        """
+        shown, of_layout = self._files.shown, _layout_name(layout)
+        pushed: int | None = None
+        if id is None:
+            newest = self._newest(of_layout, weights, layout.model_type)
+            identity, pushed = newest.id, newest.pushed
+        else:
+            newest, identity = None, check_id(id)
+        name = _profile_name(of_layout, identity)
+        data = self._files.read(name, MAX_PROFILE_BYTES)
+        if data is None:
+            if newest is not None:
+                raise FileNotFoundError(
+                    f"{name}: is missing in {shown}, which says that it is the newest: push it again"
+                )
+            raise FileNotFoundError(
+                f"no profile {identity} of this model's layout ({of_layout}) in {shown}: name another id, or push it "
+                "(cuvee profile push)"
+            )
+        with replacing(out) as temporary:
+            temporary.write_bytes(data)
+            profile = _load(temporary, f"{shown}: {name}", f"; {self._files.remedy}")
+            if profile.id.hex() != identity:
+                raise ProfileMismatchError(
+                    f"id: must be {identity}, as the file is named, got profile {profile.id.hex()} in {name} of {shown}"
+                    "; push the profile there again"
+                )
+            if _layout_name(profile.layout) != of_layout:
+                raise ProfileMismatchError(
+                    f"layout: must be {of_layout}, that of the model, got {_layout_name(profile.layout)} in {name} of "
+                    f"{shown}; push a profile of this model there"
+                )
+            accepted = () if weights is None else weights.found if newest is None else (newest.weights,)
+            if accepted and profile.model not in accepted:
+                raise ProfileMismatchError(
+                    f"weights: must be {' or '.join(accepted)}, those of the model, got a profile of "
+                    f"{profile.model or 'weights that it does not name'} in {name} of {shown}; push a profile of this "
+                    "model there, or name its id"
+                )
+        return PulledProfile(profile, len(data), pushed)
+
+    def _newest(self, layout: str, weights: WeightFingerprints | None, model_type: str) -> _Newest:
+        """Return which profile of a model was pushed last."""
+        shown = self._files.shown
+        if weights is None or not weights.found:
+            why = "" if weights is None else f" ({weights.unknown})"
+            raise InputError(
+                f"id: must name the profile, because the fingerprint of the model's weights is not known{why}, got "
+                f"none for {shown}: name it as in {_with_id(shown)}; cuvee profile push printed it"
+            )
+        found = [newest for own in weights.found if (newest := self._read_newest(layout, own)) is not None]
+        if not found:
+            raise FileNotFoundError(
+                f"no profile of this {model_type} model in {shown} (layout {layout}, weights "
+                f"{' or '.join(weights.found)}, profiles of version {VERSION}): learn one (cuvee profile learn) and "
+                "push it (cuvee profile push), or name another place"
+            )
+        return max(found, key=lambda newest: newest.pushed)
+
+    def _read_newest(self, layout: str, weights: str) -> _Newest | None:
+        name = _newest_name(layout, weights)
+        data = self._files.read(name, _MAX_NEWEST_BYTES)
+        if data is None:
+            return None
+        where = f"{name} in {self._files.shown}"
+        remedy = "push a profile of this model there again"
+        try:
+            fields = parse_json(data)
+        except ValueError as error:
+            raise FormatError(f"{where}: must be JSON, got {error}: {remedy}") from error
+        if not isinstance(fields, dict):
+            raise FormatError(f"{where}: must be a JSON object, got {type(fields).__name__}: {remedy}")
+        expected = {"format": _NEWEST_FORMAT, "version": VERSION, "layout": layout, "weights": weights}
+        for field, value in expected.items():
+            if fields.get(field) != value:
+                raise FormatError(f"{where}: {field}: must be {value!r}, got {fields.get(field)!r:.80}: {remedy}")
+        identity, pushed = fields.get("id"), fields.get("pushed")
+        if not isinstance(identity, str) or _FINGERPRINT.fullmatch(identity) is None:
+            raise FormatError(f"{where}: id: must be 32 hex digits, got {identity!r:.80}: {remedy}")
+        if type(pushed) is not int or not 0 <= pushed < _LATEST:
+            raise FormatError(f"{where}: pushed: must be seconds since 1970, got {pushed!r:.80}: {remedy}")
+        return _Newest(identity, weights, pushed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    """The content of a file that says which profile of a model is the newest."""
+
+    id: str
+    weights: str
+    pushed: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoundProfile:
+    """What an engine's option `profile` names.
+
+    Attributes:
+        profile: of the model.
+        path: its file, which may be gone when `found_profile` ends.
+    """
+
+    profile: Profile
+    path: Path
+
+
+@contextmanager
+def found_profile(
+    where: str, layout: KVLayout, checkpoint: str | Path, *, revision: str | None = None
+) -> Iterator[FoundProfile]:
+    """Find the profile that an engine's option `profile` names: a file, or the model's profile in a collection.
+
+    A profile that is named by its id, or by its file, may be of other weights: `refuse_other_weights` says.
+
+    Args:
+        where: path of a file, or location of a collection.
+        layout: of the model's cache.
+        checkpoint: of the model, as in `checkpoint_identity`. It is read only if no id is named.
+        revision: of a hub id.
+
+    Yields:
+        The profile. A pulled file is removed at the end.
+
+    Raises:
+        FileNotFoundError: there is no such file, or no profile of the model in the collection.
+        CuveeError: as `ProfileCollection.pull` and `Profile.load`.
+    """
+    if not names_collection(where):
+        yield FoundProfile(Profile.load(where), Path(where))
+        return
+    location = ProfileLocation.parse(where)
+    weights = None if location.id else weight_fingerprints(checkpoint, revision=revision)
+    with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
+        path = Path(folder) / "profile.safetensors"
+        with closing(ProfileCollection.open(location)) as collection:
+            pulled = collection.pull(layout, path, weights=weights, id=location.id)
+        profile = pulled.profile
+        if pulled.pushed is None:
+            why = "named by its id"
+        else:
+            pushed = time.strftime("%Y-%m-%d %H:%M", time.gmtime(pulled.pushed))
+            why = f"the newest of these weights, pushed on {pushed} UTC"
+        logger.info(
+            "cuvee: took profile %s (%s, group %s, %.1f MB), %s, from %s",
+            profile.id.hex(), profile.source, profile.group, pulled.bytes / 1e6, why, location.shown,
+        )  # fmt: skip
+        yield FoundProfile(profile, path)
+
+
+def _load(path: Path, shown: str, remedy: str = "") -> Profile:
+    """Load a profile from a temporary file; errors name the place that it came from."""
+    try:
+        return Profile.load(path)
+    except VersionError as error:  # names the remedy itself
+        raise VersionError(f"{shown}: {error}") from error
+    except CuveeError as error:
+        text = str(error).replace(f"{path}: ", "")
+        raise type(error)(f"{shown}: {text}{remedy}") from error
+
+
+def _layout_name(layout: KVLayout) -> str:
+    return replace(layout, dtype="bfloat16").fingerprint.hex()
+
+
+def _profile_name(layout: str, identity: str) -> str:
+    return f"{_FOLDER}/{layout}/{identity}.safetensors"
+
+
+def _newest_name(layout: str, weights: str) -> str:
+    return f"{_FOLDER}/{layout}/newest-{weights}-v{VERSION}.json"
+
+
+def _with_id(shown: str) -> str:
+    url = shown if "://" in shown else f"file://{os.path.abspath(shown)}"
+    return f"{url}{'&' if '?' in url else '?'}id=…"

@@ -1,0 +1,534 @@
+"""Profiles in folders, in stores and on the hub: what is taken, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fsspec", reason="needs fsspec")
+pytest.importorskip("aiohttp", reason="needs aiohttp")
+
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.numpy import load_file, save_file
+from tests.integrations.profile_collection.fake_hub import REPOSITORY, fake_hub
+from tests.integrations.profile_collection.small_profiles import (
+    LAYOUT,
+    OTHER_LAYOUT,
+    OTHER_WEIGHTS,
+    WEIGHTS,
+    small_profile,
+)
+from tests.integrations.stores.fake_http import fake_http
+from tests.integrations.stores.redis_server import redis_server
+
+from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileMismatchError, VersionError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.profiles.profile import VERSION, Profile, sealed
+from cuvee.codec.profiles.quality import CurvePoint
+from cuvee.integrations.checkpoint import WeightFingerprints, weight_fingerprints
+from cuvee.integrations.profile_collection import collection as module
+from cuvee.integrations.profile_collection.collection import ProfileCollection, PulledProfile, found_profile
+from cuvee.integrations.stores.base import StoreError
+
+OF_MODEL = WeightFingerprints((WEIGHTS,))
+LAYOUT_NAME = LAYOUT.fingerprint.hex()
+FOLDER = f"cuvee-profiles/{LAYOUT_NAME}"
+NEWEST = f"{FOLDER}/newest-{WEIGHTS}-v{VERSION}.json"
+
+
+@pytest.fixture(params=["folder", "file URL", "bucket", "http", "redis", "hub"])
+def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An empty collection of each kind."""
+    if request.param == "folder":
+        yield str(tmp_path / "collection")
+    elif request.param == "file URL":
+        yield f"file://{tmp_path}/collection"
+    elif request.param == "bucket":
+        MemoryFileSystem.store.clear()
+        yield "fsspec+memory://bucket/profiles"
+    elif request.param == "http":
+        with fake_http() as server:
+            yield f"fsspec+{server.url}"
+    elif request.param == "redis":
+        with redis_server() as redis:
+            yield redis.url
+    else:
+        with fake_hub(tmp_path / "hub", monkeypatch):
+            yield f"hf://{REPOSITORY}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A collection in a folder with one profile, whose files tests change."""
+    push(str(tmp_path / "collection"), small_profile())
+    return tmp_path / "collection"
+
+
+def push(where: str, profile: Profile) -> str:
+    """Push a profile; return its id."""
+    with tempfile.TemporaryDirectory() as folder, ProfileCollection.open(where) as collection:
+        profile.save(f"{folder}/p")
+        return collection.push(f"{folder}/p").id
+
+
+def pull(where: str | Path, out: Path, *, layout: KVLayout = LAYOUT, **named: Any) -> PulledProfile:
+    with ProfileCollection.open(str(where)) as collection:
+        return collection.pull(layout, out, **{"weights": OF_MODEL, **named})
+
+
+def refuses(
+    where: str | Path, out: Path, error: type[Exception], *messages: str, layout: KVLayout = LAYOUT, **named: Any
+) -> None:
+    """Expect an error whose message holds all `messages`, and no trace of a file."""
+    before = sorted(out.parent.iterdir())
+    with pytest.raises(error) as caught:
+        pull(where, out, layout=layout, **named)
+    text = str(caught.value)
+    assert all(re.search(message, text) for message in messages), text
+    assert sorted(out.parent.iterdir()) == before
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "p.safetensors"
+
+
+# What is taken ------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_comes_back_byte_for_byte(where: str, out: Path, tmp_path: Path) -> None:
+    profile = small_profile()
+    profile.save(tmp_path / "p")
+    with ProfileCollection.open(where) as collection:
+        pushed = collection.push(tmp_path / "p")
+    assert (pushed.id, pushed.layout, pushed.weights) == (profile.id.hex(), LAYOUT_NAME, WEIGHTS)
+    assert pushed.bytes == (tmp_path / "p").stat().st_size
+    for named in ({}, {"id": pushed.id}, {"id": pushed.id, "weights": None}):
+        pulled = pull(where, out, **named)
+        assert out.read_bytes() == (tmp_path / "p").read_bytes()
+        assert pulled.profile.id == profile.id and pulled.bytes == pushed.bytes
+        assert (pulled.pushed is None) == ("id" in named)
+        assert [file.name for file in out.parent.iterdir()] == [out.name]
+
+
+def test_the_last_push_of_a_model_is_taken_and_an_id_goes_back(where: str, out: Path) -> None:
+    first, second, third = (push(where, small_profile(number)) for number in range(3))
+    other = push(where, small_profile(weights=OTHER_WEIGHTS))
+    elsewhere = push(where, small_profile(layout=OTHER_LAYOUT))
+    assert len({first, second, third, other, elsewhere}) == 5
+    assert pull(where, out).profile.id.hex() == third
+    assert pull(where, out, id=first).profile.id.hex() == first
+    assert pull(where, out, weights=WeightFingerprints((OTHER_WEIGHTS,))).profile.id.hex() == other
+    assert pull(where, out, layout=OTHER_LAYOUT).profile.id.hex() == elsewhere
+    push(where, small_profile(1))
+    assert pull(where, out).profile.id.hex() == second, "pushing it again goes back to it"
+
+
+def test_what_is_not_there_is_a_missing_file(where: str, out: Path) -> None:
+    missing = (FileNotFoundError, "^no profile of this synthetic model in ", WEIGHTS, LAYOUT_NAME, "cuvee profile push")
+    refuses(where, out, *missing)
+    pushed = push(where, small_profile(weights=OTHER_WEIGHTS))
+    refuses(where, out, *missing)
+    refuses(where, out, FileNotFoundError, f"^no profile {'0' * 32} of this model's layout", id="0" * 32)
+    refuses(where, out, FileNotFoundError, "^no profile .* of this model's layout", id=pushed, layout=OTHER_LAYOUT)
+
+
+def test_dtypes_of_the_cache_do_not_matter(folder: Path, out: Path) -> None:
+    for dtype in ("float16", "float32"):
+        assert pull(folder, out, layout=replace(LAYOUT, dtype=dtype)).profile.layout.dtype == "bfloat16"
+
+
+def test_weights_that_were_loaded_in_several_dtypes_share_the_newest(
+    folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of float32 has other fingerprints if it was calibrated in bfloat16."""
+    both = WeightFingerprints((WEIGHTS, OTHER_WEIGHTS))
+    assert pull(folder, out, weights=both).profile.model == WEIGHTS
+    now = time.time()
+    for later, expected in ((100, OTHER_WEIGHTS), (-100, WEIGHTS)):
+        monkeypatch.setattr(time, "time", lambda later=later: now + later)
+        push(str(folder), small_profile(weights=OTHER_WEIGHTS))
+        assert pull(folder, out, weights=both).profile.model == expected
+
+
+def test_unknown_weights_need_an_id(folder: Path, out: Path) -> None:
+    pushed = push(str(folder), small_profile(1))
+    unknown = WeightFingerprints(unknown="the checkpoint is quantized")
+    refuses(folder, out, InputError, r"^id: must name .*\(the checkpoint is quantized\).*\?id=…", weights=unknown)
+    refuses(folder, out, InputError, r"^id: must name the profile", weights=None)
+    assert pull(folder, out, weights=unknown, id=pushed).profile.id.hex() == pushed
+
+
+def test_a_profile_without_weights_is_found_by_its_id_alone(where: str, out: Path) -> None:
+    newest = push(where, small_profile())
+    fitted = push(where, small_profile(weights=None))
+    assert pull(where, out).profile.id.hex() == newest
+    assert pull(where, out, id=fitted, weights=None).profile.model is None
+    refuses(where, out, ProfileMismatchError, "^weights: must be a1a1.*weights that it does not name", id=fitted)
+
+
+def test_an_id_of_other_weights_is_refused_unless_they_do_not_matter(folder: Path, out: Path) -> None:
+    other = push(str(folder), small_profile(weights=OTHER_WEIGHTS))
+    refuses(
+        folder, out, ProfileMismatchError, f"^weights: must be {WEIGHTS}.*got a profile of {OTHER_WEIGHTS}", id=other
+    )
+    assert pull(folder, out, id=other, weights=None).profile.model == OTHER_WEIGHTS
+
+
+def test_a_profile_of_the_same_id_replaces_its_curve(folder: Path, out: Path) -> None:
+    point = CurvePoint(0, 2.0, 0.1, 0.01)
+    push(str(folder), small_profile().with_curve([point]))
+    assert pull(folder, out).profile.curve == (point,)
+
+
+def test_builds_of_two_versions_take_each_its_own(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet is upgraded machine by machine."""
+    monkeypatch.setattr(module, "VERSION", VERSION + 1)
+    refuses(folder, out, FileNotFoundError, f"profiles of version {VERSION + 1}")
+    push(str(folder), small_profile(1))
+    assert pull(folder, out).profile.id == small_profile(1).id
+    monkeypatch.undo()
+    assert pull(folder, out).profile.id == small_profile(0).id
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+def change(folder: Path, name: str, content: bytes | Callable[[bytes], bytes]) -> None:
+    file = folder / name
+    file.write_bytes(content if isinstance(content, bytes) else content(file.read_bytes()))
+
+
+def profile_name(number: int = 0) -> str:
+    return f"{FOLDER}/{small_profile(number).id.hex()}.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda data: data[: len(data) // 2], "is not a safetensors file"),
+        (lambda data: data[:-1], "is not a safetensors file"),
+        (lambda data: b"", "is not a safetensors file"),
+        (lambda data: b"<html>no such object</html>", "is not a safetensors file"),
+        (lambda data: data.replace(b"calibrated", b"calibrateD"), "they do not hash to their digest"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "frequency table"),
+    ],
+)  # fmt: skip
+def test_a_damaged_profile_is_refused_with_its_place_and_the_remedy(
+    folder: Path, out: Path, content: Callable[[bytes], bytes], message: str
+) -> None:
+    change(folder, profile_name(), content)
+    out.write_bytes(b"what was there")
+    refuses(folder, out, FormatError, f"^{folder}: {profile_name()}: ", message, "; push the profile there again$")
+    assert out.read_bytes() == b"what was there"
+
+
+def test_a_profile_of_another_version_says_so(folder: Path, out: Path, tmp_path: Path) -> None:
+    arrays = load_file(folder / profile_name())
+    text = {**small_profile()._metadata(), "version": VERSION + 1, "id": small_profile().id.hex()}
+    save_file(arrays, tmp_path / "p", {"cuvee": sealed(text)})
+    change(folder, profile_name(), (tmp_path / "p").read_bytes())
+    refuses(
+        folder, out, VersionError, f"{folder}: .*version: must be {VERSION} for this build", "learn the profile anew"
+    )
+
+
+def test_another_profile_under_a_name_is_refused(folder: Path, out: Path) -> None:
+    push(str(folder), small_profile(1))
+    change(folder, profile_name(1), (folder / profile_name(0)).read_bytes())
+    identity = small_profile(1).id.hex()
+    refuses(folder, out, ProfileMismatchError, f"^id: must be {identity}.*got profile {small_profile(0).id.hex()}")
+    refuses(folder, out, ProfileMismatchError, f"^id: must be {identity}", id=identity)
+
+
+def test_a_profile_of_another_model_is_refused(folder: Path, out: Path, tmp_path: Path) -> None:
+    stray = small_profile(layout=OTHER_LAYOUT)
+    stray.save(folder / FOLDER / f"{stray.id.hex()}.safetensors")
+    refuses(folder, out, ProfileMismatchError, f"^layout: must be {LAYOUT_NAME}", id=stray.id.hex())
+    other = push(str(folder), small_profile(weights=OTHER_WEIGHTS))
+    change(folder, NEWEST, lambda data: data.replace(small_profile().id.hex().encode(), other.encode()))
+    refuses(folder, out, ProfileMismatchError, f"^weights: must be {WEIGHTS}.*got a profile of {OTHER_WEIGHTS}")
+
+
+def newest(**changes: Any) -> bytes:
+    fields = {
+        "format": "cuvee-newest-profile", "version": VERSION, "layout": LAYOUT_NAME, "weights": WEIGHTS,
+        "id": small_profile().id.hex(), "pushed": 1,
+    }  # fmt: skip
+    return json.dumps({**fields, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "must be JSON"),
+        (b"\xff\xfe\x00", "must be JSON"),
+        (b'{"id": NaN}', "must be JSON"),
+        (b"[" * 2000 + b"]" * 2000, "must be JSON, got it is nested"),
+        (b"[1]", "must be a JSON object, got list"),
+        (newest(format="index"), "format: must be 'cuvee-newest-profile', got 'index'"),
+        (newest(version=str(VERSION)), "version: must be"),
+        (newest(layout=OTHER_LAYOUT.fingerprint.hex()), "layout: must be"),
+        (newest(weights=OTHER_WEIGHTS), "weights: must be"),
+        (newest(id="../../../../etc/passwd"), r"id: must be 32 hex digits, got '\.\./"),
+        (newest(id=None), "id: must be 32 hex digits, got None"),
+        (newest(id="a" * 1000), "id: must be 32 hex digits, got 'a{70,79}[^a]*:"),
+        (newest(pushed=-1), "pushed: must be seconds since 1970, got -1"),
+        (newest(pushed=True), "pushed: must be seconds"),
+        (newest(pushed=1e300), "pushed: must be seconds"),
+        (newest(pushed=1 << 60), "pushed: must be seconds"),
+    ],
+)
+def test_what_says_the_newest_is_verified(folder: Path, out: Path, content: bytes, message: str) -> None:
+    change(folder, NEWEST, content)
+    refuses(folder, out, FormatError, f"^{NEWEST} in {folder}: ", message, "push a profile of this model there again")
+    push(str(folder), small_profile(1))
+    assert pull(folder, out).profile.id == small_profile(1).id, "the remedy"
+
+
+def test_a_newest_that_is_gone_names_the_remedy(folder: Path, out: Path) -> None:
+    (folder / profile_name()).unlink()
+    refuses(folder, out, FileNotFoundError, f"^{profile_name()}: is missing in {folder}.*push it again")
+
+
+def test_sizes_are_bounded_before_memory_is(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (folder / profile_name()).stat().st_size
+    monkeypatch.setattr(module, "MAX_PROFILE_BYTES", size - 1)
+    refuses(folder, out, StoreError, f"^{profile_name()}: must be at most {size - 1} bytes in {folder}, got {size}")
+    with pytest.raises(InputError, match=rf"must be at most {size - 1} bytes, got {size}"):
+        push(str(folder), small_profile(1))
+    monkeypatch.undo()
+    with open(folder / profile_name(), "r+b") as file:
+        file.truncate(1 << 40)  # sparse
+    refuses(folder, out, StoreError, f"must be at most {8 << 30} bytes")
+    change(folder, NEWEST, newest() + b" " * 5000)
+    refuses(folder, out, StoreError, f"^{NEWEST}: must be at most 4096 bytes")
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_size_on_the_bound_is_within_it(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(module, "MAX_PROFILE_BYTES", (folder / profile_name()).stat().st_size + size)
+    pull(folder, out)
+
+
+@pytest.mark.parametrize("part", ["cuvee-profiles", FOLDER, profile_name(), NEWEST])
+def test_links_are_not_followed(folder: Path, out: Path, part: str) -> None:
+    (folder / part).rename(folder / "elsewhere")
+    (folder / part).symlink_to(folder / "elsewhere")
+    refuses(folder, out, StoreError, "must be a file, in folders that are no links", "replace it by a copy")
+
+
+def test_a_push_writes_through_no_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(b"precious")
+    (folder / NEWEST).unlink()
+    (folder / NEWEST).symlink_to(tmp_path / "victim")
+    push(str(folder), small_profile(1))
+    assert (tmp_path / "victim").read_bytes() == b"precious" and not (folder / NEWEST).is_symlink()
+    (folder / FOLDER).rename(tmp_path / "moved")
+    (folder / FOLDER).symlink_to(tmp_path / "moved")
+    before = sorted(os.listdir(tmp_path / "moved"))
+    with pytest.raises(StoreError, match=r"cannot be written in"):
+        push(str(folder), small_profile(2))
+    assert sorted(os.listdir(tmp_path / "moved")) == before
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_what_is_no_file_is_refused(folder: Path, out: Path, kind: str) -> None:
+    (folder / profile_name()).unlink()
+    if kind == "fifo":
+        os.mkfifo(folder / profile_name())
+    else:
+        (folder / profile_name()).mkdir()
+    refuses(folder, out, StoreError, "must be a file")
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    refuses(f"file://{tmp_path}/file", out, StoreError, "must be a file, in folders that are no links")
+    with pytest.raises(StoreError, match="cannot be written in"):
+        push(f"file://{tmp_path}/file", small_profile())
+
+
+def test_others_may_read_what_is_pushed_and_no_more(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        push(str(tmp_path / "collection"), small_profile())
+    finally:
+        os.umask(before)
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "collection").rglob("*") if file.is_file()}
+    folders = {file.stat().st_mode & 0o777 for file in (tmp_path / "collection").rglob("*") if file.is_dir()}
+    assert modes == {0o644} and folders == {0o755}
+
+
+def test_names_in_a_profile_do_not_become_paths(tmp_path: Path) -> None:
+    """The weights' fingerprint in a file may be any text."""
+    for name in ("../../../../escaped", "", "A1" * 16):
+        with pytest.raises(FormatError, match="model: must be 32 hex digits"):
+            push(str(tmp_path / "collection"), small_profile(weights=name))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_pushed_is_verified(tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(b"no profile")
+    with ProfileCollection.open(str(tmp_path / "collection")) as collection:
+        with pytest.raises(FormatError, match=f"^{tmp_path}/p: is not a safetensors file"):
+            collection.push(tmp_path / "p")
+        for missing in (tmp_path / "missing", tmp_path):
+            with pytest.raises(FileNotFoundError, match=f"^no profile at {missing}$"):
+                collection.push(missing)
+    assert not (tmp_path / "collection").exists()
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_failed_push_leaves_the_newest_as_it_was(
+    folder: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    small_profile(1).save(tmp_path / "p")
+    with ProfileCollection.open(str(folder)) as collection, monkeypatch.context() as patched:
+        patched.setattr(f"cuvee.integrations.stores.safe_files.os.{function}", fail)
+        with pytest.raises(StoreError, match="No space left on device"):
+            collection.push(tmp_path / "p")
+    assert not [file for file in folder.rglob("*") if file.name.startswith(".tmp-")]
+    assert pull(folder, out).profile.id == small_profile(0).id
+
+
+def test_readers_always_find_a_profile_while_others_push(folder: Path, out: Path) -> None:
+    ids = {small_profile(number).id for number in range(4)}
+    over = threading.Event()
+
+    def keep_pushing(first: int) -> None:
+        number = first
+        while not over.is_set():
+            push(str(folder), small_profile(number % 4))
+            number += 1
+
+    writers = [threading.Thread(target=keep_pushing, args=(first,)) for first in range(2)]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(60):
+            assert pull(folder, out).profile.id in ids
+    finally:
+        over.set()
+        for writer in writers:
+            writer.join()
+
+
+# Stores -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_entry_is_not_a_missing_one(out: Path) -> None:
+    MemoryFileSystem.store.clear()
+    where = "fsspec+memory://bucket/profiles"
+    pushed = push(where, small_profile())
+    for path, file in MemoryFileSystem.store.items():
+        data = bytearray(file.getvalue())
+        data[-1] ^= 1
+        MemoryFileSystem(skip_instance_cache=True).pipe_file(path, bytes(data))
+    refuses(where, out, CuveeError, "was damaged in fsspec.memory://bucket/profiles: push", id=pushed)
+    refuses(where, out, FileNotFoundError, "^no profile", id=pushed)  # the store has deleted it
+
+
+def test_an_entry_above_the_limit_of_the_store_is_not_a_missing_one(
+    out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MemoryFileSystem.store.clear()
+    where = "fsspec+memory://bucket/profiles"
+    pushed = push(where, small_profile())
+    refuses(f"{where}?max_entry_mb=0.001", out, StoreError, "within max_entry_mb", "raise max_entry_mb", id=pushed)
+    with pytest.raises(InputError, match=r"must be within what one entry may hold .*: raise max_entry_mb"):
+        push(f"{where}?max_entry_mb=0.001", small_profile(1))
+    assert pull(where, out).profile.id.hex() == pushed
+
+
+def test_a_server_that_is_down_is_an_error_and_its_password_stays_secret(out: Path) -> None:
+    where = "redis://user:verysecret@127.0.0.1:1/0"
+    for call in (lambda: pull(where, out), lambda: push(where, small_profile())):
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert "verysecret" not in str(caught.value) and "127.0.0.1:1" in str(caught.value)
+
+
+def test_a_wrong_answer_of_a_server_is_an_error(out: Path) -> None:
+    with fake_http() as server:
+        where = f"fsspec+{server.url}"
+        push(where, small_profile())
+        for path in server.objects:
+            server.objects[path] = b"<html>welcome to our captive portal</html>" * 3
+        refuses(where, out, CuveeError, "was damaged")
+
+
+# Engines ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tiny_model: Callable[..., Any]) -> tuple[Path, KVLayout, str]:
+    """A tiny Llama on disk, its layout, and the fingerprint of its weights."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model", KVLayout.from_config(model.config, "bfloat16"), model_fingerprint(model)
+
+
+def test_an_engine_finds_the_profile_of_its_checkpoint(
+    where: str, checkpoint: tuple[Path, KVLayout, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, layout, weights = checkpoint
+    if "://" not in where:
+        Path(where).mkdir()  # a path that does not exist is taken for a file
+    with pytest.raises(FileNotFoundError, match=f"^no profile .*{weights}"), found_profile(where, layout, path):
+        pass
+    first = push(where, small_profile(0, weights, layout))
+    second = push(where, small_profile(1, weights, layout))
+    caplog.set_level(logging.INFO)
+    with found_profile(where, layout, path) as found:
+        assert found.profile.id.hex() == second and Profile.load(found.path).id == found.profile.id
+    assert not found.path.exists() and not found.path.parent.exists()
+    (line,) = [record.message for record in caplog.records if record.message.startswith("cuvee: took profile ")]
+    assert second in line and line.endswith(f", from {where}") and "the newest of these weights, pushed on 20" in line
+    caplog.clear()
+    if "://" in where:
+        with found_profile(f"{where}?id={first}", layout, path.parent / "not asked") as found:
+            assert found.profile.id.hex() == first
+        assert "named by its id" in caplog.text
+
+
+def test_an_engine_reads_a_file_as_before(tmp_path: Path) -> None:
+    small_profile().save(tmp_path / "p")
+    with found_profile(str(tmp_path / "p"), LAYOUT, "not asked") as found:
+        assert found.path == tmp_path / "p"
+    assert (tmp_path / "p").exists()
+    with (
+        pytest.raises(FileNotFoundError, match=r"^no profile at missing$"),
+        found_profile("missing", LAYOUT, "not asked"),
+    ):
+        pass
+
+
+def test_weights_are_the_fingerprints_that_calibrations_record(tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
+    for stored in (torch.float32, torch.bfloat16):
+        model = tiny_model("llama", dtype=stored)
+        model.save_pretrained(tmp_path / str(stored))
+        loaded = (copy.deepcopy(model).to(dtype) for dtype in (stored, torch.bfloat16, torch.float16))
+        expected = [model_fingerprint(each) for each in loaded]
+        found = weight_fingerprints(tmp_path / str(stored)).found
+        assert found == tuple(dict.fromkeys(expected)) and len(found) == (3 if stored == torch.float32 else 2)
+    (tmp_path / "empty").mkdir()
+    assert "no safetensors" in weight_fingerprints(tmp_path / "empty").unknown

@@ -1,0 +1,91 @@
+"""How a location of profiles is written, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.options import CodingOptions
+from cuvee.integrations.profile_collection.location import ProfileLocation, names_collection, shown_profile
+
+ID = "12ab" * 8
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("profiles", ("folder", "profiles", None, None)),
+        ("/srv/a?b", ("folder", "/srv/a?b", None, None)),
+        ("file:///srv/a%3Fb", ("folder", "/srv/a?b", None, None)),
+        (f"file:///srv/p?id={ID}", ("folder", "/srv/p", ID, None)),
+        ("s3://bucket/p", ("store", "s3://bucket/p", None, None)),
+        (f"s3://bucket/p?max_entry_mb=9&id={ID}", ("store", "s3://bucket/p?max_entry_mb=9", ID, None)),
+        (f"redis://h:1/0?id={ID}&timeout=2", ("store", "redis://h:1/0?timeout=2", ID, None)),
+        ("hf://me/p.x_1", ("hub", "me/p.x_1", None, None)),
+        ("HF://me/p/", ("hub", "me/p", None, None)),
+        (f"hf://me/p@refs/pr/1?id={ID}", ("hub", "me/p", ID, "refs/pr/1")),
+        (f"hf://me/p@{'0' * 40}", ("hub", "me/p", None, "0" * 40)),
+    ],
+)
+def test_what_a_location_says(where: str, expected: tuple[str, str, str | None, str | None]) -> None:
+    found = ProfileLocation.parse(where)
+    assert (found.kind, found.place, found.id, found.revision) == expected
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("", "profile: must name a folder"),
+        ("memory://", "profile: must be in one place that lasts"),
+        ("tiered:s3://a/b,s3://c/d", "profile: must be in one place that lasts"),
+        ("s3://b/p?ttl=7d", "ttl: must be left out where profiles are kept"),
+        ("redis://h:1/0?max_gb=8", "max_gb: must be left out"),
+        ("file:///srv?max_gb=8", "max_gb: must be no option of file://"),
+        ("hf://me/p?branch=x", "branch: must be no option of hf://"),
+        ("s3://b/p?id=12ab", "id: must be 32 lower-case hex digits, .* got '12ab'"),
+        (f"s3://b/p?id={ID.upper()}", "id: must be 32 lower-case hex digits"),
+        ("s3://b/p?id=../../../../../../../../etc/passwd", "id: must be 32 lower-case hex digits"),
+        (f"s3://b/p?id={ID}&id={ID}", "id: must be given once"),
+        ("file://relative", "profile: must be file:///absolute/path"),
+        ("file:///a%00b", "profile: must be file:///absolute/path"),
+        ("hf://gpt2", "profile: must be hf://owner/name"),
+        ("hf://datasets/me/p", "profile: must be hf://owner/name"),
+        ("hf://me/../x", "profile: must be hf://owner/name"),
+        ("hf://me/p@../../x", "profile: must be hf://owner/name"),
+        ("hf://me/p@a/../../x", "profile: must be hf://owner/name"),
+        ("hf://me/p@", "profile: must be hf://owner/name"),
+        ("hf://-me/p", "profile: must be hf://owner/name"),
+        ("hf://me/p\n", "profile: must be hf://owner/name"),
+    ],
+)
+def test_what_is_refused(where: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        ProfileLocation.parse(where)
+
+
+def test_an_option_names_a_collection_by_a_url_or_as_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "p.safetensors").write_bytes(b"")
+    assert names_collection("s3://b/p") and names_collection("nonsense://x") and names_collection(str(tmp_path))
+    assert names_collection("tiered:s3://a/b")
+    assert not names_collection(str(tmp_path / "p.safetensors")) and not names_collection(str(tmp_path / "missing"))
+
+
+def test_no_message_shows_a_secret(tmp_path: Path) -> None:
+    url = f"redis://user:verysecret@host:6379/0?id={ID}"
+    assert ProfileLocation.parse(url).shown == shown_profile(url) == f"redis://user:***@host:6379/0?id={ID}"
+    assert shown_profile("/srv/a:b@c?d") == "/srv/a:b@c?d", "a path is no URL"
+    options = CodingOptions(profile=url)
+    assert "verysecret" not in repr(options) and "user:***@host" in repr(options)
+    for wrong in ("redis://user:verysecret@host:6379/0?ttl=1d", "redis://user:verysecret@host:6379/0?id=1"):
+        with pytest.raises(InputError) as caught:
+            CodingOptions(profile=wrong)
+        assert "verysecret" not in str(caught.value)
+
+
+def test_options_check_a_location_and_leave_a_path_alone() -> None:
+    assert CodingOptions(profile="hf://me/p@v1").profile == "hf://me/p@v1"
+    assert CodingOptions(profile="missing.safetensors").profile == "missing.safetensors"
+    with pytest.raises(InputError, match=r"^profile: must be hf://owner/name"):
+        CodingOptions(profile="hf://gpt2")
