@@ -25,6 +25,8 @@ from cuvee.integrations.checkpoint import (
     refuse_other_weights,
     tokenizer_identity,
 )
+from cuvee.integrations.profile_collection.collection import found_profile
+from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Setup:
             InputError: an unknown option, or a value out of range.
             UnsupportedModelError: a model or a feature of the engine that cuvee does not support.
             ProfileMismatchError: a profile of another model.
+            FileNotFoundError, CuveeError: there is no profile where option `profile` says (`found_profile`).
         """
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
@@ -88,7 +91,8 @@ class Setup:
         if options.profile is None:
             profile = Profile.generic(layout)
         else:
-            profile = _load_profile(options.profile)
+            model = vllm_config.model_config
+            profile = _find_profile(options.profile, layout, model.model, model.revision)
             profile.check_layout(layout)
         codec = Codec(profile, **options.codec_quality, dtype=layout.dtype)
         quality = codec.quality_name
@@ -127,7 +131,7 @@ class Setup:
             )
             return
         if self.options.check_model:
-            refuse_other_weights(self.profile, self.options.profile, model_path, revision=revision)
+            refuse_other_weights(self.profile, shown_profile(self.options.profile), model_path, revision=revision)
 
     def codec(self, rank: int) -> Codec:
         """Return the codec of one rank. It starts no threads, because the worker codes several chunks at a time."""
@@ -167,9 +171,10 @@ def _key_ids(codec: Codec) -> str:
 
 
 @lru_cache(maxsize=1)
-def _load_profile(path: str) -> Profile:
-    """Read the file once: with one rank, both roles live in one process."""
-    return Profile.load(path)
+def _find_profile(where: str, layout: KVLayout, model_path: str, revision: str | None) -> Profile:
+    """Find the profile once: with one rank, both roles live in one process, and must have the same one."""
+    with found_profile(where, layout, model_path, revision=revision) as found:
+        return found.profile
 
 
 def _only_group(kv_cache_config: Any) -> Any:
