@@ -66,7 +66,7 @@ def test_the_library_learns_codes_and_blends_without_eval(tmp_path: Path) -> Non
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("command", ["profile learn", "encode", "decode", "inspect", "store info"])
+@pytest.mark.parametrize("command", ["profile learn", "profile pull", "encode", "decode", "inspect", "store info"])
 def test_commands_do_without_eval(command: str, tmp_path: Path) -> None:
     ran = run(COMMAND, tmp_path, *command.split(), "--help")
     assert ran.returncode == 0, ran.stderr

@@ -1,9 +1,10 @@
-"""`cuvee profile`: learn the profile of a model, or show one."""
+"""`cuvee profile`: learn the profile of a model, show one, and share profiles between machines."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from cuvee.codec.profiles.profile import Profile
     from cuvee.codec.profiles.quality import CurvePoint
 
-app = typer.Typer(no_args_is_help=True, help="Learn the profile of a model, or show one.")
+_WHERE_HELP = (
+    "The collection of profiles: a folder, a store (s3://bucket/prefix, redis://host:6379/0, …), or a repository of "
+    "the Hugging Face hub (hf://owner/name, or hf://owner/name@revision)."
+)
+
+app = typer.Typer(no_args_is_help=True, help="Learn the profile of a model, show one, or share them.")
 
 
 @app.command("learn")
@@ -184,6 +190,100 @@ def profile_show(
     from cuvee.codec.profiles.profile import Profile
 
     _show_profile(Profile.load(file), file, as_json)
+
+
+@app.command("push")
+def profile_push(
+    file: Annotated[Path, typer.Argument(help="A profile (.safetensors).")],
+    where: Annotated[str, typer.Argument(metavar="WHERE", help=_WHERE_HELP)],
+    as_json: Json = False,
+) -> None:
+    """Put a profile into a collection, where it becomes the newest of its model. Engines with its model find it there.
+
+    Profiles that were pushed before stay, under their ids. A profile that names no weights, such as a fitted one, is
+    found by its id alone.
+
+    Example: cuvee profile push smollm2.safetensors s3://bucket/profiles
+    """
+    from cuvee.integrations.profile_collection.collection import ProfileCollection
+    from cuvee.integrations.profile_collection.location import ProfileLocation
+
+    location = ProfileLocation.parse(where)
+    if location.id is not None:
+        raise InputError(f"WHERE: must be without an id, got {location.shown}: the profile in FILE has one")
+    with ProfileCollection.open(location) as collection, _waiting(f"pushing {file} to {location.shown}"):
+        pushed = collection.push(file)
+    if as_json:
+        print_json({**asdict(pushed), "where": location.shown})
+        return
+    whose = "no model" if pushed.weights is None else f"weights {pushed.weights}"
+    found = "found by its id alone" if pushed.weights is None else "the newest of its model"
+    typer.echo(f"pushed {pushed.id} ({pushed.bytes:,} bytes, {whose}) to {location.shown}: {found}")
+
+
+@app.command("pull")
+def profile_pull(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=MODEL_HELP + " Another name must be in the local cache of the hub.")
+    ],
+    where: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHERE",
+            help=_WHERE_HELP
+            + " With ?id=HEX behind a URL (file:///folder?id=HEX): that profile of the model, in place "
+            "of the one that was pushed last.",
+        ),
+    ],
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write, such as model.safetensors.")],
+    other_weights: Annotated[
+        bool,
+        typer.Option(
+            "--other-weights",
+            help="With an id: also accept a profile that was calibrated on other weights, such as those of the model "
+            "before it was quantized.",
+        ),
+    ] = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write a model's profile from a collection to a file, after verifying that it is the model's, and show it.
+
+    An engine takes the same WHERE as option "profile", and then needs no file.
+
+    Example: cuvee profile pull smollm2 s3://bucket/profiles -o smollm2.safetensors
+    """
+    import torch
+
+    from cuvee.codec.data.corpus import model_path
+    from cuvee.integrations.checkpoint import read_layout, weight_fingerprints
+    from cuvee.integrations.profile_collection.collection import ProfileCollection
+    from cuvee.integrations.profile_collection.location import ProfileLocation
+
+    check_absent(out, force)
+    location = ProfileLocation.parse(where)
+    if other_weights and location.id is None:
+        raise InputError(
+            f"--other-weights: must come with an id in WHERE, got {location.shown}: without one, the weights say which "
+            "profile is meant"
+        )
+    path = model_path(model)
+    layout = read_layout(path, torch.bfloat16)  # profiles serve caches of any dtype
+    weights = None if other_weights else weight_fingerprints(path)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with ProfileCollection.open(location) as collection, _waiting(f"pulling from {location.shown}"):
+        pulled = collection.pull(layout, out, weights=weights, id=location.id)
+    _show_profile(pulled.profile, out, as_json)
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """Show on a terminal what takes long, which one request to a store or to the hub may."""
+    from rich.markup import escape
+
+    with make_console(stderr=True).status(escape(what)):
+        yield
 
 
 def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:

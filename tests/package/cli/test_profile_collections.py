@@ -1,0 +1,130 @@
+"""`cuvee profile push` and `pull`: profiles that travel from the machine that learned them to others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("fsspec", reason="needs fsspec")
+
+from fsspec.implementations.memory import MemoryFileSystem
+from tests.integrations.profile_collection.fake_hub import REPOSITORY, fake_hub
+from tests.integrations.profile_collection.small_profiles import small_profile
+from tests.package.cli.running import fails, misused, run
+
+from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.checkpoint import read_layout, weight_fingerprints
+
+MODEL = "books-3m"
+
+
+@pytest.fixture(scope="module")
+def layout() -> KVLayout:
+    return read_layout(str(bundled_model_path()), torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def weights() -> str:
+    return weight_fingerprints(bundled_model_path()).found[0]
+
+
+@pytest.fixture(params=["folder", "bucket", "hub"])
+def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An empty collection."""
+    if request.param == "folder":
+        yield f"file://{tmp_path}/collection"
+    elif request.param == "bucket":
+        MemoryFileSystem.store.clear()
+        yield "fsspec+memory://bucket/profiles"
+    else:
+        with fake_hub(tmp_path / "cache", monkeypatch):
+            yield f"hf://{REPOSITORY}"
+
+
+def test_a_profile_travels(where: str, tmp_path: Path, layout: KVLayout, weights: str) -> None:
+    profiles = [small_profile(number, weights, layout) for number in range(2)]
+    for number, profile in enumerate(profiles):
+        profile.save(tmp_path / f"{number}")
+        said = run("profile", "push", tmp_path / f"{number}", where)
+        identity, size = profile.id.hex(), (tmp_path / f"{number}").stat().st_size
+        assert said.stdout == (
+            f"pushed {identity} ({size:,} bytes, weights {weights}) to {where}: the newest of its model\n"
+        )
+    shown = json.loads(run("profile", "pull", MODEL, where, "-o", tmp_path / "new" / "p", "--json").stdout)
+    assert shown["id"] == profiles[1].id.hex() and shown["model"] == weights
+    assert (tmp_path / "new" / "p").read_bytes() == (tmp_path / "1").read_bytes()
+    first = profiles[0].id.hex()
+    run("profile", "pull", MODEL, f"{where}?id={first}", "-o", tmp_path / "new" / "first")
+    assert Profile.load(tmp_path / "new" / "first").id.hex() == first
+
+
+def test_a_push_says_what_it_did(tmp_path: Path, layout: KVLayout, weights: str) -> None:
+    profile = small_profile(0, weights, layout)
+    profile.save(tmp_path / "p")
+    said = json.loads(run("profile", "push", tmp_path / "p", tmp_path / "collection", "--json").stdout)
+    assert said == {
+        "id": profile.id.hex(), "layout": layout.fingerprint.hex(), "weights": weights,
+        "file": f"cuvee-profiles/{layout.fingerprint.hex()}/{profile.id.hex()}.safetensors",
+        "bytes": (tmp_path / "p").stat().st_size, "where": str(tmp_path / "collection"),
+    }  # fmt: skip
+    assert (tmp_path / "collection" / said["file"]).read_bytes() == (tmp_path / "p").read_bytes()
+    small_profile(0, None, layout).save(tmp_path / "fitted")
+    said = run("profile", "push", tmp_path / "fitted", tmp_path / "collection").stdout
+    assert "no model" in said and said.endswith(": found by its id alone\n")
+
+
+def test_what_fails_leaves_no_file(where: str, tmp_path: Path, layout: KVLayout) -> None:
+    pull = ("profile", "pull", MODEL, where, "-o", tmp_path / "p")
+    fails(*pull, match="no profile of this llama model in ")
+    other = small_profile(0, "c3" * 16, layout)
+    other.save(tmp_path / "other")
+    run("profile", "push", tmp_path / "other", where)
+    fails(*pull, match="no profile of this llama model in ")
+    named = ("profile", "pull", MODEL, f"{where}?id={other.id.hex()}", "-o", tmp_path / "p")
+    fails(*named, match="weights: must be ")
+    assert not (tmp_path / "p").exists()
+    run(*named, "--other-weights")
+    assert Profile.load(tmp_path / "p").id == other.id
+
+
+def test_what_is_there_is_replaced_by_force_alone(tmp_path: Path, layout: KVLayout, weights: str) -> None:
+    small_profile(0, weights, layout).save(tmp_path / "p")
+    run("profile", "push", tmp_path / "p", tmp_path / "collection")
+    (tmp_path / "out").write_text("mine")
+    pull = ("profile", "pull", MODEL, tmp_path / "collection", "-o", tmp_path / "out")
+    fails(*pull, match="--force")
+    (damaged,) = (tmp_path / "collection").rglob("*.safetensors")
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:100])
+    fails(*pull, "--force", match="is not a safetensors file")
+    assert (tmp_path / "out").read_text() == "mine"
+    damaged.write_bytes(whole)
+    run(*pull, "--force")
+    assert (tmp_path / "out").read_bytes() == whole
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    small_profile().save(tmp_path / "p")
+    out = ("-o", tmp_path / "out")
+    identity = "0" * 32
+    fails("profile", "push", tmp_path / "missing", tmp_path, match="no profile at")
+    fails("profile", "push", tmp_path / "p", f"file://{tmp_path}?id={identity}", match="WHERE: must be without an id")
+    fails("profile", "push", tmp_path / "p", "memory://", match="must be in one place that lasts")
+    fails("profile", "pull", MODEL, "hf://gpt2", *out, match="profile: must be hf://owner/name")
+    fails("profile", "pull", MODEL, tmp_path, *out, "--other-weights", match="--other-weights: must come with an id")
+    fails("profile", "pull", "/nowhere", tmp_path, *out, match="nowhere: no such model folder")
+    misused("profile", "pull", MODEL, tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_message_shows_a_password(tmp_path: Path) -> None:
+    small_profile().save(tmp_path / "p")
+    url = "redis://user:verysecret@127.0.0.1:1/0"
+    for command in (("push", tmp_path / "p", url), ("pull", MODEL, url, "-o", tmp_path / "out")):
+        assert "verysecret" not in fails("profile", *command, match="127.0.0.1:1")
