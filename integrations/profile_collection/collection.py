@@ -343,8 +343,8 @@ def found_profile(
             pushed = time.strftime("%Y-%m-%d %H:%M", time.gmtime(pulled.pushed))
             why = f"the newest of these weights, pushed on {pushed} UTC"
         logger.info(
-            "cuvee: took profile %s (%s, group %s, %.1f MB), %s, from %s",
-            profile.id.hex(), profile.source, profile.group, pulled.bytes / 1e6, why, location.shown,
+            "cuvee: took profile %s (%s, group %s, %d bytes), %s, from %s",
+            profile.id.hex(), profile.source, profile.group, pulled.bytes, why, location.shown,
         )  # fmt: skip
         yield FoundProfile(profile, path)
 
