@@ -19,7 +19,9 @@ from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.checkpoint import weight_fingerprints
 from cuvee.integrations.pages import PageStore
+from cuvee.integrations.profile_collection.collection import ProfileCollection
 
 pytestmark = need_sglang
 
@@ -400,6 +402,30 @@ def test_a_profile_of_other_weights_is_refused(
     with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
         rank({"profile": path, "quality": "balanced"})
     rank({"profile": path, "quality": "balanced", "check_model": False})
+
+
+def test_the_profile_of_the_model_is_taken_from_a_collection(
+    rank: Callable[..., Rank], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = f"file://{tmp_path}/collection"
+    missing = {"profile": where, "quality": "balanced"}
+    with pytest.raises(FileNotFoundError, match=r"^no profile of this llama model in "):
+        rank(missing)
+    weights = weight_fingerprints(bundled_model_path()).found[0]
+    for name in (weights, "0" * 32):
+        generic = Profile.generic(layout())
+        Profile(generic.layout, "unit", "generic", generic.family, model=name).save(tmp_path / "p")
+        with ProfileCollection.open(where) as collection:
+            pushed = collection.push(tmp_path / "p").id
+    caplog.set_level("INFO")
+    made = rank({"profile": where, "quality": "balanced"})
+    (line,) = [record.message for record in caplog.records if "took profile" in record.message]
+    assert line.endswith(f"from {where}") and pushed not in line
+    indices = made.alloc(4)
+    assert made.back_up(TOKENS[: 4 * 16], indices, []) == 4 * 16, "its file is not needed any more"
+    with pytest.raises(ProfileMismatchError, match=r"got file://.*calibrated on other weights"):
+        rank({"profile": f"{where}?id={pushed}", "quality": "balanced"})
+    rank({"profile": f"{where}?id={pushed}", "quality": "balanced", "check_model": False})
 
 
 def test_the_model_is_what_the_engine_serves(rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:

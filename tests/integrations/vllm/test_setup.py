@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import _warn_of_no_promise
@@ -21,6 +22,9 @@ from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations import checkpoint as checkpoint_module
+from cuvee.integrations.checkpoint import weight_fingerprints
+from cuvee.integrations.profile_collection.collection import ProfileCollection
+from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.vllm import setup
 from cuvee.integrations.vllm.setup import Setup, stop_advice
 
@@ -239,6 +243,71 @@ def test_a_profile_of_other_weights_is_refused(tmp_path: Path, checkpoint: Calla
     with pytest.raises(ProfileMismatchError, match=r"calibrated on other weights than folder.*check_model to false"):
         made.check_profile("folder")
     Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p"), "check_model": False})).check_profile("folder")
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    """A checkpoint with `CONFIG`."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def _push(profile: Profile, where: str) -> bytes:
+    with TemporaryDirectory() as folder, ProfileCollection.open(where) as collection:
+        profile.save(f"{folder}/p")
+        collection.push(f"{folder}/p")
+    return profile.id
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_the_profile_of_the_model_is_taken_from_a_collection(
+    tmp_path: Path, model_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = f"{scheme}{tmp_path}/collection"
+    (weights, *_) = weight_fingerprints(model_path).found
+    fitted = _profile("head")
+
+    def of_weights(name: str, number: int) -> Profile:
+        return Profile(LAYOUT, "head", "calibrated", fitted.family, fitted.learned, min_step_index=number, model=name)
+
+    first = _push(of_weights(weights, -400), where)
+    _push(of_weights("0" * 32, -400), where)
+    engine = _engine(extra={"profile": where}, model__model=str(model_path))
+    with caplog.at_level(logging.INFO, "cuvee"):
+        made = Setup.of_engine(*engine)
+        made.check_profile(str(model_path))
+        assert made.profile.id == first and made.quality != "lossless"
+        _push(of_weights(weights, -401), where)
+        assert Setup.of_engine(*engine).profile.id == first, "both roles of a process have the same one"
+    (line,) = [record.message for record in caplog.records if "took profile" in record.message]
+    assert first.hex() in line and line.endswith(f"from {where}")
+
+
+def test_without_a_profile_of_the_model_the_engine_does_not_start(tmp_path: Path, model_path: Path) -> None:
+    """As if a file were missing."""
+    for where in (str(tmp_path / "missing"), f"file://{tmp_path}/missing", str(model_path)):
+        with pytest.raises(FileNotFoundError, match=r"^no profile (at|of this llama model in) "):
+            Setup.of_engine(*_engine(extra={"profile": where}, model__model=str(model_path)))
+    with pytest.raises(StoreError, match=r"redis://user:\*\*\*@127.0.0.1:1"):
+        Setup.of_engine(*_engine(extra={"profile": "redis://user:secret@127.0.0.1:1"}, model__model=str(model_path)))
+    (tmp_path / "quantized").mkdir()
+    (tmp_path / "quantized" / "model.gguf").write_bytes(b"")
+    unknown = _engine(extra={"profile": f"file://{tmp_path}/missing"}, model__model=str(tmp_path / "quantized"))
+    with pytest.raises(InputError, match=r"^id: must name the profile.*holds no safetensors files.*\?id="):
+        Setup.of_engine(*unknown)
+
+
+def test_a_named_profile_of_other_weights_is_refused_unless_told_otherwise(tmp_path: Path, model_path: Path) -> None:
+    fitted = _profile("head")
+    profile = Profile(LAYOUT, "head", "calibrated", fitted.family, fitted.learned, model="0" * 32)
+    where = f"file://{tmp_path}/collection"
+    extra = {"profile": f"{where}?id={_push(profile, where).hex()}"}
+    with pytest.raises(ProfileMismatchError, match=r"got file://.*calibrated on other weights than "):
+        Setup.of_engine(*_engine(extra=extra)).check_profile(str(model_path))
+    made = Setup.of_engine(*_engine(extra={**extra, "check_model": False}))
+    made.check_profile(str(model_path))
+    assert made.profile.id == profile.id
 
 
 def test_what_could_not_be_checked_is_said(
