@@ -12,7 +12,8 @@
 **Which profile is taken**: the one that was pushed last for the model's weights, or the one that an id names. The order
 of pushes decides, not a clock or a size, so pushing an older profile again goes back to it. Since one small file says
 which is the newest, and is replaced atomically after the profile is there, a reader finds the old profile or the new
-one, whoever else pushes, and no list of profiles can lose an entry to another writer.
+one, whoever else pushes, and no list of profiles can lose an entry to another writer. (A checkpoint has a fingerprint
+for each dtype that its weights may be loaded in; between profiles of several of these, the times of the pushes decide.)
 
 **Nothing that is read is trusted**: sizes are bounded, `Profile.load` parses, and layout, weights and id must be those
 that the names promise. Whoever can write to the place can still replace the newest profile by another valid one; an id
@@ -45,7 +46,7 @@ from cuvee.integrations.profile_collection.location import ProfileLocation, chec
 
 logger = logging.getLogger(__name__)
 
-# A profile of a model with 70 billion parameters takes about 3 GB.
+# What may be read into memory. That of SmolLM2-135M takes 45 MB; a profile grows more slowly than its model.
 MAX_PROFILE_BYTES = 8 << 30
 _MAX_NEWEST_BYTES = 4096
 _FOLDER = "cuvee-profiles"

@@ -5,6 +5,7 @@ Whoever can write there chooses what is read, so `read` bounds every answer, and
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from abc import ABC, abstractmethod
@@ -26,6 +27,8 @@ from cuvee.integrations.stores.urls import open_store
 
 # Profiles are read by others than their writer. They hold no user's data, unlike the entries of a store.
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
+# What opening a link, or something else in place of a file or a folder, gives.
+_NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
 _TENANT = "cuvee profiles"  # keeps profiles apart from the caches of all tenants of the same store
 
 
@@ -98,10 +101,12 @@ class FolderFiles(NamedFiles):
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StoreError(
-                f"{name}: must be a file, in folders that are no links, in {self.shown}, got {error}: replace it by "
-                "a copy"
-            ) from error
+            if error.errno in _NO_FILE:
+                raise StoreError(
+                    f"{name}: must be a file, in folders that are no links, in {self.shown}, got {error}: replace it "
+                    "by a copy"
+                ) from error
+            raise StoreError(f"{name}: cannot be read in {self.shown}: {error}") from error
         if len(data) != info.st_size:
             raise StoreError(f"{name}: must not change while it is read, got another length in {self.shown}: try again")
         return data

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import unquote
 
 from cuvee.codec.errors import InputError
@@ -35,14 +36,14 @@ class ProfileLocation:
         ('hub', 'mine/profiles', 'v2')
 
     Attributes:
-        kind: "folder", "store" or "hub".
+        kind: what holds the collection.
         place: path of the folder, URL of the store, or `owner/name` of the repository.
         shown: the location for messages, without secrets.
         id: of one profile, 32 hex digits; None: the newest of the model.
         revision: branch, tag or commit of the repository; None: its main branch.
     """
 
-    kind: str
+    kind: Literal["folder", "store", "hub"]
     place: str
     shown: str
     id: str | None = None

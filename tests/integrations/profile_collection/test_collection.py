@@ -364,6 +364,16 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path, out: Path) -> None:
         push(f"file://{tmp_path}/file", small_profile())
 
 
+def test_a_file_that_cannot_be_read_is_not_a_missing_one(
+    folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("cuvee.integrations.profile_collection.files.open_file", fail)
+    refuses(folder, out, StoreError, f"^{NEWEST}: cannot be read in {folder}: .*Permission denied")
+
+
 def test_others_may_read_what_is_pushed_and_no_more(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
