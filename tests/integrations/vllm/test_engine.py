@@ -50,6 +50,7 @@ from tests.integrations.vllm.engines import (
 )
 
 from cuvee.codec.profiles.quality import PRESET_KL
+from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.disk import DiskStore
 
@@ -181,10 +182,12 @@ def store(folder: Path) -> Callable[[str], str]:
 
 @pytest.fixture(scope="module")
 def profile(folder: Path, books: Any) -> str:
-    """Path of a profile calibrated for the bundled model."""
-    path = folder / "books.profile"
+    """A collection that holds a profile calibrated for the bundled model."""
+    path, where = folder / "books.profile", f"file://{folder / 'profiles'}"
     books.profile.save(path)
-    return str(path)
+    with ProfileCollection.open(where) as collection:
+        collection.push(path)
+    return where
 
 
 @pytest.fixture(scope="module")
@@ -442,6 +445,7 @@ def test_balanced_keeps_its_promise(passages: list[list[int]], reference: dict[s
     assert all(answer.cached >= PREFIX for answer in ran.steps[1])
     assert ran.metric("vllm:external_prefix_cache_hits") >= len(first) * PREFIX
     assert_sound(ran)
+    assert ran.log.count("cuvee: took profile ") == 1, "one for both roles, from the collection"
     kl = [divergence(answer, other) for answer, other in zip(ran.steps[1], exact, strict=True)]
     assert len(kl) >= 256
     assert PRESET_KL["balanced"] / 20 < fmean(kl) < 1.5 * PRESET_KL["balanced"]
