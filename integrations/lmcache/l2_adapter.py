@@ -88,7 +88,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
     Raises:
         InputError: an option out of range, no such checkpoint, a store or a secret that cannot be used; a lossy quality
             without a learned profile, or of a model without RoPE.
-        ProfileError, FormatError, ProfileMismatchError: as `PageStores`.
+        ProfileError, FormatError, ProfileMismatchError, FileNotFoundError: as `PageStores`.
         UnsupportedModelError: a model whose cache cuvee, or this adapter, does not support.
     """
 

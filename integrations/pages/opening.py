@@ -18,6 +18,8 @@ from cuvee.integrations.guard import Recorder
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages.entries import MAX_RUN_PAGES
 from cuvee.integrations.pages.page_store import PageStore
+from cuvee.integrations.profile_collection.collection import find_profile
+from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class PageStores:
             neither told nor recognized.
         ProfileError, FormatError: the profile cannot be read or cannot do what the options ask.
         ProfileMismatchError: a profile of another model.
+        FileNotFoundError, CuveeError: there is no profile where option `profile` says (`find_profile`).
     """
 
     def __init__(
@@ -70,15 +73,18 @@ class PageStores:
                 f"chunk_tokens: must be a multiple of the engine's page size {page_tokens}, got {options.chunk_tokens}"
             )
         self._options, self._engine, self._page_tokens = options, engine, page_tokens
-        self._profile = Profile.generic(layout) if options.profile is None else Profile.load(options.profile)
+        path, revision = checkpoint
+        if options.profile is None:
+            self._profile = Profile.generic(layout)
+        else:
+            self._profile = find_profile(options.profile, layout, path, revision=revision)
         self._profile.check_layout(layout)
         self._secrets = options.secrets() or None
         self._layout = layout
         self._lock = Lock()
         self._codecs: dict[tuple[int, int], Codec] = {}
         if options.profile is not None and options.check_model:
-            path, revision = checkpoint
-            refuse_other_weights(self._profile, options.profile, path, revision=revision)
+            refuse_other_weights(self._profile, shown_profile(options.profile), path, revision=revision)
         codec = self._codec(rank, ranks)
         recognizer = codec.recognizer
         if not positions and not codec.lossless and (recognizer is None or not recognizer.tells_positions):

@@ -2,7 +2,7 @@
 
     cuvee profile push ──> ProfileCollection ──files by name──> a folder, a store or the hub
     cuvee profile pull <──        │
-    engines            <── found_profile: what option "profile" names
+    engines            <── find_profile: what option "profile" names
 
 `location` says how a place is written, `collection` which profile is taken and how it is verified.
 """

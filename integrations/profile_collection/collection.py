@@ -1,4 +1,4 @@
-"""`ProfileCollection`: profiles of many models in one place, and `found_profile`: the one that an engine asks for.
+"""`ProfileCollection`: profiles of many models in one place, and `find_profile`: the one that an engine asks for.
 
     cuvee-profiles/<layout>/<id>.safetensors             a profile, byte for byte as `Profile.save` wrote it
     cuvee-profiles/<layout>/newest-<weights>-v<n>.json   which profile of these weights was pushed last; written last
@@ -28,8 +28,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -294,24 +293,8 @@ class _Newest:
     pushed: int
 
 
-@dataclass(frozen=True, slots=True)
-class FoundProfile:
-    """What an engine's option `profile` names.
-
-    Attributes:
-        profile: of the model.
-        path: its file, which may be gone when `found_profile` ends.
-    """
-
-    profile: Profile
-    path: Path
-
-
-@contextmanager
-def found_profile(
-    where: str, layout: KVLayout, checkpoint: str | Path, *, revision: str | None = None
-) -> Iterator[FoundProfile]:
-    """Find the profile that an engine's option `profile` names: a file, or the model's profile in a collection.
+def find_profile(where: str, layout: KVLayout, checkpoint: str | Path, *, revision: str | None = None) -> Profile:
+    """Return the profile that an engine's option `profile` names: a file's, or the model's in a collection.
 
     A profile that is named by its id, or by its file, may be of other weights: `refuse_other_weights` says.
 
@@ -321,33 +304,29 @@ def found_profile(
         checkpoint: of the model, as in `checkpoint_identity`. It is read only if no id is named.
         revision: of a hub id.
 
-    Yields:
-        The profile. A pulled file is removed at the end.
-
     Raises:
         FileNotFoundError: there is no such file, or no profile of the model in the collection.
         CuveeError: as `ProfileCollection.pull` and `Profile.load`.
     """
     if not names_collection(where):
-        yield FoundProfile(Profile.load(where), Path(where))
-        return
+        return Profile.load(where)
     location = ProfileLocation.parse(where)
     weights = None if location.id else weight_fingerprints(checkpoint, revision=revision)
     with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
         path = Path(folder) / "profile.safetensors"
         with closing(ProfileCollection.open(location)) as collection:
             pulled = collection.pull(layout, path, weights=weights, id=location.id)
-        profile = pulled.profile
-        if pulled.pushed is None:
-            why = "named by its id"
-        else:
-            pushed = time.strftime("%Y-%m-%d %H:%M", time.gmtime(pulled.pushed))
-            why = f"the newest of these weights, pushed on {pushed} UTC"
-        logger.info(
-            "cuvee: took profile %s (%s, group %s, %d bytes), %s, from %s",
-            profile.id.hex(), profile.source, profile.group, pulled.bytes, why, location.shown,
-        )  # fmt: skip
-        yield FoundProfile(profile, path)
+    profile = pulled.profile
+    if pulled.pushed is None:
+        why = "named by its id"
+    else:
+        pushed = time.strftime("%Y-%m-%d %H:%M", time.gmtime(pulled.pushed))
+        why = f"the newest of these weights, pushed on {pushed} UTC"
+    logger.info(
+        "cuvee: took profile %s (%s, group %s, %d bytes), %s, from %s",
+        profile.id.hex(), profile.source, profile.group, pulled.bytes, why, location.shown,
+    )  # fmt: skip
+    return profile
 
 
 def _load(path: Path, shown: str, remedy: str = "") -> Profile:

@@ -98,7 +98,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         """Open the store for the registered pool. SGLang answers the attempt to attach with an error raised here.
 
         Raises:
-            InputError, ProfileError, FormatError, ProfileMismatchError: as `PageStores`.
+            InputError, ProfileError, FormatError, ProfileMismatchError, FileNotFoundError: as `PageStores`.
             UnsupportedModelError: a model whose cache cuvee does not support, or other pools than one of keys and
                 values.
         """

@@ -25,7 +25,7 @@ from cuvee.integrations.checkpoint import (
     refuse_other_weights,
     tokenizer_identity,
 )
-from cuvee.integrations.profile_collection.collection import found_profile
+from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
 
@@ -71,7 +71,7 @@ class Setup:
             InputError: an unknown option, or a value out of range.
             UnsupportedModelError: a model or a feature of the engine that cuvee does not support.
             ProfileMismatchError: a profile of another model.
-            FileNotFoundError, CuveeError: there is no profile where option `profile` says (`found_profile`).
+            FileNotFoundError, CuveeError: there is no profile where option `profile` says (`find_profile`).
         """
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
@@ -173,8 +173,7 @@ def _key_ids(codec: Codec) -> str:
 @lru_cache(maxsize=1)
 def _find_profile(where: str, layout: KVLayout, model_path: str, revision: str | None) -> Profile:
     """Find the profile once: with one rank, both roles live in one process, and must have the same one."""
-    with found_profile(where, layout, model_path, revision=revision) as found:
-        return found.profile
+    return find_profile(where, layout, model_path, revision=revision)
 
 
 def _only_group(kv_cache_config: Any) -> Any:

@@ -42,6 +42,7 @@ from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMis
 from cuvee.codec.identity import tenant_id
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.integrations.pages import PageStore
+from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.base import Store
 
@@ -661,7 +662,11 @@ class Learned:
         self.chunk, self.profile = cached(small_model(), torch.bfloat16), learned_profile()
         small_model().save_pretrained(folder / "model")
         self.profile.save(folder / "profile.safetensors")
-        self.params = {"model": str(folder / "model"), "profile": str(folder / "profile.safetensors"), "step": 0.25}
+        self.params: dict[str, Any] = {
+            "model": str(folder / "model"),
+            "profile": str(folder / "profile.safetensors"),
+            "step": 0.25,
+        }
         self.memory = memory(self.params)
         layout = self.chunk.layout
         self.desc = layout_desc((2, layout.num_layers, CHUNK, layout.layers[0].key_values))
@@ -705,6 +710,18 @@ def test_with_a_profile_chunks_are_lossy_and_their_tokens_recognized(
     assert result_of(lambda: adapter.query_load_result(loading)).get_indices_list() == [0, 1, 2]
     for number, each in zip(numbers, objects, strict=True):
         assert torch.equal(each.get_tensor(0), learned.coded(number)), number
+
+
+def test_the_profile_may_be_in_a_collection(tmp_path: Path, memory: Callable[..., Memory]) -> None:
+    learned = Learned(tmp_path, memory)
+    where = f"file://{tmp_path}/profiles"
+    with pytest.raises(FileNotFoundError, match="no profile of this llama model"):
+        make_adapter({**learned.params, "profile": where})
+    with ProfileCollection.open(where) as collection:
+        collection.push(learned.params["profile"])
+    of_model = memory({**learned.params, "profile": where})
+    task = of_model.adapter.submit_store_task([object_key(1)], [learned.object(1)])
+    assert of_model.stored(task) > 0 and of_model.counters["recognized_pages"] == 1
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path, memory: Callable[..., Memory]) -> None:

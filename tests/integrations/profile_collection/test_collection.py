@@ -41,7 +41,7 @@ from cuvee.codec.profiles.profile import VERSION, Profile, sealed
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations.checkpoint import WeightFingerprints, weight_fingerprints
 from cuvee.integrations.profile_collection import collection as module
-from cuvee.integrations.profile_collection.collection import ProfileCollection, PulledProfile, found_profile
+from cuvee.integrations.profile_collection.collection import ProfileCollection, PulledProfile, find_profile
 from cuvee.integrations.stores.base import StoreError
 
 OF_MODEL = WeightFingerprints((WEIGHTS,))
@@ -498,38 +498,37 @@ def checkpoint(tmp_path: Path, tiny_model: Callable[..., Any]) -> tuple[Path, KV
 
 
 def test_an_engine_finds_the_profile_of_its_checkpoint(
-    where: str, checkpoint: tuple[Path, KVLayout, str], caplog: pytest.LogCaptureFixture
+    where: str,
+    checkpoint: tuple[Path, KVLayout, str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, layout, weights = checkpoint
     if "://" not in where:
         Path(where).mkdir()  # a path that does not exist is taken for a file
-    with pytest.raises(FileNotFoundError, match=f"^no profile .*{weights}"), found_profile(where, layout, path):
-        pass
+    with pytest.raises(FileNotFoundError, match=f"^no profile .*{weights}"):
+        find_profile(where, layout, path)
     first = push(where, small_profile(0, weights, layout))
     second = push(where, small_profile(1, weights, layout))
     caplog.set_level(logging.INFO)
-    with found_profile(where, layout, path) as found:
-        assert found.profile.id.hex() == second and Profile.load(found.path).id == found.profile.id
-    assert not found.path.exists() and not found.path.parent.exists()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    assert find_profile(where, layout, path).id.hex() == second
+    assert not list((tmp_path / "temporary").iterdir())
     (line,) = [record.message for record in caplog.records if record.message.startswith("cuvee: took profile ")]
     assert second in line and line.endswith(f", from {where}") and "the newest of these weights, pushed on 20" in line
     caplog.clear()
     if "://" in where:
-        with found_profile(f"{where}?id={first}", layout, path.parent / "not asked") as found:
-            assert found.profile.id.hex() == first
+        assert find_profile(f"{where}?id={first}", layout, path.parent / "not asked").id.hex() == first
         assert "named by its id" in caplog.text
 
 
 def test_an_engine_reads_a_file_as_before(tmp_path: Path) -> None:
     small_profile().save(tmp_path / "p")
-    with found_profile(str(tmp_path / "p"), LAYOUT, "not asked") as found:
-        assert found.path == tmp_path / "p"
-    assert (tmp_path / "p").exists()
-    with (
-        pytest.raises(FileNotFoundError, match=r"^no profile at missing$"),
-        found_profile("missing", LAYOUT, "not asked"),
-    ):
-        pass
+    assert find_profile(str(tmp_path / "p"), LAYOUT, "not asked").id == small_profile().id
+    with pytest.raises(FileNotFoundError, match=r"^no profile at missing$"):
+        find_profile("missing", LAYOUT, "not asked")
 
 
 def test_weights_are_the_fingerprints_that_calibrations_record(tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
