@@ -1,16 +1,21 @@
 """Tails in real engines: prompts that end inside a chunk, stored by one process and loaded by another.
 
-reference   no connector          the answers
-stored      connector             a prompt of 511 tokens, and a conversation's first turn
-loaded      another process       both again, and the turns after
+reference       no connector                    the answers
+stored          connector                       a prompt of 511 tokens, and a conversation's first turn
+ids             a profile that predicts         what is stored holds the ids of prompt and answer
+waiting         a share of almost nothing       what `stored` stores, but when the engine stops
+loaded          another process                 both again, and the turns after
+after waiting   another process                 what `waiting` has stored
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from tests.integrations.vllm.engines import (
     Engine,
     Ran,
@@ -22,6 +27,15 @@ from tests.integrations.vllm.engines import (
     save_tiny_model,
     spread,
 )
+from tests.predicting import predicting
+from transformers import AutoConfig
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import fit
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.stores import open_store
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +54,7 @@ SECOND = Step([[0, 1, ids(60, 4)], [0, 0, ids(20, 6)]], max_tokens=ANSWER, forge
 THIRD = Step([[1, 0, ids(150, 5)]], max_tokens=ANSWER, forget=True)  # 440 + 150: in the next one
 AGAIN = replace(FIRST, forget=True)
 TAILS = 6  # where three prompts end, and their answers
+TOLD = ids(100, 7)  # is stored with its ids, and those of its answer
 
 
 def whole_blocks(tokens: int) -> int:
@@ -47,21 +62,47 @@ def whole_blocks(tokens: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """What three engines did, the last in a process of its own."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_vllm()
-    folder = tmp_path_factory.mktemp("tails")
-    model = save_tiny_model("llama", folder / "model")
+    return tmp_path_factory.mktemp("tails")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return save_tiny_model("llama", folder / "model")
+
+
+@pytest.fixture(scope="module")
+def learned(folder: Path, model: Path) -> Profile:
+    """A profile of the model that predicts from tokens, also in the folder."""
+    layout = KVLayout.from_config(AutoConfig.from_pretrained(model), dtype="float32")
+    noise = torch.randn(2, layout.num_layers, 600, 2, 32, generator=torch.Generator().manual_seed(0))
+    profile = predicting(fit(layout, [KVChunk(list(noise[0]), list(noise[1]), layout)]), vocabulary=256)
+    profile.save(folder / "profile")
+    return profile
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path, model: Path, learned: Profile) -> dict[str, Ran]:
+    """What the engines did, the last two in a process of their own."""
     options = {"block_size": BLOCK, "max_model_len": 1024}
-    transfer = cuvee(f"file://{folder / 'store'}", chunk_tokens=CHUNK, min_tokens=BLOCK)
-    ours = {**options, "kv_transfer_config": transfer}
+
+    def ours(store: str, **more: float) -> dict[str, object]:
+        transfer = cuvee(f"file://{folder / store}", chunk_tokens=CHUNK, min_tokens=BLOCK, **more)
+        return {**options, "kv_transfer_config": transfer}
+
     stored = replace(FIRST, until=("vllm:cuvee_stored_tails", TAILS))
+    lossy = {"quality": None, "step": 0.05, "profile": str(folder / "profile")}
+    with_ids = cuvee(f"file://{folder / 'ids-store'}", chunk_tokens=64, min_tokens=32, **lossy)
+    told = Step([TOLD], max_tokens=ANSWER, until=("vllm:cuvee_stored_tails", 1))
     first = run_engines(
         folder / "first",
         [
             Engine("reference", model, [FIRST, SECOND, THIRD, AGAIN], options),
             # So few blocks that what ended is overwritten by the step that stores its tail.
-            Engine("stored", model, [stored], {**ours, "num_gpu_blocks_override": 24, "max_model_len": 640}),
+            Engine("stored", model, [stored], {**ours("store"), "num_gpu_blocks_override": 24, "max_model_len": 640}),
+            Engine("ids", model, [told], {"block_size": 32, "max_model_len": 256, "kv_transfer_config": with_ids}),
+            Engine("waiting", model, [FIRST], ours("waiting-store", store_share=1e-6)),
         ],
     )
     # A turn's tail is stored when it has ended; the next one waits for that. The prompt of 571 tokens ends in the block
@@ -72,7 +113,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
         replace(THIRD, until=("vllm:cuvee_stored_tails", 5)),
         AGAIN,
     ]
-    second = run_engines(folder / "second", [Engine("loaded", model, more, ours)])
+    second = run_engines(
+        folder / "second",
+        [
+            Engine("loaded", model, more, ours("store")),
+            Engine("after waiting", model, [AGAIN], ours("waiting-store")),
+        ],
+    )
     return {**first, **second}
 
 
@@ -111,3 +158,29 @@ def test_each_turn_of_a_conversation_loads_the_turns_before(engines: dict[str, R
 
 def test_a_superseded_tail_is_still_found_by_the_prompt_that_ends_there(engines: dict[str, Ran]) -> None:
     assert [answer.cached for answer in engines["loaded"].steps[3]] == [480, 288, 64]
+
+
+def test_what_waits_is_stored_when_the_engine_stops(engines: dict[str, Ran]) -> None:
+    """With `store_share`, what a busy engine leaves waiting."""
+    stored, loaded = engines["waiting"], engines["after waiting"]
+    answers = [[answer.tokens for answer in ran.steps[0]] for ran in (engines["reference"], stored, loaded)]
+    assert answers[0] == answers[1] == answers[2]
+    assert stored.metric("vllm:cuvee_stored_chunks") <= 1 and stored.metric("vllm:cuvee_stored_tails") == 0
+    assert stored.metric("vllm:cuvee_tails_superseded") == 1, "511 tokens became 551"
+    for name in ("failures", "contained", "stores_skipped", "tails_dropped"):
+        assert stored.metric(f"vllm:cuvee_{name}") == 0, name
+    # All but the tail in whose place the whole chunk is stored; a prompt that ends inside that chunk cannot load it.
+    assert [answer.cached for answer in loaded.steps[0]] == [CHUNK, 288, 64]
+
+
+def test_an_engine_stores_the_ids_of_prompt_and_answer(engines: dict[str, Ran], folder: Path, learned: Profile) -> None:
+    """So that a codec can predict from them."""
+    (answer,) = engines["ids"].steps[0]
+    store = open_store(f"file://{folder / 'ids-store'}", guarded=False)
+    blobs = store.get_many([f"{path.parents[1].name}/{path.name}" for path in (folder / "ids-store").glob("*/*/*")])
+    text, found = [*TOLD, *answer.tokens], set()
+    for blob in blobs:
+        chunk = Codec(learned, step=0.05).decode(blob or b"")
+        assert chunk.token_ids is not None and chunk.token_ids.tolist() == text[chunk.start : chunk.end]
+        found.add((chunk.start, chunk.tokens))
+    assert found == {(0, 64), (64, 64), (64, 32)}, "two chunks, and the tail where the prompt ended"

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.integrations.vllm.engines import Engine, Step, cuvee, need_vllm, run_engines, save_tiny_model
 from tests.integrations.vllm.sides import CHUNK, LAYOUT, Bench, Desk, make_request
 from tests.predicting import predicting
-from transformers import AutoConfig
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.token_ids import NO_TOKEN
-from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm.messages import Save
 from cuvee.integrations.vllm.metrics import collect
 
@@ -151,33 +144,6 @@ def test_an_id_outside_the_vocabulary_costs_only_its_own_entry() -> None:
         assert b.counts()["failures{encode}"] == 1
     finally:
         b.worker.close()
-
-
-# An engine -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_an_engine_stores_the_ids_of_prompt_and_answer(tmp_path: Path) -> None:
-    need_vllm()
-    model = save_tiny_model("llama", tmp_path / "model")
-    layout = KVLayout.from_config(AutoConfig.from_pretrained(model), dtype="float32")
-    noise = torch.randn(2, layout.num_layers, 600, 2, 32, generator=torch.Generator().manual_seed(0))
-    learned = predicting(fit(layout, [KVChunk(list(noise[0]), list(noise[1]), layout)]), vocabulary=256)
-    learned.save(tmp_path / "profile")
-    prompt = random.Random(1).choices(range(1, 256), k=100)
-    lossy = {"quality": None, "step": 0.05, "profile": str(tmp_path / "profile")}
-    transfer = cuvee(f"file://{tmp_path / 'store'}", chunk_tokens=64, min_tokens=32, **lossy)
-    options = {"block_size": 32, "max_model_len": 256, "dtype": "float32", "kv_transfer_config": transfer}
-    step = Step([prompt], max_tokens=40, until=("vllm:cuvee_stored_tails", 1))
-    (answer,) = run_engines(tmp_path / "run", [Engine("stored", model, [step], options)])["stored"].steps[0]
-    store = open_store(f"file://{tmp_path / 'store'}", guarded=False)
-    blobs = store.get_many([f"{path.parents[1].name}/{path.name}" for path in (tmp_path / "store").glob("*/*/*")])
-    text, found = [*prompt, *answer.tokens], set()
-    for blob in blobs:
-        chunk = Codec(learned, step=0.05).decode(blob or b"")
-        assert chunk.token_ids is not None and chunk.token_ids.tolist() == text[chunk.start : chunk.end]
-        found.add((chunk.start, chunk.tokens))
-    assert found == {(0, 64), (64, 64), (64, 32)}, "two chunks, and the tail where the prompt ended"
 
 
 def with_ids(save: Save, token_ids: list[int]) -> Save:
