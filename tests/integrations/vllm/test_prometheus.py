@@ -1,11 +1,14 @@
 """`CuveeStats` and `CuveePrometheus` in vLLM's own machinery: aggregator, serialization, loggers, `/metrics` text.
 
+And what vLLM imports before its workers start.
+
 Importing vLLM warns and patches torch, so it happens in a process of its own: this file as a script
 runs every `check_…` below and prints what became of each; the tests read that.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -72,7 +75,15 @@ def sample(name: str, engine: int = 0, /, **labels: str) -> str:
     return f"vllm:cuvee_{name}{{{rendered}}}"
 
 
-# Checks: each runs in the script --------------------------------------------------------------------------------
+# Checks: each runs in the script, in this order -----------------------------------------------------------------
+
+
+def check_the_connector_is_imported_without_numba() -> None:
+    """vLLM's workers call `vars` on all modules when they start on a CPU, which fails for a module of llvmlite's."""
+    compilers = {"numba", "llvmlite"}
+    assert not compilers & set(sys.modules), "another check came first"
+    importlib.import_module("cuvee.integrations.vllm.connector")
+    assert not compilers & set(sys.modules)
 
 
 def check_what_is_recorded_is_rendered() -> None:
