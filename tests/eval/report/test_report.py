@@ -26,7 +26,7 @@ import cuvee
 from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.learning.calibrate import calibrate
-from cuvee.codec.learning.mixture import KINDS
+from cuvee.codec.learning.mixture import KINDS, more_text
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL
@@ -545,6 +545,7 @@ def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
     )  # fmt: skip
     assert config.learned_texts == ("mixture",) and config.learned_sequences == 96
     monkeypatch.setattr("cuvee.eval.report.report_config.MIXTURE_SEQUENCES", 64)
+    monkeypatch.setattr("cuvee.eval.report.learning.more_text", lambda *given: more_text(*given)[::20])
     monkeypatch.setattr("cuvee.eval.report.report_run.CPU_FLOPS", 500.0)
     learned: dict[str, Any] = {}
 

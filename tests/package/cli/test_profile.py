@@ -12,6 +12,7 @@ from tests.package.cli.running import Files, fails, run
 
 import cuvee
 from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.codec.learning import mixture
 from cuvee.codec.learning.mixture import KINDS
 from cuvee.codec.profiles.profile import Profile
 
@@ -68,8 +69,10 @@ def test_a_profile_is_learned_from_text_and_token_ids(tmp_path: Path, books: Any
 
 
 def test_a_profile_is_learned_without_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learn from the mixture and an added text, kind by kind."""
+    """Learn from the mixture and an added text, kind by kind, and prediction from a part of the bundled texts."""
     monkeypatch.setattr("cuvee.codec.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))  # a few, for speed
+    whole = mixture.more_text
+    monkeypatch.setattr(mixture, "more_text", lambda *given: whole(*given)[::20])
     (tmp_path / "own.txt").write_text("It rained. " * 300)
     out = tmp_path / "profile"
     options = ("--length", "64", "--sequences", "24", "--group", "unit", "--text", f"{tmp_path / 'own.txt'}=0.5")
