@@ -257,11 +257,11 @@ def test_the_command(tmp_path: Path) -> None:
 def test_the_real_model_reads_its_cache(smollm2: tuple[Any, Any]) -> None:
     tasks, metadata = ("cuvee_reread_nll", "cuvee_lines_100"), ("lines=20",)
     found = run_tasks(
-        config(model="smollm2", tasks=tasks, variants=("destroyed",), metadata=metadata, limit=4, dtype="bfloat16"),
+        config(model="smollm2", tasks=tasks, variants=("destroyed",), metadata=metadata, limit=2, dtype="bfloat16"),
         None,
         QUIET,
     )
     exact, destroyed = (s for s in found["scores"] if s["task"] == "cuvee_reread_nll")
     assert destroyed["score"] > exact["score"] + 2 and shows_something(found, "cuvee_reread_nll")
     exact, destroyed = (s for s in found["scores"] if s["task"] == "cuvee_lines_100")
-    assert destroyed["score"] < 1 and len(exact["per_doc"]) == 4
+    assert destroyed["score"] < 1 and len(exact["per_doc"]) == 2
