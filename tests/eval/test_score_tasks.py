@@ -155,7 +155,7 @@ def test_a_run_that_is_told_to_stop_keeps_its_scores(tmp_path: Path) -> None:
         "tasks",
         "cuvee_kv_8",
         "--limit",
-        "100",
+        "40",
         "--variants",
         "fp8-e4m3,kivi4,kivi2",
     ]
