@@ -72,6 +72,12 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuvee.eval.report.report_documents.write_plots", lambda *_: {})
 
 
+@pytest.fixture
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bundled texts, from which prediction is learned where the mixture is, a twentieth."""
+    monkeypatch.setattr("cuvee.eval.report.learning.more_text", lambda *given: more_text(*given)[::20])
+
+
 def untimed(data: Any) -> Any:
     """The same without what differs from run to run."""
     if isinstance(data, dict):
@@ -112,7 +118,7 @@ def test_curves_end_where_they_cost_too_much(
     whole = costs(done[1])
     assert len(whole) >= 6 and whole[2] < whole[-2]
     monkeypatch.setattr("cuvee.eval.report.report_run.WORST_KL", whole[2] * 0.99)
-    short = costs(run_report(replace(CONFIG, tasks=()), tmp_path / "run", console))
+    short = costs(run_report(replace(CONFIG, tasks=(), methods=("cuvee/layer",)), tmp_path / "run", console))
     assert short == pytest.approx(whole[:3], rel=1e-3)
 
 
@@ -369,6 +375,7 @@ def test_profiles_are_given_or_learned(tmp_path: Path) -> None:
         ReportConfig(profiles=("a",), groups=("layer",))
 
 
+@pytest.mark.usefixtures("little_text")
 def test_presets_of_a_model_that_hardly_reads_its_cache(tmp_path: Path, console: Console) -> None:
     """With random weights even the coarsest step loses less than a preset allows."""
     folder = tmp_path / "random"
@@ -380,7 +387,7 @@ def test_presets_of_a_model_that_hardly_reads_its_cache(tmp_path: Path, console:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     model.save_pretrained(folder)
-    config = replace(CONFIG, model=str(folder), tasks=(), sequences=2)
+    config = replace(CONFIG, model=str(folder), tasks=(), sequences=2, methods=("cuvee",))
     data = run_report(config, tmp_path / "run", console)
     (small,) = (entry for entry in data["quality"] if entry["key"] == "cuvee/layer@small")
     assert small["kl"] < 0.02 / 10 and small["ratio"] > 25
@@ -534,6 +541,7 @@ def test_pca_beside_a_given_profile_has_its_grouping(tmp_path: Path, console: Co
     assert bits == sorted(bits, reverse=True) and len(bits) == 4
 
 
+@pytest.mark.usefixtures("little_text")
 def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,7 +553,6 @@ def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
     )  # fmt: skip
     assert config.learned_texts == ("mixture",) and config.learned_sequences == 96
     monkeypatch.setattr("cuvee.eval.report.report_config.MIXTURE_SEQUENCES", 64)
-    monkeypatch.setattr("cuvee.eval.report.learning.more_text", lambda *given: more_text(*given)[::20])
     monkeypatch.setattr("cuvee.eval.report.report_run.CPU_FLOPS", 500.0)
     learned: dict[str, Any] = {}
 
@@ -603,7 +610,7 @@ def test_kinds_of_text_are_compared_apart(tmp_path: Path, console: Console, monk
         assert anchor["anchor"] == "kivi4" and anchor["kl"] == pytest.approx(sum(kivi[row] for row in rows) / 2)
         assert {r["against"] for r in anchor["ratios"]} == {"kivi4", "pca/layer"}
     assert {e["family"] for e in data["sizes"]} == {"cuvee/layer", "pca/layer"}
-    plain = run_report(replace(config, reread=False), tmp_path / "plain", console)
+    plain = run_report(replace(config, reread=False, methods=("kivi4",)), tmp_path / "plain", console)
     assert [kind["reread"] for kind in plain["text"]["kinds"]] == [False, False]
 
 
