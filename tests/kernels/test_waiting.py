@@ -1,7 +1,7 @@
 """Waits, copies and allocations are counted, and their order is checked, on a device that delays all work.
 
-Batches of one chunk and of many, of two layers and of three, must cost the same number of waits, copies, allocations and
-launches.
+Batches of one chunk and of many, of two layers and of three, must cost the same number of waits, copies, allocations
+and launches.
 """
 
 from __future__ import annotations
