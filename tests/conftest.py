@@ -26,14 +26,17 @@ from cuvee.codec.profiles.profile import Profile
 MAX_POSITIONS = 4096
 BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 # Workers that take whole files finish together only if no long one comes last. Engines alternate with what computes:
-# two engines at a time wait for each other.
+# two engines at a time wait for each other. The first two files compile different things: notebooks come third, when
+# the engines have filled Numba's cache, rather than compile the same loops at the same time.
 LONGEST = (
-    "integrations/vllm/test_engine", "package/test_notebooks", "kernels/test_static_costs",
-    "integrations/vllm/test_faults",
-    "eval/report/test_report", "codec/test_hostile", "integrations/vllm/test_serve", "codec/test_calibrate",
-    "kernels/test_backend", "eval/bench/test_engine", "eval/blend_report/test_report", "kernels/test_hostile",
-    "eval/test_tasks", "integrations/vllm/test_docs", "kernels/test_launches", "fuzz/test_soak",
-    "integrations/vllm/test_pages", "package/test_docs", "codec/test_distributed",
+    "integrations/vllm/test_engine", "kernels/test_static_costs", "package/test_notebooks",
+    "integrations/vllm/test_engine_blend", "eval/report/test_report", "integrations/vllm/test_faults",
+    "eval/test_score_tasks", "integrations/vllm/test_serve", "codec/test_hostile",
+    "integrations/vllm/test_engine_tails", "codec/test_calibrate", "eval/bench/test_engine", "kernels/test_backend",
+    "eval/bench/test_clients", "eval/blend_report/test_report", "kernels/test_hostile", "eval/bench/test_cpu",
+    "eval/test_tasks", "integrations/vllm/test_docs", "package/cli/test_profile", "kernels/test_launches",
+    "fuzz/test_soak", "codec/test_sections", "integrations/vllm/test_pages", "package/test_package",
+    "package/test_docs", "codec/test_distributed",
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {
