@@ -36,6 +36,7 @@ from cuvee.codec.format.container import read_sections
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, empty_cache, prefill
+from cuvee.codec.models.latents import append_units, layer_units
 from cuvee.codec.support.forks import tell_after_fork
 
 if TYPE_CHECKING:
@@ -291,10 +292,12 @@ class ChunkCache:
         for before in self._before:
             cache = empty_cache()
             for index, (keys, values) in enumerate(zip(before.keys, before.values, strict=True)):
-                cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], index)
+                units = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+                append_units(cache, units[0], units[1], index, self._layout.model_type)
             self._model(input_ids=inputs, **cache_argument(self._model, cache), use_cache=True)
             # The positions are the same behind every context and rotation is linear, so rotated keys can be averaged.
-            new = [tensor[0, :, start:].float() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+            filled = [layer_units(layer, self._layout.model_type) for layer in cache.layers]
+            new = [own[0, :, start:].float() for pair in filled for own in pair]
             sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new
         means = [
             (total / len(self._before)).transpose(0, 1).to(self._device, self._layout.torch_dtype) for total in sums

@@ -18,6 +18,7 @@ from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.progress import tracked
 from cuvee.codec.models.forward import empty_cache
+from cuvee.codec.models.latents import append_units, layer_units
 from cuvee.eval.quality import Method, spans
 
 __all__ = ["CachedLayers", "CachedReader", "Read", "Statistics", "TokenIds"]
@@ -179,10 +180,12 @@ class CachedReader:
         tokens = len(token_ids)
         device, dtype = self._device, self._layout.torch_dtype
 
-        def tensors(name: str) -> list[torch.Tensor]:
-            return [getattr(layer, name)[row, :, :tokens].transpose(0, 1).to(device, dtype) for layer in cache.layers]
+        units = [layer_units(layer, self._layout.model_type) for layer in cache.layers]
 
-        chunk = KVChunk(tensors("keys"), tensors("values"), self._layout, token_ids=token_ids)
+        def tensors(side: int) -> list[torch.Tensor]:
+            return [unit[side][row, :, :tokens].transpose(0, 1).to(device, dtype) for unit in units]
+
+        chunk = KVChunk(tensors(0), tensors(1), self._layout, token_ids=token_ids)
         back = []
         for span in spans(tokens, self._chunk_tokens):
             piece = chunk.slice(*span)
@@ -195,8 +198,8 @@ class CachedReader:
         self._statistics.cached_tokens += tokens
         whole = KVChunk.concat(back)
         return [
-            (keys.transpose(0, 1).to(layer.keys), values.transpose(0, 1).to(layer.values))
-            for keys, values, layer in zip(whole.keys, whole.values, cache.layers, strict=True)
+            (keys.transpose(0, 1).to(of_keys), values.transpose(0, 1).to(of_values))
+            for keys, values, (of_keys, of_values) in zip(whole.keys, whole.values, units, strict=True)
         ]
 
     def _read_tails(self, caches: Sequence[CachedLayers | None], tails: Sequence[TokenIds]) -> torch.Tensor:
@@ -230,7 +233,7 @@ class CachedReader:
                     if row is not None:
                         to[:, width - row[index][side].shape[1] :] = row[index][side]
                 filled.append(batch)
-            cache.update(*filled, index)
+            append_units(cache, filled[0], filled[1], index, self._layout.model_type)
         return cache
 
 

@@ -38,6 +38,7 @@ from cuvee.codec.entropy.family import step_value
 from cuvee.codec.format.container import inspect
 from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.models.forward import cache_argument, empty_cache, frozen, score
+from cuvee.codec.models.latents import append_units
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, PRESET_STEP_INDEX
 from cuvee.codec.support.terminal_table import terminal_table
@@ -289,10 +290,12 @@ def greedy(model: PreTrainedModel, chunk: KVChunk | None, prompt: torch.Tensor, 
     cache = empty_cache()
     if chunk is not None:
         for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
-            cache.update(
+            append_units(
+                cache,
                 keys.transpose(0, 1)[None].to(model.device, model.dtype),
                 values.transpose(0, 1)[None].to(model.device, model.dtype),
                 layer,
+                chunk.layout.model_type,
             )
     fed, out = prompt[None].to(model.device), []
     with frozen(model):

@@ -34,6 +34,7 @@ from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError, allocations
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.codec.models.latents import append_units, layer_units
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
@@ -92,7 +93,7 @@ def encode_cache(
             rows begin with padding; `associated_data` does not have one entry per row, or the codec has no key.
         UnsupportedModelError: a sliding-window layer has dropped tokens, or a layer holds no plain keys and values.
     """
-    tensors = _plain_tensors(cache)
+    tensors = _plain_tensors(cache, codec.profile.layout.model_type)
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
     rows, _, width, _ = tensors[0][0].shape
     paddings = row_paddings(attention_mask, rows, width)
@@ -167,7 +168,7 @@ def decode_cache(
         cache = DynamicCache(config=config)
         for layer in range(codec.profile.layout.num_layers):
             keys, values = next(layers)
-            cache.update(keys.to(target), values.to(target), layer)
+            append_units(cache, keys.to(target), values.to(target), layer, codec.profile.layout.model_type)
     return cache
 
 
@@ -178,6 +179,7 @@ def save_cache(
     input_ids: torch.Tensor | None = None,
     row: int | None = None,
     attention_mask: torch.Tensor | None = None,
+    model: PreTrainedModel | PreTrainedConfig | None = None,
 ) -> None:
     """Save one sequence of a cache, uncompressed, to the file format that `cuvee encode` reads.
 
@@ -196,6 +198,8 @@ def save_cache(
         input_ids: as for `encode_cache`. The file holds those of the sequence, and `cuvee encode` passes them on.
         row: index of the sequence in a batch; not needed for a cache of one sequence.
         attention_mask: `[B, T]` of a left-padded batch. Padding is not saved.
+        model: whose cache it is, or its configuration; needed with multi-head latent attention (DeepSeek), where the
+            file holds the rotated part as keys and the latents as values.
 
     Raises:
         InputError: a batch without `row`, a `row` out of range, an empty cache, `input_ids` of another shape than the
@@ -203,7 +207,8 @@ def save_cache(
         UnsupportedModelError: as for `encode_cache`.
         OSError: the file cannot be written; no partial file is left.
     """
-    tensors = _plain_tensors(cache)
+    model_type = "" if model is None else _config_of(model).get_text_config(decoder=True).model_type
+    tensors = _plain_tensors(cache, model_type)
     rows, _, width, _ = tensors[0][0].shape
     if row is None and rows != 1:
         raise InputError(f"row: must be given for a cache of {rows} sequences, since a file holds one: save each row")
@@ -255,7 +260,8 @@ def load_cache(
         raise InputError(f"{path}: must begin at position 0 for a transformers cache, got {chunk.start}")
     cache, target = DynamicCache(config=config), "cpu" if device is None else device
     for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
-        cache.update(keys.transpose(0, 1)[None].to(target), values.transpose(0, 1)[None].to(target), layer)
+        own = [unit.transpose(0, 1)[None].to(target) for unit in (keys, values)]
+        append_units(cache, own[0], own[1], layer, layout.model_type)
     return cache
 
 
@@ -280,7 +286,7 @@ def chunks_from_cache(
     Raises:
         InputError, UnsupportedModelError: as for `encode_cache`; also if `row` or `padding` is out of range.
     """
-    tensors = _plain_tensors(cache)
+    tensors = _plain_tensors(cache, layout.model_type)
     rows, _, width, _ = tensors[0][0].shape
     whole = _whole_row(tensors, layout, row, padding)
     ids = _row_ids(input_ids, [padding] * rows, width)
@@ -349,8 +355,8 @@ def _decode_batch(
     return ((keys.pop(0), values.pop(0)) for _ in layout.layers)
 
 
-def _plain_tensors(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values [B, H, T, D] of every layer, from the first token on."""
+def _plain_tensors(cache: Cache, model_type: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return keys and values [B, H, T, D] of every layer, as a layout names them, from the first token on."""
     if not isinstance(cache, Cache):
         raise InputError(f"cache: must be a transformers Cache, got {type(cache).__name__}; build a DynamicCache")
     if isinstance(cache, EncoderDecoderCache):
@@ -380,7 +386,8 @@ def _plain_tensors(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
                 f"cache: must hold all tokens, but layer {index} is a sliding window that holds {held} of {seen}; "
                 "prefill with past_key_values=DynamicCache() (no config), which keeps all"
             )
-        tensors.append((layer.keys[:, :, :seen], layer.values[:, :, :seen]))
+        keys, values = layer_units(layer, model_type)
+        tensors.append((keys[:, :, :seen], values[:, :, :seen]))
     if not tensors:
         raise InputError("cache: must hold tokens, got an empty one; run a forward pass first")
     for index, (keys, values) in enumerate(tensors):

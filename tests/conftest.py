@@ -55,8 +55,16 @@ _SLIDING = {"sliding_window": 8}
 _HEAD = {"head_dim": 12}
 _MOE = {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
 
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 2, "num_experts_per_tok": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", {}),
+    "deepseek_v2": ("DeepseekV2Config", _LATENT),
+    "deepseek_v3": ("DeepseekV3Config", {**_LATENT, "n_group": 1, "topk_group": 1}),
     "gemma": ("GemmaConfig", _HEAD),
     "gemma2": ("Gemma2Config", {**_HEAD, **_SLIDING}),
     "gemma3-full-first": (

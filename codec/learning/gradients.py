@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cuvee.codec.models.forward import cache_argument, empty_cache
+from cuvee.codec.models.latents import append_units, layer_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,11 +43,13 @@ def sample_gradients(
         model(input_ids=tokens[:, :prefix], **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
     # The cache consists of leaves, because a decoded cache is fixed. In a single pass over all tokens, a key would also
     # change the states of the prefix and all keys of the layers above; that gradient differs by factors.
-    keys = [layer.keys.detach().requires_grad_() for layer in cache.layers]
-    values = [layer.values.detach().requires_grad_() for layer in cache.layers]
+    model_type = model.config.get_text_config(decoder=True).model_type
+    units = [layer_units(layer, model_type) for layer in cache.layers]
+    keys = [own.detach().requires_grad_() for own, _ in units]
+    values = [own.detach().requires_grad_() for _, own in units]
     cache = empty_cache()
     for index, (key, value) in enumerate(zip(keys, values, strict=True)):
-        cache.update(key, value, index)
+        append_units(cache, key, value, index, model_type)
     logits = model(input_ids=tokens[:, prefix:], **cache_argument(model, cache)).logits[:, :-1].float()
     with torch.no_grad():
         uniform = torch.rand(logits.shape[:-1], generator=generator)[..., None].to(logits.device)

@@ -22,15 +22,22 @@ class _Family(NamedTuple):
 
     rotary: "module.Class" of its rotary embedding; None for absolute positions.
     grouped: whether the model reads num_key_value_heads and head_dim; other models ignore these entries.
+    latent: "module.Class" of its attention, if that is multi-head latent attention (`cuvee.codec.models.latents`).
     """
 
     rotary: str | None
     interleaved: bool = False
     grouped: bool = True
+    latent: str | None = None
 
 
 _FAMILIES: dict[str, _Family] = {
     "cohere": _Family("cohere.CohereRotaryEmbedding", interleaved=True),
+    # The second version keeps the pairs of its weights, the third sorts them before it rotates.
+    "deepseek_v2": _Family(
+        "deepseek_v2.DeepseekV2RotaryEmbedding", interleaved=True, latent="deepseek_v2.DeepseekV2Attention"
+    ),
+    "deepseek_v3": _Family("deepseek_v3.DeepseekV3RotaryEmbedding", latent="deepseek_v3.DeepseekV3Attention"),
     "gemma": _Family("gemma.GemmaRotaryEmbedding"),
     "gemma2": _Family("gemma2.Gemma2RotaryEmbedding"),
     "gemma3_text": _Family("gemma3.Gemma3RotaryEmbedding"),
@@ -81,13 +88,16 @@ def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, An
     heads = config.num_attention_heads
     kv_heads = (family.grouped and getattr(config, "num_key_value_heads", None)) or heads
     head_dim = (family.grouped and getattr(config, "head_dim", None)) or config.hidden_size // heads
+    value_dim = head_dim
+    if family.latent is not None:
+        kv_heads, head_dim, value_dim = 1, config.qk_rope_head_dim, config.kv_lora_rank
     return {
         "model_type": config.model_type,
         "kinds": [
             {
                 "kv_heads": kv_heads,
                 "head_dim": head_dim,
-                "value_dim": head_dim,
+                "value_dim": value_dim,
                 "rope": ropes[kind],
                 "sliding_window": config.sliding_window if kind == "sliding_attention" else None,
             }
@@ -110,7 +120,7 @@ def _refuse_unsupported(config: Any) -> None:
             "hf_config.get_text_config()"
         )
     if getattr(config, "kv_lora_rank", None) is not None:
-        raise UnsupportedModelError(f"{kind}: multi-head latent attention (MLA, kv_lora_rank) is not supported")
+        _refuse_unknown_latents(kind)
     if kind in _RECURRENT:
         raise UnsupportedModelError(f"{kind}: recurrent, state-space and hybrid models are not supported")
     if kind in ("bloom", "mpt") or getattr(config, "alibi", False):
@@ -135,6 +145,27 @@ def _refuse_unsupported(config: Any) -> None:
             raise UnsupportedModelError(
                 f"{kind}: rope_type {rope_type!r} is not supported (supported: {', '.join(_ROPE_TYPES)})"
             )
+
+
+def _refuse_unknown_latents(kind: str) -> None:
+    attention = _FAMILIES[kind].latent if kind in _FAMILIES else None
+    if attention is None:
+        known = ", ".join(name for name, family in _FAMILIES.items() if family.latent)
+        raise UnsupportedModelError(
+            f"{kind}: multi-head latent attention (MLA, kv_lora_rank) is supported in {known} only"
+        )
+    if not hasattr(_class_of(attention), "expand_kv"):
+        raise UnsupportedModelError(
+            f"{kind}: multi-head latent attention (MLA) needs a release of transformers that caches latents, not the "
+            "keys and values of all heads: upgrade transformers"
+        )
+
+
+def _class_of(name: str) -> Any:
+    """Return "module.Class" of a model family of transformers."""
+    module_name, class_name = name.split(".")
+    module = importlib.import_module(f"transformers.models.{module_name}.modeling_{module_name}")
+    return getattr(module, class_name)
 
 
 def _rope_dicts(config: Any) -> list[Mapping[str, Any]]:
@@ -182,11 +213,10 @@ def _layer_types(config: Any) -> list[str]:
 def _ropes(config: Any, family: _Family, layer_types: list[str]) -> dict[str, dict[str, Any] | None]:
     if family.rotary is None:
         return dict.fromkeys(layer_types)
-    module_name, class_name = family.rotary.split(".")
-    module = importlib.import_module(f"transformers.models.{module_name}.modeling_{module_name}")
+    make = _class_of(family.rotary)
     # A surrounding `torch.device` context (meta, cuda) must not affect how the table is computed.
     with torch.device("cpu"):
-        rotary = getattr(module, class_name)(config)
+        rotary = make(config)
     ropes: dict[str, dict[str, Any] | None] = {}
     for layer_type in layer_types:
         prefix = "" if hasattr(rotary, "inv_freq") else f"{layer_type}_"

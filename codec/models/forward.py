@@ -12,6 +12,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.latents import append_units, layer_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,10 +90,11 @@ def prefill(
     cache = empty_cache()
     # The logits of all tokens of a long prompt would take more memory than its cache.
     model(input_ids=tokens, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
+    units = [layer_units(layer, layout.model_type) for layer in cache.layers]
     return [
         KVChunk(
-            [layer.keys[row].transpose(0, 1).to(device, layout.torch_dtype) for layer in cache.layers],
-            [layer.values[row].transpose(0, 1).to(device, layout.torch_dtype) for layer in cache.layers],
+            [keys[row].transpose(0, 1).to(device, layout.torch_dtype) for keys, _ in units],
+            [values[row].transpose(0, 1).to(device, layout.torch_dtype) for _, values in units],
             layout,
             token_ids=tokens[row],
         )
@@ -106,7 +108,9 @@ def score(model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor) -
     for index, device in enumerate(cache_devices(model, chunks[0].layout.num_layers)):
         keys = torch.stack([chunk.keys[index] for chunk in chunks]).transpose(1, 2)
         values = torch.stack([chunk.values[index] for chunk in chunks]).transpose(1, 2)
-        cache.update(keys.to(device, model.dtype), values.to(device, model.dtype), index)
+        append_units(
+            cache, keys.to(device, model.dtype), values.to(device, model.dtype), index, chunks[0].layout.model_type
+        )
     logits: torch.Tensor = model(input_ids=tokens, **cache_argument(model, cache)).logits[:, :-1]
     return logits.float().log_softmax(-1)
 

@@ -865,7 +865,7 @@ def test_latent_attention_and_multimodal_positions(llama: Any) -> None:
         moe_intermediate_size=8, first_k_dense_replace=1, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(latent)
-    with pytest.raises(UnsupportedModelError, match=r"^deepseek_v3: multi-head latent attention \(MLA"):
+    with pytest.raises(UnsupportedModelError, match=r"^deepseek_v3 \(DeepseekV3For.*blending was checked with"):
         Blender(model)
     llama.config.rope_parameters["mrope_section"] = [2, 3, 3]
     with pytest.raises(UnsupportedModelError, match=r"^llama: multimodal RoPE \(M-RoPE"):

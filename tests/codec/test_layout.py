@@ -262,8 +262,7 @@ LONG = [1.0, 2.0, 3.0, 4.0]
             lambda: transformers.GPT2Config(add_cross_attention=True),
             "gpt2: encoder-decoder and cross-attention",
         ),
-        (transformers.DeepseekV2Config, "deepseek_v2: .*MLA"),
-        (transformers.DeepseekV3Config, "deepseek_v3: .*MLA"),
+        (transformers.DeepseekV32Config, "deepseek_v32: .*MLA.*deepseek_v2, deepseek_v3 only"),
         (transformers.MambaConfig, "mamba: recurrent"),
         (transformers.JambaConfig, "jamba: recurrent"),
         (transformers.BambaConfig, "bamba: recurrent"),
@@ -280,7 +279,7 @@ LONG = [1.0, 2.0, 3.0, 4.0]
             ),
             "qwen2_vl_text: .*M-RoPE",
         ),
-        (transformers.OPTConfig, "opt: not among the model types .*cohere, gemma, .*llama"),
+        (transformers.OPTConfig, "opt: not among the model types .*cohere, .*gemma, .*llama"),
         (
             lambda: transformers.Gemma3TextConfig(use_bidirectional_attention=True),
             "gemma3_text: bidirectional",
