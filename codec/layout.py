@@ -75,6 +75,8 @@ class Rope:
 class LayerLayout:
     """Shape and positions of one layer's cache.
 
+    With multi-head latent attention, a token has one key, its rotated part, and one value, its latent.
+
     Args:
         kv_heads: number of key/value heads.
         head_dim: size of one key head.
