@@ -126,6 +126,20 @@ def read_layout(
         InputError: there is no such checkpoint on this machine.
         UnsupportedModelError: cuvee does not handle this kind of attention or positions.
     """
+    return KVLayout.from_config(read_config(path, revision=revision, overrides=overrides), dtype)
+
+
+def read_config(path: str, *, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> Any:
+    """Read the configuration of a checkpoint's text decoder, a transformers `PreTrainedConfig`.
+
+    Args:
+        path: as in `checkpoint_identity`.
+        revision: of a hub id.
+        overrides: changes to the configuration.
+
+    Raises:
+        InputError: there is no such checkpoint on this machine.
+    """
     from transformers import AutoConfig
 
     try:
@@ -136,7 +150,7 @@ def read_layout(
             "give the checkpoint's folder in option 'model'"
         ) from error
     config.update(dict(overrides or {}))
-    return KVLayout.from_config(config.get_text_config(decoder=True), dtype)
+    return config.get_text_config(decoder=True)
 
 
 def name_of_weights(weights: str, compute: str, quantization: str, overrides: str, dummy: str) -> str:

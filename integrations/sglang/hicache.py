@@ -112,7 +112,9 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         model = ServedModel.find(options.model, self._config.model_name)
         layout = model.layout(pool.dtype)
         rank, ranks = self._config.tp_rank, self._config.tp_size
-        cache = pool_cache(pool, layout.shard(rank, ranks))
+        if self._config.is_mla_model:  # all ranks hold the same latents, and SGLang stores those of the first
+            rank, ranks = 0, 1
+        cache = pool_cache(pool, layout.shard(rank, ranks), adjacent_pairs=model.adjacent_pairs())
         if pool.page_size < _FEW_TOKENS:
             logger.warning(
                 "cuvee: every page of %d tokens has an entry of its own in the store; --page-size 64 needs far fewer",
@@ -248,7 +250,6 @@ def _names(keys: Sequence[str]) -> list[bytes]:
 
 def _refuse_features(config: HiCacheStorageConfig) -> None:
     refused = {
-        "multi-head latent attention (MLA)": config.is_mla_model,
         f"pipeline parallelism (pp_size={config.pp_size})": config.pp_size > 1,
         f"context parallelism (attn_cp_size={config.attn_cp_size}, dcp_size={config.dcp_size})": (
             max(config.attn_cp_size, config.dcp_size) > 1

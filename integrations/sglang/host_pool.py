@@ -5,6 +5,11 @@
     page_first_direct   kv [2, pages, layers, page tokens, heads, dim]
     page_head           kv [2, pages, heads, page tokens, layers, dim]
 
+With multi-head latent attention (MLA) there is no leading 2 and no `page_head`. A token has one head: its latent, then
+the rotated part of keys. SGLang keeps the dimensions of that part in the order of the weights, where pairs that turn
+together are adjacent (unless the model says `"rope_interleave": false`). transformers, and so the layout, may sort them
+first: then the cache lists places (`PermutedPages`).
+
 Token t of the pool is slot t of the cache: `host_indices` are slots.
 """
 
@@ -17,32 +22,39 @@ import torch
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PageOrder, Pages, PermutedPages
 
 ARRANGEMENTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+_NOT_OF_LATENTS = "page_head"
 
 
 def check_pool(pool: Any) -> None:
     """Refuse by name a pool that holds something else than keys and values, or in an arrangement that is not known.
 
     Args:
-        pool: of SGLang; a `MHATokenToKVPoolHost` is accepted.
+        pool: of SGLang; a `MHATokenToKVPoolHost` or a `MLATokenToKVPoolHost` is accepted.
 
     Raises:
-        UnsupportedModelError: latents (MLA), quantized values, or another arrangement.
+        UnsupportedModelError: something else, quantized values, or another arrangement.
     """
     kind = type(pool).__name__
-    if not hasattr(pool, "v_head_dim") or not hasattr(pool, "v_buffer"):
-        raise UnsupportedModelError(f"host pool: must hold keys and values of attention heads, got {kind}")
-    if getattr(pool, "storage_format_tag", None) is not None or pool.dtype not in TORCH_DTYPES.values():
+    if not _holds_latents(pool) and not (hasattr(pool, "v_head_dim") and hasattr(pool, "v_buffer")):
+        raise UnsupportedModelError(f"host pool: must hold keys and values of attention heads, or latents, got {kind}")
+    packed = getattr(pool, "dsa_kv_cache_store_fp8", False) or getattr(pool, "storage_format_tag", None) is not None
+    if packed or pool.dtype not in TORCH_DTYPES.values():
         raise UnsupportedModelError(
             f"host pool: must hold {', '.join(TORCH_DTYPES)}, got {pool.dtype} in {kind}: use --kv-cache-dtype auto"
         )
-    if pool.layout not in ARRANGEMENTS:
+    known = [name for name in ARRANGEMENTS if name != _NOT_OF_LATENTS or not _holds_latents(pool)]
+    if pool.layout not in known:
         raise UnsupportedModelError(
-            f"host pool: must be arranged as {', '.join(ARRANGEMENTS)}, got {pool.layout}: use --hicache-mem-layout "
+            f"host pool: must be arranged as {', '.join(known)}, got {pool.layout}: use --hicache-mem-layout "
             "page_first_direct"
         )
+
+
+def _holds_latents(pool: Any) -> bool:
+    return hasattr(pool, "kv_lora_rank")
 
 
 def _check_shapes(pool: Any, layout: KVLayout) -> None:
@@ -52,8 +64,16 @@ def _check_shapes(pool: Any, layout: KVLayout) -> None:
             f"host pool: must hold the model's {layout.num_layers} layers, got {pool.layer_num}: draft layers and "
             "layers that share a cache are not supported"
         )
-    for index, layer in enumerate(layout.layers):
+    if _holds_latents(pool):
+        held = 1, pool.qk_rope_head_dim, pool.kv_lora_rank
+        if pool.kv_cache_dim != pool.qk_rope_head_dim + pool.kv_lora_rank:
+            raise UnsupportedModelError(
+                f"host pool: must hold {pool.kv_lora_rank} numbers of a latent and {pool.qk_rope_head_dim} of keys per "
+                f"token, got {pool.kv_cache_dim}"
+            )
+    else:
         held = pool.head_num, pool.head_dim, pool.v_head_dim
+    for index, layer in enumerate(layout.layers):
         if held != (layer.kv_heads, layer.head_dim, layer.value_dim):
             raise UnsupportedModelError(
                 f"host pool: must hold {layer.kv_heads} heads of {layer.head_dim} and {layer.value_dim} numbers, as "
@@ -61,33 +81,51 @@ def _check_shapes(pool: Any, layout: KVLayout) -> None:
             )
 
 
-def pool_cache(pool: Any, layout: KVLayout) -> PagedCache:
+def pool_cache(pool: Any, layout: KVLayout, *, adjacent_pairs: bool = True) -> PagedCache:
     """Return a pool's memory as a cache, after checking that SGLang's own addresses of two pages agree with it.
 
     Args:
         pool: a pool that passed `check_pool`.
         layout: of this rank's part of the model's cache.
+        adjacent_pairs: whether the pairs of dimensions that turn together are adjacent in latents' rotated part.
 
     Raises:
         UnsupportedModelError: other layers or heads than the layout's, or SGLang says that a page lies elsewhere.
     """
     _check_shapes(pool, layout)
-    keys = [_pages(pool, pool.k_buffer, index) for index in range(layout.num_layers)]
-    values = [_pages(pool, pool.v_buffer, index) for index in range(layout.num_layers)]
+    buffers = [pool.kv_buffer] if _holds_latents(pool) else [pool.k_buffer, pool.v_buffer]
+    pages = [[_pages(pool, buffer, index) for index in range(layout.num_layers)] for buffer in buffers]
     for page in {0, pool.page_num - 1}:
         indices = torch.arange(page * pool.page_size, (page + 1) * pool.page_size)
         addresses, _ = pool.get_page_buffer_meta(indices)
-        # The regions of a page: keys and values of all layers, or those of each layer in turn.
-        layers = len(addresses) // 2
+        # The regions of a page: each buffer's of all layers, or those of each layer in turn.
+        layers = len(addresses) // len(buffers)
         if layers not in (1, layout.num_layers):
-            raise UnsupportedModelError(f"host pool: must give 2 regions per page or per layer, got {len(addresses)}")
-        ours = [each[layer][page].data_ptr() for layer in range(layers) for each in (keys, values)]
+            raise UnsupportedModelError(
+                f"host pool: must give {len(buffers)} regions per page or per layer, got {len(addresses)}"
+            )
+        ours = [each[layer][page].data_ptr() for layer in range(layers) for each in pages]
         if addresses != ours:
             raise UnsupportedModelError(
                 f"host pool: must hold page {page} where its arrangement {pool.layout} says, got other addresses: this "
                 "version of SGLang is not supported"
             )
-    return PagedCache(layout, keys, values)
+    if not _holds_latents(pool):
+        return PagedCache(layout, pages[0], pages[1])
+    rank = int(pool.kv_lora_rank)
+    keys = [each[..., rank:] for each in pages[0]]
+    rope = layout.layers[0].rope
+    sorts = adjacent_pairs and rope is not None and not rope.interleaved
+    return PagedCache(layout, _sorted_pairs(keys) if sorts else keys, [each[..., :rank] for each in pages[0]])
+
+
+def _sorted_pairs(keys: list[torch.Tensor]) -> list[Pages]:
+    """Return pages `[pages, page tokens, 1, dim]` per layer with the even of the given dimensions before the odd."""
+    blocks, tokens, _, dim = keys[0].shape
+    block_stride, token_stride, _, _ = keys[0].stride()
+    dims = torch.cat([torch.arange(0, dim, 2), torch.arange(1, dim, 2)])
+    order = PageOrder((torch.arange(tokens) * token_stride)[:, None, None] + dims, blocks, block_stride)
+    return [PermutedPages(own.as_strided((order.span,), (1,)), order) for own in keys]
 
 
 def _pages(pool: Any, buffer: torch.Tensor, layer: int) -> torch.Tensor:

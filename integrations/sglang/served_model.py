@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_layout
+from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_config, read_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,15 @@ class ServedModel:
             InputError, UnsupportedModelError: as `read_layout`.
         """
         return read_layout(self.path, dtype, revision=self.revision, overrides=self.overrides)
+
+    def adjacent_pairs(self) -> bool:
+        """Return whether SGLang rotates adjacent dimensions of the keys of multi-head latent attention.
+
+        Raises:
+            InputError: as `read_config`.
+        """
+        config = read_config(self.path, revision=self.revision, overrides=self.overrides)
+        return bool(getattr(config, "rope_interleave", True))  # SGLang's own default
 
     def weights(self, model_id: str | None, layout: KVLayout) -> str:
         """Name the weights as this engine uses them.

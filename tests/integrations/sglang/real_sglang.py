@@ -100,6 +100,35 @@ def host_pool(
     return pool
 
 
+def latent_pool(
+    arrangement: str, *, layers: int, latent: int, rotated: int, page_tokens: int, pages: int, dtype: torch.dtype
+) -> Any:
+    """Return SGLang's host pool of a device pool of latents of half its size, filled with random numbers.
+
+    Args:
+        arrangement: `--hicache-mem-layout`.
+        layers: of the cache.
+        latent, rotated: numbers per token.
+        page_tokens: tokens per page.
+        pages: pages of the device's pool.
+        dtype: of the cache.
+    """
+    info, mla = real("sglang.srt.mem_cache.device_pool_info"), real("sglang.srt.mem_cache.pool_host.mla")
+    tokens, width = pages * page_tokens, latent + rotated
+    buffers = tuple(torch.zeros(tokens, 1, width, dtype=dtype) for _ in range(layers))
+    device = info.MLABufferInfo(
+        buffers=buffers, data_ptrs=torch.tensor([each.data_ptr() for each in buffers], dtype=torch.uint64),
+        layer_indices=tuple(range(layers)), device_layer_num=layers, page_size=page_tokens, kv_lora_rank=latent,
+        qk_rope_head_dim=rotated, kv_cache_dim=width, dtype=dtype, device=torch.device("cpu"),
+    )  # fmt: skip
+    pool = mla.MLATokenToKVPoolHost(
+        device, 2.0, 0, page_tokens, arrangement, pin_memory=False, device="cpu", device_capacity_tokens=tokens,
+        start_layer=0, end_layer=layers, target_layer_num=layers,
+    )  # fmt: skip
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
+    return pool
+
+
 def storage_config(pool: Any, extra: dict[str, Any], **changes: Any) -> Any:
     """Return SGLang's `HiCacheStorageConfig`."""
     storage = real("sglang.srt.mem_cache.hicache_storage")

@@ -5,19 +5,30 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.integrations.sglang.real_sglang import host_pool, need_sglang, page_hash, real, storage_config
+from tests.integrations.sglang.real_sglang import (
+    host_pool,
+    latent_pool,
+    need_sglang,
+    page_hash,
+    real,
+    storage_config,
+)
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import calibrate
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.models.rope import rotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.checkpoint import weight_fingerprints
 from cuvee.integrations.pages import PageStore
@@ -266,6 +277,124 @@ def test_signed_pages_need_the_secret(rank: Callable[..., Rank], tmp_path: Path)
     assert signed.prefetch(tokens, at) == 64 and plain.prefetch(tokens, plain.alloc(4)) == 0
 
 
+# Latents --------------------------------------------------------------------------------------------------------------
+
+
+class Latents:
+    """A checkpoint with multi-head latent attention, and SGLang's pools for it."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self.model, self.path = model, str(folder / "model")
+        model.save_pretrained(self.path)
+        self.layout = KVLayout.from_config(model.config, "bfloat16")
+        layer = self.layout.layers[0]
+        self.latent, self.rotated = layer.value_dim, layer.head_dim
+        assert layer.rope is not None
+        self.rope, self.adjacent = layer.rope, getattr(model.config, "rope_interleave", True)
+
+    def rank(self, rank: Callable[..., Rank], arrangement: str, extra: dict[str, Any], **config: Any) -> Rank:
+        pool = latent_pool(
+            arrangement, layers=self.layout.num_layers, latent=self.latent, rotated=self.rotated, page_tokens=16,
+            pages=8, dtype=torch.bfloat16,
+        )  # fmt: skip
+        return rank({"model": self.path, **extra}, pool=pool, is_mla_model=True, **config)
+
+    def chunk(self) -> KVChunk:
+        """The model's own cache of 64 tokens."""
+        ids = torch.randint(61, (1, 64), generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            (chunk,) = prefill(self.model, ids, self.layout)
+        return chunk
+
+    def as_sglang_keeps_it(self, chunk: KVChunk, layer: int) -> torch.Tensor:
+        """Latent and rotated part of a layer, `[T, 1, latent + rotated]`."""
+        keys = chunk.keys[layer]
+        if self.adjacent and not self.rope.interleaved:
+            keys = keys.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return torch.cat([chunk.values[layer], keys], -1)
+
+
+@pytest.fixture(params=["deepseek_v2", "deepseek_v3", "deepseek_v3, halves"])
+def latents(request: pytest.FixtureRequest, tiny_model: Callable[..., Any], tmp_path: Path) -> Latents:
+    family, _, halves = request.param.partition(", ")
+    return Latents(tiny_model(family, **({"rope_interleave": False} if halves else {})), tmp_path)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS[:3])
+def test_latents_come_back_bit_for_bit_on_every_rank(
+    latents: Latents, rank: Callable[..., Rank], arrangement: str
+) -> None:
+    first = latents.rank(rank, arrangement, {}, tp_rank=0, tp_size=2)
+    at, tokens = first.alloc(6), TOKENS[: 6 * 16]
+    wanted = first.page_bytes(at)
+    assert first.back_up(tokens, at, []) == 6 * 16
+    for number in range(2):
+        other = latents.rank(rank, arrangement, {}, tp_rank=number, tp_size=2)
+        to = other.alloc(6).flip(0).view(6, 16).flip(1).flatten()
+        other.pool.kv_buffer.zero_()
+        assert other.prefetch(tokens, to) == 6 * 16
+        assert all(map(torch.equal, other.page_bytes(to), wanted))
+
+
+@pytest.mark.parametrize("passes_prefix", [True, False])
+def test_lossy_latents_are_those_of_the_codec(
+    latents: Latents, rank: Callable[..., Rank], tmp_path: Path, passes_prefix: bool
+) -> None:
+    def text(sequences: int, seed: int) -> torch.Tensor:
+        return torch.randint(61, (sequences, 48), generator=torch.Generator().manual_seed(seed))
+
+    profile = calibrate(latents.model, text(24, 1), "layer", more_text=text(48, 2), progress=False)
+    profile.save(tmp_path / "profile.safetensors")
+    options = {"profile": str(tmp_path / "profile.safetensors"), "step": 0.25}
+    r = latents.rank(rank, "page_first", options)
+    chunk, at = latents.chunk(), r.alloc(4)
+    for layer in range(latents.layout.num_layers):
+        r.pool.kv_buffer[at, layer] = latents.as_sglang_keeps_it(chunk, layer)
+    assert r.back_up(TOKENS[:64], at, [] if passes_prefix else None) == 64
+    counts = r.backend.counters()
+    assert counts["recognized_pages"] == 4 and "failures{positions}" not in counts
+    to = r.alloc(4)
+    assert r.prefetch(TOKENS[:64], to, passes_prefix=passes_prefix) == 64
+    codec = Codec(profile, step=0.25, dtype="bfloat16")
+    back = codec.decode(codec.encode(chunk))
+    for layer in range(latents.layout.num_layers):
+        assert torch.equal(r.pool.kv_buffer[to, layer], latents.as_sglang_keeps_it(back, layer))
+
+
+def test_other_latents_than_the_models_are_refused(latents: Latents, rank: Callable[..., Rank]) -> None:
+    sizes = {"layers": latents.layout.num_layers, "latent": latents.latent, "rotated": latents.rotated}
+    for change in ({"layers": 3}, {"latent": 8}, {"rotated": 4}):
+        pool = latent_pool("page_first", **{**sizes, **change}, page_tokens=16, pages=4, dtype=torch.bfloat16)
+        with pytest.raises(UnsupportedModelError, match="host pool: must hold"):
+            rank({"model": latents.path}, pool=pool, is_mla_model=True)
+    pool = latent_pool("page_first", **sizes, page_tokens=16, pages=4, dtype=torch.bfloat16)
+    for name, value in (("dsa_kv_cache_store_fp8", True), ("kv_cache_dim", 99), ("layout", "page_head")):
+        kept = getattr(pool, name)
+        setattr(pool, name, value)
+        with pytest.raises(UnsupportedModelError, match=r"host pool: must (hold|be arranged as)"):
+            rank({"model": latents.path}, pool=pool, is_mla_model=True)
+        setattr(pool, name, kept)
+    pool = latent_pool(
+        "page_first", layers=LAYERS, latent=64, rotated=64, page_tokens=16, pages=4, dtype=torch.bfloat16
+    )
+    with pytest.raises(UnsupportedModelError, match="must hold 2 heads of 64 and 64 numbers"):
+        rank(None, pool=pool)
+
+
+def test_keys_lie_as_sglang_rotates_them(latents: Latents) -> None:
+    raw, positions = torch.randn(9, 1, latents.rotated), torch.arange(40, 49)
+    rotary = real("sglang.srt.layers.rotary_embedding").RotaryEmbedding(
+        latents.rotated, latents.rotated, 4096, 10000, not latents.adjacent, torch.float32
+    )
+    _, wanted = rotary.forward_native(positions, raw.clone(), raw.clone())
+    sorts = latents.adjacent and not latents.rope.interleaved
+    ours = rotate(torch.cat([raw[..., 0::2], raw[..., 1::2]], -1) if sorts else raw, latents.rope, positions)
+    layers = latents.layout.num_layers
+    layout = replace(latents.layout, dtype="float32")
+    chunk = KVChunk([ours] * layers, [torch.zeros(9, 1, latents.latent)] * layers, layout)
+    assert torch.allclose(latents.as_sglang_keeps_it(chunk, 0)[..., latents.latent :], wanted.view_as(ours), atol=1e-5)
+
+
 # What goes wrong ------------------------------------------------------------------------------------------------------
 
 
@@ -351,7 +480,6 @@ def test_damaged_entries_are_misses(rank: Callable[..., Rank], tmp_path: Path) -
         ({"model": None}, {"model_name": None}, InputError, "model: must be the folder"),
         ({"profile": __file__}, {}, FormatError, "is not a safetensors file"),
         ({"kl": 0.1}, {}, ProfileError, "curve"),
-        ({}, {"is_mla_model": True}, UnsupportedModelError, "MLA"),
         ({}, {"pp_size": 2}, UnsupportedModelError, "pipeline parallelism"),
         ({}, {"attn_cp_size": 2}, UnsupportedModelError, "context parallelism"),
         ({}, {"should_split_heads": True}, UnsupportedModelError, "tp_lcm_size"),
@@ -360,7 +488,12 @@ def test_damaged_entries_are_misses(rank: Callable[..., Rank], tmp_path: Path) -
         ({}, {"heads": 3}, UnsupportedModelError, "host pool: must hold 2 heads of 64"),
         ({}, {"heads": 2, "tp_size": 2}, UnsupportedModelError, "host pool: must hold 1 heads of 64"),
         ({}, {"arrangement": "page_unified"}, UnsupportedModelError, "host pool: must be arranged as layer_first"),
-        ({}, {"pool": SimpleNamespace(page_size=16, layout="x")}, UnsupportedModelError, "attention heads, got Simple"),
+        (
+            {},
+            {"pool": SimpleNamespace(page_size=16, layout="x")},
+            UnsupportedModelError,
+            "attention heads, or latents, got Simple",
+        ),
     ],
 )
 def test_what_is_not_supported_fails_the_attach(
