@@ -154,8 +154,8 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         task = next(self._tasks)
         with self._guard("submit_store_task", then=lambda: self._stored.put(task, L2StoreResult(False, 0))):
             parts: list[Callable[[], int | None]] = [
-                partial(self._part, "store", self._store, key, memory, time.monotonic())
-                for key, memory in zip(keys, objects, strict=True)
+                partial(self._part, "store", partial(self._store, following=after), key, memory, time.monotonic())
+                for key, memory, after in zip(keys, objects, self._following(keys), strict=True)
             ]
             if self._storing.waiting >= self._options.max_waiting:
                 self._counts.count("unsaved_pages", len(parts))
@@ -168,12 +168,26 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         """Return the bytes that each finished task has put into the store, -1 if not all of its objects are there."""
         return self._stored.take_all()
 
-    def _store(self, key: ObjectKey, memory: Any) -> int | None:
+    def _following(self, keys: Sequence[ObjectKey]) -> list[int]:
+        """Return how many tokens follow each chunk: those of later chunks of the same rank and salt in its task.
+
+        LMCache lists the chunks of a prompt in order. A task may hold several prompts. Then a prompt's last chunk is
+        coded as if more followed, which costs a reader who begins right behind it some of its KL.
+        """
+        seen: Counter[tuple[int, int, str]] = Counter()
+        after = []
+        for key in reversed(keys):
+            kind = key.kv_rank, key.object_group_id, key.cache_salt
+            after.append(seen[kind] * self._options.chunk_tokens)
+            seen[kind] += 1
+        return after[::-1]
+
+    def _store(self, key: ObjectKey, memory: Any, following: int) -> int | None:
         """Store an object; return the bytes of its entry, 0 if it was there already, None if it is not stored."""
         told = _Tally(self._counts)
         pages = self._pages_of(key, told)
         cache = object_cache(memory, pages.layout, self._options.chunk_tokens)
-        (done,) = pages.save(cache, self._slots, [_name(key)], None)
+        (done,) = pages.save(cache, self._slots, [_name(key)], None, following=following)
         return told.sum("blob_bytes") if done else None
 
     def _finish_store(self, task: int, keys: Sequence[ObjectKey], sizes: Sequence[int | None]) -> None:

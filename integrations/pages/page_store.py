@@ -193,7 +193,9 @@ class PageStore:
         with self._calls as admitted:
             return self._stored(pages) if admitted else [False] * len(pages)
 
-    def save(self, cache: PagedCache, slots: torch.Tensor, names: Sequence[bytes], start: int | None) -> list[bool]:
+    def save(
+        self, cache: PagedCache, slots: torch.Tensor, names: Sequence[bytes], start: int | None, *, following: int = 0
+    ) -> list[bool]:
         """Store adjacent pages that are not stored yet. Returns when the engine may overwrite them.
 
         Args:
@@ -202,6 +204,7 @@ class PageStore:
             names: the engine's name of each page.
             start: position of the first token; None if unknown. A lossless codec needs none, and one with a learned
                 profile recognizes it.
+            following: number of tokens that are known to follow the last page's, as in `KVChunk`.
 
         Returns:
             whether each page is stored now.
@@ -211,7 +214,7 @@ class PageStore:
         """
         pages = self._digests(slots, names)
         with self._calls as admitted:
-            done = self._save_missing(cache, slots, pages, start) if admitted else [False] * len(pages)
+            done = self._save_missing(cache, slots, pages, start, following) if admitted else [False] * len(pages)
         self._counts.count("unsaved_pages", len(done) - sum(done))
         return done
 
@@ -339,14 +342,14 @@ class PageStore:
     # Saving ---------------------------------------------------------------------------------------------------------
 
     def _save_missing(
-        self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int | None
+        self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int | None, following: int
     ) -> list[bool]:
         """Store the pages that are not stored yet; return whether each is stored now."""
         done = self._stored(pages)
         self._counts.count("kept_pages", sum(done))
         missing = [number for number, there in enumerate(done) if not there]
         if missing:
-            self._save(cache, slots.split(self._names.page_tokens), pages, missing, start, done)
+            self._save(cache, slots.split(self._names.page_tokens), pages, missing, start, following, done)
         return done
 
     def _save(
@@ -356,6 +359,7 @@ class PageStore:
         pages: Sequence[bytes],
         missing: Sequence[int],
         start: int | None,
+        following: int,
         done: list[bool],
     ) -> None:
         """Store the missing pages, given the slots of each page, and mark them in `done`."""
@@ -364,10 +368,10 @@ class PageStore:
             try:
                 for run in several:
                     at = torch.cat([slots[number] for number in run])
-                    # What comes later in this call is known to follow. More may follow, which nobody knows yet.
-                    following = (len(slots) - run.stop) * self._names.page_tokens
+                    # More may follow, which nobody knows yet.
+                    after = (len(slots) - run.stop) * self._names.page_tokens + following
                     position = self._position(start, run.start)
-                    job = self._coders.submit(self._encode, cache, at, pages[run.start : run.stop], position, following)
+                    job = self._coders.submit(self._encode, cache, at, pages[run.start : run.stop], position, after)
                     encoding.append(job)
             finally:
                 wait(encoding)  # in any case, since they read the engine's pages

@@ -680,11 +680,12 @@ class Learned:
         )
         return made
 
-    def coded(self, number: int) -> torch.Tensor:
-        """What the codec makes of the chunk when it is told ids and position."""
+    def coded(self, number: int, following: int) -> torch.Tensor:
+        """What the codec makes of the chunk when it is told ids, position and what follows."""
         part = self.chunk.slice(number * CHUNK, (number + 1) * CHUNK)
         codec = Codec(self.profile, step=0.25, dtype="bfloat16")
-        back = codec.decode(codec.encode(KVChunk(part.keys, part.values, part.layout, part.start, part.token_ids)))
+        told = KVChunk(part.keys, part.values, part.layout, part.start, part.token_ids, following)
+        back = codec.decode(codec.encode(told))
         return split_values(back)
 
 
@@ -708,8 +709,26 @@ def test_with_a_profile_chunks_are_lossy_and_their_tokens_recognized(
     objects = [learned.memory.object(learned.desc) for _ in numbers]
     loading = adapter.submit_load_task([object_key(n) for n in numbers], objects)
     assert result_of(lambda: adapter.query_load_result(loading)).get_indices_list() == [0, 1, 2]
-    for number, each in zip(numbers, objects, strict=True):
-        assert torch.equal(each.get_tensor(0), learned.coded(number)), number
+    for number, after, each in zip(numbers, (2, 1, 0), objects, strict=True):
+        assert torch.equal(each.get_tensor(0), learned.coded(number, after * CHUNK)), number
+
+
+def test_later_chunks_of_a_task_are_known_to_follow(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned = Learned(tmp_path, memory)
+    told: dict[int, int] = {}
+    encode = Codec.encode_paged
+
+    def noting(self: Codec, cache: Any, slots: Any, starts: list[int], **given: Any) -> list[bytes]:
+        told[starts[0]] = given["following"][0]
+        return encode(self, cache, slots, starts, **given)
+
+    monkeypatch.setattr(Codec, "encode_paged", noting)
+    keys = [object_key(0), object_key(1), object_key(7, cache_salt="other"), object_key(2)]
+    task = learned.memory.adapter.submit_store_task(keys, [learned.object(number) for number in (0, 1, 7, 2)])
+    assert learned.memory.stored(task) > 0
+    assert told == {0: 2 * CHUNK, CHUNK: CHUNK, 2 * CHUNK: 0, 7 * CHUNK: 0}
 
 
 def test_the_profile_may_be_in_a_collection(tmp_path: Path, memory: Callable[..., Memory]) -> None:
