@@ -12,6 +12,7 @@ from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.profile_collection.location import ProfileLocation, names_collection, shown_profile
 from cuvee.integrations.stores.redaction import redacted
 
+_LOCAL = ("memory:", "file:")  # stores of this host
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
 
 
@@ -112,6 +113,11 @@ class CodingOptions:
         """The configured quality, as arguments of `Codec` and `Profile.resolve`; empty: the default."""
         given = {name: getattr(self, name) for name in _QUALITIES if getattr(self, name) is not None}
         return {**given, "worst": True} if self.worst else given
+
+    @property
+    def local(self) -> bool:
+        """Whether every store is on this host, as far as its URL tells."""
+        return all(url.startswith(_LOCAL) for url in self.store)
 
     def secrets(self) -> tuple[bytes, ...]:
         """Return the secrets that authenticate blobs, the writing secret first; none without `key_env` and `key_file`.

@@ -40,8 +40,9 @@ from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, 
 from cuvee.integrations.guard import Guard, Recorder
 from cuvee.integrations.lmcache.l2_options import LMCacheOptions
 from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
-from cuvee.integrations.lmcache.memory_objects import check_layout, object_cache
+from cuvee.integrations.lmcache.memory_objects import object_cache
 from cuvee.integrations.pages import Counts, PageStore, PageStores
+from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,6 @@ _ENGINE = "lmcache-l2"
 _THREADS = 4  # for each kind of task; they mostly wait for the store and for the codec's threads
 _ACCOUNTED = 1 << 19  # objects, of which size and last use are known
 _SAID = 100  # kinds of refusals, which hold names of models that clients choose
-_LOCAL = ("memory:", "file:")  # stores of this host
 
 
 class CuveeL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]  # types are checked without LMCache
@@ -98,7 +98,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._options = options
         path = str(options.model)  # required
         layout = read_layout(path, None if options.dtype is None else TORCH_DTYPES[options.dtype])
-        check_layout(layout)
+        check_uniform(layout)
         self._layout = layout
         self._model_name = options.model_name or path
         self._counts = Counts()
@@ -324,7 +324,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         """Return LMCache's `MemoryTags`, which 0.5.7 asks for: storage, of this host or of others."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
 
-        local = not self._shared and all(url.startswith(_LOCAL) for url in self._options.store)
+        local = not self._shared and self._options.local
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL if local else MemoryResidency.REMOTE)
 
     def report_status(self) -> dict[str, Any]:

@@ -20,28 +20,12 @@ from cuvee.codec.paged import PagedCache
 FORMATS = ("UNDEFINED", "KV_2LTD")
 
 
-def check_layout(layout: KVLayout) -> None:
-    """Refuse a model that LMCache cannot keep in one kernel group: its objects would hold tensors of several shapes.
-
-    Raises:
-        UnsupportedModelError: layers with other heads than the first, or values of another size than keys.
-    """
-    first = layout.layers[0]
-    for index, layer in enumerate(layout.layers):
-        heads = layer.kv_heads, layer.head_dim, layer.value_dim
-        if heads != (first.kv_heads, first.head_dim, first.head_dim):
-            raise UnsupportedModelError(
-                f"model: must have {first.kv_heads} heads of {first.head_dim} numbers for keys and for values in every "
-                f"layer, got {heads[0]} of {heads[1]} and {heads[2]} in layer {index}"
-            )
-
-
 def object_cache(memory: Any, layout: KVLayout, tokens: int) -> PagedCache:
     """Return a memory object's values as a cache.
 
     Args:
         memory: LMCache's `MemoryObj`.
-        layout: of this rank's part of the cache, accepted by `check_layout`.
+        layout: of this rank's part of the cache, accepted by `check_uniform`.
         tokens: of a chunk.
 
     Raises:

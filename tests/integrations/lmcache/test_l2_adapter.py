@@ -42,6 +42,7 @@ from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMis
 from cuvee.codec.identity import tenant_id
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.integrations.pages import PageStore
+from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.base import Store
@@ -782,12 +783,11 @@ def test_what_is_not_supported_fails_the_start(params: dict[str, Any], error: ty
 
 
 def test_models_that_need_several_shapes_are_refused() -> None:
-    check = real("cuvee.integrations.lmcache.memory_objects").check_layout
     one = LayerLayout(2, 8, 8, None)
-    check(KVLayout("m", (one, one), "bfloat16", None))
+    check_uniform(KVLayout("m", (one, one), "bfloat16", None))
     for other in (LayerLayout(1, 8, 8, None), LayerLayout(2, 16, 16, None), LayerLayout(2, 8, 4, None)):
         with pytest.raises(UnsupportedModelError, match=r"model: must have 2 heads of 8 .* in layer 1"):
-            check(KVLayout("m", (one, other), "bfloat16", None))
+            check_uniform(KVLayout("m", (one, other), "bfloat16", None))
 
 
 @pytest.mark.parametrize(
