@@ -25,6 +25,7 @@ NEED_VLLM = (
     "cuvee.integrations.vllm.blending.paged_model",
     "cuvee.integrations.vllm.connector",
     "cuvee.integrations.vllm.prometheus",
+    "cuvee.integrations.vllm_tier.tier",
 )
 DATA_FILES = (
     "cuvee/py.typed",

@@ -1,0 +1,367 @@
+"""`CuveeTier`: a secondary tier of vLLM's offloading that keeps chunks compressed.
+
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+      "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 20000000000, "canonical_layout": true,
+      "secondary_tiers": [{"type": "CuveeTier", "module_path": "cuvee.integrations.vllm_tier",
+        "store": "file:///var/cache/kv?max_gb=200", "profile": "qwen3-8b.safetensors"}]}}'
+
+vLLM copies chunks between the GPU and its primary tier, which is host memory that all of its processes share. Its
+scheduler calls the tier, which returns at once and works on threads of its own:
+
+    lookup    key ──> TierLookups ──thread──> PageStore.stored
+    store     row of the primary tier ──view──> PageStore ──codec──> entry
+    load      entry ──codec──> row of the primary tier, in place
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from threading import Condition
+from typing import Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from cuvee.codec.errors import UnsupportedModelError
+from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_config, read_layout
+from cuvee.integrations.guard import Guard
+from cuvee.integrations.pages import Counts, PageStores
+from cuvee.integrations.pages.uniform import check_uniform
+from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, cache_dtype, check_mapping, row_memory, row_shape
+from cuvee.integrations.vllm_tier.tier_lookups import TierLookups
+from cuvee.integrations.vllm_tier.tier_metrics import DOCUMENTED, NewCounts, metric_name
+from cuvee.integrations.vllm_tier.tier_options import TierOptions
+
+logger = logging.getLogger(__name__)
+
+_ENGINE = "vllm-tier"
+_THREADS = 4  # for each kind of job; they mostly wait for the store and for the codec's threads
+_TOGETHER = 8  # runs of a job that are stored between two looks at the clock
+_FULL = "full_attention"
+
+
+class CuveeTier(SecondaryTierManager):
+    """vLLM's view of the page store of its model. vLLM makes it, in its scheduler's process.
+
+    Args:
+        offloading_spec: vLLM's `TieringOffloadingSpec`.
+        primary_kv_view: memory of the primary tier, `(rows, bytes)`.
+        tier_type: name of this class.
+        backpressure_detector: of vLLM, which decides what it stores.
+        options: by the names in `TierOptions`.
+
+    Raises:
+        InputError: an option out of range, no such checkpoint, a store or a secret that cannot be used; a lossy quality
+            without a learned profile, or of a model without RoPE.
+        ProfileError, FormatError, ProfileMismatchError, FileNotFoundError: as `PageStores`.
+        UnsupportedModelError: a model, or a feature of the engine, that the tier does not support.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._options = given = TierOptions.from_dict(options)
+        config = offloading_spec.config
+        path = given.model or str(config.model.name)
+        layout = read_layout(path, cache_dtype(config))
+        _check_model(path)
+        check_uniform(layout)
+        shape = row_shape(config, layout, self.block_size_bytes)
+        check_mapping(layout, shape, config.parallel.tp_size, config.kv_cache_layout)
+        self.locality = Locality(given.locality or ("LOCAL" if given.local else "REMOTE"))
+        self._tokens = shape.tokens
+        self._counts = Counts()
+        self._new_counts = NewCounts(self._counts)
+        self._guard = Guard(self._counts)
+        stores = PageStores(
+            given, layout,
+            lambda: name_of_weights(
+                given.model_id or checkpoint_identity(path), str(layout.torch_dtype), "None", "{}", ""
+            ),
+            checkpoint=(path, None), engine=_ENGINE, page_tokens=shape.tokens, counts=self._counts, positions=False,
+            lookup_timeout=given.lookup_timeout, load_timeout=given.load_timeout,
+        )  # fmt: skip
+        self._pages = stores.of(0, 1, given.tenant)
+        self._run_chunks = max(given.chunk_tokens // shape.tokens, 1)
+        # Released at the end, because vLLM cannot release its memory while others refer to it.
+        self._rows: ChunkRows | None = ChunkRows(row_memory(primary_kv_view, layout), layout, shape)
+        self._lookups = TierLookups(
+            self._find_stored, timeout=given.lookup_timeout, late=partial(self._counts.count, "missed_pages")
+        )
+        self._storing, self._loading = (
+            ThreadPool(_THREADS, f"cuvee-{kind}", float("inf")) for kind in ("store", "load")
+        )
+        self._changed = Condition()
+        self._jobs: dict[int, _Job] = {}  # that have not ended
+        self._ended: list[_Ended] = []
+        self._given_up = float("-inf")  # what was submitted before this time begins nothing new
+        self._events: list[OffloadingEvent] = []
+        wanted = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
+        self._tells_events = given.enable_kv_events and wanted
+        if given.enable_kv_events and not wanted:
+            logger.warning("cuvee: enable_kv_events has no effect, because vLLM's KV events are switched off")
+        self._closed = False
+
+    # Finding --------------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Ask for chunks as they are computed, which is vLLM's default."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """Return whether a chunk is stored; RETRY until that is known."""
+        with self._guard("lookup"):
+            found = self._lookups.find(key, req_context.req_id)
+            return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+        return LookupResult.MISS
+
+    def _find_stored(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._guard("lookup"):
+            return self._pages.stored(keys)
+        return [False] * len(keys)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Ask the store for the chunks that were looked up in this step."""
+        with self._guard("on_schedule_end"):
+            self._lookups.flush()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget what the request asked for."""
+        with self._guard("on_request_finished"):
+            self._lookups.forget(req_context.req_id)
+
+    # Jobs -----------------------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Store chunks from rows of the primary tier, which vLLM keeps until the job is done."""
+        self._submit("store", self._storing, self._store, job_metadata)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Restore chunks into rows of the primary tier, whose contents are undefined if they are not restored."""
+        self._submit("load", self._loading, self._load, job_metadata)
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        """Return the jobs that have ended since the last call."""
+        with self._changed:
+            ended, self._ended = self._ended, []
+        for each in ended:
+            with self._guard("get_finished_jobs"):
+                self._learn(each)
+        return [each.result for each in ended]
+
+    def drain_jobs(self) -> None:
+        """Give up what waits, and wait for what has begun. `get_finished_jobs` has the results."""
+        with self._guard("drain_jobs"):
+            self._give_up(None)
+
+    def _submit(
+        self, kind: str, pool: ThreadPool, work: Callable[[_Job, ChunkRows], list[bool]], metadata: Any
+    ) -> None:
+        job = _Job(metadata.job_id, kind == "store", list(metadata.keys), metadata, time.monotonic())
+        with self._changed:
+            full = job.stores and self._waiting() >= self._options.max_waiting
+            self._jobs[job.number] = job
+        with self._guard(f"submit_{kind}", then=lambda: self._end(job, [])):
+            if full:
+                self._end(job, [])
+                return
+            job.future = pool.submit(self._run, kind, work, job)
+            job.future.add_done_callback(partial(self._end_of, job))
+
+    def _waiting(self) -> int:
+        """Return how many chunks of store jobs have not ended."""
+        return sum(len(job.keys) for job in self._jobs.values() if job.stores)
+
+    def _run(self, kind: str, work: Callable[[_Job, ChunkRows], list[bool]], job: _Job) -> list[bool]:
+        """Return whether each chunk of the job was stored, or restored; of a list that ends early, the others not."""
+        rows = self._rows
+        with self._guard(kind):
+            if rows is not None and not self._late(job):
+                return work(job, rows)
+        return []
+
+    def _late(self, job: _Job) -> bool:
+        """Return whether a job was given up, or has waited too long."""
+        return job.since < self._given_up or time.monotonic() - job.since > self._options.waiting_timeout
+
+    def _store(self, job: _Job, rows: ChunkRows) -> list[bool]:
+        done: list[bool] = []
+        for part in self._parts(job):
+            if self._late(job):
+                break
+            keys = job.keys[part.start : part.stop]
+            slots = rows.slots(job.metadata.chunk_ids[part.start : part.stop])
+            done += self._pages.save(rows.cache, slots, keys, None)
+        return done
+
+    def _load(self, job: _Job, rows: ChunkRows) -> list[bool]:
+        return self._pages.load(rows.cache, rows.slots(job.metadata.chunk_ids), job.keys, None)
+
+    def _parts(self, job: _Job) -> Iterator[range]:
+        """Divide the chunks of a job into parts of adjacent ones, as far as vLLM tells.
+
+        Chunks that share an entry must be adjacent, because the position of the first is recognized, and those of the
+        others follow from it. A job lacks the chunks that the primary tier had already.
+        """
+        ends = [job.metadata.req_context.get_offload_key_position(key) for key in job.keys]
+        begin = 0
+        for number in range(1, len(ends) + 1):
+            full = number - begin == _TOGETHER * self._run_chunks
+            last, following = ends[number - 1], ends[number] if number < len(ends) else None
+            if full or last is None or following != last + self._tokens:
+                yield range(begin, number)
+                begin = number
+
+    def _end_of(self, job: _Job, future: Future[list[bool]]) -> None:
+        self._end(job, [] if future.cancelled() or future.exception() else future.result())
+
+    def _end(self, job: _Job, done: Sequence[bool]) -> None:
+        """Keep the result of a job, once: vLLM does not know a job any more that it was told of."""
+        flags = [*done, *[False] * (len(job.keys) - len(done))]
+        good, failed = (
+            [key for key, there in zip(job.keys, flags, strict=True) if there is each] for each in (True, False)
+        )
+        whole = not failed
+        result = JobResult(
+            job_id=job.number, success=whole, successful_keys=None if whole or job.stores or not good else good,
+            transfer_time=time.monotonic() - job.since, transfer_bytes=len(good) * self.block_size_bytes,
+        )  # fmt: skip
+        with self._changed:
+            if self._jobs.pop(job.number, None) is None:
+                return
+            self._ended.append(_Ended(result, job, good, failed))
+            self._changed.notify_all()
+        lost = len(job.keys) - len(done)
+        if lost:  # what was not begun, which the page store did not count
+            self._counts.count("unsaved_pages" if job.stores else "missed_pages", lost)
+
+    def _learn(self, ended: _Ended) -> None:
+        """Correct lookups, which vLLM would trust again, and note the event."""
+        if not ended.job.stores:
+            self._lookups.correct(ended.failed, stored=False)
+            return
+        self._lookups.correct(ended.good, stored=True)
+        if self._tells_events and ended.good:
+            self._events.append(
+                OffloadingEvent(
+                    keys=ended.good, medium=self.medium, removed=False, locality=self.locality,
+                    ownership=self.tier_type,
+                )
+            )  # fmt: skip
+
+    def _give_up(self, timeout: float | None) -> None:
+        """Cancel the jobs that have not begun, and wait for the others."""
+        with self._changed:
+            self._given_up = time.monotonic()
+            futures = [job.future for job in self._jobs.values() if job.future is not None]
+        for future in futures:
+            future.cancel()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs, timeout)
+
+    # What vLLM is told ----------------------------------------------------------------------------------------------
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return the events since the last call: chunks that were stored. The store tells nobody what it evicts."""
+        events, self._events = self._events, []
+        return events
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Return vLLM's definitions of the tier's counters."""
+        return {
+            metric_name(name): OffloadingCounterMetadata(text, ("what",) if labelled else ())
+            for name, (labelled, text) in DOCUMENTED.items()
+        }
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return what was counted since the last call; None if nothing was."""
+        with self._guard("get_stats"):
+            increases = self._new_counts.take()
+            if increases:
+                stats = OffloadingConnectorStats()
+                for name, label, value in increases:
+                    stats.increase_counter(name, value, (label,) if label else ())
+                return stats
+        return None
+
+    def counters(self) -> dict[str, float]:
+        """Return what happened so far, by the names in `cuvee.integrations.pages.Counts`."""
+        return self._counts.snapshot()
+
+    def shutdown(self) -> None:
+        """Let what has begun end, give up what waits, close the store, and log what happened.
+
+        Takes about `load_timeout` seconds if the store hangs. May be called more than once.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        until = time.monotonic() + self._options.load_timeout
+        with self._guard("shutdown"):
+            self._give_up(self._options.load_timeout)
+        for close in (self._storing.dismiss, self._loading.dismiss, self._lookups.close):
+            with self._guard("shutdown"):
+                close(max(until - time.monotonic(), 0))
+        with self._guard("shutdown"):
+            self._pages.close()
+        self._rows = None  # vLLM cannot release its memory while a view is left
+        logger.info("cuvee: %s", self.counters())
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job of vLLM: its number, what it does, and since when."""
+
+    number: int
+    stores: bool
+    keys: list[bytes]
+    metadata: Any
+    since: float
+    future: Future[list[bool]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The result of a job, and which of its chunks were stored or restored."""
+
+    result: JobResult
+    job: _Job
+    good: list[bytes]
+    failed: list[bytes]
+
+
+def _check_model(path: str) -> None:
+    """Refuse a model with windows: its chunks may lack blocks that no window reaches any more.
+
+    Raises:
+        UnsupportedModelError: some layer has a sliding window.
+    """
+    config = read_config(path).get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds and getattr(config, "sliding_window", None) is not None:
+        kinds = {"sliding_attention"}
+    if kinds - {_FULL}:
+        raise UnsupportedModelError(f"CuveeTier does not support layers of {', '.join(sorted(kinds - {_FULL}))}")

@@ -1,0 +1,586 @@
+"""vLLM's own tiering manager, factory, primary tier and copies, with our tier behind them: on the CPU, no model."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.vllm.engines import need_vllm
+from tests.integrations.vllm_tier.real_tiers import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    Engine,
+    Worker,
+    key_of,
+    real,
+    wait_for,
+)
+from tests.recognizing import cached, ids_of, learned_profile, small_model
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.integrations.pages import PageStore
+from cuvee.integrations.stores import StoreError
+from cuvee.integrations.vllm_tier import chunk_rows
+
+
+@pytest.fixture(autouse=True)
+def _needs_vllm() -> None:
+    need_vllm()
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
+        given = {"store": "memory://?max_mb=99", "load_timeout": 10.0, "lookup_timeout": 10.0, **(tier or {})}
+        made.append(Engine(given, **changes))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[DictStore]:
+    """What tiers of this test write to."""
+    held = DictStore()
+    monkeypatch.setattr("cuvee.integrations.pages.opening.open_store", lambda urls: held)
+    yield held
+    held.before = lambda operation: None
+
+
+def hold(store: DictStore, operation: str) -> threading.Event:
+    """Let an operation of a store hang until the event is set."""
+    event = threading.Event()
+
+    def wait(called: str) -> None:
+        if called == operation:
+            event.wait(60)
+
+    store.before = wait
+    return event
+
+
+# vLLM's manager -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache_layout", ["LBNHC", "LBHNC"])
+def test_chunks_come_back_bit_for_bit_after_a_restart(
+    engine: Callable[..., Engine], tmp_path: Path, kv_cache_layout: str
+) -> None:
+    tier = {"store": f"file://{tmp_path}/store", "chunk_tokens": 4 * CHUNK}
+    first = engine(tier, layout=kv_cache_layout)
+    first.save(range(6))
+    assert first.load(range(8)) == 6
+    assert first.counters["saved_pages"] == first.counters["loaded_pages"] == 6
+    first.close()
+    again = engine(tier, layout=kv_cache_layout)
+    assert again.load(range(8)) == 6
+    again.save(range(7))
+    assert again.counters["saved_pages"] == 1 and again.load(range(8)) == 7
+
+
+@pytest.mark.parametrize("kv_cache_layout", ["LBNHC", "LBHNC"])
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_views_are_where_vllms_workers_copy_keys_and_values(
+    engine: Callable[..., Engine], kv_cache_layout: str, blocks: int, ranks: int
+) -> None:
+    """vLLM's own copies from the pages of all ranks, read through our view, are keys and values; and back."""
+    e = engine({"chunk_tokens": blocks * BLOCK}, layout=kv_cache_layout, blocks=blocks, tp=ranks)
+    workers = [Worker(e, rank) for rank in range(ranks)]
+    heads = e.layout.layers[0].kv_heads
+    order = random.Random(1).sample(range(64), 2 * blocks)
+    groups = min(ranks, heads)  # of heads: with more ranks than heads, several ranks hold the same
+    whole = [torch.randn(64, heads, BLOCK, 128).to(torch.bfloat16) for _ in range(e.layout.num_layers)]
+    for rank, worker in enumerate(workers):
+        for pages, of_layer in zip(worker.pages, whole, strict=True):
+            pages.copy_(of_layer.chunk(groups, dim=1)[rank * groups // ranks])
+    rows = [5, 2]
+    for worker in workers:
+        worker.transfer(order, rows, store=True)
+    for number, row in enumerate(rows):
+        seen = e.chunk(row)
+        blocks_of = order[number * blocks : (number + 1) * blocks]
+        for layer, of_layer in enumerate(whole):
+            expected = of_layer[blocks_of].transpose(1, 2).reshape(blocks * BLOCK, heads, 128)
+            assert torch.equal(seen.keys[layer], expected[..., :64])
+            assert torch.equal(seen.values[layer], expected[..., 64:])
+    before = [[page.clone() for page in worker.pages] for worker in workers]
+    for worker in workers:
+        for page in worker.pages:
+            page.fill_(7)
+        worker.transfer(order, rows, store=False)
+    for worker, kept in zip(workers, before, strict=True):
+        for now, then in zip(worker.pages, kept, strict=True):
+            assert torch.equal(now[order], then[order])
+        worker.close()
+
+
+def test_entries_do_not_depend_on_ranks_and_layouts(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    """What one rank stored is found by two, and what tokens first stored is found by heads first."""
+    tier = {"store": f"file://{tmp_path}/store"}
+    one = engine(tier)
+    one.save(range(3))
+    one.close()
+    for changes in ({"tp": 2}, {"layout": "LBHNC"}, {"tp": 4, "layout": "LBHNC"}):
+        other = engine(tier, **changes)
+        assert other.load(range(4)) == 3, changes
+        other.close()
+
+
+def test_chunks_that_were_stored_are_not_stored_again(engine: Callable[..., Engine]) -> None:
+    e = engine()
+    e.save(range(3))
+    e.save(range(5))
+    assert e.counters["saved_pages"] == 5 and e.counters["kept_pages"] == 3
+
+
+def test_a_request_that_missed_finds_what_another_stored(engine: Callable[..., Engine]) -> None:
+    """vLLM's own tiers tell a long request's miss to all others for as long as it lives."""
+    e = engine()
+    long = e.request([1])
+    assert e.lookup([1], long) == 0
+    e.save([1])
+    assert e.load([1]) == 1
+    e.manager.on_request_finished(long)
+    assert len(e.tier._lookups) == 0
+
+
+def test_the_stores_budget_evicts(engine: Callable[..., Engine]) -> None:
+    e = engine({"store": "memory://?max_mb=0.25"})
+    for number in range(12):
+        e.save([number])
+    held = [number for number in range(12) if e.load([number])]
+    assert 0 < len(held) < 6 and 11 in held, held
+
+
+def test_what_can_be_loaded_is_kept_and_the_rest_is_computed(engine: Callable[..., Engine], store: DictStore) -> None:
+    """A promotion of which some chunks are gone: vLLM keeps the first ones, and does not ask for ever."""
+    e = engine()
+    for number in range(6):
+        e.save([number], positions=False)
+    entries = list(store.entries)
+    context = e.request(range(6))
+    found = e.base.LookupResult
+
+    def asked() -> list[Any]:
+        answers = [e.tier.lookup(key_of(number), context) for number in range(6)]
+        e.tier._lookups.flush()
+        return answers
+
+    wait_for(lambda: asked() == [found.HIT] * 6)
+    runs = [key for key in entries if len(store.entries[key]) > 100]
+    assert len(runs) == 6
+    del store.entries[runs[3]]
+    assert e.lookup(range(6), context) == 3, "the next request's lookup says so, too"
+    e.manager.on_request_finished(context)
+    assert e.load(range(6)) == 3
+    assert "contained" not in " ".join(e.counters)
+
+
+def test_chunks_that_are_not_adjacent_share_no_entry(engine: Callable[..., Engine], store: DictStore) -> None:
+    e = engine()
+    e.save([0, 1, 5, 6, 7])
+    runs = [len(data) for data in store.entries.values() if data[:4] == b"cuvR"]
+    assert len(runs) == 2
+    assert e.load([5, 6, 7]) == 3 and e.load([0, 1]) == 2
+    e.save([20, 21, 22], positions=False)
+    assert len([1 for data in store.entries.values() if data[:4] == b"cuvR"]) == 5
+
+
+# Lossy chunks ---------------------------------------------------------------------------------------------------------
+
+
+class Learned:
+    """A checkpoint of a small model, its profile, and engines that store its chunks lossy."""
+
+    def __init__(self, folder: Path, make: Callable[..., Engine]) -> None:
+        self.chunk = cached(small_model(), torch.bfloat16)
+        small_model().save_pretrained(folder / "model")
+        learned_profile().save(folder / "profile.safetensors")
+        layer = self.chunk.layout.layers[0]
+        self.tier = {"profile": str(folder / "profile.safetensors"), "step": 0.25, "store": f"file://{folder}/store"}
+        self.shape = {
+            "model": str(folder / "model"), "layers": self.chunk.layout.num_layers, "heads": layer.kv_heads,
+            "dim": layer.head_dim,
+        }  # fmt: skip
+        self.make = make
+
+    def engine(self, tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
+        return self.make({**self.tier, **(tier or {})}, **{**self.shape, **changes})
+
+    def part(self, number: int, count: int = 1) -> KVChunk:
+        return self.chunk.slice(number * CHUNK, (number + count) * CHUNK)
+
+    def coded(self, first: int, count: int) -> list[KVChunk]:
+        """What the codec makes of adjacent chunks when it is told ids and position."""
+        part = self.part(first, count)
+        codec = Codec(learned_profile(), step=0.25, dtype="bfloat16")
+        ids = ids_of(range(first * CHUNK, (first + count) * CHUNK))
+        back = codec.decode(codec.encode(KVChunk(part.keys, part.values, part.layout, part.start, ids)))
+        return [back.slice(at * CHUNK, (at + 1) * CHUNK) for at in range(count)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_a_profile_chunks_are_lossy_and_their_tokens_recognized(
+    engine: Callable[..., Engine], tmp_path: Path, ranks: int
+) -> None:
+    learned = Learned(tmp_path, engine)
+    e = learned.engine(tp=ranks)
+    numbers = [2, 3, 4, 7]
+    e.save(numbers, chunks=[learned.part(number) for number in numbers])
+    counters = e.counters
+    assert counters["recognized_pages"] == counters["saved_pages"] == 4
+    assert 0 < counters["blob_bytes"] < counters["raw_bytes"] / 2.5
+    assert e.load([2, 3, 4], learned.coded(2, 3)) == 3
+    assert e.load([7], learned.coded(7, 1)) == 1
+
+
+def test_a_lossy_quality_that_cannot_recognize_stores_nothing(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    learned = Learned(tmp_path, engine)
+    e = learned.engine()
+    e.save([1, 2])
+    assert e.counters["failures{positions}"] == 1 and e.counters["unsaved_pages"] == 2
+    part = learned.part(3)
+    nans = [[each * float("nan") for each in unit] for unit in (part.keys, part.values)]
+    e.save([3], chunks=[KVChunk.unchecked(nans[0], nans[1], part.layout, 0)])
+    assert e.load([1]) == e.load([3]) == 0
+
+
+def test_a_profile_of_another_model_is_refused(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    learned = Learned(tmp_path, engine)
+    small_model(1).save_pretrained(tmp_path / "other")
+    with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
+        learned.engine(model=str(tmp_path / "other"))
+    learned.engine({"check_model": False}, model=str(tmp_path / "other"))
+
+
+# Failures -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_fails_hangs_forgets_and_lies_costs_no_more_than_misses(
+    engine: Callable[..., Engine], store: DictStore
+) -> None:
+    """Whatever the store does, what vLLM loads is right; afterwards all is as before."""
+    draw = random.Random(7)
+    e = engine({"load_timeout": 0.4, "lookup_timeout": 0.3, "waiting_timeout": 1.0}, chunks=16)
+    e.save([99])  # the first encoding compiles
+    odds = {"error": 0.0, "hang": 0.0, "lie": 0.0}
+    lock = threading.Lock()
+
+    def disturb(operation: str) -> None:
+        with lock:
+            chance = draw.random()
+            victim = draw.choice(list(store.entries)) if store.entries else None
+            if chance < odds["lie"] and victim is not None:
+                data = bytearray(store.entries[victim])
+                if draw.random() < 0.5:
+                    del store.entries[victim]
+                else:
+                    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+                    store.entries[victim] = bytes(data)
+        if chance > 1 - odds["error"]:
+            raise StoreError("planted") if chance < 1 - odds["error"] / 2 else OSError("planted")
+        if 0.4 < chance < 0.4 + odds["hang"]:
+            time.sleep(0.6)
+
+    store.before = disturb
+    loaded = 0
+    for round_ in range(25):
+        odds.update(error=draw.choice([0, 0.3]), hang=draw.choice([0, 0, 0.05]), lie=draw.choice([0, 0.2]))
+        first = draw.randrange(8)
+        e.save(range(first, first + draw.randrange(1, 5)))
+        loaded += e.load(range(first, first + 4))
+        assert not e.manager._jobs, round_
+    odds.update(error=0.0, hang=0.0, lie=0.0)
+    assert loaded and "contained" not in " ".join(e.counters), e.counters
+    assert {"failures{decode}", "failures{store}", "failures{lookup}"} & set(e.counters)
+    store.entries.clear()
+    e.forget()
+    e.save(range(4))
+    assert e.load(range(5)) == 4
+
+
+@pytest.mark.parametrize("method", ["stored", "load", "save"])
+def test_an_error_of_ours_is_a_miss(
+    engine: Callable[..., Engine], method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    e = engine()
+    e.save([1])
+
+    def fail(*_: Any, **__: Any) -> list[bool]:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(PageStore, method, fail)
+    e.save([2])
+    assert e.load([1]) == (method == "save")
+    monkeypatch.undo()
+    assert e.load([2]) == (method != "save")
+    name = {"stored": "lookup", "load": "load", "save": "store"}[method]
+    assert e.counters[f"contained{{{name}}}"] >= 1 and "planted" in caplog.text
+
+
+def test_a_lookup_that_hangs_is_a_miss_in_time(engine: Callable[..., Engine], store: DictStore) -> None:
+    e = engine({"lookup_timeout": 0.2})
+    held = hold(store, "contains")
+    before = time.monotonic()
+    assert e.lookup([1, 2]) == 0
+    assert time.monotonic() - before < 5
+    held.set()
+
+
+def test_nothing_blocks_the_scheduler_while_the_store_hangs(engine: Callable[..., Engine], store: DictStore) -> None:
+    e = engine()
+    e.save([50])
+    held = hold(store, "contains")
+    before = time.monotonic()
+    context = e.offload(range(6))
+    other = e.request([9])
+    assert e.manager.lookup(key_of(9), other) is e.base.LookupResult.RETRY
+    e.step()
+    e.tier.take_events(), e.tier.get_stats(), e.tier.get_finished_jobs()
+    assert time.monotonic() - before < 1.0
+    held.set()
+    e.settle()
+    e.manager.on_request_finished(context)
+
+
+def test_too_many_waiting_chunks_are_refused(engine: Callable[..., Engine], store: DictStore) -> None:
+    e = engine({"max_waiting": 3})
+    held = hold(store, "put")
+    e.offload(range(3))
+    e.offload([10, 11])
+    e.step()
+    assert e.counters["unsaved_pages"] == 2
+    held.set()
+    e.settle()
+    assert e.counters["unsaved_pages"] == 2 and e.counters["saved_pages"] == 3
+    e.forget()
+    assert e.load(range(4)) == 3 and e.load([10]) == 0
+
+
+def test_jobs_that_waited_too_long_are_given_up(engine: Callable[..., Engine]) -> None:
+    e = engine({"waiting_timeout": 1e-9})
+    e.save([1, 2])
+    assert e.counters == {"unsaved_pages": 2}
+
+
+def test_draining_ends_all_jobs_and_reports_each(engine: Callable[..., Engine], store: DictStore) -> None:
+    e = engine()
+    e.save([50])
+    store.before = lambda operation: time.sleep(0.05) if operation == "put" else None
+    for number in range(15):
+        e.offload([number])
+    e.manager.reset_cache()  # asserts that no job is left
+    assert not e.manager._jobs and not e.tier._jobs
+    store.before = lambda operation: None
+    e.view.fill_(-1)
+    found = [number for number in range(15) if e.load([number])]
+    assert len(found) == e.counters["saved_pages"] - 1 < 15
+
+
+def test_vllm_closes_with_work_in_flight(
+    engine: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = {"store": f"file://{tmp_path}/store"}
+    e = engine(tier)
+    for first in range(0, 20, 4):
+        e.offload(range(first, first + 4))
+    e.close()
+    assert "Failed to close" not in caplog.text, "vLLM cannot release its memory while a view is left"
+    again = engine(tier)
+    assert sum(again.load([number]) for number in range(20)) == e.counters.get("saved_pages", 0)
+
+
+def test_a_job_with_bad_rows_or_lengths_fails(engine: Callable[..., Engine]) -> None:
+    e = engine()
+    job = e.jobs()
+    e.tier.submit_store(job(1, [1], [10_000], False))
+    e.tier.submit_load(job(2, [1, 2], [0], True))
+    e.tier.submit_store(job(3, [], [], False))
+    results: list[Any] = []
+
+    def all_three() -> bool:
+        results.extend(e.tier.get_finished_jobs())
+        return len(results) == 3
+
+    wait_for(all_three)
+    by_number = {result.job_id: result for result in results}
+    assert not by_number[1].success and not by_number[2].success and by_number[3].success
+    assert e.tier.get_finished_jobs() == []
+
+
+def test_after_the_end_every_job_fails_at_once(engine: Callable[..., Engine]) -> None:
+    e = engine()
+    tier, job, context = e.tier, e.jobs(), e.request()
+    e.close()
+    tier.shutdown()
+    tier.submit_load(job(1, [1], [0], True))
+    (result,) = tier.get_finished_jobs()
+    assert not result.success
+    tier.lookup(key_of(1), context)
+    tier._lookups.flush()
+    assert tier.lookup(key_of(1), context) is e.base.LookupResult.MISS
+    tier.drain_jobs()
+
+
+# What vLLM is told ----------------------------------------------------------------------------------------------------
+
+
+def test_vllm_calls_the_interface_that_is_there() -> None:
+    theirs = real("vllm.v1.kv_offload.tiering.base").SecondaryTierManager
+    ours = real("cuvee.integrations.vllm_tier").CuveeTier
+    assert not ours.__abstractmethods__
+    for name, method in inspect.getmembers(theirs, inspect.isfunction):
+        if name.startswith("__") or name not in vars(ours):
+            continue
+        wanted, given = (list(inspect.signature(getattr(each, name)).parameters) for each in (theirs, ours))
+        assert given == wanted, (name, method)
+
+
+def test_events_say_what_was_stored(engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
+    e = engine({"enable_kv_events": True}, events=True)
+    e.save([1, 2])
+    events = [event for event in e.manager.take_events() if event.medium is e.base.Medium.STORAGE]
+    (event,) = events
+    assert (event.keys, event.removed, event.ownership) == ([key_of(1), key_of(2)], False, "CuveeTier")
+    assert event.locality is e.base.Locality.LOCAL and not list(e.tier.take_events())
+    quiet = engine({"enable_kv_events": True})
+    assert "enable_kv_events has no effect" in caplog.text
+    quiet.save([1])
+    assert not list(quiet.tier.take_events())
+
+
+def test_counts_are_vllms_metrics(engine: Callable[..., Engine]) -> None:
+    e = engine()
+    definitions = e.spec.build_metric_definitions(e.config.extra_config)
+    e.save([1, 2])
+    e.tier._counts.count("failures", label="decode")
+    stats = e.manager.get_stats().reduce()
+    assert stats["vllm:cuvee_tier_saved_pages"] == 2 and stats["vllm:cuvee_tier_failures:('decode',)"] == 1
+    assert {name.partition(":('")[0] for name in stats if "cuvee" in name} <= set(definitions)
+    assert e.tier.get_stats() is None
+    e.load([1])
+    again = e.manager.get_stats().reduce()
+    assert "vllm:cuvee_tier_saved_pages" not in again and again["vllm:cuvee_tier_loaded_pages"] == 1
+
+
+def test_back_pressure_is_vllms(engine: Callable[..., Engine]) -> None:
+    e = engine({"backpressure": {"backpressure_cls": "EMABackpressureDetector", "policy_cls": "DropStorePolicy"}})
+    e.offload([1, 2])
+    e.settle()
+    assert e.tier.bp_detector._completions == 1
+
+
+def test_locality_follows_the_store(engine: Callable[..., Engine]) -> None:
+    locality = real("vllm.v1.kv_offload.base").Locality
+    assert engine({"locality": "REMOTE"}).tier.locality is locality.REMOTE
+    assert engine({"store": "redis://127.0.0.1:1/0"}).tier.locality is locality.REMOTE
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"canonical_layout": False}, 'set "canonical_layout": true'),
+        ({"groups": 2}, "2 groups of layers"),
+        ({"pp_size": 2}, "pipeline parallelism"),
+        ({"dcp_size": 2}, "context parallelism"),
+        ({"pcp_size": 2}, "context parallelism"),
+        ({"is_parallelism_agnostic": False}, "bytes depend on the number of ranks"),
+        ({"replicated_layout": True}, "MLA"),
+        ({"layout": "BLHNC"}, "layout BLHNC"),
+        ({"dtype": "fp8_e4m3"}, "a KV cache of fp8_e4m3"),
+        ({"layers": 5}, "the engine offloads 5 layers, the model has 6"),
+        ({"heads": 4}, r"block: must have \d+ bytes on each of 1 ranks"),
+        ({"dim": 576, "heads": 1}, r"block: must have \d+ bytes .* MLA"),
+    ],
+)
+def test_engines_that_are_not_supported_do_not_start(
+    engine: Callable[..., Engine], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        engine(**changes)
+
+
+@pytest.mark.parametrize(
+    ("tier", "error", "message"),
+    [
+        ({"stores": "x"}, InputError, "secondary_tiers: has no option 'stores'"),
+        ({"store": "nowhere://"}, InputError, "url: must begin"),
+        ({"model": "/nowhere"}, InputError, "model: must be a folder or hub id"),
+        ({"quality": "balanced"}, InputError, "quality: must be 'lossless', got .*needs the positions"),
+        ({"locality": "here"}, InputError, "locality: must be LOCAL or REMOTE"),
+        ({"max_waiting": 0}, InputError, "max_waiting: must be a whole number"),
+        ({"waiting_timeout": 0}, InputError, "waiting_timeout: must be a number above 0"),
+        ({"enable_kv_events": 1}, InputError, "enable_kv_events: must be true or false"),
+        ({"chunk_tokens": 48}, InputError, "chunk_tokens: must be a multiple"),
+    ],
+)
+def test_options_out_of_range_do_not_start(
+    engine: Callable[..., Engine], tier: dict[str, Any], error: type[CuveeError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        engine(tier)
+
+
+def test_models_with_windows_are_refused(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    from transformers import MistralConfig
+
+    MistralConfig(sliding_window=64, num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="layers of sliding_attention"):
+        engine(model=str(tmp_path))
+
+
+def test_a_vllm_that_arranges_blocks_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = real("vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping")
+    layout = KVLayout("m", (LayerLayout(4, 8, 8, None),) * 2, "bfloat16", None)
+    for name, first in chunk_rows.LAYOUTS.items():
+        shape = chunk_rows.RowShape(BLOCK, BLOCKS, first, (0, 1))
+        for ranks in (1, 2, 4, 8):
+            chunk_rows.check_mapping(layout, shape, ranks, name)
+        with pytest.raises(UnsupportedModelError, match=f"elsewhere in a canonical block of {name}"):
+            chunk_rows.check_mapping(layout, chunk_rows.RowShape(BLOCK, BLOCKS, not first, (0, 1)), 2, name)
+        with pytest.raises(UnsupportedModelError, match="to canonical ones"):
+            chunk_rows.check_mapping(layout, shape, 3, name)
+    monkeypatch.delattr(module, "derive_canonical_mappings")
+    with pytest.raises(UnsupportedModelError, match="does not map blocks"):
+        chunk_rows.check_mapping(layout, shape, 1, "LBHNC")
+
+
+def test_the_model_is_in_the_names(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    where = {"store": f"file://{tmp_path}/store"}
+    first = engine(where)
+    first.save([1])
+    for changes in ({"model_id": "mine"}, {"tenant": "another"}):
+        other = engine({**where, **changes})
+        assert other.lookup([1]) == 0, changes
+        other.close()
+    assert engine(where, blocks=4).lookup([1]) == 0
+    assert engine(where, dtype="float16").lookup([1]) == 0
+    assert engine(where).load([1]) == 1
+
+
+def test_signed_chunks_need_the_secret(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    where = {"store": f"file://{tmp_path}/store"}
+    signed = engine({**where, "key_file": str(tmp_path / "secret")})
+    signed.save([1])
+    assert signed.load([1]) == 1 and engine(where).lookup([1]) == 0
