@@ -187,8 +187,7 @@ class CuveeTier(SecondaryTierManager):
             if full:
                 self._end(job, [])
                 return
-            job.future = pool.submit(self._run, kind, work, job)
-            job.future.add_done_callback(partial(self._end_of, job))
+            pool.submit(self._run, kind, work, job).add_done_callback(partial(self._end_of, job))
 
     def _waiting(self) -> int:
         """Return how many chunks of store jobs have not ended."""
@@ -272,13 +271,9 @@ class CuveeTier(SecondaryTierManager):
             )  # fmt: skip
 
     def _give_up(self, timeout: float | None) -> None:
-        """Cancel the jobs that have not begun, and wait for the others."""
+        """Let the jobs begin nothing new, and wait for what they have begun."""
         with self._changed:
             self._given_up = time.monotonic()
-            futures = [job.future for job in self._jobs.values() if job.future is not None]
-        for future in futures:
-            future.cancel()
-        with self._changed:
             self._changed.wait_for(lambda: not self._jobs, timeout)
 
     # What vLLM is told ----------------------------------------------------------------------------------------------
@@ -340,7 +335,6 @@ class _Job:
     keys: list[bytes]
     metadata: Any
     since: float
-    future: Future[list[bool]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,8 @@ def test_what_can_be_loaded_is_kept_and_the_rest_is_computed(engine: Callable[..
     runs = [key for key in entries if len(store.entries[key]) > 100]
     assert len(runs) == 6
     del store.entries[runs[3]]
-    assert e.lookup(range(6), context) == 3, "the next request's lookup says so, too"
+    assert e.lookup(range(6), context) == 3
+    assert e.counters["loaded_pages"] == 3, "they were loaded once"
     e.manager.on_request_finished(context)
     assert e.load(range(6)) == 3
     assert "contained" not in " ".join(e.counters)
@@ -423,6 +424,18 @@ def test_a_job_with_bad_rows_or_lengths_fails(engine: Callable[..., Engine]) -> 
     by_number = {result.job_id: result for result in results}
     assert not by_number[1].success and not by_number[2].success and by_number[3].success
     assert e.tier.get_finished_jobs() == []
+
+
+def test_a_job_that_ends_twice_is_reported_once(engine: Callable[..., Engine], store: DictStore) -> None:
+    """vLLM's manager asserts that it knows each job, and ends the engine if it does not."""
+    e, held = engine(), hold(store, "contains")
+    e.offload([1])
+    (job,) = e.tier._jobs.values()
+    e.tier._end(job, [])
+    held.set()
+    assert e.tier._storing.dismiss(30)
+    (result,) = e.tier.get_finished_jobs()
+    assert not result.success
 
 
 def test_after_the_end_every_job_fails_at_once(engine: Callable[..., Engine]) -> None:
