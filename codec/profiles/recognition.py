@@ -155,7 +155,6 @@ class _IdSearch:
         sample = token_map.predict(table.rows(ids)).float()
         # The leading eigenvectors of the sample's second moments: no map to so few dimensions keeps more of distances.
         self._axes = torch.linalg.eigh(sample.T @ sample)[1][:, -DIMENSIONS:].contiguous()
-        self._vocabulary = table.vocabulary
         weights = (token_map.weights * token_map.scale) @ self._axes
         blocks = -(-table.vocabulary // (BLOCK * BLOCKS)) * BLOCKS
         at = torch.zeros(blocks * BLOCK, self._axes.shape[1])
@@ -168,7 +167,10 @@ class _IdSearch:
         self._rows = torch.cat([at, -half[:, None]], 1).view(blocks, BLOCK, -1)
 
     def nearest(self, x: torch.Tensor) -> I64:
-        """Return the ids of tokens with these values minus their mean, float32 `[T, H * D]`, of the first layer."""
+        """Return the ids of tokens with these values minus their mean, float32 `[T, H * D]`, of the first layer.
+
+        Where values are NaN, an id is returned, too: the first of all maxima that are NaN.
+        """
         at = torch.nn.functional.pad(x @ self._axes, (0, 1), value=1.0)
         best = torch.cat(
             [
@@ -178,8 +180,7 @@ class _IdSearch:
             dim=1,
         ).argmax(1)
         within = torch.bmm(self._rows[best], at[:, :, None])[..., 0].argmax(1)
-        # Not one of the rows behind the last id, where values are NaN.
-        ids: I64 = np.minimum((best * BLOCK + within).numpy(), self._vocabulary - 1)
+        ids: I64 = (best * BLOCK + within).numpy()
         return ids
 
 

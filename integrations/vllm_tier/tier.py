@@ -212,7 +212,8 @@ class CuveeTier(SecondaryTierManager):
                 break
             keys = job.keys[part.start : part.stop]
             slots = rows.slots(job.metadata.chunk_ids[part.start : part.stop])
-            done += self._pages.save(rows.cache, slots, keys, None)
+            following = (len(job.keys) - part.stop) * (len(slots) // len(keys))  # all of one request, in order
+            done += self._pages.save(rows.cache, slots, keys, None, following=following)
         return done
 
     def _load(self, job: _Job, rows: ChunkRows) -> list[bool]:
@@ -353,7 +354,7 @@ def _check_model(path: str) -> None:
     Raises:
         UnsupportedModelError: some layer has a sliding window.
     """
-    config = read_config(path).get_text_config(decoder=True)
+    config = read_config(path)
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds and getattr(config, "sliding_window", None) is not None:
         kinds = {"sliding_attention"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,15 @@ def test_slots_that_the_cache_does_not_have_are_refused(recognizer: Recognizer, 
     for bad in (-1, TOKENS):
         with pytest.raises(InputError, match=r"slots: must be 0 … 299 in layer 0"):
             recognizer.recognize(PagedCache.of_chunk(chunk), torch.tensor([0, bad]))
+
+
+def test_more_tokens_than_the_model_has_positions_tell_none(
+    profile: Profile, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recognizer = Recognizer(profile)
+    monkeypatch.setattr(recognizer, "_layout", replace(profile.layout, max_positions=TOKENS - 1))
+    assert recognizer.recognize(PagedCache.of_chunk(chunk), slots(TOKENS)).start is None
+    assert recognizer.recognize(PagedCache.of_chunk(chunk), slots(TOKENS - 1)).start == 0
 
 
 # In a codec ----------------------------------------------------------------------------------------------------

@@ -256,6 +256,13 @@ def test_pages_whose_ids_are_not_recognized_are_stored_without() -> None:
     told.pages.close()
 
 
+def test_pages_begin_at_multiples_of_their_size() -> None:
+    told = Told(cached(small_model()).slice(8 * PAGE + PAGE // 2, 12 * PAGE + PAGE // 2))
+    assert told.save(start=None) == [False] * 4
+    assert told.counts.snapshot()["failures{positions}"] == 1
+    told.pages.close()
+
+
 def test_pages_whose_position_is_not_recognized_are_not_stored(caplog: pytest.LogCaptureFixture) -> None:
     part = cached(small_model(1)).slice(8 * PAGE, 12 * PAGE)  # of another model
     told = Told(part)

@@ -63,7 +63,7 @@ def page_hash() -> Callable[[list[int], None, int], list[str]]:
     """Return SGLang's function from token ids and tokens per page to the hashes of pages."""
     found: Callable[[list[int], None, int], list[str]] = real("sglang.srt.mem_cache.utils").get_hash_str
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of distutils, when it first compiles its extension
+        warnings.simplefilter("ignore")  # of what compiles its extension, once per process
         found([1, 2], None, 1)
     return found
 
