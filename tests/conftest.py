@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +22,6 @@ from cuvee.codec.learning.calibrate import calibrate, fit
 from cuvee.codec.models.rope import rotate
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
-
-# It replaces the standard library's distutils, which it cannot once a test has made something import that. SGLang
-# compiles an extension with it.
-importlib.import_module("setuptools")
 
 MAX_POSITIONS = 4096
 BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts

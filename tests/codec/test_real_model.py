@@ -307,9 +307,21 @@ def test_a_missing_package(
     index: Index, module: str, error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
+
+    def finding(name: str) -> object:
+        return None if name == module else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", finding)
+    monkeypatch.setattr(real_model, "PathFinder", SimpleNamespace(find_spec=finding))
     fails_without_a_trace(error, match)
     assert not index.calls
+
+
+def test_looking_for_pip_leaves_setuptools_alone(index: Index) -> None:
+    """It lets pip have the standard library's distutils: nothing can be compiled in this process any more."""
+    smollm2_path(lambda line: None)
+    importlib.import_module("setuptools")
+    assert "_distutils" in str(importlib.import_module("distutils").__file__)
 
 
 def test_a_cache_folder_that_cannot_be_written(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
