@@ -33,7 +33,7 @@ from tests.integrations.lmcache.real_lmcache import (
     values,
     wait_for,
 )
-from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.stores.dict_store import DictStore, hold
 from tests.recognizing import cached, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
@@ -132,18 +132,6 @@ class Memory:
     def counters(self) -> dict[str, float]:
         counters: dict[str, float] = self.adapter.counters()
         return counters
-
-
-def hold(store: DictStore, operation: str) -> threading.Event:
-    """Let an operation of a store hang until the event is set."""
-    event = threading.Event()
-
-    def wait(called: str) -> None:
-        if called == operation:
-            event.wait(60)
-
-    store.before = wait
-    return event
 
 
 def result_of(ask: Callable[[], Any]) -> Any:

@@ -65,3 +65,15 @@ class DictStore(Store):
 
     def counters(self) -> dict[str, TierCounters]:
         return {self.name: self._counters}
+
+
+def hold(store: DictStore, operation: str) -> threading.Event:
+    """Let an operation of a store hang until the event is set."""
+    event = threading.Event()
+
+    def wait(called: str) -> None:
+        if called == operation:
+            event.wait(60)
+
+    store.before = wait
+    return event

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.stores.dict_store import DictStore, hold
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier.real_tiers import (
     BLOCK,
@@ -61,18 +61,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[DictStore]:
     monkeypatch.setattr("cuvee.integrations.pages.opening.open_store", lambda urls: held)
     yield held
     held.before = lambda operation: None
-
-
-def hold(store: DictStore, operation: str) -> threading.Event:
-    """Let an operation of a store hang until the event is set."""
-    event = threading.Event()
-
-    def wait(called: str) -> None:
-        if called == operation:
-            event.wait(60)
-
-    store.before = wait
-    return event
 
 
 # vLLM's manager -------------------------------------------------------------------------------------------------------
