@@ -112,9 +112,10 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         model = ServedModel.find(options.model, self._config.model_name)
         layout = model.layout(pool.dtype)
         rank, ranks = self._config.tp_rank, self._config.tp_size
+        adjacent_pairs = False
         if self._config.is_mla_model:  # all ranks hold the same latents, and SGLang stores those of the first
-            rank, ranks = 0, 1
-        cache = pool_cache(pool, layout.shard(rank, ranks), adjacent_pairs=model.adjacent_pairs())
+            rank, ranks, adjacent_pairs = 0, 1, model.adjacent_pairs()
+        cache = pool_cache(pool, layout.shard(rank, ranks), adjacent_pairs=adjacent_pairs)
         if pool.page_size < _FEW_TOKENS:
             logger.warning(
                 "cuvee: every page of %d tokens has an entry of its own in the store; --page-size 64 needs far fewer",

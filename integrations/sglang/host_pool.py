@@ -81,7 +81,7 @@ def _check_shapes(pool: Any, layout: KVLayout) -> None:
             )
 
 
-def pool_cache(pool: Any, layout: KVLayout, *, adjacent_pairs: bool = True) -> PagedCache:
+def pool_cache(pool: Any, layout: KVLayout, *, adjacent_pairs: bool = False) -> PagedCache:
     """Return a pool's memory as a cache, after checking that SGLang's own addresses of two pages agree with it.
 
     Args:
