@@ -336,16 +336,19 @@ def test_a_lookup_that_hangs_is_a_miss_in_time(engine: Callable[..., Engine], st
 def test_nothing_blocks_the_scheduler_while_the_store_hangs(engine: Callable[..., Engine], store: DictStore) -> None:
     e = engine()
     e.save([50])
-    held = hold(store, "contains")
+    held = hold(store, "get")  # index entries, which storing and lookups read first
     before = time.monotonic()
     context = e.offload(range(6))
     other = e.request([9])
     assert e.manager.lookup(key_of(9), other) is e.base.LookupResult.RETRY
-    e.step()
-    e.tier.take_events(), e.tier.get_stats(), e.tier.get_finished_jobs()
+    for _ in range(5):
+        e.step()
+    e.tier.take_events(), e.tier.get_stats()
     assert time.monotonic() - before < 1.0
+    assert e.manager._jobs and e.counters["saved_pages"] == 1
     held.set()
     e.settle()
+    assert e.counters["saved_pages"] == 7
     e.manager.on_request_finished(context)
 
 
