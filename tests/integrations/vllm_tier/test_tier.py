@@ -326,10 +326,10 @@ def test_an_error_of_ours_is_a_miss(
 
 def test_a_lookup_that_hangs_is_a_miss_in_time(engine: Callable[..., Engine], store: DictStore) -> None:
     e = engine({"lookup_timeout": 0.2})
-    held = hold(store, "contains")
+    held = hold(store, "get")
     before = time.monotonic()
     assert e.lookup([1, 2]) == 0
-    assert time.monotonic() - before < 5
+    assert 0.2 <= time.monotonic() - before < 5
     held.set()
 
 
@@ -419,7 +419,7 @@ def test_a_job_with_bad_rows_or_lengths_fails(engine: Callable[..., Engine]) -> 
 
 def test_a_job_that_ends_twice_is_reported_once(engine: Callable[..., Engine], store: DictStore) -> None:
     """vLLM's manager asserts that it knows each job, and ends the engine if it does not."""
-    e, held = engine(), hold(store, "contains")
+    e, held = engine(), hold(store, "get")
     e.offload([1])
     (job,) = e.tier._jobs.values()
     e.tier._end(job, [])
