@@ -75,7 +75,8 @@ def family_label(family: str) -> str:
         spans = f"a basis per {group.removeprefix('layers:')} layers"
     else:
         spans = _GROUPS.get(group, group)
-    name = {"pca": "PCA", "kvtc": "KVTC", "kakeyalattice": "KakeyaLattice"}.get(kind, kind)
+    names = {"pca": "PCA", "kvtc": "KVTC", "kakeyalattice": "KakeyaLattice", "turboquant": "TurboQuant"}
+    name = names.get(kind, kind)
     return f"{name}, {spans}" if spans else name
 
 

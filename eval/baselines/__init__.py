@@ -1,1 +1,3 @@
-"""Published methods, for comparisons with cuvee: casts, KIVI, CacheGen, PCA and KVTC rebuilt, KakeyaLattice itself."""
+"""Published methods, for comparisons with cuvee: casts, KIVI, CacheGen, PCA and KVTC rebuilt; KakeyaLattice and
+TurboQuant by published packages.
+"""

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.eval.baselines.untimed import Simulated
+from cuvee.eval.baselines.untimed import PerVector
 
 __all__ = ["KAKEYA_RANGES", "KakeyaLattice"]
 
@@ -22,7 +21,7 @@ _LATTICES = {"d4": ("V14KakeyaZamirLatticeGPU", 4), "e8": ("V15KakeyaZamirE8GPU"
 
 
 @dataclass(frozen=True)
-class KakeyaLattice(Simulated):
+class KakeyaLattice(PerVector):
     """Each key and each value vector of a head, rounded to the points of a lattice.
 
     Args:
@@ -45,21 +44,10 @@ class KakeyaLattice(Simulated):
             )
         _package()
 
-    def encode(self, chunk: KVChunk) -> tuple[Any, float]:
-        """See `Method.encode`.
-
-        Raises:
-            InputError: the size of a head is not a power of two, or smaller than the lattice's dimension.
-        """
-        bits = 0.0
-        out: dict[str, list[torch.Tensor]] = {"keys": [], "values": []}
-        for kind, tensors in (("keys", chunk.keys), ("values", chunk.values)):
-            for tensor in tensors:
-                tokens, heads, size = tensor.shape
-                coder = self._coder(size, tensor.device)
-                out[kind].append(coder.roundtrip(tensor.float()).to(tensor.dtype))
-                bits += float(tokens * heads * coder.bits_per_token_per_head)
-        return KVChunk(out["keys"], out["values"], chunk.layout, chunk.start), bits
+    def _code(self, vectors: torch.Tensor) -> tuple[torch.Tensor, float]:
+        tokens, heads, size = vectors.shape
+        coder = self._coder(size, vectors.device)
+        return coder.roundtrip(vectors), float(tokens * heads * coder.bits_per_token_per_head)
 
     def _coder(self, size: int, device: torch.device) -> Any:
         name, dimension = _LATTICES[self.lattice]

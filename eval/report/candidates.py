@@ -19,6 +19,7 @@ from cuvee.eval.baselines.basis import PrincipalBasis
 from cuvee.eval.baselines.kakeyalattice import KAKEYA_RANGES, KakeyaLattice
 from cuvee.eval.baselines.kvtc import KVTC_BUDGETS, Kvtc
 from cuvee.eval.baselines.pca import PCA_STEPS, PcaTransform
+from cuvee.eval.baselines.turboquant import TURBOQUANT_BITS, TurboQuant
 from cuvee.eval.methods import BASELINES, UNCOMPRESSED, family_label
 from cuvee.eval.quality import CodecMethod, Method
 
@@ -99,7 +100,7 @@ def fixed_baselines(quick: bool) -> list[Candidate]:
 
 def peers() -> list[Candidate]:
     """Return the published packages that run by their own code, at every setting; left out by name if not installed."""
-    return [
+    lattices = [
         Candidate(
             f"kakeyalattice/{lattice}@{q_range}",
             family_label(f"kakeyalattice/{lattice}"),
@@ -108,6 +109,10 @@ def peers() -> list[Candidate]:
         )
         for lattice in ("d4", "e8")
         for q_range in KAKEYA_RANGES
+    ]
+    return lattices + [
+        Candidate(f"turboquant@{bits}", family_label("turboquant"), "curve", partial(TurboQuant, bits))
+        for bits in TURBOQUANT_BITS
     ]
 
 

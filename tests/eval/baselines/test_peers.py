@@ -1,0 +1,113 @@
+"""Codecs by the code of others, KakeyaLattice and TurboQuant: sizes counted by hand, and what they refuse."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.eval.baselines.kakeyalattice import KAKEYA_RANGES, KakeyaLattice
+from cuvee.eval.baselines.turboquant import TURBOQUANT_BITS, TurboQuant
+from cuvee.eval.report.candidates import peers
+
+pytest.importorskip("kakeyalattice", reason="needs kakeyalattice")
+pytest.importorskip("fused_turboquant", reason="needs fused-turboquant")
+
+
+def make(size: int = 16, tokens: int = 20) -> KVChunk:
+    layout = KVLayout("synthetic", (LayerLayout(2, size, size, None),) * 2, "bfloat16", None)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, tokens, 2, size, generator=generator).bfloat16()
+    return KVChunk(keys, values, layout, start=3)
+
+
+def error(a: KVChunk, b: KVChunk) -> float:
+    return sum(
+        float((x.float() - y.float()).square().sum())
+        for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True)
+    )
+
+
+def coded(method: KakeyaLattice | TurboQuant, chunk: KVChunk) -> tuple[float, float]:
+    """Bits per vector, and the squared error."""
+    stored, bits = method.encode(chunk)
+    back = method.decode(stored)
+    assert (back.start, back.tokens, back.layout) == (chunk.start, chunk.tokens, chunk.layout)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in (*back.keys, *back.values))
+    return bits / (2 * 2 * 20 * 2), error(back, chunk)
+
+
+@pytest.mark.parametrize(("lattice", "dimension"), [("d4", 4), ("e8", 8)])
+def test_points_of_a_lattice_take_a_fixed_number_of_bits(lattice: str, dimension: int) -> None:
+    chunk, errors = make(), []
+    for q_range in KAKEYA_RANGES:
+        bits, lost = coded(KakeyaLattice(lattice, q_range), chunk)
+        assert (bits - 32) % (16 / dimension) == 0 and 1 < (bits - 32) / 16 < 8
+        errors.append(lost)
+    assert all(finer < coarser for coarser, finer in pairwise(errors))
+
+
+@pytest.mark.parametrize(("bits", "lost"), [(2, 0.117), (3, 0.034), (4, 0.0095)])
+def test_turboquant_takes_its_bits_and_loses_what_its_paper_says(bits: int, lost: float) -> None:
+    """The errors of unit vectors in theorem 1 of the paper, of which real quantizers with 64 dimensions stay short."""
+    chunk = make(64)
+    spent, total = coded(TurboQuant(bits), chunk)
+    assert spent == 64 * bits + 32
+    energy = sum(float(tensor.float().square().sum()) for tensor in (*chunk.keys, *chunk.values))
+    assert 0.85 * lost < total / energy < 1.02 * lost
+
+
+@pytest.mark.parametrize("method", [KakeyaLattice("e8", 10), TurboQuant(4)])
+def test_a_head_of_zeros_stays_finite(method: KakeyaLattice | TurboQuant) -> None:
+    chunk = make()
+    chunk.keys[0][3] = 0
+    back, _ = method.encode(chunk)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in (*back.keys, *back.values))
+    assert not back.keys[0][3].any()
+
+
+@pytest.mark.parametrize(("lattice", "size"), [("d4", 12), ("e8", 24), ("e8", 4)])
+def test_heads_of_other_sizes_are_refused(lattice: str, size: int) -> None:
+    with pytest.raises(InputError, match=f"^kakeyalattice: must get heads of a power of two .* got {size}$"):
+        KakeyaLattice(lattice, 10).encode(make(size))
+
+
+@pytest.mark.parametrize(("lattice", "q_range"), [("e7", 10), ("e8", 0), ("e8", 1.5)])
+def test_other_lattices_and_ranges_are_refused(lattice: str, q_range: int) -> None:
+    with pytest.raises(InputError, match=r"^lattice: must be one of d4, e8 with a q_range of at least 1"):
+        KakeyaLattice(lattice, q_range)
+
+
+def test_turboquant_refuses_other_heads_and_bits() -> None:
+    with pytest.raises(InputError, match=r"^turboquant: must get heads of a power of two of values, got 12$"):
+        TurboQuant(4).encode(make(12))
+    for bits in (1, 5, 2.0):
+        with pytest.raises(InputError, match=f"^bits: must be one of 2, 3, 4, got {bits}$"):
+            TurboQuant(bits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "package"), [("kakeyalattice", "kakeyalattice"), ("turboquant", "fused_turboquant")])
+def test_without_its_package_the_report_leaves_a_method_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    mine = [candidate for candidate in peers() if candidate.key.startswith(name)]
+    assert mine
+    for candidate in mine:
+        with pytest.raises(InputError, match=rf"^{name}: is not installed; pip install cuvee\[peers\]"):
+            candidate.make()
+
+
+def test_the_report_names_every_setting() -> None:
+    keys = [candidate.key for candidate in peers()]
+    assert keys[:2] == ["kakeyalattice/d4@4", "kakeyalattice/d4@10"]
+    assert keys[-3:] == [f"turboquant@{bits}" for bits in TURBOQUANT_BITS]
+    assert {candidate.label for candidate in peers()} == {"KakeyaLattice, D4", "KakeyaLattice, E8", "TurboQuant"}
+    assert all(candidate.kind == "curve" for candidate in peers())
+    made = {candidate.key: candidate.make() for candidate in peers()}
+    assert made["kakeyalattice/e8@38"] == KakeyaLattice("e8", 38) and made["turboquant@3"] == TurboQuant(3)
