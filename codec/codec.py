@@ -47,7 +47,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import importance_offsets
 from cuvee.codec.profiles.profile import ID_BYTES, Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, one_request
-from cuvee.codec.profiles.recognition import Recognizer
+from cuvee.codec.profiles.recognition import IdCheck, Recognizer
 from cuvee.codec.stages.implementations import stage_names
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.support.lazy import lazy
@@ -227,8 +227,9 @@ class Codec:
         return cls(Profile.generic(KVLayout.of(model)), quality, backend=backend, threads=threads, key=key)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the backends and the recognizer, which are made anew where the codec is unpickled."""
-        return {name: own for name, own in self.__dict__.items() if name != "recognizer"} | {"_backends": {}}
+        """Leave out the backends and what is lazy, which are made anew where the codec is unpickled."""
+        kept = {name: own for name, own in self.__dict__.items() if name not in ("recognizer", "_id_check")}
+        return kept | {"_backends": {}}
 
     @lazy
     def recognizer(self) -> Recognizer | None:
@@ -238,6 +239,10 @@ class Codec:
         with the vocabulary of a large model.
         """
         return None if self.lossless or not self.profile.learned else Recognizer(self.profile)
+
+    @lazy
+    def _id_check(self) -> IdCheck:
+        return IdCheck(self.profile)
 
     @property
     def quality_name(self) -> str:
@@ -534,6 +539,8 @@ class Codec:
             own = [i for i, request in enumerate(requests) if (request.token_ids is not None) == predicted]
             coding = self._coding_of(layout.dtype, predicted)
             coded = backend.encode(coding, [requests[i] for i in own]) if own else []
+            if predicted:
+                self._check_ids([requests[i] for i in own])
             for i, sections in zip(own, coded, strict=True):
                 chunks[i] = sections
         blobs = []
@@ -588,6 +595,13 @@ class Codec:
                 f"tokens: must be below {table.vocabulary}, the vocabulary of the profile's model, got {ids.max()}"
             )
         return ids
+
+    def _check_ids(self, requests: Sequence[EncodeRequest]) -> None:
+        """Say once if ids are not those of the cache. They cost bytes, and nothing else."""
+        for request in requests:
+            ids = request.token_ids
+            if ids is not None and not self._id_check.agrees(request.cache, request.every_slot, ids):
+                _warn_of_other_ids()
 
     def _ids_to_store(self, token_ids: I64 | None) -> bytes:
         table = self.profile.token_table
@@ -816,6 +830,15 @@ def _warn_of_no_ids(has_curve: bool) -> None:
         "a chunk without token ids, or with a token that has none, is coded with a profile that predicts from tokens: "
         "its blob is larger%s. Pass tokens=, or learn the profile with predict_tokens=False",
         "" if has_curve else ", and its KL may exceed the profile's curve, which was measured with ids alone",
+    )
+
+
+@cache
+def _warn_of_other_ids() -> None:
+    """Warn once per process."""
+    _log.warning(
+        "a chunk's values contradict most of its token ids, which makes its blob larger: pass the ids that the model "
+        "read, or none"
     )
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.errors import InputError
 from cuvee.codec.layout import Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.token_prediction import TokenMap, TokenTable
@@ -36,6 +37,7 @@ LARGEST_RESIDUAL = 0.5
 # multiple of 16 away reaches .8.
 LEAST_AGREEMENT = 0.95
 POSITION_TOKENS = 64  # that tell the position; 16 are enough on SmolLM2-135M
+CHECKED_TOKENS = 16  # per chunk, whose ids are compared with the cache
 MOST_POSITIONS = 1 << 20  # that are tried of a model without a limit
 
 DIMENSIONS = 32  # in which ids are searched; 16 find all of the 49,152 ids of SmolLM2-135M
@@ -66,13 +68,11 @@ class Recognizer:
     """
 
     def __init__(self, profile: Profile) -> None:
-        section, basis = profile.sections[0], profile.learned[0].basis
-        everything = torch.arange(section.values)[None]
-        columns = {(unit.layer, unit.is_value): unit.of(everything)[0] for unit in section.units(profile.layout)}
+        basis, columns = profile.learned[0].basis, _columns(profile)
         self._layout = profile.layout
         self._mean, self._sinks = basis.mean, len(basis.sinks)
         self._keys = {layer: own for (layer, is_value), own in columns.items() if not is_value}  # columns [H, D]
-        self._values = columns[0, True].flatten()
+        self._values = _first_values(profile)
         token_map = profile.learned[0].token_map
         self._ids: _IdSearch | None = None
         if profile.token_table is not None and token_map is not None:
@@ -102,12 +102,11 @@ class Recognizer:
         cache.check_range(slots, layers, least=0)
         expected, ids = self._mean[None], None
         if self._ids is not None:
-            values = cache.layer(0, slots)[1].cpu().float().flatten(1) * cache.value_scales[0]
-            values -= self._mean[self._values]
+            values = _values_of(cache, slots) - self._mean[self._values]
             ids = self._ids.nearest(values)
             own = self._predictions.of(ids, self._sinks)  # as if none was a sink, whose values tell their id, too
             predicted = own.rows[torch.from_numpy(own.index)].float()
-            if _explained(values, predicted[:, self._values]):
+            if _explained(values, predicted[:, self._values]).all():
                 expected = expected + predicted[:POSITION_TOKENS]
             else:
                 ids = None
@@ -140,6 +139,37 @@ class Recognizer:
         scores = _scores(together, frequencies * multiple_of, -(-positions // multiple_of))
         best, most = int(scores.argmax()), float(np.abs(together).sum())
         return best * multiple_of if scores[best] > LEAST_AGREEMENT * most else None
+
+
+class IdCheck:
+    """Tells whether ids are those of a cache, by the values of the first layer. Safe to call from several threads.
+
+    Args:
+        profile: one with a token table.
+
+    Raises:
+        InputError: the profile has none.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        table, token_map = profile.token_table, profile.learned[0].token_map
+        if table is None or token_map is None:
+            raise InputError("profile: must have a token table, got one without")
+        self._table, self._values = table, _first_values(profile)
+        self._mean, self._map = profile.learned[0].basis.mean[self._values], token_map.take(self._values)
+
+    def agrees(self, cache: PagedCache, slots: torch.Tensor, ids: I64) -> bool:
+        """Return whether the ids explain the values of most of a few tokens, evenly spread.
+
+        Args:
+            cache: holds the tokens.
+            slots: int64 `[T]` on the cache's device: the slots of the tokens, in order.
+            ids: `[T]`, within the vocabulary.
+        """
+        few = np.unique(np.linspace(0, len(ids) - 1, CHECKED_TOKENS).round().astype(np.int64))
+        values = _values_of(cache, slots[torch.from_numpy(few).to(slots.device)]) - self._mean
+        predicted = self._map.predict(self._table.rows(ids[few])).float()
+        return 2 * int(_explained(values, predicted).sum()) >= len(few)
 
 
 class _IdSearch:
@@ -184,10 +214,27 @@ class _IdSearch:
         return ids
 
 
-def _explained(values: torch.Tensor, predicted: torch.Tensor) -> bool:
-    """Return whether ids explain the values of all tokens, `[T, H * D]` like their predictions."""
+def _columns(profile: Profile) -> dict[tuple[int, bool], torch.Tensor]:
+    """Return where the units of the first section stand in it: `[H, D]` by layer, and by whether they are values."""
+    section = profile.sections[0]
+    everything = torch.arange(section.values)[None]
+    return {(unit.layer, unit.is_value): unit.of(everything)[0] for unit in section.units(profile.layout)}
+
+
+def _first_values(profile: Profile) -> torch.Tensor:
+    """Return where the values of layer 0 stand in the first section, `[H * D]`."""
+    return _columns(profile)[0, True].flatten()
+
+
+def _values_of(cache: PagedCache, slots: torch.Tensor) -> torch.Tensor:
+    """Return the tokens' values in layer 0, float32 `[T, H * D]` on the CPU."""
+    return cache.layer(0, slots)[1].cpu().float().flatten(1) * cache.value_scales[0]
+
+
+def _explained(values: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+    """Return whether its id explains the values of each token, `[T, H * D]` like their predictions."""
     rest = (values - predicted).square().sum(1)
-    return bool((rest < LARGEST_RESIDUAL * values.square().sum(1)).all())
+    return rest < LARGEST_RESIDUAL * values.square().sum(1)
 
 
 def _pairs(x: torch.Tensor, rope: Rope) -> C128:

@@ -16,7 +16,7 @@ from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, sm
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
+from cuvee.codec.codec import Codec, _warn_of_other_ids
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
@@ -24,7 +24,7 @@ from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles import recognition
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.recognition import Recognizer
+from cuvee.codec.profiles.recognition import IdCheck, Recognizer
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +257,41 @@ def test_scores_are_those_of_every_position() -> None:
     for count in (1, 2, 9, 10, 101):
         direct = [(together * np.exp(-1j * p * frequencies)).sum().real for p in range(count)]
         assert np.allclose(recognition._scores(together, frequencies, count), direct)
+
+
+@pytest.mark.parametrize("given", ["right", "shifted", "mostly right", "of a fine-tune"])
+def test_ids_that_the_cache_contradicts_are_told_once(
+    given: str, profile: Profile, chunk: KVChunk, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_of_other_ids.cache_clear()
+    ids = np.array(ids_of(range(TOKENS)))
+    if given == "shifted":  # as by a token of the start that the caller left out
+        ids = np.roll(ids, 1)
+    elif given == "mostly right":
+        ids[: TOKENS // 3] = 7
+    elif given == "of a fine-tune":
+        noise = torch.randn(chunk.values[0].shape, generator=torch.Generator().manual_seed(1))
+        chunk = KVChunk(
+            chunk.keys, (chunk.values[0] + noise * chunk.values[0].std() / 2, *chunk.values[1:]), chunk.layout
+        )
+    codec = Codec(profile, "balanced")
+    for _ in range(2):
+        assert codec.decode(codec.encode(chunk, tokens=ids)).tokens == TOKENS
+    assert caplog.text.count("contradict most of its token ids") == (given == "shifted")
+
+
+def test_the_ids_of_paged_caches_are_checked(
+    profile: Profile, chunk: KVChunk, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_of_other_ids.cache_clear()
+    codec, ids = Codec(profile, "balanced"), np.array(ids_of(range(TOKENS)))
+    cache, at = PagedCache.of_chunk(chunk), slots(128)
+    codec.encode_paged(cache, [at[64:]], [64], tokens=[ids[64:128]])
+    assert not caplog.text
+    codec.encode_paged(cache, [at[:64], at[64:]], [0, 64], tokens=[ids[:64], ids[:64]])
+    assert "contradict most of its token ids" in caplog.text
+
+
+def test_ids_are_checked_with_a_token_table_alone(fitted: Callable[[str, str], Profile]) -> None:
+    with pytest.raises(InputError, match=r"^profile: must have a token table"):
+        IdCheck(fitted("gqa", "layer"))
