@@ -87,7 +87,7 @@ def real_cache(model: str, quick: bool, files: Sequence[Path] = ()) -> BenchCach
 
 
 def model_chunk(model: str, tokens: int) -> KVChunk:
-    """Load a model, and return what it caches of so many tokens of a text, in bfloat16 and without their ids.
+    """Load a model, and return what it caches of so many tokens of a text, in bfloat16, with their ids.
 
     Args:
         model: as in `real_cache`.
@@ -96,8 +96,7 @@ def model_chunk(model: str, tokens: int) -> KVChunk:
     Raises:
         see `load_model`.
     """
-    chunk = _read(_load(model), model, tokens)
-    return KVChunk(chunk.keys, chunk.values, chunk.layout, chunk.start)
+    return _read(_load(model), model, tokens)
 
 
 def _load(model: str) -> Any:

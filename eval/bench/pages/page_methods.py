@@ -153,22 +153,26 @@ class StoredPages:
         pages: the store.
         memory: what it writes to.
         start: position of the first token.
+        call_pages: pages that a call saves. A call does not know what follows its last page.
     """
 
     host: HostPages
     pages: PageStore
     memory: MemoryStore
     start: int
+    call_pages: int
 
     @classmethod
-    def open(cls, host: HostPages, codec: Codec, page_tokens: int, run_pages: int, start: int) -> StoredPages:
-        """Make an empty store for a codec whose `threads` is 1."""
+    def open(
+        cls, host: HostPages, codec: Codec, page_tokens: int, run_pages: int, start: int, call_pages: int | None = None
+    ) -> StoredPages:
+        """Make an empty store for a codec whose `threads` is 1. By default, one call saves all pages."""
         layout = codec.profile.layout
         identity = Identity("bench", "", layout.fingerprint, b"" if codec.lossless else b"profile", codec.quality_name)
         memory = MemoryStore(_MEMORY_BYTES)
         names = PageNames(identity, Scope(), "bench", page_tokens)
         pages = PageStore(codec, memory, names, counts=Counts(), run_pages=run_pages, threads=1)
-        return cls(host, pages, memory, start)
+        return cls(host, pages, memory, start, call_pages or len(host.pages))
 
     @property
     def _names(self) -> list[bytes]:
@@ -180,7 +184,11 @@ class StoredPages:
 
     def save(self) -> None:
         """See `PageMethod`."""
-        self.pages.save(self.host.cache, self.host.slots, self._names, self.start)
+        names, tokens = self._names, len(self.host.slots) // len(self.host.pages)
+        for first in range(0, len(names), self.call_pages):
+            own = names[first : first + self.call_pages]
+            slots = self.host.slots[first * tokens : (first + len(own)) * tokens]
+            self.pages.save(self.host.cache, slots, own, self.start + first * tokens)
 
     def load(self) -> None:
         """See `PageMethod`."""

@@ -1,9 +1,12 @@
 """`cuvee bench pages`: what it costs to move an engine's pages in and out of a store, by page size and arrangement.
 
 The same pages of a real cache lie in memory as SGLang's host pool has them. Methods take turns: a plain copy, zstd over
-byte planes, and `PageStore`, with pages that share blobs of 256 tokens and with a blob per page. One thread, RAM behind
-everything. Nobody tells the store which tokens the pages hold: it recognizes them, which is part of the time.
-Nothing is reported unless the pages came back: exactly, or as the codec restores them.
+byte planes, and `PageStore`, with pages that share blobs of 256 tokens and with a blob per page; in one call, and in a
+call per blob, as by an engine whose tasks hold one chunk. One thread, RAM behind everything. Nobody tells the store
+which tokens the pages hold: it recognizes them, which is part of the time. Nothing is reported unless the pages came
+back: exactly, or as the codec restores them.
+
+What recognition finds, and how fast, is measured apart, for chunks of each page size.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL
+from cuvee.codec.profiles.recognition import Recognizer
 from cuvee.eval.bench.cpu.caches import model_chunk
 from cuvee.eval.bench.pages.page_methods import (
     ARRANGEMENTS,
@@ -44,6 +48,8 @@ TOKENS, QUICK_TOKENS = 1024, 512
 ROUNDS, QUICK_ROUNDS = 9, 3
 COPY, ZSTD = "copy", "zstd -1, byte planes"
 _ALONE = ", a blob per page"
+_SEPARATE = ", a call per blob"
+SEPARATE_QUALITY = "balanced"  # whose pages are also saved in a call per blob
 
 
 def run_pages_bench(
@@ -63,7 +69,8 @@ def run_pages_bench(
         progress: where to list what is being measured; None for nowhere.
 
     Returns:
-        The report, as a dict for JSON: `cases`, one per page size and arrangement, each with `methods`.
+        The report, as a dict for JSON: `cases`, one per page size and arrangement, each with `methods`; `recognition`,
+        one entry per page size, none without a profile.
 
     Raises:
         InputError: a page size out of range; a profile of another model.
@@ -77,7 +84,8 @@ def run_pages_bench(
     say = timed_lines(progress)
     say(f"{model}: its cache")
     with torch_threads(1):
-        chunk = model_chunk(model, tokens)
+        told = model_chunk(model, tokens)
+        chunk = KVChunk(told.keys, told.values, told.layout, told.start)
         given = None if profile is None else Profile.load(profile)
         if given is not None and replace(given.layout, dtype="bfloat16") != chunk.layout:
             raise InputError(f"profile: must be one for {model}, got {profile}, a profile of another model")
@@ -86,9 +94,12 @@ def run_pages_bench(
             for arrangement in ARRANGEMENTS:
                 say(f"pages of {size} tokens, {arrangement}")
                 cases.append(_case(chunk, size, arrangement, given, QUICK_ROUNDS if quick else ROUNDS))
+        say("what is recognized")
+        recognition = [] if given is None else [_recognition(given, told, size) for size in page_tokens]
     return {
         "hardware": hardware("zstandard"), "quick": quick, "model": model,
         "profile": None if profile is None else profile.name, "tokens": tokens, "cases": cases,
+        "recognition": recognition,
     }  # fmt: skip
 
 
@@ -106,6 +117,12 @@ def _case(chunk: KVChunk, page_tokens: int, arrangement: str, profile: Profile |
             methods[name] = method = StoredPages.open(host, codec, page_tokens, run_pages, chunk.start)
             opened.append(method)
             expected[name] = _restored(codec, chunk, page_tokens * run_pages)
+        if quality == SEPARATE_QUALITY:
+            run_pages = max(CHUNK_TOKENS // page_tokens, 1)
+            name = f"cuvee {quality}{_SEPARATE}"
+            methods[name] = method = StoredPages.open(host, codec, page_tokens, run_pages, chunk.start, run_pages)
+            opened.append(method)
+            expected[name] = _restored(codec, chunk, page_tokens * run_pages, follow=False)
     try:
         return {
             "page_tokens": page_tokens, "arrangement": arrangement, "pages": len(host.pages),
@@ -155,11 +172,39 @@ def _measure(
     return entries
 
 
-def _restored(codec: Codec, chunk: KVChunk, tokens: int) -> KVChunk:
-    """Return what the codec restores of a chunk in blobs of so many tokens, whose ids it recognizes."""
+def _recognition(profile: Profile, chunk: KVChunk, tokens: int) -> dict[str, Any]:
+    """Return how many ids and positions are found in chunks of so many tokens, alone, and how fast."""
+    recognizer, cache = Recognizer(profile), PagedCache.of_chunk(chunk)
+    parts = torch.arange(chunk.tokens).split(tokens)
+    recognizer.recognize(cache, parts[0])  # the first call takes longer
+    seconds, positions, ids = [], 0, 0
+    for part in parts:
+        began = time.perf_counter()
+        found = recognizer.recognize(cache, part)
+        seconds.append(time.perf_counter() - began)
+        positions += found.start == chunk.start + int(part[0])
+        if found.token_ids is not None and chunk.token_ids is not None:
+            ids += int((found.token_ids == chunk.token_ids[part[0] : part[-1] + 1]).sum())
+    return {
+        "tokens": tokens, "chunks": len(parts), "positions": positions / len(parts), "ids": ids / chunk.tokens,
+        "mb_per_s": Timing.of(seconds).per_second(chunk.nbytes / len(parts) / 1e6),
+    }  # fmt: skip
+
+
+def _restored(codec: Codec, chunk: KVChunk, tokens: int, follow: bool = True) -> KVChunk:
+    """Return what the codec restores of a chunk in blobs of so many tokens, whose ids it recognizes.
+
+    Args:
+        codec: codes the blobs.
+        chunk: what is coded.
+        tokens: per blob.
+        follow: whether each blob is coded as one that others follow.
+    """
     restored = []
     for first in range(0, chunk.tokens, tokens):
         part, ids = chunk.slice(first, min(first + tokens, chunk.tokens)), None
+        if not follow:
+            part = KVChunk(part.keys, part.values, part.layout, part.start)
         if codec.recognizer is not None:
             found = codec.recognizer.recognize(PagedCache.of_chunk(part), torch.arange(part.tokens), part.start)
             ids = found.token_ids

@@ -22,19 +22,42 @@ NOTE = (
 def print_pages_report(report: dict[str, Any], console: Console) -> None:
     """Print a report as a table."""
     console.print(_machine(report), style="dim", highlight=False)
-    table = _table(report)
-    console.print(table.for_terminal(tight=False, wrap=False))
-    console.print(f"{table.note}\n", highlight=False)
+    for table in _tables(report):
+        console.print(table.for_terminal(tight=False, wrap=False))
+        console.print(f"{table.note}\n", highlight=False)
 
 
 def pages_markdown(report: dict[str, Any]) -> str:
     """A report as GitHub-flavored Markdown."""
-    table = _table(report)
-    section = ReportSection("", table.title, [ReportTable(table.columns, table.rows, "", table.note)])
-    return markdown_document("cuvee bench pages", [_machine(report)], [section], {})
+    sections = [
+        ReportSection("", table.title, [ReportTable(table.columns, table.rows, "", table.note)])
+        for table in _tables(report)
+    ]
+    return markdown_document("cuvee bench pages", [_machine(report)], sections, {})
 
 
-def _table(report: Mapping[str, Any]) -> ReportTable:
+def _tables(report: Mapping[str, Any]) -> list[ReportTable]:
+    return [_methods(report), *([_recognition(report)] if report["recognition"] else [])]
+
+
+def _recognition(report: Mapping[str, Any]) -> ReportTable:
+    rows = [
+        [
+            str(entry["tokens"]), str(entry["chunks"]), f"{entry['ids']:.1%}", f"{entry['positions']:.1%}",
+            f"{entry['mb_per_s']['median']:,.0f}",
+        ]
+        for entry in report["recognition"]
+    ]  # fmt: skip
+    return ReportTable(
+        ["tokens", "chunks", "right ids", "right positions", "MB/s"],
+        rows,
+        "What recognition finds",
+        "Shares of the tokens whose ids are right, and of the chunks whose positions are. The positions may be any: "
+        "nobody says that pages begin at multiples of their size.",
+    )
+
+
+def _methods(report: Mapping[str, Any]) -> ReportTable:
     rows = []
     for case in report["cases"]:
         for entry in case["methods"]:

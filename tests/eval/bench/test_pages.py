@@ -5,18 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tests.recognizing import TOKENS, cached, ids_of, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.eval.bench.pages import pages_bench
-from cuvee.eval.bench.pages.page_methods import ARRANGEMENTS, CopiedPages, HostPages
+from cuvee.eval.bench.pages.page_methods import ARRANGEMENTS, CopiedPages, HostPages, StoredPages
 from cuvee.eval.bench.pages.pages_bench import COPY, QUICK_ROUNDS, QUICK_TOKENS, ZSTD, run_pages_bench
 from cuvee.eval.bench.pages.pages_tables import pages_markdown, print_pages_report
+from cuvee.integrations.pages import PageStore
 
 LAYOUT = KVLayout(
     "test", (LayerLayout(2, 16, 16, Rope(tuple(10.0 ** -(i / 2) for i in range(8)))),) * 3, "bfloat16", 4096
@@ -63,7 +67,8 @@ def test_the_report(model: None, tmp_path: Path) -> None:
     for case in report["cases"]:
         methods = {entry["method"]: entry for entry in case["methods"]}
         alone = [name for name in methods if name.endswith(", a blob per page")]
-        assert len(methods) == 6 + len(alone) and len(alone) == (4 if case["page_tokens"] == 64 else 0)
+        assert len(methods) == 7 + len(alone) and len(alone) == (4 if case["page_tokens"] == 64 else 0)
+        assert "cuvee balanced, a call per blob" in methods
         assert methods[COPY]["bits_per_value"] == 16
         assert methods["cuvee balanced"]["bits_per_value"] < methods["cuvee lossless"]["bits_per_value"] < 16
         for entry in methods.values():
@@ -73,9 +78,53 @@ def test_the_report(model: None, tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     print_pages_report(report, console)
     text, markdown = console.export_text(), pages_markdown(report)
-    for shown in ("page_first_direct", "cuvee balanced, a blob per page", "zstd -1, byte planes", "one thread"):
+    for shown in (
+        "page_first_direct",
+        "cuvee balanced, a blob per page",
+        "cuvee balanced, a call per blob",
+        "zstd -1, byte planes",
+        "one thread",
+    ):
         assert shown in text and shown in markdown
     assert markdown.startswith("# cuvee bench pages")
+    (entry, _) = report["recognition"]
+    # The keys of this cache are noise, and its profile has no token table.
+    assert (entry["tokens"], entry["chunks"], entry["ids"], entry["positions"]) == (64, QUICK_TOKENS // 64, 0, 0)
+    assert "What recognition finds" in text and "What recognition finds" in markdown
+
+
+def test_what_is_recognized_is_counted() -> None:
+    told = cached(small_model())
+    ids = np.array(ids_of(range(TOKENS)))
+    told = KVChunk(told.keys, told.values, told.layout, told.start, ids)
+    found = pages_bench._recognition(learned_profile(), told, 100)
+    assert (found["chunks"], found["ids"], found["positions"]) == (3, 1, 1) and found["mb_per_s"]["median"] > 0
+    ids[5] = 0
+    moved = KVChunk(told.keys, told.values, told.layout, told.start + 1, ids)
+    found = pages_bench._recognition(learned_profile(), moved, 100)
+    assert (found["ids"], found["positions"]) == (1 - 1 / TOKENS, 0)
+
+
+def test_a_call_saves_so_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, calls = chunk(64), []
+    host = HostPages(own, 8, "page_first")
+    saving = PageStore.save
+
+    def save(self: PageStore, cache: Any, slots: torch.Tensor, names: Any, start: int) -> list[bool]:
+        calls.append((len(names), start, slots.tolist()))
+        return saving(self, cache, slots, names, start)
+
+    monkeypatch.setattr(PageStore, "save", save)
+    stored = StoredPages.open(host, Codec.without_profile(LAYOUT), 8, 2, own.start, call_pages=3)
+    stored.save()
+    host.erase()
+    stored.load()
+    stored.pages.close()
+    first = own.start
+    assert [call[:2] for call in calls] == [(3, first), (3, first + 24), (2, first + 48)]
+    assert [slot for call in calls for slot in call[2]] == list(range(64))
+    back = host.cache.read(host.slots, first)
+    assert all(map(torch.equal, back.keys + back.values, own.keys + own.values))
 
 
 def test_without_a_profile_only_lossless_is_measured(model: None) -> None:
