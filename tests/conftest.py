@@ -85,6 +85,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("GPT2Config", {}),
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
+    "gpt_oss": ("GptOssConfig", {**_HEAD, **_SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "llama": ("LlamaConfig", _HEAD),
     "llama-linear": (
         "LlamaConfig",

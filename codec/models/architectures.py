@@ -43,6 +43,7 @@ _FAMILIES: dict[str, _Family] = {
     "gemma3_text": _Family("gemma3.Gemma3RotaryEmbedding"),
     "gpt2": _Family(None, grouped=False),
     "gpt_neox": _Family("gpt_neox.GPTNeoXRotaryEmbedding", grouped=False),
+    "gpt_oss": _Family("gpt_oss.GptOssRotaryEmbedding"),
     "llama": _Family("llama.LlamaRotaryEmbedding"),
     "mistral": _Family("mistral.MistralRotaryEmbedding"),
     "mixtral": _Family("mixtral.MixtralRotaryEmbedding"),
