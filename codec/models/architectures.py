@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,33 @@ from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 
 
+def _every_layer(config: Any, index: int) -> bool:
+    return True
+
+
+def _listed_layers(config: Any, index: int) -> bool:
+    listed = config.no_rope_layers  # in spite of its name, 1 for each layer with RoPE
+    if len(listed) != config.num_hidden_layers:
+        raise InputError(
+            f"hf_config.no_rope_layers: must have an entry for each of {config.num_hidden_layers} layers, got "
+            f"{len(listed)}: correct the model's config.json"
+        )
+    return bool(listed[index])
+
+
+def _windows_only(config: Any, index: int) -> bool:
+    return config.sliding_window is not None and config.layer_types[index] == "sliding_attention"
+
+
+def _windows_if_any(config: Any, index: int) -> bool:
+    return config.sliding_window is None or config.layer_types[index] == "sliding_attention"
+
+
 class _Family(NamedTuple):
     """A model family whose cached keys were checked against transformers.
 
     rotary: "module.Class" of its rotary embedding; None for absolute positions.
+    rotates: whether a layer of a configuration rotates its keys.
     grouped: whether the model reads num_key_value_heads and head_dim; other models ignore these entries.
     latent: "module.Class" of its attention, if that is multi-head latent attention (`cuvee.codec.models.latents`).
     """
@@ -29,29 +52,58 @@ class _Family(NamedTuple):
     interleaved: bool = False
     grouped: bool = True
     latent: str | None = None
+    rotates: Callable[[Any, int], bool] = _every_layer
 
 
 _FAMILIES: dict[str, _Family] = {
+    "apertus": _Family("apertus.ApertusRotaryEmbedding"),
+    "arcee": _Family("arcee.ArceeRotaryEmbedding"),
+    "bitnet": _Family("bitnet.BitNetRotaryEmbedding"),
     "cohere": _Family("cohere.CohereRotaryEmbedding", interleaved=True),
+    "cohere2": _Family("cohere2.Cohere2RotaryEmbedding", interleaved=True, rotates=_windows_only),
     # The second version keeps the pairs of its weights, the third sorts them before it rotates.
     "deepseek_v2": _Family(
         "deepseek_v2.DeepseekV2RotaryEmbedding", interleaved=True, latent="deepseek_v2.DeepseekV2Attention"
     ),
     "deepseek_v3": _Family("deepseek_v3.DeepseekV3RotaryEmbedding", latent="deepseek_v3.DeepseekV3Attention"),
+    "dots1": _Family("dots1.Dots1RotaryEmbedding"),
+    "ernie4_5": _Family("ernie4_5.Ernie4_5RotaryEmbedding", interleaved=True),
+    "ernie4_5_moe": _Family("ernie4_5_moe.Ernie4_5_MoeRotaryEmbedding", interleaved=True),
+    "exaone4": _Family("exaone4.Exaone4RotaryEmbedding", rotates=_windows_if_any),
     "gemma": _Family("gemma.GemmaRotaryEmbedding"),
     "gemma2": _Family("gemma2.Gemma2RotaryEmbedding"),
     "gemma3_text": _Family("gemma3.Gemma3RotaryEmbedding"),
+    "glm": _Family("glm.GlmRotaryEmbedding", interleaved=True),
+    "glm4": _Family("glm4.Glm4RotaryEmbedding", interleaved=True),
+    "glm4_moe": _Family("glm4_moe.Glm4MoeRotaryEmbedding"),
     "gpt2": _Family(None, grouped=False),
     "gpt_neox": _Family("gpt_neox.GPTNeoXRotaryEmbedding", grouped=False),
     "gpt_oss": _Family("gpt_oss.GptOssRotaryEmbedding"),
+    "granite": _Family("granite.GraniteRotaryEmbedding"),
+    "granitemoe": _Family("granitemoe.GraniteMoeRotaryEmbedding"),
+    "helium": _Family("helium.HeliumRotaryEmbedding", interleaved=True),
     "llama": _Family("llama.LlamaRotaryEmbedding"),
+    "minimax_m2": _Family("minimax_m2.MiniMaxM2RotaryEmbedding"),
+    "ministral": _Family("ministral.MinistralRotaryEmbedding"),
+    "ministral3": _Family("ministral3.Ministral3RotaryEmbedding"),
     "mistral": _Family("mistral.MistralRotaryEmbedding"),
     "mixtral": _Family("mixtral.MixtralRotaryEmbedding"),
+    "nemotron": _Family("nemotron.NemotronRotaryEmbedding"),
+    "olmo": _Family("olmo.OlmoRotaryEmbedding"),
+    "olmo2": _Family("olmo2.Olmo2RotaryEmbedding"),
+    "olmo3": _Family("olmo3.Olmo3RotaryEmbedding"),
+    "olmoe": _Family("olmoe.OlmoeRotaryEmbedding"),
+    "opt": _Family(None, grouped=False),
+    "phi": _Family("phi.PhiRotaryEmbedding"),
     "phi3": _Family("phi3.Phi3RotaryEmbedding"),
     "qwen2": _Family("qwen2.Qwen2RotaryEmbedding"),
     "qwen2_moe": _Family("qwen2_moe.Qwen2MoeRotaryEmbedding"),
     "qwen3": _Family("qwen3.Qwen3RotaryEmbedding"),
     "qwen3_moe": _Family("qwen3_moe.Qwen3MoeRotaryEmbedding"),
+    "seed_oss": _Family("seed_oss.SeedOssRotaryEmbedding"),
+    "smollm3": _Family("smollm3.SmolLM3RotaryEmbedding", rotates=_listed_layers),
+    "stablelm": _Family("stablelm.StableLmRotaryEmbedding"),
+    "starcoder2": _Family("starcoder2.Starcoder2RotaryEmbedding"),
 }
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -83,9 +135,9 @@ def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, An
     max_positions = _max_positions(config)
     dtype_name = _dtype_name(config.dtype if dtype is None else dtype)
     family = _FAMILIES[config.model_type]
-    layer_types = _layer_types(config)
-    kinds = list(dict.fromkeys(layer_types))
-    ropes = _ropes(config, family, kinds)
+    layers = [(layer_type, family.rotates(config, index)) for index, layer_type in enumerate(_layer_types(config))]
+    kinds = list(dict.fromkeys(layers))
+    ropes = _ropes(config, family, [layer_type for layer_type, rotates in kinds if rotates])
     heads = config.num_attention_heads
     kv_heads = (family.grouped and getattr(config, "num_key_value_heads", None)) or heads
     head_dim = (family.grouped and getattr(config, "head_dim", None)) or config.hidden_size // heads
@@ -99,12 +151,12 @@ def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, An
                 "kv_heads": kv_heads,
                 "head_dim": head_dim,
                 "value_dim": value_dim,
-                "rope": ropes[kind],
-                "sliding_window": config.sliding_window if kind == "sliding_attention" else None,
+                "rope": ropes[layer_type] if rotates else None,
+                "sliding_window": config.sliding_window if layer_type == "sliding_attention" else None,
             }
-            for kind in kinds
+            for layer_type, rotates in kinds
         ],
-        "layers": [kinds.index(layer_type) for layer_type in layer_types],
+        "layers": [kinds.index(layer) for layer in layers],
         "dtype": dtype_name,
         "max_positions": max_positions,
     }

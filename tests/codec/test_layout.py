@@ -51,8 +51,8 @@ def test_frequencies_are_float32() -> None:
     assert Rope((0.1,)).inv_freq == (torch.tensor(0.1).item(),)
 
 
-def test_json_is_exact(family: str, tiny_config: Callable[..., Any]) -> None:
-    layout = KVLayout.from_config(tiny_config(family), dtype="bfloat16")
+def test_json_is_exact(any_family: str, tiny_config: Callable[..., Any]) -> None:
+    layout = KVLayout.from_config(tiny_config(any_family), dtype="bfloat16")
     again = KVLayout.from_json(layout.to_json())
     assert again == layout
     assert again.fingerprint == layout.fingerprint
@@ -250,6 +250,22 @@ def test_gemma3_ropes_differ_by_layer(tiny_config: Callable[..., Any]) -> None:
     assert sliding.rope.inv_freq[0] == 1.0 and full.rope.inv_freq[0] == 0.125
 
 
+def test_some_layers_do_not_rotate(tiny_config: Callable[..., Any]) -> None:
+    def rotating(family: str, **changes: Any) -> list[bool]:
+        layout = KVLayout.from_config(tiny_config(family, **changes), "float32")
+        return [layer.rope is not None for layer in layout.layers]
+
+    assert rotating("smollm3", no_rope_layers=[0, 1]) == [False, True]
+    assert rotating("smollm3", no_rope_layers=None, no_rope_layer_interval=2) == [True, False]
+    assert rotating("cohere2") == [True, False]
+    assert rotating("exaone4") == [False, True]
+    assert rotating("exaone4-full") == [True, True]  # without windows, all layers do
+    both = tiny_config("smollm3", no_rope_layers=[1, 0])
+    both.no_rope_layers = [1]
+    with pytest.raises(InputError, match=r"^hf_config\.no_rope_layers: must have an entry for each of 2 layers, got 1"):
+        KVLayout.from_config(both, "float32")
+
+
 LONG = [1.0, 2.0, 3.0, 4.0]
 
 
@@ -279,7 +295,7 @@ LONG = [1.0, 2.0, 3.0, 4.0]
             ),
             "qwen2_vl_text: .*M-RoPE",
         ),
-        (transformers.OPTConfig, "opt: not among the model types .*cohere, .*gemma, .*llama"),
+        (transformers.XGLMConfig, "xglm: not among the model types .*cohere, .*gemma, .*llama"),
         (
             lambda: transformers.Gemma3TextConfig(use_bidirectional_attention=True),
             "gemma3_text: bidirectional",

@@ -517,9 +517,9 @@ def test_what_cannot_work_fails_before_weights_are_read(
     tiny_config("llama").save_pretrained(tmp_path / "llama")
     with pytest.raises(ProfileMismatchError, match="heads, sizes"):
         CuveeLM(tmp_path / "llama", profile=other)
-    transformers.OPTConfig().save_pretrained(tmp_path / "opt")
-    with pytest.raises(UnsupportedModelError, match="opt"):
-        CuveeLM(tmp_path / "opt", method=Uncompressed())
+    transformers.XGLMConfig().save_pretrained(tmp_path / "xglm")
+    with pytest.raises(UnsupportedModelError, match="xglm"):
+        CuveeLM(tmp_path / "xglm", method=Uncompressed())
     with pytest.raises(FileNotFoundError):
         CuveeLM(tmp_path / "llama", profile=tmp_path / "none.safetensors")
 
