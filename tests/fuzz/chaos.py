@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
 
 from tests.integrations.stores.dict_store import DictStore
-from tests.integrations.vllm.engines import Answer, distance, environment, import_vllm, run_script
+from tests.integrations.vllm.engines import Answer, distance, import_vllm, run_script
 from tests.integrations.vllm.faults import BLOCK, CHUNK, Driven
 from tests.integrations.vllm.injection import POINTS, Injector, kept
 
@@ -395,10 +394,9 @@ def chaos(seconds: float, seed: int, folder: Path) -> dict[str, Any]:
         Wrong: something is not as it must be.
     """
     results = folder / "results.json"
-    path = os.pathsep.join((environment()["PYTHONPATH"], str(Path(__file__).parents[2])))
     status, log = run_script(
         folder, __file__, "--within", str(results), "--seconds", str(seconds), "--seed", str(seed),
-        timeout=3 * MOST_LONGER * seconds + 400, PYTHONPATH=path, CUVEE_CHAOS_KEY="0123456789abcdef" * 2,
+        timeout=3 * MOST_LONGER * seconds + 400, CUVEE_CHAOS_KEY="0123456789abcdef" * 2,
         ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16",
     )  # fmt: skip
     if status != 0:

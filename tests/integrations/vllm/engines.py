@@ -1,7 +1,7 @@
 """Real vLLM engines for tests: each lives in a process of its own, which is told what to do by JSON.
 
     run_engines(folder, engines) -> {name: Ran}     this file, run as a script: several engines, one after the other
-    run_script(folder, script, ...) -> (status, log)
+    run_script(folder, script, ...) -> (status, log)        forked where vLLM is imported already, see `forking`
     Server(model, ...)                              the OpenAI server, on a free port
 
 pytest itself never imports vLLM: it starts threads, pins cores and keeps global state.
@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import pytest
+from tests.integrations.vllm.forking import run_forked
 
-SOURCES = Path(__file__).parents[3] / "src"
+ROOT = Path(__file__).parents[3]
 MAX_MODEL_LEN = 512
 _KV_BYTES = 64 << 20
 _START_SECONDS = 400.0
@@ -165,7 +166,7 @@ class EngineFailure(AssertionError):
 def environment(**changes: str) -> dict[str, str]:
     """Of a process with an engine: offline, one thread, not pinned to a core, engine and caller in one process."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join(filter(None, (str(SOURCES), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"), str(ROOT))))
     return {
         **inherited,
         "PYTHONPATH": path,
@@ -180,13 +181,16 @@ def environment(**changes: str) -> dict[str, str]:
     }
 
 
-def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 600.0, **variables: str) -> Results:
+def run_engines(
+    folder: Path, engines: Sequence[Engine], timeout: float = 600.0, forked: bool = True, **variables: str
+) -> Results:
     """Run engines one after the other in a new process; `variables` change its environment.
 
     Args:
         folder: for the files of this run; made.
         engines: with names of their own.
         timeout: seconds.
+        forked: as of `run_script`.
         variables: of the environment.
 
     Raises:
@@ -197,14 +201,15 @@ def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 600.0,
     write_order(order, engines)
     # With AMX, oneDNN rounds a product of bfloat16 otherwise in a batch of another size. The attention keeps AMX.
     variables.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    status, text = run_script(folder, __file__, str(order), str(results), timeout=timeout, **variables)
+    arguments = (str(order), str(results))
+    status, text = run_script(folder, __file__, *arguments, timeout=timeout, forked=forked, **variables)
     if status != 0:
         raise EngineFailure(f"engines {', '.join(engine.name for engine in engines)}: {status}\n{_last(text)}")
     return read_results(results, text)
 
 
 def run_script(
-    folder: Path, script: str, *arguments: str, timeout: float = 600.0, **variables: str
+    folder: Path, script: str, *arguments: str, timeout: float = 600.0, forked: bool = True, **variables: str
 ) -> tuple[int | str, str]:
     """Run a script that starts engines in a new process: its exit status, or that it took too long, and its output.
 
@@ -213,15 +218,19 @@ def run_script(
         script: path.
         arguments: of the script.
         timeout: seconds.
+        forked: from a process that has imported vLLM, which saves seven seconds. False for a process that is to find
+            what another one stored: only that has other hashes of strings, and other addresses.
         variables: of the environment.
     """
-    log = folder / "log.txt"
+    log, environ = folder / "log.txt", environment(**variables)
+    if forked:
+        return run_forked([script, *arguments], folder, environ, log, timeout), log.read_text(errors="replace")
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, script, *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(**variables),
+            env=environ,
             cwd=folder,
             start_new_session=True,
         )
@@ -600,6 +609,9 @@ def import_vllm() -> None:
         return found if isinstance(found, Mapping) else {}
 
     dispatcher.vars = mapping
+    # It asks another process, which imports all of it again, what a model can do: a GPU must not be used before a fork.
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def start_engine(model: str | Path, **options: Any) -> Any:

@@ -35,7 +35,6 @@ from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import RedisServer, redis_server, wait_until
 from tests.integrations.vllm.engines import (
     cuvee,
-    environment,
     import_vllm,
     mark,
     run_script,
@@ -46,7 +45,6 @@ from tests.integrations.vllm.engines import (
 
 from cuvee.integrations.stores import Store, open_store
 
-ROOT = Path(__file__).parents[3]
 BLOCK, CHUNK = 32, 64
 CHUNKS = 5  # of a usual prompt
 BLOCKS = 34  # of the engine's cache: one prompt of MAX_LEN, or a few usual ones
@@ -1314,10 +1312,7 @@ def run_group(group: str, folder: Path, model: Path, *arguments: str, **variable
         arguments: of the group.
         variables: of the environment.
     """
-    path = os.pathsep.join((environment()["PYTHONPATH"], str(ROOT)))
-    return run_script(
-        folder, __file__, group, str(folder), str(model), *arguments, timeout=PATIENCE, PYTHONPATH=path, **variables
-    )
+    return run_script(folder, __file__, group, str(folder), str(model), *arguments, timeout=PATIENCE, **variables)
 
 
 def _main(group: str, folder: Path, model: Path, *arguments: str) -> None:

@@ -271,7 +271,7 @@ def loaded(
     balanced = cuvee(store("balanced"), **BALANCED, profile=profile)
     options = {"max_logprobs": -1, "kv_transfer_config": balanced}
     engines.append(Engine("balanced", models["books"], [known, replace(next_tokens(passages), forget=True)], options))
-    return run_engines(folder / "loaded", engines)
+    return run_engines(folder / "loaded", engines, forked=False)
 
 
 def conversation(ran: Ran) -> list[int]:

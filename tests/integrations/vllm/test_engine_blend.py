@@ -268,6 +268,7 @@ def later(folder: Path, models: dict[str, Path], first: Results) -> Results:
             Engine("later", models["llama"], LATER, connector(store)),
             Engine("damaged", models["llama"], LATER, connector(damaged)),
         ],
+        forked=False,
     )
 
 

@@ -119,6 +119,7 @@ def engines(folder: Path, model: Path, learned: Profile) -> dict[str, Ran]:
             Engine("loaded", model, more, ours("store")),
             Engine("after waiting", model, [AGAIN], ours("waiting-store")),
         ],
+        forked=False,
     )
     return {**first, **second}
 

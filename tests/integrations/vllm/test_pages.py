@@ -13,7 +13,6 @@ On a CPU with AMX the engine packs pages of bfloat16 in tiles; on any other thes
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,6 @@ import torch
 from tests.integrations.vllm.engines import (
     Step,
     cuvee,
-    environment,
     import_vllm,
     need_vllm,
     run_script,
@@ -41,7 +39,6 @@ from cuvee.integrations.vllm.messages import Load, Save
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 # dtype, tokens of a block and of a chunk, model
 CASES = {
     "bfloat16-32": ("bfloat16", 32, "llama"),
@@ -82,8 +79,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     for family in {family for _, _, family in CASES.values()}:
         save_tiny_model(family, folder / family)
     results = folder / "results.json"
-    path = os.pathsep.join((environment()["PYTHONPATH"], str(ROOT)))
-    status, log = run_script(folder, __file__, str(folder), str(results), PYTHONPATH=path)
+    status, log = run_script(folder, __file__, str(folder), str(results))
     assert status == 0, log[-4000:]
     return {name: Seen(**one) for name, one in json.loads(results.read_text()).items()}
 
