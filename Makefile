@@ -46,7 +46,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 $(PYTHON); do \
 	"$$p" -c pass 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup model demo check quick compat test lint format docs dist report bench fuzz soak chaos ptx redis compiler real clean
+.PHONY: help setup model demo check quick compat test lint format docs dist report bench fuzz soak chaos ptx redis compiler real rewritten clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,11 @@ real: setup
 	@$(BIN)/python -m cuvee.codec.data.real_model >/dev/null \
 		|| echo "the real model is not here: the tests marked real will be skipped" >&2
 
+# Before the tests, too: pytest rewrites the asserts of every test file, and each worker would do so for all of them,
+# which takes twelve seconds. What fails here fails again there, and is shown.
+rewritten: setup
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
+
 demo: setup  ## compress the cache of the bundled model and show what it costs
 	$(BIN)/cuvee demo
 
@@ -104,7 +109,7 @@ quick: setup
 # Before the engine is there, as a user's environment is. What fetches things goes on beside it.
 test: setup  ## lint and the whole test suite
 	$(MAKE) --no-print-directory redis compiler
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint real
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint real rewritten
 	$(MAKE) --no-print-directory $(ENGINE_STAMP)
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
