@@ -116,7 +116,7 @@ def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: 
     at = _parse(data, end, channels, tokens, planes, slots)
     if at < 0:
         return none
-    steps = 0
+    steps = np.int64(0)
     coded = 0
     for i in range(len(channels)):
         if planes[i, _CODED]:
@@ -128,7 +128,10 @@ def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: 
         if at == end:
             found[_STEPS] = 0
         return none
-    if not part.find_part(data, at, end, tokens, steps, steps, part.NO_CLASSES, 0, found) or found[part.LISTED]:
+    if (
+        not part.find_part(data, at, end, tokens, steps, steps, part.NO_CLASSES, np.int64(0), found)
+        or found[part.LISTED]
+    ):
         return none
     found[_STEPS] = steps
     return stream_words(data, found, tokens)
@@ -242,7 +245,8 @@ def _write(  # type: ignore[no-untyped-def]
                                 row[t] = np.uint8(source[position[t]] + reference)
                     else:
                         begin = planes[plane, _AT] + channel * tokens + start
-                        row[:] = data[begin : begin + width]
+                        for t in range(width):
+                            row[t] = data[begin + t]
                     for t in range(width):
                         word[t] |= np.uint32(row[t]) << shift
                 target = tile[i]
@@ -281,8 +285,9 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
     if found[_STEPS]:
         order = np.empty(width + MAX_TOKENS_PER_STREAM - 1, np.int64)
         columns = decode_planes(
-            data, words_at, start, stop, found, found[_STEPS], tables, slots, PROB_BITS, order, scratch, problem
-        )
+            data, words_at, start, stop, found, found[_STEPS], tables, slots, np.int64(PROB_BITS), order, scratch,
+            problem,
+        )  # fmt: skip
         if columns < 0:
             return False
         per_stream = 1 << found[part.LOG2]

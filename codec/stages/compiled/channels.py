@@ -163,7 +163,7 @@ def _index(  # type: ignore[no-untyped-def]
                 low[channel] = planes
                 tables[planes] = (low_table + shift[channel]) << bits
                 planes += 1
-    if at < 0 or not part.find_part(data, at, end, tokens, planes, coded, part.NO_CLASSES, 0, found):
+    if at < 0 or not part.find_part(data, at, end, tokens, planes, coded, part.NO_CLASSES, np.int64(0), found):
         return np.empty(0, np.uint32)
     for number in range(found[part.LISTED]):
         escapes_of[read_u32(data, found[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW] += 1
@@ -300,7 +300,9 @@ def _decode(  # type: ignore[no-untyped-def]
         if low[channel] >= 0:
             low_places[channel] = low[channel] * columns
     own = (high, low, places, low_places, shift, one, more, scale, mean, predicted)
-    escapes = _place_unit(data, found, tokens, start, scratch, columns, order, own, step, 0, first_row, keys, cos, sin)
+    escapes = _place_unit(
+        data, found, tokens, start, scratch, columns, order, own, step, np.int64(0), first_row, keys, cos, sin
+    )
     if escapes < 0:
         return _ESCAPES
     more_escapes = _place_unit(

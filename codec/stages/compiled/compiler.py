@@ -46,7 +46,10 @@ _STAMP = source_stamp(_FOLDERS)
 def compiled(function: Callable[..., Any]) -> Any:
     """Return the function, to be compiled at its first call. It releases the GIL.
 
-    Without a usable cache, the call works but compilation costs time.
+    Without a usable cache, the call works but compilation costs time. Two things make that longer. A number that is
+    written in a call, or that a variable holds before a loop changes it, is a type of its own: the function that is
+    called is compiled for it, and again for others, so loops here write `np.int64(0)`. And to assign an array to a
+    slice compiles the message of the error for other shapes, which takes seconds: loops copy entry by entry.
     """
     return _cached(nb.njit(nogil=True)(function))
 

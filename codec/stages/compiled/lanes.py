@@ -10,6 +10,8 @@ r S … r S + S - 1, one of each stream. The class of its column determines how 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cuvee.codec.stages.compiled.coder_steps import (
@@ -150,9 +152,10 @@ def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, 
     of_class = np.zeros(FLIGHT * WIDTH, np.uint32)  # where the tables of each lane's class begin
     spare = np.empty(WIDTH, np.uint8)
     slot = np.zeros((FLIGHT, _SLOT_FIELDS), np.int64)
-    flying = following = 0
+    q: Any  # mypy takes Numba's integers for Python's
+    flying = following = np.int64(0)
     while True:
-        q = 0
+        q = np.int64(0)
         while q < flying or (q < FLIGHT and following < len(groups)):
             if q == flying:
                 _load(slot, q, following, groups, sections, states, starts, x, at)
@@ -171,7 +174,8 @@ def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, 
                 flying -= 1
                 if q == flying:
                     break
-                slot[q] = slot[flying]
+                for field in range(_SLOT_FIELDS):
+                    slot[q, field] = slot[flying, field]
                 for lane in range(WIDTH):
                     x[q * WIDTH + lane] = x[flying * WIDTH + lane]
                     at[q * WIDTH + lane] = at[flying * WIDTH + lane]
@@ -279,10 +283,11 @@ def encode_lanes(  # type: ignore[no-untyped-def]
     base = np.zeros(FLIGHT * WIDTH, np.uint32)
     of_class = np.zeros(FLIGHT * WIDTH, np.uint32)  # where the tables of each lane's class begin
     slot = np.zeros((FLIGHT, _BACK_FIELDS), np.int64)
-    flying = following = 0
+    q: Any  # mypy takes Numba's integers for Python's
+    flying = following = np.int64(0)
     logged = 0
     while True:
-        q = 0
+        q = np.int64(0)
         while q < flying or (q < FLIGHT and following < len(groups)):
             if q == flying:
                 _start(slot, q, following, groups, capacity, x, at)
@@ -307,14 +312,16 @@ def encode_lanes(  # type: ignore[no-untyped-def]
                 flying -= 1
                 if q == flying:
                     break
-                slot[q] = slot[flying]
+                for field in range(_BACK_FIELDS):
+                    slot[q, field] = slot[flying, field]
                 for lane in range(WIDTH):
                     x[q * WIDTH + lane] = x[flying * WIDTH + lane]
                     of_class[q * WIDTH + lane] = of_class[flying * WIDTH + lane]
                     first = (q * WIDTH + lane) * capacity
                     other = (flying * WIDTH + lane) * capacity
                     count = np.int64(at[flying * WIDTH + lane]) - other
-                    spare[first : first + count] = spare[other : other + count]
+                    for i in range(count):
+                        spare[first + i] = spare[other + i]
                     at[q * WIDTH + lane] = first + count
             q += 1
         if not flying:
@@ -354,6 +361,7 @@ def collect_words(log, begins, lengths, words):  # type: ignore[no-untyped-def]
     filled = np.int64(0)
     for stream in range(len(lengths)):
         count = np.int64(lengths[stream])
-        words[filled : filled + count] = log[begins[stream] : begins[stream] + count]
+        for i in range(count):
+            words[filled + i] = log[begins[stream] + i]
         filled += count
     return filled

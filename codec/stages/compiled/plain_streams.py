@@ -55,7 +55,7 @@ def decode_planes(  # type: ignore[no-untyped-def]
     depth = np.zeros(ABSENT + 1, np.int32)
     depth[:ABSENT] = planes
     groups = np.empty((end - first, lanes.GROUP_FIELDS), np.int64)
-    listed = list_groups(0, 0, column, 1 << log2, column, groups, 0)
+    listed = list_groups(np.int64(0), np.int64(0), column, 1 << log2, column, groups, np.int64(0))
     bad = decode_lanes(
         groups[:listed], fields, states, words_at[first:end], words_at[first + 1 : end + 1], data, columns, depth,
         tables, slots, bits, out,

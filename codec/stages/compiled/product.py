@@ -211,16 +211,20 @@ def _list_entries(y, rows, coefficients, begins):  # type: ignore[no-untyped-def
         slab = 0
         for row in range(0, depth, WIDTH):
             if row % SLAB == 0:
-                begins[begin : begin + WIDTH, slab] = counts
+                for t in range(WIDTH):
+                    begins[begin + t, slab] = counts[t]
                 slab += 1
             high = min(WIDTH, depth - row)
             if size == WIDTH and high == WIDTH:
                 list_step(y_, row * width + begin, width, row, counts, rows, coefficients, begin * pitch, pitch)
             else:
                 edge[:] = 0
-                edge[:high, :size] = y[row : row + high, begin : begin + size]
+                for k in range(high):
+                    for t in range(size):
+                        edge[k, t] = y[row + k, begin + t]
                 list_step(edge_, 0, WIDTH, row, counts, rows, coefficients, begin * pitch, pitch)
-        begins[begin : begin + WIDTH, slab] = counts
+        for t in range(WIDTH):
+            begins[begin + t, slab] = counts[t]
     for slab in range(begins.shape[1] - 1):
         there = 0
         for t in range(width):
@@ -267,6 +271,8 @@ def _add_entries(rows, coefficients, begins, dense, tiles, values, depth, x, col
                     add_rows(tiles, tile + i, tile_stride, rows, coefficients, begin, end, x_, to + i)
                     i += WIDTH
                 if i < size:
-                    last[: size - i] = x_[to + i : to + size]
+                    for k in range(size - i):
+                        last[k] = x_[to + i + k]
                     add_rows(tiles, tile + i, tile_stride, rows, coefficients, begin, end, last, 0)
-                    x_[to + i : to + size] = last[: size - i]
+                    for k in range(size - i):
+                        x_[to + i + k] = last[k]

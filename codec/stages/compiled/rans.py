@@ -37,7 +37,8 @@ def _encode(  # type: ignore[no-untyped-def]
     for c in range(steps):
         source, target = symbols[c], dealt[c * column : (c + 1) * column]
         if n == 1:
-            target[:] = source
+            for i in range(tokens):
+                target[i] = source[i]
             continue
         for j in range(n):
             of_row = target[j * count : (j + 1) * count]
@@ -51,7 +52,7 @@ def _encode(  # type: ignore[no-untyped-def]
     fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
     fields[0, lanes.COLUMNS] = column
     groups = np.empty((count, lanes.GROUP_FIELDS), np.int64)
-    listed = list_groups(0, 0, column, n, column, groups, 0)
+    listed = list_groups(np.int64(0), np.int64(0), column, n, column, groups, np.int64(0))
     begins = np.empty(count, np.int64)
     encode_lanes(
         groups[:listed], fields, dealt, columns, depth, tables, coders, prob_bits, capacity, spare, log, states,
@@ -76,7 +77,7 @@ def _decode(states, starts, ends, words, which, slots, prob_bits, n, out):  # ty
     fields[0, lanes.LAST] = (len(words) - _SLACK) // 2
     fields[0, lanes.COLUMNS] = column
     groups = np.empty((count, lanes.GROUP_FIELDS), np.int64)
-    listed = list_groups(0, 0, column, n, column, groups, 0)
+    listed = list_groups(np.int64(0), np.int64(0), column, n, column, groups, np.int64(0))
     dealt = np.empty(steps * column + WIDTH, np.uint8)
     bad = decode_lanes(
         groups[:listed], fields, states, starts, ends, words, columns, depth, tables, slots, prob_bits, dealt

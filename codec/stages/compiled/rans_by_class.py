@@ -34,7 +34,8 @@ def encode_class_stream(classes, coders, words):  # type: ignore[no-untyped-def]
             count += 1
             x >>= WORD_BITS
         x = ((x // frequency) << CLASS_BITS) + x % frequency + below
-    words[:count] = words[:count][::-1].copy()  # a decoder reads words in reverse order of coding
+    for i in range(count // 2):  # a decoder reads words in reverse order of coding
+        words[i], words[count - 1 - i] = words[count - 1 - i], words[i]
     return x, count
 
 
@@ -64,7 +65,7 @@ def _encode(  # type: ignore[no-untyped-def]
     count, tokens = columns.shape
     fields = np.zeros((count, lanes.SECTION_FIELDS), np.int64)
     groups = np.empty((len(states) + count * (tokens // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
-    listed = stream = 0
+    listed = stream = np.int64(0)
     for i in range(count):
         fields[i, lanes.CLASSES], fields[i, lanes.OUT], fields[i, lanes.COLUMNS] = i * tokens, data_at[i], tokens
         fields[i, lanes.PLANES] = i * CLASSES

@@ -84,7 +84,8 @@ def _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, na
         for i in range(v - u):
             out[i] = rounded(values[u + i], out)
     elif direct:
-        wide[row_at + u : row_at + v] = values[u:v]
+        for i in range(u, v):
+            wide[row_at + i] = values[i]
 
 
 @compiled
@@ -275,7 +276,8 @@ def _index(  # type: ignore[no-untyped-def]
         windows[0] = listed
         for w in range(1, len(windows)):
             windows[w] += windows[w - 1]
-        next_place[:] = windows
+        for w in range(len(windows)):
+            next_place[w] = windows[w]
         for number in range(own[part.LISTED]):
             w = read_u32(data, own[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW
             by_window[next_place[w]] = number

@@ -1312,7 +1312,8 @@ def run_group(group: str, folder: Path, model: Path, *arguments: str, **variable
         arguments: of the group.
         variables: of the environment.
     """
-    return run_script(folder, __file__, group, str(folder), str(model), *arguments, timeout=PATIENCE, **variables)
+    given = (group, str(folder), str(model), *arguments)
+    return run_script(folder, __file__, *given, timeout=PATIENCE, forked=True, **variables)
 
 
 def _main(group: str, folder: Path, model: Path, *arguments: str) -> None:
