@@ -1,6 +1,6 @@
 """A process that has imported vLLM and done nothing else, from which scripts are forked: importing takes seven seconds.
 
-    run_forked(command, folder, variables, log, timeout) -> exit status
+    run_forked(command, folder, environment, log, timeout) -> exit status
     this file, run as a script: that process; it ends when the one that started it does
 
 A forked script begins as if started by `python SCRIPT`: with its own session, environment, output and arguments. What
@@ -83,6 +83,7 @@ class Forker:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
         child = self._read(_IMPORT_SECONDS)
         if child is None:
+            self._process.kill()
             raise ForkingError(self._said("did not fork"))
         try:
             status = self._read(timeout)
@@ -91,7 +92,8 @@ class Forker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child, signal.SIGKILL)
         if status is None:
-            self._read(_END_SECONDS)
+            if self._read(_END_SECONDS) is None:  # what comes later would be taken for another script's
+                self._process.kill()
             return f"not done after {timeout:g} s"
         return status
 
@@ -165,7 +167,7 @@ def _serve() -> dict[str, Any] | None:
 def _become(order: Mapping[str, Any]) -> None:
     """Do what `python SCRIPT ARGUMENTS` does, in an environment, a folder and a session of its own."""
     os.setsid()
-    nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(nothing, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
