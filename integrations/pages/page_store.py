@@ -104,7 +104,7 @@ class PageStore:
         run_pages: the most pages that share a blob. With 1, no index entries are written.
         threads: CPU threads that encode and decode.
         lookup_timeout: seconds that a lookup may take.
-        load_timeout: seconds that the store may take for anything else.
+        load_timeout: seconds that the store may take for anything else; `save` waits no longer for all of its entries.
         counts: told what happens, by the names in `Counts`.
 
     Attributes:
@@ -363,6 +363,7 @@ class PageStore:
         done: list[bool],
     ) -> None:
         """Store the missing pages, given the slots of each page, and mark them in `done`."""
+        patience = self._load_timeout  # for all of them: an engine may wait for a call to end
         for several in _slices(list(_runs(missing, self._run_pages))):
             encoding: list[Future[bytes | None]] = []
             try:
@@ -380,9 +381,13 @@ class PageStore:
                 entry = encoded.result()
                 if entry is not None:
                     writing.append((run, self._waiters.submit(self._write, pages[run.start : run.stop], entry)))
+            until = time.monotonic() + patience
             for run, written in writing:
-                if self._await("put", "store", written, self._load_timeout):
+                if self._await("put", "store", written, self._load_timeout, until):
                     done[run.start : run.stop] = [True] * len(run)
+            patience = until - time.monotonic()
+            if patience <= 0:
+                break
 
     def _encode(
         self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int | None, following: int
@@ -576,9 +581,20 @@ class PageStore:
             return None
         return self._await(operation, label, answer, timeout)
 
-    def _await(self, operation: str, label: str, answer: Future[T], timeout: float) -> T | None:
+    def _await(
+        self, operation: str, label: str, answer: Future[T], timeout: float, until: float | None = None
+    ) -> T | None:
+        """Return an answer; None if it is an error, or is not there in time.
+
+        Args:
+            operation: of the store, which is told that it is late.
+            label: of the failure.
+            answer: to wait for.
+            timeout: seconds that the store may take.
+            until: the time (`time.monotonic`) at which they end; default: from now on.
+        """
         try:
-            return answer.result(timeout)
+            return answer.result(timeout if until is None else max(until - time.monotonic(), 0))
         except TimeoutError:
             answer.cancel()
             self._store.overdue(operation, timeout)

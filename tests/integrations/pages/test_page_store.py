@@ -7,11 +7,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
-from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.stores.dict_store import DictStore, hold
 from tests.recognizing import cached, ids_of, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
@@ -463,6 +464,29 @@ def test_a_store_that_hangs_is_given_up_and_told_so(desk: Callable[..., Desk], s
     finally:
         go.set()
     assert d.counts.snapshot()["failures{store}"] == 1
+
+
+def test_a_save_waits_once_for_a_store_that_hangs(
+    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once per entry: its engine may wait for it."""
+    waited: list[float] = []
+    d, result = desk(run_pages=1, load_timeout=0.2), Future.result
+
+    def noting(self: Future[Any], timeout: float | None = None) -> Any:
+        if timeout is not None and timeout < 10:  # which is the time of the lookup
+            waited.append(timeout)
+        return result(self, timeout)
+
+    monkeypatch.setattr(Future, "result", noting)
+    go = hold(store, "put")
+    try:
+        assert d.save(range(20)) == [False] * 20
+    finally:
+        go.set()
+    assert 0 < sum(waited) <= 0.2, "each of them was waited for in vain"
+    assert len(waited) == 8, "and the pages after the first eight were not even coded"
+    assert d.counts.snapshot()["unsaved_pages"] == 20
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
