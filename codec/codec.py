@@ -36,6 +36,7 @@ from cuvee.codec.format.container import (
     Scheme,
     plain_bytes,
     read_header,
+    read_sections,
     read_token_ids,
     verify_tag,
     write_blob,
@@ -435,6 +436,32 @@ class Codec:
             raise CorruptError(f"blob: must hold {_described(*wanted)}, got {_described(*found)}")
         verify_tag(blob, header, self._keys, associated_data)
         return OpenBlob(blob, header, layout, self._identity)
+
+    @property
+    def layer_runs(self) -> tuple[range, ...]:
+        """The runs of layers that cost least to restore one after the other, in order; together all layers.
+
+        Layers that were coded together are one run.
+        """
+        if self._setting.scheme is Scheme.TRANSFORM:
+            return tuple(range(section.first_layer, section.end_layer) for section in self.profile.sections)
+        return tuple(range(layer, layer + 1) for layer in range(self.profile.layout.num_layers))
+
+    def verify(self, opened: OpenBlob) -> None:
+        """Verify the checksums of all sections, which decoding does section by section.
+
+        For who may not fail halfway. Only streams whose checksum is right and that were never made by `encode` are
+        then still refused when they are decoded.
+
+        Args:
+            opened: of `open` or `open_expected`.
+
+        Raises:
+            CorruptError, FormatError: the bytes are damaged.
+        """
+        self._stored_ids(opened)
+        self._coding(opened.header)
+        read_sections(opened.blob, opened.header, range(len(opened.header.section_bytes)))
 
     def encode_paged(
         self,

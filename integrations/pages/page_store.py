@@ -3,6 +3,8 @@
     stored   names ──> digests ──> index entries ──> are their runs there?
     save     missing pages ──> runs ──codec──> run entries, then index entries
     load     index entries ──> run entries ──codec──> the engine's memory
+    fetch    index entries ──> run entries ──> verified, and kept by who asked
+    place    what was fetched ──codec──> the engine's memory, layer by layer
 
 Engines call this beside a prefix cache, so every failure is a page that is not there. It is counted, logged once per
 kind, and never raised.
@@ -17,13 +19,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from threading import Condition, Lock
 from typing import Self, TypeVar
 
 import torch
 
-from cuvee.codec.codec import Codec
+from cuvee.codec.codec import Codec, OpenBlob
 from cuvee.codec.errors import CorruptError, CuveeError, InputError
 from cuvee.codec.identity import PageNames, store_key, tenant_id
 from cuvee.codec.layout import KVLayout
@@ -63,6 +66,39 @@ class _Wanted:
     number: int
     page: bytes
     position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run whose entry is open: its digest, the entry's bytes, its blob, and the pages that are wanted of it."""
+
+    digest: bytes
+    entry_bytes: int
+    blob: OpenBlob
+    wanted: tuple[_Wanted, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Pages whose entries are in memory, verified. No store is needed to restore them.
+
+    Attributes:
+        pages: how many there are: the first ones of those that were asked for.
+        runs: what holds them.
+    """
+
+    pages: int
+    runs: tuple[_Run, ...] = ()
+
+    def first(self, pages: int) -> Fetched:
+        """Return the first `pages` of them."""
+        kept = (
+            replace(run, wanted=tuple(each for each in run.wanted if each.number < pages)) for run in self.runs
+        )  # fmt: skip
+        return Fetched(min(pages, self.pages), tuple(run for run in kept if run.wanted))
+
+
+_Work = Callable[[bytes, bytes, list[_Wanted]], bool]
 
 
 class _Calls:
@@ -235,11 +271,81 @@ class PageStore:
         """
         pages = self._digests(slots, names)
         with self._calls as admitted:
-            loaded = self._load_first(cache, slots, pages, start) if admitted else 0
+            work = partial(self._restore, cache, slots, start)
+            loaded = self._in_order(pages, work, self._load_timeout) if admitted else 0
         self._counts.count("loaded_pages", loaded)
         self._counts.count("missed_pages", len(pages) - loaded)
         self._counts.count("loaded_raw_bytes", loaded * self._names.page_tokens * cache.layout.bytes_per_token)
         return [number < loaded for number in range(len(pages))]
+
+    def fetch(self, names: Sequence[bytes], start: int | None) -> Fetched:
+        """Fetch and verify adjacent pages, up to the first that cannot be loaded, for an engine that admits no failure.
+
+        Takes no longer than `lookup_timeout`.
+
+        Args:
+            names: as in `save`.
+            start: as in `load`.
+
+        Returns:
+            the pages that `place` can restore whatever becomes of the store. With a key, nobody can have made their
+            blobs without it. Without one, somebody who writes to the store can have made streams that are damaged in
+            spite of right checksums; `place` reports these.
+        """
+        pages = [self._names.page(name) for name in names]
+        runs: list[_Run] = []
+
+        def verify(run: bytes, entry: bytes, wanted: Sequence[_Wanted]) -> bool:
+            def work() -> None:
+                opened = self._open(run, entry, wanted, start, self.layout.dtype)
+                self._codec.verify(opened.blob)
+                runs.append(opened)
+
+            return self._try(work, run, wanted)
+
+        until = time.monotonic() + self._lookup_timeout
+        with self._calls as admitted:
+            found = self._in_order(pages, verify, self._lookup_timeout, until) if admitted else 0
+        self._counts.count("missed_pages", len(pages) - found)
+        return Fetched(len(pages), tuple(runs)).first(found)
+
+    def place(
+        self, cache: PagedCache, loads: Sequence[tuple[Fetched, torch.Tensor]], done: Callable[[range], None]
+    ) -> bool:
+        """Restore fetched pages into the engine's memory, one run of layers after the other.
+
+        Args:
+            cache: the engine's memory, on the CPU or on a device that the codec serves (`Codec.on_device`), where work
+                is on the current stream of the calling thread.
+            loads: what was fetched, and int64 `[pages * page_tokens]` on the CPU: the slots of all of its tokens.
+            done: called with each run of layers (`Codec.layer_runs`) once all loads have them.
+
+        Returns:
+            whether all of it was restored. If not, `done` was not called for all layers, and the contents of the slots
+            are undefined.
+
+        Raises:
+            InputError: slots of another number than the pages call for, or that the cache does not have.
+        """
+        size, began = self._names.page_tokens, time.monotonic()
+        for fetched, slots in loads:
+            if len(slots) != fetched.pages * size:
+                raise InputError(f"slots: must be {size} for each of {fetched.pages} pages, got {len(slots)}")
+            cache.check_range(slots, range(cache.layout.num_layers), least=0)
+        work = [(run, self._slots_of(run, slots).to(cache.device)) for fetched, slots in loads for run in fetched.runs]
+        with self._calls as admitted:
+            if not admitted:
+                return False
+            for layers in self._codec.layer_runs:
+                if not self._place(cache, work, layers):
+                    return False
+                done(layers)
+        pages = sum(fetched.pages for fetched, _ in loads)
+        self._counts.count("decode_seconds", time.monotonic() - began)
+        self._counts.count("loaded_pages", pages)
+        self._counts.count("loaded_raw_bytes", pages * size * cache.layout.bytes_per_token)
+        self._counts.count("loaded_blob_bytes", sum(run.entry_bytes for run, _ in work))
+        return True
 
     def delete(self, names: Sequence[bytes]) -> list[bool]:
         """Delete pages; return whether each is known to be gone.
@@ -433,97 +539,152 @@ class PageStore:
 
     # Loading --------------------------------------------------------------------------------------------------------
 
-    def _load_first(self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int | None) -> int:
-        """Restore pages up to the first that cannot be; return how many were restored."""
+    def _in_order(self, pages: Sequence[bytes], work: _Work, timeout: float, until: float | None = None) -> int:
+        """Find pages up to the first that is missing, and do some work on their runs.
+
+        Args:
+            pages: digests.
+            work: called in threads with a run's digest, its entry, and the pages that are wanted of it; returns whether
+                that was possible.
+            timeout: seconds that the store may take for anything.
+            until: the time at which it must be done with everything; default: any.
+
+        Returns:
+            for how many pages from the first on that was done.
+        """
         done = [False] * len(pages)
-        loaded = 0
-        while loaded < len(done):
+        reached = 0
+        while reached < len(done):
             wanted: dict[bytes, list[_Wanted]] = {}
-            for number, place in enumerate(self._locate(pages[loaded:], self._load_timeout), loaded):
+            for number, place in enumerate(self._locate(pages[reached:], _left(timeout, until)), reached):
                 if place is None:
                     break
                 wanted.setdefault(place.run, []).append(_Wanted(number, pages[number], place.position))
-            absent = self._load(cache, slots, wanted, start, done) if wanted else None
-            loaded = done.index(False) if False in done else len(done)
+            absent = self._do(work, wanted, done, timeout, until) if wanted else None
+            reached = done.index(False) if False in done else len(done)
             # A remembered place is out of date if the page was evicted and stored anew in another run.
             if absent is None or not self._forget([each.page for each in wanted[absent]]):
                 break
-        return loaded
+        return reached
 
-    def _load(
+    def _do(
         self,
-        cache: PagedCache,
-        slots: torch.Tensor,
+        work: _Work,
         wanted: dict[bytes, list[_Wanted]],
-        start: int | None,
         done: list[bool],
+        timeout: float,
+        until: float | None,
     ) -> bytes | None:
-        """Restore the pages of some runs, in order, and mark them in `done`, up to a run that cannot be restored.
+        """Fetch some runs, in order, and do the work on each; mark their pages in `done`, up to a run that failed.
 
         Returns:
             that run, if it is because the store does not have it.
         """
         slices = list(_slices(list(wanted)))
-        fetching = self._fetch(slices[0])
+        fetching = self._get_later(slices[0])
         for number, runs in enumerate(slices):
-            entries = self._await("get_many", "fetch", fetching, self._load_timeout) or [None] * len(runs)
+            entries = self._await("get_many", "fetch", fetching, timeout, until) or [None] * len(runs)
             if number + 1 < len(slices):
-                fetching = self._fetch(slices[number + 1])  # while these are decoded
-            restoring: list[tuple[bytes, Future[bool]]] = []
+                fetching = self._get_later(slices[number + 1])  # while work is done on these
+            working: list[tuple[bytes, Future[bool]]] = []
             try:
                 for run, entry in zip(runs, entries, strict=True):
                     if entry is None:
                         break
-                    restoring.append(
-                        (run, self._coders.submit(self._restore, cache, slots, run, entry, wanted[run], start))
-                    )
+                    working.append((run, self._coders.submit(work, run, entry, wanted[run])))
             finally:
-                wait([restored for _, restored in restoring])  # in any case, since they write the engine's pages
-            for run, restored in restoring:
-                if not restored.result():
+                wait([future for _, future in working])  # in any case, since they may write the engine's pages
+            for run, future in working:
+                if not future.result():
                     return None
                 for each in wanted[run]:
                     done[each.number] = True
-            if len(restoring) < len(runs):
-                return runs[len(restoring)]
+            if len(working) < len(runs):
+                return runs[len(working)]
         return None
 
-    def _fetch(self, runs: Sequence[bytes]) -> Future[list[bytes | None]]:
+    def _get_later(self, runs: Sequence[bytes]) -> Future[list[bytes | None]]:
         return self._waiters.submit(self._get_any, runs)
+
+    def _open(self, digest: bytes, entry: bytes, wanted: Sequence[_Wanted], start: int | None, dtype: str) -> _Run:
+        """Open the entry of a run, of which some pages are wanted; `start` is the position of page number 0.
+
+        Raises:
+            CuveeError: it is not the entry of this run, or its blob is not what its pages call for.
+        """
+        pages, blob = parse_run_entry(entry)
+        if self._names.run(pages) != digest:
+            raise CorruptError("run entry: must list the pages of its own digest, got others")
+        if not all(_is_listed(pages, each) for each in wanted):
+            raise CorruptError("index entry: must name the place of its page, got that of another")
+        opened = self._codec.open_expected(
+            blob, tokens=len(pages) * self._names.page_tokens,
+            start=self._position(start, wanted[0].number - wanted[0].position), dtype=dtype,
+            associated_data=self._bound_to(digest),
+        )  # fmt: skip
+        return _Run(digest, len(entry), opened, tuple(wanted))
+
+    def _slots_of(self, run: _Run, slots: torch.Tensor) -> torch.Tensor:
+        """Return where the tokens of a run go, given the slots of all pages of the call."""
+        size = self._names.page_tokens
+        at = torch.full((run.blob.tokens,), NOWHERE)
+        for each in run.wanted:
+            own = slots[each.number * size : (each.number + 1) * size]
+            at[each.position * size : (each.position + 1) * size] = own
+        return at
 
     def _restore(
         self,
         cache: PagedCache,
         slots: torch.Tensor,
+        start: int | None,
         run: bytes,
         entry: bytes,
         wanted: Sequence[_Wanted],
-        start: int | None,
     ) -> bool:
         """Decode the wanted pages of a run into their slots; return whether that was possible."""
-        size, began = self._names.page_tokens, time.monotonic()
+        began = time.monotonic()
+
+        def work() -> None:
+            opened = self._open(run, entry, wanted, start, cache.layout.dtype)
+            self._codec.decode_paged([opened.blob], cache, [self._slots_of(opened, slots)]).check()
+            self._counts.count("decode_seconds", time.monotonic() - began)
+            self._counts.count("loaded_blob_bytes", len(entry))
+
+        return self._try(work, run, wanted)
+
+    def _place(self, cache: PagedCache, work: Sequence[tuple[_Run, torch.Tensor]], layers: range) -> bool:
+        """Decode some layers of runs to the slots beside them; return whether that was possible for all of them."""
+        if self._codec.on_device(cache.device):  # many chunks in one call
+            blobs, slots = [run.blob for run, _ in work], [at for _, at in work]
+            try:
+                self._codec.decode_paged(blobs, cache, slots, layers=layers).check()
+                return True
+            except CuveeError:  # decoding them one by one tells which of them is damaged
+                return all(self._decode(cache, *each, layers) for each in work)
+        decoding: list[Future[bool]] = []
         try:
-            pages, blob = parse_run_entry(entry)
-            if self._names.run(pages) != run:
-                raise CorruptError("run entry: must list the pages of its own digest, got others")
-            at = torch.full((len(pages) * size,), NOWHERE)
-            for each in wanted:
-                if not _is_listed(pages, each):
-                    raise CorruptError("index entry: must name the place of its page, got that of another")
-                own = slots[each.number * size : (each.number + 1) * size]
-                at[each.position * size : (each.position + 1) * size] = own
-            opened = self._codec.open_expected(
-                blob, tokens=len(at), start=self._position(start, wanted[0].number - wanted[0].position),
-                dtype=cache.layout.dtype, associated_data=self._bound_to(run),
-            )  # fmt: skip
-            self._codec.decode_paged([opened], cache, [at]).check()
+            for each in work:
+                decoding.append(self._coders.submit(self._decode, cache, *each, layers))
+        finally:
+            wait(decoding)  # in any case, since they write the engine's pages
+        return all(future.result() for future in decoding)
+
+    def _decode(self, cache: PagedCache, run: _Run, slots: torch.Tensor, layers: range) -> bool:
+        def work() -> None:
+            self._codec.decode_paged([run.blob], cache, [slots], layers=layers).check()
+
+        return self._try(work, run.digest, run.wanted)
+
+    def _try(self, work: Callable[[], None], run: bytes, wanted: Sequence[_Wanted]) -> bool:
+        """Do some work on a run; return whether it was possible. A run that is to blame is discarded."""
+        try:
+            work()
         except CuveeError as error:
             self._fail("decode", error)
             if error.blames_blob:
                 self._discard(run, [each.page for each in wanted])
             return False
-        self._counts.count("decode_seconds", time.monotonic() - began)
-        self._counts.count("loaded_blob_bytes", len(entry))
         return True
 
     def _discard(self, run: bytes, pages: Sequence[bytes]) -> None:
@@ -594,7 +755,7 @@ class PageStore:
             until: the time (`time.monotonic`) at which they end; default: from now on.
         """
         try:
-            return answer.result(timeout if until is None else max(until - time.monotonic(), 0))
+            return answer.result(_left(timeout, until))
         except TimeoutError:
             answer.cancel()
             self._store.overdue(operation, timeout)
@@ -610,6 +771,11 @@ class PageStore:
         level = logging.DEBUG if kind in self._said else logging.WARNING
         self._said.add(kind)
         logger.log(level, "cuvee: pages are computed, or not stored (%s failed): %s (said once per kind)", label, error)
+
+
+def _left(timeout: float, until: float | None) -> float:
+    """Return how many of `timeout` seconds are left `until` a time."""
+    return timeout if until is None else max(until - time.monotonic(), 0)
 
 
 def _is_listed(pages: Sequence[bytes], wanted: _Wanted) -> bool:
