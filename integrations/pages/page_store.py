@@ -309,13 +309,17 @@ class PageStore:
         self._counts.count("missed_pages", len(pages) - found)
         return Fetched(len(pages), tuple(runs)).first(found)
 
+    def serves(self, device: torch.device) -> bool:
+        """Return whether `place` can restore pages in the memory of a device."""
+        return device.type == "cpu" or self._codec.on_device(device)
+
     def place(
         self, cache: PagedCache, loads: Sequence[tuple[Fetched, torch.Tensor]], done: Callable[[range], None]
     ) -> bool:
         """Restore fetched pages into the engine's memory, one run of layers after the other.
 
         Args:
-            cache: the engine's memory, on the CPU or on a device that the codec serves (`Codec.on_device`), where work
+            cache: the engine's memory, on the CPU or on a device that it `serves`, where work
                 is on the current stream of the calling thread.
             loads: what was fetched, and int64 `[pages * page_tokens]` on the CPU: the slots of all of its tokens.
             done: called with each run of layers (`Codec.layer_runs`) once all loads have them.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
@@ -23,9 +23,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.guard import Guard
-from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages import Counts, PageStore, PageStores
 from cuvee.integrations.sglang.host_pool import check_pool, pool_cache
+from cuvee.integrations.sglang.options import HiCacheOptions
 from cuvee.integrations.sglang.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -33,29 +33,6 @@ logger = logging.getLogger(__name__)
 _ENGINE = "sglang-hicache"
 _SGLANGS_OWN = ("backend_name", "module_path", "class_name", "interface_v1")
 _FEW_TOKENS = 16  # per page, below which index entries are a large part of what is stored
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class HiCacheOptions(CodingOptions):
-    """Options of the backend, by the names of the JSON that sets them: those of `CodingOptions`, and its own.
-
-    Attributes:
-        chunk_tokens: the most tokens per blob; a multiple of SGLang's page size, or below it.
-        model: folder or hub id of the checkpoint; default: SGLang's `--model-path`.
-        lookup_timeout: seconds that a lookup may take.
-        load_timeout: seconds that the store may take for anything else.
-    """
-
-    SOURCE: ClassVar[str] = "hicache-storage-backend-extra-config"
-
-    model: str | None = None
-    lookup_timeout: float = 2.0
-    load_timeout: float = 30.0
-
-    def __post_init__(self) -> None:
-        CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
-        self._check_texts("model")
-        self._check_positive("lookup_timeout", "load_timeout")
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,14 +38,14 @@ def check_pool(pool: Any) -> None:
         UnsupportedModelError: something else, quantized values, or another arrangement.
     """
     kind = type(pool).__name__
-    if not _holds_latents(pool) and not (hasattr(pool, "v_head_dim") and hasattr(pool, "v_buffer")):
+    if not holds_latents(pool) and not (hasattr(pool, "v_head_dim") and hasattr(pool, "v_buffer")):
         raise UnsupportedModelError(f"host pool: must hold keys and values of attention heads, or latents, got {kind}")
     packed = getattr(pool, "dsa_kv_cache_store_fp8", False) or getattr(pool, "storage_format_tag", None) is not None
     if packed or pool.dtype not in TORCH_DTYPES.values():
         raise UnsupportedModelError(
             f"host pool: must hold {', '.join(TORCH_DTYPES)}, got {pool.dtype} in {kind}: use --kv-cache-dtype auto"
         )
-    known = [name for name in ARRANGEMENTS if name != _NOT_OF_LATENTS or not _holds_latents(pool)]
+    known = [name for name in ARRANGEMENTS if name != _NOT_OF_LATENTS or not holds_latents(pool)]
     if pool.layout not in known:
         raise UnsupportedModelError(
             f"host pool: must be arranged as {', '.join(known)}, got {pool.layout}: use --hicache-mem-layout "
@@ -53,22 +53,27 @@ def check_pool(pool: Any) -> None:
         )
 
 
-def _holds_latents(pool: Any) -> bool:
+def holds_latents(pool: Any) -> bool:
+    """Return whether a pool of SGLang, of the host or of a device, is one of multi-head latent attention."""
     return hasattr(pool, "kv_lora_rank")
 
 
-def _check_shapes(pool: Any, layout: KVLayout) -> None:
-    """Refuse a pool that does not hold the layout's layers, or holds more."""
+def check_shapes(pool: Any, layout: KVLayout, name: str) -> None:
+    """Refuse a pool, of the host or of a device, that does not hold the layout's layers, or holds more.
+
+    Raises:
+        UnsupportedModelError: begins with `name`.
+    """
     if pool.layer_num != layout.num_layers:
         raise UnsupportedModelError(
-            f"host pool: must hold the model's {layout.num_layers} layers, got {pool.layer_num}: draft layers and "
+            f"{name}: must hold the model's {layout.num_layers} layers, got {pool.layer_num}: draft layers and "
             "layers that share a cache are not supported"
         )
-    if _holds_latents(pool):
+    if holds_latents(pool):
         held = 1, pool.qk_rope_head_dim, pool.kv_lora_rank
         if pool.kv_cache_dim != pool.qk_rope_head_dim + pool.kv_lora_rank:
             raise UnsupportedModelError(
-                f"host pool: must hold {pool.kv_lora_rank} numbers of a latent and {pool.qk_rope_head_dim} of keys per "
+                f"{name}: must hold {pool.kv_lora_rank} numbers of a latent and {pool.qk_rope_head_dim} of keys per "
                 f"token, got {pool.kv_cache_dim}"
             )
     else:
@@ -76,7 +81,7 @@ def _check_shapes(pool: Any, layout: KVLayout) -> None:
     for index, layer in enumerate(layout.layers):
         if held != (layer.kv_heads, layer.head_dim, layer.value_dim):
             raise UnsupportedModelError(
-                f"host pool: must hold {layer.kv_heads} heads of {layer.head_dim} and {layer.value_dim} numbers, as "
+                f"{name}: must hold {layer.kv_heads} heads of {layer.head_dim} and {layer.value_dim} numbers, as "
                 f"the model's configuration says of layer {index}, got {held[0]} of {held[1]} and {held[2]}"
             )
 
@@ -92,8 +97,8 @@ def pool_cache(pool: Any, layout: KVLayout, *, adjacent_pairs: bool = False) -> 
     Raises:
         UnsupportedModelError: other layers or heads than the layout's, or SGLang says that a page lies elsewhere.
     """
-    _check_shapes(pool, layout)
-    buffers = [pool.kv_buffer] if _holds_latents(pool) else [pool.k_buffer, pool.v_buffer]
+    check_shapes(pool, layout, "host pool")
+    buffers = [pool.kv_buffer] if holds_latents(pool) else [pool.k_buffer, pool.v_buffer]
     pages = [[_pages(pool, buffer, index) for index in range(layout.num_layers)] for buffer in buffers]
     for page in {0, pool.page_num - 1}:
         indices = torch.arange(page * pool.page_size, (page + 1) * pool.page_size)
@@ -110,13 +115,32 @@ def pool_cache(pool: Any, layout: KVLayout, *, adjacent_pairs: bool = False) -> 
                 f"host pool: must hold page {page} where its arrangement {pool.layout} says, got other addresses: this "
                 "version of SGLang is not supported"
             )
-    if not _holds_latents(pool):
+    if not holds_latents(pool):
         return PagedCache(layout, pages[0], pages[1])
-    rank = int(pool.kv_lora_rank)
-    keys = [each[..., rank:] for each in pages[0]]
+    return latent_cache(pages[0], layout, pool.kv_lora_rank, adjacent_pairs)
+
+
+def latent_cache(pages: list[torch.Tensor], layout: KVLayout, latent: int, adjacent_pairs: bool) -> PagedCache:
+    """Return latents, and the rotated part of keys behind them, as a cache.
+
+    Args:
+        pages: per layer `[pages, page tokens, 1, latent + rotated part]`.
+        layout: of the model.
+        latent: numbers of a latent.
+        adjacent_pairs: whether pairs of dimensions that turn together are adjacent in the rotated part.
+
+    Raises:
+        UnsupportedModelError: the layout's order is another one, and the pages are not in host memory.
+    """
+    keys = [each[..., latent:] for each in pages]
     rope = layout.layers[0].rope
     sorts = adjacent_pairs and rope is not None and not rope.interleaved
-    return PagedCache(layout, _sorted_pairs(keys) if sorts else keys, [each[..., :rank] for each in pages[0]])
+    if sorts and keys[0].device.type != "cpu":
+        raise UnsupportedModelError(
+            "device pool: must be in host memory if rotated dimensions of latents lie in another order than in "
+            f"transformers, got {keys[0].device}: use the storage backend of HiCache, which works in host memory"
+        )
+    return PagedCache(layout, _sorted_pairs(keys) if sorts else keys, [each[..., :latent] for each in pages])
 
 
 def _sorted_pairs(keys: list[torch.Tensor]) -> list[Pages]:

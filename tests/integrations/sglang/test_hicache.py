@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.sglang.latent_models import Latents
 from tests.integrations.sglang.real_sglang import (
     host_pool,
     latent_pool,
@@ -27,7 +28,6 @@ from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import calibrate
-from cuvee.codec.models.forward import prefill
 from cuvee.codec.models.rope import rotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.checkpoint import weight_fingerprints
@@ -278,46 +278,6 @@ def test_signed_pages_need_the_secret(rank: Callable[..., Rank], tmp_path: Path)
 
 
 # Latents --------------------------------------------------------------------------------------------------------------
-
-
-class Latents:
-    """A checkpoint with multi-head latent attention, and SGLang's pools for it."""
-
-    def __init__(self, model: Any, folder: Path) -> None:
-        self.model, self.path = model, str(folder / "model")
-        model.save_pretrained(self.path)
-        self.layout = KVLayout.from_config(model.config, "bfloat16")
-        layer = self.layout.layers[0]
-        self.latent, self.rotated = layer.value_dim, layer.head_dim
-        assert layer.rope is not None
-        self.rope, self.adjacent = layer.rope, getattr(model.config, "rope_interleave", True)
-
-    def rank(self, rank: Callable[..., Rank], arrangement: str, extra: dict[str, Any], **config: Any) -> Rank:
-        pool = latent_pool(
-            arrangement, layers=self.layout.num_layers, latent=self.latent, rotated=self.rotated, page_tokens=16,
-            pages=8, dtype=torch.bfloat16,
-        )  # fmt: skip
-        return rank({"model": self.path, **extra}, pool=pool, is_mla_model=True, **config)
-
-    def chunk(self) -> KVChunk:
-        """The model's own cache of 64 tokens."""
-        ids = torch.randint(61, (1, 64), generator=torch.Generator().manual_seed(3))
-        with torch.no_grad():
-            (chunk,) = prefill(self.model, ids, self.layout)
-        return chunk
-
-    def as_sglang_keeps_it(self, chunk: KVChunk, layer: int) -> torch.Tensor:
-        """Latent and rotated part of a layer, `[T, 1, latent + rotated]`."""
-        keys = chunk.keys[layer]
-        if self.adjacent and not self.rope.interleaved:
-            keys = keys.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        return torch.cat([chunk.values[layer], keys], -1)
-
-
-@pytest.fixture(params=["deepseek_v2", "deepseek_v3", "deepseek_v3, halves"])
-def latents(request: pytest.FixtureRequest, tiny_model: Callable[..., Any], tmp_path: Path) -> Latents:
-    family, _, halves = request.param.partition(", ")
-    return Latents(tiny_model(family, **({"rope_interleave": False} if halves else {})), tmp_path)
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS[:3])
