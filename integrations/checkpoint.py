@@ -33,6 +33,7 @@ import torch
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.identity import Identity, canonical
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.architectures import as_deepseek_v3, is_deepseek_v3
 from cuvee.codec.models.fingerprint import fingerprint_samples, sampled_positions
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json
@@ -139,11 +140,10 @@ def read_config(path: str, *, revision: str | None = None, overrides: Mapping[st
 
     Raises:
         InputError: there is no such checkpoint on this machine.
+        UnsupportedModelError: a model type that stands for DeepSeek-V3, with another architecture or other entries.
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision, local_files_only=True)
+        config = _load_config(path, revision)
     except (OSError, ValueError) as error:
         raise InputError(
             f"model: must be a folder or hub id with a configuration that transformers reads, got {path}: "
@@ -151,6 +151,16 @@ def read_config(path: str, *, revision: str | None = None, overrides: Mapping[st
         ) from error
     config.update(dict(overrides or {}))
     return config.get_text_config(decoder=True)
+
+
+def _load_config(path: str | Path, revision: str | None = None) -> Any:
+    """Read the configuration of a checkpoint on this machine. Code beside it is not run, and nobody is asked to."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    entries, _ = PreTrainedConfig.get_config_dict(path, revision=revision, local_files_only=True)
+    if is_deepseek_v3(entries):
+        return as_deepseek_v3(entries)
+    return AutoConfig.from_pretrained(path, revision=revision, local_files_only=True, trust_remote_code=False)
 
 
 def name_of_weights(weights: str, compute: str, quantization: str, overrides: str, dummy: str) -> str:
@@ -441,9 +451,9 @@ def _open(file: Path) -> FileIO:
 def _skeleton(root: Path) -> PreTrainedModel:
     """Return the transformers model of a checkpoint, without storage."""
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+        config = _load_config(root)
         if getattr(config, "quantization_config", None) is not None:
             raise _Unknown("the checkpoint is quantized")
         if config.get_text_config() is not config:

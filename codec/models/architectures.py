@@ -106,6 +106,21 @@ _FAMILIES: dict[str, _Family] = {
     "starcoder2": _Family("starcoder2.Starcoder2RotaryEmbedding"),
 }
 
+# Model types whose checkpoints are DeepSeek-V3's under another name, and whose configuration comes as code.
+_AS_DEEPSEEK_V3 = ("kimi_k2",)
+_DEEPSEEK_V3_SIZES = (
+    "kv_lora_rank", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+# Entries of DeepSeek-V3's own configurations that transformers has no field for.
+_DEEPSEEK_V3_OTHERS = frozenset(
+    (
+        *("auto_map", "aux_loss_alpha", "ep_size", "moe_layer_freq", "norm_topk_prob", "num_nextn_predict_layers"),
+        *("pretraining_tp", "quantization_config", "rope_scaling", "rope_theta", "scoring_func", "seq_aux"),
+        *("topk_method", "torch_dtype", "transformers_version"),
+    )
+)
+
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _SEQUENCE_DEPENDENT_ROPE = {"dynamic": "dynamic NTK RoPE", "longrope": "LongRoPE"}
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
@@ -131,6 +146,8 @@ def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, An
         raise ImportError("KVLayout.from_config needs transformers 5 or later: pip install transformers") from error
     if not isinstance(config, PreTrainedConfig):
         raise InputError(f"hf_config: must be a transformers PreTrainedConfig, got {type(config).__name__}")
+    if config.model_type in _AS_DEEPSEEK_V3:
+        config = as_deepseek_v3(config.to_dict())
     _refuse_unsupported(config)
     max_positions = _max_positions(config)
     dtype_name = _dtype_name(config.dtype if dtype is None else dtype)
@@ -160,6 +177,40 @@ def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, An
         "dtype": dtype_name,
         "max_positions": max_positions,
     }
+
+
+def is_deepseek_v3(config: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` has a model type that stands for DeepSeek-V3 and is unknown to transformers."""
+    return config.get("model_type") in _AS_DEEPSEEK_V3
+
+
+def as_deepseek_v3(config: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of DeepSeek-V3 for a `config.json` of Kimi K2, without running its code.
+
+    Args:
+        config: the entries of the file.
+
+    Raises:
+        UnsupportedModelError: another architecture, or entries that DeepSeek-V3 does not have, which may change what is
+            cached.
+    """
+    from transformers import DeepseekV3Config
+
+    kind = config["model_type"]
+    if config.get("architectures") != ["DeepseekV3ForCausalLM"]:
+        raise UnsupportedModelError(
+            f"{kind}: must have architectures ['DeepseekV3ForCausalLM'], got {config.get('architectures')}"
+        )
+    for name in _DEEPSEEK_V3_SIZES:
+        if type(config.get(name)) is not int or config[name] < 1:
+            raise UnsupportedModelError(f"{kind}: must have {name}, as DeepSeek-V3 does, got {config.get(name)!r}")
+    unknown = sorted(config.keys() - DeepseekV3Config().to_dict().keys() - _DEEPSEEK_V3_OTHERS)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{kind}: must have no other entries than DeepSeek-V3 has, got {', '.join(unknown)}"
+        )
+    kept = {name: value for name, value in config.items() if name != "auto_map"}
+    return DeepseekV3Config.from_dict({**kept, "model_type": "deepseek_v3"})
 
 
 def _refuse_unsupported(config: Any) -> None:

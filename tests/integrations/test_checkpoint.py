@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint, sampled_positions
 from cuvee.codec.profiles.profile import Profile
@@ -26,7 +26,9 @@ from cuvee.integrations.checkpoint import (
     adapter_identity,
     check_profile,
     checkpoint_identity,
+    read_layout,
     tokenizer_identity,
+    weight_fingerprints,
 )
 
 PAGE = 4096
@@ -610,3 +612,89 @@ def test_the_fingerprint_of_a_large_tensor() -> None:
         before = model_fingerprint(one)  # type: ignore[arg-type]
         one.weight[-1, -1] = 1
     assert model_fingerprint(one) != before  # type: ignore[arg-type]
+
+
+# Kimi K2's own configuration, with fewer layers. Its code, which must not be run, is absent.
+KIMI_K2: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    },
+    "aux_loss_alpha": 0.001, "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1,
+    "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432,
+    "kv_lora_rank": 512, "max_position_embeddings": 131072, "model_type": "kimi_k2", "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 3, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "transformers_version": "4.48.3", "use_cache": True, "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+
+
+def test_kimi_k2_is_read_as_deepseek_v3_without_its_code(tmp_path: Path) -> None:
+    def layout(entries: dict[str, Any]) -> KVLayout:
+        (tmp_path / "config.json").write_text(json.dumps(entries))
+        return read_layout(str(tmp_path), None)
+
+    found = layout(KIMI_K2)
+    assert (found.model_type, found.dtype, found.num_layers) == ("deepseek_v3", "bfloat16", 3)
+    assert found.max_positions == 131072
+    layer = found.layers[0]
+    assert (layer.kv_heads, layer.head_dim, layer.value_dim) == (1, 64, 512)
+    without_code = {name: value for name, value in KIMI_K2.items() if name != "auto_map"}
+    assert layout({**without_code, "model_type": "deepseek_v3"}).fingerprint == found.fingerprint
+    changed = layout({**KIMI_K2, "rope_theta": 10000.0})
+    assert changed.fingerprint != found.fingerprint
+    (tmp_path / "config.json").write_text(json.dumps(KIMI_K2))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert weight_fingerprints(tmp_path).unknown == "the checkpoint is quantized"
+
+    class Theirs(transformers.DeepseekV3Config):
+        """What Kimi K2's code makes of it, and an engine that trusts the code hands over."""
+
+        model_type = "kimi_k2"
+
+    entries = {name: value for name, value in KIMI_K2.items() if name != "model_type"}
+    assert KVLayout.from_config(Theirs(**entries), "bfloat16").fingerprint == found.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["KimiLinearForCausalLM"]}, r"^kimi_k2: must have architectures \['Deepseek.*KimiLinear"),
+        ({"architectures": None}, "^kimi_k2: must have architectures .*got None"),
+        ({"kv_lora_rank": None}, "^kimi_k2: must have kv_lora_rank, as DeepSeek-V3 does, got None"),
+        ({"num_hidden_layers": 0}, "^kimi_k2: must have num_hidden_layers, .*got 0"),
+        ({"index_topk": 2048}, "^kimi_k2: must have no other entries than DeepSeek-V3 has, got index_topk"),
+    ],
+)
+def test_what_is_not_deepseek_v3_is_not_read_as_such(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**KIMI_K2, **changes}))
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_layout(str(tmp_path), None)
+
+
+def test_code_beside_a_checkpoint_is_not_run_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks on the terminal, unless it is told that the code is not trusted."""
+    asked: list[object] = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**KIMI_K2, "model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}})
+    )
+    (tmp_path / "code.py").write_text("raise SystemExit('run')")
+    with pytest.raises(InputError, match="with a configuration that transformers reads"):
+        read_layout(str(tmp_path), None)
+    assert not asked
