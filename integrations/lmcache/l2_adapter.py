@@ -36,11 +36,11 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from cuvee.codec.errors import CuveeError, UnsupportedModelError
 from cuvee.codec.identity import canonical
 from cuvee.codec.models.dtypes import TORCH_DTYPES
-from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_layout
+from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_config, read_layout
 from cuvee.integrations.guard import Guard, Recorder
 from cuvee.integrations.lmcache.l2_options import LMCacheOptions
 from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
-from cuvee.integrations.lmcache.memory_objects import object_cache
+from cuvee.integrations.lmcache.memory_objects import holds_latents, object_cache
 from cuvee.integrations.pages import Counts, PageStore, PageStores
 from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
@@ -98,8 +98,14 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._options = options
         path = str(options.model)  # required
         layout = read_layout(path, None if options.dtype is None else TORCH_DTYPES[options.dtype])
-        check_uniform(layout)
-        self._layout = layout
+        self._latents = holds_latents(layout)
+        if not self._latents:
+            check_uniform(layout)
+        elif not getattr(read_config(path), "rope_interleave", True):
+            raise UnsupportedModelError(
+                "model: must keep pairs of rotated dimensions adjacent (rope_interleave), because vLLM and SGLang "
+                "disagree about their order in other models, got rope_interleave false"
+            )
         self._model_name = options.model_name or path
         self._counts = Counts()
         self._guard = Guard(self._counts)
@@ -421,6 +427,8 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
                 "windows of their own, Mamba, indexers) are not supported"
             )
         ranks, rank = key.kv_rank >> 24 & 0xFF, key.kv_rank >> 16 & 0xFF  # ObjectKey.ComputeKVRank
+        if self._latents and rank < ranks:
+            rank, ranks = 0, 1  # every rank holds all of them; the name tells ranks apart
         try:
             return self._pages.of(rank, ranks, key.cache_salt or self._options.tenant, counts)
         except CuveeError as error:

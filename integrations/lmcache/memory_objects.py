@@ -3,6 +3,8 @@
     [2, layers, tokens, heads * dim]        keys, then values
     [1, layers, tokens, heads * 2 * dim]    fused: a head's keys, then its values
     [layers, tokens, heads * 2 * dim]       fused, likewise
+    [1, layers, tokens, latent + rotated]   multi-head latent attention (`cuvee.integrations.pages.latents`)
+    [layers, tokens, latent + rotated]      likewise
 
 An object is one chunk of one rank. Its one block holds all of its tokens: token t is slot t.
 """
@@ -15,9 +17,12 @@ import torch
 
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.latents import LATENT_FAMILIES
 from cuvee.codec.paged import PagedCache
+from cuvee.integrations.pages.latents import latent_cache
 
 FORMATS = ("UNDEFINED", "KV_2LTD")
+LATENT_FORMATS = (*FORMATS, "KV_MLA_FMT")
 
 
 def object_cache(memory: Any, layout: KVLayout, tokens: int) -> PagedCache:
@@ -25,15 +30,17 @@ def object_cache(memory: Any, layout: KVLayout, tokens: int) -> PagedCache:
 
     Args:
         memory: LMCache's `MemoryObj`.
-        layout: of this rank's part of the cache, accepted by `check_uniform`.
+        layout: of this rank's part of the cache, accepted by `check_uniform`; or of latents, in every layer alike.
         tokens: of a chunk.
 
     Raises:
         UnsupportedModelError: anything else than one of the shapes above, of the layout's dtype, in host memory.
     """
     fmt = memory.get_memory_format().name
-    if fmt not in FORMATS:
-        raise UnsupportedModelError(f"memory object: must have a format of {', '.join(FORMATS)}, got {fmt}")
+    latent = holds_latents(layout)
+    formats = LATENT_FORMATS if latent else FORMATS
+    if fmt not in formats:
+        raise UnsupportedModelError(f"memory object: must have a format of {', '.join(formats)}, got {fmt}")
     shapes, dtypes = memory.get_shapes(), memory.get_dtypes()
     if len(shapes) != 1:
         raise UnsupportedModelError(
@@ -46,8 +53,7 @@ def object_cache(memory: Any, layout: KVLayout, tokens: int) -> PagedCache:
             f"memory object: must hold {layout.dtype}, got {dtype}: set the adapter's option 'dtype' if the engine's "
             "cache has another dtype than its model, and no serde; quantized caches are not supported"
         )
-    split, fused = _shapes(layout, tokens)
-    if shape != split and shape not in fused:
+    if shape not in _shapes(layout, tokens):
         raise UnsupportedModelError(_refusal(shape, layout, tokens))
     values = memory.get_tensor(0)
     if values is None or values.device.type != "cpu" or memory.get_size() != values.nbytes:
@@ -55,19 +61,28 @@ def object_cache(memory: Any, layout: KVLayout, tokens: int) -> PagedCache:
             f"memory object: must be all of a tensor in host memory, got {type(memory).__name__} of "
             f"{memory.get_size()} bytes"
         )
-    return _cache(values, layout, tokens, fused=shape != split)
+    if latent:
+        pages = list(values.view(layout.num_layers, 1, tokens, 1, values.shape[-1]))
+        return latent_cache(pages, layout, layout.layers[0].value_dim, adjacent_pairs=True)
+    return _cache(values, layout, tokens)
 
 
-def _shapes(layout: KVLayout, tokens: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the shape with keys and values apart, and those in which they are fused."""
-    layers, numbers = layout.num_layers, layout.layers[0].key_values
-    rest = layers, tokens, 2 * numbers
-    return (2, layers, tokens, numbers), ((1, *rest), rest)
+def holds_latents(layout: KVLayout) -> bool:
+    """Return whether a model's cache holds latents of multi-head latent attention."""
+    return layout.model_type in LATENT_FAMILIES
 
 
-def _cache(values: torch.Tensor, layout: KVLayout, tokens: int, *, fused: bool) -> PagedCache:
+def _shapes(layout: KVLayout, tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes that an object may have."""
+    layers, first = layout.num_layers, layout.layers[0]
+    rest = layers, tokens, first.key_values + first.value_values
+    whole = (1, *rest), rest
+    return whole if holds_latents(layout) else ((2, layers, tokens, first.key_values), *whole)
+
+
+def _cache(values: torch.Tensor, layout: KVLayout, tokens: int) -> PagedCache:
     heads, dim = layout.layers[0].kv_heads, layout.layers[0].head_dim
-    if fused:
+    if values.shape[-1] == 2 * heads * dim:  # fused
         both = values.view(layout.num_layers, 1, tokens, heads, 2 * dim)
         return PagedCache(layout, list(both[..., :dim]), list(both[..., dim:]))
     keys, vals = values.view(2, layout.num_layers, 1, tokens, heads, dim)
@@ -76,13 +91,10 @@ def _cache(values: torch.Tensor, layout: KVLayout, tokens: int, *, fused: bool) 
 
 def _refusal(shape: tuple[int, ...], layout: KVLayout, tokens: int) -> str:
     """Say what is wrong with a shape: the chunk's size, if only that differs, or the model."""
-    split, fused = _shapes(layout, tokens)
-    got = f"got {list(shape)}"
-    if len(shape) > 2 and any(
-        shape[:-2] == known[:-2] and shape[-1] == known[-1] for known in (split, *fused)
-    ):  # fmt: skip
+    shapes, got = _shapes(layout, tokens), f"got {list(shape)}"
+    if len(shape) > 2 and any(shape[:-2] == known[:-2] and shape[-1] == known[-1] for known in shapes):
         return f"memory object: must hold {tokens} tokens, {got}: set chunk_tokens to LMCache's --chunk-size"
-    known = " or ".join(str(list(each)) for each in (split, *fused))
+    known = " or ".join(str(list(each)) for each in shapes)
     return (
         f"memory object: must be {known}, as the model's configuration says, {got}: pipeline parallelism, draft layers "
         "and layers that share a cache are not supported"

@@ -4,7 +4,7 @@
     MLATokenToKVPool    per layer: [tokens, 1, latent + rotated part of keys]
 
 Token t of the pool is slot t of the cache: `device_indices` are slots. How the rotated dimensions of latents are
-ordered, `cuvee.integrations.sglang.host_pool` says.
+ordered, `cuvee.integrations.pages.latents` says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.sglang.host_pool import check_shapes, holds_latents, latent_cache
+from cuvee.integrations.pages.latents import latent_cache
+from cuvee.integrations.sglang.host_pool import check_shapes, holds_latents
 
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 

@@ -6,9 +6,7 @@
     page_head           kv [2, pages, heads, page tokens, layers, dim]
 
 With multi-head latent attention (MLA) there is no leading 2 and no `page_head`. A token has one head: its latent, then
-the rotated part of keys. SGLang keeps the dimensions of that part in the order of the weights, where pairs that turn
-together are adjacent (unless the model says `"rope_interleave": false`). transformers, and so the layout, may sort them
-first: then the cache lists places (`PermutedPages`).
+the rotated part of keys (`cuvee.integrations.pages.latents`).
 
 Token t of the pool is slot t of the cache: `host_indices` are slots.
 """
@@ -22,7 +20,8 @@ import torch
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
-from cuvee.codec.paged import PagedCache, PageOrder, Pages, PermutedPages
+from cuvee.codec.paged import PagedCache
+from cuvee.integrations.pages.latents import latent_cache
 
 ARRANGEMENTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 _NOT_OF_LATENTS = "page_head"
@@ -118,38 +117,6 @@ def pool_cache(pool: Any, layout: KVLayout, *, adjacent_pairs: bool = False) -> 
     if not holds_latents(pool):
         return PagedCache(layout, pages[0], pages[1])
     return latent_cache(pages[0], layout, pool.kv_lora_rank, adjacent_pairs)
-
-
-def latent_cache(pages: list[torch.Tensor], layout: KVLayout, latent: int, adjacent_pairs: bool) -> PagedCache:
-    """Return latents, and the rotated part of keys behind them, as a cache.
-
-    Args:
-        pages: per layer `[pages, page tokens, 1, latent + rotated part]`.
-        layout: of the model.
-        latent: numbers of a latent.
-        adjacent_pairs: whether pairs of dimensions that turn together are adjacent in the rotated part.
-
-    Raises:
-        UnsupportedModelError: the layout's order is another one, and the pages are not in host memory.
-    """
-    keys = [each[..., latent:] for each in pages]
-    rope = layout.layers[0].rope
-    sorts = adjacent_pairs and rope is not None and not rope.interleaved
-    if sorts and keys[0].device.type != "cpu":
-        raise UnsupportedModelError(
-            "device pool: must be in host memory if rotated dimensions of latents lie in another order than in "
-            f"transformers, got {keys[0].device}: use the storage backend of HiCache, which works in host memory"
-        )
-    return PagedCache(layout, _sorted_pairs(keys) if sorts else keys, [each[..., :latent] for each in pages])
-
-
-def _sorted_pairs(keys: list[torch.Tensor]) -> list[Pages]:
-    """Return pages `[pages, page tokens, 1, dim]` per layer with the even of the given dimensions before the odd."""
-    blocks, tokens, _, dim = keys[0].shape
-    block_stride, token_stride, _, _ = keys[0].stride()
-    dims = torch.cat([torch.arange(0, dim, 2), torch.arange(1, dim, 2)])
-    order = PageOrder((torch.arange(tokens) * token_stride)[:, None, None] + dims, blocks, block_stride)
-    return [PermutedPages(own.as_strided((order.span,), (1,)), order) for own in keys]
 
 
 def _pages(pool: Any, buffer: torch.Tensor, layer: int) -> torch.Tensor:

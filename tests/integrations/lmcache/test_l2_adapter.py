@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.latent_models import Latents
 from tests.integrations.lmcache.real_lmcache import (
     CHUNK,
     DIM,
@@ -41,6 +42,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.identity import tenant_id
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.learning.calibrate import calibrate
 from cuvee.integrations.pages import PageStore
 from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.profile_collection.collection import ProfileCollection
@@ -279,6 +281,99 @@ def test_views_are_where_lmcache_copies_keys_and_values(name: str) -> None:
 
 def layout() -> KVLayout:
     return KVLayout("test", (LayerLayout(HEADS, DIM, DIM, None),) * LAYERS, "bfloat16", None)
+
+
+# Latents --------------------------------------------------------------------------------------------------------------
+
+
+class LatentObjects:
+    """LMCache's objects of a model with multi-head latent attention, and an adapter for them."""
+
+    def __init__(self, latents: Latents, memory: Callable[..., Memory], **params: Any) -> None:
+        self.latents, self.memory = latents, memory({"model": latents.path, **params})
+        self.width = latents.latent + latents.rotated
+        self.chunk = latents.chunk()
+
+    def desc(self, *leading: int) -> Any:
+        return layout_desc((*leading, self.latents.layout.num_layers, CHUNK, self.width))
+
+    def object(self, number: int, *leading: int) -> Any:
+        """An object that LMCache's own copy fills from the blocks of an engine's cache."""
+        copies, types = real("lmcache.v1.platform.torch_ops.mp_mem_kernels"), real("lmcache.v1.platform.ops_types")
+        native, blocks = real("lmcache.lmcache_native"), 8
+        desc = types.PageBufferShapeDesc()
+        desc.kv_size, desc.nl, desc.nb, desc.bs, desc.nh = 1, self.latents.layout.num_layers, blocks, CHUNK // 2, 1
+        desc.hs, desc.element_size, desc.block_stride_elems, desc.dtype = self.width, 2, 0, torch.bfloat16
+        part, order = self.chunk.slice(number * CHUNK, (number + 1) * CHUNK), [7, 2]
+        engine = torch.zeros(desc.nl, blocks, desc.bs, self.width, dtype=torch.bfloat16)
+        for layer in range(desc.nl):
+            engine[layer, order] = self.latents.as_engines_keep_it(part, layer).view(2, desc.bs, self.width)
+        made = self.memory.object(self.desc())
+        copies.multi_layer_block_kv_transfer(
+            list(engine), [made.get_tensor(0)], order, "cpu",
+            types.TransferDirection.D2H if hasattr(types, "TransferDirection") else native.TransferDirection.D2H,
+            desc, CHUNK, native.EngineKVFormat.NL_X_NB_BS_HS, 0,
+        )  # fmt: skip
+        if leading:
+            whole = self.memory.object(self.desc(*leading))
+            whole.get_tensor(0).copy_(made.get_tensor(0))
+            return whole
+        return made
+
+    def store(self, objects: Sequence[Any], **key: Any) -> int:
+        keys = [object_key(number, **key) for number in range(len(objects))]
+        return self.memory.stored(self.memory.adapter.submit_store_task(keys, objects))
+
+    def load(self, count: int, *leading: int, **key: Any) -> list[torch.Tensor]:
+        """The values of objects that were loaded."""
+        objects = [self.memory.object(self.desc(*leading)) for _ in range(count)]
+        adapter = self.memory.adapter
+        task = adapter.submit_load_task([object_key(number, **key) for number in range(count)], objects)
+        done = result_of(lambda: adapter.query_load_result(task))
+        return [objects[number].get_tensor(0) for number in done.get_indices_list()]
+
+
+@pytest.mark.parametrize("latents", ["deepseek_v3, halves"], indirect=True)
+def test_latents_in_an_order_that_engines_disagree_about_are_refused(latents: Latents) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"vLLM and SGLang disagree .* got rope_interleave false"):
+        make_adapter({"model": latents.path, "store": "memory://?max_mb=10"})
+
+
+@pytest.mark.parametrize("latents", ["deepseek_v2", "deepseek_v3"], indirect=True)
+@pytest.mark.parametrize("leading", [(), (1,)])
+def test_latents_come_back_bit_for_bit(
+    latents: Latents, memory: Callable[..., Memory], leading: tuple[int, ...]
+) -> None:
+    m = LatentObjects(latents, memory)
+    objects = [m.object(number, *leading) for number in range(2)]
+    for rank in range(2):
+        assert m.store(objects, rank=rank, ranks=2) > 0
+    assert "kept_pages" not in m.memory.counters, "ranks share no entries: LMCache lets one of them store"
+    loaded = m.load(2, *leading, rank=1, ranks=2)
+    assert [torch.equal(bits(one), bits(made.get_tensor(0))) for one, made in zip(loaded, objects, strict=True)] == [
+        True, True,
+    ]  # fmt: skip
+    odd = m.memory.object(layout_desc((2, latents.layout.num_layers, CHUNK, m.width)))
+    assert m.store([odd]) == -1 and m.memory.counters["refused_pages"] == 1
+
+
+@pytest.mark.parametrize("latents", ["deepseek_v2", "deepseek_v3"], indirect=True)
+def test_lossy_latents_are_those_of_the_codec(latents: Latents, memory: Callable[..., Memory], tmp_path: Path) -> None:
+    def text(sequences: int, seed: int) -> torch.Tensor:
+        return torch.randint(61, (sequences, 48), generator=torch.Generator().manual_seed(seed))
+
+    profile = calibrate(latents.model, text(24, 1), "layer", more_text=text(48, 2), progress=False)
+    profile.save(tmp_path / "profile.safetensors")
+    m = LatentObjects(latents, memory, profile=str(tmp_path / "profile.safetensors"), step=0.25)
+    assert m.store([m.object(0), m.object(1)]) > 0
+    assert m.memory.counters["recognized_pages"] == 2
+    codec = Codec(profile, step=0.25, dtype="bfloat16")
+    for number, loaded in enumerate(m.load(2)):
+        part = m.chunk.slice(number * CHUNK, (number + 1) * CHUNK)
+        told = KVChunk(part.keys, part.values, part.layout, part.start, part.token_ids, (1 - number) * CHUNK)
+        back = codec.decode(codec.encode(told))
+        for layer in range(latents.layout.num_layers):
+            assert torch.equal(loaded[layer], latents.as_engines_keep_it(back, layer).flatten(1))
 
 
 # The interface --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.sglang.latent_models import Latents
+from tests.integrations.latent_models import Latents
 from tests.integrations.sglang.real_sglang import (
     host_pool,
     latent_pool,
@@ -280,16 +280,26 @@ def test_signed_pages_need_the_secret(rank: Callable[..., Rank], tmp_path: Path)
 # Latents --------------------------------------------------------------------------------------------------------------
 
 
+def latent_rank(
+    latents: Latents, rank: Callable[..., Rank], arrangement: str, extra: dict[str, Any], **config: Any
+) -> Rank:
+    pool = latent_pool(
+        arrangement, layers=latents.layout.num_layers, latent=latents.latent, rotated=latents.rotated, page_tokens=16,
+        pages=8, dtype=torch.bfloat16,
+    )  # fmt: skip
+    return rank({"model": latents.path, **extra}, pool=pool, is_mla_model=True, **config)
+
+
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS[:3])
 def test_latents_come_back_bit_for_bit_on_every_rank(
     latents: Latents, rank: Callable[..., Rank], arrangement: str
 ) -> None:
-    first = latents.rank(rank, arrangement, {}, tp_rank=0, tp_size=2)
+    first = latent_rank(latents, rank, arrangement, {}, tp_rank=0, tp_size=2)
     at, tokens = first.alloc(6), TOKENS[: 6 * 16]
     wanted = first.page_bytes(at)
     assert first.back_up(tokens, at, []) == 6 * 16
     for number in range(2):
-        other = latents.rank(rank, arrangement, {}, tp_rank=number, tp_size=2)
+        other = latent_rank(latents, rank, arrangement, {}, tp_rank=number, tp_size=2)
         to = other.alloc(6).flip(0).view(6, 16).flip(1).flatten()
         other.pool.kv_buffer.zero_()
         assert other.prefetch(tokens, to) == 6 * 16
@@ -306,10 +316,10 @@ def test_lossy_latents_are_those_of_the_codec(
     profile = calibrate(latents.model, text(24, 1), "layer", more_text=text(48, 2), progress=False)
     profile.save(tmp_path / "profile.safetensors")
     options = {"profile": str(tmp_path / "profile.safetensors"), "step": 0.25}
-    r = latents.rank(rank, "page_first", options)
+    r = latent_rank(latents, rank, "page_first", options)
     chunk, at = latents.chunk(), r.alloc(4)
     for layer in range(latents.layout.num_layers):
-        r.pool.kv_buffer[at, layer] = latents.as_sglang_keeps_it(chunk, layer)
+        r.pool.kv_buffer[at, layer] = latents.as_engines_keep_it(chunk, layer)
     assert r.back_up(TOKENS[:64], at, [] if passes_prefix else None) == 64
     counts = r.backend.counters()
     assert counts["recognized_pages"] == 4 and "failures{positions}" not in counts
@@ -318,7 +328,7 @@ def test_lossy_latents_are_those_of_the_codec(
     codec = Codec(profile, step=0.25, dtype="bfloat16")
     back = codec.decode(codec.encode(chunk))
     for layer in range(latents.layout.num_layers):
-        assert torch.equal(r.pool.kv_buffer[to, layer], latents.as_sglang_keeps_it(back, layer))
+        assert torch.equal(r.pool.kv_buffer[to, layer], latents.as_engines_keep_it(back, layer))
 
 
 def test_other_latents_than_the_models_are_refused(latents: Latents, rank: Callable[..., Rank]) -> None:
@@ -352,7 +362,7 @@ def test_keys_lie_as_sglang_rotates_them(latents: Latents) -> None:
     layers = latents.layout.num_layers
     layout = replace(latents.layout, dtype="float32")
     chunk = KVChunk([ours] * layers, [torch.zeros(9, 1, latents.latent)] * layers, layout)
-    assert torch.allclose(latents.as_sglang_keeps_it(chunk, 0)[..., latents.latent :], wanted.view_as(ours), atol=1e-5)
+    assert torch.allclose(latents.as_engines_keep_it(chunk, 0)[..., latents.latent :], wanted.view_as(ours), atol=1e-5)
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------

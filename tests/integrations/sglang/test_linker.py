@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.sglang.latent_models import Latents
+from tests.integrations.latent_models import Latents
 from tests.integrations.sglang.real_sglang import (
     PrefixCache,
     device_pool,
@@ -191,7 +191,7 @@ def test_latents_are_stored_by_one_rank_and_loaded_by_all(
     assert not store.entries
     chunk, slots = latents.chunk(), ranks[0].alloc(4)
     for layer in range(latents.layout.num_layers):
-        ranks[0].pool.kv_buffer[layer][slots] = latents.as_sglang_keeps_it(chunk, layer)
+        ranks[0].pool.kv_buffer[layer][slots] = latents.as_engines_keep_it(chunk, layer)
     values = ranks[0].values(slots)
     ranks[0].insert(TOKENS[: 4 * PAGE], slots)
     ranks[0].settle()
@@ -523,7 +523,7 @@ def test_latents_in_another_order_than_the_layouts_need_host_memory(latents: Lat
     pool.kv_buffer = [buffer.to("meta") for buffer in pool.kv_buffer]
     view = partial(real("cuvee.integrations.sglang.device_pool").device_cache, pool, latents.layout)
     if latents.adjacent and not latents.rope.interleaved:
-        with pytest.raises(UnsupportedModelError, match=r"device pool: must be in host memory if rotated .* got meta"):
+        with pytest.raises(UnsupportedModelError, match=r"latents: must be in host memory if rotated .* got meta"):
             view(adjacent_pairs=True)
     else:
         assert view(adjacent_pairs=latents.adjacent).device.type == "meta"

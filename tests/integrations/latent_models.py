@@ -1,13 +1,11 @@
-"""Small models with multi-head latent attention, as SGLang keeps their caches."""
+"""Small models with multi-head latent attention, as engines keep their caches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.integrations.sglang.real_sglang import latent_pool
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout
@@ -15,7 +13,7 @@ from cuvee.codec.models.forward import prefill
 
 
 class Latents:
-    """A checkpoint with multi-head latent attention, and SGLang's host pools for it."""
+    """A checkpoint with multi-head latent attention."""
 
     def __init__(self, model: Any, folder: Path) -> None:
         self.model, self.path = model, str(folder / "model")
@@ -26,13 +24,6 @@ class Latents:
         assert layer.rope is not None
         self.rope, self.adjacent = layer.rope, getattr(model.config, "rope_interleave", True)
 
-    def rank(self, rank: Callable[..., Any], arrangement: str, extra: dict[str, Any], **config: Any) -> Any:
-        pool = latent_pool(
-            arrangement, layers=self.layout.num_layers, latent=self.latent, rotated=self.rotated, page_tokens=16,
-            pages=8, dtype=torch.bfloat16,
-        )  # fmt: skip
-        return rank({"model": self.path, **extra}, pool=pool, is_mla_model=True, **config)
-
     def chunk(self) -> KVChunk:
         """The model's own cache of 64 tokens."""
         ids = torch.randint(61, (1, 64), generator=torch.Generator().manual_seed(3))
@@ -40,7 +31,7 @@ class Latents:
             (chunk,) = prefill(self.model, ids, self.layout)
         return chunk
 
-    def as_sglang_keeps_it(self, chunk: KVChunk, layer: int) -> torch.Tensor:
+    def as_engines_keep_it(self, chunk: KVChunk, layer: int) -> torch.Tensor:
         """Latent and rotated part of a layer, `[T, 1, latent + rotated]`."""
         keys = chunk.keys[layer]
         if self.adjacent and not self.rope.interleaved:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests with SGLang's classes."""
+"""Fixtures of the tests with engines' classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.sglang.latent_models import Latents
+from tests.integrations.latent_models import Latents
 
 
 @pytest.fixture(params=["deepseek_v2", "deepseek_v3", "deepseek_v3, halves"])
