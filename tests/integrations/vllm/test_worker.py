@@ -228,6 +228,27 @@ def test_an_entry_of_other_tokens_is_not_believed(bench: Callable[..., Bench]) -
     assert b.key(1) not in b.store.entries
 
 
+def test_an_entry_of_a_rank_with_another_profile_is_computed_and_stored_anew(bench: Callable[..., Bench]) -> None:
+    """The scheduler names entries by its own profile. A rank that took another one, because it was pushed while the
+    engine started, stores under these names what no rank with the scheduler's profile reads.
+    """
+    generic = Profile.generic(LAYOUT)
+    pushed = Profile(LAYOUT, generic.group, "generic", generic.family, model="b" * 32)
+    assert pushed.id != generic.id
+    lossy = {"quality": "balanced"}
+    other = bench(rank=1, codec=lossy, profile=pushed)
+    other.store_all(1)
+    other.worker.start_loads([other.load([10, 11], 0, CHUNK)], synchronous=True)
+    assert not other.worker.take_invalid_blocks(), "it reads its own entries"
+    ours = bench(rank=1, codec=lossy, profile=generic, store=other.store, sequence=other.sequence)
+    ours.worker.start_loads([ours.load([10, 11], 0, CHUNK)], synchronous=True)
+    assert ours.worker.take_invalid_blocks() == {10, 11} and not ours.store.entries
+    assert ours.worker.report(1).failed == {"r"} and ours.counts()["recomputed_tokens"] == CHUNK
+    ours.store_all(1)
+    ours.worker.start_loads([ours.load([10, 11], 0, CHUNK)], synchronous=True)
+    assert not ours.worker.take_invalid_blocks()
+
+
 OLD, NEW = b"an old secret, 16+", b"a new secret, 16+"
 
 
