@@ -8,6 +8,6 @@ An adapter describes the engine's memory as a `cuvee.codec.paged.PagedCache` and
 
 from cuvee.integrations.pages.counts import Counts
 from cuvee.integrations.pages.opening import PageStores
-from cuvee.integrations.pages.page_store import PageStore
+from cuvee.integrations.pages.page_store import Fetched, PageStore
 
-__all__ = ["Counts", "PageStore", "PageStores"]
+__all__ = ["Counts", "Fetched", "PageStore", "PageStores"]

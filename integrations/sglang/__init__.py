@@ -1,1 +1,3 @@
-"""SGLang: a storage backend for its hierarchical cache (HiCache). `hicache.CuveeHiCache` is what SGLang loads."""
+"""SGLang: a storage backend for its hierarchical cache (HiCache), `hicache.CuveeHiCache`, and an external linker of its
+prefix cache, `linker.CuveeLinker`. SGLang loads either.
+"""

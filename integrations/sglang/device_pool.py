@@ -72,7 +72,8 @@ def device_cache(pool: Any, layout: KVLayout, *, adjacent_pairs: bool = False) -
     """
     check_shapes(pool, layout, "device pool")
     if not holds_latents(pool):
-        return PagedCache(layout, *([_pages(pool, each) for each in unit] for unit in (pool.k_buffer, pool.v_buffer)))
+        keys, values = ([_pages(pool, each) for each in unit] for unit in (pool.k_buffer, pool.v_buffer))
+        return PagedCache(layout, keys, values)
     return latent_cache([_pages(pool, each) for each in pool.kv_buffer], layout, pool.kv_lora_rank, adjacent_pairs)
 
 

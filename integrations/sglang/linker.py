@@ -36,8 +36,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.guard import Guard
-from cuvee.integrations.pages import Counts, PageStores
-from cuvee.integrations.pages.page_store import Fetched
+from cuvee.integrations.pages import Counts, Fetched, PageStores
 from cuvee.integrations.sglang.device_pool import check_device_pool, device_cache
 from cuvee.integrations.sglang.host_pool import holds_latents
 from cuvee.integrations.sglang.options import LinkerOptions
@@ -278,7 +277,8 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
             self._held.clear()
             for offload in self._offloads:
                 offload.cancel()
-            wait([*self._loads, *(each for each in self._offloads if not each.cancelled())])
+            wait(self._loads)
+            wait([each for each in self._offloads if not each.cancelled()])
             self._loads.clear()
             self._offloads.clear()
             self.layer_done_counter.reset()

@@ -690,7 +690,12 @@ def test_code_beside_a_checkpoint_is_not_run_and_nobody_is_asked(
 ) -> None:
     """transformers asks on the terminal, unless it is told that the code is not trusted."""
     asked: list[object] = []
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
+
+    def answer(question: object) -> str:
+        asked.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
     (tmp_path / "config.json").write_text(
         json.dumps({**KIMI_K2, "model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}})
     )

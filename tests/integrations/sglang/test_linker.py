@@ -36,7 +36,14 @@ from cuvee.integrations.stores import StoreError
 pytestmark = need_sglang
 
 LAYERS, HEADS, DIM, PAGE = 6, 2, 64, 16  # of the bundled model, and tokens per page
-SHAPE = {"layers": LAYERS, "heads": HEADS, "dim": DIM, "page_tokens": PAGE, "pages": 24, "dtype": torch.bfloat16}
+SHAPE: dict[str, Any] = {
+    "layers": LAYERS,
+    "heads": HEADS,
+    "dim": DIM,
+    "page_tokens": PAGE,
+    "pages": 24,
+    "dtype": torch.bfloat16,
+}
 TOKENS = random.Random(0).choices(range(4096), k=16 * PAGE)
 MODEL = str(bundled_model_path())
 
@@ -163,7 +170,8 @@ def test_lossy_pages_are_those_of_the_codec(
     cache.forget()
     into = cache.restore(tokens)
     codec = Codec(profile, step=0.25)
-    told = KVChunk(*([each[: 4 * PAGE] for each in unit] for unit in (chunk.keys, chunk.values)), chunk.layout)
+    keys, values = ([each[: 4 * PAGE] for each in unit] for unit in (chunk.keys, chunk.values))
+    told = KVChunk(keys, values, chunk.layout)
     back = codec.decode(codec.encode(told, tokens=tokens))
     assert into is not None and equal(cache.values(into), [*back.keys, *back.values])
     with pytest.raises(InputError, match=r"quality: must be 'lossless', got .*: lossy coding needs the positions"):
@@ -246,9 +254,9 @@ def test_all_ranks_let_go_of_the_same_lookups(prefix_cache: Callable[..., Prefix
     assert [list(rank.linker._held) for rank in ranks] == [["1", "2", "3"]] * 2, "three pages made room"
     assert ranks[0].linker.lookup("4", transfers[4]) == list(range(1, 8)), "no more than can be held"
     slots = torch.arange(PAGE)
-    for rid in ("0", "3"):
-        with_slots = [replace(transfers[int(rid)][0], device_indices=slots)]
-        assert not ranks[0].linker.load(rid, with_slots), "it was let go of"
+    for gone in (0, 3):
+        with_slots = [replace(transfers[gone][0], device_indices=slots)]
+        assert not ranks[0].linker.load(str(gone), with_slots), "it was let go of"
     with_slots = [replace(transfers[4][0], keys=names[1:2], device_indices=slots)]
     assert not ranks[0].linker.load("4", with_slots), "other pages than were looked up"
 
