@@ -281,7 +281,7 @@ class PageStore:
     def fetch(self, names: Sequence[bytes], start: int | None) -> Fetched:
         """Fetch and verify adjacent pages, up to the first that cannot be loaded, for an engine that admits no failure.
 
-        Takes no longer than `lookup_timeout`.
+        Waits for the store no longer than `lookup_timeout`; a damaged run, which is deleted, may take as long again.
 
         Args:
             names: as in `save`.
@@ -319,8 +319,8 @@ class PageStore:
         """Restore fetched pages into the engine's memory, one run of layers after the other.
 
         Args:
-            cache: the engine's memory, on the CPU or on a device that it `serves`, where work
-                is on the current stream of the calling thread.
+            cache: the engine's memory, on the CPU or on a device that it `serves`, where work is on the current stream
+                of the calling thread.
             loads: what was fetched, and int64 `[pages * page_tokens]` on the CPU: the slots of all of its tokens.
             done: called with each run of layers (`Codec.layer_runs`) once all loads have them.
 
@@ -694,12 +694,17 @@ class PageStore:
     def _discard(self, run: bytes, pages: Sequence[bytes]) -> None:
         """Delete a run that never decodes, and what led to it, so that its pages can be stored again."""
         self._forget(pages)
-        for digest in (run, *(pages if self._run_pages > 1 else ())):
-            for key_id in self._key_ids:
-                try:
-                    self._store.delete(self._key(digest, key_id))
-                except Exception as error:
-                    self._fail("store", error)
+        digests = (run, *(pages if self._run_pages > 1 else ()))
+
+        def delete() -> None:
+            for digest in digests:
+                for key_id in self._key_ids:
+                    try:
+                        self._store.delete(self._key(digest, key_id))
+                    except Exception as error:
+                        self._fail("store", error)
+
+        self._ask("delete", "store", delete, self._lookup_timeout)  # an engine may wait for the lookup that found it
 
     def _delete(self, page: bytes) -> bool:
         """Delete the entry by which a page is found; return whether the store did so, under every secret."""

@@ -380,6 +380,20 @@ def test_damage_is_found_when_it_is_fetched(desk: Callable[..., Desk], store: Di
         assert key not in store.entries and d.save(range(8)) == [True] * 8
 
 
+def test_damage_that_cannot_be_deleted_does_not_hold_a_lookup(desk: Callable[..., Desk], store: DictStore) -> None:
+    d = desk(lookup_timeout=0.3)
+    d.save(range(4))
+    key = d.run_key(range(4))
+    store.entries[key] = store.entries[key][:-1]
+    go = hold(store, "delete")
+    try:
+        assert d.pages.fetch(named(range(4)), 0).pages == 0
+    finally:
+        go.set()
+    counts = d.counts.snapshot()
+    assert counts["failures{decode}"] == counts["failures{store}"] == 1
+
+
 @pytest.mark.usefixtures("placing")
 def test_damage_behind_right_checksums_is_found_when_it_is_placed(
     desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
