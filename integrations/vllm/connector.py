@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -39,7 +40,7 @@ from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store, open_store
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.probe import find_page_layout, verify_page_layout
+from cuvee.integrations.vllm.probe import PageLayout, find_page_layout, verify_page_layout
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
@@ -156,7 +157,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `SchedulerSide.allocated`."""
-        self._scheduling.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+        first, *others = blocks.get_block_ids()
+        self._scheduling.allocated(request, list(first), num_external_tokens, others)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See `SchedulerSide.plan`."""
@@ -169,16 +171,17 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling.take(metadata.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Let the engine free the blocks at once: they were copied, or are before anything overwrites them."""
-        told = self._scheduling.told(request)
-        self._scheduling.finished(request, block_ids)
-        return False, None if told is None else {"cuvee": told}
+        """See `request_finished_all_groups`, for a model with one group of layers."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `request_finished`. `Setup` refuses models with several groups of layers."""
-        return self.request_finished(request, block_ids[0])
+        """Let the engine free the blocks at once: they were copied, or are before anything overwrites them."""
+        told = self._scheduling.told(request)
+        first, *others = block_ids
+        self._scheduling.finished(request, first, others)
+        return False, None if told is None else {"cuvee": told}
 
     def reset_cache(self) -> bool:
         """See `SchedulerSide.reset`."""
@@ -227,8 +230,15 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the requests whose loads are over."""
         return None, self._working.take_arrived(_IDLE_WAIT if self._plan.idle else 0.0) or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose loads are over, and those of them that are to be computed as a whole."""
+        _, arrived = self.get_finished(finished_req_ids)
+        results = KVConnectorTransferResults(finished_recving=arrived or set())
+        results.failed_recving = self._working.take_failed(results.finished_recving)
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks to recompute."""
+        """Return the blocks to recompute; none where loads fail as a whole (`WorkerState.fails_whole`)."""
         return self._working.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
@@ -321,7 +331,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 f"the engine caches {len(names)} layers ({', '.join(names[:3])} …), the model has {layout.num_layers} "
                 "attention layers"
             )
-        keys, values, found = [], [], None
+        keys, values = [], []
+        layouts: dict[tuple[Any, ...], PageLayout] = {}  # by what layers with equal pages share
         for index, name in enumerate(names):
             tensor, attention = kv_caches[name], layers[name]
             if not hasattr(attention.impl, "do_kv_cache_update"):
@@ -340,14 +351,12 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 attention.impl.do_kv_cache_update(attention, k, v, cache, slots)
 
             shape = layout.layers[index]
-            same = index and (tensor.shape, tensor.stride()) == (
-                kv_caches[names[0]].shape,
-                kv_caches[names[0]].stride(),
-            )
-            if found is not None and same:
+            alike = (tensor.shape, tensor.stride(), shape.kv_heads, shape.head_dim, type(attention.impl))
+            found = layouts.get(alike)
+            if found is not None:
                 verify_page_layout(tensor, write, found)
             else:
-                found = find_page_layout(tensor, write, shape.kv_heads, shape.head_dim)
+                layouts[alike] = found = find_page_layout(tensor, write, shape.kv_heads, shape.head_dim)
                 logger.debug("cuvee: pages of %s: %s", name, found)
             k, v = found.views(tensor)
             keys.append(k)

@@ -30,6 +30,7 @@ class Entry:
         tokens: number of tokens.
         blocks: the engine's blocks of these tokens, from the block of the first token on. In a load they end with the
             load; they are empty before the engine has allocated blocks.
+        others: the same in every further group of layers (`layer_groups`).
     """
 
     kind: Kind
@@ -37,15 +38,22 @@ class Entry:
     start: int
     tokens: int
     blocks: tuple[int, ...] = ()
+    others: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def tables(self) -> tuple[tuple[int, ...], ...]:
+        """The blocks in every group of layers."""
+        return (self.blocks, *self.others)
 
     @property
     def end(self) -> int:
         """Position after the last token."""
         return self.start + self.tokens
 
-    def within(self, blocks: Sequence[int], block_tokens: int) -> Entry:
+    def within(self, blocks: Sequence[int], block_tokens: int, others: Sequence[Sequence[int]] = ()) -> Entry:
         """Return the entry with its blocks, out of a request's blocks from the first token on."""
-        return replace(self, blocks=tuple(blocks[self.start // block_tokens : -(-self.end // block_tokens)]))
+        own = slice(self.start // block_tokens, -(-self.end // block_tokens))
+        return replace(self, blocks=tuple(blocks[own]), others=tuple(tuple(table[own]) for table in others))
 
 
 @dataclass(slots=True)
@@ -80,10 +88,10 @@ class Load:
     Attributes:
         request: id of the request.
         tenant: owner of the entries.
-        prefix: consecutive chunks, the last of which may be a tail.
+        prefix: consecutive chunks, the last of which may be a tail; without the first ones if no layer needs them.
         start, end: positions of the tokens to restore; both may lie inside an entry. The end is a block's end unless
             there is a blend.
-        blocks: the engine's blocks of the tokens `start … end`.
+        blocks: the engine's blocks of the tokens `start … end`, in the first group of layers.
         blend: what follows the prefix, if anything does.
     """
 

@@ -95,6 +95,8 @@ METRICS: dict[str, Metric] = {
                "or in parts, an image has no name or no place in it, the salt is no string or too long, or an error.",
                "reason", _UNCACHED),
         Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting."),
+        Metric("stores_out_of_window", "counter", "Chunks not stored because the engine has dropped a part of them "
+               "from layers with a sliding window: it found them in its own cache."),
         Metric("tails_dropped", "counter", "Unfinished chunks dropped because too many chunks were waiting; with "
                "store_share."),
         Metric("tails_superseded", "counter", "Unfinished chunks that were not compressed because their request "

@@ -128,8 +128,10 @@ class SchedulerSide:
         tokens = self._loads.match(tracked, computed) if self._prefixes.worth_asking(request, computed) else 0
         return None if tokens is None else self._blends.match(tracked, computed, tokens)
 
-    def allocated(self, request: Any, blocks: list[int], tokens: int) -> None:
-        """Plan the load of a request for which the engine allocated `blocks` and wants `tokens` loaded (0: none)."""
+    def allocated(self, request: Any, blocks: list[int], tokens: int, others: Sequence[Sequence[int]] = ()) -> None:
+        """Plan the load of a request for which the engine allocated `blocks` and wants `tokens` loaded (0: none);
+        `others` are its blocks in further groups of layers.
+        """
         first = self._loads.take_promise(request.request_id) // self._state.block
 
         def give_up() -> None:
@@ -138,9 +140,9 @@ class SchedulerSide:
             self._give_up(request.request_id)
 
         with self._guard("allocated", give_up):
-            self._allocate(request, blocks, tokens)
+            self._allocate(request, blocks, tokens, others)
 
-    def _allocate(self, request: Any, blocks: list[int], tokens: int) -> None:
+    def _allocate(self, request: Any, blocks: list[int], tokens: int, others: Sequence[Sequence[int]]) -> None:
         tracked = self._track(request)
         if tracked is None:
             if tokens:
@@ -149,7 +151,7 @@ class SchedulerSide:
         tracked.computed = 0  # any blocks it had before were other ones
         if tokens:
             self._blends.allocate(tracked, blocks)
-            self._loads.allocate(tracked, blocks, tokens)
+            self._loads.allocate(tracked, blocks, tokens, others)
 
     def told(self, request: Any) -> dict[str, Any] | None:
         """Return what the client of a request learns of its blend; None: nothing was to be blended."""
@@ -159,8 +161,9 @@ class SchedulerSide:
             return None if segmented is None else segmented.told
         return None
 
-    def finished(self, request: Any, blocks: Sequence[int]) -> None:
-        """Forget a request that is done or was aborted; `blocks` are those it had, which are free now.
+    def finished(self, request: Any, blocks: Sequence[int], others: Sequence[Sequence[int]] = ()) -> None:
+        """Forget a request that is done or was aborted; `blocks` are those it had, which are free now, and `others`
+        those in further groups of layers.
 
         They keep their content until the next step begins: that is when the request's tail is copied.
         """
@@ -168,7 +171,7 @@ class SchedulerSide:
         tracked = self._requests.tracked.get(request_id)
         with self._guard("finished"):
             if tracked is not None and self._state.stores and not tracked.stale:
-                self._saves.end(tracked, blocks)
+                self._saves.end(tracked, blocks, others)
         with self._guard("finished"):
             if tracked is not None:
                 tracked.forget_lookups()

@@ -61,19 +61,24 @@ class SchedulerLoads:
         """Return and forget the number of tokens before those that were promised."""
         return self._promised.pop(request_id, 0)
 
-    def allocate(self, tracked: Tracked, blocks: Sequence[int], tokens: int) -> None:
+    def allocate(
+        self, tracked: Tracked, blocks: Sequence[int], tokens: int, others: Sequence[Sequence[int]] = ()
+    ) -> None:
         """Plan a load of the request's last `tokens` tokens before the end of its prefix or blend.
 
         Args:
             tracked: the request, with its blend if it has one.
             blocks: the engine's blocks for it.
             tokens: to restore.
+            others: the engine's blocks in further groups of layers.
         """
         request_id, blend, block = tracked.request.request_id, tracked.blend, self._state.block
         end = tracked.end if blend is None else tracked.blend_end
         start = end - tokens
-        held = list(blocks[: -(-end // block)])
-        prefix = self._prefix(tracked, start // self._state.chunk, held) if blend is None or blend.start > start else []
+        held, *further = ([*table[: -(-end // block)]] for table in (blocks, *others))
+        prefix: list[Entry] = []
+        if blend is None or blend.start > start:
+            prefix = self._prefix(tracked, start // self._state.chunk, held, further)
         digests = [entry.digest for entry in prefix]
         self._under_way[request_id] = digests
         for digest in digests:
@@ -109,14 +114,19 @@ class SchedulerLoads:
             if self._loading.get(digest) == request_id:
                 del self._loading[digest]
 
-    def _prefix(self, tracked: Tracked, first: int, blocks: Sequence[int]) -> list[Entry]:
-        """Return the entries that were found, from chunk number `first` on, with their blocks."""
+    def _prefix(
+        self, tracked: Tracked, first: int, blocks: Sequence[int], others: Sequence[Sequence[int]]
+    ) -> list[Entry]:
+        """Return the entries that were found, from chunk number `first` on, with their blocks; those alone that some
+        layer needs.
+        """
         chunk, found = self._state.chunk, tracked.found
         digests = tracked.chain.digests(tracked.request.all_token_ids, found.chunks)
         entries = [Entry("chunk", digests[at], at * chunk, chunk) for at in range(first, found.chunks)]
         if found.tail:
             entries.append(Entry("tail", found.digest, found.chunks * chunk, found.tail))
-        return [entry.within(blocks, self._state.block) for entry in entries]
+        placed = [entry.within(blocks, self._state.block, others) for entry in entries]
+        return [entry for entry in placed if self._state.is_needed(entry)]
 
     def _is_loaded_by_another(self, tracked: Tracked, computed: int) -> bool:
         """Return whether the next entry is on its way for another request: the engine will have it soon."""

@@ -61,16 +61,17 @@ class SchedulerSaves:
         wanted = [at for at in range(first, done) if not self._known.check(digests[at])]
         if not wanted and not prompt_ends:
             return segments
-        blocks = block_state.get_block_ids(request.request_id)[0]
+        blocks, *others = block_state.get_block_ids(request.request_id)
         saves = [
-            self._save(tracked, Entry("chunk", digests[at], at * chunk, chunk).within(blocks, block)) for at in wanted
+            self._save(tracked, Entry("chunk", digests[at], at * chunk, chunk).within(blocks, block, others))
+            for at in wanted
         ]
         end = min(request.num_prompt_tokens, self._storable(tracked))
-        return saves + (self._tail(tracked, end, blocks) if prompt_ends else []) + segments
+        return self._held(saves + (self._tail(tracked, end, blocks, others) if prompt_ends else [])) + segments
 
-    def end(self, tracked: Tracked, blocks: Sequence[int]) -> None:
-        """Store the tail of a request that has ended with the next step."""
-        self._last += self._last_tail(tracked, blocks)
+    def end(self, tracked: Tracked, blocks: Sequence[int], others: Sequence[Sequence[int]] = ()) -> None:
+        """Store the tail of a request that has ended with the next step; `others` are its blocks in further groups."""
+        self._last += self._held(self._last_tail(tracked, blocks, others))
 
     def take_last(self) -> list[Save]:
         """Return and forget the tails of requests that have ended."""
@@ -83,7 +84,7 @@ class SchedulerSaves:
         """
         overwritten = set(output.new_block_ids_to_zero or ())
         overwritten.update(block for copied in output.kv_cache_block_copies or () for block in copied)
-        kept = [save for save in saves if overwritten.isdisjoint(save.entry.blocks)]
+        kept = [save for save in saves if all(map(overwritten.isdisjoint, save.entry.tables))]
         self.forget([save for save in saves if save not in kept])
         return kept
 
@@ -109,18 +110,30 @@ class SchedulerSaves:
         blocks = block_state.get_block_ids(tracked.request.request_id)[0]
         return [self._save(tracked, segmented.entry(at).within(blocks, self._state.block)) for at in new]
 
-    def _last_tail(self, tracked: Tracked, blocks: Sequence[int]) -> list[Save]:
+    def _held(self, saves: Sequence[Save]) -> list[Save]:
+        """Return the saves whose tokens are in the engine's blocks in every layer.
+
+        Of a prefix that the engine has found in its own cache, layers with a window hold the end alone.
+        """
+        dropped = [save for save in saves if self._state.has_dropped(save.entry)]
+        if not dropped:
+            return list(saves)
+        self.forget(dropped)
+        self._state.recorder.count("stores_out_of_window", len(dropped))
+        return [save for save in saves if save not in dropped]
+
+    def _last_tail(self, tracked: Tracked, blocks: Sequence[int], others: Sequence[Sequence[int]]) -> list[Save]:
         """Return the tail of a request that has ended."""
         request = tracked.request
         # A preempted request has no blocks, and none of its tokens count as computed. The last token's KV is left out:
         # where the engine plans ahead it may be there, but the connector is not told.
         held = len(blocks) * self._state.block
         end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, held)
-        tails = self._tail(tracked, min(end, self._storable(tracked)), blocks)
+        tails = self._tail(tracked, min(end, self._storable(tracked)), blocks, others)
         # The request stores nothing more. Without its id, no later request of this id can supersede the tail.
         return [replace(tail, request="") for tail in tails]
 
-    def _tail(self, tracked: Tracked, end: int, blocks: Sequence[int]) -> list[Save]:
+    def _tail(self, tracked: Tracked, end: int, blocks: Sequence[int], others: Sequence[Sequence[int]]) -> list[Save]:
         """Return the tail of a request's first `end` tokens, which have KV in `blocks`: the whole blocks after the last
         whole chunk. Empty if it was stored a moment ago, or has too few tokens ever to be loaded.
         """
@@ -134,7 +147,7 @@ class SchedulerSaves:
         (digest,) = tracked.chain.tails(ids, chunk, [tokens])
         if self._known.check(digest):
             return []
-        return [self._save(tracked, Entry("tail", digest, start, tokens).within(blocks, state.block))]
+        return [self._save(tracked, Entry("tail", digest, start, tokens).within(blocks, state.block, others))]
 
     def _save(self, tracked: Tracked, entry: Entry) -> Save:
         """Return the order to store an entry, with its tokens if the codec predicts from them."""

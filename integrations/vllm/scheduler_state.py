@@ -14,8 +14,9 @@ from cuvee.codec.identity import PrefixChain, store_key
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.blending.planning import Segmented
+from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.lookups import Lookup
-from cuvee.integrations.vllm.messages import Blend
+from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 
@@ -112,6 +113,7 @@ class SchedulerState:
         options: of the connector.
         loads, stores: whether requests are loaded and stored at all.
         chunk, block: tokens per chunk, and per block of the engine.
+        windows: of each group of layers, how many tokens the engine keeps; None: all.
         positions: number of positions the model has; None: no limit.
         tails: whether tails are stored (see `scheduler_save`).
         predicts: whether the codec predicts a part of the cache from token ids.
@@ -128,6 +130,7 @@ class SchedulerState:
         self.loads, self.stores = self._role
         self.chunk = setup.options.chunk_tokens
         self.block = setup.block_tokens
+        self.windows = setup.windows
         self.positions = setup.layout.max_positions
         self.tails = setup.quality == LOSSLESS or bool(setup.profile.learned)
         self.predicts = setup.quality != LOSSLESS and setup.profile.token_table is not None
@@ -161,6 +164,16 @@ class SchedulerState:
         """
         blocks = min(tokens - 1, self.addressed(tokens)) // self.block * self.block
         return blocks if self.tails else min(blocks, self.addressed(tokens) // self.chunk * self.chunk)
+
+    def has_dropped(self, entry: Entry) -> bool:
+        """Return whether the engine has dropped a part of an entry from a layer with a window."""
+        tables = zip(entry.tables, self.windows, strict=True)
+        return any(window is not None and NULL_BLOCK in blocks for blocks, window in tables)
+
+    def is_needed(self, entry: Entry) -> bool:
+        """Return whether some layer has room for a part of an entry: a window ends with the entries that follow."""
+        tables = zip(entry.tables, self.windows, strict=True)
+        return any(window is None or any(block != NULL_BLOCK for block in blocks) for blocks, window in tables)
 
     def overdue(self) -> None:
         """Tell the store that a lookup took too long, so that a call that hangs delays no other request as well."""

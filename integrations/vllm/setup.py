@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePath
@@ -28,6 +29,7 @@ from cuvee.integrations.checkpoint import (
 from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
+from cuvee.integrations.vllm.layer_groups import LayerGroup, block_tokens, read_groups
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Setup:
         loads, stores: whether this engine loads, and stores (`kv_role`).
         prefix_caching: whether a request finds in the engine what another request loaded.
         step_tokens: most tokens that a step of the engine computes.
+        groups: layers that share a table of the engine's blocks; empty: all layers, and the engine keeps all tokens.
     """
 
     options: Options
@@ -58,6 +61,12 @@ class Setup:
     stores: bool
     prefix_caching: bool
     step_tokens: int = 8192
+    groups: tuple[LayerGroup, ...] = ()
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each group of layers; None: the engine keeps all its tokens."""
+        return tuple(group.window for group in self.groups) or (None,)
 
     @classmethod
     def of_engine(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
@@ -76,18 +85,18 @@ class Setup:
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
         options.secrets()
-        spec = _only_group(kv_cache_config)
+        groups, specs = read_groups(kv_cache_config)
         _refuse_features(vllm_config)
-        block_tokens = spec.block_size
-        tokens = options.chunk_tokens
-        if tokens % block_tokens:
-            raise InputError(
-                f"chunk_tokens: must be a multiple of the engine's block size {block_tokens}, got {tokens}"
-            )
-        layout = KVLayout.from_config(vllm_config.model_config.hf_text_config, _dtype(spec))
+        block, tokens = block_tokens(specs), options.chunk_tokens
+        if tokens % block:
+            raise InputError(f"chunk_tokens: must be a multiple of the engine's block size {block}, got {tokens}")
+        _check_windows(groups, tokens, block)
+        layout = KVLayout.from_config(vllm_config.model_config.hf_text_config, _dtype(specs))
+        if options.blend is not None and any(layer.sliding_window is not None for layer in layout.layers):
+            raise UnsupportedModelError("blend: models with sliding windows cannot be blended; remove the option")
         if layout.max_positions is not None and tokens > layout.max_positions:
             raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
-        _check_heads(layout, spec, kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
+        _check_heads(layout, specs, vllm_config.parallel_config.tensor_parallel_size)
         if options.profile is None:
             profile = Profile.generic(layout)
         else:
@@ -99,8 +108,9 @@ class Setup:
         shards = vllm_config.parallel_config.tensor_parallel_size
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         return cls(
-            options, layout, profile, quality, block_tokens, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
+            options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
+            groups,
         )  # fmt: skip
 
     def identity(self, vllm_config: Any) -> Identity:
@@ -176,21 +186,16 @@ def _find_profile(where: str, layout: KVLayout, model_path: str, revision: str |
     return find_profile(where, layout, model_path, revision=revision)
 
 
-def _only_group(kv_cache_config: Any) -> Any:
-    """Return the spec of the only group of layers, which is plain full attention."""
-    groups = kv_cache_config.kv_cache_groups
-    specs = [group.kv_cache_spec for group in groups]
-    names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
-    if any("MLA" in type(spec).__name__ for spec in specs):
-        raise UnsupportedModelError(f"multi-head latent attention (MLA) is not supported ({names})")
-    if len(groups) != 1 or type(specs[0]).__name__ != "FullAttentionSpec":
-        raise UnsupportedModelError(f"hybrid, sliding-window and recurrent models are not supported ({names})")
-    spec = specs[0]
-    if getattr(spec, "sliding_window", None) is not None or getattr(spec, "attention_chunk_size", None) is not None:
-        raise UnsupportedModelError("sliding-window and chunked attention are not supported")
-    if getattr(spec, "non_causal", False):
-        raise UnsupportedModelError("non-causal attention is not supported: a prefix cannot be reused")
-    return spec
+def _check_windows(groups: Sequence[LayerGroup], chunk_tokens: int, block: int) -> None:
+    """Refuse chunks that are longer than what the engine keeps of a layer."""
+    for window in {group.window for group in groups} - {None}:
+        if window is not None and chunk_tokens > window:
+            most = window // block * block
+            raise InputError(
+                f"chunk_tokens: must be at most the {window} tokens of the model's sliding window, because the engine "
+                f"drops the start of a longer chunk before its end is computed, got {chunk_tokens}: "
+                + (f"set it to {most}" if most else f"pass --block-size {window} or less to vLLM, and set it to that")
+            )
 
 
 def _refuse_features(vllm_config: Any) -> None:
@@ -215,24 +220,24 @@ def _refuse_features(vllm_config: Any) -> None:
             raise UnsupportedModelError(f"CuveeConnector does not support {name}")
 
 
-def _dtype(spec: Any) -> str:
-    name = str(spec.dtype).removeprefix("torch.")
-    if name not in TORCH_DTYPES:
+def _dtype(specs: Sequence[Any]) -> str:
+    names = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
+    if len(names) != 1 or names[0] not in TORCH_DTYPES:
         raise UnsupportedModelError(
-            f"CuveeConnector does not support a KV cache of {name} (use {', '.join(TORCH_DTYPES)})"
+            f"CuveeConnector does not support a KV cache of {' and '.join(names)} (use one of "
+            f"{', '.join(TORCH_DTYPES)})"
         )
-    return name
+    return names[0]
 
 
-def _check_heads(layout: KVLayout, spec: Any, kv_cache_config: Any, shards: int) -> None:
+def _check_heads(layout: KVLayout, specs: Sequence[Any], shards: int) -> None:
     """Refuse pages whose heads differ from the model's configuration."""
-    names = kv_cache_config.kv_cache_groups[0].layer_names
-    if len(names) != layout.num_layers:
+    if len(specs) != layout.num_layers:
         raise UnsupportedModelError(
-            f"the engine caches {len(names)} layers, the model has {layout.num_layers}: layers that share a cache, or "
+            f"the engine caches {len(specs)} layers, the model has {layout.num_layers}: layers that share a cache, or "
             "draft layers, are not supported"
         )
-    for index, layer in enumerate(layout.shard(0, shards).layers):
+    for index, (layer, spec) in enumerate(zip(layout.shard(0, shards).layers, specs, strict=True)):
         value_dim = getattr(spec, "head_size_v", None) or spec.head_size
         if (layer.kv_heads, layer.head_dim, layer.value_dim) != (spec.num_kv_heads, spec.head_size, value_dim):
             raise UnsupportedModelError(

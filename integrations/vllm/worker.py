@@ -65,7 +65,7 @@ class WorkerSide:
 
         Codes a chunk of zeros, so that no request waits for compilers.
         """
-        self._state.cache = cache
+        self._state.attach(cache)
         self._pools.use_free_cores()
         if cache.device.type == "cpu":  # threads of the codec run on the cores of the thread that first needs them
             self._pools.coders.submit(self._warm_up, cache).result()
@@ -81,6 +81,9 @@ class WorkerSide:
             [zeros(tokens, layer.kv_heads, layer.value_dim) for layer in layout.layers],
         )
         blobs = codec.encode_paged(chunk, [torch.arange(tokens, device=cache.device)], [0])
+        if self._state.grouped is not None:
+            codec.decode_paged(blobs, chunk, [torch.arange(tokens, device=cache.device)]).check()
+            return
         nowhere = torch.full((tokens,), NOWHERE, device=cache.device)
         codec.decode_paged(blobs, cache, [nowhere]).check()
 
@@ -138,6 +141,12 @@ class WorkerSide:
     def take_invalid_blocks(self) -> set[int]:
         """Return the engine's blocks that were to be restored and are not, since the last call."""
         return self._loads.take_invalid_blocks()
+
+    def take_failed(self, arrived: set[str]) -> set[str]:
+        """Return those of the requests that `take_arrived` returned whose loads failed as a whole: all their tokens
+        are to be computed. Where there is one table of blocks and no window, invalid blocks say more.
+        """
+        return self._loads.take_failed(arrived)
 
     def report(self, step: int) -> Report:
         """Return what happened since the last report; `step` was executed. A store whose counters fail costs no more

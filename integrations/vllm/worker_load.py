@@ -40,6 +40,7 @@ class WorkerLoads:
         self._jobs: dict[str, LoadJob] = {}
         self._arrived: set[str] = set()
         self._invalid: set[int] = set()
+        self._failed: set[str] = set()
 
     def start(self, loads: Sequence[Load], synchronous: bool) -> None:
         """See `WorkerSide.start_loads`."""
@@ -68,10 +69,9 @@ class WorkerLoads:
         """See `WorkerSide.void`."""
         with self._state.lock:
             for request, blocks in loads.items():
-                self._invalid.update(blocks)
+                self._fail(request, blocks)
                 self._arrived.add(request)
                 self._state.report.ended.add(request)
-                self._state.report.failed.add(request)
             self._state.progress.notify()
 
     def take_arrived(self, patience: float) -> set[str]:
@@ -95,6 +95,13 @@ class WorkerLoads:
         with self._state.lock:
             invalid, self._invalid = self._invalid, set()
         return invalid
+
+    def take_failed(self, arrived: set[str]) -> set[str]:
+        """See `WorkerSide.take_failed`."""
+        with self._state.lock:
+            failed = self._failed & arrived
+            self._failed -= failed
+        return failed
 
     def job(self, request: str) -> LoadJob | None:
         """Return the load under way for a request; None: there is none."""
@@ -130,12 +137,13 @@ class WorkerLoads:
             self._give_up(job, patient=True)
         except CuveeError as error:
             logger.warning(
-                "cuvee: request %s: %s; its tokens from %d on are recomputed", load.request, error, job.valid_until
-            )
+                "cuvee: request %s: %s; its tokens from %d on are recomputed",
+                load.request, error, self._valid_until(job),
+            )  # fmt: skip
         except Exception:
             if not job.over:  # otherwise it was given up, or the worker closes
                 logger.exception(
-                    "cuvee: request %s: its tokens from %d on are recomputed", load.request, job.valid_until
+                    "cuvee: request %s: its tokens from %d on are recomputed", load.request, self._valid_until(job)
                 )
         else:
             if load.blend is not None:
@@ -164,7 +172,7 @@ class WorkerLoads:
             if not job.over:
                 logger.warning(
                     "cuvee: request %s: no end of its load after load_timeout=%g s; tokens from %d on are recomputed",
-                    job.load.request, self._state.timeout, job.valid_until,
+                    job.load.request, self._state.timeout, self._valid_until(job),
                 )  # fmt: skip
                 self.end(job, "timeout")
         finally:
@@ -200,10 +208,9 @@ class WorkerLoads:
         ]
         with self._state.lock:
             report = self._state.report
-            self._invalid.update(missing)
             self._is_over(job)
             if failed:
-                report.failed.add(load.request)
+                self._fail(load.request, missing)
                 report.unsaved.update(unsaved)
             elif load.blend is None:
                 report.loaded.append((work, seconds))
@@ -222,9 +229,21 @@ class WorkerLoads:
         with self._state.lock:
             if self._jobs.get(load.request) is not job:  # the engine may have heard of its end
                 return
-            self._invalid.update(load.blocks)
             self._is_over(job)
-            self._state.report.failed.add(load.request)
+            self._fail(load.request, load.blocks)
+
+    def _fail(self, request: str, blocks: Sequence[int]) -> None:
+        """Have the engine compute these blocks of a request's load, or all of it; the state's lock is held."""
+        if self._state.fails_whole:
+            self._failed.add(request)
+        else:
+            self._invalid.update(blocks)
+        self._state.report.failed.add(request)
+
+    def _valid_until(self, job: LoadJob) -> int:
+        """Return the position before which the engine keeps what a load has restored, if the load ends now."""
+        whole = job.valid_until < job.load.end and self._state.fails_whole
+        return job.load.start if whole else job.valid_until
 
     def _is_over(self, job: LoadJob) -> None:
         """Tell the engine of the end of a load; the state's lock is held."""
@@ -236,7 +255,7 @@ class WorkerLoads:
         self._state.progress.notify()
 
     def _count_load(self, job: LoadJob, failure: str) -> None:
-        load, done, recorder = job.load, job.valid_until, self._state.recorder
+        load, done, recorder = job.load, self._valid_until(job), self._state.recorder
         recorder.count("loads")
         recorder.count("load_seconds", time.monotonic() - job.begun)
         recorder.count("loaded_tokens", done - load.start)

@@ -16,6 +16,7 @@ import torch
 from cuvee.codec.codec import OpenBlob
 from cuvee.codec.errors import CorruptError, CuveeError
 from cuvee.codec.identity import store_key
+from cuvee.integrations.vllm.grouped_pages import GroupedPages
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import send
@@ -172,17 +173,56 @@ class Restorer:
         def one(blob: OpenBlob, at: torch.Tensor, start: int) -> None:
             state.codec.decode_paged([blob], cache, [at], [start]).check()
 
+        if state.grouped is not None:
+            return self._decode_grouped(state.grouped, opened, each_slots, starts, problem)
+        only_slots = [at for (at,) in each_slots]
         if not opened or not state.codec.on_device(cache.device):
-            several = zip(opened, each_slots, starts, strict=True)
+            several = zip(opened, only_slots, starts, strict=True)
             done, damage = self._in_a_row(partial(one, *each) for each in several)
             return len(done), damage or problem
-        slots = send(torch.cat(each_slots), cache.device).split([len(at) for at in each_slots])
+        slots = send(torch.cat(only_slots), cache.device).split([len(at) for at in only_slots])
         try:
             state.codec.decode_paged(opened, cache, slots, starts).check()
             return len(opened), problem
         except CuveeError:
             pass  # one entry is damaged; decoding them one by one, on this thread's stream, tells which
         for good, each in enumerate(zip(opened, slots, starts, strict=True)):
+            try:
+                one(*each)
+            except CuveeError as error:
+                return good, error
+        return len(opened), problem
+
+    def _decode_grouped(
+        self,
+        pages: GroupedPages,
+        opened: Sequence[OpenBlob],
+        each_slots: Sequence[Sequence[torch.Tensor]],
+        starts: Sequence[int],
+        problem: CuveeError | None,
+    ) -> tuple[int, CuveeError | None]:
+        """Decode entries one by one into dense tensors, and write these to the slots of each group of layers.
+
+        Args:
+            pages: of the engine.
+            opened: the entries.
+            each_slots: of each entry, in every group.
+            starts: positions of the entries' first tokens.
+            problem: why no more entries were opened.
+        """
+        device = self._state.pages.device
+
+        def one(blob: OpenBlob, slots: Sequence[torch.Tensor], start: int) -> None:
+            tokens = len(slots[0])
+            dense = pages.empty(tokens)
+            self._state.codec.decode_paged([blob], dense, [torch.arange(tokens, device=device)], [start]).check()
+            pages.write(dense, [send(at, device) for at in slots])
+
+        several = zip(opened, each_slots, starts, strict=True)
+        if not self._state.codec.on_device(device):
+            done, damage = self._in_a_row(partial(one, *each) for each in several)
+            return len(done), damage or problem
+        for good, each in enumerate(several):  # on this thread's stream
             try:
                 one(*each)
             except CuveeError as error:

@@ -169,9 +169,10 @@ class WorkerSaves:
         """
         pages = self._state.pages
         refuse_capture(pages.device)
-        slots = torch.cat([self._state.slots(save.entry) for save in batch])
-        with allocations(f"copying {len(slots)} tokens"):
-            return pages.copy(send(slots, pages.device))
+        each = zip(*(self._state.slots(save.entry) for save in batch), strict=True)
+        slots = [send(torch.cat(parts), pages.device) for parts in each]
+        with allocations(f"copying {len(slots[0])} tokens"):
+            return pages.copy(*slots) if self._state.grouped is None else self._state.grouped.copy(slots)
 
     def _save_copied(self, copied: CopiedSave) -> None:
         self._save([copied.save], copied.copy, copied.ready)

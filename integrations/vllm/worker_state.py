@@ -13,6 +13,8 @@ from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
+from cuvee.integrations.vllm.grouped_pages import GroupedPages
+from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
@@ -72,6 +74,8 @@ class WorkerState:
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
         report: what happened since the last report.
+        windows: of each group of layers, how many tokens the engine keeps; None: all.
+        grouped: the pages where there are several groups; None: one table of blocks serves all layers.
         closed: nothing is admitted any more.
     """
 
@@ -89,7 +93,25 @@ class WorkerState:
         self.progress = threading.Condition(self.lock)
         self.report = Report()
         self.closed = False
+        self.windows = setup.windows
         self.cache: PagedCache | None = None
+        self.grouped: GroupedPages | None = None
+        self._groups = setup.groups
+
+    def attach(self, cache: PagedCache | None) -> None:
+        """Use these pages; None: none any more."""
+        self.cache = cache
+        several = cache is not None and len(self._groups) > 1
+        self.grouped = GroupedPages(cache, self._groups) if cache is not None and several else None
+
+    @property
+    def fails_whole(self) -> bool:
+        """Whether a load that fails in part fails as a whole.
+
+        Block numbers mean nothing to the engine where there are several groups of layers; and where a layer has a
+        window, the part in front of the failure lacks the window that ends there.
+        """
+        return len(self.windows) > 1 or self.windows != (None,)
 
     @property
     def pages(self) -> PagedCache:
@@ -110,19 +132,24 @@ class WorkerState:
         """Return what a blob's tag covers besides the blob: tenant, prefix, model, adapter, quality and rank."""
         return store_key(tenant, digest, self.rank).encode() if self.codec.key_ids else b""
 
-    def slots(self, entry: Entry, placed: range | None = None) -> torch.Tensor:
-        """Return the slot of each of an entry's tokens, int64 `[T]`.
+    def slots(self, entry: Entry, placed: range | None = None) -> list[torch.Tensor]:
+        """Return the slot of each of an entry's tokens in every group of layers, int64 `[T]`.
 
         Args:
             entry: with its blocks.
-            placed: positions of the tokens that have slots, all others get `NOWHERE`; None: all have slots.
+            placed: positions of the tokens that have slots, all others get `NOWHERE`; None: all have slots. Where the
+                engine keeps no block before a window, tokens get `NOWHERE` as well.
         """
         placed = range(entry.start, entry.end) if placed is None else placed
-        slots = torch.full((entry.tokens,), NOWHERE)
         origin = entry.start // self.block * self.block
         offset = torch.arange(placed.start, placed.stop) - origin
-        blocks = torch.tensor(entry.blocks, dtype=torch.int64)
-        slots[placed.start - entry.start : placed.stop - entry.start] = (
-            blocks[offset // self.block] * self.block + offset % self.block
-        )
-        return slots
+        each = []
+        for table, window in zip(entry.tables, self.windows, strict=True):
+            slots = torch.full((entry.tokens,), NOWHERE)
+            blocks = torch.tensor(table, dtype=torch.int64)[offset // self.block]
+            at = blocks * self.block + offset % self.block
+            if window is not None:
+                at[blocks == NULL_BLOCK] = NOWHERE
+            slots[placed.start - entry.start : placed.stop - entry.start] = at
+            each.append(slots)
+        return each

@@ -38,8 +38,20 @@ MAX_MODEL_LEN = 512
 _KV_BYTES = 64 << 20
 _START_SECONDS = 400.0
 
+# A window is two blocks of the engine, a fraction of a prompt.
+_WINDOW = {"head_dim": 32, "sliding_window": 64, "num_hidden_layers": 4}
 _TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **_WINDOW,
+            "query_pre_attn_scalar": 32,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        },
+    ),
+    "gpt_oss": ("GptOssConfig", {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama": ("LlamaConfig", {"head_dim": 32}),
+    "mistral": ("MistralConfig", _WINDOW),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 64}),
 }
@@ -55,7 +67,7 @@ def need_vllm() -> None:
 
 
 def save_tiny_model(family: str, path: Path, seed: int = 0) -> Path:
-    """A checkpoint of three random layers with two KV heads, without a tokenizer.
+    """A checkpoint of three or four random layers with two KV heads, without a tokenizer.
 
     The weights are large enough that attention looks far back and predictions are sharp: a wrong cache shows.
     """
@@ -64,19 +76,21 @@ def save_tiny_model(family: str, path: Path, seed: int = 0) -> Path:
 
     name, extra = _TINY[family]
     config = getattr(transformers, name)(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        **extra,
+        **{
+            "vocab_size": 256,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.2,
+            **extra,
+        }
     )
     torch.manual_seed(seed)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)

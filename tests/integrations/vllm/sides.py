@@ -21,6 +21,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache, PageOrder, PermutedPages
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.connector_config import Options
+from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.messages import Blend, Entry, Load, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
@@ -88,6 +89,7 @@ class Desk:
         profile: Profile | None = None,
         separator: Sequence[int] | None = None,
         breaks: LineBreaks | None = None,
+        groups: tuple[LayerGroup, ...] = (),
         **options: Any,
     ) -> None:
         self.now = 1000.0
@@ -103,7 +105,8 @@ class Desk:
         else:
             quality = f"step:{codec.step_index}"
             self.identity = replace(IDENTITY, profile=profile.id, quality=quality)
-        setup = Setup(opts, LAYOUT, profile, quality, BLOCK, shards, loads, stores, prefix_caching)
+        setup = Setup(opts, LAYOUT, profile, quality, BLOCK, shards, loads, stores, prefix_caching, groups=groups)
+        self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
             setup, self.identity, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now,
             separator, breaks,
@@ -170,7 +173,7 @@ class Desk:
             request.num_computed_tokens = before + count  # as the engine does once it has planned a step
         fresh = [SimpleNamespace(req_id=r.request_id, num_computed_tokens=before) for r, before, _ in steps if new]
         old = [(r.request_id, before) for r, before, _ in steps if not new]
-        state = SimpleNamespace(get_block_ids=lambda name: (list(range(100, 200)),))
+        state = SimpleNamespace(get_block_ids=lambda name: self.tables)
         return self.side.plan(
             SimpleNamespace(
                 scheduled_new_reqs=fresh,
@@ -238,11 +241,12 @@ class Bench:
         device: torch.device | None = None,
         profile: Profile | None = None,
         permuted: bool = False,
+        groups: tuple[LayerGroup, ...] = (),
         **options: Any,
     ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
         profile = Profile.generic(LAYOUT) if profile is None else profile
-        self.setup = Setup(self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True)
+        self.setup = Setup(self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True, groups=groups)
         self.store = store or DictStore()
         self.recorder = Recorder()
         self.codec = Codec(profile, **{"quality": "lossless", **(codec or {})})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import _warn_of_no_promise
@@ -26,6 +26,7 @@ from cuvee.integrations.checkpoint import weight_fingerprints
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.vllm import setup
+from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.setup import Setup, stop_advice
 
 CONFIG = LlamaConfig(
@@ -33,6 +34,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2, max_position_embeddings=256, dtype=torch.bfloat16,
 )  # fmt: skip
 LAYOUT = KVLayout.from_config(CONFIG)
+WINDOWED = MistralConfig(**{**CONFIG.to_dict(), "sliding_window": 64})
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -47,15 +49,34 @@ class SlidingWindowSpec(FullAttentionSpec):
     """Likewise."""
 
 
+class ChunkedLocalAttentionSpec(FullAttentionSpec):
+    """Likewise."""
+
+
+class MambaSpec(FullAttentionSpec):
+    """Likewise."""
+
+
+class RSWASpec(FullAttentionSpec):
+    """Likewise."""
+
+
 def _spec(kind: type[FullAttentionSpec] = FullAttentionSpec, **changes: Any) -> FullAttentionSpec:
     fields = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
     return kind(**{**fields, **changes})
 
 
 def _engine(
-    specs: list[FullAttentionSpec] | None = None, layers: int = 2, extra: dict[str, Any] | None = None, **changes: Any
+    specs: list[FullAttentionSpec] | None = None,
+    layers: int = 2,
+    extra: dict[str, Any] | None = None,
+    names: list[str] | None = None,
+    **changes: Any,
 ) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """vLLM's `VllmConfig` and `KVCacheConfig`, with changes to any part by `part__name`."""
+    """vLLM's `VllmConfig` and `KVCacheConfig`, with changes to any part by `part__name`.
+
+    Each spec is a group's; the layers are dealt out to the groups in turn.
+    """
     parts: dict[str, dict[str, Any]] = {
         "model": {
             "model": "folder", "tokenizer": "folder", "skip_tokenizer_init": False, "revision": None,
@@ -76,10 +97,9 @@ def _engine(
     for name, value in changes.items():
         part, _, field = name.partition("__")
         parts[part][field] = value
-    groups = [
-        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"model.layers.{index}" for index in range(layers)])
-        for spec in specs or [_spec()]
-    ]
+    names = names or [f"model.layers.{index}" for index in range(layers)]
+    specs = specs or [_spec()]
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names[at :: len(specs)]) for at, spec in enumerate(specs)]
     config = SimpleNamespace(
         **{f"{name}_config": SimpleNamespace(**fields) for name, fields in parts.items()},
         speculative_config=speculative,
@@ -130,6 +150,38 @@ def test_what_is_supported_starts() -> None:
     assert made.codec(0).profile.layout == made.layout
 
 
+def test_groups_of_the_engines_own_classes_are_read() -> None:
+    """Of vLLM 0.32, for each way in which it keeps windows: in groups of their own, alone, and promoted."""
+    kinds = pytest.importorskip("vllm.v1.kv_cache_interface")
+    fields = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    full, window = kinds.FullAttentionSpec(**fields), kinds.SlidingWindowSpec(**fields, sliding_window=64)
+    promoted = kinds.FullAttentionSpec(**fields, sliding_window=64)
+    extra = {"chunk_tokens": 64}
+    for specs, groups in (
+        ([window, full], (LayerGroup((0,), 64), LayerGroup((1,)))),
+        ([window], (LayerGroup((0, 1), 64),)),
+        ([kinds.FullAttentionSpec.merge([full, promoted])], (LayerGroup((0, 1)),)),
+        ([kinds.UniformTypeKVCacheSpecs.from_specs({"model.layers.0": full, "model.layers.1": promoted})],
+         (LayerGroup((0, 1)),)),
+    ):  # fmt: skip
+        assert Setup.of_engine(*_engine(specs, extra=extra)).groups == groups
+    recurrent = kinds.MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))
+    chunked = kinds.ChunkedLocalAttentionSpec(**fields, attention_chunk_size=64)
+    for spec, message in ((recurrent, "recurrent layers"), (chunked, "chunked attention")):
+        with pytest.raises(UnsupportedModelError, match=message):
+            Setup.of_engine(*_engine([full, spec], extra=extra))
+
+
+def test_data_parallel_ranks_share_a_store(checkpoint: Callable[..., None]) -> None:
+    """Nothing in a key names the rank, so each finds what another stored."""
+    engines = [
+        _engine(parallel__data_parallel_rank=rank, parallel__data_parallel_size=2, kv_transfer__engine_id=f"e_dp{rank}")
+        for rank in range(2)
+    ]
+    first, second = (Setup.of_engine(*engine).identity(engine[0]) for engine in engines)
+    assert first == second
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -164,11 +216,40 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
     ("changes", "error", "message"),
     [
         ({"specs": [_spec(MLAAttentionSpec)]}, UnsupportedModelError, r"multi-head latent attention \(MLA\)"),
-        ({"specs": [_spec(SlidingWindowSpec)]}, UnsupportedModelError, "hybrid, sliding-window"),
-        ({"specs": [_spec(), _spec(SlidingWindowSpec)]}, UnsupportedModelError, "hybrid, sliding-window"),
-        ({"specs": [_spec(), _spec()]}, UnsupportedModelError, "hybrid, sliding-window"),
-        ({"specs": [_spec(sliding_window=8)]}, UnsupportedModelError, "sliding-window and chunked attention"),
-        ({"specs": [_spec(attention_chunk_size=8)]}, UnsupportedModelError, "sliding-window and chunked attention"),
+        ({"specs": [_spec(), _spec(MambaSpec)]}, UnsupportedModelError, r"recurrent layers \(MambaSpec.*without Cuvee"),
+        (
+            {"specs": [_spec(), _spec(ChunkedLocalAttentionSpec)]},
+            UnsupportedModelError,
+            r"chunked attention .*pass --disable-hybrid-kv-cache-manager",
+        ),
+        ({"specs": [_spec(), _spec(RSWASpec)]}, UnsupportedModelError, "cache a RSWASpec are not supported"),
+        (
+            {"specs": [_spec(), _spec(SlidingWindowSpec, sliding_window=256, block_size=64)]},
+            UnsupportedModelError,
+            r"different sizes \(32, 64 tokens\).*pass --disable-hybrid-kv-cache-manager",
+        ),
+        (
+            {"specs": [_spec(), _spec(SlidingWindowSpec, sliding_window=80)]},
+            InputError,
+            "chunk_tokens: must be at most the 80 tokens of the model's sliding window, .*got 256: set it to 64",
+        ),
+        (
+            {"specs": [_spec(), _spec(SlidingWindowSpec, sliding_window=8)]},
+            InputError,
+            "chunk_tokens: .*pass --block-size 8 or less",
+        ),
+        ({"names": ["model.layers.0", "model.tail"]}, UnsupportedModelError, "model.tail: must have one number"),
+        ({"specs": [_spec(), _spec(dtype=torch.float16)]}, UnsupportedModelError, "cache of bfloat16 and float16"),
+        (
+            {"specs": [_spec(), _spec(head_size=16)]},
+            UnsupportedModelError,
+            "layer 1: the engine caches 2 heads of 16, .*says 2 of 8",
+        ),
+        (
+            {"model__hf_text_config": WINDOWED, "extra": {"blend": {}}},
+            UnsupportedModelError,
+            "blend: models with sliding windows",
+        ),
         ({"specs": [_spec(non_causal=True)]}, UnsupportedModelError, "non-causal attention"),
         ({"specs": [_spec(dtype=torch.uint8)]}, UnsupportedModelError, "a KV cache of uint8"),
         ({"specs": [_spec(num_kv_heads=1)]}, UnsupportedModelError, "caches 1 heads of 8.*says 2 of 8"),

@@ -1,0 +1,181 @@
+"""Models with sliding windows in real engines: what is restored of them answers as what is computed.
+
+    gemma3     three layers with a window, one without, and two RoPE bases: groups of layers with tables of their own
+    gpt_oss    every other layer has a window, and attention has sinks
+    mistral    all layers have the same window: one group, which drops tokens
+
+Prompts are six windows long. What one process stores, another loads: also an engine without vLLM's hybrid manager,
+which keeps all tokens of all layers.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integrations.vllm.engines import (
+    Answer,
+    Engine,
+    Ran,
+    Step,
+    cuvee,
+    distance,
+    need_vllm,
+    run_engines,
+    save_tiny_model,
+    spread,
+)
+
+pytestmark = pytest.mark.slow
+
+CHUNK = WINDOW = 64
+BLOCK = 32
+FAMILIES = ("gemma3", "gpt_oss", "mistral")
+
+
+def ids(count: int, seed: int) -> list[int]:
+    """Random tokens of the models' vocabulary."""
+    return random.Random(seed).choices(range(1, 256), k=count)
+
+
+COMMON = ids(4 * WINDOW + 10, 0)
+PROMPTS = [ids(6 * WINDOW + 7, 1), [*COMMON, *ids(40, 2)], [*COMMON, *ids(100, 3)], ids(WINDOW + 1, 4)]
+ALONE = Step(PROMPTS, forget=True)
+TOGETHER = Step(PROMPTS, together=True, forget=True)
+ANSWER = 70  # longer than a window: while it is decoded, layers drop the prompt
+TALK = Step([ids(100, 5)], max_tokens=ANSWER, forget=True)
+AGAIN = Step([[2, 0, ids(10, 6)]], forget=True)
+LOADABLE = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
+DAMAGED = ("gemma3", "mistral")  # several groups of layers; one that drops tokens
+PIECES = {"max_num_batched_tokens": 48}  # no multiple of a block: chunks are computed in several steps
+
+
+def chunks(*texts: list[int]) -> int:
+    """Distinct whole chunks, each after its prefix."""
+    return len({tuple(text[:end]) for text in texts for end in range(CHUNK, len(text) + 1, CHUNK)})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_vllm()
+    return tmp_path_factory.mktemp("windows")
+
+
+@pytest.fixture(scope="module")
+def first_process(folder: Path) -> Mapping[str, Ran]:
+    """Engines without us, and engines that fill a store in pieces."""
+    engines = []
+    for family in FAMILIES:
+        model = save_tiny_model(family, folder / family)
+        engines.append(Engine(f"reference-{family}", model, [ALONE, TOGETHER, TALK, AGAIN]))
+        filled = [
+            Step(PROMPTS, together=True, forget=True, until=("vllm:cuvee_stored_chunks", chunks(*PROMPTS))),
+            # Every one of these prompts is in the engine's own cache, whose windows hold only ends.
+            Step(PROMPTS),
+            Step(TALK.prompts, max_tokens=ANSWER, until=("vllm:cuvee_stored_chunks", chunks(*PROMPTS) + 2)),
+        ]
+        engines.append(Engine(f"stored-{family}", model, filled, {**PIECES, **transfer(folder, family)}))
+    return run_engines(folder / "first", engines)
+
+
+def transfer(folder: Path, store: str, **options: Any) -> dict[str, Any]:
+    """The connector, as an option of an engine."""
+    return {"kv_transfer_config": cuvee(f"file://{folder / 'stores' / store}", chunk_tokens=CHUNK, **options)}
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path, first_process: Mapping[str, Ran]) -> Mapping[str, Ran]:
+    """Engines of another process, which find what the first one has stored."""
+    engines = [
+        Engine(family, folder / family, [ALONE, TOGETHER, TALK, AGAIN], transfer(folder, family)) for family in FAMILIES
+    ]
+    for family in DAMAGED:
+        shutil.copytree(folder / "stores" / family, folder / "stores" / f"damaged-{family}")
+        for path in sorted((folder / "stores" / f"damaged-{family}").glob("*/*/*"))[::3]:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        engines.append(
+            Engine(f"damaged-{family}", folder / family, [ALONE, ALONE], transfer(folder, f"damaged-{family}"))
+        )
+    gemma, whole = folder / "gemma3", {"disable_hybrid_kv_cache_manager": True}
+    engines.append(Engine("whole", gemma, [ALONE], {**whole, **transfer(folder, "gemma3")}))
+    lossy = transfer(folder, "lossy", quality="high")
+    filled = Step(PROMPTS, together=True, until=("vllm:cuvee_stored_chunks", chunks(*PROMPTS)))
+    engines.append(Engine("lossy", gemma, [filled, ALONE], lossy))
+    return run_engines(folder / "second", engines)
+
+
+def assert_same(answers: list[Answer], expected: list[Answer], reference: Ran) -> None:
+    """Same tokens; logprobs as close as batching alone leaves them."""
+    allowed = max(4 * spread(reference.steps[:2]), 1e-4)
+    assert allowed < 0.05, "the reference does not agree with itself"
+    distances = [distance(answer, other) for answer, other in zip(answers, expected, strict=True)]
+    assert max(distances) <= allowed, distances
+
+
+def assert_sound(ran: Ran) -> None:
+    """Nothing failed, and nothing was recomputed."""
+    for name in ("failures", "contained", "recomputed_tokens", "corrupt", "store_errors", "stores_skipped"):
+        assert ran.metric(f"vllm:cuvee_{name}") == 0, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_storing_changes_nothing(family: str, first_process: Mapping[str, Ran]) -> None:
+    reference, ran = first_process[f"reference-{family}"], first_process[f"stored-{family}"]
+    assert_same(ran.steps[0], reference.steps[1], reference)
+    assert_same(ran.steps[1], reference.steps[0], reference)
+    assert_sound(ran)
+    assert ran.metric("vllm:cuvee_stored_chunks") == chunks(*PROMPTS) + 2
+    assert ran.metric("vllm:cuvee_loads") == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_process_answers_the_same_from_the_store(
+    family: str, first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]
+) -> None:
+    reference, ran = first_process[f"reference-{family}"], loaded[family]
+    for at, expected in enumerate(reference.steps):
+        assert_same(ran.steps[at], expected, reference)
+    assert [answer.cached for answer in ran.steps[0]] == LOADABLE
+    talked = (len(TALK.prompts[0]) + ANSWER) // CHUNK * CHUNK
+    assert ran.steps[3][0].cached >= talked, "what was generated is found too"
+    assert ran.metric("vllm:external_prefix_cache_hits") >= sum(LOADABLE)
+    assert_sound(ran)
+
+
+def test_an_engine_that_keeps_all_tokens_loads_the_same_entries(
+    first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]
+) -> None:
+    reference = first_process["reference-gemma3"]
+    assert_same(loaded["whole"].steps[0], reference.steps[0], reference)
+    assert [answer.cached for answer in loaded["whole"].steps[0]] == LOADABLE
+    assert_sound(loaded["whole"])
+
+
+def test_a_lossy_cache_is_close_and_not_the_same(first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]) -> None:
+    """So the comparison of the others would see what is not exact; two RoPE bases are undone and done again."""
+    exact, answers = first_process["reference-gemma3"].steps[0], loaded["lossy"].steps[1]
+    for answer, expected, prompt in zip(answers, exact, PROMPTS, strict=True):
+        found = (len(prompt) - 1) // CHUNK * CHUNK
+        assert answer.cached == found, "whole chunks: without a profile, no tails"
+        ours, theirs = answer.logprobs[0], expected.logprobs[0]
+        assert 1e-4 < max(abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()) < 1.0
+    assert_sound(loaded["lossy"])
+
+
+@pytest.mark.parametrize("family", DAMAGED)
+def test_what_is_damaged_is_computed_as_a_whole(
+    family: str, first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]
+) -> None:
+    """The engine cannot keep a part of such a load: it stops if it is told of blocks, or mistakes one for another."""
+    reference, ran = first_process[f"reference-{family}"], loaded[f"damaged-{family}"]
+    assert_same(ran.steps[0], reference.steps[0], reference)
+    assert_same(ran.steps[1], reference.steps[0], reference)
+    failed = ran.metric("vllm:cuvee_failures", 0)
+    assert 0 < failed <= len(PROMPTS) and ran.metric("vllm:cuvee_corrupt", 0) > 0
+    assert ran.metric("vllm:cuvee_contained") == 0
+    assert ran.metric("vllm:cuvee_recomputed_tokens", 0) in range(failed * BLOCK, sum(LOADABLE) + 1, BLOCK)
+    assert [answer.cached for answer in ran.steps[1]] == LOADABLE, "stored anew by what computed them"

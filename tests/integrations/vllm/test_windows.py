@@ -1,0 +1,174 @@
+"""Groups of layers with tables of blocks of their own, and windows: what is stored, restored and given up of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, TENANT, Bench, Desk, generate, make_request
+
+from cuvee.integrations.vllm.layer_groups import NULL_BLOCK, LayerGroup
+from cuvee.integrations.vllm.messages import Load, Save
+
+# The middle layer has a window of one chunk and a block.
+MIXED = (LayerGroup((0, 2)), LayerGroup((1,), CHUNK + BLOCK))
+WINDOWED = (LayerGroup((0, 1, 2), CHUNK),)
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        made.append(Bench(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.worker.close()
+
+
+@pytest.fixture
+def desk() -> Iterator[Callable[..., Desk]]:
+    made: list[Desk] = []
+
+    def make(**options: Any) -> Desk:
+        made.append(Desk(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.side.close()
+
+
+def compute(b: Bench, tables: list[list[int]], groups: tuple[LayerGroup, ...], tokens: range) -> None:
+    """The engine computes tokens of the sequence into each group's blocks, as far as there are any."""
+    for group, table in zip(groups, tables, strict=True):
+        at = torch.tensor([position for position in tokens if table[position // BLOCK] != NULL_BLOCK])
+        write = b.cache.writer(torch.tensor(table)[at // BLOCK] * BLOCK + at % BLOCK)
+        for layer in group.layers:
+            write(layer, b.sequence.keys[layer][at], b.sequence.values[layer][at])
+
+
+def load(b: Bench, tables: list[list[int]], start: int, end: int) -> Load:
+    """A load of whole chunks into each group's blocks, which begin at the first token."""
+    first, *others = tables
+    prefix = [b.chunk(at).within(first, BLOCK, others) for at in range(start // CHUNK, end // CHUNK)]
+    return Load("r", TENANT, prefix, start, end, first[start // BLOCK : end // BLOCK])
+
+
+def store(b: Bench, groups: tuple[LayerGroup, ...], chunks: int = 3) -> None:
+    """The engine computes and stores chunks; each group has its blocks in another order."""
+    count = chunks * CHUNK // BLOCK
+    tables = [list(range(1, count + 1)), list(range(2 * count, count, -1))][: len(groups)]
+    compute(b, tables, groups, range(chunks * CHUNK))
+    first, *others = tables
+    b.worker.save([Save(TENANT, b.chunk(at).within(first, BLOCK, others)) for at in range(chunks)])
+    b.drain()
+    assert b.counts()["stored_chunks"] == chunks
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_each_group_is_restored_into_its_own_blocks(bench: Callable[..., Bench], permuted: bool) -> None:
+    b = bench(groups=MIXED, permuted=permuted)
+    store(b, MIXED)
+    everywhere = torch.arange(BLOCKS * BLOCK)
+    before = b.cache.read(everywhere, 0)
+    tables = [[20, 13, 17, 14, 19, 22], [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 21, 15, 16]]
+    start = BLOCK  # the first block was found in the engine's own cache
+    b.worker.start_loads([load(b, tables, start, 3 * CHUNK)], synchronous=True)
+    assert b.worker.take_arrived() == {"r"} and not b.worker.take_failed({"r"})
+    expected = b.cache.read(everywhere, 0)
+    for group, table in zip(MIXED, tables, strict=True):
+        held = [at for at in range(start, 3 * CHUNK) if table[at // BLOCK] != NULL_BLOCK]
+        slots = torch.tensor([table[at // BLOCK] * BLOCK + at % BLOCK for at in held])
+        rest = torch.tensor(sorted(set(range(BLOCKS * BLOCK)) - set(slots.tolist())))
+        for layer in group.layers:
+            for ours, was, want in (
+                (expected.keys, before.keys, b.sequence.keys), (expected.values, before.values, b.sequence.values)
+            ):  # fmt: skip
+                assert torch.equal(ours[layer][slots], want[layer][held])
+                assert torch.equal(ours[layer][rest].nan_to_num(9), was[layer][rest].nan_to_num(9)), "left alone"
+
+
+@pytest.mark.parametrize("groups", [MIXED, WINDOWED], ids=["mixed", "windowed"])
+def test_a_load_that_fails_in_part_fails_as_a_whole(
+    bench: Callable[..., Bench], groups: tuple[LayerGroup, ...]
+) -> None:
+    """By its request: a block's number is not enough where there are groups, and a null block is everybody's."""
+    b = bench(groups=groups)
+    store(b, groups)
+    del b.store.entries[b.key(2)]
+    tables = [[NULL_BLOCK] * 4 + [15, 16], [NULL_BLOCK] * 3 + [21, 17, 18]][: len(groups)]
+    if groups is MIXED:
+        tables[0] = [9, 10, 11, 12, 13, 14]
+    b.worker.start_loads([load(b, tables, 0, 3 * CHUNK)], synchronous=True)
+    assert not b.worker.take_failed(set()), "not before the engine learns that it is over"
+    assert b.worker.take_failed(b.worker.take_arrived()) == {"r"}
+    assert not b.worker.take_failed({"r"}), "said once"
+    assert not b.worker.take_invalid_blocks()
+    assert (b.counts()["recomputed_tokens"], b.counts().get("loaded_tokens", 0)) == (3 * CHUNK, 0)
+    assert b.worker.report(1).failed == {"r"}
+
+
+def test_a_load_that_cannot_begin_is_told_by_its_request(bench: Callable[..., Bench]) -> None:
+    b = bench(groups=MIXED)
+    b.worker.void({"r": [NULL_BLOCK, 3]})
+    assert b.worker.take_failed(b.worker.take_arrived()) == {"r"} and not b.worker.take_invalid_blocks()
+
+
+def test_chunks_of_which_a_layer_has_dropped_a_part_are_not_stored(desk: Callable[..., Desk]) -> None:
+    """As of a prefix that the engine found in its own cache; once they are computed again, they are."""
+    d, request = desk(groups=MIXED), make_request(tokens=4 * CHUNK + 3)
+    d.side.arrived(request)
+    d.tables = (list(range(100, 110)), [NULL_BLOCK] * 3 + list(range(120, 127)))
+    plan = d.plan((request, 2 * CHUNK, 2 * CHUNK + 3))
+    assert [save.entry.start // CHUNK for save in plan.saves] == [2, 3]
+    assert [save.entry.others for save in plan.saves] == [((121, 122),), ((123, 124),)]
+    assert d.recorder.totals()["stores_out_of_window", ""] == 2
+    d.side.finished(request, *d.tables[:1], d.tables[1:])
+    d.tables = (list(range(100, 110)), list(range(120, 130)))
+    request = make_request("again", tokens=4 * CHUNK + 3)
+    d.side.arrived(request)
+    again = d.plan((request, 0, 4 * CHUNK + 3))
+    assert [save.entry.start // CHUNK for save in again.saves] == [0, 1]
+
+
+@pytest.mark.parametrize(("overwritten", "copied"), [(122, False), (103, True)])
+def test_a_tail_whose_blocks_are_overwritten_in_any_group_is_not_copied(
+    desk: Callable[..., Desk], overwritten: int, copied: bool
+) -> None:
+    d, tokens = desk(groups=MIXED, min_tokens=1), CHUNK + BLOCK
+    d.tables = (list(range(100, 110)), list(range(120, 130)))
+    request = make_request(tokens=tokens - 1)  # one token less: its end makes no tail
+    d.side.arrived(request)
+    d.plan((request, 0, tokens - 1))
+    generate(request, 2)
+    d.plan((request, tokens - 1, 1), new=False)
+    d.side.finished(request, d.tables[0], d.tables[1:])
+    last = d.plan(overwritten=[overwritten]).last_saves
+    assert [save.entry.tables for save in last] == [((102,), (122,))] * copied
+
+
+def test_a_load_has_blocks_of_every_group(desk: Callable[..., Desk]) -> None:
+    d, request = desk(groups=MIXED), make_request(tokens=3 * CHUNK + 1)
+    d.put(request, 3)
+    assert d.matched(request) == (3 * CHUNK, True)
+    tables = [20, 13, 17, 14, 19, 22], [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 21, 15, 16]
+    d.side.allocated(request, tables[0], 3 * CHUNK, tables[1:])
+    (planned,) = d.plan().loads
+    assert [entry.tables for entry in planned.prefix] == [
+        ((20, 13), (NULL_BLOCK, NULL_BLOCK)), ((17, 14), (NULL_BLOCK, 21)), ((19, 22), (15, 16)),
+    ]  # fmt: skip
+
+
+def test_chunks_before_the_window_of_all_layers_are_not_fetched(desk: Callable[..., Desk]) -> None:
+    d, request = desk(groups=WINDOWED), make_request(tokens=3 * CHUNK + 1)
+    d.put(request, 3)
+    assert d.matched(request) == (3 * CHUNK, True)
+    d.side.allocated(request, [NULL_BLOCK] * 3 + [21, 15, 16], 3 * CHUNK)
+    (planned,) = d.plan().loads
+    assert [entry.start for entry in planned.prefix] == [CHUNK, 2 * CHUNK]
+    assert (planned.start, planned.end) == (0, 3 * CHUNK)
