@@ -1,6 +1,6 @@
 """`CuveeConnector`: hands the calls of vLLM's V1 connector interface to the scheduler's side and the workers' side.
 
-Only this module, `prometheus` and `blending.paged_model` import vLLM. Tested with vLLM 0.32.
+Only this module, `kv_events`, `prometheus` and `blending.paged_model` import vLLM. Tested with vLLM 0.32.
 
 vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only
 when a connector is made, because it imports numba. With numba's llvmlite in memory, vLLM 0.32 cannot start a worker on
@@ -14,12 +14,13 @@ import logging
 import multiprocessing
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -38,6 +39,7 @@ from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store, open_store
+from cuvee.integrations.vllm.kv_events import event_maker
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.probe import PageLayout, find_page_layout, verify_page_layout
@@ -123,6 +125,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._blender: PageBlender | None = None
+        self._cached_layers: tuple[str, ...] = ()
         rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
         self._recorder = Recorder(rank)
         self._guard = Guard(self._recorder)
@@ -130,15 +133,22 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             model = vllm_config.model_config
             self._setup.check_profile(model.model, model.revision)
             identity = self._setup.identity(vllm_config)
+            hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or self._setup.block_tokens
             self._scheduler = SchedulerSide(
                 self._setup, identity, self._store, self._recorder, adapter_identity, own_store=backend != "uni",
                 separator=_separator(self._setup.options.blend, model),
                 breaks=_line_breaks(self._setup.options.blend, model),
+                make_events=event_maker(self._store.name, hash_tokens) if self._setup.tells else None,
             )  # fmt: skip
             advice = stop_advice(sys.argv[0], multiprocessing.parent_process() is None)
             if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1) and advice:
                 logger.info("cuvee: %s", advice)
         atexit.register(self.shutdown)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return True: before vLLM 0.33 sleeps, the connector lets go of its pages."""
+        return True
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -183,6 +193,10 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.finished(request, first, others)
         return False, None if told is None else {"cuvee": told}
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return events about chunks in the store; see `scheduler_events`."""
+        return self._scheduling.take_events()
+
     def reset_cache(self) -> bool:
         """See `SchedulerSide.reset`."""
         return self._scheduling.reset()
@@ -196,11 +210,34 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_tensor_model_parallel_rank()
         codec = self._setup.codec(rank)
         worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder)
-        pages = self._pages(kv_caches, rank)
+        self._attach(worker, kv_caches)
+        self._worker = worker
+        self._cached_layers = tuple(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the engine's pages before it gives their memory back (vLLM 0.33, sleep mode). See
+        `WorkerSide.detach`. A second call does nothing.
+        """
+        if self._worker is not None:
+            self._worker.detach()
+            self._blender = None
+
+    def restore_kv_caches(self) -> None:
+        """Use the pages that the engine's layers have after it woke up. A second call does nothing.
+
+        What was stored before stays valid unless the weights have changed: then reset the prefix cache with
+        `reset_external`.
+        """
+        if self._worker is not None and not self._worker.attached:
+            layers = get_layers_from_vllm_config(self._vllm_config, Attention)
+            self._attach(self._worker, {name: layers[name].kv_cache for name in self._cached_layers})
+
+    def _attach(self, worker: WorkerSide, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Find the layout of the pages, and give them to the worker and to the blender."""
+        pages = self._pages(kv_caches, worker.rank)
         worker.attach(pages)
         if self._setup.options.blend is not None:
             self._blender = self._page_blender(pages, kv_caches, self._setup.options.blend.correct)
-        self._worker = worker
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy the tails of requests that have ended. The engine calls this at every step, with or without preemption,

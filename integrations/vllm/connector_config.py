@@ -35,6 +35,7 @@ class Options(CodingOptions):
         load_timeout: seconds after which a load is given up and its tokens are computed.
         close_timeout: seconds that the engine's stop waits for chunks being stored; the rest is lost.
         tenant_metrics: count what each tenant stores and loads; each tenant adds its own time series.
+        kv_events: report chunks in the store with vLLM's KV events, if these are on.
         blend: reuse cached segments at any position and recompute some of their tokens, so that answers are
             approximations (`cuvee.integrations.vllm.blending.blend_options.BlendOptions`). None: never.
     """
@@ -52,11 +53,12 @@ class Options(CodingOptions):
     load_timeout: float = 30.0
     close_timeout: float = 30.0
     tenant_metrics: bool = False
+    kv_events: bool = True
     blend: BlendOptions | None = None
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
-        self._check_switches("load_async", "store_generated", "tenant_metrics")
+        self._check_switches("load_async", "store_generated", "tenant_metrics", "kv_events")
         if self.min_tokens is not None:
             self._check_counts("min_tokens")
         if type(self.store_niceness) is not int or not 0 <= self.store_niceness <= _MOST_NICE:

@@ -181,6 +181,7 @@ class Report:
         loaded: (work in tokens by `load_work`, seconds) of each successful load.
         failed: requests whose load failed in part or as a whole.
         unsaved: digests of entries that were to be stored and are not.
+        stored: digests of chunks that are stored, once per rank, if routers are told.
         metrics: as `Recorder.drain` returns them.
         placed: requests with a blend whose prefix and segments are placed, once per rank.
         blended: work and seconds of each successful blend.
@@ -192,6 +193,7 @@ class Report:
     loaded: list[tuple[int, float]] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     unsaved: set[bytes] = field(default_factory=set)
+    stored: list[bytes] = field(default_factory=list)
     metrics: Data | None = None
     placed: list[str] = field(default_factory=list)
     blended: list[BlendCost] = field(default_factory=list)
@@ -207,6 +209,7 @@ class Report:
         self.checked += other.checked
         self.failed |= other.failed
         self.unsaved |= other.unsaved
+        self.stored += other.stored
         if self.metrics is None or other.metrics is None:
             self.metrics = self.metrics or other.metrics
         else:

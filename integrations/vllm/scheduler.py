@@ -32,6 +32,7 @@ from cuvee.integrations.vllm.lookups import THREADS, Lookups
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler_blend import SchedulerBlends
+from cuvee.integrations.vllm.scheduler_events import EventPair, SchedulerEvents
 from cuvee.integrations.vllm.scheduler_load import SchedulerLoads
 from cuvee.integrations.vllm.scheduler_lookup import PrefixLookups
 from cuvee.integrations.vllm.scheduler_rates import Rates
@@ -56,6 +57,7 @@ class SchedulerSide:
         clock: seconds, monotonic.
         separator: token ids of blending's separator, if it has one.
         breaks: line breaks of the engine's vocabulary, by which blending finds paragraphs, if they are known.
+        make_events: makes the events about a request's tokens (`SchedulerEvents`); None: nobody is told.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         separator: Sequence[int] | None = None,
         breaks: LineBreaks | None = None,
+        make_events: Callable[[Any, range], EventPair | None] | None = None,
     ) -> None:
         options = setup.options
         self._recorder = recorder
@@ -89,7 +92,8 @@ class SchedulerSide:
         self._known = known
         self._requests = Requests(state, identity, adapter_identity)
         self._rates = Rates(state, None if self._planner is None else self._planner.pays)
-        self._prefixes = PrefixLookups(state, self._lookups, known)
+        self._events = SchedulerEvents(setup.shards, make_events)
+        self._prefixes = PrefixLookups(state, self._lookups, known, self._events)
         self._loads = SchedulerLoads(state, self._prefixes, self._rates, setup.prefix_caching)
         self._blends = SchedulerBlends(state, self._planner, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
@@ -219,7 +223,9 @@ class SchedulerSide:
                 prompt_tokens += max(min(after, tracked.request.num_prompt_tokens) - before, 0)
                 tracked.computed = after
                 if self._state.stores and not tracked.stale:
-                    plan.saves += self._saves.completed(tracked, before, after, output.kv_connector_block_state)
+                    saves = self._saves.completed(tracked, before, after, output.kv_connector_block_state)
+                    plan.saves += saves
+                    self._events.planned(tracked.request, saves)
         self._rates.begin_step(plan, prompt_tokens, output.total_num_scheduled_tokens)
 
     def take(self, report: Report) -> None:
@@ -236,6 +242,11 @@ class SchedulerSide:
                 self._load_is_over(request_id)
         for digest in report.unsaved:
             self._known.forget(digest)
+        with self._guard("take"):
+            for digest in report.unsaved:
+                self._events.not_stored(digest)
+            for digest in report.stored:
+                self._events.stored(digest)
         with self._guard("take"):
             if report.failed:
                 self._prefixes.distrust()
@@ -255,6 +266,12 @@ class SchedulerSide:
         """The rates behind the decision to load or to compute; None until both were measured often enough."""
         return self._rates.estimate
 
+    def take_events(self) -> list[Any]:
+        """Return what routers are to be told, in order, since the last call."""
+        with self._guard("take"):
+            return self._events.take()
+        return []
+
     def reset(self) -> bool:
         """Find nothing that was stored until now, because the weights may have changed. The store keeps its entries.
 
@@ -264,6 +281,7 @@ class SchedulerSide:
         """
         self._saves.reset()
         with self._guard("reset", self._stop):
+            self._events.reset()
             self._rename()
             self._state.enable(True)
             return True

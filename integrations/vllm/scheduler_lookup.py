@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from typing import Any
 
 from cuvee.codec.identity import PrefixChain
 from cuvee.integrations.vllm.lookups import Asking, Lookups, Question
+from cuvee.integrations.vllm.scheduler_events import SchedulerEvents
 from cuvee.integrations.vllm.scheduler_state import (
     NOTHING,
     Found,
@@ -34,12 +36,14 @@ class PrefixLookups:
         state: of the scheduler's side.
         lookups: asks the store in turns.
         known: learns what is there and what is not.
+        events: learns what is gone.
     """
 
-    def __init__(self, state: SchedulerState, lookups: Lookups, known: KnownEntries) -> None:
+    def __init__(self, state: SchedulerState, lookups: Lookups, known: KnownEntries, events: SchedulerEvents) -> None:
         self._state = state
         self._lookups = lookups
         self._known = known
+        self._events = events
         self._distrusted = -1.0  # lookups from before this time are not believed
 
     def distrust(self) -> None:
@@ -86,6 +90,7 @@ class PrefixLookups:
         if lookup.tokens != tracked.request.num_tokens:  # this question has no answer yet; ask again once it has
             return None
         whole = self._whole(tracked, lookup.tokens)
+        self._events.gone(found.missing)
         for digest in (*whole[found.chunks :], *found.absent):
             self._known.forget(digest)  # it is absent, or not known to be there
         for digest in whole[: found.chunks] + [found.digest] * bool(found.tail):
@@ -149,8 +154,8 @@ class PrefixLookups:
                 chunk = first + there.index(False)
                 sizes = self._tail_sizes(tokens, chunk)
                 tails = chain.tails(ids, chunk, sizes)
-                there = yield Question(tails, Found(chunk))
-                return _longest(chunk, sizes, tails, there)
+                there = yield Question(tails, Found(chunk, missing=digests[chunk]))
+                return replace(_longest(chunk, sizes, tails, there), missing=digests[chunk])
         return _longest(chunk, sizes, tails, there[len(batch) :])
 
 

@@ -36,12 +36,14 @@ class Found:
         tail: tokens of the longest tail after them; 0: there is none.
         digest: of that tail.
         absent: digests of the tails that were asked for and are not there.
+        missing: digest of the chunk after the last one if the store said that it has none; empty otherwise.
     """
 
     chunks: int = 0
     tail: int = 0
     digest: bytes = b""
     absent: tuple[bytes, ...] = ()
+    missing: bytes = b""
 
 
 NOTHING = Found()

@@ -49,6 +49,7 @@ class Setup:
         prefix_caching: whether a request finds in the engine what another request loaded.
         step_tokens: most tokens that a step of the engine computes.
         groups: layers that share a table of the engine's blocks; empty: all layers, and the engine keeps all tokens.
+        tells: whether routers are told what is stored.
     """
 
     options: Options
@@ -62,6 +63,7 @@ class Setup:
     prefix_caching: bool
     step_tokens: int = 8192
     groups: tuple[LayerGroup, ...] = ()
+    tells: bool = False
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -106,11 +108,12 @@ class Setup:
         codec = Codec(profile, **options.codec_quality, dtype=layout.dtype)
         quality = codec.quality_name
         shards = vllm_config.parallel_config.tensor_parallel_size
+        events = vllm_config.kv_events_config
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         return cls(
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
-            groups,
+            groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)),
         )  # fmt: skip
 
     def identity(self, vllm_config: Any) -> Identity:

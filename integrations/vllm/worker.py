@@ -31,6 +31,7 @@ from cuvee.integrations.vllm.worker_blend import Blender, WorkerBlends
 from cuvee.integrations.vllm.worker_load import WorkerLoads
 from cuvee.integrations.vllm.worker_save import WorkerSaves
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
+from cuvee.kernels.devices import Mark
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,28 @@ class WorkerSide:
             self._pools.coders.submit(self._warm_up, cache).result()
         else:
             self._warm_up(cache)
+
+    def detach(self) -> None:
+        """Let go of the engine's pages, because their memory is given back until `attach` names others.
+
+        Loads under way end, and what they have not restored is computed. Copies of pages are complete on return; they
+        are encoded and stored meanwhile. A second call does nothing.
+        """
+        if self._state.cache is None:
+            return
+        self._loads.end_all()
+        Mark(self._state.pages.device).wait()
+        self._state.detach()
+
+    @property
+    def rank(self) -> int:
+        """The tensor-parallel rank."""
+        return self._state.rank
+
+    @property
+    def attached(self) -> bool:
+        """Whether there are pages."""
+        return self._state.cache is not None
 
     def _warm_up(self, cache: PagedCache) -> None:
         layout, tokens, codec = cache.layout, self._state.chunk, self._state.codec

@@ -108,6 +108,14 @@ class WorkerLoads:
         with self._state.lock:
             return self._jobs.get(request)
 
+    def end_all(self) -> None:
+        """End the loads under way with what is valid by now; on return, no thread writes to pages."""
+        with self._state.lock:
+            jobs = self.under_way()
+        for job in jobs:
+            with self._guard("drop"):
+                self.abandon(job)
+
     def under_way(self) -> list[LoadJob]:
         """Return the loads under way; the state's lock is held."""
         return list(self._jobs.values())
@@ -208,9 +216,10 @@ class WorkerLoads:
         ]
         with self._state.lock:
             report = self._state.report
+            if failed:  # first: the engine must not hear of the end alone
+                self._fail(load.request, missing)
             self._is_over(job)
             if failed:
-                self._fail(load.request, missing)
                 report.unsaved.update(unsaved)
             elif load.blend is None:
                 report.loaded.append((work, seconds))
@@ -229,8 +238,8 @@ class WorkerLoads:
         with self._state.lock:
             if self._jobs.get(load.request) is not job:  # the engine may have heard of its end
                 return
-            self._is_over(job)
             self._fail(load.request, load.blocks)
+            self._is_over(job)
 
     def _fail(self, request: str, blocks: Sequence[int]) -> None:
         """Have the engine compute these blocks of a request's load, or all of it; the state's lock is held."""

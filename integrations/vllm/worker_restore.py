@@ -19,7 +19,7 @@ from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.grouped_pages import GroupedPages
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
-from cuvee.kernels.devices import send
+from cuvee.kernels.devices import Mark, send
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +217,7 @@ class Restorer:
             dense = pages.empty(tokens)
             self._state.codec.decode_paged([blob], dense, [torch.arange(tokens, device=device)], [start]).check()
             pages.write(dense, [send(at, device) for at in slots])
+            Mark(device).wait()  # the engine reads the pages on another stream once it hears that the load is over
 
         several = zip(opened, each_slots, starts, strict=True)
         if not self._state.codec.on_device(device):

@@ -278,10 +278,12 @@ class WorkerSaves:
             self._pending -= self._sizes.pop(save.entry.digest, 0)
             if not kept:
                 self._state.report.unsaved.add(save.entry.digest)
+            elif self._state.tells and save.entry.kind == "chunk":
+                self._state.report.stored.append(save.entry.digest)
 
     def _key(self, save: Save) -> str:
         return self._state.key(save.tenant, save.entry.digest)
 
     def _bytes(self, entry: Entry) -> int:
         """Return the size of an entry's tokens, uncompressed."""
-        return entry.tokens * self._state.pages.layout.bytes_per_token
+        return entry.tokens * self._state.bytes_per_token

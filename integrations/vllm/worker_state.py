@@ -70,11 +70,13 @@ class WorkerState:
         key_ids: ids of the secrets, that of the writing secret first; b"" stands for none.
         store: read and written.
         recorder: figures, drained into the reports.
+        tells: whether to report what is stored.
         tenant_metrics: whether to count per tenant.
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
         report: what happened since the last report.
         windows: of each group of layers, how many tokens the engine keeps; None: all.
+        bytes_per_token: of the pages, uncompressed.
         grouped: the pages where there are several groups; None: one table of blocks serves all layers.
         closed: nothing is admitted any more.
     """
@@ -88,6 +90,7 @@ class WorkerState:
         self.key_ids = codec.key_ids or (b"",)
         self.store = store
         self.recorder = recorder
+        self.tells = setup.tells
         self.tenant_metrics = options.tenant_metrics
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
@@ -96,13 +99,18 @@ class WorkerState:
         self.windows = setup.windows
         self.cache: PagedCache | None = None
         self.grouped: GroupedPages | None = None
+        self.bytes_per_token = 0
         self._groups = setup.groups
 
-    def attach(self, cache: PagedCache | None) -> None:
-        """Use these pages; None: none any more."""
+    def attach(self, cache: PagedCache) -> None:
+        """Use these pages."""
         self.cache = cache
-        several = cache is not None and len(self._groups) > 1
-        self.grouped = GroupedPages(cache, self._groups) if cache is not None and several else None
+        self.grouped = GroupedPages(cache, self._groups) if len(self._groups) > 1 else None
+        self.bytes_per_token = cache.layout.bytes_per_token
+
+    def detach(self) -> None:
+        """Forget the pages."""
+        self.cache = self.grouped = None
 
     @property
     def fails_whole(self) -> bool:
@@ -118,10 +126,10 @@ class WorkerState:
         """The engine's pages.
 
         Raises:
-            RuntimeError: they are not attached yet.
+            RuntimeError: there are none: not yet, or the engine sleeps.
         """
         if self.cache is None:
-            raise RuntimeError("attach was not called")
+            raise RuntimeError("no pages are attached")
         return self.cache
 
     def key(self, tenant: str, digest: bytes) -> str:

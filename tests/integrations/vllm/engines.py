@@ -120,6 +120,7 @@ class Step:
         salt: `cache_salt` of the requests.
         params: `kv_transfer_params`, one for each prompt; none at all if empty.
         forget: empty the engine's own prefix cache before each submission.
+        sleeps: first give the connector's pages away and give it others, as vLLM 0.33 does when it sleeps and wakes up.
         until: repeat a request of one token until a counter has reached a value: (name, value).
     """
 
@@ -130,6 +131,7 @@ class Step:
     salt: str | None = None
     params: Sequence[Mapping[str, Any] | None] = ()
     forget: bool = False
+    sleeps: bool = False
     until: tuple[str, float] | None = None
 
 
@@ -554,6 +556,29 @@ def _answer(llm: Any, prompts: Sequence[Sequence[int]], step: dict[str, Any]) ->
     return answers
 
 
+def _sleep(llm: Any) -> None:
+    """Call the connector as vLLM 0.33 does around its sleep, and meanwhile replace the engine's pages by noise."""
+    import torch
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.model_executor.layers.attention import Attention
+
+    connector = get_kv_transfer_group()
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    layers = get_layers_from_vllm_config(runner.vllm_config, Attention)
+    memory: dict[int, torch.Tensor] = {}  # layers share it
+    for _ in range(2):
+        connector.unregister_kv_caches()
+    for layer in layers.values():
+        old = layer.kv_cache
+        values = old.untyped_storage().nbytes() // old.element_size()
+        noise = memory.setdefault(old.untyped_storage().data_ptr(), torch.randn(values).to(old.dtype))
+        layer.kv_cache = new = noise.as_strided(old.shape, old.stride(), old.storage_offset())
+        runner.kv_caches = [new if cache is old else cache for cache in runner.kv_caches]
+    for _ in range(2):
+        connector.restore_kv_caches()
+
+
 def _wait_for(llm: Any, metric: str, least: float) -> None:
     from vllm import SamplingParams
 
@@ -601,6 +626,8 @@ def run_steps(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
             else:
                 prompts.append(prompt)
         asked.append(prompts)
+        if step["sleeps"]:
+            _sleep(llm)
         done.append(_answer(llm, prompts, step))
         if step["until"]:
             _wait_for(llm, *step["until"])

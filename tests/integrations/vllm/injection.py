@@ -28,9 +28,9 @@ SCHEDULER = (
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
     "_prefixes._tail_sizes", "_prefixes._answer", "_prefixes._find", "_lookups._contains", "_lookups.begin",
     "_lookups._pool.submit", "_count_troubles", "_saves.completed", "_saves._segments", "_saves._tail",
-    "_saves._last_tail", "_saves._storable", "_saves.unchanged", "_known.check", "_blends.take", "_blends.budget",
-    "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over", "_blends.drop",
-    "_state.clock",
+    "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
+    "_blends.budget", "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over",
+    "_blends.drop", "_state.clock", "_events.planned", "_events.stored", "_events.not_stored", "_events.gone",
     "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.overdue", "_state.store.counters",
     "_state.store.contains", "_rates._break_even.observe_load", "_rates._break_even.observe_prefill",
     "_rates._break_even.worth_loading", "_rates._break_even.changed",
@@ -59,7 +59,14 @@ SCHEDULER_TABLES = (
     "_requests.tracked", "_requests.uncached", "_loads._promised", "_loads._loads", "_loads._voids",
     "_loads._under_way", "_loads._loading", "_blends._placed", "_blends._ready", "_blends._drops",
 )  # fmt: skip
-WORKER_TABLES = ("_loads._jobs", "_loads._arrived", "_loads._invalid", "_saves._sizes", "_saves._pending")
+WORKER_TABLES = (
+    "_loads._jobs",
+    "_loads._arrived",
+    "_loads._invalid",
+    "_loads._failed",
+    "_saves._sizes",
+    "_saves._pending",
+)
 POINTS = (*(f"s.{name}" for name in SCHEDULER), *(f"w.{name}" for name in WORKER), *(f"c.{name}" for name in CHAIN))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.messages import Blend, Entry, Load, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
+from cuvee.integrations.vllm.scheduler_events import EventPair
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.worker import WorkerSide
 
@@ -90,6 +91,7 @@ class Desk:
         separator: Sequence[int] | None = None,
         breaks: LineBreaks | None = None,
         groups: tuple[LayerGroup, ...] = (),
+        make_events: Callable[[Any, range], EventPair | None] | None = None,
         **options: Any,
     ) -> None:
         self.now = 1000.0
@@ -109,7 +111,7 @@ class Desk:
         self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
             setup, self.identity, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now,
-            separator, breaks,
+            separator, breaks, make_events,
         )  # fmt: skip
 
     def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:
@@ -192,7 +194,7 @@ class Desk:
         return {label: value for (name, label), value in self.recorder.totals().items() if name == "lookups"}
 
 
-def _pages(layout: KVLayout, device: torch.device, permuted: bool) -> PagedCache:
+def make_pages(layout: KVLayout, device: torch.device, permuted: bool) -> PagedCache:
     """Pages of NaN: whatever is not restored shows. If `permuted`, a layer's K and V lie in one memory, in no order."""
 
     def page(heads: int, size: int) -> torch.Tensor:
@@ -251,7 +253,7 @@ class Bench:
         self.recorder = Recorder()
         self.codec = Codec(profile, **{"quality": "lossless", **(codec or {})})
         self.worker = WorkerSide(self.setup, rank, self.codec, self.store, self.recorder)
-        self.cache = _pages(LAYOUT, device or torch.device("cpu"), permuted)
+        self.cache = make_pages(LAYOUT, device or torch.device("cpu"), permuted)
         self.worker.attach(self.cache)
         noise = torch.randn(2, 3, 8 * CHUNK, 2, 16).bfloat16()
         self.sequence = sequence or KVChunk(noise[0], noise[1], LAYOUT)

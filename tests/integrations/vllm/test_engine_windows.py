@@ -49,6 +49,7 @@ TOGETHER = Step(PROMPTS, together=True, forget=True)
 ANSWER = 70  # longer than a window: while it is decoded, layers drop the prompt
 TALK = Step([ids(100, 5)], max_tokens=ANSWER, forget=True)
 AGAIN = Step([[2, 0, ids(10, 6)]], forget=True)
+SLEPT = Step(PROMPTS, forget=True, sleeps=True)
 LOADABLE = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
 DAMAGED = ("gemma3", "mistral")  # several groups of layers; one that drops tokens
 PIECES = {"max_num_batched_tokens": 48}  # no multiple of a block: chunks are computed in several steps
@@ -91,7 +92,8 @@ def transfer(folder: Path, store: str, **options: Any) -> dict[str, Any]:
 def loaded(folder: Path, first_process: Mapping[str, Ran]) -> Mapping[str, Ran]:
     """Engines of another process, which find what the first one has stored."""
     engines = [
-        Engine(family, folder / family, [ALONE, TOGETHER, TALK, AGAIN], transfer(folder, family)) for family in FAMILIES
+        Engine(family, folder / family, [ALONE, TOGETHER, TALK, AGAIN, SLEPT], transfer(folder, family))
+        for family in FAMILIES
     ]
     for family in DAMAGED:
         shutil.copytree(folder / "stores" / family, folder / "stores" / f"damaged-{family}")
@@ -144,6 +146,16 @@ def test_another_process_answers_the_same_from_the_store(
     assert ran.steps[3][0].cached >= talked, "what was generated is found too"
     assert ran.metric("vllm:external_prefix_cache_hits") >= sum(LOADABLE)
     assert_sound(ran)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_a_sleep_other_pages_are_filled(
+    family: str, first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]
+) -> None:
+    """Those that the engine's layers have then: the pages from before are noise to nobody."""
+    reference, answers = first_process[f"reference-{family}"], loaded[family].steps[4]
+    assert_same(answers, reference.steps[0], reference)
+    assert [answer.cached for answer in answers] == LOADABLE
 
 
 def test_an_engine_that_keeps_all_tokens_loads_the_same_entries(

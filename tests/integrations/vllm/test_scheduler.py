@@ -367,6 +367,22 @@ def test_an_aborted_request_is_not_loaded(desk: Callable[..., Desk]) -> None:
     assert d.plan().loads == []
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_load_may_be_allocated_some_steps_later(desk: Callable[..., Desk], aborted: bool) -> None:
+    """As vLLM 0.33 defers loads; a request that is aborted before leaves nothing behind."""
+    d, request = desk(), make_request(tokens=3 * CHUNK + 1)
+    d.put(request, 3)
+    assert d.matched(request) == (3 * CHUNK, True)
+    assert [d.plan().loads for _ in range(2)] == [[], []]
+    if aborted:
+        d.side.finished(request, list(range(6)))
+        assert not d.plan().loads and not d.side._loads._promised
+    else:
+        d.side.allocated(request, list(range(6)), 3 * CHUNK)
+        (planned,) = d.plan().loads
+        assert (planned.start, planned.end, planned.blocks) == (0, 3 * CHUNK, list(range(6)))
+
+
 def test_chunks_are_stored_when_they_are_complete(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request()
     d.matched(request)

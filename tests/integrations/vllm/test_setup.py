@@ -103,6 +103,7 @@ def _engine(
     config = SimpleNamespace(
         **{f"{name}_config": SimpleNamespace(**fields) for name, fields in parts.items()},
         speculative_config=speculative,
+        kv_events_config=None,
     )
     return config, SimpleNamespace(kv_cache_groups=groups)
 
@@ -150,6 +151,7 @@ def test_what_is_supported_starts() -> None:
     assert made.codec(0).profile.layout == made.layout
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 def test_groups_of_the_engines_own_classes_are_read() -> None:
     """Of vLLM 0.32, for each way in which it keeps windows: in groups of their own, alone, and promoted."""
     kinds = pytest.importorskip("vllm.v1.kv_cache_interface")

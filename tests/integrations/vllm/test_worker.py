@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from tests.codec.test_paged import permuted
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import wait_until
-from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, make_pages
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -952,3 +954,31 @@ def test_what_is_copied_at_the_start_of_a_step_survives_the_step(bench: Callable
     b.drain()
     b.worker.start_loads([b.load_tail([9, 8, 7], 0, 3 * BLOCK)], synchronous=True)
     assert b.held([9, 8, 7], 0, 3 * BLOCK)
+
+
+def test_a_worker_that_lets_go_of_pages_ends_its_loads_and_keeps_nothing(bench: Callable[..., Bench]) -> None:
+    """As before vLLM 0.33 sleeps: what waits to be stored is stored, and other pages serve afterwards."""
+    b = bench()
+    b.store_all(4)
+    go = threading.Event()
+    b.store.before = lambda operation: _wait(go) if operation in ("get", "put") else None
+    b.fill([20, 21], CHUNK)
+    b.worker.save([Save(TENANT, replace(b.chunk(5), start=0).within([20, 21], BLOCK))])
+    b.worker.start_loads([b.load([1, 2, 3, 4], 0, 2 * CHUNK)], synchronous=False)
+    old = [weakref.ref(tensor) for tensor in b.cache.keys + b.cache.values]
+    for _ in range(2):
+        b.worker.detach()
+    assert not b.worker.attached
+    assert b.worker.take_arrived() == {"r"} and b.worker.take_invalid_blocks() == {1, 2, 3, 4}
+    pages = b.cache.keys[0].clone()
+    held, b.cache = b.cache.keys[0], make_pages(LAYOUT, torch.device("cpu"), permuted=False)
+    go.set()
+    b.drain()
+    assert b.counts()["stored_chunks"] == 5
+    assert torch.equal(held.nan_to_num(9), pages.nan_to_num(9)), "no load writes any more"
+    del held
+    gc.collect()
+    assert [ref() for ref in old] == [None] * len(old)
+    b.worker.attach(b.cache)
+    b.worker.start_loads([b.load([7, 8, 9, 10], 0, 2 * CHUNK)], synchronous=True)
+    assert b.held([7, 8, 9, 10], 0, 2 * CHUNK) and not b.worker.take_invalid_blocks()
