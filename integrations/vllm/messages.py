@@ -181,11 +181,11 @@ class Report:
         loaded: (work in tokens by `load_work`, seconds) of each successful load.
         failed: requests whose load failed in part or as a whole.
         unsaved: digests of entries that were to be stored and are not.
-        stored: digests of chunks that are stored, once per rank, if routers are told.
         metrics: as `Recorder.drain` returns them.
         placed: requests with a blend whose prefix and segments are placed, once per rank.
         blended: work and seconds of each successful blend.
         checked: tenant, cost and KL of each blend that was also computed exactly, from the first rank.
+        stored: digests of chunks that are stored, once per rank, if routers are told.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -193,11 +193,11 @@ class Report:
     loaded: list[tuple[int, float]] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     unsaved: set[bytes] = field(default_factory=set)
-    stored: list[bytes] = field(default_factory=list)
     metrics: Data | None = None
     placed: list[str] = field(default_factory=list)
     blended: list[BlendCost] = field(default_factory=list)
     checked: list[tuple[str, float, float]] = field(default_factory=list)
+    stored: list[bytes] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
         """Merge the report of another rank into this one."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.integrations.vllm.engines import (
     Answer,
     Engine,
@@ -29,6 +30,12 @@ from tests.integrations.vllm.engines import (
     save_tiny_model,
     spread,
 )
+from transformers import AutoModelForCausalLM
+
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import fit
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.profiles.profile import Profile
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +59,10 @@ AGAIN = Step([[2, 0, ids(10, 6)]], forget=True)
 SLEPT = Step(PROMPTS, forget=True, sleeps=True)
 LOADABLE = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
 DAMAGED = ("gemma3", "mistral")  # several groups of layers; one that drops tokens
+LOSSY: dict[str, dict[str, Any]] = {
+    "gemma3": {"profile": "fitted", "quality": None, "step": 0.01},
+    "gpt_oss": {"quality": None, "step": 0.01},
+}
 PIECES = {"max_num_batched_tokens": 48}  # no multiple of a block: chunks are computed in several steps
 
 
@@ -83,6 +94,14 @@ def first_process(folder: Path) -> Mapping[str, Ran]:
     return run_engines(folder / "first", engines)
 
 
+def fitted(path: Path) -> Profile:
+    """A profile of a checkpoint, learned from caches of random text."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
+    layout = KVLayout.from_config(model.config, "float32")
+    with torch.no_grad():
+        return fit(layout, prefill(model, torch.randint(1, 256, (8, 256)), layout), "layer")
+
+
 def transfer(folder: Path, store: str, **options: Any) -> dict[str, Any]:
     """The connector, as an option of an engine."""
     return {"kv_transfer_config": cuvee(f"file://{folder / 'stores' / store}", chunk_tokens=CHUNK, **options)}
@@ -104,9 +123,12 @@ def loaded(folder: Path, first_process: Mapping[str, Ran]) -> Mapping[str, Ran]:
         )
     gemma, whole = folder / "gemma3", {"disable_hybrid_kv_cache_manager": True}
     engines.append(Engine("whole", gemma, [ALONE], {**whole, **transfer(folder, "gemma3")}))
-    lossy = transfer(folder, "lossy", quality="high")
     filled = Step(PROMPTS, together=True, until=("vllm:cuvee_stored_chunks", chunks(*PROMPTS)))
-    engines.append(Engine("lossy", gemma, [filled, ALONE], lossy))
+    fitted(gemma).save(folder / "profile")
+    for family, options in LOSSY.items():
+        learned = {"profile": str(folder / "profile")} if "profile" in options else {}
+        lossy = transfer(folder, f"lossy-{family}", **(options | learned))
+        engines.append(Engine(f"lossy-{family}", folder / family, [filled, ALONE], lossy))
     return run_engines(folder / "second", engines)
 
 
@@ -167,15 +189,23 @@ def test_an_engine_that_keeps_all_tokens_loads_the_same_entries(
     assert_sound(loaded["whole"])
 
 
-def test_a_lossy_cache_is_close_and_not_the_same(first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]) -> None:
-    """So the comparison of the others would see what is not exact; two RoPE bases are undone and done again."""
-    exact, answers = first_process["reference-gemma3"].steps[0], loaded["lossy"].steps[1]
+@pytest.mark.parametrize("family", LOSSY)
+def test_a_lossy_cache_is_close_and_not_the_same(
+    family: str, first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]
+) -> None:
+    """So the comparison of the others would see what is not exact; RoPE is undone and done again, by each layer's base.
+
+    Where keys were rotated otherwise than they are stored, answers would be those of another prompt.
+    """
+    exact, answers = first_process[f"reference-{family}"].steps[0], loaded[f"lossy-{family}"].steps[1]
+    unit = BLOCK if "profile" in LOSSY[family] else CHUNK  # without a profile there are no tails
     for answer, expected, prompt in zip(answers, exact, PROMPTS, strict=True):
-        found = (len(prompt) - 1) // CHUNK * CHUNK
-        assert answer.cached == found, "whole chunks: without a profile, no tails"
+        assert answer.cached == (len(prompt) - 1) // unit * unit
         ours, theirs = answer.logprobs[0], expected.logprobs[0]
-        assert 1e-4 < max(abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()) < 1.0
-    assert_sound(loaded["lossy"])
+        moved = max(abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys())
+        print("MOVED", family, moved)
+        assert 1e-4 < moved < 0.5
+    assert_sound(loaded[f"lossy-{family}"])
 
 
 @pytest.mark.parametrize("family", DAMAGED)
@@ -189,5 +219,5 @@ def test_what_is_damaged_is_computed_as_a_whole(
     failed = ran.metric("vllm:cuvee_failures", 0)
     assert 0 < failed <= len(PROMPTS) and ran.metric("vllm:cuvee_corrupt", 0) > 0
     assert ran.metric("vllm:cuvee_contained") == 0
-    assert ran.metric("vllm:cuvee_recomputed_tokens", 0) in range(failed * BLOCK, sum(LOADABLE) + 1, BLOCK)
+    assert failed * BLOCK <= ran.metric("vllm:cuvee_recomputed_tokens", 0) <= sum(LOADABLE)
     assert [answer.cached for answer in ran.steps[1]] == LOADABLE, "stored anew by what computed them"

@@ -123,7 +123,7 @@ class Heard:
     def __init__(self, endpoint: str) -> None:
         import zmq
 
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.connect(endpoint)
