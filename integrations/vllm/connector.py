@@ -1,6 +1,7 @@
 """`CuveeConnector`: hands the calls of vLLM's V1 connector interface to the scheduler's side and the workers' side.
 
-Only this module, `kv_events`, `prometheus` and `blending.paged_model` import vLLM. Tested with vLLM 0.32.
+Only this module, `kv_events`, `prometheus` and `blending.paged_model` import vLLM. Tested with vLLM 0.32, whose
+engine tests also call what 0.33 adds.
 
 vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only
 when a connector is made, because it imports numba. With numba's llvmlite in memory, vLLM 0.32 cannot start a worker on

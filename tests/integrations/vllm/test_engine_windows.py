@@ -61,7 +61,7 @@ LOADABLE = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
 DAMAGED = ("gemma3", "mistral")  # several groups of layers; one that drops tokens
 LOSSY: dict[str, dict[str, Any]] = {
     "gemma3": {"profile": "fitted", "quality": None, "step": 0.01},
-    "gpt_oss": {"quality": None, "step": 0.01},
+    "mistral": {"quality": None, "step": 0.01},
 }
 PIECES = {"max_num_batched_tokens": 48}  # no multiple of a block: chunks are computed in several steps
 
@@ -203,7 +203,6 @@ def test_a_lossy_cache_is_close_and_not_the_same(
         assert answer.cached == (len(prompt) - 1) // unit * unit
         ours, theirs = answer.logprobs[0], expected.logprobs[0]
         moved = max(abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys())
-        print("MOVED", family, moved)
         assert 1e-4 < moved < 0.5
     assert_sound(loaded[f"lossy-{family}"])
 
