@@ -39,11 +39,13 @@ def read_groups(kv_cache_config: Any) -> tuple[tuple[LayerGroup, ...], list[Any]
     """Return the groups of layers of vLLM's `KVCacheConfig`, and the spec of each layer in the model's order.
 
     Raises:
-        UnsupportedModelError: layers that cache no plain keys and values, by name.
+        UnsupportedModelError: no layers, or layers that cache no plain keys and values, by name.
     """
     groups = kv_cache_config.kv_cache_groups
     by_group = [_specs_of(group) for group in groups]
     by_name = {name: spec for specs in by_group for name, spec in specs.items()}
+    if not by_name:
+        raise UnsupportedModelError("the model caches no keys and values: serve it without CuveeConnector")
     for spec in by_name.values():
         _check_kind(spec)
     order = {name: at for at, name in enumerate(sorted(by_name, key=_number_of))}

@@ -97,7 +97,7 @@ def _engine(
     for name, value in changes.items():
         part, _, field = name.partition("__")
         parts[part][field] = value
-    names = names or [f"model.layers.{index}" for index in range(layers)]
+    names = [f"model.layers.{index}" for index in range(layers)] if names is None else names
     specs = specs or [_spec()]
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names[at :: len(specs)]) for at, spec in enumerate(specs)]
     config = SimpleNamespace(
@@ -240,6 +240,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
             InputError,
             "chunk_tokens: .*pass --block-size 8 or less",
         ),
+        ({"layers": 0}, UnsupportedModelError, "caches no keys and values"),
         ({"names": ["model.layers.0", "model.tail"]}, UnsupportedModelError, "model.tail: must have one number"),
         ({"specs": [_spec(), _spec(dtype=torch.float16)]}, UnsupportedModelError, "cache of bfloat16 and float16"),
         (
