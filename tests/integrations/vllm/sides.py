@@ -244,11 +244,14 @@ class Bench:
         profile: Profile | None = None,
         permuted: bool = False,
         groups: tuple[LayerGroup, ...] = (),
+        tells: bool = False,
         **options: Any,
     ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
         profile = Profile.generic(LAYOUT) if profile is None else profile
-        self.setup = Setup(self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True, groups=groups)
+        self.setup = Setup(
+            self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True, groups=groups, tells=tells
+        )
         self.store = store or DictStore()
         self.recorder = Recorder()
         self.codec = Codec(profile, **{"quality": "lossless", **(codec or {})})
