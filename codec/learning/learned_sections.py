@@ -51,21 +51,24 @@ def build_profile(
     unit = float(everything.square().mean().sqrt())
     if not 0 < unit < float("inf"):
         raise ProfileError("samples: must vary, and the loss must depend on them, or there is nothing to learn")
-    built = [_section(m, maps, unit) for m, maps in zip(moments, bases, strict=True)]
+    built = [base_section(m, maps, unit) for m, maps in zip(moments, bases, strict=True)]
     if all(run.gradient is not None for m in moments for run in m.sample):
         built, samples = _with_classes(moments, built, layout, tokens)
     else:
         samples = _family_samples(moments, built)
     family = fit_family(samples, FAMILY_STEPS)
     if tokens is not None:
-        built = [_with_tokens(section, tokens, index) for index, section in enumerate(built)]
+        built = [with_tokens(section, tokens, index) for index, section in enumerate(built)]
     return Profile(
         layout, group, source, family, tuple(built), min_step_index=MIN_STEP_INDEX, model=model,
         token_table=None if tokens is None else tokens.table,
     )  # fmt: skip
 
 
-def _section(moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor]], unit: float) -> SectionProfile:
+def base_section(moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor]], unit: float) -> SectionProfile:
+    """Return a section without classes: its mean, sinks and maps, of which `maps` are the inverse and the deviations
+    of each block, and `unit` the deviation that becomes step 1.
+    """
     blocks, scales = [], []
     for inverse, deviation in maps:
         scale = scale_index(deviation.numpy() / unit)
@@ -87,7 +90,7 @@ def _section(moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor]], un
     return SectionProfile(basis, scale)
 
 
-def _with_tokens(section: SectionProfile, tokens: TokenModel, index: int) -> SectionProfile:
+def with_tokens(section: SectionProfile, tokens: TokenModel, index: int) -> SectionProfile:
     """Add the token map to a section, and the scales of its components where no tokens are known."""
     # What is predicted and what is not are uncorrelated, so their variances add up.
     predicted = tokens.spread(index, section.basis).square().sum(0).numpy()

@@ -57,9 +57,24 @@ class SampledRun:
 
 
 class Moments:
-    """Sums over tokens for one section: means, covariances and metrics of its blocks, and a sample of tokens."""
+    """Sums over tokens for one section: means, covariances and metrics of its blocks, and a sample of tokens.
 
-    def __init__(self, section: Section, layout: KVLayout, limit: int, device: torch.device | str = "cpu") -> None:
+    Args:
+        section: of the layout.
+        layout: of the cache.
+        limit: most tokens in the sample.
+        device: where the sums are kept.
+        gradients: whether there are metrics.
+    """
+
+    def __init__(
+        self,
+        section: Section,
+        layout: KVLayout,
+        limit: int,
+        device: torch.device | str = "cpu",
+        gradients: bool = True,
+    ) -> None:
         self.section = section
         self.count = 0
         # All sums are relative to the mean of the first run: a channel's mean may be far larger than its deviation (the
@@ -68,7 +83,7 @@ class Moments:
         self.origin = torch.zeros(section.values, device=device)
         self.total = torch.zeros(section.values, **exact)
         self.products = [torch.zeros(size, size, **exact) for size in section.blocks]
-        self.metrics = [torch.zeros(size, size, **exact) for size in section.blocks]
+        self.metrics = [torch.zeros(size, size, **exact) for size in section.blocks] if gradients else []
         self.sink_total = torch.zeros(SINKS, section.values, **exact)
         self.sink_count = torch.zeros(SINKS, **exact)
         self.sample: list[SampledRun] = []

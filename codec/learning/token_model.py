@@ -38,6 +38,13 @@ CLIPS = (2.2, 2.5, 2.8, 3.2, 3.8, 4.6, 6.0, 9.0)  # largest numbers of a row of 
 MOST_FEATURES = 1024  # of wider embeddings, the directions that predict most
 
 
+def token_features(embedding: torch.Tensor) -> torch.Tensor:
+    """Return what the regression knows of ids, float32 `[t, K]`, from their rows of the embedding, `[t, K]`."""
+    # A model normalizes what enters a layer, so the cache of the first layer is linear in the normalized embedding.
+    wide = embedding.float()
+    return wide / (wide.square().mean(1, keepdim=True).sqrt() + FLOOR)
+
+
 class TokenSums:
     """Sums over the tokens of a text.
 
@@ -49,9 +56,7 @@ class TokenSums:
 
     def __init__(self, model: PreTrainedModel, layout: KVLayout, device: torch.device | str = "cpu") -> None:
         embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight
-        # A model normalizes what enters a layer, so the cache of the first layer is linear in the normalized embedding.
-        wide = embedding.detach().float().to(device)
-        self.features = wide / (wide.square().mean(1, keepdim=True).sqrt() + FLOOR)
+        self.features = token_features(embedding.detach().to(device))
         self.layout = layout
         size, values = self.features.shape[1], layout.values_per_token
         exact: dict[str, Any] = {"dtype": torch.float64, "device": device}
@@ -113,18 +118,36 @@ def learn_token_model(sums: TokenSums, sections: Sequence[Section]) -> TokenMode
     mean = sums.feature_total / sums.count
     gram = sums.gram / sums.count - torch.outer(mean, mean)
     cross = sums.cross / sums.count - torch.outer(mean, sums.value_total / sums.count)
-    gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return solve_token_model(sums.features, mean, gram, cross, [columns_in_cache(own, sums.layout) for own in sections])
+
+
+def solve_token_model(
+    features: torch.Tensor,
+    mean: torch.Tensor,
+    gram: torch.Tensor,
+    cross: torch.Tensor,
+    columns: Sequence[torch.Tensor],
+) -> TokenModel:
+    """Solve the regression of values on features, and round it to a profile's numbers.
+
+    Args:
+        features: float32 `[V, K]`, of every id.
+        mean: float64 `[K]`, the mean feature of the text.
+        gram: float64 `[K, K]`, the covariance of the text's features.
+        cross: float64 `[K, M]`, the covariance of features and values.
+        columns: int64 `[N]` for each section: where its values are among the M.
+    """
+    gram = gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     root = torch.linalg.cholesky(gram)
     weights = torch.cholesky_solve(cross, root)
     spread = root.T @ weights
-    features = sums.features - mean.float()
+    features = features - mean.float()
     if len(gram) > MOST_FEATURES:
         directions, weights = _leading(gram, weights)
         features, spread = features @ directions.float(), weights  # of uncorrelated features of variance one
     deviation = features.square().mean(0).sqrt().clamp_min(FLOOR)
     table = _rounded((features / deviation).cpu())
     weights = (weights * deviation.double()[:, None]).float().cpu()
-    columns = [columns_in_cache(section, sums.layout) for section in sections]
     maps = []
     for at in columns:
         own = weights[:, at]

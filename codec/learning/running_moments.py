@@ -1,0 +1,344 @@
+"""`RunningMoments`: what a profile is learned from without gradients: sums over KV that somebody computes anyway.
+
+    chunks --un-rotate--> x [t, N]        --> mean, covariance         per section, of a fixed size
+    token ids --> features e [t, K]       --> gram, cross-covariance with x
+                                              |
+                     what ids predict, and the covariance of the rest --> bases and scales --> Profile
+
+Only sums are kept: no token, no id and no row of the cache can be read from them, as long as they are over many texts.
+Their size depends on the model alone. Sums of several processes add up (`merge`), and those of tensor-parallel ranks
+are put side by side (`join`).
+
+**What stands in for gradients.** The metric gives every unit (K or V of a layer) the same variance, as in `cuvee.fit`.
+What an error on a token costs is known in advance only as far as it depends on the distance from the end of the cache:
+it falls as its inverse, on every model that was measured, so classes follow the distance (`RECENCY`). Entropy tables
+are those of generic profiles, because fitting them would take a sample of the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.entropy.family import default_family
+from cuvee.codec.entropy.token_classes import CLASSES, class_frequencies
+from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.learned_sections import MIN_STEP_INDEX, base_section, with_tokens
+from cuvee.codec.learning.moments import SINKS, TOKENS_PER_VALUE, Moments, need_tokens
+from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, solve_token_model, token_features
+from cuvee.codec.profiles.class_predictor import Predictor, choose_classes, finer_near_end
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.section_basis import eigenbasis
+from cuvee.codec.profiles.section_profile import SectionProfile
+from cuvee.codec.profiles.sections import partition
+from cuvee.codec.stages.reference.transform import gather, require_finite
+from cuvee.codec.stages.rotation import Rotation
+from cuvee.codec.support.arrays import F32, U16
+
+# Deviations of a unit that become step 1, so that a preset's fixed step (`PRESET_STEP_INDEX`) keeps the preset's KL.
+UNIT = 1.0
+# By how many octaves a step is finer 1, 2, 4, … 256 tokens from the end of the cache than far from it.
+RECENCY: F32 = np.arange(8, -1, -1, dtype=np.float32) / 2
+SINK_OCTAVES = 1.0  # by which leading positions with separate means are finer
+_FORMAT, _VERSION = "cuvee-moments", 1
+_SUMS = ("origin", "total", "sink_total", "sink_count")
+_USUAL_CHUNK = 256  # tokens of the chunks whose classes are counted
+
+
+class RunningMoments:
+    """Sums over the KV of a model's tokens. Not thread-safe.
+
+    Args:
+        layout: of the cache, or of one tensor-parallel rank's share of it.
+        group: the values of one basis, as in `calibrate`; larger groups make smaller blobs and larger sums.
+        features: number of the embedding's dimensions, to learn what ids predict; 0: blobs are not predicted.
+
+    Attributes:
+        tokens: number of tokens summed, leading positions of sequences apart.
+
+    Example:
+        >>> from cuvee import LayerLayout
+        >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
+        >>> sums = RunningMoments(layout)
+        >>> for _ in range(8):
+        ...     sums.add(KVChunk(torch.randn(3, 64, 2, 8), torch.randn(3, 64, 2, 8), layout))
+        >>> sums.profile().source
+        'fitted'
+    """
+
+    def __init__(self, layout: KVLayout, group: str = "layer", features: int = 0) -> None:
+        if type(features) is not int or features < 0:
+            raise InputError(f"features: must be a whole number of at least 0, got {features!r}")
+        self.layout, self.group, self.features = layout, group, features
+        self._sections = [Moments(own, layout, 0, gradients=False) for own in partition(layout, group)]
+        self._gram = torch.zeros(features, features, dtype=torch.float64)
+        self._feature_total = torch.zeros(features, dtype=torch.float64)
+        self._crosses = [torch.zeros(features, own.section.values, dtype=torch.float64) for own in self._sections]
+
+    @staticmethod
+    def size(layout: KVLayout, group: str, features: int = 0) -> int:
+        """Return how many bytes the sums take."""
+        sections = partition(layout, group)
+        products = sum(size * size for section in sections for size in section.blocks)
+        return 8 * (products + features * features + features * layout.values_per_token)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens summed, leading positions of sequences apart."""
+        return self._sections[0].count
+
+    @property
+    def needed(self) -> int:
+        """Number of tokens from which `profile` gives one that serves other text as well."""
+        largest = max(size for own in self._sections for size in own.section.blocks)
+        return max(TOKENS_PER_VALUE * largest, TOKENS_PER_FEATURE * self.features)
+
+    def add(self, chunk: KVChunk, embedded: torch.Tensor | None = None) -> None:
+        """Add a chunk.
+
+        Args:
+            chunk: of the layout, in any dtype.
+            embedded: `[t, features]`, the model's embedding of the chunk's tokens, of any floating dtype; None if
+                nothing is predicted.
+
+        Raises:
+            ProfileMismatchError: the chunk has another layout.
+            InputError: `embedded` is missing or has another shape; the chunk holds infinite values or NaN. Nothing of it
+                is added.
+        """
+        if replace(chunk.layout, dtype=self.layout.dtype).fingerprint != self.layout.fingerprint:
+            raise ProfileMismatchError("chunk: must have the layout of the sums, got another one")
+        shape = None if embedded is None else tuple(embedded.shape)
+        if shape != ((chunk.tokens, self.features) if self.features else None):
+            raise InputError(f"embedded: must be [{chunk.tokens}, {self.features}], got {shape}")
+        rotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
+        values = []
+        for own in self._sections:
+            values.append(gather(chunk, own.section, rotation, slice(0, chunk.tokens)).cpu())
+            require_finite(values[-1], own.section)
+        for own, x in zip(self._sections, values, strict=True):
+            own.add(x, chunk.start, sampled=False)
+        ordinary = max(SINKS - chunk.start, 0)
+        if embedded is None or ordinary >= chunk.tokens:
+            return
+        rows = token_features(embedded[ordinary:].cpu())
+        self._gram += rows.T @ rows
+        self._feature_total += rows.sum(0, dtype=torch.float64)
+        for own, cross, x in zip(self._sections, self._crosses, values, strict=True):
+            cross += rows.T @ (x[ordinary:] - own.origin)
+
+    def merge(self, other: RunningMoments) -> None:
+        """Add the sums of another process over other tokens.
+
+        Raises:
+            ProfileMismatchError: they are of another layout, group or number of features.
+        """
+        if (other.layout.fingerprint, other.group, other.features) != (
+            self.layout.fingerprint, self.group, self.features,
+        ):  # fmt: skip
+            raise ProfileMismatchError("other: must be sums of the same layout, group and features, got others")
+        if not other.tokens:
+            return
+        for index, (own, theirs) in enumerate(zip(self._sections, other._sections, strict=True)):
+            self._move_origin(index, theirs.origin)
+            own.count += theirs.count
+            own.total += theirs.total
+            own.sink_total += theirs.sink_total
+            own.sink_count += theirs.sink_count
+            for products, more in zip(own.products, theirs.products, strict=True):
+                products += more
+            self._crosses[index] += other._crosses[index]
+        self._gram += other._gram
+        self._feature_total += other._feature_total
+
+    def _move_origin(self, index: int, origin: torch.Tensor) -> None:
+        own = self._sections[index]
+        self._crosses[index] += torch.outer(self._feature_total, own.origin.double() - origin.double())
+        own.move_origin(origin)
+
+    @classmethod
+    def join(cls, layout: KVLayout, shards: Sequence[RunningMoments]) -> Self:
+        """Put the sums of all tensor-parallel ranks, in order, side by side.
+
+        Args:
+            layout: of the whole model.
+            shards: of each rank's heads, in a group `"heads:n"` or `"head"`, over the same tokens.
+
+        Raises:
+            InputError: they are over different tokens, in a group that crosses ranks, or not of this layout.
+        """
+        first = shards[0]
+        for rank, shard in enumerate(shards):
+            if shard.layout.fingerprint != layout.shard(rank, len(shards)).fingerprint:
+                raise InputError(f"shards[{rank}]: must be of the heads of rank {rank} of {len(shards)}, got others")
+            if (shard.group, shard.features, shard.tokens) != (first.group, first.features, first.tokens):
+                raise InputError(
+                    f"shards[{rank}]: must be {first.group!r} over {first.tokens} tokens as those of rank 0, got "
+                    f"{shard.group!r} over {shard.tokens}"
+                )
+        joined = cls(layout, first.group, first.features)
+        joined._gram, joined._feature_total = first._gram.clone(), first._feature_total.clone()
+        for index, own in enumerate(joined._sections):
+            parts = [shard._sections[index] for shard in shards]
+            if len(parts) > 1 and not own.section.by_head:
+                raise InputError(f"shards: must be in a group 'heads:n', got {first.group!r}, whose bases cross ranks")
+            # A rank holds whole heads, and several ranks hold the same ones where there are fewer heads than ranks.
+            kept: dict[int, tuple[int, int]] = {}
+            for rank in range(len(shards)):
+                for place, head in enumerate(layout.shard_heads(rank, len(shards))[own.section.first_layer]):
+                    kept.setdefault(head, (rank, place))
+            size = own.section.blocks[0] if own.section.by_head else own.section.values
+            order = sorted(kept.items()) if own.section.by_head else [(0, (0, 0))]
+
+            def cut(name: str, parts: list[Moments] = parts, order: Any = order, size: int = size) -> torch.Tensor:
+                pieces = [getattr(parts[rank], name)[..., at * size : (at + 1) * size] for _, (rank, at) in order]
+                return torch.cat(pieces, dim=-1)
+
+            own.count, own.sink_count = parts[0].count, parts[0].sink_count.clone()
+            own.origin, own.total, own.sink_total = cut("origin"), cut("total"), cut("sink_total")
+            if own.section.by_head:
+                own.products = [parts[rank].products[at].clone() for _, (rank, at) in order]
+            else:
+                own.products = [products.clone() for products in parts[0].products]
+            joined._crosses[index] = torch.cat(
+                [shards[rank]._crosses[index][:, at * size : (at + 1) * size] for _, (rank, at) in order], dim=1
+            )
+        return joined
+
+    # A profile --------------------------------------------------------------------------------------------------
+
+    def profile(self, embedding: torch.Tensor | None = None, model: str | None = None) -> Profile:
+        """Make a profile of what was summed.
+
+        Args:
+            embedding: `[V, features]`, that of all ids; None if nothing is predicted.
+            model: fingerprint of the model's weights, which the profile then names.
+
+        Raises:
+            InputError: `embedding` is missing or has another width.
+            ProfileError: too few tokens (`needed`), or all of them are alike.
+        """
+        width = 0 if embedding is None else embedding.shape[1]
+        if width != self.features:
+            raise InputError(f"embedding: must have {self.features} columns, as `features` says, got {width}")
+        need_tokens(self.layout, self.group, self.tokens)
+        if self.tokens < TOKENS_PER_FEATURE * self.features:
+            raise ProfileError(
+                f"tokens: must be at least {TOKENS_PER_FEATURE * self.features} to learn what {self.features} features "
+                f"predict, got {self.tokens}: add more chunks, or take features=0"
+            )
+        tokens = None if embedding is None else self._token_model(embedding)
+        built = [
+            _with_recency(self._section(own, None if tokens is None else tokens.spreads[index]))
+            for index, own in enumerate(self._sections)
+        ]
+        if not any(len(section.scale) for section in built):
+            raise ProfileError("chunks: must vary, or there is nothing to learn, got the same values at every token")
+        if tokens is not None:
+            built = [with_tokens(section, tokens, index) for index, section in enumerate(built)]
+        return Profile(
+            self.layout, self.group, "fitted", default_family(), tuple(built), min_step_index=MIN_STEP_INDEX,
+            model=model, token_table=None if tokens is None else tokens.table,
+        )  # fmt: skip
+
+    def _token_model(self, embedding: torch.Tensor) -> TokenModel:
+        mean = self._feature_total / self.tokens
+        gram = self._gram / self.tokens - torch.outer(mean, mean)
+        crosses = [
+            cross / self.tokens - torch.outer(mean, own.total / self.tokens)
+            for own, cross in zip(self._sections, self._crosses, strict=True)
+        ]
+        columns = torch.arange(self.layout.values_per_token).split([cross.shape[1] for cross in crosses])
+        return solve_token_model(token_features(embedding.cpu()), mean, gram, torch.cat(crosses, dim=1), columns)
+
+    def _section(self, own: Moments, spread: torch.Tensor | None) -> SectionProfile:
+        maps, column = [], 0
+        for covariance, metric in zip(own.covariances(), own.variance_metrics(), strict=True):
+            if spread is not None:  # what is predicted and what is not are uncorrelated
+                predicted = spread[:, column : column + len(covariance)].double()
+                covariance = covariance - predicted.T @ predicted
+            maps.append(eigenbasis(covariance, metric))
+            column += len(covariance)
+        return base_section(own, maps, UNIT)
+
+    # Bytes ------------------------------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        """Return the sums for another process; `from_bytes` is the inverse. Rounded to float32."""
+        tensors = {"gram": self._gram, "feature_total": self._feature_total}
+        for index, (own, cross) in enumerate(zip(self._sections, self._crosses, strict=True)):
+            tensors |= {f"{index}.{name}": getattr(own, name) for name in _SUMS} | {f"{index}.cross": cross}
+            tensors |= {f"{index}.products.{block}": products for block, products in enumerate(own.products)}
+        about = {
+            "format": _FORMAT, "version": _VERSION, "layout": self.layout.fingerprint.hex(), "group": self.group,
+            "features": self.features, "tokens": self.tokens,
+        }  # fmt: skip
+        rounded = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
+        return bytes(save_tensors(rounded, {"cuvee": json.dumps(about)}))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, layout: KVLayout) -> Self:
+        """Return the sums in `to_bytes`' bytes.
+
+        Args:
+            data: the bytes.
+            layout: that the sums must be of.
+
+        Raises:
+            FormatError: they are damaged, or of another layout.
+        """
+        try:
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            about = json.loads(header["__metadata__"]["cuvee"])
+            tensors = load_tensors(data)
+            found = {name: about[name] for name in ("format", "version", "layout")}
+            expected = {"format": _FORMAT, "version": _VERSION, "layout": layout.fingerprint.hex()}
+            if found != expected:
+                raise FormatError(f"sums: must be {expected}, got {found!r:.200}")
+            sums = cls(layout, about["group"], about["features"])
+            sums._gram.copy_(tensors["gram"])
+            sums._feature_total.copy_(tensors["feature_total"])
+            for index, own in enumerate(sums._sections):
+                own.count = int(about["tokens"])
+                for name in _SUMS:
+                    getattr(own, name).copy_(tensors[f"{index}.{name}"])
+                for block, products in enumerate(own.products):
+                    products.copy_(tensors[f"{index}.products.{block}"])
+                sums._crosses[index].copy_(tensors[f"{index}.cross"])
+        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, InputError) as error:
+            raise FormatError(f"sums: are damaged: {error}") from error
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+            raise FormatError("sums: must be finite")
+        return sums
+
+
+def _with_recency(section: SectionProfile) -> SectionProfile:
+    """Add the classes that follow from a token's place in the cache."""
+    if not len(section.scale):
+        return section
+    nothing = np.zeros(1, np.float32)
+    sinks = np.full(len(section.basis.sinks), -SINK_OCTAVES, np.float32)
+    predictor = Predictor(
+        np.zeros(1, np.int32), np.ones(1, np.float32), nothing, nothing, 0.0, 0.0, sinks, np.zeros(2, np.float32),
+        RECENCY,
+    )  # fmt: skip
+    return replace(section, predictor=predictor, class_freq=_class_frequencies())
+
+
+def _class_frequencies() -> U16:
+    """Return how often classes occur in a chunk that ends a cache of two, and in the chunk before it."""
+    counts = np.zeros(CLASSES)
+    for start, following in ((0, _USUAL_CHUNK), (_USUAL_CHUNK, 0)):
+        offsets = -finer_near_end(RECENCY, start, _USUAL_CHUNK, following)
+        counts += np.bincount(choose_classes(offsets, 0), minlength=CLASSES)
+    return class_frequencies(counts)
