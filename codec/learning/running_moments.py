@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMis
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.learned_sections import MIN_STEP_INDEX, base_section, with_tokens
 from cuvee.codec.learning.moments import SINKS, TOKENS_PER_VALUE, Moments, need_tokens
-from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, solve_token_model, token_features
+from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, solve_token_model, token_features, with_ridge
 from cuvee.codec.profiles.class_predictor import Predictor, choose_classes, finer_near_end
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import eigenbasis
@@ -168,52 +168,81 @@ class RunningMoments:
 
     @classmethod
     def join(cls, layout: KVLayout, shards: Sequence[RunningMoments]) -> Self:
-        """Put the sums of all tensor-parallel ranks, in order, side by side.
+        """Put the sums of all tensor-parallel ranks side by side, as if each were over the tokens of rank 0.
 
         Args:
             layout: of the whole model.
-            shards: of each rank's heads, in a group `"heads:n"` or `"head"`, over the same tokens.
+            shards: of each rank's heads, in the order of ranks, in a group `"heads:n"`. Ranks may have summed different
+                tokens.
 
         Raises:
-            InputError: they are over different tokens, in a group that crosses ranks, or not of this layout.
+            InputError: they are not of this layout, in several groups or in one that crosses ranks, or over no tokens.
         """
         first = shards[0]
         for rank, shard in enumerate(shards):
             if shard.layout.fingerprint != layout.shard(rank, len(shards)).fingerprint:
                 raise InputError(f"shards[{rank}]: must be of the heads of rank {rank} of {len(shards)}, got others")
-            if (shard.group, shard.features, shard.tokens) != (first.group, first.features, first.tokens):
+            if (shard.group, shard.features) != (first.group, first.features) or not shard.tokens:
                 raise InputError(
-                    f"shards[{rank}]: must be {first.group!r} over {first.tokens} tokens as those of rank 0, got "
-                    f"{shard.group!r} over {shard.tokens}"
+                    f"shards[{rank}]: must be of group {first.group!r} and {first.features} features, over some "
+                    f"tokens, got {shard.group!r}, {shard.features} and {shard.tokens} tokens"
                 )
         joined = cls(layout, first.group, first.features)
         joined._gram, joined._feature_total = first._gram.clone(), first._feature_total.clone()
+        alike = [first, *(shard._over_tokens_of(first) for shard in shards[1:])]
         for index, own in enumerate(joined._sections):
-            parts = [shard._sections[index] for shard in shards]
-            if len(parts) > 1 and not own.section.by_head:
-                raise InputError(f"shards: must be in a group 'heads:n', got {first.group!r}, whose bases cross ranks")
-            # A rank holds whole heads, and several ranks hold the same ones where there are fewer heads than ranks.
-            kept: dict[int, tuple[int, int]] = {}
-            for rank in range(len(shards)):
-                for place, head in enumerate(layout.shard_heads(rank, len(shards))[own.section.first_layer]):
-                    kept.setdefault(head, (rank, place))
-            size = own.section.blocks[0] if own.section.by_head else own.section.values
-            order = sorted(kept.items()) if own.section.by_head else [(0, (0, 0))]
-
-            def cut(name: str, parts: list[Moments] = parts, order: Any = order, size: int = size) -> torch.Tensor:
-                pieces = [getattr(parts[rank], name)[..., at * size : (at + 1) * size] for _, (rank, at) in order]
-                return torch.cat(pieces, dim=-1)
-
-            own.count, own.sink_count = parts[0].count, parts[0].sink_count.clone()
-            own.origin, own.total, own.sink_total = cut("origin"), cut("total"), cut("sink_total")
-            if own.section.by_head:
-                own.products = [parts[rank].products[at].clone() for _, (rank, at) in order]
-            else:
-                own.products = [products.clone() for products in parts[0].products]
-            joined._crosses[index] = torch.cat(
-                [shards[rank]._crosses[index][:, at * size : (at + 1) * size] for _, (rank, at) in order], dim=1
-            )
+            if not own.section.by_head:
+                raise InputError(f"group: must be 'heads:n' for several ranks, got {first.group!r}")
+            # Several ranks hold the same head where there are fewer heads than ranks.
+            places: dict[int, tuple[Moments, torch.Tensor, int]] = {}
+            for rank, shard in enumerate(alike):
+                for at, head in enumerate(layout.shard_heads(rank, len(shards))[own.section.first_layer]):
+                    places.setdefault(head, (shard._sections[index], shard._crosses[index], at))
+            order = [places[head] for head in sorted(places)]
+            size = own.section.blocks[0]
+            own.count, own.sink_count = first.tokens, first._sections[index].sink_count.clone()
+            for name in ("origin", "total", "sink_total"):
+                parts = [getattr(sums, name)[..., at * size : (at + 1) * size] for sums, _, at in order]
+                setattr(own, name, torch.cat(parts, dim=-1))
+            own.products = [sums.products[at].clone() for sums, _, at in order]
+            joined._crosses[index] = torch.cat([cross[:, at * size : (at + 1) * size] for _, cross, at in order], dim=1)
         return joined
+
+    def _over_tokens_of(self, first: RunningMoments) -> RunningMoments:
+        """Return sums that stand for these beside those of another rank: with its number of tokens and its sums of
+        features, and such that ids predict what they predict here, and leave what they leave here.
+        """
+        if self.tokens == first.tokens and torch.equal(self._gram, first._gram):
+            return self
+        like = RunningMoments(self.layout, self.group, self.features)
+        ours, theirs = self._ridged_gram(), first._ridged_gram()
+        mean = first._feature_total / first.tokens
+        scale = first.tokens / self.tokens
+        for index, own in enumerate(self._sections):
+            other = like._sections[index]
+            other.origin, other.count = own.origin, first.tokens
+            other.total, other.sink_total = own.total * scale, own.sink_total
+            other.sink_count = own.sink_count
+            weights = torch.linalg.solve(ours, self._centered_cross(index))
+            more = weights.T @ (theirs - ours) @ weights * first.tokens
+            column = 0
+            for block, products in enumerate(own.products):
+                at = slice(column, column + len(products))
+                other.products[block] = products * scale + more[at, at]
+                column = at.stop
+            like._crosses[index] = (theirs @ weights) * first.tokens + torch.outer(mean, other.total)
+        return like
+
+    def _ridged_gram(self) -> torch.Tensor:
+        return with_ridge(self._centered_gram())
+
+    def _centered_gram(self) -> torch.Tensor:
+        mean = self._feature_total / self.tokens
+        return self._gram / self.tokens - torch.outer(mean, mean)
+
+    def _centered_cross(self, index: int) -> torch.Tensor:
+        mean = self._feature_total / self.tokens
+        return self._crosses[index] / self.tokens - torch.outer(mean, self._sections[index].total / self.tokens)
 
     # A profile --------------------------------------------------------------------------------------------------
 
@@ -252,14 +281,12 @@ class RunningMoments:
         )  # fmt: skip
 
     def _token_model(self, embedding: torch.Tensor) -> TokenModel:
-        mean = self._feature_total / self.tokens
-        gram = self._gram / self.tokens - torch.outer(mean, mean)
-        crosses = [
-            cross / self.tokens - torch.outer(mean, own.total / self.tokens)
-            for own, cross in zip(self._sections, self._crosses, strict=True)
-        ]
+        crosses = [self._centered_cross(index) for index in range(len(self._sections))]
         columns = torch.arange(self.layout.values_per_token).split([cross.shape[1] for cross in crosses])
-        return solve_token_model(token_features(embedding.cpu()), mean, gram, torch.cat(crosses, dim=1), columns)
+        return solve_token_model(
+            token_features(embedding.cpu()), self._feature_total / self.tokens, self._centered_gram(),
+            torch.cat(crosses, dim=1), columns,
+        )  # fmt: skip
 
     def _section(self, own: Moments, spread: torch.Tensor | None) -> SectionProfile:
         maps, column = [], 0

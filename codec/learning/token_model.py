@@ -137,7 +137,7 @@ def solve_token_model(
         cross: float64 `[K, M]`, the covariance of features and values.
         columns: int64 `[N]` for each section: where its values are among the M.
     """
-    gram = gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    gram = with_ridge(gram)
     root = torch.linalg.cholesky(gram)
     weights = torch.cholesky_solve(cross, root)
     spread = root.T @ weights
@@ -155,6 +155,11 @@ def solve_token_model(
         maps.append(TokenMap((own / scale).round().to(torch.int8).contiguous(), scale))
     everything = spread.float().cpu()
     return TokenModel(table, tuple(maps), tuple(everything[:, at] for at in columns))
+
+
+def with_ridge(gram: torch.Tensor) -> torch.Tensor:
+    """Return the covariance of features `[K, K]` as the regression takes it."""
+    return gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
 
 
 def _rounded(features: torch.Tensor) -> TokenTable:
