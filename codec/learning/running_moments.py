@@ -35,7 +35,13 @@ from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMis
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.learned_sections import MIN_STEP_INDEX, base_section, with_tokens
 from cuvee.codec.learning.moments import SINKS, TOKENS_PER_VALUE, Moments, need_tokens
-from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, solve_token_model, token_features, with_ridge
+from cuvee.codec.learning.token_model import (
+    TOKENS_PER_FEATURE,
+    TokenModel,
+    solve_token_model,
+    token_features,
+    with_ridge,
+)
 from cuvee.codec.profiles.class_predictor import Predictor, choose_classes, finer_near_end
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import eigenbasis
@@ -48,7 +54,7 @@ from cuvee.codec.support.arrays import F32, U16
 # Deviations of a unit that become step 1, so that a preset's fixed step (`PRESET_STEP_INDEX`) keeps the preset's KL.
 UNIT = 1.0
 # By how many octaves a step is finer 1, 2, 4, … 256 tokens from the end of the cache than far from it.
-RECENCY: F32 = np.arange(8, -1, -1, dtype=np.float32) / 2
+RECENCY: F32 = np.arange(8, -1, -1, dtype=np.float32) * np.float32(0.5)
 SINK_OCTAVES = 1.0  # by which leading positions with separate means are finer
 _FORMAT, _VERSION = "cuvee-moments", 1
 _SUMS = ("origin", "total", "sink_total", "sink_count")
@@ -113,8 +119,8 @@ class RunningMoments:
 
         Raises:
             ProfileMismatchError: the chunk has another layout.
-            InputError: `embedded` is missing or has another shape; the chunk holds infinite values or NaN. Nothing of it
-                is added.
+            InputError: `embedded` is missing or has another shape, or the chunk holds infinite values or NaN. Nothing
+                of it is added.
         """
         if replace(chunk.layout, dtype=self.layout.dtype).fingerprint != self.layout.fingerprint:
             raise ProfileMismatchError("chunk: must have the layout of the sums, got another one")
@@ -134,8 +140,8 @@ class RunningMoments:
         rows = token_features(embedded[ordinary:].cpu())
         self._gram += rows.T @ rows
         self._feature_total += rows.sum(0, dtype=torch.float64)
-        for own, cross, x in zip(self._sections, self._crosses, values, strict=True):
-            cross += rows.T @ (x[ordinary:] - own.origin)
+        for index, (own, x) in enumerate(zip(self._sections, values, strict=True)):
+            self._crosses[index] += rows.T @ (x[ordinary:] - own.origin)
 
     def merge(self, other: RunningMoments) -> None:
         """Add the sums of another process over other tokens.
@@ -155,8 +161,7 @@ class RunningMoments:
             own.total += theirs.total
             own.sink_total += theirs.sink_total
             own.sink_count += theirs.sink_count
-            for products, more in zip(own.products, theirs.products, strict=True):
-                products += more
+            own.products = [ours + more for ours, more in zip(own.products, theirs.products, strict=True)]
             self._crosses[index] += other._crosses[index]
         self._gram += other._gram
         self._feature_total += other._feature_total
@@ -291,10 +296,11 @@ class RunningMoments:
     def _section(self, own: Moments, spread: torch.Tensor | None) -> SectionProfile:
         maps, column = [], 0
         for covariance, metric in zip(own.covariances(), own.variance_metrics(), strict=True):
+            rest = covariance
             if spread is not None:  # what is predicted and what is not are uncorrelated
                 predicted = spread[:, column : column + len(covariance)].double()
-                covariance = covariance - predicted.T @ predicted
-            maps.append(eigenbasis(covariance, metric))
+                rest = covariance - predicted.T @ predicted
+            maps.append(eigenbasis(rest, metric))
             column += len(covariance)
         return base_section(own, maps, UNIT)
 

@@ -146,24 +146,28 @@ class ProfileCollection:
             InputError: the profile is too large, for this place or for any.
             StoreError: the place cannot be reached, or refuses the profile. What was the newest still is.
         """
-        path = Path(file)
-        if not path.is_file():
-            raise FileNotFoundError(f"no profile at {path}")
-        if path.stat().st_size > MAX_PROFILE_BYTES:
-            raise InputError(f"{path}: must be at most {MAX_PROFILE_BYTES} bytes, got {path.stat().st_size}")
-        data = path.read_bytes()
-        # What is pushed is what was verified, even if the file is replaced meanwhile.
-        with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
-            copy = Path(folder) / "profile.safetensors"
-            copy.write_bytes(data)
-            profile = _load(copy, str(path))
-        weights = profile.model
-        if weights is not None and _FINGERPRINT.fullmatch(weights) is None:
-            raise FormatError(
-                f"{path}: model: must be 32 hex digits, the fingerprint of the weights, got {weights!r:.80}; learn the "
-                "profile anew (cuvee profile learn)"
-            )
-        layout, identity = _layout_name(profile.layout), profile.id.hex()
+        return self._write(*_verified(Path(file)))
+
+    def push_first(self, file: str | os.PathLike[str]) -> PushedProfile | None:
+        """Do what `push` does unless the collection has a profile of the same weights; None: it has.
+
+        Two that push in the same moment may both succeed. The last of them is then the newest, to all readers.
+
+        Args:
+            file: the profile.
+
+        Raises:
+            FormatError, VersionError, OSError: as `Profile.load`; FormatError also if what says the newest profile of
+                these weights is damaged.
+            InputError, StoreError: as `push`.
+        """
+        data, profile = _verified(Path(file))
+        if profile.model is not None and self._read_newest(_layout_name(profile.layout), profile.model) is not None:
+            return None
+        return self._write(data, profile)
+
+    def _write(self, data: bytes, profile: Profile) -> PushedProfile:
+        layout, identity, weights = _layout_name(profile.layout), profile.id.hex(), profile.model
         name = _profile_name(layout, identity)
         files = {name: data}
         if weights is not None:
@@ -327,6 +331,26 @@ def find_profile(where: str, layout: KVLayout, checkpoint: str | Path, *, revisi
         profile.id.hex(), profile.source, profile.group, pulled.bytes, why, location.shown,
     )  # fmt: skip
     return profile
+
+
+def _verified(path: Path) -> tuple[bytes, Profile]:
+    """Return the bytes of a profile's file, and the profile in these very bytes."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no profile at {path}")
+    if path.stat().st_size > MAX_PROFILE_BYTES:
+        raise InputError(f"{path}: must be at most {MAX_PROFILE_BYTES} bytes, got {path.stat().st_size}")
+    data = path.read_bytes()
+    # What is pushed is what was verified, even if the file is replaced meanwhile.
+    with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
+        copy = Path(folder) / "profile.safetensors"
+        copy.write_bytes(data)
+        profile = _load(copy, str(path))
+    if profile.model is not None and _FINGERPRINT.fullmatch(profile.model) is None:
+        raise FormatError(
+            f"{path}: model: must be 32 hex digits, the fingerprint of the weights, got {profile.model!r:.80}; learn "
+            "the profile anew (cuvee profile learn)"
+        )
+    return data, profile
 
 
 def _load(path: Path, shown: str, remedy: str = "") -> Profile:

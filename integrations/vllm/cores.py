@@ -14,6 +14,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+LOWEST_PRIORITY = 19  # of Linux's `nice`
+
 
 def free_cores() -> frozenset[int]:
     """Return the cores to which no thread of this process is bound; all cores if none is free.

@@ -38,9 +38,10 @@ _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend")
 _UNCACHED = ("embeddings", "streamed", "media", "salt", "error")
 _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
-    "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
+    "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close", "learn",
 )  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "quality", "failed")
+_LEARNED = ("published", "found", "failed")
 _LEFT_OUT = ("number", "positions", "time")
 
 # A chunk belongs to one rank: with two ranks, a run of tokens is two chunks. Unless stated otherwise, tails are chunks.
@@ -103,6 +104,11 @@ METRICS: dict[str, Metric] = {
                "finished the chunk meanwhile; with store_share."),
         Metric("deferred_seconds", "counter", "Seconds that chunks waited for their share of a core (store_share), "
                "summed over chunks and ranks."),
+        Metric("learned_tokens", "counter", "Tokens whose KV was summed to learn a profile, on the first rank.",
+               ranks="first"),
+        Metric("learning_seconds", "counter", "Seconds of CPU time spent on learning a profile, of all ranks."),
+        Metric("learned_profiles", "counter", "Attempts to publish the learned profile: published, failed, or found "
+               "because another engine had published one.", "result", _LEARNED),
         Metric("lost", "counter", "Chunks that waited for compression or to be written when the engine stopped, and "
                "were not stored within close_timeout.", "where", ("encode", "store")),
         Metric("tenant_stored_bytes", "counter", "Compressed bytes that a tenant stored, of all ranks; with "

@@ -150,10 +150,10 @@ class SchedulerSaves:
         return [self._save(tracked, Entry("tail", digest, start, tokens).within(blocks, state.block, others))]
 
     def _save(self, tracked: Tracked, entry: Entry) -> Save:
-        """Return the order to store an entry, with its tokens if the codec predicts from them."""
+        """Return the order to store an entry, with its tokens if they are wanted."""
         request = tracked.request
         following = max(request.num_prompt_tokens - entry.end, 0)
-        if not self._state.predicts:
+        if not self._state.wants_ids:
             return Save(tracked.tenant, entry, following=following, request=request.request_id)
         ids = list(request.all_token_ids[entry.start : entry.end])
         for item in request.mm_features:  # their cache does not follow from the ids of their placeholders

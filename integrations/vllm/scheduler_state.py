@@ -118,7 +118,7 @@ class SchedulerState:
         windows: of each group of layers, how many tokens the engine keeps; None: all.
         positions: number of positions the model has; None: no limit.
         tails: whether tails are stored (see `scheduler_save`).
-        predicts: whether the codec predicts a part of the cache from token ids.
+        wants_ids: whether the codec predicts a part of the cache from token ids, or a profile is learned from them.
         shards: number of ranks.
         store: looked into, never read from.
         recorder: takes the figures.
@@ -135,7 +135,7 @@ class SchedulerState:
         self.windows = setup.windows
         self.positions = setup.layout.max_positions
         self.tails = setup.quality == LOSSLESS or bool(setup.profile.learned)
-        self.predicts = setup.quality != LOSSLESS and setup.profile.token_table is not None
+        self.wants_ids = setup.predicts or setup.learning is not None
         self.shards = setup.shards
         self._key_ids = setup.options.key_ids() or (b"",)
         self.store = store

@@ -30,6 +30,7 @@ from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup, block_tokens, read_groups
+from cuvee.integrations.vllm.learning import Learning
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Setup:
         step_tokens: most tokens that a step of the engine computes.
         groups: layers that share a table of the engine's blocks; empty: all layers, and the engine keeps all tokens.
         tells: whether routers are told what is stored.
+        learning: what is learned because there is no profile; None: nothing is.
     """
 
     options: Options
@@ -64,11 +66,17 @@ class Setup:
     step_tokens: int = 8192
     groups: tuple[LayerGroup, ...] = ()
     tells: bool = False
+    learning: Learning | None = None
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each group of layers; None: the engine keeps all its tokens."""
         return tuple(group.window for group in self.groups) or (None,)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the codec predicts a part of the cache from token ids."""
+        return self.quality != LOSSLESS and self.profile.token_table is not None
 
     @classmethod
     def of_engine(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
@@ -82,7 +90,8 @@ class Setup:
             InputError: an unknown option, or a value out of range.
             UnsupportedModelError: a model or a feature of the engine that cuvee does not support.
             ProfileMismatchError: a profile of another model.
-            FileNotFoundError, CuveeError: there is no profile where option `profile` says (`find_profile`).
+            FileNotFoundError, CuveeError: there is no profile where option `profile` says (`find_profile`), and none is
+                learned, or none can be.
         """
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
@@ -98,22 +107,30 @@ class Setup:
             raise UnsupportedModelError("blend: models with sliding windows cannot be blended; remove the option")
         if layout.max_positions is not None and tokens > layout.max_positions:
             raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
-        _check_heads(layout, specs, vllm_config.parallel_config.tensor_parallel_size)
-        if options.profile is None:
-            profile = Profile.generic(layout)
-        else:
+        shards = vllm_config.parallel_config.tensor_parallel_size
+        _check_heads(layout, specs, shards)
+        found: Profile | Learning | None = None
+        if options.profile is not None:
             model = vllm_config.model_config
-            profile = _find_profile(options.profile, layout, model.model, model.revision)
-            profile.check_layout(layout)
+            where, place = options.profile, options.learning_place
+            if place is not None and vllm_config.lora_config is not None:
+                raise InputError(
+                    "profile: must be a profile or a collection while adapters are served (enable_lora), got learn: "
+                    "what is stored is of several models then"
+                )
+            learns = None if place is None else (shards, int(options.learn_max_mb * 1e6))
+            found = _find_profile(vllm_config.instance_id, place or where, layout, model.model, model.revision, learns)
+        learning = found if isinstance(found, Learning) and transfer.is_kv_producer else None
+        profile = found if isinstance(found, Profile) else Profile.generic(layout)
+        profile.check_layout(layout)
         codec = Codec(profile, **options.codec_quality, dtype=layout.dtype)
         quality = codec.quality_name
-        shards = vllm_config.parallel_config.tensor_parallel_size
         events = vllm_config.kv_events_config
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         return cls(
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
-            groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)),
+            groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)), learning,
         )  # fmt: skip
 
     def identity(self, vllm_config: Any) -> Identity:
@@ -143,7 +160,7 @@ class Setup:
                 self.quality,
             )
             return
-        if self.options.check_model:
+        if self.options.check_model and self.profile.learned:
             refuse_other_weights(self.profile, shown_profile(self.options.profile), model_path, revision=revision)
 
     def codec(self, rank: int) -> Codec:
@@ -184,9 +201,31 @@ def _key_ids(codec: Codec) -> str:
 
 
 @lru_cache(maxsize=1)
-def _find_profile(where: str, layout: KVLayout, model_path: str, revision: str | None) -> Profile:
-    """Find the profile once: with one rank, both roles live in one process, and must have the same one."""
-    return find_profile(where, layout, model_path, revision=revision)
+def _find_profile(
+    engine: str,
+    where: str,
+    layout: KVLayout,
+    model_path: str,
+    revision: str | None,
+    learns: tuple[int, int] | None,
+) -> Profile | Learning:
+    """Find the profile once per engine: with one rank, both roles live in one process, and must have the same one.
+
+    Args:
+        engine: its name in vLLM.
+        where: a file or a collection.
+        layout: of the whole model.
+        model_path: checkpoint.
+        revision: of a hub id.
+        learns: tensor-parallel ranks, and the most bytes of each rank's sums, if a profile is learned where there is
+            none.
+    """
+    try:
+        return find_profile(where, layout, model_path, revision=revision)
+    except FileNotFoundError:
+        if learns is None:
+            raise
+        return Learning.plan(where, layout, learns[0], model_path, revision, learns[1])
 
 
 def _check_windows(groups: Sequence[LayerGroup], chunk_tokens: int, block: int) -> None:

@@ -25,6 +25,7 @@ from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.save_queue import CopiedSave, urgency
 from cuvee.integrations.vllm.store_pace import StorePace
+from cuvee.integrations.vllm.worker_learn import TrafficSums
 from cuvee.integrations.vllm.worker_paced import PacedSaves
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark, refuse_capture, send
@@ -43,10 +44,17 @@ class WorkerSaves:
         guard: contains errors.
         budget: bytes of copies that may wait to be stored.
         pace: when entries may be encoded; None: at once.
+        learner: sums what is encoded; None: nothing is learned.
     """
 
     def __init__(
-        self, state: WorkerState, pools: WorkerPools, guard: Guard, budget: int, pace: StorePace | None = None
+        self,
+        state: WorkerState,
+        pools: WorkerPools,
+        guard: Guard,
+        budget: int,
+        pace: StorePace | None = None,
+        learner: TrafficSums | None = None,
     ) -> None:
         self._state = state
         self._pools = pools
@@ -55,6 +63,7 @@ class WorkerSaves:
         self._paced: PacedSaves | None = None
         if pace is not None:
             self._paced = PacedSaves(state, pools, guard, pace, self._save_copied, self._release_copied)
+        self._learner = learner
         self._told = False  # that something was dropped
         # The state's lock guards these.
         self._pending = 0  # bytes of copies
@@ -218,7 +227,7 @@ class WorkerSaves:
                 copy,
                 [rows[at] for at in which],
                 [batch[at].entry.start for at in which],
-                tokens=[batch[at].token_ids for at in which],
+                tokens=[batch[at].token_ids if self._state.predicts else None for at in which],
                 following=[batch[at].following for at in which],
                 associated_data=[self._state.bound_to(batch[at].tenant, batch[at].entry.digest) for at in which],
             )
@@ -228,6 +237,9 @@ class WorkerSaves:
                 return {}
         else:
             self._state.recorder.count("encode_seconds", time.monotonic() - begun)
+            if self._learner is not None:
+                for at in which:
+                    self._learner.offer(batch[at], copy, rows[at])
             return dict(zip(which, blobs, strict=True))
         # At least one entry cannot be encoded; encoding them one by one tells which.
         return {at: blob for each in which for at, blob in self._encode(batch, copy, [each]).items()}
@@ -250,7 +262,7 @@ class WorkerSaves:
         recorder = self._state.recorder
         if kept:
             recorder.count(_STORED[save.entry.kind])
-            if save.token_ids is not None and NO_TOKEN in save.token_ids:
+            if self._state.predicts and save.token_ids is not None and NO_TOKEN in save.token_ids:
                 recorder.count("stored_without_ids")
             recorder.count("raw_bytes", self._bytes(save.entry))
             recorder.count("stored_bytes", len(blob))

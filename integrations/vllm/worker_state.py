@@ -12,7 +12,7 @@ from cuvee.codec.identity import store_key
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
+from cuvee.integrations.vllm.cores import LOWEST_PRIORITY, free_cores, give_way, move_to
 from cuvee.integrations.vllm.grouped_pages import GroupedPages
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Report
@@ -35,6 +35,7 @@ class WorkerPools:
         encoders: encode copies of pages.
         writers: write to the store.
         pacer: one thread, which hands entries to the encoders when their time has come (`store_share`).
+        learner: one thread, which sums what a profile is learned from.
     """
 
     def __init__(self, threads: int, patience: float, store_niceness: int = 0) -> None:
@@ -53,6 +54,7 @@ class WorkerPools:
         self.fetchers = pool(_FETCHERS, "fetch")
         self.coders = pool(threads, "decode")
         self.pacer = pool(1, "pace", patience=math.inf)  # its one job lasts as long as the engine
+        self.learner = pool(1, "learn", LOWEST_PRIORITY)
 
     def use_free_cores(self) -> None:
         """Run threads that start from now on beside the cores to which the engine is bound."""
@@ -72,6 +74,7 @@ class WorkerState:
         recorder: figures, drained into the reports.
         tells: whether to report what is stored.
         tenant_metrics: whether to count per tenant.
+        predicts: whether the codec predicts from token ids.
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
         report: what happened since the last report.
@@ -92,6 +95,7 @@ class WorkerState:
         self.recorder = recorder
         self.tells = setup.tells
         self.tenant_metrics = options.tenant_metrics
+        self.predicts = setup.predicts
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
         self.report = Report()
