@@ -342,7 +342,7 @@ class RunningMoments:
             sums._gram.copy_(tensors["gram"])
             sums._feature_total.copy_(tensors["feature_total"])
             for index, own in enumerate(sums._sections):
-                own.count = int(about["tokens"])
+                own.count = _tokens(about["tokens"])
                 for name in _SUMS:
                     getattr(own, name).copy_(tensors[f"{index}.{name}"])
                 for block, products in enumerate(own.products):
@@ -375,3 +375,9 @@ def _class_frequencies() -> U16:
         offsets = -finer_near_end(RECENCY, start, _USUAL_CHUNK, following)
         counts += np.bincount(choose_classes(offsets, 0), minlength=CLASSES)
     return class_frequencies(counts)
+
+
+def _tokens(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise FormatError(f"sums: tokens: must be a whole number of at least 0, got {value!r:.80}")
+    return value

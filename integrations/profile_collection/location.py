@@ -113,6 +113,8 @@ def place_to_learn(profile: str) -> str | None:
     place = profile.removeprefix(_LEARN)
     if place == profile or not place:
         raise InputError(f"profile: must name the collection to learn for, as in learn:/srv/profiles, got {profile!r}")
+    if Path(place).is_file():
+        raise InputError(f"profile: must be a folder or another collection to learn for, got the file {place}")
     if ProfileLocation.parse(place).id is not None:
         raise InputError(
             f"profile: must name no id to learn for, got {shown_profile(profile)}: leave out either learn: or the id"

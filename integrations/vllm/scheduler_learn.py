@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-from cuvee.codec.errors import CuveeError, FormatError
+from cuvee.codec.errors import CuveeError
 from cuvee.codec.learning.running_moments import RunningMoments
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.guard import Guard
@@ -92,8 +92,6 @@ class ProfileLearner:
             except (CuveeError, OSError) as error:
                 self._recorder.count("learned_profiles", label="failed")
                 logger.warning("cuvee: the learned profile was not published, next attempt in %g s: %s", delay, error)
-                if isinstance(error, FormatError):
-                    logger.warning("cuvee: what says the newest profile in %s is damaged: remove it", shown)
                 self._closing.wait(delay)
                 delay = min(2 * delay, LAST_RETRY)
                 continue

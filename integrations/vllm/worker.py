@@ -217,7 +217,8 @@ class WorkerSide:
         with self._guard("close"):
             pools.loaders.dismiss(0, cancel=True)
         with self._guard("close"):
-            pools.learner.dismiss(0, cancel=True)
+            if self._learner is not None:
+                self._learner.close()
         with self._guard("close"):
             pools.coders.dismiss()
         with self._guard("close"):

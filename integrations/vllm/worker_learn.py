@@ -1,8 +1,8 @@
 """Learning on one rank: the KV of entries that are stored anyway --> sums --> pieces for the scheduler's side.
 
-One thread of the lowest priority sums one entry at a time, and rests after each for so long that it takes at most
-`learn_share` of a core. What is stored meanwhile is not waited for, so entries of many requests are summed, and at most
-one copy of an entry is held. Once there are enough tokens, the sums travel in pieces, one per step, and are dropped.
+One thread of the lowest priority sums one entry after the other, and rests after each for so long that it takes at most
+`learn_share` of a core. Copies that wait for it are bounded; while there are too many, entries are stored without being
+summed, so what is summed is of many requests. Once there are enough tokens, the sums travel in pieces, one per step.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from cuvee.integrations.vllm.metrics import Recorder
 
 ENTRIES_PER_REQUEST = 4  # of one request that are summed at most: a profile is of many texts
 PIECE_BYTES = 4 << 20  # what a step's report carries at most
+WAITING_BYTES = 64 << 20  # of copies; a larger one waits alone
 _REMEMBERED = 1024  # requests
 
 
@@ -41,7 +42,6 @@ class TrafficSums:
         recorder: figures.
         guard: contains errors.
         pool: the thread that sums.
-        clock: monotonic, in seconds.
         cpu_clock: CPU time of the calling thread, in seconds.
     """
 
@@ -53,31 +53,37 @@ class TrafficSums:
         recorder: Recorder,
         guard: Guard,
         pool: ThreadPool,
-        clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._rank, self._options = rank, options
         self._recorder, self._guard, self._pool = recorder, guard, pool
-        self._clock, self._cpu_clock = clock, cpu_clock
+        self._cpu_clock = cpu_clock
         self._embedding = learning.embedding
+        self._closing = threading.Event()
         self._lock = threading.Lock()
         # The lock guards these.
         self._sums: RunningMoments | None = learning.new_sums(rank)
         self._goal = max(options.learn_tokens, self._sums.needed)
-        self._busy = False
-        self._rested = clock()  # when the next entry may begin
+        self._waiting = 0  # bytes of copies
         self._taken: OrderedDict[str, int] = OrderedDict()  # entries of each request
         self._pieces: deque[SumsPiece] = deque()
 
     def offer(self, save: Save, copy: PagedCache, slots: torch.Tensor) -> None:
-        """Sum an entry whose tokens are at `slots` of a copy, if one is wanted now. Waits for nothing but a copy."""
+        """Sum an entry whose tokens are at `slots` of a copy, later, if another one is wanted. Takes a copy of it."""
+        size = save.entry.tokens * copy.layout.bytes_per_token
         with self._lock:
-            if self._sums is None or self._busy or self._clock() < self._rested or not self._wanted(save):
+            full = self._waiting > 0 and self._waiting + size > WAITING_BYTES
+            if self._sums is None or full or not self._wanted(save):
                 return
-            self._busy = True
-        with self._guard("learn", self._free):
+            self._waiting += size
+        with self._guard("learn", partial(self._free, size)):
             chunk = copy.read(slots, save.entry.start)
-            self._pool.submit(self._add, chunk, save)
+            self._pool.submit(self._add, chunk, save, size)
+
+    def close(self) -> None:
+        """Sum nothing more: what is not finished is lost."""
+        self._closing.set()
+        self._pool.dismiss(0, cancel=True)
 
     def take_piece(self) -> SumsPiece | None:
         """Return the next piece of the finished sums."""
@@ -99,30 +105,26 @@ class TrafficSums:
             self._taken.popitem(last=False)
         return True
 
-    def _free(self) -> None:
+    def _free(self, size: int) -> None:
         with self._lock:
-            self._busy = False
+            self._waiting -= size
 
-    def _add(self, chunk: KVChunk, save: Save) -> None:
+    def _add(self, chunk: KVChunk, save: Save, size: int) -> None:
+        begun = self._cpu_clock()
         with self._guard("learn"):
             self._try_to_add(chunk, save)
-        self._free()
+        self._free(size)
+        # PyTorch's threads share in the work, and their time is not this thread's.
+        spent = (self._cpu_clock() - begun) * torch.get_num_threads()
+        self._recorder.count("learning_seconds", spent)
+        self._closing.wait(spent / self._options.learn_share - spent)
 
     def _try_to_add(self, chunk: KVChunk, save: Save) -> None:
-        sums, begun = self._sums, self._cpu_clock()
-        if sums is None:
+        sums = self._sums
+        if sums is None or self._closing.is_set():
             return
-        before, threads = sums.tokens, torch.get_num_threads()
-        try:
-            torch.set_num_threads(1)  # `learn_share` counts this thread alone
-            embedded = None if self._embedding is None else self._embedding[torch.tensor(save.token_ids)]
-            sums.add(chunk, embedded)
-        finally:
-            torch.set_num_threads(threads)  # a new thread inherits the number that was set last
-            spent = self._cpu_clock() - begun
-            with self._lock:
-                self._rested = self._clock() + spent * (1 / self._options.learn_share - 1)
-        self._recorder.count("learning_seconds", spent)
+        before = sums.tokens
+        sums.add(chunk, None if self._embedding is None else self._embedding[torch.tensor(save.token_ids)])
         self._recorder.count("learned_tokens", sums.tokens - before)
         if sums.tokens >= self._goal:
             data = sums.to_bytes()

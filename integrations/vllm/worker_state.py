@@ -54,7 +54,7 @@ class WorkerPools:
         self.fetchers = pool(_FETCHERS, "fetch")
         self.coders = pool(threads, "decode")
         self.pacer = pool(1, "pace", patience=math.inf)  # its one job lasts as long as the engine
-        self.learner = pool(1, "learn", LOWEST_PRIORITY)
+        self.learner = pool(1, "learn", LOWEST_PRIORITY, math.inf)  # it rests between its jobs
 
     def use_free_cores(self) -> None:
         """Run threads that start from now on beside the cores to which the engine is bound."""

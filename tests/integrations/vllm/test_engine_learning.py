@@ -17,16 +17,10 @@ from tests.integrations.vllm.engines import (
     Ran,
     Step,
     cuvee,
-    distance,
     need_vllm,
     run_engines,
     save_tiny_model,
 )
-from transformers import AutoConfig
-
-from cuvee.codec.layout import KVLayout
-from cuvee.integrations.checkpoint import weight_fingerprints
-from cuvee.integrations.profile_collection.collection import ProfileCollection
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +64,5 @@ def engines(folder: Path, model: Path) -> dict[str, Ran]:
 
 def test_engine(engines: dict[str, Ran]) -> None:
     print(engines["learning"].metrics[-1])
+    print(engines["ranks"].metrics[-1])
+    print(engines["using"].metrics[-1], engines["using"].log)
