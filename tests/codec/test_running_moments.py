@@ -14,7 +14,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning.running_moments import RunningMoments
+from cuvee.codec.learning.running_moments import UNIT, RunningMoments
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.rotation import Rotation
 
@@ -97,7 +97,7 @@ def bits_and_error(profile: Profile, traffic: Traffic, step: float) -> tuple[flo
 def test_it_takes_less_than_the_generic_profile_at_less_error(traffic: Traffic) -> None:
     learned = traffic.sums(LEARNED).profile(traffic.embedding)
     generic = bits_and_error(Profile.generic(traffic.layout), traffic, 0.3)
-    ours = bits_and_error(learned, traffic, 0.3)
+    ours = bits_and_error(learned, traffic, 0.3 / UNIT)
     assert ours[0] < 0.75 * generic[0] and ours[1] < generic[1]
 
 
@@ -109,6 +109,17 @@ def test_ids_make_it_smaller(traffic: Traffic) -> None:
     with_ids = bits_and_error(sums.profile(traffic.embedding), traffic, 0.3)
     without = bits_and_error(plain.profile(), traffic, 0.3)
     assert with_ids[0] < 0.9 * without[0] and with_ids[1] < 1.02 * without[1]
+
+
+def test_layers_whose_keys_vary_more_are_coded_finer(traffic: Traffic) -> None:
+    """A quarter of the variance in one layer's keys: its share of the error is larger, in K and in V."""
+    sums = RunningMoments(traffic.layout)
+    for chunk in traffic.chunks[LEARNED]:
+        sums.add(KVChunk([chunk.keys[0] / 2, *chunk.keys[1:]], chunk.values, traffic.layout))
+    codec, chunk = Codec(sums.profile(), step=0.3), traffic.chunks[-1]
+    back = codec.decode(codec.encode(chunk))
+    errors = [float((exact - coded).square().mean()) for exact, coded in zip(chunk.values, back.values, strict=True)]
+    assert errors[0] > 2 * max(errors[1:])
 
 
 def test_sums_add_up_and_travel(traffic: Traffic) -> None:
@@ -187,6 +198,8 @@ def test_other_sums_are_refused(traffic: Traffic) -> None:
         RunningMoments.join(traffic.layout, [ranks[0], empty])
     with pytest.raises(InputError, match="group: must be 'heads:n' for several ranks, got 'layer'"):
         RunningMoments.join(traffic.layout, [traffic.sums(slice(0, 1), "layer", rank, 2) for rank in range(2)])
+    with pytest.raises(InputError, match="group: must span one layer"):
+        RunningMoments(traffic.layout, "layers:2")
     with pytest.raises(InputError, match="features: must be a whole number"):
         RunningMoments(traffic.layout, "layer", -1)
 

@@ -17,13 +17,21 @@ from tests.integrations.vllm.engines import (
     Ran,
     Step,
     cuvee,
+    distance,
     need_vllm,
     run_engines,
     save_tiny_model,
 )
+from transformers import AutoConfig
+
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.checkpoint import weight_fingerprints
+from cuvee.integrations.profile_collection.collection import ProfileCollection
 
 pytestmark = pytest.mark.slow
 
+DISTANCE = 0.5  # nats
 TOKENS = 4096  # 32 for each of the model's 128 features
 PROMPTS = [random.Random(seed).choices(range(1, 256), k=400) for seed in range(16)]
 LEARN = Step(PROMPTS, max_tokens=1, until=("vllm:cuvee_learned_profiles", 1))
@@ -62,7 +70,39 @@ def engines(folder: Path, model: Path) -> dict[str, Ran]:
     return {**first, **second}
 
 
-def test_engine(engines: dict[str, Ran]) -> None:
-    print(engines["learning"].metrics[-1])
-    print(engines["ranks"].metrics[-1])
-    print(engines["using"].metrics[-1], engines["using"].log)
+def published(folder: Path, model: Path, place: str, tmp_path: Path) -> Profile:
+    layout = KVLayout.from_config(AutoConfig.from_pretrained(model), "float32")
+    with ProfileCollection.open(str(folder / place)) as collection:
+        return collection.pull(layout, tmp_path / "p", weights=weight_fingerprints(model)).profile
+
+
+@pytest.mark.parametrize(("place", "group"), [("alone", "layer"), ("ranks", "heads:1")])
+def test_engines_publish_what_they_learned(
+    engines: dict[str, Ran], folder: Path, model: Path, place: str, group: str, tmp_path: Path
+) -> None:
+    ran = engines["learning" if place == "alone" else place]
+    assert TOKENS <= ran.metric("vllm:cuvee_learned_tokens") < len(PROMPTS) * 400
+    assert ran.metric("vllm:cuvee_learned_profiles") == 1 and "published the learned profile" in ran.log
+    assert ran.metric("vllm:cuvee_contained") == ran.metric("vllm:cuvee_failures") == 0
+    profile = published(folder, model, place, tmp_path)
+    assert (profile.group, profile.source) == (group, "fitted") and profile.token_table is not None
+
+
+def test_the_next_engine_finds_the_profile(engines: dict[str, Ran], folder: Path, model: Path, tmp_path: Path) -> None:
+    reference, using = engines["reference"], engines["using"]
+    profile = published(folder, model, "alone", tmp_path)
+    assert f"took profile {profile.id.hex()} (fitted, group layer" in using.log
+    assert using.metric("vllm:cuvee_learned_tokens") == 0 and "is learned from" not in using.log
+    assert using.metric("vllm:cuvee_stored_without_ids") == 0
+    computed, loaded = using.steps
+    assert [answer.cached for answer in loaded] == [384, 384]
+    assert max(map(distance, computed, reference.steps[0])) < 1e-3  # nothing was stored for this profile
+    # A random model's predictions are not those that steps of presets are chosen for.
+    assert 0 < max(map(distance, loaded, reference.steps[0])) < DISTANCE
+
+
+def test_it_takes_less_than_before(engines: dict[str, Ran]) -> None:
+    def bits(ran: Ran) -> float:
+        return 32 * ran.metric("vllm:cuvee_stored_bytes") / ran.metric("vllm:cuvee_raw_bytes")
+
+    assert bits(engines["using"]) < 0.9 * bits(engines["learning"])
