@@ -51,7 +51,7 @@ from cuvee.codec.stages.rotation import Rotation
 
 # Deviations of a unit that become step 1. With it, the fixed steps of presets (`PRESET_STEP_INDEX`), which are chosen
 # for generic profiles, keep the presets' KL on SmolLM2-135M here, too.
-UNIT = 4.0
+UNIT = 2.8
 _LEAST_WEIGHT = 1e-6  # of a layer, relative to the mean: keys may be constant
 _FORMAT, _VERSION = "cuvee-moments", 1
 _SUMS = ("origin", "total", "sink_total", "sink_count")

@@ -149,7 +149,8 @@ class ProfileCollection:
         return self._write(*_verified(Path(file)))
 
     def push_first(self, file: str | os.PathLike[str]) -> PushedProfile | None:
-        """Do what `push` does unless the collection has a profile of the same weights; None: it has.
+        """Do what `push` does unless the collection has a profile of the same weights; None: it has. A repository of
+        the hub counts as it was when the collection was first used.
 
         Two that push in the same moment may both succeed. The last of them is then the newest, to all readers.
 

@@ -24,6 +24,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.checkpoint import WeightFingerprints
 from cuvee.integrations.guard import Guard
+from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.vllm import scheduler_learn, worker_learn
 from cuvee.integrations.vllm.connector_config import Options
@@ -136,7 +137,8 @@ def test_a_plan_takes_what_fits(tmp_path: Path) -> None:
 
     whole = plan(10**9)
     assert (whole.group, whole.weights) == ("layer", model_fingerprint(model))
-    assert whole.embedding is not None and torch.equal(whole.embedding, model.get_input_embeddings().weight)
+    expected = model.get_parameter("model.embed_tokens.weight")
+    assert whole.embedding is not None and torch.equal(whole.embedding, expected)
     assert plan(10**9, shards=2).group == "heads:1"
     sizes = [RunningMoments.size(layout, group) for group in ("layer", "unit", "head")]
     assert [(own.group, own.features) for own in map(plan, sizes)] == [("layer", 0), ("unit", 0), ("head", 0)]
@@ -172,6 +174,11 @@ def test_options_say_where_and_how(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             Options.from_dict({**good, **changes})
+
+
+def test_other_adapters_refuse_to_learn() -> None:
+    with pytest.raises(InputError, match="only vLLM's CuveeConnector learns profiles"):
+        CodingOptions.from_dict({"profile": "learn:/srv/profiles", "quality": "high"})
 
 
 # Sums ------------------------------------------------------------------------------------------------------------
