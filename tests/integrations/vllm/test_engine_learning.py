@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.integrations.vllm.engines import (
+    Answer,
     Engine,
     Ran,
     Step,
@@ -32,7 +33,7 @@ from cuvee.integrations.profile_collection.collection import ProfileCollection
 pytestmark = pytest.mark.slow
 
 STEP = 0.01
-DISTANCE = 0.1  # nats, of the logprobs of a random model, which is far more sensitive than a trained one
+MOVED = 0.5  # nats; a random model is far more sensitive than a trained one
 TOKENS = 4096  # 32 for each of the model's 128 features
 PROMPTS = [random.Random(seed).choices(range(1, 256), k=400) for seed in range(16)]
 LEARN = Step(PROMPTS, max_tokens=1, until=("vllm:cuvee_learned_profiles", 1))
@@ -77,6 +78,13 @@ def engines(folder: Path, model: Path) -> dict[str, Ran]:
     return {**first, **second}
 
 
+def first_token(answer: Answer, reference: Answer) -> float:
+    """How far the first token's logprobs moved, of tokens that both answers name."""
+    ours, theirs = answer.logprobs[0], reference.logprobs[0]
+    assert ours.keys() & theirs.keys()
+    return max(abs(ours[key] - theirs[key]) for key in ours.keys() & theirs.keys())
+
+
 def published(folder: Path, model: Path, place: str, tmp_path: Path) -> Profile:
     layout = KVLayout.from_config(AutoConfig.from_pretrained(model), "float32")
     with ProfileCollection.open(str(folder / place)) as collection:
@@ -104,7 +112,9 @@ def test_the_next_engine_finds_the_profile(engines: dict[str, Ran], folder: Path
     computed, loaded = using.steps
     assert [answer.cached for answer in loaded] == [384, 384]
     assert max(map(distance, computed, reference.steps[0])) < 1e-3  # nothing was stored for this profile
-    assert 0 < max(map(distance, loaded, reference.steps[0])) < DISTANCE
+    # A random model's answers part ways soon, whatever the step; its first token tells how far its predictions moved.
+    moved = [first_token(*pair) for pair in zip(loaded, reference.steps[0], strict=True)]
+    assert 0 < max(moved) < MOVED
 
 
 def test_it_takes_less_than_before(engines: dict[str, Ran]) -> None:
