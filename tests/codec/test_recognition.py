@@ -16,7 +16,7 @@ from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, sm
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec, _warn_of_other_ids
+from cuvee.codec.codec import CHECK_IDS_EVERY, Codec, _warn_of_other_ids
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
@@ -280,15 +280,17 @@ def test_ids_that_the_cache_contradicts_are_told_once(
     assert caplog.text.count("contradict most of its token ids") == (given == "shifted")
 
 
-def test_the_ids_of_paged_caches_are_checked(
+def test_the_ids_of_paged_caches_are_checked_now_and_then(
     profile: Profile, chunk: KVChunk, caplog: pytest.LogCaptureFixture
 ) -> None:
     _warn_of_other_ids.cache_clear()
     codec, ids = Codec(profile, "balanced"), np.array(ids_of(range(TOKENS)))
     cache, at = PagedCache.of_chunk(chunk), slots(128)
     codec.encode_paged(cache, [at[64:]], [64], tokens=[ids[64:128]])
+    for _ in range(CHECK_IDS_EVERY - 1):
+        codec.encode_paged(cache, [at[64:80]], [64], tokens=[ids[:16]])
     assert not caplog.text
-    codec.encode_paged(cache, [at[:64], at[64:]], [0, 64], tokens=[ids[:64], ids[:64]])
+    codec.encode_paged(cache, [at[64:80]], [64], tokens=[ids[:16]])
     assert "contradict most of its token ids" in caplog.text
 
 

@@ -25,6 +25,7 @@ OPTIONAL = {"fsspec", "lmcache", "redis", "sglang", "vllm", "sentencepiece", "to
 NEED_VLLM = (
     "cuvee.integrations.vllm.blending.paged_model",
     "cuvee.integrations.vllm.connector",
+    "cuvee.integrations.vllm.kv_events",
     "cuvee.integrations.vllm.prometheus",
     "cuvee.integrations.vllm_tier.tier",
 )

@@ -249,12 +249,13 @@ class Bench:
     ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
         profile = Profile.generic(LAYOUT) if profile is None else profile
+        self.codec = Codec(profile, **{"quality": "lossless", **(codec or {})})
         self.setup = Setup(
-            self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True, groups=groups, tells=tells
-        )
+            self.options, LAYOUT, profile, self.codec.quality_name, BLOCK, 1, True, True, True, groups=groups,
+            tells=tells,
+        )  # fmt: skip
         self.store = store or DictStore()
         self.recorder = Recorder()
-        self.codec = Codec(profile, **{"quality": "lossless", **(codec or {})})
         self.worker = WorkerSide(self.setup, rank, self.codec, self.store, self.recorder)
         self.cache = make_pages(LAYOUT, device or torch.device("cpu"), permuted)
         self.worker.attach(self.cache)
