@@ -171,6 +171,7 @@ def multi(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ran, list
         until = ("vllm:cuvee_stored_chunks", 8) if name == "filled" else None
         engines.append(Engine(name, model, [Step(PROMPTS, forget=True, until=until)], options))
     ran = run_engines(folder / "run", engines)
+    assert list((folder / "raw").rglob("*.safetensors")), "the other connector saves as well"
     return {name: (ran[name], heard[name].events() if name in heard else []) for name in ran}
 
 
