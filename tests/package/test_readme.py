@@ -28,7 +28,7 @@ RAG = ROOT / "eval" / "results" / "2026-11-25-smollm2-rag"
 TASKS = ROOT / "eval" / "results" / "2026-11-23-smollm2-tasks"
 RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
 LENGTHS = ROOT / "eval" / "results" / "2026-11-23-smollm2-lengths"
-PEERS = ROOT / "eval" / "results" / "2026-11-25-smollm2-peers"
+PEERS = ROOT / "eval" / "results" / "2026-11-26-smollm2-peers"
 QUALITIES = ROOT / "eval" / "results" / "2026-11-25-smollm2-qualities"
 LONG = ROOT / "eval" / "results" / "2026-11-23-engine-smollm2" / "engine.json"
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
@@ -144,6 +144,8 @@ def test_lengths_are_those_of_the_committed_run() -> None:
 def test_peers_are_those_of_the_committed_run() -> None:
     report = json.loads((PEERS / "report.json").read_text(encoding="utf-8"))
     told = {
+        "turboquant@4": "TurboQuant, 4 bits",
+        "turboquant@3": "TurboQuant, 3 bits",
         "kakeyalattice/d4@10": "D4, range 10",
         "kakeyalattice/e8@10": "E8, range 10",
         "kivi4": "int4",
@@ -152,11 +154,12 @@ def test_peers_are_those_of_the_committed_run() -> None:
     table = rows("at its own KL", (PEERS / "README.md").read_text(encoding="utf-8"))
     for (anchor, label), cells in zip(told.items(), table, strict=True):
         (entry,) = (e for e in report["comparison"] if e["anchor"] == anchor)
-        found = ratio(report, anchor, "cuvee/smollm2", anchor)
+        found = ratio(report, anchor, "cuvee/learned", anchor)
         assert label in cells[0] and cells[1:3] == [f"{entry['bits_per_value']:.2f}", f"{entry['kl']:.4f}"], anchor
         assert cells[3] == f"{found['ratio']:.1f}x ({found['low']:.1f}x to {found['high']:.1f}x)", anchor
-    e8 = ratio(report, "kakeyalattice/e8@10", "cuvee/smollm2", "kakeyalattice/e8@10")
-    assert f"took [{e8['ratio']:.1f}x ({e8['low']:.1f} to {e8['high']:.1f}) the bits]" in README
+    four, e8 = (ratio(report, key, "cuvee/learned", key) for key in ("turboquant@4", "kakeyalattice/e8@10"))
+    assert f"TurboQuant takes [{four['ratio']:.1f}x ({four['low']:.1f} to {four['high']:.1f}) the bits]" in README
+    assert f"E8 {e8['ratio']:.1f}x ({e8['low']:.1f} to {e8['high']:.1f})." in README
 
 
 def test_qualities_deliver_what_the_committed_run_delivered() -> None:
