@@ -9,7 +9,7 @@ rest fits. Scales and steps are integers in units of 1/64 octave, so the choice 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from functools import lru_cache
@@ -28,6 +28,7 @@ LOWEST = -2 * OCTAVE  # scale of table 0, relative to the step
 TABLES = 25  # up to 2**4 steps of deviation
 PROB_BITS = 12
 _TABLE = OCTAVE // TABLES_PER_OCTAVE
+DIGITS = 30  # of decimal numbers
 
 # Trade-off of rate-distortion optimized quantization, in squared steps per bit. The tangent of the rate-distortion
 # curve at high rate is 2 ln 2 / 12 = 0.116. On books-3m 0.06, 0.10 and 0.14 measured alike, 0.10 best at KL 0.0065.
@@ -127,24 +128,37 @@ def default_family() -> Family:
     dead_zone = Decimal("0.6")
     freq = np.zeros((TABLES, SYMBOLS), np.uint16)
     with localcontext() as context:
-        context.prec = 30
-        root3_over_pi = Decimal(3).sqrt() / Decimal("3.14159265358979323846264338328")
+        context.prec = DIGITS
         for table in range(TABLES):
-            octaves = Decimal(LOWEST + table * _TABLE) / OCTAVE
-            spread = Decimal(2) ** octaves * root3_over_pi
-
-            def beyond(x: Decimal, spread: Decimal = spread) -> Decimal:
-                return 1 / (1 + (x / spread).exp())
-
-            edges = [beyond(level + dead_zone) for level in range(128)]
-            weight = [1 - 2 * edges[0]] + [edges[level - 1] - edges[level] for level in range(1, 128)]
-            freq[table] = _frequencies(np.array([float(w) for w in weight]))
+            freq[table] = logistic_frequencies(table, dead_zone)
     half = np.full(TABLES, 0.5, np.float32)
     quantizer = Quantizer(half + np.float32(0.1), half - np.float32(0.1), np.full((TABLES, 2), 0.05, np.float32))
     return make_family(freq, quantizer)
 
 
-def _frequencies(weight: npt.NDArray[np.float64]) -> U16:
+def logistic_tail(table: int) -> Callable[[Decimal], Decimal]:
+    """Return the probability that a component of a table is above a number of steps, if it is logistic.
+
+    Call both in a `decimal` context of enough digits.
+    """
+    root3_over_pi = Decimal(3).sqrt() / Decimal("3.14159265358979323846264338328")
+    spread = Decimal(2) ** (Decimal(LOWEST + table * _TABLE) / OCTAVE) * root3_over_pi
+
+    def beyond(x: Decimal) -> Decimal:
+        return 1 / (1 + (x / spread).exp())
+
+    return beyond
+
+
+def logistic_frequencies(table: int, dead_zone: Decimal) -> U16:
+    """Return the frequencies of a table whose cells are one step wide, if its components are logistic."""
+    beyond = logistic_tail(table)
+    edges = [beyond(level + dead_zone) for level in range(128)]
+    weight = [1 - 2 * edges[0]] + [edges[level - 1] - edges[level] for level in range(1, 128)]
+    return frequencies(np.array([float(w) for w in weight]))
+
+
+def frequencies(weight: npt.NDArray[np.float64]) -> U16:
     """Turn weights of the levels 0 … 127 (of each sign) into a table, symmetric up to rounding, with escaped tails."""
     weight = weight / (weight[0] + 2 * weight[1:].sum())
     # Below half the table's resolution, a level is cheaper as an escape than as a table entry.
@@ -206,7 +220,7 @@ def fit_family(samples: Iterable[tuple[F32, I16]], step_indices: Iterable[int], 
         # A little of the parametric family fills gaps in tables with few samples.
         weight = counts + prior * (64.0 / prior.sum(1, keepdims=True))
         weight[:, 1:] /= 2
-        freq = np.stack([_frequencies(row) for row in weight])
+        freq = np.stack([frequencies(row) for row in weight])
         shrink = np.clip(shortfall / np.maximum(number, 1), -0.25, 0.25) * (number / (number + 64))
         tables = _with_raw_bits(freq)
         dead_zone, rounding = _thresholds(tables, shrink.astype(np.float32))

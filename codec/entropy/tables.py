@@ -19,7 +19,27 @@ MAX_PROB_BITS = 12  # a decode slot packs symbol (8) | frequency (12) | slot - c
 SYMBOLS = 256
 
 
-class EntropyTables:
+class CoderTables:
+    """What an encoder reads of tables: for each byte a frequency, and where its interval begins.
+
+    Args:
+        freq: `[tables, 256]` uint16.
+        cumulative: likewise, where the interval of each byte begins.
+        prob_bits: probability resolution: intervals lie within `2**prob_bits`.
+    """
+
+    def __init__(self, freq: U16, cumulative: U16, prob_bits: int) -> None:
+        self.freq = freq
+        self.cumulative = cumulative
+        self.prob_bits = prob_bits
+
+    @lazy
+    def coders(self) -> U32:
+        """`[tables, 256]` uint32, each byte's numbers for an encoder: `cumulative << 16 | frequency`."""
+        return self.cumulative.astype(np.uint32) << np.uint32(16) | self.freq
+
+
+class EntropyTables(CoderTables):
     """A family of frequency tables.
 
     Args:
@@ -43,17 +63,11 @@ class EntropyTables:
             raise FormatError(
                 f"frequency table {bad[0]}: must add up to 2**{prob_bits} with two or more symbols, got other counts"
             )
-        self.freq: U16 = np.ascontiguousarray(wide, dtype=np.uint16)
-        self.prob_bits = prob_bits
+        before = np.cumsum(wide, axis=1) - wide  # the sum of the frequencies of all smaller bytes
+        super().__init__(np.ascontiguousarray(wide, np.uint16), np.ascontiguousarray(before, np.uint16), prob_bits)
 
     def __len__(self) -> int:
         return len(self.freq)
-
-    @lazy
-    def cumulative(self) -> U16:
-        """`[tables, 256]` uint16: the sum of the frequencies of all smaller bytes."""
-        total = np.cumsum(self.freq, axis=1, dtype=np.uint32)
-        return np.ascontiguousarray(total - self.freq, dtype=np.uint16)
 
     @lazy
     def slots(self) -> U32:
@@ -65,11 +79,6 @@ class EntropyTables:
             offset = slot - cumulative.astype(np.uint32)[symbol]
             row[:] = symbol << 24 | freq.astype(np.uint32)[symbol] << 12 | offset
         return out
-
-    @lazy
-    def coders(self) -> U32:
-        """`[tables, 256]` uint32, each byte's numbers for an encoder: `cumulative << 16 | frequency`."""
-        return self.cumulative.astype(np.uint32) << np.uint32(16) | self.freq
 
     @lazy
     def codable(self) -> npt.NDArray[np.bool_]:
