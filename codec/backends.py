@@ -36,6 +36,7 @@ class Coding:
         step_index: 0 for lossless.
         dtype: the blob's, of the values.
         predicted: whether the blob holds token ids, from which a part of the cache is predicted.
+        refinements: how many refinements follow the base, at whose step the coding begins; None: the blob is no base.
     """
 
     profile: Profile
@@ -43,6 +44,7 @@ class Coding:
     step_index: int
     dtype: str
     predicted: bool = False
+    refinements: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class DecodeRequest:
         start: position that the first token of `span` gets.
         number: of the blob in its call, for messages.
         token_ids: of all tokens of the blob, `[T]`; None if it holds none.
+        refinements: bytes and header of each refinement of the blob that is decoded with it.
     """
 
     blob: bytes | memoryview
@@ -101,6 +104,7 @@ class DecodeRequest:
     start: int
     number: int = 0
     token_ids: I64 | None = None
+    refinements: tuple[tuple[bytes | memoryview, Header], ...] = ()
 
     def part(self, span: range) -> DecodeRequest:
         """Return the request for some of the tokens only; `span` lies within this one's."""
@@ -158,7 +162,9 @@ class Backend(Protocol):
         ...
 
     def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> list[list[bytes]]:
-        """Return the sections of each chunk. All requests have one cache.
+        """Return the sections of each chunk: those of the base first, then those of each refinement.
+
+        All requests have one cache.
 
         Raises:
             InputError: values that the scheme cannot code, or a slot beyond the cache.

@@ -29,11 +29,14 @@ from cuvee.codec.backends import (
     has_backend,
 )
 from cuvee.codec.chunk import KVChunk, check_following
+from cuvee.codec.entropy.family import OCTAVE
+from cuvee.codec.entropy.nested import MAX_REFINEMENTS
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileMismatchError, allocations
 from cuvee.codec.format.container import (
     Header,
     Scheme,
+    header_digest,
     plain_bytes,
     read_header,
     read_sections,
@@ -72,12 +75,14 @@ class OpenBlob:
         header: the parsed header.
         layout: of the chunk, with the dtype that its values had.
         opened_by: identity of the codec that verified the blob; other codecs refuse it.
+        refinements: bytes and header of each refinement that is decoded with a base.
     """
 
     blob: bytes | memoryview
     header: Header
     layout: KVLayout
     opened_by: object
+    refinements: tuple[tuple[bytes | memoryview, Header], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -97,10 +102,14 @@ class OpenBlob:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """How chunks are coded: the scheme and the step index, which is 0 without loss."""
+    """How chunks are coded: the scheme, the step index, which is 0 without loss, and the refinements of a base.
+
+    The step index of a base is its own; each refinement's is an octave smaller. `refinements` is None for other blobs.
+    """
 
     scheme: Scheme
     step_index: int
+    refinements: int | None = None
 
     @property
     def name(self) -> str:
@@ -133,6 +142,10 @@ class Codec:
             the profile was learned in. The codec takes chunks of every dtype either way.
         backend: `"auto"` (by the tensors' device), `"numba"` or `"reference"` on the CPU, `"triton"` on a GPU.
         threads: sections coded at the same time, in chunks of a million values or more. Default: the number of CPUs.
+        refinements: 1 or 2 to encode with `encode_parts` a base and as many refinements, each a blob of its own. Each
+            refinement halves the quantizer's steps: it lowers the KL to a fourth, roughly. The quality is that of all
+            parts together. They are about 1 % larger than one blob of that quality. Needs a learned profile, and is 0
+            by default.
         key: 16 to 64 secret bytes; blobs then carry an authentication tag, and only blobs with a valid tag decode. Or
             several secrets: the first writes the tag, and a tag of any is accepted. `associated_data=` binds a blob to
             its place. Such a codec cannot be pickled, because the bytes would hold the secret.
@@ -166,9 +179,11 @@ class Codec:
         dtype: str | None = None,
         backend: str = "auto",
         threads: int | None = None,
+        refinements: int = 0,
         key: bytes | Sequence[bytes] | None = None,
     ) -> None:
         _check_profile(profile)
+        _check_refinements(refinements, profile)
         if threads is not None and threads < 1:
             raise InputError(f"threads: must be at least 1, got {threads}")
         if (quality, kl, bits, ratio, step) == (None,) * 5:
@@ -184,6 +199,11 @@ class Codec:
         self._plain_setting = self._setting
         if not self.lossless and profile.plain_curve and name in ("quality", "kl"):
             self._plain_setting = _choose_setting(profile, request, kind, worst, dtype, plain=True)
+        self.refinements = refinements
+        if refinements:
+            self._setting = _in_parts(profile, self._setting, refinements)
+            self._plain_setting = _in_parts(profile, self._plain_setting, refinements)
+            self.step_index = self._setting.step_index
         self.threads = threads or os.cpu_count() or 1
         self._backend_name = check_backend(backend)
         self._identity = object()  # `OpenBlob`s hold it, to say which codec verified them
@@ -252,11 +272,12 @@ class Codec:
         """The quality as it stands in the keys of a store: equal names of one profile mean equal blobs.
 
         `"lossless"`, or `"step:<index>"`, followed by `",plain:<index>"` or `",plain:lossless"` if chunks without token
-        ids are coded in another way.
+        ids are coded in another way, and by `",parts:<number>"` if chunks are encoded as a base and refinements.
         """
+        parts = f",parts:{self.refinements + 1}" if self.refinements else ""
         if self._plain_setting == self._setting or self.profile.token_table is None:
-            return self._setting.name
-        return f"{self._setting.name},plain:{self._plain_setting.name.removeprefix('step:')}"
+            return self._setting.name + parts
+        return f"{self._setting.name},plain:{self._plain_setting.name.removeprefix('step:')}{parts}"
 
     @property
     def key_ids(self) -> tuple[bytes, ...]:
@@ -285,8 +306,51 @@ class Codec:
             ProfileMismatchError: the chunk's layout is not the profile's.
             InputError: values that a lossy quality cannot code (NaN, infinite); importance of another length,
                 negative, or not finite, or with a profile that is not learned; token ids of another number, or outside
-                the vocabulary; `associated_data` without a key.
+                the vocabulary; `associated_data` without a key; a codec with refinements.
         """
+        self._check_whole()
+        return self._encode_chunk(chunk, tokens, importance, associated_data)[0]
+
+    def encode_parts(
+        self, chunk: KVChunk, *, tokens: object = None, importance: object = None, associated_data: bytes = b""
+    ) -> tuple[bytes, ...]:
+        """Compress a chunk into a base and refinements, each a blob of its own. Needs a codec with `refinements=`.
+
+        The base decodes alone. With the first refinement, or the first two, it decodes at a better quality, so whoever
+        keeps or sends the parts can leave out the last ones. A refinement fits only the base that it was made with.
+
+        Args:
+            chunk: see `encode`.
+            tokens: see `encode`.
+            importance: see `encode`.
+            associated_data: see `encode`; all parts are bound to it.
+
+        Raises:
+            as `encode`; InputError for a codec without refinements.
+
+        Example:
+            >>> import torch
+            >>> from cuvee import Codec, KVChunk, KVLayout, LayerLayout, fit
+            >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 2, "float32", max_positions=None)
+            >>> chunks = [KVChunk(torch.randn(2, 64, 2, 8), torch.randn(2, 64, 2, 8), layout) for _ in range(8)]
+            >>> codec = Codec(fit(layout, chunks), "high", refinements=2)
+            >>> base, *refinements = codec.encode_parts(chunks[0])
+            >>> errors = [
+            ...     float((codec.decode(base, refinements=refinements[:n]).keys[0] - chunks[0].keys[0]).square().mean())
+            ...     for n in range(3)
+            ... ]
+            >>> errors[0] > errors[1] > errors[2]
+            True
+        """
+        if not self.refinements:
+            raise InputError(
+                "refinements: must be 1 or 2 in a codec that encodes parts, got 0: call encode(), or make the "
+                "Codec with refinements="
+            )
+        return tuple(self._encode_chunk(chunk, tokens, importance, associated_data))
+
+    def _encode_chunk(self, chunk: KVChunk, tokens: object, importance: object, associated_data: bytes) -> list[bytes]:
+        """Return the parts of a chunk."""
         self.profile.check_layout(chunk.layout)
         self._check_associated(associated_data)
         start = self._check_start(chunk.start, chunk.tokens)
@@ -294,6 +358,13 @@ class Codec:
         ids = self._token_ids(chunk.token_ids if tokens is None else tokens, chunk.tokens)
         request = EncodeRequest(cache, None, chunk.tokens, start, offsets, ids, chunk.following)
         return self._encode(cache, [request], [associated_data])[0]
+
+    def _check_whole(self) -> None:
+        if self.refinements:
+            raise InputError(
+                f"refinements: must be 0 in a codec that encodes single blobs, got {self.refinements}: call "
+                "encode_parts()"
+            )
 
     def decode(
         self,
@@ -303,6 +374,7 @@ class Codec:
         tokens: range | None = None,
         out: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
         device: torch.device | str = "cpu",
+        refinements: Sequence[bytes | memoryview] = (),
         associated_data: bytes = b"",
         max_tokens: int | None = MAX_DECODED_TOKENS,
     ) -> KVChunk:
@@ -316,6 +388,8 @@ class Codec:
                 chunk that is returned holds these tensors. After an error their contents are undefined. Default: new
                 tensors.
             device: where the chunk is restored; with `out`, that is the device of its tensors.
+            refinements: of a base, the first refinements that `encode_parts` returned with it, in order. For an
+                `OpenBlob`, `open` takes them.
             associated_data: the bytes that the blob was bound to when it was encoded; for an `OpenBlob`, `open` takes
                 them.
             max_tokens: refuse to restore more, because a small blob may claim a huge cache. For blobs from others,
@@ -331,7 +405,7 @@ class Codec:
                 `associated_data` without a key; `out` of another shape or dtype.
             OutOfMemoryError: the tensors cannot be allocated.
         """
-        opened = self._opened(blob, associated_data)
+        opened = self._opened(blob, associated_data, refinements)
         span = range(opened.tokens) if tokens is None else _within("tokens", tokens, opened.tokens, "of the blob")
         layers = range(self.profile.layout.num_layers)
         target = None if out is None else _dense_output(opened.layout, out, len(span))
@@ -379,18 +453,26 @@ class Codec:
         kind = torch.device(device).type
         return has_backend(self._backend_name, kind) and self._backend(kind).batched
 
-    def open(self, blob: bytes | memoryview, *, associated_data: bytes = b"") -> OpenBlob:
+    def open(
+        self,
+        blob: bytes | memoryview,
+        *,
+        refinements: Sequence[bytes | memoryview] = (),
+        associated_data: bytes = b"",
+    ) -> OpenBlob:
         """Verify a blob once: its header, its tag, its profile and its model. Sections are verified when decoded.
 
         Every method that decodes takes the result in place of the bytes, and does not verify them again.
 
         Args:
-            blob: the result of `encode`. Later changes of these bytes go unnoticed.
+            blob: the result of `encode`, or the base of `encode_parts`. Later changes of these bytes go unnoticed.
+            refinements: see `decode`.
             associated_data: the bytes that the blob was bound to when it was encoded.
 
         Raises:
-            FormatError, VersionError, CorruptError, KeyMismatchError, ProfileMismatchError: as `decode`.
-            InputError: `associated_data` without a key; `blob` is not bytes.
+            FormatError, VersionError, CorruptError, KeyMismatchError, ProfileMismatchError: as `decode`. CorruptError
+                also for a refinement of another blob.
+            InputError: `associated_data` without a key; `blob` is not bytes; refinements of a blob that is no base.
 
         Example:
             >>> import torch
@@ -406,10 +488,49 @@ class Codec:
         blob = plain_bytes(blob)
         header = read_header(blob)
         verify_tag(blob, header, self._keys, associated_data)
-        return OpenBlob(blob, header, self._check_header(header), self._identity)
+        layout = self._check_header(header)
+        return OpenBlob(
+            blob, header, layout, self._identity, self._open_refinements(blob, header, refinements, associated_data)
+        )
+
+    def _open_refinements(
+        self,
+        blob: bytes | memoryview,
+        header: Header,
+        refinements: Sequence[bytes | memoryview],
+        associated_data: bytes,
+    ) -> tuple[tuple[bytes | memoryview, Header], ...]:
+        """Verify refinements, each against the part before it."""
+        if len(refinements) > (MAX_REFINEMENTS if header.is_base else 0):
+            what = f"at most {MAX_REFINEMENTS} for a base" if header.is_base else "none for a blob that is no base"
+            raise InputError(f"refinements: must be {what}, got {len(refinements)}")
+        found = []
+        for number, given in enumerate(refinements, 1):
+            finer = plain_bytes(given)
+            own = read_header(finer)
+            verify_tag(finer, own, self._keys, associated_data)
+            if own.scheme is not Scheme.REFINEMENT or own.profile != header_digest(blob, header):
+                raise CorruptError(f"refinement {number}: must be of the part before it, got one of another")
+            shape = (own.dtype, own.tokens, own.start, own.values_per_token, own.layout, len(own.section_bytes))
+            expected = (
+                header.dtype, header.tokens, header.start, header.values_per_token, header.layout,
+                len(header.section_bytes),
+            )  # fmt: skip
+            if shape != expected or own.step_index != header.step_index - OCTAVE:
+                raise FormatError(f"refinement {number}: must have the tokens of its base at half the step")
+            found.append((finer, own))
+            blob, header = finer, own
+        return tuple(found)
 
     def open_expected(
-        self, blob: bytes | memoryview, *, tokens: int, start: int | None, dtype: str, associated_data: bytes = b""
+        self,
+        blob: bytes | memoryview,
+        *,
+        tokens: int,
+        start: int | None,
+        dtype: str,
+        refinements: Sequence[bytes | memoryview] = (),
+        associated_data: bytes = b"",
     ) -> OpenBlob:
         """Open a blob of this codec's quality that holds `tokens` tokens from `start` on.
 
@@ -421,6 +542,7 @@ class Codec:
             tokens: number of tokens that the blob must hold.
             start: position that the first token must have; None: any.
             dtype: dtype that the values must have had.
+            refinements: as in `open`.
             associated_data: as in `open`.
 
         Raises:
@@ -431,13 +553,18 @@ class Codec:
         blob = plain_bytes(blob)
         header = read_header(blob)
         layout = self._check_header(header)
-        found = (header.tokens, header.start, header.dtype, header.scheme, header.step_index)
+        found = (header.tokens, header.start, header.dtype, header.scheme, header.step_index, header.is_base)
         setting = self._setting_for(header.token_id_bytes > 0)
-        wanted = (tokens, header.start if start is None else start, dtype, setting.scheme, setting.step_index)
+        wanted = (
+            tokens, header.start if start is None else start, dtype, setting.scheme, setting.step_index,
+            setting.refinements is not None,
+        )  # fmt: skip
         if found != wanted:
             raise CorruptError(f"blob: must hold {_described(*wanted)}, got {_described(*found)}")
         verify_tag(blob, header, self._keys, associated_data)
-        return OpenBlob(blob, header, layout, self._identity)
+        return OpenBlob(
+            blob, header, layout, self._identity, self._open_refinements(blob, header, refinements, associated_data)
+        )
 
     @property
     def layer_runs(self) -> tuple[range, ...]:
@@ -462,8 +589,9 @@ class Codec:
             CorruptError, FormatError: the bytes are damaged.
         """
         self._stored_ids(opened)
-        self._coding(opened.header)
-        read_sections(opened.blob, opened.header, range(len(opened.header.section_bytes)))
+        self._coding(opened)
+        for blob, header in ((opened.blob, opened.header), *opened.refinements):
+            read_sections(blob, header, range(len(header.section_bytes)))
 
     def encode_paged(
         self,
@@ -493,6 +621,7 @@ class Codec:
         Raises:
             as `encode`; InputError for slots that the cache does not have.
         """
+        self._check_whole()
         self.profile.check_layout(cache.layout)
         if len(slots) != len(starts):
             raise InputError(f"starts: must be one for each of the {len(slots)} chunks in slots, got {len(starts)}")
@@ -508,7 +637,7 @@ class Codec:
             start = self._check_start(given, count)
             offsets, token_ids = self._offsets(weight, count), self._token_ids(own_ids, count)
             requests.append(EncodeRequest(cache, at, count, start, offsets, token_ids, check_following(own_after)))
-        return self._encode(cache, requests, bound)
+        return [blob for (blob,) in self._encode(cache, requests, bound)]
 
     def decode_paged(
         self,
@@ -553,15 +682,17 @@ class Codec:
             start = self._check_move(opened, kept, kept if starts is None else starts[number], opened.tokens)
             request = DecodeRequest(
                 opened.blob, opened.header, opened.layout, range(opened.tokens), layers, cache, at, start, number,
-                self._stored_ids(opened),
+                self._stored_ids(opened), opened.refinements,
             )  # fmt: skip
-            work[self._coding(opened.header)].append(request)
+            work[self._coding(opened)].append(request)
         backend = self._backend(cache.device.type)
         with allocations(f"decoding {sum(map(len, slots))} tokens"):
             return PendingDecode(tuple(backend.decode(coding, requests) for coding, requests in work.items()))
 
-    def _encode(self, cache: PagedCache, requests: Sequence[EncodeRequest], bound: Sequence[bytes]) -> list[bytes]:
-        """Return the blobs of chunks of a cache, each bound to its associated data."""
+    def _encode(
+        self, cache: PagedCache, requests: Sequence[EncodeRequest], bound: Sequence[bytes]
+    ) -> list[list[bytes]]:
+        """Return the parts of chunks of a cache, each bound to its associated data."""
         layout, backend = cache.layout, self._backend(cache.device.type)
         chunks: list[list[bytes]] = [[]] * len(requests)
         for predicted in (False, True):
@@ -572,15 +703,30 @@ class Codec:
                 self._check_ids(requests[own[0]])
             for i, sections in zip(own, coded, strict=True):
                 chunks[i] = sections
-        blobs = []
-        for request, sections, to in zip(requests, chunks, bound, strict=True):
-            setting = self._setting_for(request.token_ids is not None)
-            profile = bytes(ID_BYTES) if setting.scheme is Scheme.LOSSLESS else self.profile.id
+        return [
+            self._write(layout, request, sections, to)
+            for request, sections, to in zip(requests, chunks, bound, strict=True)
+        ]
+
+    def _write(
+        self, layout: KVLayout, request: EncodeRequest, sections: Sequence[bytes], associated_data: bytes
+    ) -> list[bytes]:
+        """Write the sections of all parts of a chunk to blobs."""
+        setting = self._setting_for(request.token_ids is not None)
+        parts = 1 + (setting.refinements or 0)
+        count = len(sections) // parts
+        names = bytes(ID_BYTES) if setting.scheme is Scheme.LOSSLESS else self.profile.id
+        blobs: list[bytes] = []
+        for part in range(parts):
+            if part:
+                names = header_digest(blobs[-1], read_header(blobs[-1]))
             blobs.append(
                 write_blob(
-                    setting.scheme, layout.dtype, request.tokens, request.start, setting.step_index,
-                    layout.values_per_token, layout.fingerprint, profile, sections,
-                    self._keys[0] if self._keys else None, to, self._ids_to_store(request.token_ids),
+                    Scheme.REFINEMENT if part else setting.scheme, layout.dtype, request.tokens, request.start,
+                    setting.step_index - OCTAVE * part, layout.values_per_token, layout.fingerprint, names,
+                    sections[part * count : (part + 1) * count], self._keys[0] if self._keys else None, associated_data,
+                    b"" if part else self._ids_to_store(request.token_ids),
+                    is_base=part == 0 and setting.refinements is not None,
                 )
             )  # fmt: skip
         return blobs
@@ -599,14 +745,15 @@ class Codec:
         check_tokens(len(span), max_tokens)
         kept = opened.start + span.start
         start = self._check_move(opened, kept, kept if start is None else start, len(span))
-        coding = self._coding(opened.header)
+        coding = self._coding(opened)
         backend = self._backend(device.type if target is None else target.device.type)
         with allocations(f"decoding {len(span)} tokens"):
             cache = target or PagedCache.empty(opened.layout, len(span), layers, device)
             ids = self._stored_ids(opened)
             request = DecodeRequest(
-                opened.blob, opened.header, opened.layout, span, layers, cache, None, start, token_ids=ids
-            )
+                opened.blob, opened.header, opened.layout, span, layers, cache, None, start, token_ids=ids,
+                refinements=opened.refinements,
+            )  # fmt: skip
             backend.decode(coding, [request])()
         return cache.chunk(None, start, None if ids is None else ids[span.start : span.stop])
 
@@ -656,15 +803,26 @@ class Codec:
     def _coding_of(self, dtype: str, predicted: bool) -> Coding:
         setting = self._setting_for(predicted)
         lossless = setting.scheme is Scheme.LOSSLESS
-        return Coding(self.profile, setting.scheme, setting.step_index, dtype, predicted and not lossless)
+        predicted = predicted and not lossless
+        return Coding(self.profile, setting.scheme, setting.step_index, dtype, predicted, setting.refinements)
 
     def _setting_for(self, predicted: bool) -> _Setting:
         """Return how chunks are coded, by whether they are predicted from token ids."""
         return self._setting if predicted or self.profile.token_table is None else self._plain_setting
 
-    def _opened(self, blob: bytes | memoryview | OpenBlob, associated_data: bytes) -> OpenBlob:
+    def _opened(
+        self,
+        blob: bytes | memoryview | OpenBlob,
+        associated_data: bytes,
+        refinements: Sequence[bytes | memoryview] = (),
+    ) -> OpenBlob:
         if not isinstance(blob, OpenBlob):
-            return self.open(blob, associated_data=associated_data)
+            return self.open(blob, refinements=refinements, associated_data=associated_data)
+        if refinements:
+            raise InputError(
+                f"refinements: must be empty for an OpenBlob, got {len(refinements)}: pass them to open(), which "
+                "verifies them"
+            )
         if blob.opened_by is not self._identity:
             raise InputError(
                 "blob: must be opened by this codec, got an OpenBlob of another, which may have other keys: call open()"
@@ -685,15 +843,18 @@ class Codec:
             )
         return offsets
 
-    def _coding(self, header: Header) -> Coding:
+    def _coding(self, opened: OpenBlob) -> Coding:
+        header = opened.header
         if header.scheme is Scheme.LOSSLESS:
             return Coding(self.profile, header.scheme, 0, header.dtype)
         if (header.scheme is Scheme.TRANSFORM) != bool(self.profile.learned):
             raise FormatError(
                 f"header: must be of a scheme of a {self.profile.source} profile, got {header.scheme.name.lower()}"
             )
-        step_index, predicted = self.profile.check_step_index(header.step_index), header.token_id_bytes > 0
-        return Coding(self.profile, header.scheme, step_index, header.dtype, predicted)
+        refinements = len(opened.refinements) if header.is_base else None
+        self.profile.check_step_index(header.step_index - OCTAVE * (refinements or 0))
+        predicted = header.token_id_bytes > 0
+        return Coding(self.profile, header.scheme, header.step_index, header.dtype, predicted, refinements)
 
     def _check_layers(self, layers: range) -> range:
         return _within("layers", layers, self.profile.layout.num_layers, "of the model")
@@ -736,6 +897,10 @@ class Codec:
         return associated_data
 
     def _check_header(self, header: Header) -> KVLayout:
+        if header.scheme is Scheme.REFINEMENT:
+            raise FormatError(
+                "blob: is a refinement, which decodes only with its base: pass it as refinements= of the base"
+            )
         layout = self._layout(header.dtype)
         if header.layout != layout.fingerprint:
             raise ProfileMismatchError("blob: must hold a cache of the profile's model, got one of another model")
@@ -835,6 +1000,24 @@ def _choose_setting(
     return _Setting(scheme, profile.resolve(**request, kind=kind, worst=worst, dtype=dtype, plain=plain))
 
 
+def _in_parts(profile: Profile, setting: _Setting, refinements: int) -> _Setting:
+    """Return the setting of a base whose last refinement has the error of a blob with `setting`."""
+    if setting.scheme is Scheme.LOSSLESS:
+        raise InputError("refinements: must be 0 without loss, got a quality that is lossless with this profile")
+    step_index = setting.step_index - int(profile.nested.offsets[refinements])
+    finest = min(max(step_index, profile.min_step_index), 8 * OCTAVE - OCTAVE * refinements)
+    return _Setting(setting.scheme, finest + OCTAVE * refinements, refinements)
+
+
+def _check_refinements(refinements: object, profile: Profile) -> None:
+    if type(refinements) is not int or not 0 <= refinements <= MAX_REFINEMENTS:
+        raise InputError(f"refinements: must be 0 … {MAX_REFINEMENTS}, got {refinements!r}")
+    if refinements and not profile.learned:
+        raise InputError(
+            f"refinements: must be 0 with a generic profile, got {refinements}: learn a profile to use them"
+        )
+
+
 def _check_profile(profile: object) -> None:
     if isinstance(profile, Profile):
         return
@@ -892,5 +1075,6 @@ def check_tokens(tokens: int, max_tokens: int | None) -> None:
         )
 
 
-def _described(tokens: int, start: int, dtype: str, scheme: Scheme, step_index: int) -> str:
-    return f"{tokens} tokens from {start} on in {dtype}, {scheme.name.lower()}, step index {step_index}"
+def _described(tokens: int, start: int, dtype: str, scheme: Scheme, step_index: int, is_base: bool) -> str:
+    what = "base" if is_base else scheme.name.lower()
+    return f"{tokens} tokens from {start} on in {dtype}, {what}, step index {step_index}"

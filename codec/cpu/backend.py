@@ -32,7 +32,7 @@ MAX_SCHEMES = 8  # kept: the first one, which is the codec's own, and the last o
 PARALLEL_VALUES = 1 << 20  # below this, starting threads takes longer than it saves
 SHARES = 3  # runs of sections per thread: a slow run delays a third of the thread's work
 
-_Key = tuple[bytes, Scheme, int, bool]
+_Key = tuple[bytes, Scheme, int, bool, int | None]
 
 
 class CpuBackend:
@@ -68,7 +68,9 @@ class CpuBackend:
             workers = self._workers(chunk.tokens, chunk.layout)
             shares = _shares(range(len(scheme.sections)), workers)
             jobs = [partial(scheme.encode, chunk, share, unrotation, request.offsets) for share in shares]
-            out.append([section for coded in self._pool.run(jobs, workers) for section in coded])
+            sections = [parts for coded in self._pool.run(jobs, workers) for parts in coded]
+            # A section's base and its refinements come together; a blob holds the sections of one part.
+            out.append([part for of_part in zip(*sections, strict=True) for part in of_part])
         return out
 
     def decode(self, coding: Coding, requests: Sequence[DecodeRequest]) -> Callable[[], None]:
@@ -81,8 +83,9 @@ class CpuBackend:
             direct = cache.dtype == layout.torch_dtype and has_rows(cache)
             target = cache if direct else PagedCache.empty(layout, len(request.span), layers, cache.device)
             rows = cache_rows(target, request.slots if direct else None, layers)
+            blobs = [(request.blob, request.header), *request.refinements]
             parts = [
-                (index, read_section(request.blob, request.header, index))
+                (index, tuple(read_section(blob, header, index) for blob, header in blobs))
                 for index, section in enumerate(scheme.sections)
                 if section.first_layer < layers.stop and layers.start < section.end_layer
             ]
@@ -106,7 +109,7 @@ class CpuBackend:
         return lambda: None
 
     def _scheme(self, coding: Coding) -> SectionScheme:
-        key = (coding.profile.id, coding.scheme, coding.step_index, coding.predicted)
+        key = (coding.profile.id, coding.scheme, coding.step_index, coding.predicted, coding.refinements)
         # Looked up once: between a test and an access another thread may have evicted it.
         known = self._schemes.get(key)
         if known is not None:
@@ -115,7 +118,7 @@ class CpuBackend:
         if coding.scheme is Scheme.LOSSLESS:
             made: SectionScheme = LosslessScheme(profile.layout, self._stages)
         elif coding.scheme is Scheme.TRANSFORM:
-            made = TransformScheme(profile, coding.step_index, coding.predicted, self._stages)
+            made = TransformScheme(profile, coding.step_index, coding.predicted, self._stages, coding.refinements)
         else:
             made = GenericScheme(profile.layout, profile.family, coding.step_index, self._stages)
         # A scheme holds copies of the bases, so schemes of many steps must not pile up. The dict is replaced and never

@@ -79,6 +79,9 @@ class Escapes:
     value: I32
 
 
+NO_ESCAPES = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
+
+
 def too_large_error(steps: float) -> InputError:
     """Return the error about a chunk whose largest coefficient is this many steps large."""
     return InputError(

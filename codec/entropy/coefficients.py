@@ -7,21 +7,25 @@ All stages work on tiles of tokens, so that float arrays never exceed a tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL, CodingPlan, Escapes, too_large_error
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, NO_ESCAPES, CodingPlan, Escapes, too_large_error
 from cuvee.codec.entropy.family import Family, step_value
+from cuvee.codec.entropy.nested import NestedFamily
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import write_streams
+from cuvee.codec.profiles.nested_coding import NestedSection
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 from cuvee.codec.support.arrays import F32, U8
+
+Piece = tuple[U8, U8, F32]  # classes of tokens, classes of columns, and coefficients of columns
 
 STREAM_BITS = 2048  # a stream's state and length take 6 bytes, 2 % of this
 STREAM_SYMBOLS = 512
@@ -79,8 +83,23 @@ class ClassedSection:
         class_table: the table that codes the classes.
     """
 
-    pieces: Iterable[tuple[U8, U8, F32]]
+    pieces: Iterable[Piece]
     plan: ClassedPlan
+    class_table: EntropyTables
+
+
+@dataclass(frozen=True, slots=True)
+class RefinedSection:
+    """A section to encode as a base and its refinements.
+
+    Attributes:
+        pieces: as of `ClassedSection`; the rows of a column are those of its class in the last part.
+        coding: how the parts are coded.
+        class_table: the table that codes the classes.
+    """
+
+    pieces: Iterable[Piece]
+    coding: NestedSection
     class_table: EntropyTables
 
 
@@ -140,6 +159,55 @@ class CoefficientCoder:
                 packed, escapes, self.stages.encode_classed(packed, self.family.tables), strict=True
             )
         ]
+
+    def encode_refined(
+        self, sections: Sequence[RefinedSection], family: NestedFamily, tokens: int
+    ) -> list[tuple[bytes, ...]]:
+        """Encode several sections; return the base and the refinements of each.
+
+        Raises:
+            InputError: a coefficient is too many steps large.
+        """
+        packed: list[list[ClassedPlanes]] = []
+        escapes: list[Escapes] = []
+        for section in sections:
+            parts = section.coding.parts
+            finer: list[list[U8]] = [[] for _ in parts[1:]]
+
+            def pieces(section: RefinedSection = section, finer: list[list[U8]] = finer) -> Iterator[Piece]:
+                for classes, columns, y in section.pieces:
+                    tiles = self.stages.to_refinements(y, columns, section.coding, family)
+                    for own, tile in zip(finer, tiles, strict=True):
+                        own.append(tile)
+                    yield classes, columns, section.coding.of_base(y, columns)
+
+            base, listed = self._to_planes(ClassedSection(pieces(), parts[0].classed, section.class_table), tokens)
+            # Its streams are those of the base, so that both are cut at the same tokens.
+            packed.append(
+                [
+                    base,
+                    *(
+                        replace(base, planes=own[0] if len(own) == 1 else _side_by_side(own, tokens), plan=part.classed)
+                        for own, part in zip(finer, parts[1:], strict=True)
+                    ),
+                ]
+            )
+            escapes.append(listed)
+        coders = [self.family.tables, *(own.encoding for own in family.coders)]
+        by_part = [
+            self.stages.encode_classed(list(planes), tables)
+            for planes, tables in zip(zip(*packed, strict=True), coders, strict=False)
+        ]
+        out: list[tuple[bytes, ...]] = []
+        for planes, listed, coded in zip(packed, escapes, zip(*by_part, strict=True), strict=True):
+            written = []
+            for part, (streams, classes) in zip(planes, coded, strict=True):
+                own = (listed, classes) if part is planes[0] else (NO_ESCAPES, None)
+                written.append(
+                    write_streams(streams, own[0], int(part.plan.planes.max()), part.tokens_per_stream, own[1])
+                )
+            out.append(tuple(written))
+        return out
 
     def _to_planes(self, section: ClassedSection, tokens: int) -> tuple[ClassedPlanes, Escapes]:
         """Quantize and pack a section: everything before its entropy coding."""

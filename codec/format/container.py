@@ -27,7 +27,9 @@ MAGIC = b"cuve"
 VERSION = 3
 FLAG_TAG = 1
 FLAG_TOKEN_IDS = 2
+FLAG_BASE = 4
 TAG_BYTES = 16
+DIGEST_BYTES = 16
 TRAILER_BYTES = KEY_ID_BYTES + TAG_BYTES
 MAX_TOKENS = 1 << 24
 MAX_SECTIONS = 1 << 16
@@ -51,6 +53,7 @@ class Scheme(IntEnum):
     LOSSLESS = 0
     TRANSFORM = 1
     GENERIC = 2
+    REFINEMENT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,14 @@ class Header:
         step_index: in units of 1/64 octave; 0 if the scheme has none.
         values_per_token: number of values per token, keys and values of all layers.
         layout: fingerprint of the `KVLayout`, 16 bytes.
-        profile: id of the profile, 16 bytes; zero for lossless blobs.
+        profile: id of the profile, 16 bytes; zero for lossless blobs. In a refinement, the digest of the header of the
+            part that it refines (`header_digest`).
         section_bytes: length of each section.
         section_hashes: xxh3-64 of each section.
         tagged: whether a key id and a keyed tag end the blob.
         token_id_bytes: length of the token ids, which precede the sections; 0 if the blob holds none.
         token_id_hash: xxh3-64 of the token ids; 0 if the blob holds none.
+        is_base: whether refinements may follow: all cells of the quantizer are one step wide.
     """
 
     scheme: Scheme
@@ -86,6 +91,7 @@ class Header:
     tagged: bool
     token_id_bytes: int = 0
     token_id_hash: int = 0
+    is_base: bool = False
 
     @property
     def header_bytes(self) -> int:
@@ -111,16 +117,18 @@ class BlobInfo:
     """The information in a blob that needs no profile.
 
     Attributes:
-        scheme: "lossless", "transform" or "generic".
+        scheme: "lossless", "transform", "generic" or "refinement".
         version: format version.
         dtype, tokens, start, values_per_token: the contents of the chunk; see `Header`.
         step: quantizer step in the profile's units, or None for lossless.
-        layout_fingerprint, profile_id: in hexadecimal; profile_id is None for lossless.
+        layout_fingerprint, profile_id: in hexadecimal; profile_id is None for lossless and for a refinement, whose base
+            names it.
         section_bytes: length of each section, in order.
         token_id_bytes: length of the token ids; 0 if the blob holds none.
         header_bytes, total_bytes: length of the header and of the blob.
         raw_bytes: size of the uncompressed chunk.
         authenticated: whether the blob carries a keyed tag. `inspect` cannot verify it.
+        is_base: whether refinements may follow.
     """
 
     scheme: str
@@ -138,6 +146,7 @@ class BlobInfo:
     total_bytes: int
     raw_bytes: int
     authenticated: bool
+    is_base: bool
 
     @property
     def bits_per_value(self) -> float:
@@ -172,10 +181,13 @@ def write_blob(
     key: Key | None,
     associated_data: bytes = b"",
     token_ids: bytes = b"",
+    *,
+    is_base: bool = False,
 ) -> bytes:
     """Write the sections to a blob. A `key` adds an authentication tag over the blob and `associated_data`.
 
-    `token_ids` is what `write_token_ids` returned, or empty for a blob without them.
+    `token_ids` is what `write_token_ids` returned, or empty for a blob without them. The other arguments are those of
+    `Header`.
     """
     if tokens > MAX_TOKENS:
         raise InputError(f"tokens: must be at most {MAX_TOKENS} per chunk, got {tokens}: encode in pieces")
@@ -185,7 +197,7 @@ def write_blob(
         raise InputError("chunk: must have sections below 2 GiB: encode fewer tokens at a time")
     parts = [token_ids, *sections] if token_ids else list(sections)
     total = _header_bytes(len(sections), bool(token_ids)) + sum(map(len, parts)) + (TRAILER_BYTES if key else 0)
-    flags = (FLAG_TAG if key else 0) | (FLAG_TOKEN_IDS if token_ids else 0)
+    flags = (FLAG_TAG if key else 0) | (FLAG_TOKEN_IDS if token_ids else 0) | (FLAG_BASE if is_base else 0)
     head = _FIXED.pack(
         MAGIC, VERSION, scheme, DTYPES.index(dtype), flags, tokens, start, values_per_token, step_index, len(sections),
         0, layout, profile, total,
@@ -245,7 +257,7 @@ def read_header(blob: bytes | memoryview) -> Header:
         raise FormatError(f"header: has the unknown scheme {scheme}")
     if dtype >= len(DTYPES):
         raise FormatError(f"header: has the unknown dtype {dtype}")
-    if flags & ~(FLAG_TAG | FLAG_TOKEN_IDS) or reserved:
+    if flags & ~(FLAG_TAG | FLAG_TOKEN_IDS | FLAG_BASE) or reserved:
         raise FormatError("header: has reserved bits that are not zero")
     if not 0 < tokens <= MAX_TOKENS:
         raise FormatError(f"header: must have 1 … {MAX_TOKENS} tokens, got {tokens}")
@@ -253,24 +265,36 @@ def read_header(blob: bytes | memoryview) -> Header:
         raise FormatError(f"header: must have a step index of at most ±{MAX_STEP_INDEX}, got {step_index}")
     if scheme == Scheme.LOSSLESS and (step_index or any(profile)):
         raise FormatError("header: names a step or a profile in a lossless blob")
+    if flags & FLAG_BASE and scheme != Scheme.TRANSFORM:
+        raise FormatError(f"header: is that of a base, but of the scheme {scheme}, which has no refinements")
     if not count or not values:
         raise FormatError("header: must have sections and values")
     entries = [_ENTRY.unpack_from(blob, _FIXED.size + i * _ENTRY.size) for i in range(count + has_ids)]
-    of_ids = entries.pop(0) if has_ids else (0, 0)
-    if has_ids and (scheme != Scheme.TRANSFORM or of_ids[0] not in (tokens * width for width in _ID_BYTES)):
-        raise FormatError(f"header: lists {of_ids[0]} bytes of token ids, which {tokens} tokens cannot have")
+    ids_bytes, ids_hash = entries.pop(0) if has_ids else (0, 0)
+    if has_ids and (scheme != Scheme.TRANSFORM or ids_bytes not in (tokens * width for width in _ID_BYTES)):
+        raise FormatError(f"header: lists {ids_bytes} bytes of token ids, which {tokens} tokens cannot have")
     if any(length > MAX_SECTION_BYTES for length, _ in entries):
         raise FormatError("header: lists a section that is not below 2 GiB")
     header = Header(
         Scheme(scheme), DTYPES[dtype], tokens, start, step_index, values, layout, profile,
         tuple(length for length, _ in entries), tuple(checksum for _, checksum in entries), bool(flags & FLAG_TAG),
-        *of_ids,
+        ids_bytes, ids_hash, bool(flags & FLAG_BASE),
     )  # fmt: skip
     if header.total_bytes != total:
         raise FormatError(f"header: says {total} bytes, but the sections add up to {header.total_bytes}")
     if len(blob) != total:
         raise FormatError(f"blob: has {len(blob)} bytes, its header says {total}: it is truncated or has a tail")
     return header
+
+
+def header_digest(blob: bytes | memoryview, header: Header) -> bytes:
+    """Return the 16 bytes that a refinement of this blob names: BLAKE2b of header and table of contents.
+
+    The table of contents holds the checksums of all sections, so the digest commits to them, too.
+    """
+    return hashlib.blake2b(
+        memoryview(blob)[: header.header_bytes], digest_size=DIGEST_BYTES, person=b"cuvee-refined"
+    ).digest()
 
 
 def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], associated_data: bytes = b"") -> None:
@@ -384,13 +408,14 @@ def inspect(blob: bytes | memoryview) -> BlobInfo:
         values_per_token=header.values_per_token,
         step=None if lossless else step_value(header.step_index),
         layout_fingerprint=header.layout.hex(),
-        profile_id=None if lossless else header.profile.hex(),
+        profile_id=None if lossless or header.scheme is Scheme.REFINEMENT else header.profile.hex(),
         section_bytes=header.section_bytes,
         token_id_bytes=header.token_id_bytes,
         header_bytes=header.header_bytes,
         total_bytes=header.total_bytes,
         raw_bytes=header.tokens * header.values_per_token * _ITEM_BYTES[header.dtype],
         authenticated=header.tagged,
+        is_base=header.is_base,
     )
 
 

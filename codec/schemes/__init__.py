@@ -37,8 +37,8 @@ class SectionScheme(Protocol):
 
     def encode(
         self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
-    ) -> list[bytes]:
-        """Return the bytes of the sections `numbers`.
+    ) -> list[tuple[bytes, ...]]:
+        """Return for each of the sections `numbers` its bytes: one part, or a base and its refinements.
 
         Args:
             chunk: the tokens, with their ids if the profile predicts from them.
@@ -50,7 +50,7 @@ class SectionScheme(Protocol):
 
     def decode(
         self,
-        parts: Sequence[tuple[int, memoryview]],
+        parts: Sequence[tuple[int, tuple[memoryview, ...]]],
         request: DecodeRequest,
         keys: Sequence[Rows | None],
         values: Sequence[Rows | None],
@@ -59,7 +59,7 @@ class SectionScheme(Protocol):
         """Decode sections into rows.
 
         Args:
-            parts: number and bytes of each section.
+            parts: number of each section, and its bytes: one part, or a base and its refinements.
             request: the tokens to decode.
             keys: per layer the rows of the request's tokens; None for layers that are not decoded.
             values: the same for values.

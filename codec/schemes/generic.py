@@ -41,9 +41,9 @@ class GenericScheme:
 
     def encode(
         self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
-    ) -> list[bytes]:
+    ) -> list[tuple[bytes, ...]]:
         """See `SectionScheme.encode`. Tokens have no classes: all have the same step."""
-        return [self._encode(chunk, index, unrotation) for index in numbers]
+        return [(self._encode(chunk, index, unrotation),) for index in numbers]
 
     def _encode(self, chunk: KVChunk, index: int, unrotation: Rotation) -> bytes:
         section = self._sections[index]
@@ -63,7 +63,7 @@ class GenericScheme:
 
     def decode(
         self,
-        parts: Sequence[tuple[int, memoryview]],
+        parts: Sequence[tuple[int, tuple[memoryview, ...]]],
         request: DecodeRequest,
         keys: Sequence[Rows | None],
         values: Sequence[Rows | None],
@@ -71,7 +71,7 @@ class GenericScheme:
     ) -> None:
         """See `SectionScheme.decode`."""
         layout, tokens, span = request.layout, request.header.tokens, request.span
-        for index, data in parts:
+        for index, (data,) in parts:
             section = self._sections[index]
             indexed = self._stages.index_channels(data, section, index, self._family, self._step_index, tokens)
             for at in tiles_around(span, tile_tokens(section, layout), tokens):

@@ -10,7 +10,7 @@ import torch
 
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.entropy.coding_plan import Escapes
+from cuvee.codec.entropy.coding_plan import NO_ESCAPES
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.format.container import write_streams
@@ -23,8 +23,6 @@ from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
 
 BATCH_BYTES = 4 << 20  # of planes and symbols: enough layers to choose tables together, few enough for little memory
-
-_NO_ESCAPES = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
 
 
 class LosslessScheme:
@@ -41,13 +39,13 @@ class LosslessScheme:
 
     def encode(
         self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
-    ) -> list[bytes]:
+    ) -> list[tuple[bytes, ...]]:
         """See `SectionScheme.encode`. Keys are coded as stored: un-rotation is not exactly invertible."""
         layers = [self._sections[index].first_layer for index in numbers]
         size = 2 * (chunk.keys[layers[0]].nbytes + chunk.values[layers[0]].nbytes) if layers else 1
         batch = max(BATCH_BYTES // size, 1)
         return [
-            section
+            (section,)
             for first in range(0, len(layers), batch)
             for section in self._encode(chunk, layers[first : first + batch])
         ]
@@ -102,11 +100,11 @@ class LosslessScheme:
             row += len(plane.data)
         per_stream = tokens_per_stream(len(which), float(family.entropy[which].sum()))
         streams = self._stages.rans_encode(symbols, which, family, per_stream)
-        return b"".join((head, stored, write_streams(streams, _NO_ESCAPES, len(which), per_stream)))
+        return b"".join((head, stored, write_streams(streams, NO_ESCAPES, len(which), per_stream)))
 
     def decode(
         self,
-        parts: Sequence[tuple[int, memoryview]],
+        parts: Sequence[tuple[int, tuple[memoryview, ...]]],
         request: DecodeRequest,
         keys: Sequence[Rows | None],
         values: Sequence[Rows | None],
@@ -118,7 +116,7 @@ class LosslessScheme:
         unrotation = None
         if request.start != first:
             unrotation = Rotation(layout, first, len(span), torch.device("cpu"), inverse=True)
-        for index, data in parts:
+        for index, (data,) in parts:
             section = self._sections[index]
             key_rows, value_rows = keys[section.first_layer], values[section.first_layer]
             (layer,) = section.layers(layout)

@@ -15,7 +15,8 @@ import torch
 
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
+from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder, RefinedSection
+from cuvee.codec.profiles.nested_coding import NestedCoding
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
 from cuvee.codec.profiles.step_coding import StepCoding
@@ -44,14 +45,30 @@ _arena = Arena()
 
 
 class TransformScheme:
-    """Codes sections with a learned profile at one step."""
+    """Codes sections with a learned profile at one step, or as a base and its refinements.
 
-    def __init__(self, profile: Profile, step_index: int, predicted: bool, stages: Stages) -> None:
+    Args:
+        profile: the profile.
+        step_index: the blob's, or the base's.
+        predicted: whether the blob holds token ids.
+        stages: the stages to call.
+        refinements: how many refinements follow the base; None: the blob is no base.
+    """
+
+    def __init__(
+        self, profile: Profile, step_index: int, predicted: bool, stages: Stages, refinements: int | None = None
+    ) -> None:
         self._profile = profile
         self._sections = profile.sections
         coefficients = self._predicted_coefficients if predicted else None
-        self._coding = StepCoding(profile.learned_for(predicted), profile.family, step_index, coefficients)
-        self._coder = CoefficientCoder(stages, profile.family, step_index)
+        learned, family = profile.learned_for(predicted), profile.family
+        self._nested: NestedCoding | None = None
+        if refinements is None:
+            self._coding = StepCoding(learned, family, step_index, coefficients)
+        else:
+            self._nested = NestedCoding(learned, profile.nested, step_index, refinements, coefficients)
+            self._coding, family = self._nested.base, profile.nested.base
+        self._coder = CoefficientCoder(stages, family, step_index)
         self._stages = stages
         self._inverses: dict[tuple[int, torch.dtype], Any] = {}
         self._tiles = [tile_tokens(section, profile.layout) for section in profile.sections]
@@ -63,8 +80,10 @@ class TransformScheme:
 
     def encode(
         self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
-    ) -> list[bytes]:
+    ) -> list[tuple[bytes, ...]]:
         """See `SectionScheme.encode`."""
+        if self._nested is not None:
+            return self._encode_nested(self._nested, chunk, numbers, unrotation, offsets)
         coded: dict[int, bytes] = {}
         classed: list[int] = []
         for index in numbers:
@@ -82,7 +101,36 @@ class TransformScheme:
                 for coding in (self._coding.sections[index],)
             )
             coded |= zip(classed[batch], self._coder.encode_classes(sections, chunk.tokens), strict=True)
-        return [coded[index] for index in numbers]
+        return [(coded[index],) for index in numbers]
+
+    def _encode_nested(
+        self,
+        nested: NestedCoding,
+        chunk: KVChunk,
+        numbers: Sequence[int],
+        unrotation: Rotation,
+        offsets: torch.Tensor | None,
+    ) -> list[tuple[bytes, ...]]:
+        """Return the base and the refinements of each section. Its tokens have classes, whether predicted or not."""
+        neutral = torch.zeros(chunk.tokens)
+        out: list[tuple[bytes, ...]] = []
+        for batch in self._batches(numbers, chunk.tokens):
+            sections = [
+                RefinedSection(
+                    self._columns(
+                        chunk,
+                        index,
+                        unrotation,
+                        neutral if offsets is None and coding.learned.predictor is None else offsets,
+                    ),
+                    nested.sections[index],
+                    coding.class_table,
+                )
+                for index in numbers[batch]
+                for coding in (self._coding.sections[index],)
+            ]
+            out += self._coder.encode_refined(sections, nested.family, chunk.tokens)
+        return out
 
     def _centered(self, chunk: KVChunk, index: int, unrotation: Rotation) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the section's values minus their means and predictions, tile by tile."""
@@ -116,16 +164,17 @@ class TransformScheme:
         for at, x in self._centered(chunk, index, unrotation):
             ids = None if chunk.token_ids is None else chunk.token_ids[at]
             classes, leading = coding.classes(x, chunk.start, at, offsets, finer, self._stages.predict_classes, ids)
-            rows = int(coding.classed.rows[classes.min()])
+            class_ranks = self._class_ranks(index)
+            rows = sum(class_ranks[classes.min()])
             columns, ordered, y = self._stages.arrange(classes, x, leading, rows)
             known = 0 if leading is None else min(len(leading), rows)
-            for run, ranks in product_runs(columns, coding.class_ranks):
+            for run, ranks in product_runs(columns, class_ranks):
                 self._stages.analyze(coding.learned.basis, ordered[run], ranks, y[: sum(ranks), run], known)
             yield classes, columns, as_numpy(y)
 
     def decode(
         self,
-        parts: Sequence[tuple[int, memoryview]],
+        parts: Sequence[tuple[int, tuple[memoryview, ...]]],
         request: DecodeRequest,
         keys: Sequence[Rows | None],
         values: Sequence[Rows | None],
@@ -138,11 +187,11 @@ class TransformScheme:
         tile = max(self._tiles)
         for run in self._batches([index for index, _ in parts], min(tile, tokens)):
             batch = parts[run]
-            indexed = self._stages.index_sections(self._coding, batch, tokens)
+            indexed = self._index(batch, tokens)
             for at in tiles_around(span, tile, tokens):
                 inside, rows = overlap(at, span)
                 wanted = slice(at.start + inside.start, at.start + inside.stop)
-                decoded = self._stages.decode_sections(indexed, at, dtype)
+                decoded = self._decode(indexed, at, dtype)
                 for (index, _), columns in zip(batch, decoded, strict=True):
                     section = self._sections[index]
                     out = _arena.tensor("x", columns.y.shape[2] * section.values, columns.y.dtype)
@@ -152,6 +201,24 @@ class TransformScheme:
                     order = columns.order - inside.start
                     own = self._predictions(index, request.token_ids, request.header.start, wanted)
                     self._stages.place(x, mean, section, layout, rotation, rows, keys, values, order, own)
+
+    @property
+    def _refined(self) -> bool:
+        """Whether refinements are decoded: a base alone is decoded as any blob is."""
+        return self._nested is not None and self._nested.refinements > 0
+
+    def _index(self, parts: Sequence[tuple[int, tuple[memoryview, ...]]], tokens: int) -> Any:
+        """Read sections, once for all of their tiles."""
+        if self._nested is not None and self._refined:
+            return self._stages.index_refined(self._nested, parts, tokens)
+        return self._stages.index_sections(self._coding, [(index, data) for index, (data,) in parts], tokens)
+
+    def _decode(self, indexed: Any, at: slice, dtype: torch.dtype) -> list[Coefficients]:
+        return (self._stages.decode_refined if self._refined else self._stages.decode_sections)(indexed, at, dtype)
+
+    def _class_ranks(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """Return the number of components per block of each class, in the last part of a section."""
+        return self._coding.sections[index].class_ranks if self._nested is None else self._nested.ranks(index)
 
     def _batches(self, numbers: Sequence[int], columns: int) -> Iterator[slice]:
         """Yield runs of sections whose planes fit the cache together; a larger section is its own run."""
@@ -172,7 +239,7 @@ class TransformScheme:
         if tile.classes is None:
             yield slice(0, width), [min(padded(rank), pad) for rank in coding.ranks]
             return
-        for run, ranks in product_runs(tile.classes, coding.class_ranks):
+        for run, ranks in product_runs(tile.classes, self._class_ranks(index)):
             yield run, [min(padded(rank), pad) for rank in ranks]
 
     def _inverse(self, index: int, dtype: torch.dtype) -> Any:
@@ -180,7 +247,7 @@ class TransformScheme:
         key = (index, dtype)
         if key not in self._inverses:
             coding = self._coding.sections[index]
-            rank = max(*coding.class_ranks[coding.classed.finest], *coding.ranks)
+            rank = max(*self._class_ranks(index)[coding.classed.finest], *coding.ranks)
             self._inverses[key] = self._stages.prepare_inverse(coding.learned.basis.inverse, rank, dtype)
         return self._inverses[key]
 

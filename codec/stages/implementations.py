@@ -17,12 +17,14 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coding_plan import CodingPlan, Escapes, Quantizer
 from cuvee.codec.entropy.family import Family
+from cuvee.codec.entropy.nested import NestedFamily
 from cuvee.codec.entropy.streams import Streams
-from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.tables import CoderTables, EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.class_predictor import PredictClasses
+from cuvee.codec.profiles.nested_coding import NestedCoding, NestedSection
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import StepCoding
@@ -45,6 +47,7 @@ from cuvee.codec.stages.reference import (
     product,
     rans,
     rans_by_class,
+    refinements,
     sections,
     symbols,
     symbols_by_class,
@@ -53,6 +56,7 @@ from cuvee.codec.stages.reference import (
 )
 from cuvee.codec.stages.reference.byte_planes import BytePlane
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
+from cuvee.codec.stages.reference.refinements import SectionParts
 from cuvee.codec.stages.reference.sections import Coefficients
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
@@ -102,10 +106,13 @@ class Stages:
     synthesize: Callable[[torch.Tensor, Any, Iterable[tuple[slice, Sequence[int]]], torch.Tensor], torch.Tensor]
     predict_classes: PredictClasses
     arrange: Callable[[U8, torch.Tensor, torch.Tensor | None, int], tuple[U8, torch.Tensor, torch.Tensor]]
-    encode_classed: Callable[[Sequence[ClassedPlanes], EntropyTables], list[tuple[Streams, Streams]]]
+    encode_classed: Callable[[Sequence[ClassedPlanes], CoderTables], list[tuple[Streams, Streams]]]
     to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
     index_sections: Callable[[StepCoding, Sequence[tuple[int, memoryview]], int], Any]
     decode_sections: Callable[[Any, slice, torch.dtype], list[Coefficients]]
+    to_refinements: Callable[[F32, U8, NestedSection, NestedFamily], list[U8]]
+    index_refined: Callable[[NestedCoding, Sequence[SectionParts], int], Any]
+    decode_refined: Callable[[Any, slice, torch.dtype], list[Coefficients]]
     center_channels: Callable[[torch.Tensor], tuple[F32, npt.NDArray[np.float64]]]
     normalized_channels: Callable[[torch.Tensor, F32, npt.NDArray[np.intp]], F32]
     index_channels: Callable[[memoryview, Section, int, Family, int, int], Any]
@@ -136,6 +143,9 @@ _STAGES = (
         symbols_by_class.to_planes,
         sections.index_sections,
         sections.decode_sections,
+        refinements.to_refinements,
+        refinements.index_refined,
+        refinements.decode_refined,
         channels.center_channels,
         channels.normalized_channels,
         channels.index_channels,
@@ -162,6 +172,9 @@ _STAGES = (
         compiled_symbols_by_class.to_planes,
         compiled_sections.index_sections,
         compiled_sections.decode_sections,
+        refinements.to_refinements,
+        refinements.index_refined,
+        refinements.decode_refined,
         compiled_channels.center_channels,
         compiled_channels.normalized_channels,
         compiled_channels.index_channels,
