@@ -7,6 +7,8 @@ entries that it is writing if they are larger.
 
 The budget of a tenant is kept in the same way, by scanning only the tenant's folder and evicting only the tenant's
 entries.
+
+The least recently used entries are evicted first, and refinements sooner (`base.PART_WEIGHTS`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 
+from cuvee.codec.identity import part_number
+from cuvee.integrations.stores.base import PART_WEIGHTS
 from cuvee.integrations.stores.safe_files import (
     file_lock,
     list_folder,
@@ -250,7 +254,7 @@ class FolderBudget:
                 self.scan(root)
 
     def _evict(self, root: int, entries: list[_Scanned], in_progress: int, limit: int) -> tuple[int, OSError | None]:
-        """Delete the least recently used entries, and remove them from `entries`, until there is room below `limit`.
+        """Delete the entries of the largest age x weight, and remove them from `entries`, until there is room.
 
         Returns:
             The bytes deleted; and the error if some entries could not be deleted and the others did not make enough
@@ -260,7 +264,14 @@ class FolderBudget:
         total = held + in_progress
         if total <= limit:
             return 0, None
-        entries.sort()
+        now = time.time_ns()
+
+        def key(entry: _Scanned) -> tuple[int, _Scanned]:
+            # Without refinements this is the order of use. An entry from the future has no age to multiply.
+            age = now - entry[0]
+            return -age * PART_WEIGHTS[part_number(entry[3])] if age > 0 else -age, entry
+
+        entries.sort(key=key)
         kept: list[_Scanned] = []
         evicted = 0
         stuck: OSError | None = None

@@ -8,11 +8,13 @@ With a budget, the server also keeps an index:
     cuvee:{b}:size        hash: entry -> its bytes
     cuvee:{b}:sums        hash: the bytes of all entries, the clock of lru, the cursor of the sweep, "counted"
     cuvee:{b}:lru:tenant  like lru, for one tenant; only if each tenant has a budget. Its bytes are in sums, too
+    cuvee:{b}:lru.1       the first refinements in lru once more; likewise lru.2, lru.1:tenant, lru.2:tenant
 
 `{b}` is the bucket. It is a hash tag, which keeps all of these keys in one slot of a cluster, as scripts require. A
 single server has bucket 0. A cluster has 64 buckets, chosen by a hash of the key, and each bucket gets 1/64 of the
 budget. A full bucket evicts even if another bucket has room, so with n entries per bucket about 1/sqrt(n) of the budget
-stays unused. Within a bucket, the least recently used entry of all processes is evicted first.
+stays unused. Within a bucket, the least recently used entry of all processes is evicted first, and refinements sooner
+(`base.PART_WEIGHTS`).
 
 Payloads do not pass through Lua, which copies them several times (a put of 1 MB took six times as long). SET and GET
 carry them, and one script (`redis_scripts`) updates the index in the same round trip. The script compares the index
