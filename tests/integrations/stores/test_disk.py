@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.identity import part_key
 from cuvee.integrations.stores import disk, folder_budget, safe_files
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.disk import DiskStore
@@ -1077,6 +1078,24 @@ def test_the_least_recently_used_go_first(root: Path) -> None:
     now = counters(store)
     assert (now.evictions, now.entries, now.bytes) == (2, 9, 9000)
     assert used(root) == 9000
+
+
+@pytest.mark.parametrize("tenants", [False, True])
+@pytest.mark.parametrize("room", [1, 3, 6])
+def test_the_largest_age_times_weight_goes_first(root: Path, tenants: bool, room: int) -> None:
+    parts = {  # the age in seconds, in the order of eviction; times weight: 3600 to 930, and below 0
+        ("ab/01", 1): 1200.0, ("ab/02", 2): 110.0, ("ab/02", 1): 350.0, ("ab/01", 0): 1000.0, ("ab/05", 1): 310.0,
+        ("ab/02", 0): 900.0, ("ab/03", 1): 100.0, ("ab/06", 0): 200.0, ("ab/01", 2): 10.0, ("ab/04", 2): -5000.0,
+    }  # fmt: skip
+    store = DiskStore(root, max_bytes=20_000, max_tenant_bytes=10_000 if tenants else None)
+    others = {(f"cd/{name:02x}", 0): 2000.0 if tenants else 20.0 for name in range(10)}
+    for (chunk, number), seconds in (parts | others).items():
+        store.put(part_key(chunk, number), bytes(1000 - HEADER_BYTES))
+        age(file_of(root, part_key(chunk, number)), seconds)
+    assert store.put("ab/ff" if tenants else "ef/ff", bytes(1000 * room - HEADER_BYTES))
+    gone = [part for part in parts | others if not file_of(root, part_key(*part)).exists()]
+    assert gone == list(parts)[: room + 1], "down to 95 %"
+    assert counters(store).evictions == room + 1
 
 
 def test_use_is_noted_once_in_a_while(root: Path, caplog: pytest.LogCaptureFixture) -> None:
