@@ -11,8 +11,8 @@ A chunk has digests of these kinds, BLAKE2b over canonical bytes:
                  pages
 
 The root holds everything that determines a token's KV (`Identity`) and who may read it (`Scope`). The key of an entry
-is made of tenant, digest and tensor-parallel shard, and of the id of the secret if blobs carry a tag. If a chunk is
-stored as parts, this key is that of its base. The keys of its refinements follow from it (`part_key`).
+is made of tenant, digest and tensor-parallel shard, and of the id of the secret if blobs carry a tag. The keys of a
+chunk's refinements follow from it (`part_keys`).
 
 **Keys are a persistent format.** Stores outlive processes, and replicas of several versions share them, so any change
 of the bytes hashed here orphans every stored entry. A deliberate change raises `VERSION`, which enters every digest,
@@ -26,7 +26,6 @@ Each kind of digest has its own `person` tag, so that kinds are never confused.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,14 +39,9 @@ VERSION = 1
 DIGEST_BYTES = 32
 TENANT_BYTES = 16
 MAX_SHARDS = 1 << 16
-MAX_PARTS = 3  # of a chunk: its base and two refinements
-# "part" in ASCII. The key of a refinement ends with it and the number of the refinement. That makes nine digits, an odd
-# number, and every other key spells whole bytes, so no other key is the same.
-PART_MARK = "70617274"
 
 _LOSSLESS = "lossless"
 _STEP, _PLAIN = "step:", ",plain:"
-_PART = re.compile(f"[0-9a-f]{PART_MARK}([1-{MAX_PARTS - 1}])\\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,35 +323,6 @@ def store_key(tenant: str, digest: bytes, shard: int = 0, key_id: bytes = b"") -
     if len(key_id) not in (0, KEY_ID_BYTES):
         raise InputError(f"key_id: must be {KEY_ID_BYTES} bytes or none, got {len(key_id)}")
     return f"{tenant_id(tenant)}/{digest.hex()}{shard:04x}{key_id.hex()}"
-
-
-def part_key(key: str, number: int) -> str:
-    """Return the key of one part of a chunk. Part 0, the base, has the key of the chunk itself.
-
-    Args:
-        key: the key of the chunk, made by `store_key`.
-        number: 0 for the base, 1 and 2 for the refinements.
-
-    Raises:
-        InputError: the number is out of range, or `key` is itself that of a refinement.
-
-    Example:
-        >>> part_key("ab/01", 0), part_key("ab/01", 2), part_number(part_key("ab/01", 2))
-        ('ab/01', 'ab/01706172742', 2)
-    """
-    _check_type("key", key, str)
-    _check_type("number", number, int)
-    if not 0 <= number < MAX_PARTS:
-        raise InputError(f"number: must be 0 … {MAX_PARTS - 1}, the base and its refinements, got {number}")
-    if part_number(key):
-        raise InputError(f"key: must be that of a chunk, which its base has, got that of a refinement: {key!r}")
-    return f"{key}{PART_MARK}{number}" if number else key
-
-
-def part_number(key: str) -> int:
-    """Return which part of a chunk `key` names: 0 for a base or a blob without parts, 1 or 2 for a refinement."""
-    match = _PART.search(key)
-    return int(match[1]) if match else 0
 
 
 def canonical(*fields: bytes) -> bytes:

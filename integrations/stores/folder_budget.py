@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 
-from cuvee.codec.identity import part_number
+from cuvee.codec.part_keys import part_number
 from cuvee.integrations.stores.base import PART_WEIGHTS
 from cuvee.integrations.stores.safe_files import (
     file_lock,

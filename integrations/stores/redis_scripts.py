@@ -3,7 +3,7 @@
 A script runs atomically, so no other client sees a half-updated index.
 """
 
-from cuvee.codec.identity import MAX_PARTS, PART_MARK
+from cuvee.codec.part_keys import MAX_PARTS, PART_MARK
 from cuvee.integrations.stores.base import PART_WEIGHTS
 
 _ACCOUNT = """
@@ -150,7 +150,9 @@ end
 return {evicted, tonumber(redis.call('HGET', sums, 'bytes') or 0), redis.call('HLEN', sizes),
         redis.call('HEXISTS', sums, 'counted')}
 """
-ACCOUNT = _ACCOUNT.replace("WEIGHTS", ", ".join(map(str, PART_WEIGHTS))).replace("MARK", f"{PART_MARK}([1-{MAX_PARTS - 1}])")
+ACCOUNT = _ACCOUNT.replace("WEIGHTS", ", ".join(map(str, PART_WEIGHTS))).replace(
+    "MARK", f"{PART_MARK}([1-{MAX_PARTS - 1}])"
+)
 """Update the index for some entries, then evict entries until the budgets are met.
 
 KEYS: lru, size and sums of a bucket. ARGV: the prefix of its entries; the budget in bytes (-1: neither sweep nor

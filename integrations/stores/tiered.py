@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import part_key
+from cuvee.codec.part_keys import part_key
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import Store, TierCounters, check_tenant
 from cuvee.integrations.stores.write_behind import Tier

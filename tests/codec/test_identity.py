@@ -24,8 +24,6 @@ from cuvee.codec.identity import (
     Scope,
     canonical,
     content_digest,
-    part_key,
-    part_number,
     store_key,
     tenant_id,
 )
@@ -509,42 +507,11 @@ def test_an_identity_is_checked(change: dict[str, Any], message: str) -> None:
         (lambda: store_key("a", bytes(32), 65536), "shard: "),
         (lambda: store_key("a", bytes(32), 0, bytes(7)), "key_id: must be 8 bytes or none, got 7"),
         (lambda: store_key("a", bytes(32), 0, "00" * 8), "key_id: must be bytes"),  # type: ignore[arg-type]
-        (lambda: part_key("ab/01", 3), "number: must be 0 … 2, the base and its refinements, got 3"),
-        (lambda: part_key("ab/01", -1), "number: "),
-        (lambda: part_key("ab/01", True), "number: must be int"),
-        (lambda: part_key(b"ab/01", 1), "key: must be str"),  # type: ignore[arg-type]
-        (lambda: part_key(part_key("ab/01", 1), 1), "key: must be that of a chunk"),
     ],
 )
 def test_bad_arguments_are_named(call: Any, message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         call()
-
-
-# --- parts
-
-
-@pytest.mark.parametrize("key_id", [b"", bytes(range(0xA0, 0xA8))])
-def test_golden_keys_of_parts(key_id: bytes) -> None:
-    """Stores outlive processes: a change of these values orphans every stored refinement."""
-    key = store_key("acme", bytes(range(32)), 258, key_id)
-    assert [part_key(key, number) for number in range(3)] == [key, key + "706172741", key + "706172742"]
-    for number in range(3):
-        assert part_number(part_key(key, number)) == number
-
-
-def test_no_other_key_is_that_of_a_part() -> None:
-    """Not even if a digest ends as a refinement does. Odd lengths are left to refinements."""
-    digest = bytes.fromhex("70617274" * 8)
-    keys = [store_key("", digest, shard, key_id) for shard in (0, 0x7061) for key_id in (b"", digest[:8])]
-    parts = [part_key(key, number) for key in keys for number in (1, 2)]
-    assert not set(keys) & set(parts) and len(set(parts)) == 8
-    assert [part_number(key) for key in keys] == [0] * 4
-
-
-@pytest.mark.parametrize("key", ["ab/706172741", "ab/0706172740", "ab/0706172743", "ab/07061727411", "", "ab/0706172741\n"])
-def test_what_is_no_part_is_not_taken_for_one(key: str) -> None:
-    assert part_number(key) == 0
 
 
 # --- pages that an engine names

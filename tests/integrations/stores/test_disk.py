@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.codec.identity import part_key
+from cuvee.codec.part_keys import part_key
 from cuvee.integrations.stores import disk, folder_budget, safe_files
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.disk import DiskStore

@@ -27,7 +27,7 @@ if os.environ.get("CUVEE_REQUIRE_REDIS") != "1":
     pytest.importorskip("redis", reason="needs redis-py")
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import part_key, part_number
+from cuvee.codec.part_keys import part_key, part_number
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores import redis as module
 from cuvee.integrations.stores.base import PART_WEIGHTS, StoreError, TierCounters
@@ -153,7 +153,12 @@ def test_parts(any_store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not parts or store.put_parts(name, parts) == len(parts)
     requests: list[int] = []
     send = RedisStore._send
-    monkeypatch.setattr(RedisStore, "_send", lambda self, commands: [requests.append(1), send(self, commands)][1])
+
+    def noted(self: RedisStore, commands: Any) -> list[Any]:
+        requests.append(len(commands))
+        return send(self, commands)
+
+    monkeypatch.setattr(RedisStore, "_send", noted)
     assert store.get_parts(keys) == expected
     assert len(requests) == 2, "60 keys, 32 at a time"
     store.delete(part_key(keys[3], 1))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.identity import MAX_PARTS, part_key, part_number
+from cuvee.codec.part_keys import MAX_PARTS, part_key, part_number
 from cuvee.integrations.stores.base import PART_WEIGHTS, Store
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES
@@ -465,7 +465,6 @@ def test_memory_evicts_the_largest_age_times_weight(tenants: bool) -> None:
         assert {key for key, is_there in zip(there, store.contains(there), strict=True) if is_there} == held.keys()
     assert evicted[2] > evicted[1] > evicted[0] > 0
     assert store.counters()["memory"].evictions == sum(evicted.values())
-
 
 
 def test_memory_evicts_by_bytes_what_was_not_used_for_longest() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import part_key
+from cuvee.codec.part_keys import part_key
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.guard import GuardedStore
