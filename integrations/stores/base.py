@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.part_keys import MAX_PARTS, part_key
+from cuvee.codec.part_keys import MAX_PARTS, part_key, part_number
 from cuvee.integrations.stores.envelope import ExpiredError
 
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
@@ -265,15 +265,40 @@ def check_max_tenant(value: int | None, budget: int | None) -> int | None:
     return value
 
 
-def check_ttl(value: float | None) -> float | None:
-    """Return `value` if it is a valid time to live in seconds; None means forever.
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """How long entries live after they were written.
+
+    Attributes:
+        ttl: seconds; None means forever.
+        refinement_ttl: seconds that refinements live, if they live shorter; None means as long as other entries.
 
     Raises:
-        InputError: `value` is not above 0.
+        InputError: a time is not above 0, or `refinement_ttl` exceeds `ttl`.
     """
-    if value is not None and not value > 0:
-        raise InputError(f"ttl: must be above 0 seconds, got {value!r}")
-    return value
+
+    ttl: float | None = None
+    refinement_ttl: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttl", "refinement_ttl"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"{name}: must be above 0 seconds, got {value!r}")
+        if None not in (self.ttl, self.refinement_ttl) and self.refinement_ttl > self.ttl:  # type: ignore[operator]
+            raise InputError(
+                f"refinement_ttl: must be at most ttl, {self.ttl} seconds, because a refinement is useless without its "
+                f"base, got {self.refinement_ttl!r}"
+            )
+
+    @property
+    def shortest(self) -> float | None:
+        """Seconds until the first entry may expire; None if none does."""
+        return self.ttl if self.refinement_ttl is None else self.refinement_ttl
+
+    def of(self, key: str) -> float | None:
+        """Return the seconds that the entry of a key lives. The id alone, without the tenant, will do."""
+        return self.refinement_ttl if self.refinement_ttl is not None and part_number(key) else self.ttl
 
 
 def _check_bytes(name: str, value: int | None) -> int | None:

@@ -473,7 +473,14 @@ def test_a_folder_that_may_not_be_created_or_read(tmp_path: Path, request: pytes
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [({"path": ""}, "path"), ({"max_bytes": 0}, "max_bytes"), ({"ttl": 0.0}, "ttl"), ({"ttl": float("nan")}, "ttl")],
+    [
+        ({"path": ""}, "path"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"ttl": 0.0}, "ttl"),
+        ({"ttl": float("nan")}, "ttl"),
+        ({"refinement_ttl": 0}, "refinement_ttl"),
+        ({"ttl": 60, "refinement_ttl": 61}, "refinement_ttl"),
+    ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(InputError, match=f"^{name}: must"):
@@ -1034,6 +1041,29 @@ def test_entries_expire_by_the_time_of_writing_whenever_they_were_used(root: Pat
     now = counters(store)
     assert (now.expired, now.corrupt, now.hits, now.misses) == (1, 0, 1, 1)
     assert DiskStore(root).contains(keys) == [False, True], "without a ttl nothing expires"
+
+
+def test_refinements_expire_by_their_own_time(root: Path) -> None:
+    stores = [DiskStore(root, refinement_ttl=60), DiskStore(root, ttl=3600, refinement_ttl=60)]
+    parts = [part_key(KEY, number) for number in range(3)]
+
+    def write(seconds: float) -> None:
+        for key in parts:
+            stores[0].put(key, b"x")
+            file_of(root, key).write_bytes(seal(key, b"x", time.time() - seconds))
+            age(file_of(root, key), seconds)
+
+    for store in stores:
+        write(50)
+        assert store.contains(parts) == [True] * 3 and store.get_parts([KEY]) == [(b"x",) * 3]
+        write(61)
+        assert store.contains(parts) == [True, False, False] and store.get_parts([KEY]) == [(b"x",)]
+        write(61)
+        scan(store)
+        assert [file_of(root, key).exists() for key in parts] == [True, False, False]
+        assert counters(store).expired == 4
+    write(61)
+    assert DiskStore(root, ttl=3600).get_parts([KEY]) == [(b"x",) * 3], "without the option as long as the others"
 
 
 def test_contains_with_a_ttl_takes_no_bad_header_for_an_entry(root: Path) -> None:

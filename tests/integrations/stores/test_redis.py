@@ -416,6 +416,15 @@ def test_the_server_expires(server: RedisServer, open_redis: Open) -> None:
     assert counted(store).corrupt == counted(store).expired == 0  # a plain miss, because the server has deleted it
 
 
+def test_the_server_expires_refinements_sooner(server: RedisServer, open_redis: Open) -> None:
+    store = open_redis(server.url, ttl=3600, refinement_ttl=0.15)
+    assert store.put_parts(key(1), [b"x"] * 3) == 3
+    wait_until(lambda: store.get_parts([key(1)]) == [(b"x",)], "the refinements expire")
+    with server.client() as client:
+        client.set(f"cuvee:{{0}}:{part_key(key(1), 1)}", seal(part_key(key(1), 1), b"old", time.time() - 1))
+    assert store.get_parts([key(1)]) == [(b"x",)] and counted(store).expired == 1
+
+
 def test_a_shorter_time_holds_for_old_entries(server: RedisServer, open_redis: Open) -> None:
     with server.client() as client:
         client.set(f"cuvee:{{0}}:{key(1)}", seal(key(1), b"old", 1.7e9))
@@ -1089,6 +1098,7 @@ def test_not_a_cluster(server: RedisServer, open_redis: Open) -> None:
         ({"max_bytes": 1_000_000_000, "cluster": True}, "^max_bytes: must be at least 1024000000.*64 buckets"),
         ({"ttl": 0}, "^ttl: "),
         ({"ttl": -1.0}, "^ttl: "),
+        ({"ttl": 1.0, "refinement_ttl": 2.0}, "^refinement_ttl: must be at most ttl, 1.0 seconds"),
         ({"timeout": 0}, "^timeout: "),
     ],
 )
