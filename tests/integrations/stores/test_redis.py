@@ -513,6 +513,16 @@ def test_books_of_refinements_that_were_lost(server: RedisServer, open_redis: Op
     assert all(store.contains(bases))
 
 
+def test_a_lost_index_leaves_no_orders_behind(server: RedisServer, open_redis: Open) -> None:
+    store = open_redis(server.url, full_at(60, 100), max_tenant_bytes=full_at(30, 100))
+    for tenant in ("aa", "bb"):
+        store.put_parts(key(1, tenant), [bytes(100)] * 3)
+    with server.client() as client:
+        client.delete("cuvee:{0}:size", *(f"cuvee:{{0}}:{part_key(key(1, 'aa'), number)}" for number in range(3)))
+        assert store.get(key(1, "aa")) is None
+        assert not client.keys("*lru*")
+
+
 def test_books_of_a_version_without_parts(server: RedisServer, open_redis: Open) -> None:
     """That version keeps the order of all entries only. What it removed is not found in the others."""
     store = open_redis(server.url, full_at(9, 100))
