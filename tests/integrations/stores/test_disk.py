@@ -1118,7 +1118,7 @@ def test_the_largest_age_times_weight_goes_first(root: Path, tenants: bool, room
         ("ab/02", 0): 900.0, ("ab/03", 1): 100.0, ("ab/01", 2): 10.0, ("ab/04", 2): -1000.0, ("ab/06", 0): -5000.0,
     }  # fmt: skip
     store = DiskStore(root, max_bytes=20_000, max_tenant_bytes=10_000 if tenants else None)
-    others = {(f"cd/{name:02x}", 0): 2000.0 if tenants else 20.0 for name in range(10)}
+    others = {(f"cd/{name:02x}", 0): 2000.0 if tenants else -9000.0 for name in range(10)}
     for (chunk, number), seconds in (parts | others).items():
         store.put(part_key(chunk, number), bytes(1000 - HEADER_BYTES))
         age(file_of(root, part_key(chunk, number)), seconds)
