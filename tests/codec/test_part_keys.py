@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from cuvee.codec.entropy.nested import MAX_REFINEMENTS
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import store_key
-from cuvee.codec.part_keys import part_key, part_number
+from cuvee.codec.part_keys import MAX_PARTS, part_key, part_number
 
 
 @pytest.mark.parametrize("key_id", [b"", bytes(range(0xA0, 0xA8))])
@@ -18,6 +19,10 @@ def test_golden_keys_of_parts(key_id: bytes) -> None:
     assert [part_key(key, number) for number in range(3)] == [key, key + "706172741", key + "706172742"]
     for number in range(3):
         assert part_number(part_key(key, number)) == number
+
+
+def test_the_codec_makes_as_many_parts_as_have_keys() -> None:
+    assert MAX_PARTS == MAX_REFINEMENTS + 1
 
 
 def test_no_other_key_is_that_of_a_part() -> None:
