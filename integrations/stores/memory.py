@@ -42,9 +42,10 @@ class _Order:
 
     def use(self, key: str) -> None:
         """Add a key, or mark it as most recently used."""
-        self._clock += 1
-        self._uses[key] = self._clock
-        self._uses.move_to_end(key)
+        self._clock = now = self._clock + 1
+        uses = self._uses
+        uses[key] = now
+        uses.move_to_end(key)
         if number := part_number(key):
             refinements = self._refinements.setdefault(number, OrderedDict())
             refinements[key] = None
@@ -106,7 +107,8 @@ class _Cache:
         self.used += size
         if self.max_tenant is not None:
             tenant = _tenant(key)
-            self.tenant_orders.setdefault(tenant, _Order())
+            if tenant not in self.tenant_orders:
+                self.tenant_orders[tenant] = _Order()
             self.tenant_used[tenant] = self.tenant_used.get(tenant, 0) + size
         self.use(key)
 

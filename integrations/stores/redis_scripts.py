@@ -96,9 +96,10 @@ for i = 4, #ARGV do
 end
 
 -- The largest age x weight is that of the oldest entry, or of the oldest of the first or of the second refinements.
-local refined = false
+local refined
 local function next_out(order)
   local oldest = redis.call('ZRANGE', order, 0, 0)[1]
+  if refined == nil then refined = redis.call('EXISTS', of_number(lru, 1), of_number(lru, 2)) > 0 end
   if not refined then return oldest end
   local clock, out, most = redis.call('HGET', sums, 'clock'), nil, -1
   local function consider(entry)
@@ -122,7 +123,6 @@ end
 
 local evicted = 0
 if budget >= 0 then
-  for number = 1, #weights - 1 do refined = refined or redis.call('EXISTS', of_number(lru, number)) == 1 end
   local page = redis.call('HSCAN', sizes, redis.call('HGET', sums, 'cursor') or '0', 'COUNT', 16)
   redis.call('HSET', sums, 'cursor', page[1])
   for i = 1, #page[2], 2 do
@@ -150,9 +150,8 @@ end
 return {evicted, tonumber(redis.call('HGET', sums, 'bytes') or 0), redis.call('HLEN', sizes),
         redis.call('HEXISTS', sums, 'counted')}
 """
-ACCOUNT = _ACCOUNT.replace("WEIGHTS", ", ".join(map(str, PART_WEIGHTS))).replace(
-    "MARK", f"{PART_MARK}([1-{MAX_PARTS - 1}])"
-)
+_MARK = f"{PART_MARK}([1-{MAX_PARTS - 1}])"
+ACCOUNT = _ACCOUNT.replace("WEIGHTS", ", ".join(map(str, PART_WEIGHTS))).replace("MARK", _MARK)
 """Update the index for some entries, then evict entries until the budgets are met.
 
 KEYS: lru, size and sums of a bucket. ARGV: the prefix of its entries; the budget in bytes (-1: neither sweep nor
