@@ -449,19 +449,20 @@ def test_parts_need_a_codec_and_a_store_that_have_them(model: Any) -> None:
         Segment(TOKENS, refinements=[b"first"])
 
 
-def test_a_blend_uses_the_refinements(model: Any) -> None:
-    codec = refined(model)
+@pytest.mark.parametrize("secret", [None, SECRETS[0]])
+def test_a_blend_uses_the_refinements(model: Any, secret: bytes | None) -> None:
+    codec = refined(model, key=secret)
     made = make(model, MemoryStore(10**6), codec=codec).segment(TOKENS)
     assert isinstance(made.chunk, bytes)
-    blender = Blender(model, codec, selector=Nothing())
+    blender, bound = Blender(model, codec, selector=Nothing()), made.associated_data
     for count in range(3):
         given = made.refinements[:count]
-        blended = blender.blend([Segment(TOKENS, made.chunk, refinements=given), Segment([3, 4])])
-        decoded = codec.decode(made.chunk, refinements=given)
-        expected = blender.blend([Segment(TOKENS, decoded), Segment([3, 4])])
-        assert torch.equal(blended.logits, expected.logits)
+        blended = blender.blend([Segment(TOKENS, made.chunk, refinements=given, associated_data=bound), Segment([3])])
+        decoded = codec.decode(made.chunk, refinements=given, associated_data=bound)
+        assert torch.equal(blended.logits, blender.blend([Segment(TOKENS, decoded), Segment([3])]).logits)
+    bad = Segment(TOKENS, made.chunk, refinements=made.refinements[1:], associated_data=bound)
     with pytest.raises(CorruptError, match="refinement 1: must be of the part before it"):
-        blender.blend([Segment(TOKENS, made.chunk, refinements=made.refinements[1:]), Segment([3])])
+        blender.blend([bad, Segment([3])])
 
 
 # Keys ----------------------------------------------------------------------------------------------------------------
