@@ -35,7 +35,7 @@ def part_key(key: str, number: int) -> str:
     """
     if type(number) is not int or not 0 <= number < MAX_PARTS:
         raise InputError(f"number: must be 0 … {MAX_PARTS - 1}, the base and its refinements, got {number!r}")
-    if type(key) is not str or part_number(key):
+    if part_number(key):
         raise InputError(f"key: must be that of a chunk, which its base has, got that of a refinement: {key!r}")
     return f"{key}{PART_MARK}{number}" if number else key
 

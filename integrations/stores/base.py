@@ -31,8 +31,8 @@ MAX_ENTRY_BYTES = 512 << 20
 # what the part saves. On SmolLM2, .25, .59 and 1.13 bits per value leave a KL of .02, .005 and .001. So each bit of the
 # first refinement saves .044, and each bit of the second .0074. What a base saves is extrapolated, because a chunk
 # without one is computed, at a KL of 0. From the base to the first refinement, KL falls by a factor of e^4.1 per bit.
-# At this rate it would be .055 without any bits, and each bit of the base saves .14. Weights twice as large serve 0 to
-# 7 % more tokens from a full store, at a mean KL that is 12 to 23 % higher.
+# At this rate it would be .055 without any bits, and each bit of the base saves .14. In simulations, weights twice as
+# large served 0 to 7 % more tokens from a full store, at a mean KL that was 12 to 23 % higher.
 PART_WEIGHTS = (1, 3, 18)
 
 # Errors that concern one file rather than its disk: a folder or a FIFO in its place, or its permissions.

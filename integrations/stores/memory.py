@@ -1,4 +1,4 @@
-"""Blobs in this process's RAM. The least recently used entry is evicted first, and refinements before bases."""
+"""Blobs in this process's RAM. The least recently used entry is evicted first, and refinements sooner."""
 
 from __future__ import annotations
 

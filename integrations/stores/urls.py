@@ -11,8 +11,7 @@
 Servers log URLs, so keep passwords out of them: `password_env=NAME` reads the password from an environment variable,
 and `password_file=/path` from a file. `max_gb` counts 10^9 bytes, `max_mb` 10^6. `max_gb_per_tenant` limits each
 tenant. `ttl` takes s, m, h or d, and so does `refinement_ttl`, by which refinements expire sooner; `timeout` is in
-seconds. Every store takes `max_entry_mb`, the largest blob that it
-stores and reads.
+seconds. Every store takes `max_entry_mb`, the largest blob that it stores and reads.
 """
 
 from __future__ import annotations
