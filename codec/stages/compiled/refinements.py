@@ -77,7 +77,7 @@ _arena = Arena()
 
 @compiled
 def _first_levels(y, inverse, dead_zone, rounding, level, low, high):  # type: ignore[no-untyped-def]
-    """Quantize a run of columns of a row as the base does: magnitudes of levels, and where their cells begin and end."""
+    """Quantize a run of columns of a row as the base does: magnitudes of levels, and where cells begin and end."""
     one = np.float32(1)
     for t in range(len(level)):
         a = abs(y[t]) * inverse
