@@ -1,6 +1,8 @@
 """`LoadPlanner`: what to fetch, decode and start next, decided anew after every event of a load.
 
-arrived, failed, decoded, time passes --> LoadPlanner.next --> Step: fetch, decode, cancel, or start the model
+    arrived, failed, decoded, decode_failed, time passes --> LoadPlanner.next --> Step: fetch, decode, cancel, start
+
+All times are seconds on one clock of the caller's.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ _LATENCIES = 2.0
 _LEAST_DEPTH = 2  # requests under way
 _LEAST_WAKE = 0.002  # seconds between two looks at a link that is silent
 _CHOOSE_SHARE = 0.05  # of the time that is left passes before another number of chunks is considered without need
-_WAKE_OVERDUE = 0.25
 _WAKE_SHARE = 0.1  # of the time that is left passes at most without a look
+_WAKE_OVERDUE = 0.25  # of the time that a request should take, or has taken, passes at most until it counts as late
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,12 @@ class Step:
 class LoadPlanner:
     """Plans one load. Not thread-safe: call it from one thread.
 
-    Every decision follows from the times and rates that it is told, so equal events give equal decisions. It never
-    starts a model with a prompt that is expected to lose more than `kl_max`, however late it is; everything else gives
-    way to the deadline.
+    Equal events give equal decisions. A model is never started with a prompt that is expected to lose more than
+    `kl_max`, however late it is; everything else gives way to the deadline.
+
+    Attributes:
+        canceled: parts that were requested and then given up.
+        failed_parts: parts that were missing or damaged.
 
     Args:
         request: what to load.
@@ -123,8 +128,7 @@ class LoadPlanner:
         self._chosen = -math.inf  # when the number of chunks was chosen
         self._decoding: tuple[Decode, float] | None = None  # and when it was given to the decoder
         self._started = False
-        self.canceled = 0  # parts that were requested and then given up
-        self.failed_parts = 0
+        self.canceled = self.failed_parts = 0
 
     @property
     def plan(self) -> Plan | None:
@@ -198,6 +202,28 @@ class LoadPlanner:
         self._decoding = None
         state.decoder_free = now
 
+    def decode_failed(self, part: int, now: float) -> None:
+        """Note that the decoder has given up on what it was given, because a part is damaged or refines another base.
+
+        The chunk counts as not decoded at all: what was in its place may be overwritten.
+
+        Args:
+            part: which one of the chunk's; 0 is the base.
+            now: the time.
+
+        Raises:
+            InputError: the decoder was given nothing, or not this part, or the time runs backwards.
+        """
+        self._at(now)
+        if self._decoding is None or not 0 <= part < self._decoding[0].parts:
+            raise InputError(f"part: must be one that is being decoded, got {part}")
+        chunk = self._decoding[0].chunk
+        self._decoding = None
+        self._state.decoder_free = now
+        self._state.decoded[chunk] = 0
+        self._state.lose(chunk, part)
+        self.failed_parts += 1
+
     def _at(self, now: float) -> None:
         if not now >= self._now:
             raise InputError(f"now: must not run backwards, got {now} after {self._now}")
@@ -212,7 +238,7 @@ class LoadPlanner:
         if found is None:
             raise InputError(f"fetch: must be under way, got {fetch}")
         lane.requests.remove(found)
-        nbytes = sum(int(self._state.nbytes[chunk * self._state.most + part]) for chunk, part in parts)
+        nbytes = sum(self._state.request.chunks[chunk].parts[part].nbytes for chunk, part in parts)
         if nbytes:  # an answer that brings nothing says nothing about the rate
             lane.rate.observe_request(nbytes, found[1], lane.answered, now)
         lane.answered = now
@@ -280,8 +306,8 @@ class LoadPlanner:
     def _wake(self, plan: Plan, now: float) -> float:
         """Return when to look again although nothing has happened: links that are silent change plans, too."""
         start = max(self._state.request.deadline, plan.first_token) - self._state.compute_seconds(plan.chunks)
-        silent = any(lane.requests for lane in self._state.lanes.values())
-        soon = (_WAKE_SHARE if silent else 1.0) * (start - now)
+        waiting = any(lane.requests for lane in self._state.lanes.values())
+        soon = (_WAKE_SHARE if waiting else 1.0) * (start - now)
         for lane in self._state.lanes.values():
             if lane.requests:
                 fetch, sent = lane.requests[0]

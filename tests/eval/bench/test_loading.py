@@ -79,7 +79,7 @@ def test_policies_do_what_they_say() -> None:
 def test_nothing_beats_the_oracle(trace: str) -> None:
     met = 0
     for number, deadline in enumerate((0.15, 0.3, 0.6, 1.2)):
-        for mb_per_s in (1, 8, 64):
+        for mb_per_s in (2, 32):
             one = case(trace, mb_per_s, 1024 * (1 + number % 3), deadline, seed=number)
             bound = oracle(one)
             outcomes = [cachegen(one), best_single(one), *(fixed(one, level) for level in range(3))]
@@ -89,7 +89,7 @@ def test_nothing_beats_the_oracle(trace: str) -> None:
                 if outcome.seconds <= deadline:
                     met += 1
                     assert bound is not None and bound.kl <= outcome.kl + 1e-12
-    assert met > 10
+    assert met > 8
 
 
 def test_the_oracle_keeps_the_floor() -> None:
@@ -122,9 +122,9 @@ def test_the_report(report: dict[str, Any], tmp_path: Path) -> None:
     assert "mean bandwidth, MB/s" in drawn and OURS in drawn and tuned(CACHEGEN) in drawn
 
 
-def test_the_same_seed_gives_the_same_figures(report: dict[str, Any]) -> None:
-    again = run_loading_bench(2, seed=1, traces=("constant", STEPPING))
-    assert again["policies"] == report["policies"] and again["groups"] == report["groups"]
+def test_the_same_seed_gives_the_same_figures() -> None:
+    first, again, other = (run_loading_bench(1, seed=seed, traces=(STEPPING,)) for seed in (1, 1, 2))
+    assert again["policies"] == first["policies"] != other["policies"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 from cuvee.integrations.loading import (
     ChunkParts,
     Compute,
+    Decode,
     Fetch,
     LinearCost,
     LinkRate,
@@ -56,6 +57,7 @@ class Drive:
         token_seconds: to compute a token.
         decode_seconds: to decode a chunk.
         missing: parts that no tier has.
+        damaged: parts that arrive, and do not decode.
         steps: what the planner said, with times; filled by `run`.
         arrived: parts in the order of their arrival; filled by `run`.
     """
@@ -66,6 +68,7 @@ class Drive:
     token_seconds: float = 1e-3
     decode_seconds: float = 0.002
     missing: frozenset[tuple[int, int]] = frozenset()
+    damaged: frozenset[tuple[int, int]] = frozenset()
     steps: list[tuple[float, Step]] = field(default_factory=list)
     arrived: list[tuple[int, int]] = field(default_factory=list)
 
@@ -79,6 +82,7 @@ class Drive:
         waiting: dict[str, deque[tuple[Fetch, float]]] = {name: deque() for name in self.links}
         brought = dict.fromkeys(self.links, 0.0)
         now, decoded, wake, event = 0.0, np.inf, 0.0, True
+        decoding = Decode(0, 0)
         while now < patience:
             for name, queue in waiting.items():
                 if queue and now >= queue[0][1] + LATENCY:
@@ -92,7 +96,11 @@ class Drive:
                             self.planner.arrived(fetch, now)
                         self.arrived += [part for part in fetch.parts if part not in lost]
             if now >= decoded:
-                self.planner.decoded(now)
+                bad = [part for part in range(decoding.parts) if (decoding.chunk, part) in self.damaged]
+                if bad:
+                    self.planner.decode_failed(bad[0], now)
+                else:
+                    self.planner.decoded(now)
                 decoded, event = np.inf, True
             if event or now >= wake:
                 step = self.planner.next(now)
@@ -104,7 +112,7 @@ class Drive:
                 for each in step.fetch:
                     waiting[each.tier].append((each, now))
                 if step.decode is not None:
-                    decoded = now + self.decode_seconds
+                    decoding, decoded = step.decode, now + self.decode_seconds
                 if step.start is not None:
                     behind = TOKENS * (len(self.asked.chunks) - step.start.chunks) + self.asked.rest
                     return max(now, self.asked.engine_free) + behind * self.token_seconds, step.start

@@ -139,6 +139,16 @@ def test_a_refinement_that_turns_out_to_be_missing() -> None:
     assert start.parts == (3, 3, 1, 3) and start.kl == pytest.approx((3 * KL[2] + KL[0]) / 4)
 
 
+def test_a_part_that_turns_out_to_be_damaged_when_it_is_decoded() -> None:
+    drive = Drive(request(chunks(4), 5.0), steady(20 * MB), damaged=frozenset({(1, 1)}))
+    _, start = drive.run()
+    assert start.parts == (3, 1, 3, 3) and drive.planner.failed_parts == 1
+    assert [made for made in decodes(drive) if made[0] == 1] == [(1, 3), (1, 1)], "from the parts that are sound"
+    drive = Drive(request(chunks(4), 5.0), steady(20 * MB), damaged=frozenset({(2, 0)}))
+    _, start = drive.run()
+    assert start.parts == (3, 3)
+
+
 def test_zero_bandwidth_computes() -> None:
     drive = Drive(request(chunks(4), 2.0), steady(0.0), expected={"net": 20 * MB})
     seconds, start = drive.run()
@@ -227,12 +237,13 @@ def test_the_floor_holds_whatever_happens(seed: int) -> None:
         {"net": lambda now: float(rates[int(now / 0.1) % 40]), "disk": lambda now: float(rates[int(now / 0.07) % 40])},
         expected={"net": float(10 ** random.uniform(5, 7)), "disk": 1e6},
         missing=missing,
+        damaged=frozenset({(int(random.integers(6)), int(random.integers(3)))}),
     )
     _, start = drive.run(60.0)
     assert start.kl <= kl_max * (1 + 1e-9)
     assert start.kl == pytest.approx(sum(KL[parts - 1] for parts in start.parts) / 6)
     for chunk, parts in enumerate(start.parts):
-        assert parts >= 1 and {(chunk, part) for part in range(parts)} <= set(drive.arrived) - missing
+        assert parts >= 1 and {(chunk, part) for part in range(parts)} <= set(drive.arrived) - missing - drive.damaged
         assert [made for made in decodes(drive) if made[0] == chunk][-1][1] == parts
 
 
@@ -303,6 +314,8 @@ def test_misuse_is_refused() -> None:
         made.failed(fetch, 0.2, ((9, 9),))
     with pytest.raises(InputError, match="decoded: must follow"):
         made.decoded(0.2)
+    with pytest.raises(InputError, match="part: must be one that is being decoded, got 0"):
+        made.decode_failed(0, 0.2)
     made.arrived(fetch, 0.2)
     with pytest.raises(InputError, match="fetch: must be under way"):
         made.arrived(fetch, 0.3)
