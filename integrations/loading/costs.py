@@ -25,7 +25,7 @@ class LinearCost:
     """Seconds as `first * x + second * y`, from measurements.
 
     What was given rules until something is measured, and where samples do not tell one quantity from the other. Old
-    samples are forgotten. Neither coefficient is ever negative.
+    samples are forgotten. Neither coefficient is ever negative. Not thread-safe.
 
     Args:
         first: seconds per unit of `x`, to begin with.

@@ -47,6 +47,8 @@ class Forecast:
 class LinkRate:
     """Measures the rate of one link. Keep it as long as the link is used: a load begins with what the last ones saw.
 
+    Loads at the same time each measure their share. Not thread-safe.
+
     Args:
         rate: bytes per second, to begin with.
         latency: seconds from a request until its first byte, to begin with.

@@ -156,7 +156,6 @@ class LoadPlanner:
         waits = len(plan.order) or self._decoding or (state.decoded[: plan.chunks] < plan.levels).any()
         if not waits:
             self._started = True
-            cancel += self._cancel(None, now)
             parts = tuple(int(level) for level in plan.levels)
             start = Start(plan.chunks, parts, plan.kl, plan.first_token <= state.request.deadline)
         return Step(cancel, fetch, decode, start, self._wake(plan, now))
@@ -245,9 +244,9 @@ class LoadPlanner:
         for chunk, part in parts:
             self._state.take(chunk, part)
 
-    def _cancel(self, plan: Plan | None, now: float) -> tuple[Fetch, ...]:
-        """Give up the requests none of whose parts is in the plan; without a plan, all."""
-        wanted = set() if plan is None else set(plan.order.tolist())
+    def _cancel(self, plan: Plan, now: float) -> tuple[Fetch, ...]:
+        """Give up the requests none of whose parts is in the plan."""
+        wanted = set(plan.order.tolist())
         given_up = []
         for lane in self._state.lanes.values():
             for each, sent in list(lane.requests):
