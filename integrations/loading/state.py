@@ -113,8 +113,6 @@ class LoadState:
         self.there[chunk * self.most + part : (chunk + 1) * self.most] = False
         self.have[chunk] = min(self.have[chunk], part)
         self.stored[chunk] = min(self.stored[chunk], part)
-        self.kl[chunk, part + 1 :] = np.inf
-        self.nbytes[chunk * self.most + part : (chunk + 1) * self.most] = 0
 
     def compute_seconds(self, chunks: int) -> float:
         """Return the expected seconds to compute everything behind so many loaded chunks, up to the first token."""

@@ -26,7 +26,6 @@ TICK = 0.001
 TOKENS = 256
 KL = (0.02, 0.005, 0.001)
 SIZES = (100_000, 130_000, 200_000)
-LATENCY = 0.002
 
 
 def chunks(count: int, tier: str = "net", parts: int = 3) -> tuple[ChunkParts, ...]:
@@ -56,6 +55,8 @@ class Drive:
         expected: bytes per second that the planner is told of, where that is not the true rate at time 0.
         token_seconds: to compute a token.
         decode_seconds: to decode a chunk.
+        decode_expected: what the planner is told of that; 0: the truth.
+        latency: seconds until the first byte of an answer.
         missing: parts that no tier has.
         damaged: parts that arrive, and do not decode.
         steps: what the planner said, with times; filled by `run`.
@@ -67,6 +68,8 @@ class Drive:
     expected: Mapping[str, float] = field(default_factory=dict)
     token_seconds: float = 1e-3
     decode_seconds: float = 0.002
+    decode_expected: float = 0.0
+    latency: float = 0.002
     missing: frozenset[tuple[int, int]] = frozenset()
     damaged: frozenset[tuple[int, int]] = frozenset()
     steps: list[tuple[float, Step]] = field(default_factory=list)
@@ -75,17 +78,17 @@ class Drive:
     def run(self, patience: float = 30.0) -> tuple[float, Start]:
         """Return when the first token comes, and what the model was started with."""
         rates = {name: self.expected.get(name) or rate(0.0) for name, rate in self.links.items()}
-        self.rates = {name: LinkRate(rate, LATENCY, 0.3) for name, rate in rates.items()}
-        decode = LinearCost(self.decode_seconds / TOKENS, 0.0, 0.02)
+        self.rates = {name: LinkRate(rate, self.latency, 0.3) for name, rate in rates.items()}
+        self.decode = LinearCost((self.decode_expected or self.decode_seconds) / TOKENS, 0.0, 0.02)
         prefill = LinearCost(self.token_seconds, 0.0, 0.02)
-        self.planner = LoadPlanner(self.asked, self.rates, prefill, decode, now=0.0)
+        self.planner = LoadPlanner(self.asked, self.rates, prefill, self.decode, now=0.0)
         waiting: dict[str, deque[tuple[Fetch, float]]] = {name: deque() for name in self.links}
         brought = dict.fromkeys(self.links, 0.0)
         now, decoded, wake, event = 0.0, np.inf, 0.0, True
         decoding = Decode(0, 0)
         while now < patience:
             for name, queue in waiting.items():
-                if queue and now >= queue[0][1] + LATENCY:
+                if queue and now >= queue[0][1] + self.latency:
                     brought[name] += TICK * self.links[name](now)
                     if brought[name] >= queue[0][0].nbytes:
                         fetch, brought[name], event = queue.popleft()[0], 0.0, True

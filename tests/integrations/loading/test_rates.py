@@ -101,9 +101,9 @@ def test_quantities_that_samples_do_not_tell_apart_share_the_cost() -> None:
 
 def test_old_costs_are_forgotten_and_none_is_negative() -> None:
     cost = LinearCost(1e-3, 0.0)
-    for seconds in (1.0,) * 32 + (2.0,) * 32:
+    for seconds in (1.0,) * 32 + (2.0,) * 24:
         cost.observe(100.0, 0.0, seconds)
-    assert cost(100.0, 0.0) == pytest.approx(2.0, rel=0.02)
+    assert cost(100.0, 0.0) > 1.55, "without forgetting, 8 of 32 samples would make it 1.43"
     for number in range(32):
         cost.observe(100.0, 100.0 * number, 1.0 / (1 + number))  # the more, the quicker
         assert cost.first >= 0 and cost.second >= 0 and cost(100.0, 0.0) + cost(0.0, 100.0) > 0
