@@ -40,8 +40,8 @@ class _CpuUnlessNamed(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_CpuUnlessNamed,
-    help="Measure speed and memory: on the CPU (the default), on a GPU, of an engine's pages, of a full store, of loads "
-    "with a deadline, in vLLM, or with other people's benchmarks.",
+    help="Measure speed and memory: on the CPU (the default), on a GPU, of an engine's pages, of a full store, of "
+    "loads with a deadline, in vLLM, or with other people's benchmarks.",
 )
 
 
