@@ -119,8 +119,8 @@ class _Estimate:
 
 
 def oracle(case: LoadCase) -> Outcome | None:
-    """Return a bound for every policy: the least KL that meets the deadline on a link that is known in advance; None if
-    nothing meets it and keeps the floor.
+    """Return a bound for every policy that loads coded chunks: the least KL that meets the deadline on a link that is
+    known in advance; None if nothing meets it and keeps the floor. A raw cache may be better where a link is fast.
 
     For each number of chunks to load, the bytes are bounded twice. The link carries so many until the model has to
     start, less the time to decode one chunk, since the last byte is that of a chunk. The decoder decodes so many from
