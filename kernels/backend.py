@@ -149,7 +149,7 @@ class TritonBackend:
     def _scheme(self, coding: Coding, cache: PagedCache) -> DeviceScheme:
         # A bfloat16 product is as precise as a bfloat16 or FP8 cache; float16 has a longer mantissa.
         product = torch.bfloat16 if cache.dtype == torch.bfloat16 or cache.scaled else torch.float32
-        how = (coding.scheme, coding.step_index, coding.dtype, coding.predicted)
+        how = (coding.scheme, coding.step_index, coding.dtype, coding.predicted, coding.refinements)
         key = (coding.profile.id, how, cache.device, product)
         with self._making:
             if key not in self._schemes:
@@ -161,6 +161,8 @@ class TritonBackend:
             return self._schemes[key]
 
     def _make(self, coding: Coding, cache: PagedCache, product: torch.dtype) -> DeviceScheme:
+        if coding.refinements is not None:
+            raise InputError('backend: must be "numba" or "reference" for a base and its refinements, got "triton"')
         device, layout = cache.device, replace(coding.profile.layout, dtype=coding.dtype)
         if coding.scheme is Scheme.LOSSLESS:
             return LosslessDevice(layout, Geometry(layout, partition(layout, "unit"), device), device)
