@@ -51,7 +51,7 @@ def place_streams(jobs: I64, plans: I64, class_planes: I64 | None = None) -> Non
         jobs: with PLAN, TOKENS, PER_STREAM and CLASS_PLAN; STREAMS, STATES, LENGTHS, WORDS and LONG_LENGTHS are
             written.
         plans: `[Q, len(PlanField)]`.
-        class_planes: of the finest class that each job's section serves; None: no tokens have classes.
+        class_planes: of the finest class that each job's section serves, in its part; None: no tokens have classes.
     """
     planes = plans[jobs[:, JobField.PLAN], PlanField.PLANES]
     if class_planes is not None:
@@ -95,15 +95,17 @@ def encode_planes(
     Waits for the device twice: for the sizes of the output and what the kernels found wrong, and for the bytes.
 
     Args:
-        jobs: int64 `[J, len(JobField)]` on the host, with `place_jobs` and `place_streams` done.
+        jobs: int64 `[J, len(JobField)]` on the host, with `place_jobs` and `place_streams` done. The columns of a job
+            whose CLASS_PLAN is above 0 have classes. It has a stream of them if CLASS_STATE is above 0; otherwise it is
+            one of a refinement, whose base has it.
         plans: int64 `[Q, len(PlanField)]` on the host.
         coding: the same on the device; see `stream_jobs`.
         entries: uint32 `[K, 256, 2]`, see `rans.coding_table`.
         planes: uint8, all byte planes.
-        status: int32 `[J]`.
+        status: int32, of the first jobs: those of all chunks' sections.
         sections: of each chunk, for messages.
         first_chunk: number of the first chunk, for messages.
-        counts: int32 `[J, max_rows]` escapes of each row; None: there are none.
+        counts: int32 `[…, max_rows]` escapes of each row of the first jobs; others have none. None: none has.
         list_escapes: writes them out.
         classes: uint8, of the columns of the jobs whose tokens have classes; None: there are none.
         class_words: uint16, of the streams of these classes.
@@ -129,12 +131,14 @@ def encode_planes(
         if classes is not None:
             rans_encode_classes(planes, coding, entries, classes, streams)
         count_words(coding, streams.lengths, totals)
-    escaped = torch.zeros_like(totals) if counts is None else counts.sum(1, dtype=torch.int64)
-    sizes = Download(torch.stack([totals, escaped, status.long()])).wait()
-    numbers = range(first_chunk, first_chunk + len(jobs) // len(sections))
-    raise_status(sizes[2].astype(np.int32), sections, numbers)
+    escaped = torch.zeros_like(totals) if counts is None else _of_all(counts.sum(1, dtype=torch.int64), len(jobs))
+    sizes = Download(torch.stack([totals, escaped, _of_all(status.long(), len(jobs))])).wait()
+    numbers = range(first_chunk, first_chunk + len(status) // len(sections))
+    raise_status(sizes[2][: len(status)].astype(np.int32), sections, numbers)
 
     jobs = jobs.copy()
+    classed &= jobs[:, JobField.CLASS_STATE] > 0
+    jobs[~classed, JobField.CLASS_PLAN] = 0  # so that the part is written without classes
     jobs[:, JobField.WORD_COUNT], jobs[:, JobField.ESCAPE_COUNT] = sizes[0], sizes[1]
     jobs[:, JobField.ESCAPES], listed = running_offsets(sizes[1])
     of_classes = np.where(classed, class_bytes(jobs[:, JobField.CLASS_WORD_COUNT]), 0)
@@ -156,3 +160,8 @@ def encode_planes(
         kept = Download(out)
     raw = kept.wait()
     return [raw[at : at + size].tobytes() for at, size in zip(jobs[:, JobField.SECTION], section_bytes, strict=True)]
+
+
+def _of_all(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the values of the first jobs, and zero for the others."""
+    return values if len(values) == count else torch.nn.functional.pad(values, (0, count - len(values)))

@@ -116,7 +116,8 @@ def _dequantize_classes(  # type: ignore[no-untyped-def]
     component = _of_row(row_maps, plan, PLAN_ROW_MAP, row, inside & (row < extent), -1)
     exists = component >= 0
     at_row = tl.load(plan + PLAN_ROW).to(tl.int32) + component
-    shrink_one, shrink_more = _shrinkage(row_floats, at_row, exists)
+    if y.dtype.element_ty != tl.int32:
+        shrink_one, shrink_more = _shrinkage(row_floats, at_row, exists)
     shift, low_plane = _low_bits(row_ints, at_row, exists)
     half = _half(shift)
     d = _signed(tl.load(planes + component.to(tl.int64) * tokens + column, mask=exists, other=0))
@@ -125,9 +126,13 @@ def _dequantize_classes(  # type: ignore[no-untyped-def]
     low_row = planes + low_plane.to(tl.int64) * tokens
     low = tl.load(low_row + column, mask=exists & (low_plane >= 0), other=half.to(tl.uint8))
     d = (d << shift) + (low.to(tl.int32) - half)
-    value = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index))
     out = y + row.to(tl.int64) * stride + column
-    tl.store(out, rounded(value, y.dtype.element_ty), mask=(row < extent) & (column < stride))
+    written = (row < extent) & (column < stride)
+    if y.dtype.element_ty == tl.int32:
+        tl.store(out, d, mask=written)
+    else:
+        value = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index))
+        tl.store(out, rounded(value, y.dtype.element_ty), mask=written)
     tl.atomic_add(found + index, escapes, mask=escapes > 0, sem="relaxed")
 
 
@@ -167,14 +172,18 @@ def _place_escapes_classes(  # type: ignore[no-untyped-def]
         wrong = tl.max((listed & (valid == 0)).to(tl.int32), 0)
         tl.atomic_or(status + index, STATUS_ESCAPES, mask=wrong > 0, sem="relaxed")
         component = tl.load(plan + PLAN_ROW, mask=valid, other=0) + row
-        shrink_one, shrink_more = _shrinkage(row_floats, component, valid)
         shift, low_plane = _low_bits(row_ints, component, valid)
         y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=valid, other=0).to(tl.int64)
         d = tl.load(entries + count + entry, mask=valid, other=0).to(tl.int32, bitcast=True)
         low = tl.load(planes + low_plane * tokens + column, mask=valid & (low_plane >= 0), other=0)
         d = (d << shift) + (low.to(tl.int32) - _half(shift))
-        back = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index, mask=valid, other=0.0))
-        tl.store(y + y_row * stride + column, rounded(back, y.dtype.element_ty), mask=valid)
+        out = y + y_row * stride + column
+        if y.dtype.element_ty == tl.int32:
+            tl.store(out, d, mask=valid)
+        else:
+            shrink_one, shrink_more = _shrinkage(row_floats, component, valid)
+            back = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index, mask=valid, other=0.0))
+            tl.store(out, rounded(back, y.dtype.element_ty), mask=valid)
 
 
 def dequantize_classes(
@@ -195,7 +204,8 @@ def dequantize_classes(
 
     Of each run of `depth` columns, the rows up to the extent of its first column's class are written, zero where a
     column has no component. The coefficients are those of `codec/stages/reference/symbols_by_class.py`, rounded to the
-    dtype of `y`. Those of a job whose status gets `Status.ESCAPES` are arbitrary.
+    dtype of `y`. Those of a job whose status gets `Status.ESCAPES` are arbitrary. Where `y` is int32, it gets levels in
+    place of coefficients, for refinements.
 
     Args:
         data: as for `dequantize.dequantize`.
@@ -204,7 +214,7 @@ def dequantize_classes(
         row_maps: int32, from PlanField.ROW_MAP on the component of each row of coefficients, or -1.
         classes: uint8 below 16: `TokenOrder.classes`.
         planes: as for `dequantize.dequantize`.
-        y: likewise.
+        y: likewise, or int32.
         status: likewise.
         found: likewise.
         max_rows: the largest extent of a plan.
@@ -417,6 +427,8 @@ _BLOCK = {"ROWS": _BLOCK_ROWS, "COLUMNS": WINDOW}
 SPECS: tuple[KernelSpec, ...] = (
     _spec("dequantize_classes", _dequantize_classes, {"ROWS": _ROWS, "COLUMNS": MIN_DEPTH}, 80, y="*bf16"),
     _spec("place_escapes_classes", _place_escapes_classes, {"ENTRIES": ENTRIES}, 48, y="*bf16"),
+    _spec("unpack_classes", _dequantize_classes, {"ROWS": _ROWS, "COLUMNS": MIN_DEPTH}, 80, y="*i32"),
+    _spec("unpack_escapes_classes", _place_escapes_classes, {"ENTRIES": ENTRIES}, 48, y="*i32"),
     _spec("quantize_classes", _quantize_classes, _BLOCK, 128),
     _spec("list_escapes_classes", _list_escapes_classes, _BLOCK, 128),
 )

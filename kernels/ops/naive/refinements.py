@@ -1,0 +1,83 @@
+"""Plain references of `ops/refinements.py`: same names with `_reference`, same signatures."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cuvee.codec.entropy.nested import CONTEXT_BITS, CONTEXTS, MOST, base_cell, first_level, refine
+from cuvee.codec.stages.reference import refinements as codec
+from cuvee.codec.stages.reference import symbols
+from cuvee.codec.stages.reference.symbols_by_class import class_runs
+from cuvee.kernels.jobs import PlanField
+from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.naive.symbols import host_array
+from cuvee.kernels.ops.naive.symbols_by_class import ClassedPart
+
+
+def quantize_refinements_reference(
+    y: torch.Tensor,
+    jobs: torch.Tensor,
+    plans: DevicePlans,
+    row_maps: torch.Tensor,
+    zones: torch.Tensor,
+    classes: torch.Tensor,
+    planes: torch.Tensor,
+    parts: int,
+    max_rows: int,
+    max_tokens: int,
+) -> None:
+    """See `quantize_refinements`."""
+    count = len(jobs) // parts
+    for index in range(count):
+        own = [ClassedPart(jobs, plans, classes, index + count * part) for part in range(parts)]
+        targets = [part.planes(planes) for part in own]
+        for at, k in class_runs(own[0].columns):
+            source = host_array(own[0].coefficients(y)[:, at])
+            base = own[0].of(k)
+            shape, rows = source.shape, base.y_rows.numpy()
+            magnitude = np.abs(source) * np.float32(plans.inverses[base.plan_index])
+            level, low, high = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+            level[rows] = np.abs(symbols.quantize(source[rows], base.coding_step, base.plan(), base.quantizer))
+            low[rows], high[rows] = base_cell(level[rows], base.quantizer.dead_zone[:, None])
+            known = np.isin(np.arange(len(source)), rows)
+            for number in range(1, parts):
+                unit, finer = np.float32(2.0**-number), own[number].of(k)
+                rows = finer.y_rows.numpy()
+                first = int(plans.plans[finer.plan_index, PlanField.ROW])
+                zone = host_array(zones[first : first + len(rows)])[:, None]
+                coarse = level[rows]
+                cells = (low[rows], high[rows])
+                fine, (own_low, own_high) = refine(coarse, magnitude[rows], cells, zone * unit)
+                new = ~known[rows]
+                fine[new] = first_level(magnitude[rows][new] / unit, zone[new], MOST)
+                own_low[new], own_high[new] = (edge * unit for edge in base_cell(fine[new], zone[new]))
+                symbol = np.where(coarse == 0, np.where(source[rows] < 0, -fine, fine), fine - 2 * coarse)
+                byte = np.minimum(coarse, CONTEXTS - 1) << CONTEXT_BITS | symbol & ((1 << CONTEXT_BITS) - 1)
+                targets[number][: len(rows), at] = torch.from_numpy(byte.astype(np.uint8)).to(planes.device)
+                level[rows], low[rows], high[rows], known[rows] = fine, own_low, own_high, True
+
+
+def reconstruct_reference(
+    levels: torch.Tensor,
+    jobs: torch.Tensor,
+    plans: DevicePlans,
+    row_maps: torch.Tensor,
+    classes: torch.Tensor,
+    y: torch.Tensor,
+    max_rows: int,
+    max_tokens: int,
+    depth: int,
+) -> None:
+    """See `reconstruct`."""
+    for index in range(len(jobs)):
+        part = ClassedPart(jobs, plans, classes, index)
+        source, target = part.coefficients(levels), part.coefficients(y)
+        for start in range(0, part.tokens, depth):
+            target[: part.extent(int(part.columns[start])), start : start + depth] = 0
+        for at, k in class_runs(part.columns):
+            own = part.of(k)
+            first = int(plans.plans[own.plan_index, PlanField.ROW])
+            shrink = host_array(plans.row_floats[first : first + own.rows])
+            back = codec.reconstruct(host_array(source[own.y_rows, at]), shrink, own.step)
+            target[own.y_rows, at] = torch.from_numpy(back).to(y)
