@@ -77,7 +77,5 @@ def reconstruct_reference(
             target[: part.extent(int(part.columns[start])), start : start + depth] = 0
         for at, k in class_runs(part.columns):
             own = part.of(k)
-            first = int(plans.plans[own.plan_index, PlanField.ROW])
-            shrink = host_array(plans.row_floats[first : first + own.rows])
-            back = codec.reconstruct(host_array(source[own.y_rows, at]), shrink, own.step)
+            back = codec.reconstruct(host_array(source[own.y_rows, at]), own.floats, own.step)
             target[own.y_rows, at] = torch.from_numpy(back).to(y)

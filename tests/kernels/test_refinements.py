@@ -1,0 +1,338 @@
+"""Bases and refinements on the device: every kernel against its reference and the codec's, both ways, and forged."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests import conftest
+from tests.codec.forging import HEADER, reseal_header, sections_of, with_section
+from tests.kernels.test_classes import BACK, Pages, assert_close, importance, on, predicting
+from tests.kernels.test_hostile import BY_CHANCE, ROUNDING, STREAMS, Coded, Outcome, class_stream, learned, smooth_chunk
+from tests.kernels.test_hostile import LAYOUT as TINY
+
+from cuvee.codec.backends import Coding, EncodeRequest, get_backend
+from cuvee.codec.codec import Codec, OpenBlob
+from cuvee.codec.entropy import coefficients
+from cuvee.codec.entropy.nested import NestedFamily
+from cuvee.codec.errors import CorruptError, CuveeError, FormatError
+from cuvee.codec.format.container import Scheme, header_digest, read_header
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profiles.nested_coding import NestedSection
+from cuvee.codec.stages.reference.refinements import to_refinements
+from cuvee.kernels import transform_scheme
+from cuvee.kernels.jobs import I64, JobField, PlanField
+from cuvee.kernels.ops.naive import rans_by_class, refinements
+from cuvee.kernels.plans import TransformPlan
+
+# NumPy warns where damaged numbers overflow.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning")
+
+STEP = 0.25
+CASES = [("irregular", "unit", 2), ("mqa", "head", 1), ("bfloat16", "layer", 2)]
+
+
+def codecs(profile: Any, refinements: int, step: float = STEP) -> tuple[Codec, Codec]:
+    """The CPU's and the kernels'."""
+    cpu, triton = (
+        Codec(profile, step=step, refinements=refinements, backend=backend, threads=1)
+        for backend in ("numba", "triton")
+    )
+    return cpu, triton
+
+
+# --- all of it
+
+
+@pytest.mark.parametrize(("name", "group", "count"), CASES)
+def test_both_backends_read_what_the_other_wrote(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, name: str, group: str, count: int,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    if name != "irregular":
+        request.getfixturevalue("plain_coder")
+    profile = fitted(name, group)
+    profile = predicting(profile, (0,)) if group == "head" else profile
+    cpu, triton = codecs(profile, count)
+    chunk = make_chunk(layouts[name], 20, start=2)
+    weights = importance(20) if group == "unit" else None
+    blobs = cpu.encode_parts(chunk, importance=weights)
+    mine = triton.encode_parts(on(device, chunk), importance=weights)
+    for own, expected in zip(mine, blobs, strict=True):
+        assert abs(len(own) - len(expected)) <= 0.01 * len(expected) + 8
+    rounding = BACK[layouts[name].dtype]
+    errors = []
+    for known in range(count + 1):
+        want = cpu.decode(mine[0], 500, refinements=mine[1 : known + 1])
+        assert_close(triton.decode(mine[0], 500, refinements=mine[1 : known + 1], device=device), want, rounding)
+        kept = cpu.decode(mine[0], refinements=mine[1 : known + 1])
+        errors.append(float((kept.values[0].float() - chunk.values[0].float()).square().mean()))
+        opened = [codec.open(blobs[0], refinements=blobs[1 : known + 1]) for codec in (cpu, triton)]
+        assert_close(
+            triton.decode(opened[1], tokens=range(3, 9), device=device),
+            cpu.decode(opened[0], tokens=range(3, 9)), rounding,
+        )  # fmt: skip
+    assert all(finer < 0.6 * coarser for coarser, finer in pairwise(errors))
+    want, got = cpu.decode_layers(opened[0], range(1, 2)), triton.decode_layers(opened[1], range(1, 2), device=device)
+    for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
+        assert float((a.cpu().float() - b.float()).abs().max()) <= rounding * float(b.float().abs().max())
+
+
+@pytest.mark.usefixtures("plain_coder")
+def test_pages_hold_chunks_of_any_number_of_parts(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any
+) -> None:
+    """In one call: bases alone, bases with one refinement and with two, and blobs of one quality at a base's step."""
+    layout, profile = layouts["gqa"], fitted("gqa", "head")
+    cpu, triton = codecs(profile, 2)
+    single = Codec(profile, step=4 * STEP, threads=1)
+    sizes = [5, 9, 14, 3, 7]
+    chunks = [make_chunk(layout, tokens, seed) for seed, tokens in enumerate(sizes)]
+    parts = [cpu.encode_parts(chunk, importance=importance(chunk.tokens)) for chunk in chunks[:4]]
+    parts.append((single.encode(chunks[4]),))
+    mixed = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    slots = list(mixed[: sum(sizes)].split(sizes))
+    got, want = Pages(layout, device), Pages(layout, torch.device("cpu"))
+    for codec, pages in ((triton, got), (cpu, want)):
+        opened: list[bytes | memoryview | OpenBlob] = [
+            codec.open(own[0], refinements=own[1 : 1 + known])
+            for own, known in zip(parts, (2, 0, 2, 1, 0), strict=True)
+        ]
+        codec.decode_paged(opened, pages.cache, [at.to(pages.cache.device) for at in slots], [9, 0, 100, 7, 0]).check()
+    for x, y in zip(got.memory, want.memory, strict=True):
+        assert float((x.cpu() - y).abs().max()) <= BACK["float32"] * float(y.abs().max())
+        assert bool(((x.cpu() == 7) == (y == 7)).all())
+
+
+# --- every kernel
+
+
+def held_to(reference: Callable[..., None], launcher: Callable[..., None], calls: Counter[str]) -> Callable[..., None]:
+    """A launcher that fails unless its reference, given the same, leaves the same bytes."""
+
+    def call(*args: Any, **named: Any) -> None:
+        given = inspect.signature(launcher).bind(*args, **named).arguments
+        copies = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+        launcher(**given)
+        reference(**copies)
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value.view(torch.uint8), copies[name].view(torch.uint8)), name
+        calls[launcher.__name__] += 1
+
+    return call
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Every launch of these kernels is held to its reference; how often that was."""
+    calls: Counter[str] = Counter()
+    for home, name in (
+        (refinements, "quantize_refinements"), (refinements, "reconstruct"), (rans_by_class, "rans_refine"),
+    ):  # fmt: skip
+        reference = getattr(home, f"{name}_reference")
+        monkeypatch.setattr(transform_scheme, name, held_to(reference, getattr(transform_scheme, name), calls))
+    return calls
+
+
+def planes_by_the_codec(y: torch.Tensor, row: I64, columns: Any, section: NestedSection, family: NestedFamily) -> Any:
+    """Planes of the refinements of one job, from its coefficients."""
+    last = section.parts[-1]
+    stride, at = int(row[JobField.STRIDE]), int(row[JobField.LEVELS])
+    rows = int(last.components[columns.min()].max(initial=-1)) + 1
+    laid = y[at : at + rows * stride].view(rows, stride)[:, : len(columns)].cpu().numpy()
+    dense = np.zeros((int(last.classed.rows[columns].max(initial=0)), len(columns)), np.float32)
+    for k in np.unique(columns):
+        own = last.components[k]
+        dense[np.ix_(np.arange(len(own)), columns == k)] = laid[np.ix_(own, columns == k)]
+    return to_refinements(dense, columns, section, family)
+
+
+@pytest.mark.parametrize(("group", "count"), [("head", 2), ("layer", 1)])
+def test_kernels_leave_the_bytes_of_the_references(
+    device: torch.device, held: Counter[str], monkeypatch: pytest.MonkeyPatch, fitted: Any, group: str, count: int
+) -> None:
+    """A batch of chunks, of which one is longer than a window; and the codec's own stages, given the coefficients."""
+    layout = conftest.LAYOUTS["gqa"]
+    profile = predicting(fitted("gqa", group), (0, 2))
+    cpu, triton = codecs(profile, count)
+    chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 270, 1))]
+    for chunk in chunks[:2]:
+        chunk.values[0][chunk.tokens // 2, 0, :2] += 3000.0  # values that escape
+    weights = [None, importance(270), None]
+    coding = Coding(profile, Scheme.TRANSFORM, triton.step_index, layout.dtype, False, count)
+    plan = TransformPlan(profile, triton.step_index, device, torch.float32, False, count)
+    assert plan.nested is not None
+    sections = plan.nested.sections
+    checked = []
+    held_quantize = transform_scheme.quantize_refinements
+
+    def quantize(*args: Any) -> None:
+        held_quantize(*args)
+        y, jobs, plans, _, _, classes, planes, parts, *_ = args
+        table, of_part = jobs.cpu().numpy(), len(jobs) // parts
+        for index, row in enumerate(table[:of_part]):
+            columns = classes[row[JobField.COLUMNS] :][: row[JobField.TOKENS]].cpu().numpy()
+            section = sections[index % len(sections)]
+            for part, wanted in enumerate(planes_by_the_codec(y, row, columns, section, plan.nested.family), 1):
+                finer = table[index + part * of_part]
+                shape = (int(plans.plans[finer[JobField.PLAN], PlanField.PLANES]), len(columns))
+                at = int(finer[JobField.PLANES])
+                got = planes[at : at + shape[0] * shape[1]].view(shape).cpu().numpy()
+                own = np.arange(shape[0])[:, None] < section.parts[part].classed.rows[columns]
+                assert wanted.shape == shape and np.array_equal(got[own], wanted[own])
+                checked.append(own.any())
+
+    monkeypatch.setattr(transform_scheme, "quantize_refinements", quantize)
+    pages = conftest.dense_pages(layout, [on(device, chunk) for chunk in chunks])
+    slots = list(torch.arange(308, device=device).split([37, 270, 1]))
+    requests = [
+        EncodeRequest(pages, at, chunk.tokens, 5, None if own is None else triton._offsets(own, chunk.tokens))
+        for at, chunk, own in zip(slots, chunks, weights, strict=True)
+    ]
+    together = get_backend("triton", device.type).encode(coding, requests)
+    assert held["quantize_refinements"] == 1 and len(checked) == 3 * len(sections) * count and any(checked)
+    opened = []
+    for chunk, own, coded in zip(chunks, weights, together, strict=True):
+        parts = triton.encode_parts(on(device, chunk), importance=own)
+        assert [section for part in parts for section in sections_of(part)] == coded
+        opened.append(triton.open(parts[0], refinements=parts[1:]))
+        assert_close(cpu.decode(parts[0], refinements=parts[1:]), triton.decode(opened[-1], device=device), 2**-15)
+    before = Counter(held)
+    triton.decode_paged(opened, pages, slots, [7, 400, 50]).check()
+    assert held["rans_refine"] - before["rans_refine"] == count and held["reconstruct"] - before["reconstruct"] == 1
+
+
+# --- forged parts
+
+
+@cache
+def forgeable(per_stream: int = 4) -> tuple[bytes, ...]:
+    """A base with escapes and two refinements; two streams per section."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coefficients, "tokens_per_stream", lambda *_: per_stream)
+        chunk = smooth_chunk(TINY, 7, 50, outlier=300.0)
+        return codecs(learned(), 2, 0.02)[0].encode_parts(chunk, importance=4.0 ** torch.arange(7))
+
+
+def linked(parts: Sequence[bytes]) -> list[bytes]:
+    """The parts, of which each names the one before it as it is now."""
+    out = [parts[0]]
+    for part in parts[1:]:
+        named = part[:48] + header_digest(out[-1], read_header(out[-1])) + part[64:]
+        out.append(reseal_header(named, (read_header(part).header_bytes - HEADER) // 12))
+    return out
+
+
+def forged(part: int, change: Callable[[Coded], None]) -> list[bytes]:
+    """The parts with another first section in one of them."""
+    parts = list(forgeable())
+    coded = Coded.of("transform", parts[part])
+    change(coded)
+    parts[part] = with_section(parts[part], coded.section())
+    return linked(parts)
+
+
+def decoded(codec: Codec, parts: Sequence[bytes], device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    opened = codec.open(parts[0], refinements=parts[1:])
+    keys, values = codec.decode_layers(opened, range(1), device=device)
+    return [keys[0].cpu(), values[0].cpu()]
+
+
+def assert_agree(parts: Sequence[bytes], device: torch.device) -> Outcome:
+    """Both backends refuse the parts, or both decode them to the same tensors; returns what the CPU says."""
+    found: list[Outcome] = []
+    for codec, where in zip(codecs(learned(), 2, 0.02), ("cpu", device), strict=True):
+        try:
+            found.append(decoded(codec, parts, where))
+        except CuveeError:
+            found.append(None)
+    want, got = found
+    assert (got is None) == (want is None)
+    for a, b in zip(got or [], want or [], strict=True):
+        if bool(b.isfinite().all()):
+            assert float((a.double() - b.double()).abs().max()) <= ROUNDING * float(b.double().abs().max())
+    return want
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_streams_of_a_refinement_that_lie_are_refused(part: int, device: torch.device, held: Counter[str]) -> None:
+    assert Coded.of("transform", forgeable()[part]).section() == sections_of(forgeable()[part])[0]
+    assert len(Coded.of("transform", forgeable()[part]).states) == 2
+    assert assert_agree(forgeable(), device) is not None
+    for name, forge in STREAMS.items():
+        if "escape" in name:
+            continue
+        found = assert_agree(forged(part, forge), device)
+        assert found is None or name in BY_CHANCE, name
+    assert held["rans_refine"] > 20
+
+
+def _escape(coded: Coded) -> None:
+    coded.index, coded.value = [0], [5]
+    coded.counted()
+
+
+def _classes(coded: Coded) -> None:
+    coded.reserved = 1
+    coded.class_state, coded.class_words = class_stream([11] * 7)
+    coded.counted()
+
+
+def _no_classes(coded: Coded) -> None:
+    coded.reserved, coded.class_words = 0, []
+    coded.counted()
+
+
+SHAPES: dict[str, tuple[Callable[[], Sequence[bytes]], str, str]] = {
+    "an escape": (partial(forged, 2, _escape), "refinement 2 of blob 0", "no escapes"),
+    "classes of its own": (partial(forged, 1, _classes), "refinement 1 of blob 0", "has token classes"),
+    "a base without classes": (partial(forged, 0, _no_classes), "section 0 of blob 0", "must have token classes"),
+    "other tokens per stream": (
+        lambda: linked([forgeable()[0], *forgeable(2)[1:]]), "refinement 1 of blob 0", "as many tokens per stream",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_parts_of_another_shape_are_refused(name: str, device: torch.device) -> None:
+    make, where, what = SHAPES[name]
+    cpu, triton = codecs(learned(), 2, 0.02)
+    parts = make()
+    with pytest.raises(FormatError):
+        decoded(cpu, parts)
+    with pytest.raises(FormatError, match=f"{where}.*{what}"):
+        decoded(triton, parts, device)
+
+
+def test_a_refinement_of_another_base_is_refused(device: torch.device) -> None:
+    """Its symbols have other contexts: the streams do not end where they must."""
+    other = codecs(learned(), 2, 0.02)[0].encode_parts(smooth_chunk(TINY, 7, 51), importance=4.0 ** torch.arange(7))
+    triton = codecs(learned(), 2, 0.02)[1]
+    with pytest.raises(CorruptError, match="part before it"):
+        decoded(triton, [other[0], *forgeable()[1:]], device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coefficients, "tokens_per_stream", lambda *_: 4)
+        other = codecs(learned(), 2, 0.02)[0].encode_parts(smooth_chunk(TINY, 7, 51), importance=4.0 ** torch.arange(7))
+    with pytest.raises(CorruptError, match="streams do not end"):
+        decoded(triton, linked([other[0], *forgeable()[1:]]), device)
+
+
+def test_escapes_of_any_value_are_refined_alike(device: torch.device, held: Counter[str]) -> None:
+    """Levels wrap as those of the reference do."""
+    assert Coded.of("transform", forgeable()[0]).escape_count > 1
+    for value in (-(2**31), -(2**31) + 1, 2**31 - 1, -(2**30), 1 << 24, 0, -128):
+
+        def change(coded: Coded, value: int = value) -> None:
+            coded.value = [value] * len(coded.value)
+
+        for known in (1, 2):
+            assert_agree(forged(0, change)[: known + 1], device)
+    assert held["reconstruct"] == 14
