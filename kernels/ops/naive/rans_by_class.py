@@ -15,7 +15,7 @@ from cuvee.codec.stages.reference.refinements import refined
 from cuvee.codec.support.arrays import I32, U8, U16
 from cuvee.kernels.jobs import JobField, PlanField
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
-from cuvee.kernels.ops.naive.rans import Decoder, entropy_tables, slots_of, store_streams
+from cuvee.kernels.ops.naive.rans import Decoder, coder_tables, slots_of, store_streams
 from cuvee.kernels.ops.rans_by_class import unpack_route
 
 
@@ -111,7 +111,7 @@ def rans_encode_classes_reference(
     streams: EncodedStreams,
 ) -> None:
     """See `rans_encode_classes`."""
-    model = entropy_tables(entries)
+    model = coder_tables(entries)
     for job in coding.jobs.tolist():
         if job[JobField.CLASS_PLAN] <= 0:
             continue
