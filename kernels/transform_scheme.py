@@ -7,8 +7,8 @@
 Sections whose tokens have classes and sections whose tokens have none go through kernels of their own, each of which
 leaves the other's jobs out; a batch may hold both.
 
-The tokens of a base and its refinements have classes. Both parts share the rows of coefficients, and each part of a
-section is a job: those of the bases come first, then those of the first refinements, and so on.
+The tokens of a base with refinements have classes. Each part of a section is a job: those of the bases come first, then
+those of the first refinements, and so on. All parts share the rows of coefficients.
 
     decode   rans_decode_classes --> dequantize_classes, to levels --> rans_refine, for each --> reconstruct
     encode   quantize_classes, quantize_refinements --> rans_encode_classes, of all parts
@@ -154,21 +154,21 @@ class TransformDevice:
         own = of_layers(plan.maps.tiles, layers)
         tiles = (incoming.upload.add(own), own) if some else None
         class_tiles = None
-        class_planes = None
+        class_planes: I64 | None = None
         part_planes = plan.arrays.plans[index, PlanField.PLANES]
-        if classed.any():
+        if plan.parts > 1 or classed.any():
             class_planes = plan.classes.most_planes[0, index]
             if some:
                 own = of_layers(plan.classes.maps.tiles, layers)
                 class_tiles = (incoming.upload.add(own), own)
         if plan.parts > 1:
-            if not classed.all():
-                raise FormatError(f"{incoming.name(int(np.argmin(classed)))}: must have token classes to be refined")
             # A refinement does not repeat the classes of its base.
             class_planes = np.concatenate([class_planes, np.full((plan.parts - 1) * len(index), -1)])
-            part_planes = plan.classes.most_planes[:, index].ravel()
+            part_planes = np.concatenate([part_planes, plan.classes.most_planes[1:, index].ravel()])
         packed, classed = incoming.read(plan.device, part_planes, None, None, class_planes)
         classed = classed[: incoming.count]
+        if plan.parts > 1 and not classed.all():
+            raise FormatError(f"{incoming.name(int(np.argmin(classed)))}: must have token classes to be refined")
         plans = plan.arrays.plans
         if classed.any():
             plans = plan.classes.arrays.plans
@@ -230,6 +230,7 @@ class TransformDevice:
         if plain:
             launches.append(self._synthesis(batch, sent, max_tokens))
         order = None
+        levels = y if plan.parts == 1 else torch.empty(batch.coefficients, dtype=torch.int32, device=device)
         if classed:
             classes, tokens = (sent.view(offset, batch.columns[2]) for offset in batch.columns[:2])
             order = TokenOrder(classes, tokens, plan.classes.block_ranks)
@@ -250,17 +251,18 @@ class TransformDevice:
                 )  # fmt: skip
             if order is not None:
                 deepest = plan.classes.arrays.plans[host_jobs[batch.classed, JobField.PLAN], PlanField.EXTENT]
-                levels = y if plan.parts == 1 else torch.empty(batch.coefficients, dtype=torch.int32, device=device)
-                shape = {"max_rows": int(deepest.max()), "max_tokens": max_tokens}
-                shape["depth"] = max(launches[-1].config.block_t, MIN_DEPTH)
+                max_rows, depth = int(deepest.max()), max(launches[-1].config.block_t, MIN_DEPTH)
                 dequantize_classes(
                     sent.bytes, jobs, plans, plan.classes.row_maps, order.classes, planes, levels, status, found,
-                    **shape,
+                    max_rows, max_tokens, depth,
                 )  # fmt: skip
-                if plan.parts > 1:
-                    self._refine(incoming, sent, order, levels, status)
-                    finest = incoming.device_jobs(sent, plan.parts - 1)
-                    reconstruct(levels, finest, plans, plan.classes.row_maps, order.classes, y, **shape)
+        if order is not None and plan.parts > 1:
+            with stage("refine"):
+                self._refine(incoming, sent, order, levels, status)
+                reconstruct(
+                    levels, incoming.device_jobs(sent, plan.parts - 1), plans, plan.classes.row_maps, order.classes, y,
+                    max_rows, max_tokens, depth,
+                )  # fmt: skip
         means, center_rows = plan.means, None
         if batch.centers is not None and plan.token_centers is not None:
             with stage("predict"):
@@ -283,8 +285,7 @@ class TransformDevice:
         for part in range(1, self._plan.parts):
             jobs = incoming.device_jobs(sent, part)
             coding = stream_jobs(incoming.of_part(part), jobs, tables.device_plans.plans, tables.routes)
-            with stage("rans"):
-                rans_refine(sent.bytes, coding, self._tables.decoding, order.classes, levels, status)
+            rans_refine(sent.bytes, coding, self._tables.decoding, order.classes, levels, status)
 
     def _synthesis(
         self, batch: TransformBatch, sent: Packed, max_tokens: int, order: TokenOrder | None = None
@@ -303,10 +304,7 @@ class TransformDevice:
     def encode_bytes(self, tokens: int) -> int:
         """Return the scratch memory that encoding a chunk of this many tokens usually takes, in bytes."""
         plans, leading = self._usual_plans()
-        rows, planes = (
-            int(plans[0][:, PlanField.EXTENT].sum()),
-            int(sum(own[:, PlanField.PLANES].sum() for own in plans)),
-        )
+        rows, planes = int(plans[0][:, PlanField.EXTENT].sum()), int(np.stack(plans)[:, :, PlanField.PLANES].sum())
         sizes = 4 * (self._plan.geometry.tiles.columns + rows + ARRAYS * leading) + 3 * planes
         return tokens * sizes + self._center_bytes(tokens)
 
@@ -369,7 +367,7 @@ class TransformDevice:
         jobs[:, JobField.PER_STREAM] = np.tile(per_stream, len(slots))
         classes = self._choose(jobs, table, predictor, predicted, offsets)
         class_planes = None
-        host = {"jobs": jobs}
+        host = {}
         if classes is not None:
             host_plans, plans = plan.classes.arrays.plans, plan.classes.device_plans
             host |= self._set_classes(jobs, classes)
