@@ -17,6 +17,8 @@ from tests.codec.forging import HEADER, reseal_header, sections_of, with_section
 from tests.kernels.test_classes import BACK, Pages, assert_close, importance, on, predicting
 from tests.kernels.test_hostile import BY_CHANCE, ROUNDING, STREAMS, Coded, Outcome, class_stream, learned, smooth_chunk
 from tests.kernels.test_hostile import LAYOUT as TINY
+from tests.predicting import VOCABULARY, with_sinks
+from tests.predicting import predicting as with_token_table
 
 from cuvee.codec.backends import Coding, EncodeRequest, get_backend
 from cuvee.codec.codec import Codec, OpenBlob
@@ -36,7 +38,11 @@ from cuvee.kernels.plans import TransformPlan
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning")
 
 STEP = 0.25
-CASES = [("irregular", "unit", 2), ("mqa", "head", 1), ("bfloat16", "layer", 2)]
+# Layout, group, refinements, and what classes depend on; without any of these all tokens are of one class.
+CASES = [
+    ("irregular", "unit", 2, "importance"), ("mqa", "head", 1, "predictor"), ("bfloat16", "layer", 2, "nothing"),
+    ("gqa", "layer", 1, "tokens"),
+]  # fmt: skip
 
 
 def codecs(profile: Any, refinements: int, step: float = STEP) -> tuple[Codec, Codec]:
@@ -51,20 +57,24 @@ def codecs(profile: Any, refinements: int, step: float = STEP) -> tuple[Codec, C
 # --- all of it
 
 
-@pytest.mark.parametrize(("name", "group", "count"), CASES)
+@pytest.mark.parametrize(("name", "group", "count", "kind"), CASES)
 def test_both_backends_read_what_the_other_wrote(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, name: str, group: str, count: int,
-    request: pytest.FixtureRequest,
+    kind: str, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     if name != "irregular":
         request.getfixturevalue("plain_coder")
     profile = fitted(name, group)
-    profile = predicting(profile, (0,)) if group == "head" else profile
+    if kind == "predictor":
+        profile = predicting(profile, (0,))
+    elif kind == "tokens":
+        profile = with_sinks(with_token_table(profile))
     cpu, triton = codecs(profile, count)
     chunk = make_chunk(layouts[name], 20, start=2)
-    weights = importance(20) if group == "unit" else None
-    blobs = cpu.encode_parts(chunk, importance=weights)
-    mine = triton.encode_parts(on(device, chunk), importance=weights)
+    weights = importance(20) if kind == "importance" else None
+    ids = np.arange(20) % VOCABULARY if kind == "tokens" else None
+    blobs = cpu.encode_parts(chunk, importance=weights, tokens=ids)
+    mine = triton.encode_parts(on(device, chunk), importance=weights, tokens=ids)
     for own, expected in zip(mine, blobs, strict=True):
         assert abs(len(own) - len(expected)) <= 0.01 * len(expected) + 8
     rounding = BACK[layouts[name].dtype]
