@@ -277,10 +277,12 @@ class TransformPlan:
         self.profile, self.step_index = profile, step_index
         self.learned = profile.learned_for(predicted)
         self.predicted = predicted
-        self.family = profile.family if refinements is None else profile.nested.base
         self.nested: NestedCoding | None = None
-        self.coding = tuple(SectionCoding(section, step_index) for section in self.learned)
-        if refinements is not None:
+        if refinements is None:
+            self.family = profile.family
+            self.coding = tuple(SectionCoding(section, step_index) for section in self.learned)
+        else:
+            self.family = profile.nested.base
             self.nested = NestedCoding(self.learned, profile.nested, step_index, refinements)
             self.coding = self.nested.base.sections
         self.parts = 1 + (refinements or 0)
@@ -360,9 +362,10 @@ class ClassTables:
                 flat.add(*of_section[number], ranks, number)
         self.arrays = flat.arrays()
         first = len(coding)
-        extents = self.arrays.plans[first:, PlanField.EXTENT].reshape(plan.parts, -1)
         # A base leaves rows to its refinements, and they must read zeros there.
-        extents[:] = extents[-1]
+        self.arrays.plans[first:, PlanField.EXTENT] = np.tile(
+            self.arrays.plans[-CLASSES * first :, PlanField.EXTENT], plan.parts
+        )
         self.device_plans = self.arrays.to(plan.device)
         self.row_maps, self.routes, self.zones = (
             torch.from_numpy(array).to(plan.device) for array in (flat.row_maps(), flat.routes(), flat.zones())

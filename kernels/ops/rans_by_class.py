@@ -23,7 +23,7 @@ import triton.language as tl
 from cuvee.codec.entropy.nested import CONTEXTS
 from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.codec.support.arrays import I32, I64
-from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
+from cuvee.kernels.analysis.kernel_spec import Access, Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,
@@ -65,7 +65,7 @@ _TABLE_BITS = tl.constexpr(10)
 
 
 def pack_route(rows: I64, tables: I64) -> I32:
-    """Return one number for each component of a refinement: its row of levels, and its table of context 0."""
+    """Return one number for each component of a refinement: its row of levels, below 2**21, and table of context 0."""
     routes: I32 = (rows << _TABLE_BITS.value | tables).astype(np.int32)
     return routes
 
@@ -319,6 +319,7 @@ def _spec(name: str, kernel: object, constants: dict[str, int], budget: Budget, 
     names: list[str] = kernel.arg_names  # type: ignore[attr-defined]
     pointers = {n: (_POINTERS | types)[n] for n in names if n in _POINTERS}
     decodes = "decoding" in pointers
+    stores: dict[str, Access] = {"*u8": "store8", "*i32": "store32"}
     return KernelSpec(
         name,
         kernel,
@@ -327,7 +328,7 @@ def _spec(name: str, kernel: object, constants: dict[str, int], budget: Budget, 
         num_warps=1,
         options={"maxnreg": 40} if decodes else None,
         divisible=tuple(n for n in pointers if n != "classes"),
-        symbol_access=("store32" if types else "store8") if decodes else "load8",
+        symbol_access=stores[pointers["out"]] if decodes else "load8",
         budgets={"sm_90": budget},
         changes={"gfx942": {"constants": {"LANES": 64}}},
     )
