@@ -7,7 +7,7 @@ HKVD, Boundary, Overlap, QueryGuided, Random, Nothing, Sum, Product, Union: choo
 """
 
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord
-from cuvee.blend.chunk_cache import BlobStore, ChunkCache, ChunkCounters
+from cuvee.blend.chunk_cache import BlobStore, ChunkCache, ChunkCounters, PartStore
 from cuvee.blend.hkvd import HKVD
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment
@@ -38,6 +38,7 @@ __all__ = [
     "ChunkCounters",
     "Nothing",
     "Overlap",
+    "PartStore",
     "Product",
     "Prompt",
     "QueryGuided",

@@ -21,7 +21,7 @@ from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Selector, default_selector
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
+from cuvee.codec.codec import Codec, OpenBlob
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.models.fingerprint import model_fingerprint
@@ -272,7 +272,7 @@ class _Run:
 
         self.keys = [zeros(layer.kv_heads, layer.head_dim) for layer in layout.layers]
         self.values = [zeros(layer.kv_heads, layer.value_dim) for layer in layout.layers]
-        blobs: list[bytes] = []
+        blobs: list[bytes | OpenBlob] = []
         bound: list[bytes] = []
         slots: list[torch.Tensor] = []
         starts: list[int] = []
@@ -291,8 +291,16 @@ class _Run:
                     raise InputError(
                         f"segments[{index}]: must have the {header.tokens} tokens of its blob, got {end - start}"
                     )
-                blobs.append(segment.chunk)
-                bound.append(segment.associated_data)
+                if segment.refinements:
+                    blobs.append(
+                        self.codec.open(
+                            segment.chunk, refinements=segment.refinements, associated_data=segment.associated_data
+                        )
+                    )
+                    bound.append(b"")
+                else:
+                    blobs.append(segment.chunk)
+                    bound.append(segment.associated_data)
                 slots.append(torch.arange(start, end, device=device))
                 starts.append(start)
                 made_at.append(header.start)

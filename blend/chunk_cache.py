@@ -3,6 +3,9 @@
     tokens ──> content key ──> store ── hit ──> blob
                                  └───── miss ─> model, codec ─> blob, which is stored
 
+A codec with refinements makes a base and refinements of a chunk. Each is an entry of its own, and a store that is full
+drops refinements first. A chunk then comes with those that are left.
+
 A chunk that is computed alone lacks the context that a prompt puts before it. If it is computed behind several typical
 contexts instead, all at the same positions, its keys and values can be averaged. The mean over contexts minimizes the
 expected squared error to the keys and values behind the next context.
@@ -22,7 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,11 +35,11 @@ from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
-from cuvee.codec.format.container import read_sections
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, empty_cache, prefill
 from cuvee.codec.models.latents import append_units, layer_units
+from cuvee.codec.part_keys import MAX_PARTS
 from cuvee.codec.support.forks import tell_after_fork
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 # Tokens that are taken to follow a chunk in a prompt: other chunks, or a question. Coded so at `balanced`, XQuAD's
 # paragraphs add a KL of 0.003 to a blend of SmolLM2-135M, at 0.8 bits per value and whatever is recomputed.
 _FOLLOWING = 384
+_NONE: tuple[bytes, ...] = ()
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -65,6 +69,23 @@ class BlobStore(Protocol):
         ...
 
 
+@runtime_checkable
+class PartStore(BlobStore, Protocol):
+    """A store for a `ChunkCache` whose codec has refinements; all of `cuvee.integrations.stores` fit."""
+
+    def get_parts(self, keys: Sequence[str], most: int) -> list[tuple[bytes, ...]]:
+        """Return at most `most` parts of each chunk, up to the first that is missing; none without a base."""
+        ...
+
+    def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
+        """Keep the parts of a chunk, base first; return how many were kept."""
+        ...
+
+    def delete_parts(self, key: str, first: int) -> bool:
+        """Delete the parts of a chunk from number `first` on; return whether any existed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkCounters:
     """Counts of a `ChunkCache` since it was made.
@@ -73,8 +94,11 @@ class ChunkCounters:
         hits: chunks from the store, or from another thread that was computing them.
         misses: chunks that were computed.
         stored: computed chunks that the store kept.
-        rejected: entries that were damaged or did not match their key. They were deleted and recomputed.
+        rejected: entries that were damaged or did not match their key, and refinements that did not match their base.
+            They were deleted, and chunks without a base recomputed.
         errors: failed operations of the store.
+        hits_by_parts: how many of the hits had one, two and three parts, which tells their quality; zeros if the codec
+            has no refinements.
     """
 
     hits: int = 0
@@ -82,6 +106,7 @@ class ChunkCounters:
     stored: int = 0
     rejected: int = 0
     errors: int = 0
+    hits_by_parts: tuple[int, ...] = (0,) * MAX_PARTS
 
 
 class ChunkCache:
@@ -111,7 +136,7 @@ class ChunkCache:
         model: a causal language model of transformers that can be blended, in eval mode. Its weights must not change
             afterwards: their fingerprint is computed now and is part of the key.
         codec: encodes the chunks. Its profile and quality are part of the key.
-        store: keeps the blobs.
+        store: keeps the blobs. If the codec has refinements, the store must be a `PartStore`.
         contexts: `[N, C]` int32 or int64: N runs of text like those that will precede chunks, for example eight other
             chunks. Each chunk then costs N passes of the model instead of one, and N * C tokens of KV stay on the
             model's device once the first chunk is computed. With None, chunks are computed alone.
@@ -120,10 +145,12 @@ class ChunkCache:
         identity: identity of the blobs, instead of one of the model's weights, the codec and `tokenizer`. With that of
             a serving engine (`cuvee.integrations.checkpoint.engine_identity`), the engine and this cache find each
             other's segments. A chunk may then have been computed behind any text.
+        parts: load at most this many parts of a chunk; None loads all. Chunks that are computed come with all parts.
 
     Raises:
         InputError: the contexts have the wrong shape or dtype, tokens outside the vocabulary, or leave no position for
-            a chunk; the codec's backend does not serve the model's device; the model is in training mode.
+            a chunk; the codec's backend does not serve the model's device; the model is in training mode; `parts` is
+            out of range, or the store cannot keep parts.
         ProfileMismatchError: the codec's profile belongs to another model.
         UnsupportedModelError: the model cannot be blended.
     """
@@ -137,6 +164,7 @@ class ChunkCache:
         tenant: str = "",
         tokenizer: str = "",
         identity: Identity | None = None,
+        parts: int | None = None,
     ) -> None:
         checked = TransformersModel(model)
         self._layout, self._vocabulary = checked.layout, checked.vocabulary
@@ -151,6 +179,8 @@ class ChunkCache:
         self._device = model.device if codec.on_device(model.device) else torch.device("cpu")
         self._codec = codec
         self._store = store
+        self._part_store = _check_store(store) if codec.refinements else None
+        self._most = _check_parts(parts, codec)
         self._contexts = None if contexts is None else self._check_contexts(contexts)
         self._shared = identity is not None
         self._identity = identity or Identity(
@@ -164,6 +194,7 @@ class ChunkCache:
         self._context_name = b"" if self._contexts is None else _name(self._contexts)
         self._before: list[KVChunk] = []  # the caches of the contexts, computed when they are first needed
         self._counts = Counter[str]()
+        self._hits_by_parts = [0] * MAX_PARTS
         self._warned = False
         self.after_fork()
         tell_after_fork(self)
@@ -171,23 +202,23 @@ class ChunkCache:
     def after_fork(self) -> None:
         """Replace the locks, and forget the chunks that threads of the parent are computing."""
         self._computing = threading.Lock()  # held while the model runs; guards `_before`
-        self._lock = threading.Lock()  # guards `_running`, `_counts` and `_warned`
-        self._running: dict[str, Future[bytes]] = {}
+        self._lock = threading.Lock()  # guards `_running`, `_counts`, `_hits_by_parts` and `_warned`
+        self._running: dict[str, Future[tuple[bytes, ...]]] = {}
 
     @property
     def counters(self) -> ChunkCounters:
         """A snapshot of the counts."""
         with self._lock:
-            return ChunkCounters(**self._counts)
+            return ChunkCounters(hits_by_parts=tuple(self._hits_by_parts), **self._counts)
 
     def segment(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> Segment:
-        """Return a segment of the tokens with their blob, for `Blender.blend`.
+        """Return a segment of the tokens with their blob and its refinements, for `Blender.blend`.
 
         Args, Raises: as for `get_or_compute`.
         """
         ids, contexts, digest = self._named(tokens, leading)
-        blob = self._get_or_compute(ids, contexts, digest, leading)
-        return Segment(tokens, blob, associated_data=self._bound_to(digest))
+        base, *refinements = self._get_or_compute(ids, contexts, digest, leading)
+        return Segment(tokens, base, refinements=refinements, associated_data=self._bound_to(digest))
 
     def get_or_compute(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> bytes:
         """Return the blob of a chunk, from the store or newly computed and stored.
@@ -199,13 +230,14 @@ class ChunkCache:
 
         Returns:
             A blob of T tokens. It starts at position 0 if it was computed alone, else at C, behind the contexts. If the
-            codec has a key, the blob only decodes with the `associated_data` of `segment`.
+            codec has a key, the blob only decodes with the `associated_data` of `segment`. If the codec has
+            refinements, this is the base; `segment` also has the refinements that the store kept.
 
         Raises:
             InputError: there are no tokens, they are not a row of integers, they are outside the vocabulary, or (with
                 contexts) they go beyond the model's positions; a lossy quality cannot encode the values.
         """
-        return self._get_or_compute(*self._named(tokens, leading), leading)
+        return self._get_or_compute(*self._named(tokens, leading), leading)[0]
 
     def _named(
         self, tokens: Sequence[int] | torch.Tensor, leading: bool
@@ -228,53 +260,73 @@ class ChunkCache:
         """Return the bytes that the blob of a chunk is bound to; none if the codec has no key."""
         return store_key(self._scope.tenant, digest).encode() if self._codec.key_ids else b""
 
-    def _get_or_compute(self, ids: torch.Tensor, contexts: torch.Tensor | None, digest: bytes, leading: bool) -> bytes:
+    def _get_or_compute(
+        self, ids: torch.Tensor, contexts: torch.Tensor | None, digest: bytes, leading: bool
+    ) -> tuple[bytes, ...]:
+        """Return the blob of a chunk, or its parts."""
         key = f"{store_key(self._scope.tenant, digest)} {leading and self._shared}"
         with self._lock:
             other = self._running.get(key)
             if other is None:
-                mine = self._running[key] = Future[bytes]()
+                mine = self._running[key] = Future[tuple[bytes, ...]]()
         if other is not None:
-            blob = other.result()
-            self._count("hits")
-            return blob
+            parts = other.result()
+            self._count_hit(parts)
+            return parts
         try:
-            blob = self._find_or_make(digest, ids, contexts, leading)
-            mine.set_result(blob)
+            parts = self._find_or_make(digest, ids, contexts, leading)
+            mine.set_result(parts)
         except BaseException as error:
             mine.set_exception(error)
             raise
         finally:
             with self._lock:
                 del self._running[key]
-        return blob
+        return parts
 
-    def _find_or_make(self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None, leading: bool) -> bytes:
+    def _find_or_make(
+        self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None, leading: bool
+    ) -> tuple[bytes, ...]:
         keys = [store_key(self._scope.tenant, digest, key_id=key_id) for key_id in self._codec.key_ids or (b"",)]
         associated_data = self._bound_to(digest)
         for key in keys:
-            stored = self._ask(partial(self._store.get, key), None)
-            if stored is None:
+            stored = self._ask(partial(self._load, key), _NONE)
+            usable, start = self._check(stored, len(ids), None if self._shared else _start(contexts), associated_data)
+            if len(usable) < len(stored):
+                self._count("rejected", len(stored) - len(usable))
+                self._ask(partial(self._drop, key, len(usable)), False)
+            if not usable:
                 continue
-            try:
-                start = self._check_blob(stored, len(ids), None if self._shared else _start(contexts), associated_data)
-            except CuveeError as error:
-                _log.info("cuvee: the entry of a chunk is deleted: %s", error)
-                self._count("rejected")
-                self._ask(partial(self._store.delete, key), False)
-            else:
-                if start and leading:  # an engine computed it behind other text, so it is not exact here
-                    break
-                self._count("hits")
-                return stored
+            if start and leading:  # an engine computed it behind other text, so it is not exact here
+                break
+            self._count_hit(usable)
+            return usable
         with self._computing, torch.no_grad():
             chunk = self._compute(ids, contexts)
-        blob = self._codec.encode(chunk, associated_data=associated_data)
+        parts = (
+            self._codec.encode_parts(chunk, associated_data=associated_data)
+            if self._codec.refinements
+            else (self._codec.encode(chunk, associated_data=associated_data),)
+        )
         self._count("misses")
         # An engine's chunk, computed behind other text, serves better elsewhere, so it is not replaced.
-        if not (leading and self._shared) and self._ask(lambda: self._store.put(keys[0], blob), False):
+        if not (leading and self._shared) and self._ask(lambda: self._keep(keys[0], parts), False):
             self._count("stored")
-        return blob
+        return parts
+
+    def _load(self, key: str) -> tuple[bytes, ...]:
+        if self._part_store is not None:
+            return self._part_store.get_parts([key], self._most)[0]
+        blob = self._store.get(key)
+        return () if blob is None else (blob,)
+
+    def _keep(self, key: str, parts: tuple[bytes, ...]) -> bool:
+        if self._part_store is not None:
+            return self._part_store.put_parts(key, parts) > 0
+        return self._store.put(key, parts[0])
+
+    def _drop(self, key: str, first: int) -> bool:
+        return self._store.delete(key) if self._part_store is None else self._part_store.delete_parts(key, first)
 
     def _compute(self, ids: torch.Tensor, contexts: torch.Tensor | None) -> KVChunk:
         """Compute the chunk of tokens `[T]`, alone at position 0 or averaged behind the contexts."""
@@ -304,13 +356,27 @@ class ChunkCache:
         ]
         return KVChunk(means[::2], means[1::2], self._layout, start, ids, _FOLLOWING)
 
-    def _check_blob(self, blob: bytes, tokens: int, start: int | None, associated_data: bytes) -> int:
-        """Return the start of the blob. Raise CuveeError if it is damaged or does not match its key."""
-        opened = self._codec.open_expected(
-            blob, tokens=tokens, start=start, dtype=self._layout.dtype, associated_data=associated_data
-        )
-        read_sections(blob, opened.header, range(len(opened.header.section_bytes)))
-        return opened.start
+    def _check(
+        self, parts: tuple[bytes, ...], tokens: int, start: int | None, associated_data: bytes
+    ) -> tuple[tuple[bytes, ...], int]:
+        """Return the parts up to the first that is damaged or does not match its key or its base, and their start."""
+        problem: CuveeError | None = None
+        usable, found_at = _NONE, 0
+        for count in range(len(parts), 0, -1):
+            try:
+                opened = self._codec.open_expected(
+                    parts[0], tokens=tokens, start=start, dtype=self._layout.dtype, refinements=parts[1:count],
+                    associated_data=associated_data,
+                )  # fmt: skip
+                self._codec.verify(opened)
+            except CuveeError as error:
+                problem = error
+            else:
+                usable, found_at = parts[:count], opened.start
+                break
+        if problem is not None:
+            _log.info("cuvee: %d entries of a chunk are deleted: %s", len(parts) - len(usable), problem)
+        return usable, found_at
 
     def _ask(self, work: Callable[[], _T], otherwise: _T) -> _T:
         """Return the store's answer, or `otherwise` if it fails in any way: the chunk can still be computed."""
@@ -324,9 +390,15 @@ class ChunkCache:
                 _log.warning("cuvee: the store of chunks failed; chunks are computed anew (logged once): %s", error)
             return otherwise
 
-    def _count(self, name: str) -> None:
+    def _count(self, name: str, amount: int = 1) -> None:
         with self._lock:
-            self._counts[name] += 1
+            self._counts[name] += amount
+
+    def _count_hit(self, parts: tuple[bytes, ...]) -> None:
+        with self._lock:
+            self._counts["hits"] += 1
+            if self._codec.refinements:
+                self._hits_by_parts[len(parts) - 1] += 1
 
     def _check_contexts(self, contexts: object) -> torch.Tensor:
         if not isinstance(contexts, torch.Tensor) or contexts.dtype not in (torch.int32, torch.int64):
@@ -349,6 +421,24 @@ class ChunkCache:
         if low < 0 or high >= self._vocabulary:
             wrong = low if low < 0 else high
             raise InputError(f"{name}: must lie in the model's vocabulary, 0 … {self._vocabulary - 1}, got {wrong}")
+
+
+def _check_store(store: BlobStore) -> PartStore:
+    if not isinstance(store, PartStore):
+        raise InputError(
+            "store: must have get_parts, put_parts and delete_parts for a codec with refinements, as the stores of "
+            f"cuvee.integrations.stores do, got {type(store).__name__}"
+        )
+    return store
+
+
+def _check_parts(parts: int | None, codec: Codec) -> int:
+    """Return the largest number of parts to load."""
+    most = codec.refinements + 1
+    if parts is not None and not (codec.refinements and type(parts) is int and 1 <= parts <= most):
+        what = f"1 … {most}, the parts of the codec," if codec.refinements else "None for a codec without refinements,"
+        raise InputError(f"parts: must be {what} got {parts!r}")
+    return most if parts is None else parts
 
 
 def _start(contexts: torch.Tensor | None) -> int:

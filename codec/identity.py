@@ -11,7 +11,8 @@ A chunk has digests of these kinds, BLAKE2b over canonical bytes:
                  pages
 
 The root holds everything that determines a token's KV (`Identity`) and who may read it (`Scope`). The key of an entry
-is made of tenant, digest and tensor-parallel shard, and of the id of the secret if blobs carry a tag.
+is made of tenant, digest and tensor-parallel shard, and of the id of the secret if blobs carry a tag. The keys of a
+chunk's refinements follow from it (`part_keys`).
 
 **Keys are a persistent format.** Stores outlive processes, and replicas of several versions share them, so any change
 of the bytes hashed here orphans every stored entry. A deliberate change raises `VERSION`, which enters every digest,
@@ -33,6 +34,7 @@ import numpy as np
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import KEY_ID_BYTES
+from cuvee.codec.part_keys import MAX_PARTS
 
 VERSION = 1
 DIGEST_BYTES = 32
@@ -40,7 +42,7 @@ TENANT_BYTES = 16
 MAX_SHARDS = 1 << 16
 
 _LOSSLESS = "lossless"
-_STEP, _PLAIN = "step:", ",plain:"
+_STEP, _PLAIN, _PARTS = "step:", ",plain:", ",parts:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,9 @@ class Identity:
         tokenizer: names the tokenizer; empty if sequences only come as token ids.
         layout: `KVLayout.fingerprint` of the whole model, not of one shard: heads, RoPE, dtype.
         profile: `Profile.id`; empty for lossless, which needs no profile.
-        quality: `Codec.quality_name`: `"lossless"`, `"step:<index>"` or `"step:<index>,plain:<index or lossless>"`. It
-            is part of the key because a lossless reader must never find lossy bytes.
+        quality: `Codec.quality_name`: `"lossless"`, `"step:<index>"` or `"step:<index>,plain:<index or lossless>"`,
+            followed by `",parts:<number>"` if chunks are stored in parts. It is part of the key because a lossless
+            reader must never find lossy bytes.
         shards: tensor-parallel size.
 
     Raises:
@@ -370,7 +373,10 @@ def _text(value: str) -> bytes:
 
 
 def _is_step(quality: str) -> bool:
-    step, comma, plain = quality.removeprefix(_STEP).partition(_PLAIN)
+    whole, comma, parts = quality.partition(_PARTS)
+    if comma and parts not in map(str, range(2, MAX_PARTS + 1)):
+        return False
+    step, comma, plain = whole.removeprefix(_STEP).partition(_PLAIN)
     if comma and (plain == step or not (plain == _LOSSLESS or _is_index(plain))):
         return False
     return quality.startswith(_STEP) and _is_index(step)

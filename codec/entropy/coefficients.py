@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL, NO_ESCAPES, CodingPlan, Escapes, too_large_error
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, CodingPlan, Escapes, too_large_error
 from cuvee.codec.entropy.family import Family, step_value
 from cuvee.codec.entropy.nested import NestedFamily
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM
@@ -69,6 +69,18 @@ def _side_by_side(parts: list[U8], tokens: int) -> U8:
         joined[: len(part), start : start + part.shape[1]] = part
         start += part.shape[1]
     return joined
+
+
+def _joined(tiles: Sequence[tuple[U8, Escapes]], tokens: int) -> tuple[U8, Escapes]:
+    """Join the planes and the escapes of all tiles."""
+    if len(tiles) == 1:
+        return tiles[0]
+    starts = np.cumsum([0, *(planes.shape[1] for planes, _ in tiles)])
+    escapes = [
+        _renumber(listed, planes.shape[1], tokens, int(start))
+        for (planes, listed), start in zip(tiles, starts[:-1], strict=True)
+    ]
+    return _side_by_side([planes for planes, _ in tiles], tokens), _merge(escapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,43 +181,39 @@ class CoefficientCoder:
             InputError: a coefficient is too many steps large.
         """
         packed: list[list[ClassedPlanes]] = []
-        escapes: list[Escapes] = []
+        escapes: list[list[Escapes]] = []
         for section in sections:
-            parts = section.coding.parts
-            finer: list[list[U8]] = [[] for _ in parts[1:]]
+            plans = section.coding.parts[1:]
+            tiles: list[list[tuple[U8, Escapes]]] = []
 
-            def pieces(section: RefinedSection = section, finer: list[list[U8]] = finer) -> Iterator[Piece]:
+            def pieces(
+                section: RefinedSection = section, tiles: list[list[tuple[U8, Escapes]]] = tiles
+            ) -> Iterator[Piece]:
                 for classes, columns, y in section.pieces:
-                    tiles = self.stages.to_refinements(y, columns, section.coding, family)
-                    for own, tile in zip(finer, tiles, strict=True):
-                        own.append(tile)
+                    tiles.append(self.stages.to_refinements(y, columns, section.coding, family))
                     yield classes, columns, section.coding.of_base(y, columns)
 
-            base, listed = self._to_planes(ClassedSection(pieces(), parts[0].classed, section.class_table), tokens)
-            # Its streams are those of the base, so that both are cut at the same tokens.
-            packed.append(
-                [
-                    base,
-                    *(
-                        replace(base, planes=own[0] if len(own) == 1 else _side_by_side(own, tokens), plan=part.classed)
-                        for own, part in zip(finer, parts[1:], strict=True)
-                    ),
-                ]
-            )
-            escapes.append(listed)
+            first = ClassedSection(pieces(), section.coding.parts[0].classed, section.class_table)
+            base, listed = self._to_planes(first, tokens)
+            parts, of_parts = [base], [listed]
+            for own, plan in zip(zip(*tiles, strict=True), plans, strict=True):
+                planes, larger = _joined(own, tokens)
+                # Its streams are those of the base, so that both are cut at the same tokens.
+                parts.append(replace(base, planes=planes, plan=plan.classed))
+                of_parts.append(larger)
+            packed.append(parts)
+            escapes.append(of_parts)
         coders = [self.family.tables, *(own.encoding for own in family.coders)]
         by_part = [
             self.stages.encode_classed(list(planes), tables)
             for planes, tables in zip(zip(*packed, strict=True), coders, strict=False)
         ]
         out: list[tuple[bytes, ...]] = []
-        for planes, listed, coded in zip(packed, escapes, zip(*by_part, strict=True), strict=True):
-            written = []
-            for part, (streams, classes) in zip(planes, coded, strict=True):
-                own = (listed, classes) if part is planes[0] else (NO_ESCAPES, None)
-                written.append(
-                    write_streams(streams, own[0], int(part.plan.planes.max()), part.tokens_per_stream, own[1])
-                )
+        for parts, of_parts, coded in zip(packed, escapes, zip(*by_part, strict=True), strict=True):
+            written: list[bytes] = []
+            for part, listed, (streams, class_stream) in zip(parts, of_parts, coded, strict=True):
+                deepest, own_classes = int(part.plan.planes.max()), None if written else class_stream
+                written.append(write_streams(streams, listed, deepest, part.tokens_per_stream, own_classes))
             out.append(tuple(written))
         return out
 

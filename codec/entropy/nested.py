@@ -9,7 +9,7 @@ first refinement cuts each of these cells in half, and the cell around zero in t
 
 So a level 2 m or 2 m + 1 refines the level m, and the sign is kept. A *symbol* says which: 0 or 1, or -1, 0 or 1 for
 m = 0. It is coded with a table that depends on the component's scale code and on min(m, 3), its *context*. A component
-that the coarser part did not code has scale codes 0 … 3, and its symbol is its whole level, -7 … 7.
+that the coarser part did not code has a scale code 0 … 3, and its symbol is its whole level, -7 … 7, or an escape.
 
 Where zero is cut is up to the encoder. Zero cells as wide as those of `family.Family`, which trade bits for error best,
 and somewhat wider in coarser parts, cost .4 to 1.1 % more bits than blobs of one quality, at the same error (SmolLM2,
@@ -52,6 +52,8 @@ MAX_REFINEMENTS = 2
 CONTEXTS = 4  # levels 0, 1, 2, and larger ones
 CONTEXT_BITS = 4  # of a symbol, beside its context in one byte
 MOST = 7  # the largest magnitude of a symbol
+ESCAPED = -8  # the symbol of a larger level, which follows in the list of escapes
+SYMBOLS_OF_PART = MOST - ESCAPED + 1
 KINDS = 4  # levels 1, 2, 3, and larger ones have reconstruction points of their own
 
 # What is added to the dead zones of the family, by part, in steps. Compared on SmolLM2 at three steps each: constants
@@ -62,13 +64,23 @@ _WIDEST = 1.0
 _PRIOR = 64.0  # weight of the parametric distribution in a learned table, in symbols
 
 
+@lru_cache(maxsize=1)
+def possible_symbols() -> npt.NDArray[np.bool_]:
+    """Return which symbols can occur, `[25, 4, 16]`. A level keeps its sign, so only a level 0 has symbols below 0."""
+    possible = np.zeros((TABLES, CONTEXTS, SYMBOLS_OF_PART), bool)
+    possible[:TABLES_PER_OCTAVE, 0] = True
+    possible[TABLES_PER_OCTAVE:, 0, -1 - ESCAPED : 2 - ESCAPED] = True
+    possible[:, 1:, -ESCAPED : 2 - ESCAPED] = True
+    return possible
+
+
 @dataclass(frozen=True, slots=True)
 class RefinementTables:
     """The tables of one refinement.
 
     Attributes:
-        freq: `[25, 4, 15]` uint16: for each scale code (24 stands for all larger ones) and context the frequencies of
-            the symbols -7 … 7. Each table adds up to 4096.
+        freq: `[25, 4, 16]` uint16: for each scale code (24 stands for all larger ones) and context the frequencies of
+            the symbols -8 … 7. Each table adds up to 4096.
         zone: `[25]` float32: where the cell around zero is cut, in steps of this refinement. Only encoders read it.
         shrink: `[25, 4]` float32: a level m > 0 is reconstructed as `m - shrink[:, min(m, 4) - 1]`.
 
@@ -82,7 +94,7 @@ class RefinementTables:
 
     def __post_init__(self) -> None:
         for name, array, shape, dtype in (
-            ("freq", self.freq, (TABLES, CONTEXTS, 2 * MOST + 1), np.uint16),
+            ("freq", self.freq, (TABLES, CONTEXTS, SYMBOLS_OF_PART), np.uint16),
             ("zone", self.zone, (TABLES,), np.float32),
             ("shrink", self.shrink, (TABLES, KINDS), np.float32),
         ):
@@ -93,9 +105,8 @@ class RefinementTables:
         for name, array, least in (("zone", self.zone, 0.0), ("shrink", self.shrink, -2.0)):
             if not np.all((array >= least) & (array <= 2.0)):  # NaN fails this, too
                 raise FormatError(f"nested.{name}: must lie within {least:g} … 2, got {array.min()} … {array.max()}")
-        # Levels double with each refinement, so a level must keep its sign: only a level 0 has symbols below 0.
-        if self.freq[:, 1:, :MOST].any() or self.freq[:, 1:, MOST + 2 :].any():
-            raise FormatError("nested.freq: must be zero for symbols other than 0 and 1 where the level is not 0")
+        if self.freq[~possible_symbols()].any() or not self.freq[possible_symbols()].all():
+            raise FormatError("nested.freq: must be above zero for the symbols that can occur, and zero for all others")
 
 
 class RefinementCoder:
@@ -108,7 +119,7 @@ class RefinementCoder:
 
     def __init__(self, tables: RefinementTables) -> None:
         wide = np.zeros((TABLES * CONTEXTS, SYMBOLS), np.uint16)
-        symbols = np.arange(-MOST, MOST + 1)
+        symbols = np.arange(ESCAPED, MOST + 1)
         wide[:, symbols & 0xFF] = tables.freq.reshape(TABLES * CONTEXTS, -1)
         self.decoding = EntropyTables(wide, PROB_BITS)
         joined = np.zeros((2, TABLES * CONTEXTS, SYMBOLS), np.uint16)
@@ -218,23 +229,13 @@ def wider_zones(dead_zone: F32, part: int) -> F32:
 
 
 def _symbol_tables(counts: npt.NDArray[np.float64]) -> U16:
-    """Turn counts of symbols, `[25, 4, 15]`, into frequencies. Symbols that cannot occur keep frequency zero."""
+    """Turn counts of symbols, `[25, 4, 16]`, into frequencies that do not depend on the sign."""
     counts = counts.copy()
-    whole = counts[:TABLES_PER_OCTAVE, 0]  # of components that are new
-    counts[:TABLES_PER_OCTAVE, 0] = (whole + whole[:, ::-1]) / 2
-    counts[TABLES_PER_OCTAVE:, 0] = (counts[TABLES_PER_OCTAVE:, 0] + counts[TABLES_PER_OCTAVE:, 0, ::-1]) / 2
+    signed = counts[:, 0, 1:]  # without escapes
+    counts[:, 0, 1:] = (signed + signed[:, ::-1]) / 2
     wide = np.zeros((TABLES * CONTEXTS, SYMBOLS))
-    wide[:, : 2 * MOST + 1] = counts.reshape(TABLES * CONTEXTS, -1)
-    return normalize_counts(wide, PROB_BITS)[:, : 2 * MOST + 1].reshape(counts.shape).copy()
-
-
-def _possible() -> npt.NDArray[np.bool_]:
-    """Return which symbols can occur, `[25, 4, 15]`."""
-    possible = np.zeros((TABLES, CONTEXTS, 2 * MOST + 1), bool)
-    possible[:TABLES_PER_OCTAVE, 0] = True
-    possible[TABLES_PER_OCTAVE:, 0, MOST - 1 : MOST + 2] = True
-    possible[:, 1:, MOST : MOST + 2] = True
-    return possible
+    wide[:, :SYMBOLS_OF_PART] = np.where(possible_symbols(), np.maximum(counts, 1e-9), 0.0).reshape(len(wide), -1)
+    return normalize_counts(wide, PROB_BITS)[:, :SYMBOLS_OF_PART].reshape(counts.shape).copy()
 
 
 @lru_cache(maxsize=1)
@@ -249,14 +250,10 @@ def default_nested_family() -> NestedFamily:
             freq[table] = logistic_frequencies(table, Decimal(float(zones[0][table])))
         refinements = []
         for part in range(1, MAX_REFINEMENTS + 1):
-            counts = np.zeros((TABLES, CONTEXTS, 2 * MOST + 1))
+            counts = np.zeros((TABLES, CONTEXTS, SYMBOLS_OF_PART))
             for table in range(TABLES):
                 counts[table] = _default_counts(table, zones, part)
-            refinements.append(
-                RefinementTables(
-                    _symbol_tables(np.where(_possible(), counts, 0.0)), zones[part], _middles(zones, part, KINDS)
-                )
-            )
+            refinements.append(RefinementTables(_symbol_tables(counts), zones[part], _middles(zones, part, KINDS)))
     base = make_family(freq, Quantizer(zones[0], np.float32(1) - zones[0], _middles(zones, 0, 2)))
     return NestedFamily(base, refinements, np.array([8, 3, -2], np.int16))
 
@@ -285,23 +282,23 @@ def _middles(zones: Sequence[F32], part: int, kinds: int) -> F32:
 
 
 def _default_counts(table: int, zones: Sequence[F32], part: int) -> npt.NDArray[np.float64]:
-    """Return the probabilities of symbols by context, `[4, 15]`, of components of scale code `table`."""
+    """Return the probabilities of symbols by context, `[4, 16]`, of components of scale code `table`."""
     beyond = logistic_tail(table)
-    counts = np.full((CONTEXTS, 2 * MOST + 1), 1e-6)
+    counts, zero = np.zeros((CONTEXTS, SYMBOLS_OF_PART)), -ESCAPED
     zone = Decimal(float(zones[part][table]))
     if table < TABLES_PER_OCTAVE:
-        tails = [beyond(zone + level) for level in range(MOST)] + [Decimal(0)]
+        tails = [beyond(zone + level) for level in range(MOST + 1)]
         for m in range(1, MOST + 1):
-            counts[0, MOST + m] = counts[0, MOST - m] = float(tails[m - 1] - tails[m])
-        counts[0, MOST] = float(1 - 2 * tails[0])
+            counts[0, zero + m] = counts[0, zero - m] = float(tails[m - 1] - tails[m])
+        counts[0, zero], counts[0, 0] = float(1 - 2 * tails[0]), float(2 * tails[MOST])
         return counts
     outer = 2 * Decimal(float(zones[part - 1][table - TABLES_PER_OCTAVE]))  # in steps of this part
     outside = float(beyond(zone) - beyond(outer))
-    counts[0, MOST - 1 : MOST + 2] = outside, float(1 - 2 * beyond(zone)), outside
+    counts[0, zero - 1 : zero + 2] = outside, float(1 - 2 * beyond(zone)), outside
     for context in range(1, CONTEXTS):
         low = outer + 2 * (context - 1)
         tails = [beyond(low + i) for i in range(3)]
-        counts[context, MOST], counts[context, MOST + 1] = (float(tails[i] - tails[i + 1]) for i in range(2))
+        counts[context, zero], counts[context, zero + 1] = (float(tails[i] - tails[i + 1]) for i in range(2))
     return counts
 
 
@@ -333,7 +330,7 @@ def fit_nested(samples: Iterable[tuple[F32, I16]], step_indices: Iterable[int], 
         counts = sums.symbols[part - 1] + known * (_PRIOR / known.sum(2, keepdims=True))
         refinements.append(
             RefinementTables(
-                _symbol_tables(np.where(_possible(), counts, 0.0)),
+                _symbol_tables(counts),
                 zones[part],
                 sums.shrink(part, _middles(zones, part, KINDS)),
             )
@@ -347,7 +344,7 @@ class _Sums:
 
     def __init__(self) -> None:
         self.levels = np.zeros((TABLES, 128))
-        self.symbols = np.zeros((MAX_REFINEMENTS, TABLES, CONTEXTS, 2 * MOST + 1))
+        self.symbols = np.zeros((MAX_REFINEMENTS, TABLES, CONTEXTS, SYMBOLS_OF_PART))
         self._excess = np.zeros((MAX_REFINEMENTS + 1, TABLES, KINDS))  # of levels over their magnitudes
         self._number = np.zeros((MAX_REFINEMENTS + 1, TABLES, KINDS))
 
@@ -365,8 +362,8 @@ class _Sums:
     def add_symbols(self, part: int, table: I32, coarse: I32, symbol: I32) -> None:
         """Add the symbols of a refinement, given the coarser levels."""
         context = np.minimum(np.abs(coarse), CONTEXTS - 1)
-        flat = (table[:, None] * CONTEXTS + context) * (2 * MOST + 1) + symbol + MOST
-        size = TABLES * CONTEXTS * (2 * MOST + 1)
+        flat = (table[:, None] * CONTEXTS + context) * SYMBOLS_OF_PART + symbol - ESCAPED
+        size = TABLES * CONTEXTS * SYMBOLS_OF_PART
         self.symbols[part - 1] += np.bincount(flat.ravel(), minlength=size).reshape(self.symbols[part - 1].shape)
 
     def shrink(self, part: int, middles: F32) -> F32:
@@ -377,11 +374,11 @@ class _Sums:
         return np.clip(points, -2, 2).astype(np.float32)
 
 
-def first_level(magnitude: F32, zone: F32, most: int | None = None) -> I32:
-    """Return the magnitudes of levels, one step wide, where no coarser part has any; at most `most`."""
+def first_level(magnitude: F32, zone: F32) -> I32:
+    """Return the magnitudes of levels, one step wide, where no coarser part has any."""
     level = np.floor(magnitude + (np.float32(1) - zone))
     level[magnitude < zone] = 0
-    return (level if most is None else np.minimum(level, most)).astype(np.int32)
+    return level.astype(np.int32)
 
 
 def _levels_of_parts(
@@ -402,7 +399,7 @@ def _levels_of_parts(
         zone = zones[part][np.maximum(table, 0), None]
         new = (own >= 0) if part == 0 else (own >= 0) & (own < TABLES_PER_OCTAVE)
         old = (own >= TABLES_PER_OCTAVE) if part else np.zeros(len(own), bool)
-        level[new] = first_level(magnitude[new] / unit, zone[new], None if part == 0 else MOST)
+        level[new] = first_level(magnitude[new] / unit, zone[new])
         for array, edge in zip((low, high), base_cell(level[new], zone[new]), strict=True):
             array[new] = edge * unit
         level[old], cell = refine(level[old], magnitude[old], (low[old], high[old]), zone[old] * unit)
@@ -419,6 +416,7 @@ def _add_sample(sums: _Sums, y: F32, scale: I16, step_index: int, zones: Sequenc
         if part:
             coarse = before[rows]
             symbol = np.where(coarse == 0, np.where(y[rows] < 0, -level, level), level - 2 * coarse)
+            symbol[np.abs(symbol) > MOST] = ESCAPED
             sums.add_symbols(part, table, coarse, symbol.astype(np.int32))
         else:
             tabled = scale_codes(scale[rows], base_index) < TABLES

@@ -35,6 +35,7 @@ from cuvee.codec.stages.compiled import class_predictor as compiled_class_predic
 from cuvee.codec.stages.compiled import product as compiled_product
 from cuvee.codec.stages.compiled import rans as compiled_rans
 from cuvee.codec.stages.compiled import rans_by_class as compiled_rans_by_class
+from cuvee.codec.stages.compiled import refinements as compiled_refinements
 from cuvee.codec.stages.compiled import sections as compiled_sections
 from cuvee.codec.stages.compiled import symbols as compiled_symbols
 from cuvee.codec.stages.compiled import symbols_by_class as compiled_symbols_by_class
@@ -110,7 +111,7 @@ class Stages:
     to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
     index_sections: Callable[[StepCoding, Sequence[tuple[int, memoryview]], int], Any]
     decode_sections: Callable[[Any, slice, torch.dtype], list[Coefficients]]
-    to_refinements: Callable[[F32, U8, NestedSection, NestedFamily], list[U8]]
+    to_refinements: Callable[[F32, U8, NestedSection, NestedFamily], list[tuple[U8, Escapes]]]
     index_refined: Callable[[NestedCoding, Sequence[SectionParts], int], Any]
     decode_refined: Callable[[Any, slice, torch.dtype], list[Coefficients]]
     center_channels: Callable[[torch.Tensor], tuple[F32, npt.NDArray[np.float64]]]
@@ -172,9 +173,9 @@ _STAGES = (
         compiled_symbols_by_class.to_planes,
         compiled_sections.index_sections,
         compiled_sections.decode_sections,
-        refinements.to_refinements,
-        refinements.index_refined,
-        refinements.decode_refined,
+        compiled_refinements.to_refinements,
+        compiled_refinements.index_refined,
+        compiled_refinements.decode_refined,
         compiled_channels.center_channels,
         compiled_channels.normalized_channels,
         compiled_channels.index_channels,

@@ -2,6 +2,10 @@
 
 A key is `tenant/id`, both in lower-case hexadecimal; `cuvee.codec.identity.store_key` makes one. The tenant is part of
 the key so that all entries of a tenant can be found and deleted without an index.
+
+A chunk may be stored as **parts**: a base, and refinements that are useless without the parts before them. Each part is
+an entry of its own, and its key says which part it is (`cuvee.codec.part_keys`). A store with a budget evicts
+refinements first: of all entries, the one with the largest age x `PART_WEIGHTS[number]` goes first.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.part_keys import MAX_PARTS, part_key, part_number
 from cuvee.integrations.stores.envelope import ExpiredError
 
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
@@ -21,6 +26,14 @@ _TENANT = re.compile(r"[0-9a-f]{1,64}")
 
 # The default limit for one blob, in bytes: the limit of Redis, and far above the usual size of a chunk.
 MAX_ENTRY_BYTES = 512 << 20
+
+# How much sooner a part is evicted than a base that was used at the same time: the KL per byte that a base saves, over
+# what the part saves. On SmolLM2, .25, .59 and 1.13 bits per value leave a KL of .02, .005 and .001. So each bit of the
+# first refinement saves .044, and each bit of the second .0074. What a base saves is extrapolated, because a chunk
+# without one is computed, at a KL of 0. From the base to the first refinement, KL falls by a factor of e^4.1 per bit.
+# At this rate it would be .055 without any bits, and each bit of the base saves .14. In simulations, weights twice as
+# large served 0 to 7 % more tokens from a full store, at a mean KL that was 12 to 23 % higher.
+PART_WEIGHTS = (1, 3, 18)
 
 # Errors that concern one file rather than its disk: a folder or a FIFO in its place, or its permissions.
 UNUSABLE_ENTRY = frozenset(
@@ -127,6 +140,85 @@ class Store(ABC):
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot by tier name."""
 
+    def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
+        """Store the parts of a chunk: the base under `key`, and each refinement under its own key.
+
+        The base is written first. If a part is given up, those after it are not written. A crash in between leaves the
+        parts before it, which are usable. If older refinements remain beside a new base, they do not fit it: the codec
+        refuses them (`Codec.open`), and `delete_parts` with `first=1` removes them.
+
+        Args:
+            key: the key of the chunk, from `store_key`.
+            parts: the base and at most two refinements, in order, as `Codec.encode_parts` returns them.
+
+        Returns:
+            The number of parts that were stored.
+
+        Raises:
+            InputError: there are no parts or too many, or `key` is not that of a chunk.
+            StoreError: the store failed.
+        """
+        if not 1 <= len(parts) <= MAX_PARTS:
+            raise InputError(f"parts: must be 1 … {MAX_PARTS}, the base and its refinements, got {len(parts)}")
+        for number, part in enumerate(parts):
+            if not self.put(part_key(key, number), part):
+                return number
+        return len(parts)
+
+    def get_parts(self, keys: Sequence[str], most: int = MAX_PARTS) -> list[tuple[bytes, ...]]:
+        """Return the usable parts of each chunk: its base and the refinements up to the first that is missing.
+
+        All parts are requested by one `get_many`. A part that is missing counts as a miss.
+
+        Args:
+            keys: keys of chunks, from `store_key`.
+            most: the largest number of parts to return per chunk; 1 reads bases only.
+
+        Returns:
+            0 to `most` parts for each key. None means that there is no base.
+
+        Raises:
+            InputError: `most` is out of range, or one of `keys` is not that of a chunk.
+            StoreError: the store failed.
+
+        Example:
+            >>> from cuvee.integrations.stores import open_store
+            >>> store = open_store("memory://?max_mb=1")
+            >>> store.put_parts("ab/01", [b"base", b"refinement"])
+            2
+            >>> store.get_parts(["ab/01", "ab/02"]), store.get_parts(["ab/01"], most=1)
+            ([(b'base', b'refinement'), ()], [(b'base',)])
+            >>> store.close()
+        """
+        if not 1 <= most <= MAX_PARTS:
+            raise InputError(f"most: must be 1 … {MAX_PARTS} parts, got {most}")
+        blobs = self.get_many([part_key(key, number) for key in keys for number in range(most)])
+        chunks: list[tuple[bytes, ...]] = []
+        for at in range(0, len(blobs), most):
+            usable: list[bytes] = []
+            for part in blobs[at : at + most]:
+                if part is None:
+                    break
+                usable.append(part)
+            chunks.append(tuple(usable))
+        return chunks
+
+    def delete_parts(self, key: str, first: int = 0) -> bool:
+        """Delete the parts of a chunk from number `first` on; return whether any of them was there.
+
+        Args:
+            key: the key of the chunk, from `store_key`.
+            first: 0 deletes the whole chunk, base first; 1 deletes its refinements.
+
+        Raises:
+            InputError: `first` is out of range, or `key` is not that of a chunk.
+            StoreError: the store failed; some parts may remain.
+        """
+        if not 0 <= first < MAX_PARTS:
+            raise InputError(f"first: must be 0 … {MAX_PARTS - 1}, the number of a part, got {first}")
+        deleted = [self.delete(part_key(key, number)) for number in range(first, MAX_PARTS)]
+        return any(deleted)
+
     def overdue(self, operation: str, seconds: float) -> None:  # noqa: B027 - most stores have nothing to do
         """Report that callers gave up on calls of `operation`, such as "contains", that began `seconds` ago or earlier.
 
@@ -173,15 +265,40 @@ def check_max_tenant(value: int | None, budget: int | None) -> int | None:
     return value
 
 
-def check_ttl(value: float | None) -> float | None:
-    """Return `value` if it is a valid time to live in seconds; None means forever.
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """How long entries live after they were written.
+
+    Attributes:
+        ttl: seconds; None means forever.
+        refinement_ttl: seconds that refinements live, if they live shorter; None means as long as other entries.
 
     Raises:
-        InputError: `value` is not above 0.
+        InputError: a time is not above 0, or `refinement_ttl` exceeds `ttl`.
     """
-    if value is not None and not value > 0:
-        raise InputError(f"ttl: must be above 0 seconds, got {value!r}")
-    return value
+
+    ttl: float | None = None
+    refinement_ttl: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttl", "refinement_ttl"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"{name}: must be above 0 seconds, got {value!r}")
+        if None not in (self.ttl, self.refinement_ttl) and self.refinement_ttl > self.ttl:  # type: ignore[operator]
+            raise InputError(
+                f"refinement_ttl: must be at most ttl, {self.ttl} seconds, because a refinement is useless without its "
+                f"base, got {self.refinement_ttl!r}"
+            )
+
+    @property
+    def shortest(self) -> float | None:
+        """Seconds until the first entry may expire; None if none does."""
+        return self.ttl if self.refinement_ttl is None else self.refinement_ttl
+
+    def of(self, key: str) -> float | None:
+        """Return the seconds that the entry of a key lives. The id alone, without the tenant, will do."""
+        return self.refinement_ttl if self.refinement_ttl is not None and part_number(key) else self.ttl
 
 
 def _check_bytes(name: str, value: int | None) -> int | None:
@@ -198,7 +315,10 @@ def check_key(key: object) -> tuple[str, str]:
     """
     match = _KEY.fullmatch(key) if isinstance(key, str) else None
     if match is None:
-        raise InputError(f"key: must be 'tenant/id', both in lower-case hexadecimal (see store_key), got {key!r}")
+        raise InputError(
+            "key: must be 'tenant/id', at most 64 and 128 digits of lower-case hexadecimal (see store_key), "
+            f"got {key!r}"
+        )
     return match[1], match[2]
 
 

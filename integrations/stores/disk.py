@@ -46,6 +46,7 @@ from cuvee.integrations.stores.base import (
     BAD_SECTORS,
     MAX_ENTRY_BYTES,
     UNUSABLE_ENTRY,
+    Lifetimes,
     Store,
     TierCounters,
     check_key,
@@ -53,7 +54,6 @@ from cuvee.integrations.stores.base import (
     check_max_entry,
     check_max_tenant,
     check_tenant,
-    check_ttl,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, make_header, parse_header
 from cuvee.integrations.stores.folder_budget import FolderBudget
@@ -105,6 +105,7 @@ class DiskStore(Store):
         ttl: seconds an entry lives after it was written; None means forever.
         max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
         max_tenant_bytes: budget of each tenant's files, kept by evicting the tenant's own entries; None means no limit.
+        refinement_ttl: seconds a refinement lives, at most `ttl`; None means as long as other entries.
 
     Raises:
         InputError: an argument is out of range, or the folder exists and is not safe to use.
@@ -121,9 +122,10 @@ class DiskStore(Store):
         *,
         max_entry: int = MAX_ENTRY_BYTES,
         max_tenant_bytes: int | None = None,
+        refinement_ttl: float | None = None,
     ) -> None:
         self.max_bytes = check_max_bytes(max_bytes)
-        self.ttl = check_ttl(ttl)
+        self.lifetimes = Lifetimes(ttl, refinement_ttl)
         self.max_entry = check_max_entry(max_entry)
         self.max_tenant_bytes = check_max_tenant(max_tenant_bytes, max_bytes)
         if not os.fspath(path):
@@ -138,7 +140,7 @@ class DiskStore(Store):
         # Entries that had bad sectors since the last successful read.
         self._unreadable: set[str] = set()
         self._prepared = False
-        self._budget = FolderBudget(max_bytes, max_tenant_bytes, ttl, self._tolerate)
+        self._budget = FolderBudget(max_bytes, max_tenant_bytes, self.lifetimes, self._tolerate)
         tell_after_fork(self)
 
     def after_fork(self) -> None:
@@ -272,7 +274,7 @@ class DiskStore(Store):
                     raise OSError(errno.EFBIG, f"{info.st_size} bytes are more than max_entry_mb allows", name)
                 try:
                     header = parse_header(os.read(file, HEADER_BYTES))
-                    header.verify(key, self.ttl)
+                    header.verify(key, self.lifetimes.of(key))
                     # Checked before memory of this length is allocated.
                     if info.st_size != HEADER_BYTES + header.length:
                         stated = HEADER_BYTES + header.length
@@ -334,9 +336,10 @@ class DiskStore(Store):
 
     def _present(self, folder: int, name: str) -> bool:
         """Return whether the tenant of `folder` has an entry of this name."""
+        ttl = self.lifetimes.of(name)
         try:
             with open_folder(folder, name[:2]) as shard:
-                if self.ttl is None:
+                if ttl is None:
                     info = os.stat(name, dir_fd=shard, follow_symlinks=False)
                     return stat.S_ISREG(info.st_mode) and 0 <= info.st_size - HEADER_BYTES <= self.max_entry
                 file, info = open_file(name, os.O_RDONLY, shard)
@@ -345,7 +348,7 @@ class DiskStore(Store):
         try:
             # An entry that is too large counts as absent, so that a smaller one can replace it.
             small = info.st_size - HEADER_BYTES <= self.max_entry
-            return small and not parse_header(os.read(file, HEADER_BYTES)).expired(self.ttl)
+            return small and not parse_header(os.read(file, HEADER_BYTES)).expired(ttl)
         except CorruptError:
             return False
         finally:

@@ -7,6 +7,8 @@ entries that it is writing if they are larger.
 
 The budget of a tenant is kept in the same way, by scanning only the tenant's folder and evicting only the tenant's
 entries.
+
+The least recently used entries are evicted first, and refinements sooner (`base.PART_WEIGHTS`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 
+from cuvee.codec.part_keys import part_number
+from cuvee.integrations.stores.base import PART_WEIGHTS, Lifetimes
 from cuvee.integrations.stores.safe_files import (
     file_lock,
     list_folder,
@@ -77,7 +81,7 @@ class FolderBudget:
     Args:
         max_bytes: budget of the files; None means no limit.
         max_tenant_bytes: budget of each tenant's files; None means no limit.
-        ttl: seconds an entry lives after it was written; None means forever.
+        lifetimes: how long entries live after they were written.
         tolerate: `tolerate(entry)` is a context that tolerates and counts errors that concern only that entry; see
             `DiskStore`.
 
@@ -90,12 +94,12 @@ class FolderBudget:
         self,
         max_bytes: int | None,
         max_tenant_bytes: int | None,
-        ttl: float | None,
+        lifetimes: Lifetimes,
         tolerate: Callable[[str], AbstractContextManager[list[OSError]]],
     ) -> None:
         self.max_bytes = max_bytes
         self.max_tenant_bytes = max_tenant_bytes
-        self.ttl = ttl
+        self.lifetimes = lifetimes
         self._tolerate = tolerate
         self.evictions = self.expired = 0
         self._scan_time = 0.0  # when the last full scan ended
@@ -169,7 +173,7 @@ class FolderBudget:
             tenants_ended = {tenant: tally.ended for tenant, tally in self._tenants.items()}
         if only is None:
             self.sweep(root)
-        oldest = None if self.ttl is None else time.time() - self.ttl
+        now = time.time()
         found: dict[str, list[_Scanned]] = {}
         gone = expired = 0
         for tenant, shard, files in self._shards(root, only):
@@ -178,10 +182,11 @@ class FolderBudget:
                     info = file.stat(follow_symlinks=False)
                     if not stat.S_ISREG(info.st_mode):
                         continue
-                    # An entry is never used before it is written, so this one was also written before `oldest`.
+                    # An entry is never used before it is written, so this one was also written that long ago.
+                    ttl = self.lifetimes.of(file.name)
                     if (
-                        oldest is not None
-                        and info.st_mtime < oldest
+                        ttl is not None
+                        and info.st_mtime < now - ttl
                         and unlink_same(file.name, info.st_mtime_ns, shard)
                     ):
                         expired += 1
@@ -225,12 +230,13 @@ class FolderBudget:
 
     def _due(self) -> bool:
         with self._lock:
-            if self.max_bytes is None and self.ttl is None:
+            ttl = self.lifetimes.shortest
+            if self.max_bytes is None and ttl is None:
                 return False
             if self._tally.base is None:
                 return True
             # Entries that are never requested must expire as well.
-            if self.ttl is not None and time.monotonic() - self._scan_time > max(60.0, self.ttl / 10):
+            if ttl is not None and time.monotonic() - self._scan_time > max(60.0, ttl / 10):
                 return True
             return self.max_bytes is not None and self._tally.due(self.max_bytes)
 
@@ -250,7 +256,7 @@ class FolderBudget:
                 self.scan(root)
 
     def _evict(self, root: int, entries: list[_Scanned], in_progress: int, limit: int) -> tuple[int, OSError | None]:
-        """Delete the least recently used entries, and remove them from `entries`, until there is room below `limit`.
+        """Delete the entries of the largest age x weight, and remove them from `entries`, until there is room.
 
         Returns:
             The bytes deleted; and the error if some entries could not be deleted and the others did not make enough
@@ -260,7 +266,14 @@ class FolderBudget:
         total = held + in_progress
         if total <= limit:
             return 0, None
-        entries.sort()
+        now = time.time_ns()
+
+        def key(entry: _Scanned) -> tuple[int, _Scanned]:
+            # Without refinements this is the order of use. An entry from the future has no age to multiply.
+            age = now - entry[0]
+            return -age * PART_WEIGHTS[part_number(entry[3])] if age > 0 else -age, entry
+
+        entries.sort(key=key)
         kept: list[_Scanned] = []
         evicted = 0
         stuck: OSError | None = None

@@ -1,15 +1,17 @@
-"""Blobs in this process's RAM. The least recently used entry is evicted first."""
+"""Blobs in this process's RAM. The least recently used entry is evicted first, and refinements sooner."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from cuvee.codec.part_keys import part_number
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
+    PART_WEIGHTS,
     Store,
     TierCounters,
     check_key,
@@ -20,20 +22,69 @@ from cuvee.integrations.stores.base import (
 )
 
 
+class _Order:
+    """Keys in the order of their last use, and which of them to evict next. The age of a key counts uses of all keys.
+
+    `_refinements` holds the keys of refinements once more, by number. The oldest key of all goes first unless a
+    refinement that was used later has a larger age x weight, and for each number only the oldest can.
+    """
+
+    def __init__(self) -> None:
+        self._uses: OrderedDict[str, int] = OrderedDict()  # key -> the clock at its last use
+        self._refinements: dict[int, OrderedDict[str, None]] = {}
+        self._clock = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._uses)
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def use(self, key: str) -> None:
+        """Add a key, or mark it as most recently used."""
+        self._clock = now = self._clock + 1
+        uses = self._uses
+        uses[key] = now
+        uses.move_to_end(key)
+        if number := part_number(key):
+            refinements = self._refinements.setdefault(number, OrderedDict())
+            refinements[key] = None
+            refinements.move_to_end(key)
+
+    def remove(self, key: str) -> None:
+        """Remove a key that is present."""
+        del self._uses[key]
+        if number := part_number(key):
+            del self._refinements[number][key]
+            if not self._refinements[number]:
+                del self._refinements[number]
+
+    def next_out(self) -> str:
+        """Return the key with the largest age x weight; there must be one."""
+        oldest = next(iter(self._uses))
+        if not self._refinements:
+            return oldest
+        return max(oldest, *(next(iter(keys)) for keys in self._refinements.values()), key=self._weighted_age)
+
+    def _weighted_age(self, key: str) -> int:
+        return (self._clock - self._uses[key]) * PART_WEIGHTS[part_number(key)]
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Cache:
-    """Entries, least recently used first. `handles` counts the open `MemoryStore`s that use them.
+    """Entries and the order of their use. `handles` counts the open `MemoryStore`s that use them.
 
-    If each tenant has a budget, `tenant_keys` holds each tenant's keys in the same order, and `tenant_used` its bytes.
+    If each tenant has a budget, `tenant_orders` holds the order of each tenant's keys, and `tenant_used` its bytes.
     """
 
     max_bytes: int
     max_tenant: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    entries: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
+    entries: dict[str, bytes] = field(default_factory=dict)
+    order: _Order = field(default_factory=_Order)
     used: int = 0
     handles: int = 0
-    tenant_keys: dict[str, OrderedDict[str, None]] = field(default_factory=dict)
+    tenant_orders: dict[str, _Order] = field(default_factory=dict)
     tenant_used: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -42,10 +93,12 @@ class _Cache:
     def after_fork(self) -> None:
         """Keep the entries, and count them again, because another thread may have been changing them."""
         self.lock = threading.Lock()
-        entries, self.entries, self.used = self.entries, OrderedDict(), 0
-        self.tenant_keys, self.tenant_used = {}, {}
-        for key, blob in entries.items():
-            self.add(key, blob)
+        entries, self.entries, self.used = self.entries, {}, 0
+        order, self.order = self.order, _Order()
+        self.tenant_orders, self.tenant_used = {}, {}
+        for key in dict.fromkeys([*order, *entries]):
+            if key in entries:
+                self.add(key, entries[key])
 
     def add(self, key: str, blob: bytes) -> None:
         """Add an entry whose key is not present."""
@@ -54,45 +107,49 @@ class _Cache:
         self.used += size
         if self.max_tenant is not None:
             tenant = _tenant(key)
-            self.tenant_keys.setdefault(tenant, OrderedDict())[key] = None
+            if tenant not in self.tenant_orders:
+                self.tenant_orders[tenant] = _Order()
             self.tenant_used[tenant] = self.tenant_used.get(tenant, 0) + size
+        self.use(key)
 
     def use(self, key: str) -> None:
         """Mark an entry as most recently used."""
-        self.entries.move_to_end(key)
+        self.order.use(key)
         if self.max_tenant is not None:
-            self.tenant_keys[_tenant(key)].move_to_end(key)
+            self.tenant_orders[_tenant(key)].use(key)
 
     def pop(self, key: str) -> bool:
         """Remove an entry; return whether it was present."""
         blob = self.entries.pop(key, None)
         if blob is None:
             return False
+        self.order.remove(key)
         size = len(key) + len(blob)
         self.used -= size
         if self.max_tenant is not None:
             tenant = _tenant(key)
-            del self.tenant_keys[tenant][key]
+            self.tenant_orders[tenant].remove(key)
             self.tenant_used[tenant] -= size
-            if not self.tenant_keys[tenant]:
-                del self.tenant_keys[tenant], self.tenant_used[tenant]
+            if not len(self.tenant_orders[tenant]):
+                del self.tenant_orders[tenant], self.tenant_used[tenant]
         return True
 
     def make_room(self, key: str, size: int) -> int:
         """Evict until `size` more bytes fit, first from the tenant of `key`; return how many entries were evicted."""
         evicted, tenant = 0, _tenant(key)
         while self.max_tenant is not None and self.tenant_used.get(tenant, 0) + size > self.max_tenant:
-            self.pop(next(iter(self.tenant_keys[tenant])))
+            self.pop(self.tenant_orders[tenant].next_out())
             evicted += 1
         while self.used + size > self.max_bytes:
-            self.pop(next(iter(self.entries)))
+            self.pop(self.order.next_out())
             evicted += 1
         return evicted
 
     def clear(self) -> None:
         """Remove all entries."""
         self.entries.clear()
-        self.tenant_keys.clear()
+        self.order = _Order()
+        self.tenant_orders.clear()
         self.tenant_used.clear()
         self.used = 0
 
@@ -118,6 +175,8 @@ _process_wide = _ProcessWide()
 
 class MemoryStore(Store):
     """Blobs in RAM, kept by reference and never copied. The budget counts the bytes of blobs and keys.
+
+    The least recently used entry is evicted first; refinements are evicted sooner (`base.PART_WEIGHTS`).
 
     An entry larger than the whole budget or than `max_entry` is not kept, and is counted as `dropped`. Each store has
     its own counters, even if it shares its entries with other stores; an eviction is counted in the store whose put
@@ -175,7 +234,7 @@ class MemoryStore(Store):
             return blob
 
     def put(self, key: str, blob: bytes) -> bool:
-        """Keep `blob`, evicting the least recently used entries; False if it exceeds the budget or `max_entry`."""
+        """Keep `blob`, evicting other entries; False if it exceeds the budget or `max_entry`."""
         check_key(key)
         # This does not copy `bytes`. Any other buffer is copied, because the caller may still change it.
         blob = bytes(blob)

@@ -28,13 +28,13 @@ from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
+    Lifetimes,
     Store,
     StoreError,
     TierCounters,
     check_key,
     check_max_entry,
     check_tenant,
-    check_ttl,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, seal, unseal
 from cuvee.integrations.stores.monitor import StoreMonitor
@@ -71,6 +71,7 @@ class ObjectStore(Store):
         ttl: seconds an entry lives after it was written; None means forever. An expired entry is deleted when it is
             requested; a lifecycle rule of the bucket deletes the others.
         max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
+        refinement_ttl: seconds a refinement lives, at most `ttl`; None means as long as other entries.
 
     Raises:
         InputError: an argument is out of range, or the protocol is unknown to fsspec or one of local files.
@@ -80,8 +81,15 @@ class ObjectStore(Store):
     name = "object"
     shared = True
 
-    def __init__(self, url: str, ttl: float | None = None, *, max_entry: int = MAX_ENTRY_BYTES) -> None:
-        self._ttl = check_ttl(ttl)
+    def __init__(
+        self,
+        url: str,
+        ttl: float | None = None,
+        *,
+        max_entry: int = MAX_ENTRY_BYTES,
+        refinement_ttl: float | None = None,
+    ) -> None:
+        self._lifetimes = Lifetimes(ttl, refinement_ttl)
         self._url, where, secrets = url, redacted(url), secrets_of(url)
         self._label = f"object store {where}"
         if "::" in url:
@@ -124,7 +132,7 @@ class ObjectStore(Store):
             )
         elif data is not None:
             try:
-                blob = unseal(key, data, self._ttl)
+                blob = unseal(key, data, self._lifetimes.of(key))
             except (CorruptError, ExpiredError) as error:
                 problem = error
         self._monitor.answered(blob, key, problem)

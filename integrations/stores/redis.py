@@ -8,11 +8,13 @@ With a budget, the server also keeps an index:
     cuvee:{b}:size        hash: entry -> its bytes
     cuvee:{b}:sums        hash: the bytes of all entries, the clock of lru, the cursor of the sweep, "counted"
     cuvee:{b}:lru:tenant  like lru, for one tenant; only if each tenant has a budget. Its bytes are in sums, too
+    cuvee:{b}:lru.1       the first refinements in lru once more; likewise lru.2, lru.1:tenant, lru.2:tenant
 
 `{b}` is the bucket. It is a hash tag, which keeps all of these keys in one slot of a cluster, as scripts require. A
 single server has bucket 0. A cluster has 64 buckets, chosen by a hash of the key, and each bucket gets 1/64 of the
 budget. A full bucket evicts even if another bucket has room, so with n entries per bucket about 1/sqrt(n) of the budget
-stays unused. Within a bucket, the least recently used entry of all processes is evicted first.
+stays unused. Within a bucket, the least recently used entry of all processes is evicted first, and refinements sooner
+(`base.PART_WEIGHTS`).
 
 Payloads do not pass through Lua, which copies them several times (a put of 1 MB took six times as long). SET and GET
 carry them, and one script (`redis_scripts`) updates the index in the same round trip. The script compares the index
@@ -39,6 +41,7 @@ from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
+    Lifetimes,
     Store,
     StoreError,
     TierCounters,
@@ -46,7 +49,6 @@ from cuvee.integrations.stores.base import (
     check_max_entry,
     check_max_tenant,
     check_tenant,
-    check_ttl,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, seal, unseal
 from cuvee.integrations.stores.monitor import StoreMonitor
@@ -103,6 +105,7 @@ class RedisStore(Store):
         max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
         max_tenant_bytes: budget of each tenant, kept by evicting the tenant's own entries. Requires `max_bytes`, and
             has the same minimum in a cluster. None means no limit.
+        refinement_ttl: seconds a refinement lives, at most `ttl`; None means as long as other entries.
 
     Raises:
         InputError: an argument is out of range, or redis-py cannot parse the URL.
@@ -121,6 +124,7 @@ class RedisStore(Store):
         *,
         max_entry: int = MAX_ENTRY_BYTES,
         max_tenant_bytes: int | None = None,
+        refinement_ttl: float | None = None,
     ) -> None:
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in _SCHEMES:
@@ -129,7 +133,7 @@ class RedisStore(Store):
         self._buckets = _CLUSTER_BUCKETS if cluster else 1
         if cluster and scheme == "unix":
             raise InputError(f"url: must name host and port of a cluster's node, got a socket: {redacted(url)}")
-        self._ttl = check_ttl(ttl)
+        self._lifetimes = Lifetimes(ttl, refinement_ttl)
         if not timeout > 0:
             raise InputError(f"timeout: must be above 0 seconds, got {timeout}")
         least = self._buckets * _MIN_BUCKET_BYTES if cluster else 1
@@ -195,7 +199,8 @@ class RedisStore(Store):
         if len(data) > limit:
             self._monitor.too_large(len(blob), limit - HEADER_BYTES)
             return False
-        expiry = () if self._ttl is None else ("PX", max(1, round(1000 * self._ttl)))
+        ttl = self._lifetimes.of(key)
+        expiry = () if ttl is None else ("PX", max(1, round(1000 * ttl)))
         commands: list[Command] = [("SET", self._name(key), data, *expiry)]
         if self._budget is not None:
             # Plain commands, because redis-py's own transactions quote the blob in their error messages.
@@ -269,7 +274,7 @@ class RedisStore(Store):
             problem = reply
         elif reply is not None and (reply or self._max_data >= _MAX_VALUE_BYTES):  # GETRANGE of a missing key is empty
             try:
-                blob = unseal(key, reply, self._ttl)
+                blob = unseal(key, reply, self._lifetimes.of(key))
             except (CorruptError, ExpiredError) as error:
                 problem = error
         self._monitor.answered(blob, key, problem)

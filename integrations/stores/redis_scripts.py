@@ -3,19 +3,38 @@
 A script runs atomically, so no other client sees a half-updated index.
 """
 
-ACCOUNT = """
+from cuvee.codec.part_keys import MAX_PARTS, PART_MARK
+from cuvee.integrations.stores.base import PART_WEIGHTS
+
+_ACCOUNT = """
 local lru, sizes, sums, prefix, budget = KEYS[1], KEYS[2], KEYS[3], ARGV[1], tonumber(ARGV[2])
 local share = tonumber(ARGV[3])
+local weights = {WEIGHTS}
 
 local function tenant_of(entry)
   return string.match(entry, '^[^/]+')
 end
 
+local function number_of(entry)
+  return tonumber(string.match(entry, '[0-9a-f]MARK$') or 0)
+end
+
+local function of_number(order, number)
+  return lru .. '.' .. number .. string.sub(order, #lru + 1)
+end
+
+-- An order of all entries or of a tenant's, with its refinements.
+local function unlink(order)
+  redis.call('UNLINK', order)
+  for number = 1, #weights - 1 do redis.call('UNLINK', of_number(order, number)) end
+end
+
 local function wipe()
   for _, field in ipairs(redis.call('HKEYS', sums)) do
-    if string.sub(field, 1, 3) == 'of:' then redis.call('UNLINK', lru .. string.sub(field, 3)) end
+    if string.sub(field, 1, 3) == 'of:' then unlink(lru .. string.sub(field, 3)) end
   end
-  redis.call('UNLINK', lru, sizes, sums)
+  unlink(lru)
+  redis.call('UNLINK', sizes, sums)
   if share >= 0 then redis.call('HSET', sums, 'tenants', 1) end
 end
 
@@ -34,12 +53,24 @@ local function add_to_tenant(tenant, bytes, count)
   end
 end
 
+local function use(order, clock, entry)
+  local number = number_of(entry)
+  redis.call('ZADD', order, clock, entry)
+  if number > 0 then redis.call('ZADD', of_number(order, number), clock, entry) end
+end
+
+local function forget(order, entry)
+  local number = number_of(entry)
+  redis.call('ZREM', order, entry)
+  if number > 0 then redis.call('ZREM', of_number(order, number), entry) end
+end
+
 local function drop(entry)
   local size = redis.call('HGET', sizes, entry)
-  if apart then redis.call('ZREM', lru .. ':' .. tenant_of(entry), entry) end
+  if apart then forget(lru .. ':' .. tenant_of(entry), entry) end
   if size then
     redis.call('HDEL', sizes, entry)
-    redis.call('ZREM', lru, entry)
+    forget(lru, entry)
     redis.call('HINCRBY', sums, 'bytes', -tonumber(size))
     if apart then add_to_tenant(tenant_of(entry), -tonumber(size), -1) end
   end
@@ -56,12 +87,38 @@ for i = 4, #ARGV do
     redis.call('HSET', sizes, entry, size)
     redis.call('HINCRBY', sums, 'bytes', size - known)
     local clock = redis.call('HINCRBY', sums, 'clock', 1)
-    redis.call('ZADD', lru, clock, entry)
+    use(lru, clock, entry)
     if apart then
-      redis.call('ZADD', lru .. ':' .. tenant_of(entry), clock, entry)
+      use(lru .. ':' .. tenant_of(entry), clock, entry)
       add_to_tenant(tenant_of(entry), size - known, known == 0 and 1 or 0)
     end
   end
+end
+
+-- The largest age x weight is that of the oldest entry, or of the oldest of the first or of the second refinements.
+local refined
+local function next_out(order)
+  local oldest = redis.call('ZRANGE', order, 0, 0)[1]
+  if refined == nil then refined = redis.call('EXISTS', of_number(lru, 1), of_number(lru, 2)) > 0 end
+  if not refined then return oldest end
+  local clock, out, most = redis.call('HGET', sums, 'clock'), nil, -1
+  local function consider(entry)
+    local score = redis.call('ZSCORE', order, entry)
+    local weighted = score and (clock - score) * weights[number_of(entry) + 1]
+    if score and weighted > most then out, most = entry, weighted end
+    return score
+  end
+  consider(oldest)
+  for number = 1, #weights - 1 do
+    local part = of_number(order, number)
+    local entry = redis.call('ZRANGE', part, 0, 0)[1]
+    -- A store of an earlier version removes a refinement from the order of all entries only.
+    while entry and not consider(entry) do
+      redis.call('ZREM', part, entry)
+      entry = redis.call('ZRANGE', part, 0, 0)[1]
+    end
+  end
+  return out
 end
 
 local evicted = 0
@@ -75,24 +132,26 @@ if budget >= 0 then
     local tenant = tenant_of(ARGV[i])
     local order = lru .. ':' .. tenant
     if share >= 0 and redis.call('ZCARD', order) ~= tonumber(redis.call('HGET', sums, 'in:' .. tenant) or 0) then
-      redis.call('UNLINK', order)
+      unlink(order)
       wipe()
     end
     while share >= 0 and tonumber(redis.call('HGET', sums, 'of:' .. tenant) or 0) > share do
-      local oldest = redis.call('ZRANGE', order, 0, 0)[1]
-      evicted = evicted + redis.call('UNLINK', prefix .. oldest)
-      drop(oldest)
+      local out = next_out(order)
+      evicted = evicted + redis.call('UNLINK', prefix .. out)
+      drop(out)
     end
   end
   while tonumber(redis.call('HGET', sums, 'bytes') or 0) > budget do
-    local oldest = redis.call('ZRANGE', lru, 0, 0)[1]
-    evicted = evicted + redis.call('UNLINK', prefix .. oldest)
-    drop(oldest)
+    local out = next_out(lru)
+    evicted = evicted + redis.call('UNLINK', prefix .. out)
+    drop(out)
   end
 end
 return {evicted, tonumber(redis.call('HGET', sums, 'bytes') or 0), redis.call('HLEN', sizes),
         redis.call('HEXISTS', sums, 'counted')}
 """
+_MARK = f"{PART_MARK}([1-{MAX_PARTS - 1}])"
+ACCOUNT = _ACCOUNT.replace("WEIGHTS", ", ".join(map(str, PART_WEIGHTS))).replace("MARK", _MARK)
 """Update the index for some entries, then evict entries until the budgets are met.
 
 KEYS: lru, size and sums of a bucket. ARGV: the prefix of its entries; the budget in bytes (-1: neither sweep nor

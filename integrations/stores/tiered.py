@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.part_keys import part_key
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import Store, TierCounters, check_tenant
 from cuvee.integrations.stores.write_behind import Tier
@@ -106,6 +107,20 @@ class TieredStore(Store):
         kept = first.store.put(key, blob)
         for tier in others:
             kept = tier.offer(key, blob) or kept
+        return kept
+
+    def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
+        """Store the parts of a chunk in tier 0 and queue copies for the others; return how many parts a tier accepted.
+
+        Each tier gets the parts up to the first that it does not accept, because those after it would be useless there.
+        """
+        first, *others = self._tiers
+        kept = first.store.put_parts(key, parts)
+        for tier in others:
+            for number, part in enumerate(parts):
+                if not tier.offer(part_key(key, number), part):
+                    break
+                kept = max(kept, number + 1)
         return kept
 
     def contains(self, keys: Sequence[str]) -> list[bool]:

@@ -10,8 +10,8 @@
 
 Servers log URLs, so keep passwords out of them: `password_env=NAME` reads the password from an environment variable,
 and `password_file=/path` from a file. `max_gb` counts 10^9 bytes, `max_mb` 10^6. `max_gb_per_tenant` limits each
-tenant. `ttl` takes s, m, h or d; `timeout` is in seconds. Every store takes `max_entry_mb`, the largest blob that it
-stores and reads.
+tenant. `ttl` takes s, m, h or d, and so does `refinement_ttl`, by which refinements expire sooner; `timeout` is in
+seconds. Every store takes `max_entry_mb`, the largest blob that it stores and reads.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from cuvee.integrations.stores.redaction import redacted
 _BUDGET = ("max_gb", "max_mb")
 _TENANT_BUDGET = "max_gb_per_tenant"
 _ENTRY = "max_entry_mb"
+_TTLS = ("ttl", "refinement_ttl")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MEMORY_BYTES = 4 * 10**9
 _REDIS_TIMEOUT = 1.0
@@ -122,13 +123,21 @@ def _open(url: str, guarded: bool) -> Store:
     if scheme == "file":
         from cuvee.integrations.stores.disk import DiskStore
 
-        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, "ttl"))
+        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, *_TTLS))
         path = unquote(location)
         if not path.startswith("/") or not path.strip("/") or set(location) & set("#\0") or "\0" in path:
             raise InputError(f"url: must be file:///absolute/path, with %23 for # and %3F for ?, got {redacted(url)}")
         budget = options.budget()
         per_tenant = options.tenant_budget(budget)
-        store = DiskStore(path, budget, options.ttl(), max_entry=options.entry(), max_tenant_bytes=per_tenant)
+        ttl, refinement_ttl = options.ttls()
+        store = DiskStore(
+            path,
+            budget,
+            ttl,
+            max_entry=options.entry(),
+            max_tenant_bytes=per_tenant,
+            refinement_ttl=refinement_ttl,
+        )
     elif scheme in _BUCKETS or fsspec:
         from cuvee.integrations.stores.objects import ObjectStore
 
@@ -137,29 +146,32 @@ def _open(url: str, guarded: bool) -> Store:
                 options.refuse(
                     name, "must not be given for object storage; let a lifecycle rule of the bucket delete old objects"
                 )
-        options.only(("ttl", _ENTRY))
+        options.only((*_TTLS, _ENTRY))
         if not location or (not fsspec and location.startswith("/")):
             raise InputError(f"url: must be {scheme}://bucket/prefix, got {redacted(url)}")
         url = f"{fsspec[1] if fsspec else scheme}://{location}"
-        store = ObjectStore(url, options.ttl(), max_entry=options.entry())
+        ttl, refinement_ttl = options.ttls()
+        store = ObjectStore(url, ttl, max_entry=options.entry(), refinement_ttl=refinement_ttl)
     else:
         from cuvee.integrations.stores.redis import RedisStore
 
         socket = scheme in _SOCKETS
         plain = "unix" if socket else {**_REDIS, **_CLUSTERS}[scheme]
         extra = ("db",) if socket else _TLS if plain == "rediss" else ()
-        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, "ttl", "timeout", *_PASSWORD, *extra))
+        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, *_TTLS, "timeout", *_PASSWORD, *extra))
         _check_redis(url, location, socket=socket, cluster=scheme in _CLUSTERS)
         location = _with_password(location, options)
+        ttl, refinement_ttl = options.ttls()
         passed = "&".join(f"{name}={options.values[name]}" for name in extra if name in options.values)
         store = RedisStore(
             f"{plain}://{location}" + (f"?{passed}" if passed else ""),
             options.budget(),
-            options.ttl(),
+            ttl,
             options.number("timeout", "seconds") or _REDIS_TIMEOUT,
             scheme in _CLUSTERS,
             max_entry=options.entry(),
             max_tenant_bytes=options.tenant_budget(options.budget(), needs_budget=True),
+            refinement_ttl=refinement_ttl,
         )
     if not guarded:
         return store
@@ -263,13 +275,23 @@ class _Options:
             raise InputError(f"{_ENTRY}: must be at least one byte, got {self.values[_ENTRY]!r} {self._where}")
         return MAX_ENTRY_BYTES if value is None else round(value * 10**6)
 
-    def ttl(self) -> float | None:
-        """Return the seconds of `ttl`; None if it is missing."""
-        text = self.values.get("ttl")
+    def ttls(self) -> tuple[float | None, float | None]:
+        """Return the seconds of `ttl` and `refinement_ttl`; None for one that is missing."""
+        ttl, refinement_ttl = (self._duration(name) for name in _TTLS)
+        if ttl is not None and refinement_ttl is not None and refinement_ttl > ttl:
+            self.refuse(
+                "refinement_ttl", f"must be at most ttl, {self.values['ttl']}, got {self.values['refinement_ttl']}"
+            )
+        return ttl, refinement_ttl
+
+    def _duration(self, name: str) -> float | None:
+        text = self.values.get(name)
         if text is None:
             return None
         match = re.fullmatch(f"({_NUMBER})([smhd])", text)
         seconds = float(match[1]) * _UNITS[match[2]] if match else math.nan
         if not 0 < seconds < math.inf:
-            raise InputError(f"ttl: must be a number above 0 with s, m, h or d, such as 7d, got {text!r} {self._where}")
+            raise InputError(
+                f"{name}: must be a number above 0 with s, m, h or d, such as 7d, got {text!r} {self._where}"
+            )
         return seconds

@@ -129,7 +129,7 @@ def test_a_tile_of_sections_touches_nothing_else(coded: Any, scheme: str, at: sl
         n = 1 << found[coded_part.LOG2]
         own = slice(at.start // n, -(-at.stop // n))
         states, words, listed = (found[f] for f in (coded_part.STATES, coded_part.WORDS, coded_part.ESCAPES))
-        begin = found[sections_numba._STREAMS]
+        begin = found[sections_numba.STREAMS]
         these = slice(begin + own.start, begin + own.stop + 1)
         words_at[these] = index.words_at[these]
         spans.append((states + 4 * own.start, states + 4 * own.stop))

@@ -28,8 +28,12 @@ _LOWER_BOUND = 1 << 16
 _WORD_SHIFT = 16 if sys.byteorder == "big" else 0
 
 
-def _decoding(alike: bool) -> Any:
-    """Make the step for lanes that share a table, or have tables of their own."""
+def _decoding(alike: bool, contextual: bool = False) -> Any:
+    """Make the step for lanes that share a table, or have tables of their own.
+
+    If it is `contextual`, each lane's table follows the one named by as many tables as the byte says that the symbol
+    replaces in `out`. Bytes of inactive lanes must not name a table that does not exist.
+    """
 
     @spelled_out
     def decode_step(typing: Any, x, at, first, base, slots, words, offset, last, bits, active, out, to):  # type: ignore[no-untyped-def]
@@ -62,6 +66,9 @@ def _decoding(alike: bool) -> Any:
             prob_bits = code.integer(8, types.uint32)
             mask = code.splat(builder.sub(builder.shl(INT32(1), prob_bits), INT32(1)))
             place = builder.and_(v, mask)
+            if contextual:
+                context_of = builder.zext(code.load(code.pointer(10, 11, 1), BYTES, 1), VECTOR)
+                place = builder.add(place, builder.shl(context_of, code.splat(prob_bits)))
             if alike:
                 slot = code.gather(code.pointer(4, 3, 4), INT32, place, 4)
             else:
@@ -91,6 +98,7 @@ def _decoding(alike: bool) -> Any:
 
 
 decode_step, decode_alike_step = _decoding(alike=False), _decoding(alike=True)
+decode_context_step, decode_alike_context_step = _decoding(alike=False, contextual=True), _decoding(True, True)
 
 
 @spelled_out

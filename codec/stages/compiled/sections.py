@@ -38,9 +38,9 @@ from cuvee.codec.stages.reference.rans_by_class import class_stream_error
 from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, class_range_error, padded, read_part
 
 # Fields of `found`, one row per section: those of `coded_part`, and these.
-_COLUMNS = PART_FIELDS
-_PAD = PART_FIELDS + 1  # rows of a block in y
-_STREAMS = PART_FIELDS + 2  # the section's first entry in `words_at`
+COLUMNS = PART_FIELDS
+PAD = PART_FIELDS + 1  # rows of a block in y
+STREAMS = PART_FIELDS + 2  # the section's first entry in `words_at`
 FOUND_FIELDS = PART_FIELDS + 3
 
 _NEVER = 1 << 62  # the row of the escape after the last one
@@ -102,7 +102,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     mode, per_stream = found[part.MODE], np.int64(1) << found[part.LOG2]
     window = WINDOW if mode else width
     first_class = 16 * number
-    stride, levels_at, pad = entry[plans.ROWS], entry[plans.LEVELS], found[_PAD]
+    stride, levels_at, pad = entry[plans.ROWS], entry[plans.LEVELS], found[PAD]
     bounds = np.empty(width + 1, np.int64)  # of the runs of columns of one class
     rows_of, level_of = np.empty(width, np.int64), np.empty(width, np.int64)  # of the runs
     window_runs = np.empty((width + window - 1) // window + 1, np.int64)  # the first run of each window
@@ -226,6 +226,37 @@ def _dequantize(  # type: ignore[no-untyped-def]
 
 
 @compiled
+def sort_escapes(data, own, tokens, windows, by_window, next_place, listed):  # type: ignore[no-untyped-def]
+    """Sort the numbers of a section's escapes by window: a part lists them row by row, and a row covers all tokens.
+
+    Args:
+        data: the bytes.
+        own: the section's row of `found`.
+        tokens: tokens in the chunk.
+        windows: receives where each window begins in `by_window`, and where the last one ends.
+        by_window: receives the numbers.
+        next_place: scratch, as long as `windows`.
+        listed: where the section's numbers begin in `by_window`.
+
+    Returns:
+        where the next section's begin.
+    """
+    windows[:] = 0
+    for number in range(own[part.LISTED]):
+        windows[read_u32(data, own[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW + 1] += 1
+    windows[0] = listed
+    for w in range(1, len(windows)):
+        windows[w] += windows[w - 1]
+    for w in range(len(windows)):
+        next_place[w] = windows[w]
+    for number in range(own[part.LISTED]):
+        w = read_u32(data, own[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW
+        by_window[next_place[w]] = number
+        next_place[w] += 1
+    return listed + own[part.LISTED]
+
+
+@compiled
 def _index(  # type: ignore[no-untyped-def]
     data, spans, sections, tokens, entries, class_slots, class_bits, classes, windows_at, found, problem
 ):
@@ -246,7 +277,7 @@ def _index(  # type: ignore[no-untyped-def]
             classed[plans.ROWS], found[i],
         ):  # fmt: skip
             return False, np.empty(0, np.uint32), np.empty(0, np.uint32)
-        found[i, _STREAMS] = streams
+        found[i, STREAMS] = streams
         streams += ((tokens + (1 << found[i, part.LOG2]) - 1) >> found[i, part.LOG2]) + 1
         escapes += found[i, part.LISTED]
     words_at, by_window = np.empty(streams, np.uint32), np.empty(escapes, np.uint32)
@@ -266,24 +297,97 @@ def _index(  # type: ignore[no-untyped-def]
                 if not finest <= classes[i, t] < CLASSES:
                     problem[0], problem[1] = i, CLASS_RANGE
                     return False, words_at, by_window
-        at = own[_STREAMS]
+        at = own[STREAMS]
         part.list_words(data, own, words_at[at : at + ((tokens + (1 << own[part.LOG2]) - 1) >> own[part.LOG2]) + 1])
-        # A part lists its escapes row by row, and every row covers all tokens.
-        windows = windows_at[i]
-        windows[:] = 0
-        for number in range(own[part.LISTED]):
-            windows[read_u32(data, own[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW + 1] += 1
-        windows[0] = listed
-        for w in range(1, len(windows)):
-            windows[w] += windows[w - 1]
-        for w in range(len(windows)):
-            next_place[w] = windows[w]
-        for number in range(own[part.LISTED]):
-            w = read_u32(data, own[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW
-            by_window[next_place[w]] = number
-            next_place[w] += 1
-        listed += own[part.LISTED]
+        listed = sort_escapes(data, own, tokens, windows_at[i], by_window, next_place, listed)
     return True, words_at, by_window
+
+
+@compiled
+def list_tile(  # type: ignore[no-untyped-def]
+    i, own, columns, window, entry, number, data, words_at, start, stop, out_at, classes_at, states, starts, ends, at,
+    groups, listed, fields,
+):  # fmt: skip
+    """List section i's streams of a tile for `decode_lanes`; return where the next section's streams and groups go."""
+    log2 = own[part.LOG2]
+    first_stream = at
+    for stream in range(start >> log2, (stop + (1 << log2) - 1) >> log2):
+        states[at] = read_u32(data, own[part.STATES] + 4 * stream)
+        starts[at] = words_at[own[STREAMS] + stream]
+        ends[at] = words_at[own[STREAMS] + stream + 1]
+        at += 1
+    listed = list_groups(i, first_stream, columns, 1 << log2, window, groups, listed)
+    fields[i, lanes.WORDS], fields[i, lanes.LAST] = own[part.WORDS], own[part.COUNT]
+    fields[i, lanes.CLASSES], fields[i, lanes.OUT] = classes_at, out_at
+    fields[i, lanes.COLUMNS] = columns
+    fields[i, lanes.PLANES] = 16 * number
+    fields[i, lanes.TABLES], fields[i, lanes.STRIDE] = entry[plans.TABLES], entry[plans.PLANES]
+    return at, listed
+
+
+@compiled
+def count_streams(found, start, stop):  # type: ignore[no-untyped-def]
+    """Return how many streams the sections have in a tile."""
+    streams = np.int64(0)
+    for i in range(len(found)):
+        log2 = found[i, part.LOG2]
+        streams += ((stop + (1 << log2) - 1) >> log2) - (start >> log2)
+    return streams
+
+
+@compiled
+def tell_stream(bad, first_stream, found, start, problem):  # type: ignore[no-untyped-def]
+    """Note which section's stream is damaged, given its number among all of a tile."""
+    i = 0
+    while first_stream[i + 1] <= bad:
+        i += 1
+    problem[0], problem[1] = i, STREAM
+    problem[2] = (start >> found[i, part.LOG2]) + bad - first_stream[i]
+
+
+@compiled
+def decode_planes(  # type: ignore[no-untyped-def]
+    data, words_at, sections, start, stop, multiple, entries, depth, planes, tables, slots, bits, scratch, scratch_at,
+    order, columns, classes, found, problem
+):  # fmt: skip
+    """Decode the planes of the tokens `start … stop - 1`; return False if a section is damaged: see `_index`."""
+    count, width = len(sections), stop - start
+    streams = count_streams(found, start, stop)
+    states = np.empty(streams, np.uint32)
+    starts, ends = np.empty(streams, np.uint32), np.empty(streams, np.uint32)
+    groups = np.empty((streams + count * (width // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
+    fields = np.empty((count, lanes.SECTION_FIELDS), np.int64)
+    first_stream = np.empty(count + 1, np.int64)
+    listed = at = np.int64(0)
+    for i in range(count):
+        own = found[i]
+        mode, log2 = own[part.MODE], own[part.LOG2]
+        number = 2 * sections[i] + mode
+        first_stream[i] = at
+        if mode:
+            own[COLUMNS] = width
+            sort_columns(classes[i, start:stop], order[i], columns[i])
+            finest = np.int64(CLASSES)
+            for t in range(width):
+                finest = min(finest, np.int64(columns[i, t]))
+        else:
+            own[COLUMNS] = deal(width, 1 << log2, order[i], columns[i])
+            finest = np.int64(0)
+        own[PAD] = (depth[16 * number + finest] + multiple - 1) // multiple * multiple
+        window = WINDOW if mode else own[COLUMNS]
+        at, listed = list_tile(
+            i, own, own[COLUMNS], window, entries[number], number, data, words_at, start, stop, scratch_at[i],
+            i * columns.shape[1], states, starts, ends, at, groups, listed, fields,
+        )  # fmt: skip
+    first_stream[count] = at
+    bad = decode_lanes(
+        groups[:listed], fields, states, starts, ends, data, columns.reshape(columns.size), planes, tables, slots, bits,
+        scratch,
+    )  # fmt: skip
+    if bad >= 0:
+        tell_stream(bad, first_stream, found, start, problem)
+        return False
+    return True
 
 
 @compiled
@@ -292,63 +396,16 @@ def _decode(  # type: ignore[no-untyped-def]
     tables, slots, bits, shrink, scratch, scratch_at, y_at, wide, narrow, order, columns, classes, found, problem
 ):  # fmt: skip
     """Decode the tokens `start … stop - 1` of sections; return False if one is damaged: see `problem` of `_index`."""
-    count, width = len(sections), stop - start
-    streams = 0
-    for i in range(count):
-        log2 = found[i, part.LOG2]
-        streams += ((stop + (1 << log2) - 1) >> log2) - (start >> log2)
-    states = np.empty(streams, np.uint32)
-    starts, ends = np.empty(streams, np.uint32), np.empty(streams, np.uint32)
-    groups = np.empty((streams + count * (width // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
-    fields = np.empty((count, lanes.SECTION_FIELDS), np.int64)
-    first_stream = np.empty(count + 1, np.int64)
-    listed = 0
-    at = 0
-    for i in range(count):
-        own = found[i]
-        mode, log2 = own[part.MODE], own[part.LOG2]
-        number = 2 * sections[i] + mode
-        entry = entries[number]
-        first_stream[i] = at
-        if mode:
-            own[_COLUMNS] = width
-            sort_columns(classes[i, start:stop], order[i], columns[i])
-            finest = np.int64(CLASSES)
-            for t in range(width):
-                finest = min(finest, np.int64(columns[i, t]))
-        else:
-            own[_COLUMNS] = deal(width, 1 << log2, order[i], columns[i])
-            finest = np.int64(0)
-        own[_PAD] = (depth[16 * number + finest] + multiple - 1) // multiple * multiple
-        for stream in range(start >> log2, (stop + (1 << log2) - 1) >> log2):
-            states[at] = read_u32(data, own[part.STATES] + 4 * stream)
-            starts[at] = words_at[own[_STREAMS] + stream]
-            ends[at] = words_at[own[_STREAMS] + stream + 1]
-            at += 1
-        window = WINDOW if mode else own[_COLUMNS]
-        listed = list_groups(i, first_stream[i], own[_COLUMNS], 1 << log2, window, groups, listed)
-        fields[i, lanes.WORDS], fields[i, lanes.LAST] = own[part.WORDS], own[part.COUNT]
-        fields[i, lanes.CLASSES], fields[i, lanes.OUT] = i * columns.shape[1], scratch_at[i]
-        fields[i, lanes.COLUMNS] = own[_COLUMNS]
-        fields[i, lanes.PLANES] = 16 * number
-        fields[i, lanes.TABLES], fields[i, lanes.STRIDE] = entry[plans.TABLES], entry[plans.PLANES]
-    first_stream[count] = at
-    bad = decode_lanes(
-        groups[:listed], fields, states, starts, ends, data, columns.reshape(columns.size), planes, tables, slots, bits,
-        scratch,
-    )  # fmt: skip
-    if bad >= 0:
-        i = 0
-        while first_stream[i + 1] <= bad:
-            i += 1
-        problem[0], problem[1] = i, STREAM
-        problem[2] = (start >> found[i, part.LOG2]) + bad - first_stream[i]
+    if not decode_planes(
+        data, words_at, sections, start, stop, multiple, entries, depth, planes, tables, slots, bits, scratch,
+        scratch_at, order, columns, classes, found, problem,
+    ):  # fmt: skip
         return False
-    for i in range(count):
+    for i in range(len(sections)):
         number = 2 * sections[i] + found[i, part.MODE]
         if not _dequantize(
             data, found[i], by_window, windows_at[i], entries[number], number, tokens, start, stop,
-            columns[i, : found[i, _COLUMNS]], order[i], packed, shrink, scratch[scratch_at[i] :], wide[y_at[i] :],
+            columns[i, : found[i, COLUMNS]], order[i], packed, shrink, scratch[scratch_at[i] :], wide[y_at[i] :],
             narrow[y_at[i] :],
         ):  # fmt: skip
             problem[0], problem[1] = i, ESCAPE_LIST
@@ -356,8 +413,8 @@ def _decode(  # type: ignore[no-untyped-def]
     return True
 
 
-_SLACK = 4  # bytes
-_NO_WIDE, _NO_NARROW = np.empty(0, np.float32), np.empty(0, np.uint16)
+SLACK = 4  # bytes beyond the sections that can be read
+NO_WIDE, NO_NARROW = np.empty(0, np.float32), np.empty(0, np.uint16)
 _arena = Arena()
 
 
@@ -393,7 +450,7 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
     packed, count = coding.plans, len(parts)
     numbers = np.array([number for number, _ in parts])
     # A copy, since a step reads a few bytes beyond its word.
-    data = np.frombuffer(b"".join([*(section for _, section in parts), bytes(_SLACK)]), np.uint8)
+    data = np.frombuffer(b"".join([*(section for _, section in parts), bytes(SLACK)]), np.uint8)
     spans = np.zeros((count, 2), np.int64)
     spans[:, 1] = np.cumsum([len(section) for _, section in parts])
     spans[1:, 0] = spans[:-1, 1]
@@ -405,7 +462,7 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
         problem,
     )  # fmt: skip
     if not sound:
-        raise _error(coding, parts, tokens, problem, found)
+        raise section_error(coding, parts, tokens, problem, found)
     return SectionIndex(coding, parts, numbers, tokens, data, found, words_at, by_window, windows_at, classes)
 
 
@@ -416,16 +473,16 @@ def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[
     count = len(parts)
     most = at.stop - at.start + MAX_TOKENS_PER_STREAM - 1  # columns
     entries = packed.entries[2 * numbers[:, None] + np.arange(2)]
-    planes_at = _offsets(entries[:, :, plans.PLANES].max(1) * most)
+    planes_at = offsets_of(entries[:, :, plans.PLANES].max(1) * most)
     deepest = packed.depth.reshape(-1, 2 * CLASSES)[numbers].max(1)
     rows = entries[:, 0, plans.BLOCKS] * [padded(int(depth)) for depth in deepest]
-    y_at = _offsets(rows * most)
+    y_at = offsets_of(rows * most)
     scratch = _arena.array("planes", int(planes_at[-1]) + WIDTH, np.uint8)
     y = _arena.tensor("y", int(y_at[-1]) + WIDTH, dtype)
     if dtype == torch.bfloat16:
-        wide, narrow = _NO_WIDE, y.view(torch.int16).numpy().view(np.uint16)
+        wide, narrow = NO_WIDE, y.view(torch.int16).numpy().view(np.uint16)
     else:
-        wide, narrow = y.numpy(), _NO_NARROW
+        wide, narrow = y.numpy(), NO_NARROW
     order, columns = np.empty((count, most), np.int64), np.empty((count, most), np.uint8)
     problem = np.zeros(3, np.int64)
     if not _decode(
@@ -436,23 +493,23 @@ def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[
         coding.family.quantizer.shrink, scratch, planes_at, y_at, wide, narrow, order, columns, index.classes, found,
         problem,
     ):  # fmt: skip
-        raise _error(coding, parts, index.tokens, problem, found)
+        raise section_error(coding, parts, index.tokens, problem, found)
     out = []
     for i, (number, _) in enumerate(parts):
-        columns_of = int(found[i, _COLUMNS])
-        shape = (len(coding.sections[number].ranks), int(found[i, _PAD]), columns_of)
+        columns_of = int(found[i, COLUMNS])
+        shape = (len(coding.sections[number].ranks), int(found[i, PAD]), columns_of)
         own = y[y_at[i] : y_at[i] + math.prod(shape)].view(shape)
         classes = columns[i, :columns_of] if found[i, part.MODE] else None
         out.append(Coefficients(order[i, :columns_of], classes, own))
     return out
 
 
-def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def offsets_of(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return where arrays of these sizes begin, aligned to cache lines, and where the last ends."""
     return np.concatenate([[0], np.cumsum(-(-sizes // 64) * 64)])
 
 
-def _error(
+def section_error(
     coding: StepCoding,
     parts: Sequence[tuple[int, memoryview]],
     tokens: int,

@@ -16,10 +16,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cuvee.codec.entropy.coding_plan import Escapes, escape_error
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes, escape_error, too_large_error
 from cuvee.codec.entropy.family import TABLES_PER_OCTAVE
-from cuvee.codec.entropy.nested import CONTEXT_BITS, CONTEXTS, KINDS, MOST, NestedFamily, base_cell, first_level, refine
-from cuvee.codec.errors import FormatError
+from cuvee.codec.entropy.nested import (
+    CONTEXT_BITS,
+    CONTEXTS,
+    ESCAPED,
+    KINDS,
+    MOST,
+    NestedFamily,
+    base_cell,
+    first_level,
+    refine,
+)
+from cuvee.codec.errors import CorruptError, FormatError
 from cuvee.codec.format.container import Reader, read_coded
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.profiles.nested_coding import NestedCoding, NestedSection, PartPlan
@@ -28,13 +38,13 @@ from cuvee.codec.stages.reference.rans_by_class import rans_decode_classes
 from cuvee.codec.stages.reference.sections import Coefficients, SectionIndex, index_sections, padded
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from cuvee.codec.stages.reference.token_order import coding_order
-from cuvee.codec.support.arrays import F32, I32, U8
+from cuvee.codec.support.arrays import F32, I32, I64, U8
 
 SectionParts = tuple[int, Sequence[memoryview]]  # the number of a section, and the bytes of its base and refinements
 
 
-def to_refinements(y: F32, columns: U8, section: NestedSection, family: NestedFamily) -> list[U8]:
-    """Return the planes of the refinements of a tile.
+def to_refinements(y: F32, columns: U8, section: NestedSection, family: NestedFamily) -> list[tuple[U8, Escapes]]:
+    """Return the planes and the escapes of the refinements of a tile.
 
     Args:
         y: `[R, T]` float32, columns sorted by class within windows; the rows of a column are those of its class in the
@@ -45,22 +55,29 @@ def to_refinements(y: F32, columns: U8, section: NestedSection, family: NestedFa
 
     Returns:
         for each refinement `[R', T]` uint8, a context and a symbol per byte (`RefinementCoder.encoding`), where R' is
-        the number of rows of the finest class in `columns`; zero below a column's last row.
+        the number of rows of the finest class in `columns`; zero below a column's last row. And the levels that no
+        symbol stands for, numbered row * T + column.
+
+    Raises:
+        InputError: a coefficient is too many steps large.
     """
     parts, quantizer = section.parts, family.base.quantizer
     planes = [np.zeros((int(part.classed.rows[columns].max(initial=0)), len(columns)), np.uint8) for part in parts[1:]]
+    listed: list[list[Escapes]] = [[] for _ in planes]
     for at, k in class_runs(columns):
         last = parts[-1].components[k]
         place = np.full(section.count, -1)  # of each component among the rows of y
         place[last] = np.arange(len(last))
         of_class = y[: len(last), at]
-        step = parts[0].classed.steps[k]
-        magnitude = np.abs(of_class) * (np.float32(1) / step)
+        step = float(parts[0].classed.steps[k])
+        magnitude = np.abs(of_class) * np.float32(1.0 / step)
+        if not magnitude.max(initial=0) < MAX_LEVEL:
+            raise too_large_error(float(magnitude.max()))
         rows = place[parts[0].components[k]]
         own = parts[0].classed.of(k)
         level = np.zeros(of_class.shape, np.int32)
         low, high = np.zeros(of_class.shape, np.float32), np.zeros(of_class.shape, np.float32)
-        level[rows] = np.abs(symbols.quantize(of_class[rows], float(step), own, quantizer))
+        level[rows] = np.abs(symbols.quantize(of_class[rows], step, own, quantizer))
         zone = quantizer.dead_zone[own.level_table, None]
         low[rows], high[rows] = base_cell(level[rows], zone)
         for number, (tables, part) in enumerate(zip(family.refinements, parts[1:], strict=False), 1):
@@ -71,14 +88,25 @@ def to_refinements(y: F32, columns: U8, section: NestedSection, family: NestedFa
             coarse, sizes = level[rows], magnitude[rows]
             fine, (own_low, own_high) = refine(coarse, sizes, (low[rows], high[rows]), zone)
             new = code < TABLES_PER_OCTAVE
-            fine[new] = first_level(sizes[new] / unit, zone[new] / unit, MOST)
+            fine[new] = first_level(sizes[new] / unit, zone[new] / unit)
             own_low[new], own_high[new] = (edge * unit for edge in base_cell(fine[new], zone[new] / unit))
             signed = np.where(of_class[rows] < 0, -fine, fine)
             symbol = np.where(coarse == 0, signed, fine - 2 * coarse)
+            row, column = np.nonzero(np.abs(symbol) > MOST)
+            index = row * len(columns) + column + at.start
+            listed[number - 1].append(Escapes(index.astype(np.uint32), symbol[row, column].astype(np.int32)))
+            symbol[row, column] = ESCAPED
             context = np.minimum(coarse, CONTEXTS - 1)
             planes[number - 1][: len(rows), at] = context << CONTEXT_BITS | symbol & ((1 << CONTEXT_BITS) - 1)
             level[rows], low[rows], high[rows] = fine, own_low, own_high
-    return planes
+    return [(own, _sorted(escapes)) for own, escapes in zip(planes, listed, strict=True)]
+
+
+def _sorted(parts: Sequence[Escapes]) -> Escapes:
+    """Join escapes in rising order."""
+    index = np.concatenate([part.index for part in parts])
+    order = np.argsort(index, kind="stable")
+    return Escapes(index[order], np.concatenate([part.value for part in parts])[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +134,23 @@ def read_refinement(data: memoryview, part: PartPlan, tokens: int, tokens_per_st
     rows = int(part.classed.rows.max())
     coded = read_coded(reader, rows, rows, tokens)
     reader.finish()
-    if coded.tokens_per_stream != tokens_per_stream or len(coded.escapes.index):
-        raise refinement_shape_error()
+    if coded.tokens_per_stream != tokens_per_stream:
+        raise FormatError(
+            f"section: must have {tokens_per_stream} tokens per stream, as what it refines, got "
+            f"{coded.tokens_per_stream}"
+        )
     return IndexedPart(coded, tokens)
 
 
-def refinement_shape_error() -> FormatError:
-    """Return the error about a section of a refinement whose streams are not those of its base."""
-    return FormatError("section: must have as many tokens per stream as what it refines, and no escapes")
+def check_escapes(value: I32, limit: I64 | int) -> None:
+    """Raise CorruptError if an escape is beyond a limit: levels double with each refinement, and must not overflow."""
+    if np.any(np.abs(value.astype(np.int64)) > limit):
+        raise escape_range_error()
+
+
+def escape_range_error() -> CorruptError:
+    """Return the error about an escape that no encoder writes."""
+    return CorruptError(f"section: has a level beyond {MAX_LEVEL} steps: the bytes are damaged")
 
 
 def unclassed_error() -> FormatError:
@@ -154,12 +191,12 @@ def decode_refined(index: RefinedIndex, at: slice, dtype: torch.dtype) -> list[C
     coding, base = index.coding, index.base
     family = coding.family
     out = []
-    for number, indexed, every, refinements in zip(
+    for section_number, indexed, every, refinements in zip(
         base.numbers, base.parts, base.classes, index.refinements, strict=True
     ):
         if every is None:
             raise unclassed_error()
-        section = coding.sections[number]
+        section = coding.sections[section_number]
         order = coding_order(every[at])
         classes = every[at][order]
         n = indexed.part.tokens_per_stream
@@ -175,21 +212,30 @@ def decode_refined(index: RefinedIndex, at: slice, dtype: torch.dtype) -> list[C
             width = np.uint32(run.stop - run.start)
             local = Escapes(row[inside] * width + column[inside] - np.uint32(run.start), escapes.value[inside])
             found += len(local.index)
+            check_escapes(local.value, MAX_LEVEL >> plan.shift[local.index // width].astype(np.int64))
             levels[first.components[k], run] = symbols.unpack(
                 np.ascontiguousarray(planes[: plan.planes, run]), local, plan
             )
         if found != len(escapes.index):
             raise escape_error()
-        for part, coder, refinement in zip(section.parts[1:], family.coders, refinements, strict=False):
+        for number, (part, coder, refinement) in enumerate(
+            zip(section.parts[1:], family.coders, refinements, strict=False), 1
+        ):
             contexts = np.zeros((part.classed.tables.shape[1], len(classes)), np.uint8)
             for run, k in class_runs(classes):
                 rows = part.components[k]
                 contexts[: len(rows), run] = np.minimum(np.abs(levels[rows, run]), CONTEXTS - 1)
-            own, _ = refinement.select(at)
+            own, larger = refinement.select(at)
             coded = rans_decode_classes(own, classes, part.classed, coder.decoding, n, contexts)
+            symbol = coded.view(np.int8).astype(np.int32)
+            escaped = np.flatnonzero(symbol == ESCAPED)
+            if not np.array_equal(escaped, larger.index):
+                raise escape_error()
+            check_escapes(larger.value, MAX_LEVEL << number)
+            symbol.ravel()[escaped] = larger.value
             for run, k in class_runs(classes):
                 rows = part.components[k]
-                levels[rows, run] = refined(levels[rows, run], coded[: len(rows), run].view(np.int8).astype(np.int32))
+                levels[rows, run] = refined(levels[rows, run], symbol[: len(rows), run])
         last, shrink = section.parts[-1], family.refinements[coding.refinements - 1].shrink
         deepest = last.class_ranks[int(classes.min())]
         blocks = torch.zeros(len(deepest), padded(max(deepest)), len(order), dtype=dtype)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.part_keys import part_key
 from cuvee.integrations.stores import disk, folder_budget, safe_files
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.disk import DiskStore
@@ -472,7 +473,14 @@ def test_a_folder_that_may_not_be_created_or_read(tmp_path: Path, request: pytes
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [({"path": ""}, "path"), ({"max_bytes": 0}, "max_bytes"), ({"ttl": 0.0}, "ttl"), ({"ttl": float("nan")}, "ttl")],
+    [
+        ({"path": ""}, "path"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"ttl": 0.0}, "ttl"),
+        ({"ttl": float("nan")}, "ttl"),
+        ({"refinement_ttl": 0}, "refinement_ttl"),
+        ({"ttl": 60, "refinement_ttl": 61}, "refinement_ttl"),
+    ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(InputError, match=f"^{name}: must"):
@@ -1035,6 +1043,29 @@ def test_entries_expire_by_the_time_of_writing_whenever_they_were_used(root: Pat
     assert DiskStore(root).contains(keys) == [False, True], "without a ttl nothing expires"
 
 
+def test_refinements_expire_by_their_own_time(root: Path) -> None:
+    stores = [DiskStore(root, refinement_ttl=60), DiskStore(root, ttl=3600, refinement_ttl=60)]
+    parts = [part_key(KEY, number) for number in range(3)]
+
+    def write(seconds: float) -> None:
+        for key in parts:
+            stores[0].put(key, b"x")
+            file_of(root, key).write_bytes(seal(key, b"x", time.time() - seconds))
+            age(file_of(root, key), seconds)
+
+    for store in stores:
+        write(50)
+        assert store.contains(parts) == [True] * 3 and store.get_parts([KEY]) == [(b"x",) * 3]
+        write(61)
+        assert store.contains(parts) == [True, False, False] and store.get_parts([KEY]) == [(b"x",)]
+        write(61)
+        scan(store)
+        assert [file_of(root, key).exists() for key in parts] == [True, False, False]
+        assert counters(store).expired == 4
+    write(61)
+    assert DiskStore(root, ttl=3600).get_parts([KEY]) == [(b"x",) * 3], "without the option as long as the others"
+
+
 def test_contains_with_a_ttl_takes_no_bad_header_for_an_entry(root: Path) -> None:
     store = DiskStore(root, ttl=60)
     store.put(KEY, b"x")
@@ -1077,6 +1108,24 @@ def test_the_least_recently_used_go_first(root: Path) -> None:
     now = counters(store)
     assert (now.evictions, now.entries, now.bytes) == (2, 9, 9000)
     assert used(root) == 9000
+
+
+@pytest.mark.parametrize("tenants", [False, True])
+@pytest.mark.parametrize("room", [1, 4, 8])
+def test_the_largest_age_times_weight_goes_first(root: Path, tenants: bool, room: int) -> None:
+    parts = {  # the age in seconds, in the order of eviction; times weight: 3600 to 930, and below 0
+        ("ab/01", 1): 1200.0, ("ab/02", 2): 110.0, ("ab/02", 1): 350.0, ("ab/01", 0): 1000.0, ("ab/05", 1): 310.0,
+        ("ab/02", 0): 900.0, ("ab/03", 1): 100.0, ("ab/01", 2): 10.0, ("ab/04", 2): -1000.0, ("ab/06", 0): -5000.0,
+    }  # fmt: skip
+    store = DiskStore(root, max_bytes=20_000, max_tenant_bytes=10_000 if tenants else None)
+    others = {(f"cd/{name:02x}", 0): 2000.0 if tenants else -9000.0 for name in range(10)}
+    for (chunk, number), seconds in (parts | others).items():
+        store.put(part_key(chunk, number), bytes(1000 - HEADER_BYTES))
+        age(file_of(root, part_key(chunk, number)), seconds)
+    assert store.put("ab/ff" if tenants else "ef/ff", bytes(1000 * room - HEADER_BYTES))
+    gone = [part for part in parts | others if not file_of(root, part_key(*part)).exists()]
+    assert gone == list(parts)[: room + 1], "down to 95 %"
+    assert counters(store).evictions == room + 1
 
 
 def test_use_is_noted_once_in_a_while(root: Path, caplog: pytest.LogCaptureFixture) -> None:

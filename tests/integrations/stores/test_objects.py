@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.part_keys import part_key
 from cuvee.integrations.stores import objects as module
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.base import StoreError, TierCounters
@@ -193,6 +195,11 @@ def test_time_to_live(url: str, open_objects: Open) -> None:
     found = counted(store)
     assert (found.expired, found.corrupt, found.misses, found.hits) == (1, 0, 1, 1)
     assert store.contains([KEY, OTHER]) == [False, True]
+    parts = [part_key(KEY, number) for number in range(3)]
+    for key in parts:
+        write(url, key, seal(key, b"x", time.time() - 61))
+    assert open_objects(url, ttl=3600).get_parts([KEY]) == [(b"x",) * 3]
+    assert open_objects(url, ttl=3600, refinement_ttl=60).get_parts([KEY]) == [(b"x",)]
 
 
 @pytest.mark.parametrize("url", ["testbucket"], indirect=True)
@@ -370,6 +377,8 @@ def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     for ttl in (0, -1.0):
         with pytest.raises(InputError, match=r"^ttl: "):
             ObjectStore("memory://x", ttl=ttl)
+        with pytest.raises(InputError, match=r"^refinement_ttl: "):
+            ObjectStore("memory://x", refinement_ttl=ttl)
     with pytest.raises(InputError, match=r"^url: .*nosuchprotocol"):
         ObjectStore("nosuchprotocol://bucket")
     monkeypatch.setitem(sys.modules, "s3fs", None)

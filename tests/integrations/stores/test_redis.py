@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import random
 import signal
 import socket
 import socketserver
@@ -26,9 +27,10 @@ if os.environ.get("CUVEE_REQUIRE_REDIS") != "1":
     pytest.importorskip("redis", reason="needs redis-py")
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.part_keys import part_key, part_number
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores import redis as module
-from cuvee.integrations.stores.base import StoreError, TierCounters
+from cuvee.integrations.stores.base import PART_WEIGHTS, StoreError, TierCounters
 from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.integrations.stores.redis import RedisStore
 
@@ -141,6 +143,28 @@ def test_many_keys_and_tenants(any_store: RedisStore) -> None:
     assert store.delete_tenant("ab") == 150
     assert not any(store.contains(mine)) and all(store.contains(others))
     assert store.delete_tenant("ab") == 0 and store.delete_tenant("cd") == 0
+
+
+def test_parts(any_store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = any_store
+    keys = [key(index) for index in range(20)]
+    expected = [(b"base", b"first", name.encode())[: at % 4] for at, name in enumerate(keys)]
+    for name, parts in zip(keys, expected, strict=True):
+        assert not parts or store.put_parts(name, parts) == len(parts)
+    requests: list[int] = []
+    send = RedisStore._send
+
+    def noted(self: RedisStore, commands: Any) -> list[Any]:
+        requests.append(len(commands))
+        return send(self, commands)
+
+    monkeypatch.setattr(RedisStore, "_send", noted)
+    assert store.get_parts(keys) == expected
+    assert len(requests) == 2, "60 keys, 32 at a time"
+    store.delete(part_key(keys[3], 1))
+    assert store.get_parts(keys[3:4]) == [(b"base",)] and store.delete_parts(keys[3])
+    assert not any(store.contains([part_key(keys[3], number) for number in range(3)]))
+    assert store.delete_tenant("ab") == sum(at % 4 for at in range(20)) - 3
 
 
 def test_keys_are_checked(server: RedisServer, open_redis: Open) -> None:
@@ -392,6 +416,15 @@ def test_the_server_expires(server: RedisServer, open_redis: Open) -> None:
     assert counted(store).corrupt == counted(store).expired == 0  # a plain miss, because the server has deleted it
 
 
+def test_the_server_expires_refinements_sooner(server: RedisServer, open_redis: Open) -> None:
+    store = open_redis(server.url, ttl=3600, refinement_ttl=0.15)
+    assert store.put_parts(key(1), [b"x"] * 3) == 3
+    wait_until(lambda: store.get_parts([key(1)]) == [(b"x",)], "the refinements expire")
+    with server.client() as client:
+        client.set(f"cuvee:{{0}}:{part_key(key(1), 1)}", seal(part_key(key(1), 1), b"old", time.time() - 1))
+    assert store.get_parts([key(1)]) == [(b"x",)] and counted(store).expired == 1
+
+
 def test_a_shorter_time_holds_for_old_entries(server: RedisServer, open_redis: Open) -> None:
     with server.client() as client:
         client.set(f"cuvee:{{0}}:{key(1)}", seal(key(1), b"old", 1.7e9))
@@ -403,6 +436,111 @@ def test_a_shorter_time_holds_for_old_entries(server: RedisServer, open_redis: O
     with server.client() as client:
         client.set(f"cuvee:{{0}}:{key(1)}", seal(key(1), b"old", 1.7e9))
     assert without.get(key(1)) == b"old"
+
+
+# Parts
+
+
+def assert_refinements_right(server: RedisServer, bucket: int = 0) -> None:
+    """Check that the refinements on the server are in their own orders, with the times of the order of all entries."""
+    prefix = f"cuvee:{{{bucket}}}:"
+    with server.client() as client:
+        orders = [name.decode() for name in client.keys(f"cuvee:[{{]{bucket}}}:lru*")]
+        for order in [f"{prefix}lru", *(name for name in orders if name.startswith(f"{prefix}lru:"))]:
+            uses = dict(client.zrange(order, 0, -1, withscores=True))
+            for number in (1, 2):
+                part = order.replace(f"{prefix}lru", f"{prefix}lru.{number}")
+                expected = {name: use for name, use in uses.items() if part_number(name.decode()) == number}
+                assert dict(client.zrange(part, 0, -1, withscores=True)) == expected
+
+
+@pytest.mark.parametrize("share", [None, 7])
+def test_the_largest_age_times_weight_goes_first(server: RedisServer, open_redis: Open, share: int | None) -> None:
+    """Compared with a plain list of uses. The ages of tenants count the uses of all."""
+    size, held = 200, dict[str, int]()  # key -> its last use
+    most = None if share is None else share * size
+    store = open_redis(server.url, 20 * size, max_tenant_bytes=most)
+    random_, clock, evicted = random.Random(3), 0, [0, 0, 0]
+
+    def evict(beyond: int, tenant: str) -> None:
+        while len(mine := [name for name in held if name.startswith(tenant)]) > beyond:
+            out = max(mine, key=lambda name: (clock - held[name]) * PART_WEIGHTS[part_number(name)])
+            evicted[part_number(out)] += 1
+            del held[out]
+
+    for _ in range(400):
+        tenant = random_.choice(["aa", "bb", "cc"])
+        name = part_key(key(random_.randrange(12), tenant), random_.randrange(3))
+        if random_.random() < 0.4:
+            found = store.get(name) is not None
+            assert found == (name in held)
+        else:
+            assert store.put(name, bytes(size - HEADER_BYTES))
+            found = True
+        clock += found
+        if found:
+            held.pop(name, None)
+            held[name] = clock
+        if share is not None:
+            evict(share, tenant)
+        evict(20, "")
+    assert {name.partition("}:")[2] for name in entries(server)} == held.keys()
+    assert evicted[2] > evicted[0] > 0 and evicted[1] > 0 and counted(store).evictions == sum(evicted)
+    assert_refinements_right(server)
+    (assert_books_right if share is None else assert_tenants_right)(server)
+    assert sum(map(store.delete_tenant, ("aa", "bb", "cc"))) == len(held)
+    with server.client() as client:
+        assert not client.keys("*lru*"), "an order without entries is gone"
+
+
+@pytest.mark.parametrize("lost", ["lru", "lru.1", "lru.2:aa", "sums"])
+def test_books_of_refinements_that_were_lost(server: RedisServer, open_redis: Open, lost: str) -> None:
+    """A server that evicts on its own may evict any key of the index. Then refinements count as used when they were."""
+    store = open_redis(server.url, full_at(60, 100), max_tenant_bytes=full_at(30, 100))
+
+    def fill(chunks: range) -> None:
+        for index in chunks:
+            for tenant in ("aa", "bb"):
+                store.put_parts(key(index, tenant), [bytes(100)] * 3)
+
+    fill(range(9))
+    with server.client() as client:
+        assert client.delete(f"cuvee:{{0}}:{lost}") == 1
+    fill(range(9, 40))
+    assert_tenants_right(server)
+    assert_refinements_right(server)
+    bases = [key(index, tenant) for index in range(21, 40) for tenant in ("aa", "bb")]
+    assert all(store.contains(bases))
+
+
+def test_a_lost_index_leaves_no_orders_behind(server: RedisServer, open_redis: Open) -> None:
+    store = open_redis(server.url, full_at(60, 100), max_tenant_bytes=full_at(30, 100))
+    for tenant in ("aa", "bb"):
+        store.put_parts(key(1, tenant), [bytes(100)] * 3)
+    with server.client() as client:
+        client.delete("cuvee:{0}:size", *(f"cuvee:{{0}}:{part_key(key(1, 'aa'), number)}" for number in range(3)))
+        assert store.get(key(1, "aa")) is None
+        assert not client.keys("*lru*")
+
+
+def test_books_of_a_version_without_parts(server: RedisServer, open_redis: Open) -> None:
+    """That version keeps the order of all entries only. What it removed is not found in the others."""
+    store = open_redis(server.url, full_at(9, 100))
+    for index in range(3):
+        store.put_parts(key(index), [bytes(100)] * 3)
+    gone = [part_key(key(0), 2), part_key(key(1), 1)]
+    with server.client() as client:
+        for name in gone:
+            client.delete(f"cuvee:{{0}}:{name}")
+            client.zrem("cuvee:{0}:lru", name)
+            client.hdel("cuvee:{0}:size", name)
+            client.hincrby("cuvee:{0}:sums", "bytes", -full_at(1, 100))
+    store.put_parts(key(3), [bytes(100)] * 3)
+    assert_books_right(server)
+    assert store.get_parts([key(index) for index in range(4)], most=1) == [(bytes(100),)] * 4
+    assert counted(store).entries == 9
+    with server.client() as client:
+        assert client.zscore("cuvee:{0}:lru.2", gone[0]) is None, "it was the next to be evicted"
 
 
 # Budgets of tenants
@@ -970,6 +1108,7 @@ def test_not_a_cluster(server: RedisServer, open_redis: Open) -> None:
         ({"max_bytes": 1_000_000_000, "cluster": True}, "^max_bytes: must be at least 1024000000.*64 buckets"),
         ({"ttl": 0}, "^ttl: "),
         ({"ttl": -1.0}, "^ttl: "),
+        ({"ttl": 1.0, "refinement_ttl": 2.0}, "^refinement_ttl: must be at most ttl, 1.0 seconds"),
         ({"timeout": 0}, "^timeout: "),
     ],
 )

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.integrations.stores.base import Store
+from cuvee.codec.part_keys import MAX_PARTS, part_key, part_number
+from cuvee.integrations.stores.base import PART_WEIGHTS, Store
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES
 from cuvee.integrations.stores.memory import MemoryStore
@@ -345,7 +346,125 @@ def test_a_forked_child_does_not_wait_for_the_parents_threads(kind: str, tmp_pat
     assert done.stdout == "0 b'x'\n", done.stdout + done.stderr
 
 
+# --- parts ---
+
+PARTS = [b"base", b"first", b"second"]
+
+
+def test_parts_are_entries_of_their_own(store: Store) -> None:
+    assert store.put_parts("ab/01", PARTS) == 3 and store.put_parts("ab/02", PARTS[:1]) == 1
+    assert store.get("ab/01") == b"base" and store.contains(["ab/01", "ab/02"]) == [True, True]
+    keys = ["ab/02", "ab/01", "ab/03", "ab/01"]
+    assert store.get_parts(keys) == [(b"base",), tuple(PARTS), (), tuple(PARTS)]
+    assert store.get_parts(keys, most=2) == [(b"base",), tuple(PARTS[:2]), (), tuple(PARTS[:2])]
+    assert store.get_parts(["ab/01"], most=1) == [(b"base",)] and store.get_parts([]) == []
+    assert store.delete_parts("ab/01", first=2) and store.get_parts(["ab/01"]) == [tuple(PARTS[:2])]
+    assert store.delete_parts("ab/01") and not store.delete_parts("ab/01")
+    assert store.contains([part_key("ab/01", number) for number in range(3)]) == [False] * 3
+    assert store.put_parts("ab/04", PARTS) == 3 and store.delete_tenant("ab") == 4
+
+
+@pytest.mark.parametrize(("lost", "left"), [(0, 0), (1, 1), (2, 2)])
+def test_a_missing_part_ends_the_usable_ones(store: Store, lost: int, left: int) -> None:
+    store.put_parts("ab/01", PARTS)
+    assert store.delete(part_key("ab/01", lost))
+    assert store.get_parts(["ab/01"]) == [tuple(PARTS[:left])]
+    assert store.delete_parts("ab/01") is True, "what is left of them"
+
+
+def test_parts_after_one_that_was_given_up_are_not_stored(tmp_path: Path) -> None:
+    for store in (MemoryStore(10**6, max_entry=10), DiskStore(tmp_path / "small", max_entry=10)):
+        for at, kept in ((0, 0), (1, 1), (2, 2)):
+            parts = [b"part"] * 3
+            parts[at] = bytes(11)
+            assert store.put_parts(f"ab/0{at}", parts) == kept
+            assert store.contains([part_key(f"ab/0{at}", number) for number in range(3)]) == [
+                number < kept for number in range(3)
+            ]
+
+
+_DIES = """
+import os, sys
+from cuvee.integrations.stores.disk import DiskStore
+
+class Dies(DiskStore):
+    left = int(sys.argv[2])
+
+    def _write(self, *arguments):
+        self.left -= 1
+        return super()._write(*arguments) if self.left >= 0 else os._exit(9)
+
+Dies(sys.argv[1]).put_parts("ab/01", [b"base", b"first", b"second"])
+"""
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_process_that_dies_between_parts_leaves_usable_ones(tmp_path: Path, written: int) -> None:
+    done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path / "kv"), str(written)], timeout=60, check=False)
+    assert done.returncode == 9
+    assert DiskStore(tmp_path / "kv").get_parts(["ab/01"]) == [tuple(PARTS[:written])]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda store: store.put_parts("ab/01", []), "parts: must be 1 … 3, the base and its refinements, got 0"),
+        (lambda store: store.put_parts("ab/01", PARTS * 2), "parts: must be 1 … 3"),
+        (lambda store: store.put_parts(part_key("ab/01", 1), PARTS), "key: must be that of a chunk"),
+        (lambda store: store.put_parts("ab/" + "0" * 120, PARTS), "key: must be 'tenant/id', at most 64 and 128"),
+        (lambda store: store.get_parts(["ab/01"], most=0), "most: must be 1 … 3 parts, got 0"),
+        (lambda store: store.get_parts(["ab/01"], most=4), "most: "),
+        (lambda store: store.get_parts(["ab/01", part_key("ab/01", 2)]), "key: must be that of a chunk"),
+        (lambda store: store.get_parts(["../ab"]), "key: must be 'tenant/id'"),
+        (lambda store: store.delete_parts("ab/01", first=3), "first: must be 0 … 2, the number of a part, got 3"),
+        (lambda store: store.delete_parts(part_key("ab/01", 2)), "key: must be that of a chunk"),
+    ],
+)
+def test_arguments_of_parts_are_checked(store: Store, call: Callable[[Store], object], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        call(store)
+
+
 # --- RAM ---
+
+
+def test_every_part_has_a_weight() -> None:
+    assert len(PART_WEIGHTS) == MAX_PARTS and PART_WEIGHTS[0] == 1 and list(PART_WEIGHTS) == sorted(PART_WEIGHTS)
+
+
+@pytest.mark.parametrize("tenants", [False, True])
+def test_memory_evicts_the_largest_age_times_weight(tenants: bool) -> None:
+    """Compared with a plain list of uses. Tenants with equal budgets behave as stores of their own."""
+    random_, size = random.Random(7), 100
+    budget = 24 * size
+    store = MemoryStore(2 * budget if tenants else budget, max_tenant_bytes=budget if tenants else None)
+    names = ("aa", "bb") if tenants else ("aa",)
+    clocks: dict[str, dict[str, int]] = {tenant: {} for tenant in names}  # key -> its last use
+    clock, evicted = dict.fromkeys(names, 0), {0: 0, 1: 0, 2: 0}
+
+    def use(tenant: str, key: str) -> None:
+        clock[tenant] += 1
+        clocks[tenant][key] = clock[tenant]
+
+    for _ in range(3000):
+        tenant = random_.choice(names)
+        held = clocks[tenant]
+        key = part_key(f"{tenant}/{random_.randrange(30):02x}", random_.randrange(3))
+        if random_.random() < 0.5:
+            if store.get(key) is not None:
+                use(tenant, key)
+            continue
+        held.pop(key, None)
+        while len(held) >= 24:
+            out = max(held, key=lambda key: ((clock[tenant] - held[key]) * PART_WEIGHTS[part_number(key)], -held[key]))
+            evicted[part_number(out)] += 1
+            del held[out]
+        assert store.put(key, bytes(size - len(key)))
+        use(tenant, key)
+        there = [part_key(f"{tenant}/{name:02x}", number) for name in range(30) for number in range(3)]
+        assert {key for key, is_there in zip(there, store.contains(there), strict=True) if is_there} == held.keys()
+    assert evicted[2] > evicted[1] > evicted[0] > 0
+    assert store.counters()["memory"].evictions == sum(evicted.values())
 
 
 def test_memory_evicts_by_bytes_what_was_not_used_for_longest() -> None:

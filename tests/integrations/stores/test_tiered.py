@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.part_keys import part_key
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.guard import GuardedStore
@@ -210,6 +211,18 @@ def test_a_tier_that_fails_shows_through(three: Three) -> None:
     guarded.close()
 
 
+def test_parts_that_upper_tiers_lack_are_fetched_and_promoted(three: Three) -> None:
+    parts = {part_key(A, number): bytes([number]) for number in range(3)}
+    three.top.entries[A] = parts[A]
+    three.low.entries.update(parts)
+    assert three.store.get_parts([A, B]) == [tuple(parts.values()), ()]
+    wanted = [part_key(key, number) for key in (A, B) for number in range(3)]
+    assert three.top.asked("get_many") == [tuple(wanted)], "one call for each tier"
+    assert three.low.asked("get_many") == [tuple(wanted[1:])] and three.deep.asked("get_many") == [tuple(wanted[3:])]
+    assert three.top.entries == parts and three.top.asked("put") == [(wanted[1],), (wanted[2],)]
+    assert three.store.delete_parts(A) and not three.top.entries and not three.low.entries
+
+
 # --- write-behind ---
 
 
@@ -304,6 +317,19 @@ def test_a_failing_write_stops_nothing(three: Three, caplog: pytest.LogCaptureFi
     assert three.store.put(C, b"c")
     three.idle()
     assert three.low.entries == {C: b"c"} and set(three.deep.entries) == {A, B, C}
+
+
+def test_each_tier_gets_parts_up_to_the_first_that_it_gives_up(three: Three) -> None:
+    """The refused parts exceed the queues of the lower tiers, and the second one the largest entry of the first."""
+    store = TieredStore([MemoryStore(1000, max_entry=200), three.low, three.deep], max_queue_bytes=100)
+    for parts, kept in (([10, 205, 5], 1), ([10, 150, 5], 3), ([205, 10, 5], 0), ([30, 30, 5], 3)):
+        assert store.put_parts(A, [bytes(size) for size in parts]) == kept
+        assert store.flush(LONG)
+        lower = next((number for number, size in enumerate(parts) if size > 100), 3)
+        for tier, count in ((store.tiers[0], kept), (three.low, lower), (three.deep, lower)):
+            assert len(tier.get_parts([A])[0]) == count
+            tier.delete_parts(A)
+    store.close()
 
 
 def test_without_a_thread_nothing_is_queued(

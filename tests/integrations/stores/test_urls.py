@@ -12,6 +12,7 @@ import pytest
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores import Store, open_store
+from cuvee.integrations.stores.base import Lifetimes
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.memory import MemoryStore
@@ -107,7 +108,7 @@ def test_memory_of_equal_budgets_is_one_however_it_is_written() -> None:
 def test_file(tmp_path: Path, options: str, budget: int | None, ttl: float | None) -> None:
     store = open_store(f"file://{tmp_path}/store{options}", guarded=False)
     assert isinstance(store, DiskStore)
-    assert (store.root, store.max_bytes, store.ttl) == (f"{tmp_path}/store", budget, ttl)
+    assert (store.root, store.max_bytes, store.lifetimes.ttl) == (f"{tmp_path}/store", budget, ttl)
     guarded = open_store(f"file://{tmp_path}/store{options}")
     assert isinstance(guarded, GuardedStore) and (guarded.name, guarded.shared) == ("disk", True)
 
@@ -162,6 +163,14 @@ def test_budgets_of_tenants_that_are_refused(url: str, message: str) -> None:
 def test_a_largest_entry_that_is_none(value: str) -> None:
     with pytest.raises(InputError, match=r"^max_entry_mb: must be"):
         open_store(f"file:///nowhere?max_entry_mb={value}")
+
+
+@pytest.mark.parametrize("location", ["redis://host", "s3://bucket"])
+def test_refinements_may_live_shorter(tmp_path: Path, location: str) -> None:
+    disk = open_store(f"file://{tmp_path}/x?ttl=1h&refinement_ttl=5m", guarded=False)
+    assert isinstance(disk, DiskStore) and disk.lifetimes == Lifetimes(3600, 300)
+    store = open_store(f"{location}?refinement_ttl=90s", guarded=False)
+    assert isinstance(store, Recorded) and store.named["refinement_ttl"] == 90
 
 
 def test_file_paths_are_unquoted(tmp_path: Path) -> None:
@@ -289,6 +298,9 @@ def test_a_bad_tier_closes_those_before_it() -> None:
         ("file:///x?ttl=-1d", r"^ttl: must"),
         ("file:///x?ttl=1w", r"^ttl: must"),
         ("file:///x?ttl=1e400d", r"^ttl: must"),
+        ("file:///x?refinement_ttl=7", r"^refinement_ttl: must be a number above 0 with s, m, h or d, such as 7d"),
+        ("s3://b?ttl=1h&refinement_ttl=2h", r"^refinement_ttl: must be at most ttl, 1h, got 2h \(in s3://b"),
+        ("redis://h?ttl=1h&refinement_ttl=61m", r"^refinement_ttl: must be at most ttl, 1h, got 61m"),
         ("file:///x?timeout=1", r"^timeout: must be an option of file:// stores"),
         ("redis://", r"^url: must be redis://\[user:password@\]host:port/database"),
         ("redis://host:port", r"^url: must be redis://"),

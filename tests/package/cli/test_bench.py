@@ -17,7 +17,7 @@ from cuvee.eval.bench.engine.scope import ENGINE_FULL, ENGINE_QUICK
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the benchmarks are asked for, instead of running them."""
     made: list[tuple[Any, ...]] = []
-    for kind in ("cpu", "gpu", "engine", "pages"):
+    for kind in ("cpu", "gpu", "engine", "pages", "parts"):
 
         def measure(*args: Any, kind: str = kind) -> dict[str, Any]:
             made.append((kind, *args[:-1]))
@@ -52,6 +52,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             "pages -m smollm2 --profile p --page-tokens 64 --page-tokens 128 --quick",
             ("pages", "smollm2", Path("p"), (64, 128), True),
         ),
+        ("parts", ("parts", (0.4, 0.6, 0.8, 1.0), 0.5, False)),
+        ("parts --exponent 0 --exponent 2 --budget 0.1 --quick", ("parts", (0.0, 2.0), 0.1, True)),
         ("gpu", ("gpu", False)),
         ("gpu --quick", ("gpu", True)),
         ("engine", ("engine", ENGINE_FULL, None, (), None, ())),
@@ -86,6 +88,14 @@ def test_the_pages_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: li
     assert run("bench", "pages", "--markdown").stdout == "# pages\n"
     assert "not both" in misused("bench", "pages", "--markdown", "--json")
     assert "--page-tokens" in misused("bench", "pages", "--page-tokens", "0")
+
+
+def test_the_parts_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
+    monkeypatch.setattr("cuvee.eval.bench.parts.parts_tables.parts_markdown", lambda report: f"# {report['kind']}\n")
+    assert run("bench", "parts", "--markdown").stdout == "# parts\n"
+    assert "not both" in misused("bench", "parts", "--markdown", "--json")
+    assert "--budget" in misused("bench", "parts", "--budget", "0")
+    assert "--exponent" in misused("bench", "parts", "--exponent", "-1")
 
 
 def test_a_report_is_not_replaced_without_force(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:

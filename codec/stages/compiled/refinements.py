@@ -1,0 +1,630 @@
+"""Refinements, compiled: the results of `reference/refinements.py`, which explains the steps section by section.
+
+base    --decode_planes--> planes --to levels--> levels [components, columns] int32, contexts
+refinement 1 … --decode_context_lanes--> symbols --refine--> levels --contexts …    --reconstruct--> y
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.entropy.coding_plan import (
+    ESCAPE,
+    MAX_LEVEL,
+    NO_ESCAPES,
+    Escapes,
+    escape_error,
+    too_large_error,
+)
+from cuvee.codec.entropy.family import TABLES_PER_OCTAVE
+from cuvee.codec.entropy.nested import CONTEXT_BITS, CONTEXTS, ESCAPED, MOST, NestedFamily, first_level
+from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, stream_count, stream_error
+from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
+from cuvee.codec.profiles import flat_plans as plans
+from cuvee.codec.profiles.nested_coding import NestedCoding, NestedSection
+from cuvee.codec.stages.compiled import coded_part as part
+from cuvee.codec.stages.compiled import lanes
+from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.bfloat16 import rounded
+from cuvee.codec.stages.compiled.coded_part import read_u32
+from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.lanes import decode_context_lanes
+from cuvee.codec.stages.compiled.sections import (
+    ESCAPE_LIST,
+    FOUND_FIELDS,
+    NO_NARROW,
+    NO_WIDE,
+    SLACK,
+    STREAM,
+    STREAMS,
+    SectionIndex,
+    count_streams,
+    decode_planes,
+    index_sections,
+    list_tile,
+    offsets_of,
+    section_error,
+    sort_escapes,
+    tell_stream,
+)
+from cuvee.codec.stages.compiled.simd import WIDTH
+from cuvee.codec.stages.compiled.symbols import add_low_bits, count_escapes, to_levels
+from cuvee.codec.stages.reference.refinements import (
+    SectionParts,
+    escape_range_error,
+    read_refinement,
+    unclassed_error,
+)
+from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, padded
+from cuvee.codec.support.arrays import F32, U8
+
+_ESCAPE_RANGE = ESCAPE_LIST + 1  # another problem of a section
+_FURTHEST = np.int64(MAX_LEVEL)
+_MOST_CONTEXT = np.int32(CONTEXTS - 1)
+_SYMBOL_MASK = np.int32((1 << CONTEXT_BITS) - 1)
+_ESCAPED_BYTE = np.uint8(ESCAPED & 0xFF)
+_arena = Arena()
+
+
+# --- symbols of refinements
+
+
+@compiled
+def _first_levels(y, inverse, dead_zone, rounding, level, low, high):  # type: ignore[no-untyped-def]
+    """Quantize a run of columns of a row as the base does: magnitudes of levels, and where cells begin and end."""
+    one = np.float32(1)
+    for t in range(len(level)):
+        a = abs(y[t]) * inverse
+        level[t] = np.int32(a + rounding) if a >= dead_zone else np.int32(0)
+        first = np.float32(level[t]) + (dead_zone - one)
+        low[t], high[t] = (first, first + one) if level[t] else (np.float32(0), dead_zone)
+
+
+@compiled
+def _new_levels(y, inverse, zone, unit, level, low, high, out):  # type: ignore[no-untyped-def]
+    """Give a component that no coarser part codes its first levels, and write its symbols; see `_cut`."""
+    one = np.float32(1)
+    for t in range(len(level)):
+        a = abs(y[t]) * inverse / unit
+        level[t] = np.int32(a + (one - zone)) if a >= zone else np.int32(0)
+        first = np.float32(level[t]) + (zone - one)
+        low[t], high[t] = (first * unit, (first + one) * unit) if level[t] else (np.float32(0), zone * unit)
+        symbol = np.int32(ESCAPED) if level[t] > MOST else np.int32(-level[t]) if y[t] < 0 else level[t]
+        out[t] = np.uint8(symbol & _SYMBOL_MASK)
+
+
+@compiled
+def _cut(y, inverse, zone, unit, level, low, high, out):  # type: ignore[no-untyped-def]
+    """Cut the cells of a run of columns of a row once more; write contexts and symbols.
+
+    Args:
+        y: coefficients.
+        inverse: one over the base's step.
+        zone: where this refinement cuts the cell around zero, in its own steps.
+        unit: this refinement's step over the base's.
+        level: int32, magnitudes of the levels.
+        low: float32, where cells begin, in steps of the base.
+        high: float32, where they end.
+        out: uint8.
+    """
+    half, own_zone = np.float32(0.5), zone * unit
+    for t in range(len(level)):
+        coarse = level[t]
+        middle = (low[t] + high[t]) * half if coarse else own_zone
+        upper = abs(y[t]) * inverse >= middle
+        level[t] = np.int32(2 * coarse + upper)
+        low[t], high[t] = (middle, high[t]) if upper else (low[t], middle)
+        symbol = np.int32(upper)
+        if not coarse and y[t] < 0:
+            symbol = np.int32(-symbol)
+        out[t] = np.uint8(min(coarse, _MOST_CONTEXT) << CONTEXT_BITS | symbol & _SYMBOL_MASK)
+
+
+@compiled
+def _to_refinements(  # type: ignore[no-untyped-def]
+    y, columns, inverses, base_table, dead_zone, rounding, rows, codes, places, zones, count, planes, planes_at
+):  # fmt: skip
+    """Write the planes of `count` refinements, one after the other, to `planes`; return False if y is too large."""
+    tokens = len(columns)
+    level = np.empty(tokens, np.int32)
+    low, high = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
+    u = 0
+    while u < tokens:
+        k, v = np.int64(columns[u]), u
+        while v < tokens and columns[v] == k:
+            v += 1
+        own_level, own_low, own_high = level[u:v], low[u:v], high[u:v]
+        for c in range(rows[count - 1, k]):
+            own = y[c, u:v]
+            for t in range(v - u):
+                if not abs(own[t]) * inverses[k] < MAX_LEVEL:
+                    return False
+            # A row of the last part has a place in the parts before it, or none: then it begins later.
+            known = np.int64(places[0, k, c])
+            if known >= 0:
+                table = np.int64(base_table[k, known])
+                _first_levels(own, inverses[k], dead_zone[table], rounding[table], own_level, own_low, own_high)
+            for number in range(count):
+                row = np.int64(places[number + 1, k, c])
+                if row < 0:
+                    continue
+                table = np.int64(codes[number, k, row])
+                unit = np.float32(0.5 ** (number + 1))
+                at = planes_at[number] + row * tokens
+                out = planes[at + u : at + v]
+                if table < TABLES_PER_OCTAVE:
+                    _new_levels(own, inverses[k], zones[number, table], unit, own_level, own_low, own_high, out)
+                else:
+                    _cut(own, inverses[k], zones[number, table], unit, own_level, own_low, own_high, out)
+        u = v
+    return True
+
+
+def to_refinements(y: F32, columns: U8, section: NestedSection, family: NestedFamily) -> list[tuple[U8, Escapes]]:
+    """See `cuvee.codec.stages.reference.refinements.to_refinements`."""
+    parts, tokens = section.parts, len(columns)
+    count = len(parts) - 1
+    if not count:
+        return []
+    depth = [int(own.classed.rows[columns].max(initial=0)) for own in parts[1:]]
+    planes_at = np.concatenate([[0], np.cumsum(depth)]).astype(np.int64) * tokens
+    planes = np.zeros(int(planes_at[-1]), np.uint8)
+    quantizer, base = family.base.quantizer, parts[0].classed
+    inverses = np.float32(1) / base.steps
+    if not _to_refinements(
+        y, columns, inverses, base.level_table, quantizer.dead_zone, quantizer.rounding,
+        np.stack([own.classed.rows for own in parts[1:]]), section.codes, section.places,
+        np.stack([own.zone for own in family.refinements]), count, planes, planes_at,
+    ):  # fmt: skip
+        coded = np.arange(len(y))[:, None] < parts[-1].classed.rows[columns]
+        raise too_large_error(float((np.abs(y) * inverses[columns])[coded].max()))
+    out = []
+    for number, rows in enumerate(depth, 1):
+        own = planes[planes_at[number - 1] : planes_at[number]].reshape(rows, tokens)
+        out.append((own, _larger(own, y, columns, section, number, inverses, family.refinements[number - 1].zone)))
+    return out
+
+
+def _larger(planes: U8, y: F32, columns: U8, section: NestedSection, number: int, inverses: F32, zone: F32) -> Escapes:
+    """Return the levels of a refinement that no symbol stands for."""
+    row, column = np.nonzero(planes == ESCAPED & _SYMBOL_MASK)
+    if not len(row):
+        return NO_ESCAPES
+    value, last = np.empty(len(row), np.int32), section.parts[-1]
+    for k in np.unique(columns[column]):
+        own = columns[column] == k
+        place = np.searchsorted(last.components[k], section.parts[number].components[k][row[own]])
+        of_class = y[place, column[own]]
+        table = section.codes[number - 1, k, row[own]]
+        level = first_level(np.abs(of_class) * inverses[k] / np.float32(2.0**-number), zone[table])
+        value[own] = np.where(of_class < 0, -level, level)
+    return Escapes((row * len(columns) + column).astype(np.uint32), value)
+
+
+# --- decoding
+
+
+@compiled
+def _list_runs(columns, bounds, runs_of_window):  # type: ignore[no-untyped-def]
+    """Write where each run of columns of one class begins, the end, and the first run of each window."""
+    runs = np.int64(0)
+    width = len(columns)
+    for t in range(width):
+        if t % WINDOW == 0:
+            runs_of_window[t // WINDOW] = runs
+        if t % WINDOW == 0 or columns[t] != columns[t - 1]:
+            bounds[runs] = t
+            runs += 1
+    bounds[runs] = width
+    runs_of_window[(width + WINDOW - 1) // WINDOW] = runs
+
+
+@compiled
+def _next_segment(r, end, c, columns, bounds, rows, single):  # type: ignore[no-untyped-def]
+    """Return the run after the next ones that have row `c` and share its component; `r` itself if there is none.
+
+    Within a window classes rise and their rows fall, so the runs with this row come first. With a `single` block all of
+    them share its component, otherwise classes number their components differently.
+    """
+    if r == end or rows[columns[bounds[r]]] <= c:
+        return r
+    r += 1
+    while single and r < end and rows[columns[bounds[r]]] > c:
+        r += 1
+    return r
+
+
+@compiled
+def _base_levels(  # type: ignore[no-untyped-def]
+    data, found, by_window, windows_at, entry, tokens, start, columns, bounds, runs_of_window, packed, begins, source,
+    levels
+):  # fmt: skip
+    """Turn one section's planes into levels `[components, columns]`; return 0, or the problem of the section."""
+    rows, _, shift, low_plane, block, index = packed
+    width = len(columns)
+    stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
+    windows = (width + WINDOW - 1) // WINDOW
+    levels[:] = 0
+    escapes = np.int64(0)
+    low_bits = False
+    for c in range(stride):
+        for w in range(windows):
+            r, end = runs_of_window[w], runs_of_window[w + 1]
+            following = _next_segment(r, end, c, columns, bounds, rows, single)
+            while following > r:
+                u, v = bounds[r], bounds[following]
+                level = levels_at + columns[u] * stride + c
+                to = (begins[block[level]] + index[level]) * width
+                to_levels(source[c * width + u : c * width + v], levels[to + u : to + v])
+                escapes += count_escapes(source[c * width + u : c * width + v])
+                for q in range(r, following):
+                    low_bits |= shift[levels_at + columns[bounds[q]] * stride + c] != 0
+                r = following
+                following = _next_segment(r, end, c, columns, bounds, rows, single)
+    first_window = start // WINDOW
+    for j in range(windows_at[first_window], windows_at[first_window + windows]):
+        number = np.int64(by_window[j])
+        place = np.int64(read_u32(data, found[part.ESCAPES] + 4 * number))
+        value = np.int32(read_u32(data, found[part.ESCAPES] + 4 * (found[part.LISTED] + number)))
+        c, column = place // tokens, place % tokens - start
+        if column >= width or c >= rows[columns[column]] or source[c * width + column] != ESCAPE:
+            return ESCAPE_LIST
+        level = levels_at + columns[column] * stride + c
+        if abs(np.int64(value)) > _FURTHEST >> np.int64(shift[level]):
+            return _ESCAPE_RANGE
+        levels[(begins[block[level]] + index[level]) * width + column] = value
+        escapes -= 1
+    if escapes:
+        return ESCAPE_LIST
+    for c in range(stride if low_bits else 0):
+        for w in range(windows):
+            for r in range(runs_of_window[w], runs_of_window[w + 1]):
+                u, v = bounds[r], bounds[r + 1]
+                level = levels_at + columns[u] * stride + c
+                if c < rows[columns[u]] and shift[level]:
+                    to = (begins[block[level]] + index[level]) * width
+                    low = np.int64(low_plane[level]) * width
+                    add_low_bits(levels[to + u : to + v], source[low + u : low + v], np.int32(shift[level]))
+    return 0
+
+
+@compiled
+def _to_contexts(levels, out):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] = np.uint8(min(abs(levels[i]), _MOST_CONTEXT))
+
+
+@compiled
+def _refine(levels, symbols):  # type: ignore[no-untyped-def]
+    """Refine levels; return how many symbols are escapes."""
+    escapes = np.int64(0)
+    for i in range(len(levels)):
+        symbol = np.int32(np.int8(symbols[i]))
+        levels[i] = np.int32(2 * levels[i] + (-symbol if levels[i] < 0 else symbol))
+        escapes += symbol == ESCAPED
+    return escapes
+
+
+@compiled
+def _place_escapes(  # type: ignore[no-untyped-def]
+    data, found, by_window, windows_at, entry, tokens, start, columns, packed, begins, symbols, levels, number
+):  # fmt: skip
+    """Put the listed levels of a refinement in their places; return how many there are, or a problem below 0."""
+    rows, _, block, index, _ = packed
+    width = len(columns)
+    first_window = start // WINDOW
+    listed = windows_at[first_window + (width + WINDOW - 1) // WINDOW] - windows_at[first_window]
+    for j in range(windows_at[first_window], windows_at[first_window] + listed):
+        escape = np.int64(by_window[j])
+        place = np.int64(read_u32(data, found[part.ESCAPES] + 4 * escape))
+        value = np.int32(read_u32(data, found[part.ESCAPES] + 4 * (found[part.LISTED] + escape)))
+        c, column = place // tokens, place % tokens - start
+        if column >= width or c >= rows[columns[column]] or symbols[c * width + column] != _ESCAPED_BYTE:
+            return -np.int64(ESCAPE_LIST)
+        if abs(np.int64(value)) > _FURTHEST << number:
+            return -np.int64(_ESCAPE_RANGE)
+        level = entry[plans.LEVELS] + columns[column] * entry[plans.ROWS] + c
+        levels[(begins[block[level]] + index[level]) * width + column] = value
+    return listed
+
+
+@compiled
+def _visit(levels, planes, entry, columns, bounds, runs_of_window, packed, begins, back):  # type: ignore[no-untyped-def]
+    """Write the contexts of a refinement to its planes, or take symbols `back` from them into the levels.
+
+    Returns:
+        how many of the symbols are escapes.
+    """
+    escapes = np.int64(0)
+    rows, _, block, index, _ = packed
+    width = len(columns)
+    stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
+    for c in range(stride):
+        for w in range((width + WINDOW - 1) // WINDOW):
+            r, end = runs_of_window[w], runs_of_window[w + 1]
+            following = _next_segment(r, end, c, columns, bounds, rows, single)
+            while following > r:
+                u, v = bounds[r], bounds[following]
+                level = levels_at + columns[u] * stride + c
+                to = (begins[block[level]] + index[level]) * width
+                if back:
+                    escapes += _refine(levels[to + u : to + v], planes[c * width + u : c * width + v])
+                else:
+                    _to_contexts(levels[to + u : to + v], planes[c * width + u : c * width + v])
+                r = following
+                following = _next_segment(r, end, c, columns, bounds, rows, single)
+    return escapes
+
+
+@compiled
+def _open_tile(  # type: ignore[no-untyped-def]
+    data, found, by_window, windows_at, sections, tokens, start, columns, entries, packed, begins, scratch, scratch_at,
+    levels, levels_at, problem
+):  # fmt: skip
+    """Turn the planes of the bases into levels; return False if a section is damaged."""
+    width = columns.shape[1]
+    rows, level_table, shift, low_plane, block, index = packed
+    bounds = np.empty(width + 1, np.int64)
+    runs_of_window = np.empty((width + WINDOW - 1) // WINDOW + 1, np.int64)
+    for i in range(len(sections)):
+        number = 2 * sections[i] + 1
+        _list_runs(columns[i], bounds, runs_of_window)
+        found_problem = _base_levels(
+            data, found[i], by_window, windows_at[i], entries[number], tokens, start, columns[i], bounds,
+            runs_of_window, (rows[16 * number :], level_table, shift, low_plane, block, index), begins[sections[i]],
+            scratch[scratch_at[i] :], levels[levels_at[i] : levels_at[i + 1]],
+        )  # fmt: skip
+        if found_problem:
+            problem[0], problem[1] = i, found_problem
+            return False
+    return True
+
+
+@compiled
+def _refine_tile(  # type: ignore[no-untyped-def]
+    refinement, data, words_at, by_window, windows_at, found, sections, tokens, start, stop, columns, entries, packed,
+    begins, tables, slots, bits, scratch, scratch_at, levels, levels_at, problem
+):  # fmt: skip
+    """Decode one refinement of a tile into the levels; return False if a section is damaged."""
+    count, width = len(sections), stop - start
+    rows, level_table, block, index, steps = packed
+    streams = count_streams(found, start, stop)
+    states = np.empty(streams, np.uint32)
+    starts, ends = np.empty(streams, np.uint32), np.empty(streams, np.uint32)
+    groups = np.empty((streams + count * (width // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
+    fields = np.empty((count, lanes.SECTION_FIELDS), np.int64)
+    first_stream = np.empty(count + 1, np.int64)
+    bounds = np.empty(width + 1, np.int64)
+    runs_of_window = np.empty((width + WINDOW - 1) // WINDOW + 1, np.int64)
+    listed = at = np.int64(0)
+    for i in range(count):
+        number = 2 * sections[i] + 1
+        first_stream[i] = at
+        _list_runs(columns[i], bounds, runs_of_window)
+        _visit(
+            levels[levels_at[i] :], scratch[scratch_at[i] :], entries[number], columns[i], bounds, runs_of_window,
+            (rows[16 * number :], level_table, block, index, steps), begins[sections[i]], False,
+        )  # fmt: skip
+        at, listed = list_tile(
+            i, found[i], width, np.int64(WINDOW), entries[number], number, data, words_at, start, stop, scratch_at[i],
+            i * width, states, starts, ends, at, groups, listed, fields,
+        )  # fmt: skip
+    first_stream[count] = at
+    bad = decode_context_lanes(
+        groups[:listed], fields, states, starts, ends, data, columns.reshape(columns.size), rows, tables, slots, bits,
+        scratch,
+    )  # fmt: skip
+    if bad >= 0:
+        tell_stream(bad, first_stream, found, start, problem)
+        return False
+    for i in range(count):
+        number = 2 * sections[i] + 1
+        _list_runs(columns[i], bounds, runs_of_window)
+        own = (rows[16 * number :], level_table, block, index, steps)
+        escapes = _visit(
+            levels[levels_at[i] :], scratch[scratch_at[i] :], entries[number], columns[i], bounds, runs_of_window, own,
+            begins[sections[i]], True,
+        )  # fmt: skip
+        placed = _place_escapes(
+            data, found[i], by_window, windows_at[i], entries[number], tokens, start, columns[i], own,
+            begins[sections[i]], scratch[scratch_at[i] :], levels[levels_at[i] :], refinement,
+        )  # fmt: skip
+        if placed != escapes:
+            problem[0], problem[1] = i, -placed if placed < 0 else ESCAPE_LIST
+            return False
+    return True
+
+
+@compiled
+def _scale(levels, shrink, step, wide, narrow):  # type: ignore[no-untyped-def]
+    """Reconstruct coefficients; `shrink` has one number per kind of level."""
+    one, two, three, more = shrink[0], shrink[1], shrink[2], shrink[3]
+    for i in range(len(levels)):
+        m = abs(levels[i])
+        own = one if m == 1 else two if m == 2 else three if m == 3 else more
+        back = np.float32(m) - own if m else np.float32(0)
+        value = (-back if levels[i] < 0 else back) * step
+        if len(narrow):
+            narrow[i] = rounded(value, narrow)
+        else:
+            wide[i] = value
+
+
+@compiled
+def _reconstruct(  # type: ignore[no-untyped-def]
+    sections, columns, entries, packed, begins, shrink, levels, levels_at, pads, y_at, wide, narrow
+):  # fmt: skip
+    """Turn levels into coefficients `[blocks, pad, columns]` of each section, as float32 or as bits of bfloat16."""
+    width = columns.shape[1]
+    rows, level_table, block, index, steps = packed
+    bounds = np.empty(width + 1, np.int64)
+    runs_of_window = np.empty((width + WINDOW - 1) // WINDOW + 1, np.int64)
+    for i in range(len(sections)):
+        number = 2 * sections[i] + 1
+        entry, own_rows, own = entries[number], rows[16 * number :], levels[levels_at[i] :]
+        stride, of_plan, pad = entry[plans.ROWS], entry[plans.LEVELS], pads[i]
+        size = entry[plans.BLOCKS] * pad * width
+        if len(narrow):
+            narrow[y_at[i] : y_at[i] + size] = 0
+        else:
+            wide[y_at[i] : y_at[i] + size] = 0
+        _list_runs(columns[i], bounds, runs_of_window)
+        for c in range(stride):
+            for r in range(runs_of_window[(width + WINDOW - 1) // WINDOW]):
+                u, v = bounds[r], bounds[r + 1]
+                k = np.int64(columns[i, u])
+                if c < own_rows[k]:
+                    level = of_plan + k * stride + c
+                    begin = (begins[sections[i], block[level]] + index[level]) * width
+                    to = y_at[i] + (np.int64(block[level]) * pad + index[level]) * width
+                    _scale(
+                        own[begin + u : begin + v], shrink[level_table[level]], steps[16 * number + k],
+                        wide[to + u : to + v], narrow[to + u : to + v],
+                    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Refinement:
+    """A refinement of sections that was read: see `SectionIndex`."""
+
+    data: npt.NDArray[np.uint8]
+    found: npt.NDArray[np.int64]
+    words_at: npt.NDArray[np.uint32]
+    by_window: npt.NDArray[np.uint32]
+    windows_at: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RefinedIndex:
+    """Bases and refinements that were read: the parts that decoding each of their tiles needs.
+
+    Attributes:
+        coding: how the sections are coded.
+        parts: number and parts of each section.
+        base: the bases.
+        refinements: the refinements, in order.
+    """
+
+    coding: NestedCoding
+    parts: Sequence[SectionParts]
+    base: SectionIndex
+    refinements: tuple[_Refinement, ...]
+
+
+@compiled
+def _index(data, spans, sections, tokens, entries, found, log2, windows_at):  # type: ignore[no-untyped-def]
+    """Find the parts of the sections of a refinement, as `sections._index` does.
+
+    Returns:
+        -1, or the number of a malformed section; the words of the streams; and the escapes by window.
+    """
+    streams = escapes = np.int64(0)
+    for i in range(len(sections)):
+        rows = entries[2 * sections[i] + 1, plans.ROWS]
+        sound = part.find_part(data, spans[i, 0], spans[i, 1], tokens, rows, rows, part.NO_CLASSES, rows, found[i])
+        if not sound or found[i, part.LOG2] != log2[i]:
+            return i, np.empty(0, np.uint32), np.empty(0, np.uint32)
+        found[i, STREAMS] = streams
+        streams += ((tokens + (1 << log2[i]) - 1) >> log2[i]) + 1
+        escapes += found[i, part.LISTED]
+    words_at, by_window = np.empty(streams, np.uint32), np.empty(escapes, np.uint32)
+    next_place = np.empty(windows_at.shape[1], np.int64)
+    listed = np.int64(0)
+    for i in range(len(sections)):
+        at = found[i, STREAMS]
+        part.list_words(data, found[i], words_at[at : at + ((tokens + (1 << log2[i]) - 1) >> log2[i]) + 1])
+        listed = sort_escapes(data, found[i], tokens, windows_at[i], by_window, next_place, listed)
+    return -1, words_at, by_window
+
+
+def index_refined(coding: NestedCoding, parts: Sequence[SectionParts], tokens: int) -> RefinedIndex:
+    """See `cuvee.codec.stages.reference.refinements.index_refined`."""
+    base = index_sections(coding.base, [(number, data[0]) for number, data in parts], tokens)
+    if not base.found[:, part.MODE].all():
+        raise unclassed_error()
+    refinements = []
+    for number, packed in enumerate(coding.refinement_plans, 1):
+        sections = [data[number] for _, data in parts]
+        data = np.frombuffer(b"".join([*sections, bytes(SLACK)]), np.uint8)
+        ends = np.cumsum([len(section) for section in sections])
+        spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], 1).astype(np.int64)
+        found = np.zeros((len(parts), FOUND_FIELDS), np.int64)
+        windows_at = np.empty_like(base.windows_at)
+        log2 = np.ascontiguousarray(base.found[:, part.LOG2])
+        bad, words_at, by_window = _index(data, spans, base.numbers, tokens, packed.entries, found, log2, windows_at)
+        if bad >= 0:
+            section, _ = parts[bad]
+            read_refinement(  # raises
+                sections[bad], coding.sections[section].parts[number], tokens, 1 << int(log2[bad])
+            )
+        refinements.append(_Refinement(data, found, words_at, by_window, windows_at))
+    return RefinedIndex(coding, parts, base, tuple(refinements))
+
+
+def decode_refined(index: RefinedIndex, at: slice, dtype: torch.dtype) -> list[Coefficients]:
+    """See `cuvee.codec.stages.reference.refinements.decode_refined`."""
+    coding, base = index.coding, index.base
+    numbers, tokens, problem = base.numbers, base.tokens, np.zeros(3, np.int64)
+    packed, tables = coding.base.plans, coding.base.family.tables
+    finest = [coding.sections[number] for number in numbers]
+    count, width = len(numbers), at.stop - at.start
+    most = width + MAX_TOKENS_PER_STREAM - 1
+    planes = [plan.entries[2 * numbers + 1, plans.PLANES] for plan in (packed, *coding.refinement_plans)]
+    scratch_at = offsets_of(np.max(planes, axis=0) * most)
+    levels_at = offsets_of(np.array([section.count for section in finest]) * width)
+    scratch = _arena.array("planes", int(scratch_at[-1]) + WIDTH, np.uint8)
+    levels = _arena.array("levels", int(levels_at[-1]) + WIDTH, np.int32)
+    order, columns = np.empty((count, most), np.int64), np.empty((count, most), np.uint8)
+    if not decode_planes(
+        base.data, base.words_at, numbers, at.start, at.stop, ROW_MULTIPLE, packed.entries, packed.depth, packed.planes,
+        packed.tables, tables.slots.reshape(-1), tables.prob_bits, scratch, scratch_at, order, columns, base.classes,
+        base.found, problem,
+    ):  # fmt: skip
+        raise section_error(coding.base, base.parts, tokens, problem, base.found)
+    columns = np.ascontiguousarray(columns[:, :width])
+    if not _open_tile(
+        base.data, base.found, base.by_window, base.windows_at, numbers, tokens, at.start, columns, packed.entries,
+        (packed.rows, packed.level_table, packed.shift, packed.low_plane, packed.block, packed.index), coding.begins,
+        scratch, scratch_at, levels, levels_at, problem,
+    ):  # fmt: skip
+        raise escape_range_error() if problem[1] == _ESCAPE_RANGE else escape_error()
+    for number, (plan, coder, own) in enumerate(
+        zip(coding.refinement_plans, coding.family.coders, index.refinements, strict=False), 1
+    ):
+        if not _refine_tile(
+            number, own.data, own.words_at, own.by_window, own.windows_at, own.found, numbers, tokens, at.start,
+            at.stop, columns, plan.entries,
+            (plan.rows, plan.level_table, plan.block, plan.index, plan.steps), coding.begins, plan.tables,
+            coder.decoding.slots.reshape(-1), coder.decoding.prob_bits, scratch, scratch_at, levels, levels_at, problem,
+        ):  # fmt: skip
+            i, kind, stream = (int(x) for x in problem)
+            if kind != STREAM:
+                raise escape_range_error() if kind == _ESCAPE_RANGE else escape_error()
+            raise stream_error(stream, stream_count(tokens, 1 << int(own.found[i, part.LOG2])))
+    last = coding.refinement_plans[-1]
+    blocks = last.entries[2 * numbers + 1, plans.BLOCKS]
+    depth = last.depth.reshape(-1, 2, CLASSES)[numbers, 1]
+    pads = np.array([padded(int(own[k])) for own, k in zip(depth, columns.min(1), strict=True)])
+    y_at = offsets_of(blocks * pads * width)
+    y = _arena.tensor("y", int(y_at[-1]) + WIDTH, dtype)
+    if dtype == torch.bfloat16:
+        wide, narrow = NO_WIDE, y.view(torch.int16).numpy().view(np.uint16)
+    else:
+        wide, narrow = y.numpy(), NO_NARROW
+    _reconstruct(
+        numbers, columns, last.entries, (last.rows, last.level_table, last.block, last.index, last.steps),
+        coding.begins, coding.family.refinements[coding.refinements - 1].shrink, levels, levels_at, pads, y_at, wide,
+        narrow,
+    )  # fmt: skip
+    out = []
+    for i in range(count):
+        shape = (int(blocks[i]), int(pads[i]), width)
+        own_y = y[y_at[i] : y_at[i] + math.prod(shape)].view(shape)
+        out.append(Coefficients(order[i, :width], columns[i], own_y))
+    return out
