@@ -115,7 +115,7 @@ class Status(IntFlag):
     """Errors that a kernel found in a job; flags may add up."""
 
     STREAMS = 1  # a stream did not end in its initial state with all its words read
-    ESCAPES = 2  # the list of escapes and the ESCAPE bytes disagree
+    ESCAPES = 2  # the list of escapes and the ESCAPE bytes disagree, or a level is too large to be refined
     NOT_FINITE = 4  # the cache holds NaN or infinite values
     TOO_LARGE = 8  # a coefficient is MAX_LEVEL steps or more
     SLOT = 16  # a slot beyond the cache

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.coefficients import tokens_per_stream
@@ -105,7 +106,7 @@ def encode_planes(
         status: int32, of the first jobs: those of all chunks' sections.
         sections: of each chunk, for messages.
         first_chunk: number of the first chunk, for messages.
-        counts: int32 `[…, max_rows]` escapes of each row of the first jobs; others have none. None: none has.
+        counts: int32 `[J, max_rows]` escapes of each row; None: there are none.
         list_escapes: writes them out.
         classes: uint8, of the columns of the jobs whose tokens have classes; None: there are none.
         class_words: uint16, of the streams of these classes.
@@ -131,8 +132,9 @@ def encode_planes(
         if classes is not None:
             rans_encode_classes(planes, coding, entries, classes, streams)
         count_words(coding, streams.lengths, totals)
-    escaped = torch.zeros_like(totals) if counts is None else _of_all(counts.sum(1, dtype=torch.int64), len(jobs))
-    sizes = Download(torch.stack([totals, escaped, _of_all(status.long(), len(jobs))])).wait()
+    escaped = torch.zeros_like(totals) if counts is None else counts.sum(1, dtype=torch.int64)
+    flags = status.long() if len(status) == len(jobs) else functional.pad(status.long(), (0, len(jobs) - len(status)))
+    sizes = Download(torch.stack([totals, escaped, flags])).wait()
     numbers = range(first_chunk, first_chunk + len(status) // len(sections))
     raise_status(sizes[2][: len(status)].astype(np.int32), sections, numbers)
 
@@ -160,8 +162,3 @@ def encode_planes(
         kept = Download(out)
     raw = kept.wait()
     return [raw[at : at + size].tobytes() for at, size in zip(jobs[:, JobField.SECTION], section_bytes, strict=True)]
-
-
-def _of_all(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the values of the first jobs, and zero for the others."""
-    return values if len(values) == count else torch.nn.functional.pad(values, (0, count - len(values)))

@@ -366,6 +366,10 @@ class ClassTables:
         self.arrays.plans[first:, PlanField.EXTENT] = np.tile(
             self.arrays.plans[-CLASSES * first :, PlanField.EXTENT], plan.parts
         )
+        # An encoder measures all parts in the steps of the base.
+        for part in range(1, plan.parts):
+            own = slice(first * (1 + CLASSES * part), first * (1 + CLASSES * (part + 1)))
+            self.arrays.inverses[own] = self.arrays.inverses[first : first * (1 + CLASSES)] * np.float32(2**part)
         self.device_plans = self.arrays.to(plan.device)
         self.row_maps, self.routes, self.zones = (
             torch.from_numpy(array).to(plan.device) for array in (flat.row_maps(), flat.routes(), flat.zones())

@@ -26,6 +26,7 @@ import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
 from cuvee.codec.entropy.coefficients import tokens_per_stream
+from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import choose_classes
@@ -44,7 +45,7 @@ from cuvee.kernels.ops.dequantize import dequantize
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.rans import rans_decode
 from cuvee.kernels.ops.rans_by_class import rans_decode_classes, rans_refine
-from cuvee.kernels.ops.refinements import quantize_refinements, reconstruct
+from cuvee.kernels.ops.refinements import place_levels, quantize_refinements, reconstruct
 from cuvee.kernels.ops.symbols_by_class import MIN_DEPTH, dequantize_classes, list_escapes_classes, quantize_classes
 from cuvee.kernels.ops.synthesize import SynthesisConfig, synthesis_config, synthesize
 from cuvee.kernels.outgoing import check_size, encode_planes, place_streams, stream_jobs, tokens_per_stream_of
@@ -196,11 +197,12 @@ class TransformDevice:
     def _read_refinement(self, incoming: Incoming, part: int, sections: I64) -> None:
         """Check the jobs of a refinement against those of their bases, and fill in their plans."""
         jobs, bases = incoming.of_part(part), incoming.of_part(0)
-        wrong = (jobs[:, JobField.PER_STREAM] != bases[:, JobField.PER_STREAM]) | (jobs[:, JobField.ESCAPE_COUNT] > 0)
+        wrong = jobs[:, JobField.PER_STREAM] != bases[:, JobField.PER_STREAM]
         if wrong.any():
+            job = int(np.argmax(wrong))
             raise FormatError(
-                f"{incoming.name(part * incoming.count + int(np.argmax(wrong)))}: must have as many tokens per stream "
-                "as what it refines, and no escapes"
+                f"{incoming.name(part * incoming.count + job)}: must have {bases[job, JobField.PER_STREAM]} tokens per "
+                f"stream, as what it refines, got {jobs[job, JobField.PER_STREAM]}"
             )
         self._refine_plans(jobs, bases, sections, part)
 
@@ -221,7 +223,7 @@ class TransformDevice:
             sent = batch.packed.send(device)
         incoming, host_jobs = batch.incoming, batch.incoming.of_part(0)
         jobs = incoming.device_jobs(sent)
-        status, found = zeros(2, len(host_jobs), device)
+        status, *found = zeros(1 + plan.parts, len(host_jobs), device)
         planes = torch.empty(batch.planes, dtype=torch.uint8, device=device)
         y = torch.empty(batch.coefficients, dtype=plan.product, device=device)
         max_tokens = incoming.max_tokens
@@ -246,19 +248,19 @@ class TransformDevice:
         with stage("dequantize"):
             if plain:
                 dequantize(
-                    sent.bytes, jobs, plans, planes, y, status, found,
+                    sent.bytes, jobs, plans, planes, y, status, found[0],
                     max_rows=int(plan.arrays.plans[:, PlanField.ROWS].max()), max_tokens=max_tokens,
                 )  # fmt: skip
             if order is not None:
                 deepest = plan.classes.arrays.plans[host_jobs[batch.classed, JobField.PLAN], PlanField.EXTENT]
                 max_rows, depth = int(deepest.max()), max(launches[-1].config.block_t, MIN_DEPTH)
                 dequantize_classes(
-                    sent.bytes, jobs, plans, plan.classes.row_maps, order.classes, planes, levels, status, found,
-                    max_rows, max_tokens, depth,
+                    sent.bytes, jobs, plans, plan.classes.row_maps, order.classes, planes, levels, status,
+                    found[0], max_rows, max_tokens, depth,
                 )  # fmt: skip
         if order is not None and plan.parts > 1:
             with stage("refine"):
-                self._refine(incoming, sent, order, levels, status)
+                self._refine(incoming, sent, order, levels, status, found, max_rows)
                 reconstruct(
                     levels, incoming.device_jobs(sent, plan.parts - 1), plans, plan.classes.row_maps, order.classes, y,
                     max_rows, max_tokens, depth,
@@ -278,14 +280,25 @@ class TransformDevice:
         return status
 
     def _refine(
-        self, incoming: Incoming, sent: Packed, order: TokenOrder, levels: torch.Tensor, status: torch.Tensor
+        self,
+        incoming: Incoming,
+        sent: Packed,
+        order: TokenOrder,
+        levels: torch.Tensor,
+        status: torch.Tensor,
+        found: Sequence[torch.Tensor],
+        max_rows: int,
     ) -> None:
         """Refine the levels of bases in place, by each refinement in turn."""
         tables = self._plan.classes
         for part in range(1, self._plan.parts):
             jobs = incoming.device_jobs(sent, part)
             coding = stream_jobs(incoming.of_part(part), jobs, tables.device_plans.plans, tables.routes)
-            rans_refine(sent.bytes, coding, self._tables.decoding, order.classes, levels, status)
+            rans_refine(sent.bytes, coding, self._tables.decoding, order.classes, levels, status, found[part])
+            place_levels(
+                sent.bytes, jobs, tables.device_plans, tables.row_maps, order.classes, levels, status, found[part],
+                CLASSES * len(self.sections), part, max_rows, incoming.max_tokens,
+            )  # fmt: skip
 
     def _synthesis(
         self, batch: TransformBatch, sent: Packed, max_tokens: int, order: TokenOrder | None = None
@@ -372,9 +385,9 @@ class TransformDevice:
             host_plans, plans = plan.classes.arrays.plans, plan.classes.device_plans
             host |= self._set_classes(jobs, classes)
             class_planes = np.tile(plan.classes.most_planes[:, None], (1, len(slots), 1)).ravel()
-        check_size(jobs, host_plans)
         of_part = len(jobs)
         host["jobs"] = jobs = self._with_refinements(jobs)
+        check_size(jobs, host_plans)
         plane_bytes, coefficients = place_jobs(jobs, host_plans, plan.parts)
         place_streams(jobs, host_plans, class_planes)
         part = send_arrays(host, device)
@@ -384,10 +397,12 @@ class TransformDevice:
         if own_classes is not None:
             order = TokenOrder(own_classes, part["order"], plan.classes.block_ranks)
         plain = bool((jobs[:, JobField.CLASS_PLAN] <= 0).any())
-        max_rows = int(host_plans[jobs[:of_part, JobField.PLAN], PlanField.ROWS].max())
+        max_rows = int(host_plans[jobs[:, JobField.PLAN], PlanField.ROWS].max())
         y = torch.empty(coefficients, dtype=torch.float32, device=device)
         planes = torch.empty(plane_bytes, dtype=torch.uint8, device=device)
-        counts = torch.empty(of_part, max_rows, dtype=torch.int32, device=device)
+        # Escapes of refinements are added up; the others are written.
+        make = torch.empty if plan.parts == 1 else torch.zeros
+        counts = make(len(jobs), max_rows, dtype=torch.int32, device=device)
         used: list[tuple[LinearMaps, TokenOrder | None]] = [(plan.maps, None)] if plain else []
         if order is not None:
             used.append((plan.classes.maps, order))
@@ -408,15 +423,16 @@ class TransformDevice:
                 )
                 if plan.parts > 1:
                     quantize_refinements(
-                        y, all_jobs, plans, plan.classes.row_maps, plan.classes.zones, own_classes, planes, plan.parts,
-                        int(host_plans[jobs[:, JobField.PLAN], PlanField.EXTENT].max()), max_tokens,
+                        y, all_jobs, plans, plan.classes.row_maps, plan.classes.zones, own_classes, planes, counts,
+                        status, plan.parts, int(host_plans[jobs[:, JobField.PLAN], PlanField.EXTENT].max()), max_tokens,
                     )  # fmt: skip
 
         def escapes(starts: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
             if plain:
                 list_escapes(y, device_jobs, plans, planes, starts, index, value, max_rows)
             if own_classes is not None:
-                list_escapes_classes(y, device_jobs, plans, own_classes, planes, starts, index, value, max_rows)
+                zones = plan.classes.zones if plan.parts > 1 else None
+                list_escapes_classes(y, all_jobs, plans, own_classes, planes, starts, index, value, max_rows, zones)
 
         parts = encode_planes(
             jobs, host_plans, stream_jobs(jobs, all_jobs, plans.plans, plans.tables), self._tables.entries, planes,

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.entropy.nested import CONTEXTS
+from cuvee.codec.entropy.nested import CONTEXTS, ESCAPED
 from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.codec.support.arrays import I32, I64
 from cuvee.kernels.analysis.kernel_spec import Access, Budget, KernelSpec
@@ -61,6 +61,7 @@ from cuvee.kernels.ops.rans import (
 
 _WINDOW = tl.constexpr(WINDOW)
 _LAST_CONTEXT = tl.constexpr(CONTEXTS - 1)
+_ESCAPED = tl.constexpr(ESCAPED)
 _TABLE_BITS = tl.constexpr(10)
 
 
@@ -94,20 +95,23 @@ def _class_of(plans, class_plan, classes, column, active):  # type: ignore[no-un
 
 
 @triton.jit
-def _refine_step(x, at, word, end, words, decoding, route, level, out, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Decode a symbol per lane and store its finer level. Return the new state, position and its word."""
-    # abs(-2**31) wraps; its lowest bits are those of context 0.
+def _refine_step(x, at, word, escaped, end, words, decoding, route, level, out, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Decode a symbol per lane and store its finer level. Return the new state, position, its word, and escapes."""
+    # What damaged streams left may wrap in abs(): the table must be one of the component's all the same.
     context = tl.minimum(tl.abs(level), _LAST_CONTEXT) & _LAST_CONTEXT
     table = (route & ((1 << _TABLE_BITS) - 1)) + context
     slot, entry = _find_entry(x, decoding + table * _WIDTH, PROB_BITS)
     symbol = (entry << 12).to(tl.int32, bitcast=True) >> 24
     tl.store(out, 2 * level + tl.where(level < 0, -symbol, symbol), mask=active)
-    return _advance(x, slot, entry, at, word, end, words, PROB_BITS)
+    x, at, word = _advance(x, slot, entry, at, word, end, words, PROB_BITS)
+    return x, at, word, escaped + (symbol == _ESCAPED).to(tl.int32)
 
 
 @triton.jit
-def _refine_run(x, at, word, end, words, decoding, route_of, levels, stride, steps, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Refine `steps` levels per lane, at least one; see `_refine_step`."""
+def _refine_run(  # type: ignore[no-untyped-def]
+    x, at, word, escaped, end, words, decoding, route_of, levels, stride, steps, active, PROB_BITS: tl.constexpr
+):
+    """Refine `steps` levels per lane, at least one; see `_refine_step`. Lanes that are not active find no escapes."""
     # The level of a step is fetched one step ahead, as no step changes that of another.
     route = tl.load(route_of)
     out = levels + (route >> _TABLE_BITS).to(tl.int64) * stride
@@ -117,14 +121,16 @@ def _refine_run(x, at, word, end, words, decoding, route_of, levels, stride, ste
         following_route = tl.load(route_of)
         following_out = levels + (following_route >> _TABLE_BITS).to(tl.int64) * stride
         following = tl.load(following_out, mask=active, other=0)
-        x, at, word = _refine_step(x, at, word, end, words, decoding, route, level, out, active, PROB_BITS)
+        x, at, word, escaped = _refine_step(
+            x, at, word, escaped, end, words, decoding, route, level, out, active, PROB_BITS
+        )
         route, out, level = following_route, following_out, following
-    return _refine_step(x, at, word, end, words, decoding, route, level, out, active, PROB_BITS)
+    return _refine_step(x, at, word, escaped, end, words, decoding, route, level, out, active, PROB_BITS)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _decode_classes_kernel(  # type: ignore[no-untyped-def]
-    data16, data32, jobs, plans, tables, decoding, classes, out, status, blocks,
+    data16, data32, jobs, plans, tables, decoding, classes, out, found, status, blocks,
     PROB_BITS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) // blocks
@@ -149,6 +155,7 @@ def _decode_classes_kernel(  # type: ignore[no-untyped-def]
         out += tl.load(job + JOB_PLANES)
     else:
         out += tl.load(job + JOB_LEVELS)
+    escaped = tl.zeros([LANES], tl.int32)
     column, stride, end_column = _columns(stream, tokens, per_stream)
     for _ in range(tl.minimum(per_stream, tokens)):
         depth, table = _class_of(plans, class_plan, classes, column, exists & (column < end_column))
@@ -172,9 +179,10 @@ def _decode_classes_kernel(  # type: ignore[no-untyped-def]
                 )
             else:
                 pitch = tl.load(job + JOB_STRIDE).to(tl.int32)
-                x, at, word = _refine_run(
-                    x, at, word, end, words, decoding, table_of, out + column, pitch, stop - done, active, PROB_BITS
-                )
+                x, at, word, escaped = _refine_run(
+                    x, at, word, escaped, end, words, decoding, table_of, out + column, pitch, stop - done, active,
+                    PROB_BITS,
+                )  # fmt: skip
             last_x = tl.where(active, x, last_x)
             last_at = tl.where(active, at, last_at)
             done = stop
@@ -182,6 +190,9 @@ def _decode_classes_kernel(  # type: ignore[no-untyped-def]
         column += stride
     bad |= (x != _BOUND) | (at != end)
     _flag_streams(status + index, bad, exists, ends, job, first + LANES >= streams)
+    if out.dtype.element_ty == tl.int32:
+        total = tl.sum(escaped, 0)
+        tl.atomic_add(found + index, total, mask=total > 0, sem="relaxed")
 
 
 def rans_decode_classes(
@@ -206,8 +217,8 @@ def rans_decode_classes(
     blocks = triton.cdiv(coding.max_streams, LANES)
     _decode_classes_kernel[(blocks * len(coding.jobs),)](
         data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables,
-        decoding.words, classes, planes, status, blocks, PROB_BITS=decoding.prob_bits, LANES=LANES, BLOCK=PRECEDING,
-        num_warps=1, enable_fp_fusion=True, **REGISTERS,
+        decoding.words, classes, planes, None, status, blocks, PROB_BITS=decoding.prob_bits, LANES=LANES,
+        BLOCK=PRECEDING, num_warps=1, enable_fp_fusion=True, **REGISTERS,
     )  # fmt: skip
 
 
@@ -218,6 +229,7 @@ def rans_refine(
     classes: torch.Tensor,
     levels: torch.Tensor,
     status: torch.Tensor,
+    found: torch.Tensor,
 ) -> None:
     """Decode the streams of a refinement, and refine the levels of what it refines in place.
 
@@ -228,14 +240,15 @@ def rans_refine(
         decoding: as for `rans.rans_decode`; the tables of the other contexts of a component follow that of context 0.
         classes: as for `rans_decode_classes`.
         levels: int32, `[rows, STRIDE]` at `JobField.LEVELS`: the coarser levels, 0 where a component has none, and
-            afterwards the finer ones. They wrap like the reference's.
+            afterwards the finer ones, with ESCAPED in the place of those that are listed (`place_levels`).
         status: as for `rans.rans_decode`.
+        found: int32 `[J]`, zeros; gets the number of escapes.
     """
     blocks = triton.cdiv(coding.max_streams, LANES)
     _decode_classes_kernel[(blocks * len(coding.jobs),)](
         data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables,
-        decoding.words, classes, levels, status, blocks, PROB_BITS=decoding.prob_bits, LANES=LANES, BLOCK=PRECEDING,
-        num_warps=1, enable_fp_fusion=True, **REGISTERS,
+        decoding.words, classes, levels, found, status, blocks, PROB_BITS=decoding.prob_bits, LANES=LANES,
+        BLOCK=PRECEDING, num_warps=1, enable_fp_fusion=True, **REGISTERS,
     )  # fmt: skip
 
 
@@ -311,13 +324,13 @@ def rans_encode_classes(
 _POINTERS = {
     "data16": "*u16", "data32": "*u32", "jobs": "*i64", "plans": "*i64", "tables": "*i32", "decoding": "*u32",
     "coding": "*i64", "classes": "*u8", "planes": "*u8", "out": "*u8", "words": "*u16", "states": "*u32",
-    "lengths": "*u32", "status": "*i32",
+    "lengths": "*u32", "status": "*i32", "found": "*i32",
 }  # fmt: skip
 
 
-def _spec(name: str, kernel: object, constants: dict[str, int], budget: Budget, **types: str) -> KernelSpec:
+def _spec(name: str, kernel: object, constants: dict[str, int | None], budget: Budget, **types: str) -> KernelSpec:
     names: list[str] = kernel.arg_names  # type: ignore[attr-defined]
-    pointers = {n: (_POINTERS | types)[n] for n in names if n in _POINTERS}
+    pointers = {n: (_POINTERS | types)[n] for n in names if n in _POINTERS and n not in constants}
     decodes = "decoding" in pointers
     stores: dict[str, Access] = {"*u8": "store8", "*i32": "store32"}
     return KernelSpec(
@@ -338,14 +351,14 @@ SPECS: tuple[KernelSpec, ...] = (
     _spec(
         "rans_decode_classes",
         _decode_classes_kernel,
-        {"PROB_BITS": 12, "LANES": 32, "BLOCK": PRECEDING},
+        {"PROB_BITS": 12, "LANES": 32, "BLOCK": PRECEDING, "found": None},
         Budget(instructions_per_symbol=42, registers=40, spilled_bytes=0),
     ),
     _spec(
         "rans_refine",
         _decode_classes_kernel,
         {"PROB_BITS": 12, "LANES": 32, "BLOCK": PRECEDING},
-        Budget(instructions_per_symbol=60, registers=40, spilled_bytes=0),
+        Budget(instructions_per_symbol=66, registers=40, spilled_bytes=0),
         out="*i32",
     ),
     _spec(

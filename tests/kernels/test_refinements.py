@@ -15,7 +15,17 @@ import torch
 from tests import conftest
 from tests.codec.forging import HEADER, reseal_header, sections_of, with_section
 from tests.kernels.test_classes import BACK, Pages, assert_close, importance, on, predicting
-from tests.kernels.test_hostile import BY_CHANCE, ROUNDING, STREAMS, Coded, Outcome, class_stream, learned, smooth_chunk
+from tests.kernels.test_hostile import (
+    BY_CHANCE,
+    ESCAPES,
+    ROUNDING,
+    STREAMS,
+    Coded,
+    Outcome,
+    class_stream,
+    learned,
+    smooth_chunk,
+)
 from tests.kernels.test_hostile import LAYOUT as TINY
 from tests.predicting import VOCABULARY, with_sinks
 from tests.predicting import predicting as with_token_table
@@ -31,7 +41,7 @@ from cuvee.codec.profiles.nested_coding import NestedSection
 from cuvee.codec.stages.reference.refinements import to_refinements
 from cuvee.kernels import transform_scheme
 from cuvee.kernels.jobs import I64, JobField, PlanField
-from cuvee.kernels.ops.naive import rans_by_class, refinements
+from cuvee.kernels.ops.naive import rans_by_class, refinements, symbols_by_class
 from cuvee.kernels.plans import TransformPlan
 
 # NumPy warns where damaged numbers overflow.
@@ -145,7 +155,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Every launch of these kernels is held to its reference; how often that was."""
     calls: Counter[str] = Counter()
     for home, name in (
-        (refinements, "quantize_refinements"), (refinements, "reconstruct"), (rans_by_class, "rans_refine"),
+        (refinements, "quantize_refinements"), (refinements, "place_levels"), (refinements, "reconstruct"),
+        (rans_by_class, "rans_refine"), (symbols_by_class, "list_escapes_classes"),
     ):  # fmt: skip
         reference = getattr(home, f"{name}_reference")
         monkeypatch.setattr(transform_scheme, name, held_to(reference, getattr(transform_scheme, name), calls))
@@ -175,7 +186,7 @@ def test_kernels_leave_the_bytes_of_the_references(
     cpu, triton = codecs(profile, count)
     chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 270, 1))]
     for chunk in chunks[:2]:
-        chunk.values[0][chunk.tokens // 2, 0, :2] += 3000.0  # values that escape
+        chunk.values[0][chunk.tokens // 2, 0] += 3000.0  # values that escape, in every component
     weights = [None, importance(270), None]
     coding = Coding(profile, Scheme.TRANSFORM, triton.step_index, layout.dtype, False, count)
     plan = TransformPlan(profile, triton.step_index, device, torch.float32, False, count)
@@ -186,19 +197,21 @@ def test_kernels_leave_the_bytes_of_the_references(
 
     def quantize(*args: Any) -> None:
         held_quantize(*args)
-        y, jobs, plans, _, _, classes, planes, parts, *_ = args
+        y, jobs, plans, _, _, classes, planes, counts, _, parts, *_ = args
         table, of_part = jobs.cpu().numpy(), len(jobs) // parts
         for index, row in enumerate(table[:of_part]):
             columns = classes[row[JobField.COLUMNS] :][: row[JobField.TOKENS]].cpu().numpy()
             section = sections[index % len(sections)]
-            for part, wanted in enumerate(planes_by_the_codec(y, row, columns, section, family), 1):
+            for part, (wanted, escapes) in enumerate(planes_by_the_codec(y, row, columns, section, family), 1):
                 finer = table[index + part * of_part]
                 shape = (int(plans.plans[finer[JobField.PLAN], PlanField.PLANES]), len(columns))
                 at = int(finer[JobField.PLANES])
                 got = planes[at : at + shape[0] * shape[1]].view(shape).cpu().numpy()
                 own = np.arange(shape[0])[:, None] < section.parts[part].classed.rows[columns]
                 assert wanted.shape == shape and np.array_equal(got[own], wanted[own])
-                checked.append(own.any())
+                by_row = np.bincount(escapes.index // len(columns), minlength=counts.shape[1])
+                assert np.array_equal(counts[index + part * of_part].cpu().numpy(), by_row)
+                checked.append(len(escapes.index))
 
     monkeypatch.setattr(transform_scheme, "quantize_refinements", quantize)
     pages = conftest.dense_pages(layout, [on(device, chunk) for chunk in chunks])
@@ -215,9 +228,11 @@ def test_kernels_leave_the_bytes_of_the_references(
         assert [section for part in parts for section in sections_of(part)] == coded
         opened.append(triton.open(parts[0], refinements=parts[1:]))
         assert_close(cpu.decode(parts[0], refinements=parts[1:]), triton.decode(opened[-1], device=device), 2**-15)
+    assert held["list_escapes_classes"] > 0
     before = Counter(held)
     triton.decode_paged(opened, pages, slots, [7, 400, 50]).check()
-    assert held["rans_refine"] - before["rans_refine"] == count and held["reconstruct"] - before["reconstruct"] == 1
+    made = {name: held[name] - before[name] for name in ("rans_refine", "place_levels", "reconstruct")}
+    assert made == {"rans_refine": count, "place_levels": count, "reconstruct": 1}
 
 
 # --- forged parts
@@ -291,11 +306,6 @@ def test_streams_of_a_refinement_that_lie_are_refused(part: int, device: torch.d
     assert held["rans_refine"] > 20
 
 
-def _escape(coded: Coded) -> None:
-    coded.index, coded.value = [0], [5]
-    coded.counted()
-
-
 def _classes(coded: Coded) -> None:
     coded.reserved = 1
     coded.class_state, coded.class_words = class_stream([11] * 7)
@@ -308,11 +318,10 @@ def _no_classes(coded: Coded) -> None:
 
 
 SHAPES: dict[str, tuple[Callable[[], Sequence[bytes]], str, str]] = {
-    "an escape": (partial(forged, 2, _escape), "refinement 2 of blob 0", "no escapes"),
     "classes of its own": (partial(forged, 1, _classes), "refinement 1 of blob 0", "has token classes"),
     "a base without classes": (partial(forged, 0, _no_classes), "section 0 of blob 0", "must have token classes"),
     "other tokens per stream": (
-        lambda: linked([forgeable()[0], *forgeable(2)[1:]]), "refinement 1 of blob 0", "as many tokens per stream",
+        lambda: linked([forgeable()[0], *forgeable(2)[1:]]), "refinement 1 of blob 0", "must have 4 tokens per stream",
     ),
 }  # fmt: skip
 
@@ -341,15 +350,23 @@ def test_a_refinement_of_another_base_is_refused(device: torch.device) -> None:
         decoded(triton, linked([other[0], *forgeable()[1:]]), device)
 
 
-def test_escapes_of_any_value_are_refined_alike(device: torch.device, held: Counter[str]) -> None:
-    """Levels wrap as those of the reference do."""
-    assert Coded.of("transform", forgeable()[0]).escape_count > 1
-    found: list[Outcome] = []
-    for value in (-(2**31), -(2**31) + 1, 2**31 - 1, -(2**30), 1 << 24, 0, -128):
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_escapes_that_lie_are_refused(part: int, device: torch.device, held: Counter[str]) -> None:
+    assert Coded.of("transform", forgeable()[part]).escape_count > 1
+    for name, forge in ESCAPES.items():
+        assert assert_agree(forged(part, forge), device) is None, name
+    assert held["place_levels"] > 0
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_levels_beyond_the_largest_are_refused(part: int, device: torch.device, held: Counter[str]) -> None:
+    """Where the level before was as large, so that the streams behind it end where they must."""
+    found = []
+    for value in (-(2**31), -(2**31) + 1, 2**31 - 1, -(2**30), (1 << 24) + 1, 1 << 24, -(1 << 14), 4, -128):
 
         def change(coded: Coded, value: int = value) -> None:
             coded.value = [value] * len(coded.value)
 
-        for known in (1, 2):
-            found.append(assert_agree(forged(0, change)[: known + 1], device))
-    assert any(each is not None for each in found) and held["reconstruct"] == 14
+        found.append(assert_agree(forged(part, change), device) is not None)
+    assert any(found) and not any(found[:4])
+    assert held["place_levels"] == 18

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from cuvee.codec.entropy.nested import CONTEXTS
+from cuvee.codec.entropy.nested import CONTEXTS, ESCAPED
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.stages.reference import rans_by_class
 from cuvee.codec.stages.reference.refinements import refined
@@ -77,6 +77,7 @@ def rans_refine_reference(
     classes: torch.Tensor,
     levels: torch.Tensor,
     status: torch.Tensor,
+    found: torch.Tensor,
 ) -> None:
     """See `rans_refine`."""
     raw, slot_of, routes = data.cpu().numpy(), slots_of(decoding), coding.tables.cpu().numpy()
@@ -95,10 +96,11 @@ def rans_refine_reference(
                 active = np.flatnonzero(plan[:, PlanField.PLANES] > c)
                 row, table = unpack_route(routes[plan[active, PlanField.TABLES] + c])
                 at = row, active + columns.start
-                # As uint8, as the codec has them: abs(-2**31) wraps, to context 0.
-                context = np.minimum(np.abs(out[at]), CONTEXTS - 1).astype(np.uint8)
-                symbol = decoder.symbols(active + lanes.start, table + context)
-                out[at] = refined(out[at], symbol.astype(np.int8).astype(np.int32))
+                # What damaged streams left may wrap in abs().
+                context = np.minimum(np.abs(out[at]), CONTEXTS - 1) & (CONTEXTS - 1)
+                symbol = decoder.symbols(active + lanes.start, table + context).astype(np.int8)
+                found[index] += int((symbol == ESCAPED).sum())
+                out[at] = refined(out[at], symbol.astype(np.int32))
         status[index] |= decoder.finish()
         levels[job[JobField.LEVELS] :][: rows * stride] = torch.from_numpy(out.ravel()).to(levels.device)
 

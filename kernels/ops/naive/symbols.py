@@ -36,7 +36,7 @@ class JobPart:
         self.rows, self.count = plan[PlanField.ROWS], plan[PlanField.PLANES]
         self.tables = plan[PlanField.TABLES]
         self.tokens = self.job[JobField.TOKENS]
-        components = slice(plan[PlanField.ROW], plan[PlanField.ROW] + self.rows)
+        components = self._components = slice(plan[PlanField.ROW], plan[PlanField.ROW] + self.rows)
         self.floats, ints = host_array(plans.row_floats[components]), host_array(plans.row_ints[components])
         # The planes as `codec.symbols` orders them: high parts, then the low bits of the wide components.
         self.order = np.concatenate([np.arange(self.rows), ints[ints[:, 0] > 0, 1]])
@@ -50,6 +50,11 @@ class JobPart:
     def quantizer(self) -> Quantizer:
         """That of the job's components; a refinement has none, but `floats` of its own."""
         return Quantizer(self.floats[:, 2], self.floats[:, 3], self.floats[:, :2])
+
+    def zones(self, zones: torch.Tensor | None) -> Quantizer:
+        """That of first levels, in a refinement; see `ClassTables.zones`."""
+        own = self.floats[:, 0] if zones is None else host_array(zones[self._components])
+        return Quantizer(own, np.float32(1) - own, self.floats[:, :2])
 
     def plan(self, tables: torch.Tensor | None = None) -> CodingPlan:
         """The plan; without `tables` its entropy tables are all 0."""
