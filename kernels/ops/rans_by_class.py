@@ -62,18 +62,20 @@ from cuvee.kernels.ops.rans import (
 _WINDOW = tl.constexpr(WINDOW)
 _LAST_CONTEXT = tl.constexpr(CONTEXTS - 1)
 _ESCAPED = tl.constexpr(ESCAPED)
-_TABLE_BITS = tl.constexpr(10)
+TABLE_BITS = 10  # of a route
+_TABLE_BITS = tl.constexpr(TABLE_BITS)
+_TABLE = tl.constexpr((1 << TABLE_BITS) - 1)
 
 
 def pack_route(rows: I64, tables: I64) -> I32:
     """Return one number for each component of a refinement: its row of levels, below 2**21, and table of context 0."""
-    routes: I32 = (rows << _TABLE_BITS.value | tables).astype(np.int32)
+    routes: I32 = (rows << TABLE_BITS | tables).astype(np.int32)
     return routes
 
 
 def unpack_route(routes: I32) -> tuple[I32, I32]:
     """Return the rows and the tables that `pack_route` was given."""
-    return routes >> _TABLE_BITS.value, routes & ((1 << _TABLE_BITS.value) - 1)
+    return routes >> TABLE_BITS, routes & ((1 << TABLE_BITS) - 1)
 
 
 @triton.jit
@@ -99,7 +101,7 @@ def _refine_step(x, at, word, escaped, end, words, decoding, route, level, out, 
     """Decode a symbol per lane and store its finer level. Return the new state, position, its word, and escapes."""
     # What damaged streams left may wrap in abs(): the table must be one of the component's all the same.
     context = tl.minimum(tl.abs(level), _LAST_CONTEXT) & _LAST_CONTEXT
-    table = (route & ((1 << _TABLE_BITS) - 1)) + context
+    table = (route & _TABLE) + context
     slot, entry = _find_entry(x, decoding + table * _WIDTH, PROB_BITS)
     symbol = (entry << 12).to(tl.int32, bitcast=True) >> 24
     tl.store(out, 2 * level + tl.where(level < 0, -symbol, symbol), mask=active)

@@ -187,7 +187,8 @@ def _place_escapes_classes(  # type: ignore[no-untyped-def]
         out = y + y_row * stride + column
         if y.dtype.element_ty == tl.int32:
             # abs(-2**31) wraps; unsigned it is above any limit.
-            beyond = tl.abs(listed_value).to(tl.uint32, bitcast=True) > (_MAX_LEVEL >> shift).to(tl.uint32)
+            limit = (tl.full([ENTRIES], _MAX_LEVEL, tl.int32) >> shift).to(tl.uint32)
+            beyond = tl.abs(listed_value).to(tl.uint32, bitcast=True) > limit
             beyond = tl.max((valid & beyond).to(tl.int32), 0)
             tl.atomic_or(status + index, STATUS_ESCAPES, mask=beyond > 0, sem="relaxed")
             tl.store(out, d, mask=valid)
