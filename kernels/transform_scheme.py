@@ -10,7 +10,7 @@ leaves the other's jobs out; a batch may hold both.
 The tokens of a base with refinements have classes. Each part of a section is a job: those of the bases come first, then
 those of the first refinements, and so on. All parts share the rows of coefficients.
 
-    decode   rans_decode_classes --> dequantize_classes, to levels --> rans_refine, for each --> reconstruct
+    decode   rans_decode_classes --> dequantize_classes, to levels --> rans_refine, place_levels --> reconstruct
     encode   quantize_classes, quantize_refinements --> rans_encode_classes, of all parts
 """
 

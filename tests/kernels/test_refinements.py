@@ -33,14 +33,16 @@ from tests.predicting import predicting as with_token_table
 from cuvee.codec.backends import Coding, EncodeRequest, get_backend
 from cuvee.codec.codec import Codec, OpenBlob
 from cuvee.codec.entropy import coefficients
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL
 from cuvee.codec.entropy.nested import NestedFamily
-from cuvee.codec.errors import CorruptError, CuveeError, FormatError
+from cuvee.codec.entropy.token_classes import NEUTRAL
+from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
 from cuvee.codec.format.container import Scheme, header_digest, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.nested_coding import NestedSection
 from cuvee.codec.stages.reference.refinements import to_refinements
 from cuvee.kernels import transform_scheme
-from cuvee.kernels.jobs import I64, JobField, PlanField
+from cuvee.kernels.jobs import I64, JobField, PlanField, Status
 from cuvee.kernels.ops.naive import rans_by_class, refinements, symbols_by_class
 from cuvee.kernels.plans import TransformPlan
 
@@ -233,6 +235,40 @@ def test_kernels_leave_the_bytes_of_the_references(
     triton.decode_paged(opened, pages, slots, [7, 400, 50]).check()
     made = {name: held[name] - before[name] for name in ("rans_refine", "place_levels", "reconstruct")}
     assert made == {"rans_refine": count, "place_levels": count, "reconstruct": 1}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("size", [0.999999, 1.0, -1.0, float("inf"), float("nan")])
+def test_coefficients_too_large_for_a_refinement(
+    size: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a component that the base does not code, so nothing else finds it. Planes then mean nothing."""
+    triton = codecs(learned(), 2, 2.0)[1]
+    plan = TransformPlan(learned(), triton.step_index, device, torch.float32, False, 2)
+    assert plan.nested is not None
+    base, _, finer = plan.nested.sections[0].parts
+    new = np.setdiff1d(finer.components[NEUTRAL], base.components[NEUTRAL])
+    launcher = vars(transform_scheme)["quantize_refinements"]
+    found = []
+
+    def quantize(y: torch.Tensor, jobs: torch.Tensor, *args: Any) -> None:
+        row = jobs[0].tolist()
+        at = row[JobField.LEVELS] + int(new[0]) * row[JobField.STRIDE]
+        y[at] = size * MAX_LEVEL * float(base.classed.steps[NEUTRAL])
+        copies: list[Any] = [each.clone() if isinstance(each, torch.Tensor) else each for each in args]
+        refinements.quantize_refinements_reference(y, jobs, *copies)
+        launcher(y, jobs, *args)
+        found.extend([args[6].tolist(), copies[6].tolist()])
+
+    monkeypatch.setattr(transform_scheme, "quantize_refinements", quantize)
+    chunk = on(device, smooth_chunk(TINY, 7, 50))
+    if size == 0.999999:
+        triton.encode_parts(chunk)
+        assert found == [[0, 0]] * 2
+    else:
+        with pytest.raises(InputError, match="too many quantizer steps"):
+            triton.encode_parts(chunk)
+        assert found == [[int(Status.TOO_LARGE), 0]] * 2
 
 
 # --- forged parts
