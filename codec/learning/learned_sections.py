@@ -24,7 +24,7 @@ from cuvee.codec.support.arrays import F32, I16
 
 FAMILY_VALUES = 2_000_000  # coefficients per step that the tables are fitted on
 FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))
-NESTED_STEPS = tuple(range(-3 * OCTAVE, 1, OCTAVE // 2))  # of the finest part: those that people choose
+NESTED_STEPS = tuple(range(-3 * OCTAVE, 1, OCTAVE))  # of the finest part: those that people choose
 MIN_STEP_INDEX = -8 * OCTAVE
 
 

@@ -156,7 +156,9 @@ def test_inspect_survives_any_step(step: int) -> None:
 
 BROKEN: dict[str, Fields] = {
     "another magic": replace(GOOD, magic=b"cuvE"),
-    "scheme 3": replace(GOOD, scheme=3),
+    "scheme 4": replace(GOOD, scheme=4),
+    "a refinement that is a base": replace(GOOD, scheme=3, flags=4),
+    "a base of another scheme": replace(GOOD, scheme=2, flags=4),
     "scheme 255": replace(GOOD, scheme=255),
     "dtype 3": replace(GOOD, dtype=3),
     "reserved": replace(GOOD, reserved=1),
@@ -177,7 +179,7 @@ BROKEN: dict[str, Fields] = {
     "sections shorter": replace(GOOD, lengths=(12, 0, 14)),
     "a profile where lossless has none": replace(GOOD, scheme=0, step=0),
     "a step where lossless has none": replace(GOOD, scheme=0, profile=bytes(16)),
-} | {f"flag {bit}": replace(GOOD, flags=1 << bit) for bit in range(2, 8)}
+} | {f"flag {bit}": replace(GOOD, flags=1 << bit) for bit in range(3, 8)}
 
 
 @pytest.mark.parametrize("name", BROKEN)

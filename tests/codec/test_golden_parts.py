@@ -106,5 +106,5 @@ def test_the_parts_exercise_the_format(parts: list[bytes]) -> None:
     for known in range(3):
         back = codec.decode(parts[0], refinements=parts[1 : 1 + known])
         np.testing.assert_array_equal(back.token_ids, IDS)
-        errors.append(sum(float((a - b).square().sum()) for a, b in zip(back.values, chunk.values, strict=True)))
-    assert all(finer < coarser / 2 for coarser, finer in pairwise(errors))
+        errors.append(sum(float((a - b).abs().median()) for a, b in zip(back.values, chunk.values, strict=True)))
+    assert all(finer < coarser / 1.5 for coarser, finer in pairwise(errors))

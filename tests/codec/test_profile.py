@@ -340,7 +340,7 @@ def test_metadata_that_is_not_json(fitted: Fitted, tmp_path: Path) -> None:
 def test_arrays_that_break_a_rule(fitted: Fitted, tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p")
     names = list(load_file(tmp_path / "p"))
-    assert len(names) == 4 + 3 * 10
+    assert len(names) == 4 + 7 + 3 * 10
 
     def bad(value: np.ndarray[Any, Any]) -> Iterable[np.ndarray[Any, Any]]:
         yield value[:-1]
@@ -514,7 +514,8 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
     def changed(**changes: Any) -> Profile:
         arguments = {
             "layout": profile.layout, "group": profile.group, "source": profile.source, "family": profile.family,
-            "learned": profile.learned, "min_step_index": profile.min_step_index, "model": profile.model, **changes,
+            "learned": profile.learned, "min_step_index": profile.min_step_index, "model": profile.model,
+            "nested": profile.nested, **changes,
         }  # fmt: skip
         return Profile(**arguments)
 
@@ -550,6 +551,8 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
         changed(family=replace(profile.family, quantizer=replace(quantizer, rounding=1 - quantizer.rounding))),
         changed(family=replace(profile.family, quantizer=replace(quantizer, dead_zone=1 - quantizer.dead_zone))),
         changed(family=fitted("gqa", "head").family),
+        changed(nested=fitted("gqa", "head").nested),
+        changed(nested=None),
     ]
     assert others[0].id == profile.id
     ids = [other.id for other in others]
@@ -565,7 +568,9 @@ def test_the_id_forgives_the_last_bit_of_a_frequency(fitted: Fitted) -> None:
         layers.append(replace(layer, rope=replace(layer.rope, inv_freq=nudged)))
     layout = replace(profile.layout, layers=tuple(layers))
     assert layout != profile.layout
-    other = Profile(layout, profile.group, profile.source, profile.family, profile.learned)
+    other = Profile(
+        layout, profile.group, profile.source, profile.family, profile.learned, nested=profile.nested
+    )  # fmt: skip
     assert other.id == profile.id
     other.check_layout(profile.layout)
 
@@ -599,7 +604,9 @@ def test_ratios_count_the_dtype_of_the_cache_and_not_that_of_the_profile(fitted:
     profile = fitted("gqa", "layer")
     for learned_in in ("float32", "bfloat16"):
         layout = replace(profile.layout, dtype=learned_in)
-        own = Profile(layout, "layer", "fitted", profile.family, profile.learned, curve=CURVE)
+        own = Profile(
+            layout, "layer", "fitted", profile.family, profile.learned, curve=CURVE, nested=profile.nested
+        )  # fmt: skip
         assert own.id == profile.id
         assert own.resolve(ratio=4.0) == own.resolve(bits=4.0) == 0
         assert own.resolve(ratio=4.0, dtype="float16") == own.resolve(ratio=4.0, dtype="bfloat16") == 0

@@ -40,8 +40,8 @@ class _CpuUnlessNamed(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_CpuUnlessNamed,
-    help="Measure speed and memory: on the CPU (the default), on a GPU, of an engine's pages, of a full store, in "
-    "vLLM, or with other people's benchmarks.",
+    help="Measure speed and memory: on the CPU (the default), on a GPU, of an engine's pages, of a full store, of "
+    "loads with a deadline, in vLLM, or with other people's benchmarks.",
 )
 
 
@@ -207,6 +207,78 @@ def bench_parts(
     _measure(
         lambda progress: run_parts_bench(tuple(exponents or EXPONENTS), budget, quick, progress),
         (lambda report, console: print(parts_markdown(report), end="")) if markdown else print_parts_report,
+        out, force, as_json,
+    )  # fmt: skip
+
+
+@app.command("refinements")
+def bench_refinements(
+    profile: Annotated[Path, typer.Option("--profile", help="Profile of this model.", show_default=False)],
+    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="Whose caches to encode.")] = "books-3m",
+    quality: Annotated[str, typer.Option("--quality", help="Of all parts together.")] = "high",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sequences and turns.")] = False,
+    out: ReportFile = None,
+    force: Force = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a base and its refinements beside blobs of one quality: bits at the same KL, and time.
+
+    Example: cuvee bench refinements --model smollm2 --profile smollm2.safetensors
+    """
+    from cuvee.eval.bench.refinements.refinements_bench import run_refinements_bench
+    from cuvee.eval.bench.refinements.refinements_tables import print_refinements_report, refinements_markdown
+
+    if markdown and as_json:
+        raise typer.BadParameter("give --markdown or --json, not both")
+    _measure(
+        lambda progress: run_refinements_bench(model, profile, quality, quick, progress),
+        (lambda report, console: print(refinements_markdown(report), end="")) if markdown else print_refinements_report,
+        out, force, as_json,
+    )  # fmt: skip
+
+
+@app.command("loading")
+def bench_loading(
+    loads: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="Loads per kind of link and bandwidth. Default: 60."),
+    ] = None,
+    kl_max: Annotated[float, typer.Option(help="Nats per token that no answer may lose more than.")] = 0.02,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, deadlines and links.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="4 loads each: a minute.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw times and KL to this file (.svg, .png).", show_default=False)
+    ] = None,
+    out: ReportFile = None,
+    force: Force = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Simulate loads that have a deadline: parts as cuvee fetches them, CacheGen's policy, one quality, raw, an oracle.
+
+    Links are models of steady, bursty, mobile, shared and stepping ones; costs are SmolLM2-135M's. Takes ten minutes.
+
+    Example: cuvee bench loading --plot loading.svg
+    """
+    from cuvee.eval.bench.loading.loading_bench import LOADS, QUICK_LOADS, run_loading_bench
+    from cuvee.eval.bench.loading.loading_tables import draw_loading_report, loading_markdown, print_loading_report
+    from cuvee.eval.plots import save_figure
+
+    if markdown and as_json:
+        raise typer.BadParameter("give --markdown or --json, not both")
+    if plot is not None:
+        check_absent(plot, force)
+    count = loads or (QUICK_LOADS if quick else LOADS)
+
+    def run(progress: Console) -> dict[str, Any]:
+        report = run_loading_bench(count, kl_max, seed, progress=progress)
+        if plot is not None:
+            save_figure(draw_loading_report(report), plot)
+        return report
+
+    _measure(
+        run, (lambda report, console: print(loading_markdown(report), end="")) if markdown else print_loading_report,
         out, force, as_json,
     )  # fmt: skip
 

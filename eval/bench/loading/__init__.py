@@ -1,0 +1,1 @@
+"""A simulation of loads with deadlines, over links whose bandwidth changes."""

@@ -1,0 +1,106 @@
+"""What computing and decoding cost: lines through the origin in two quantities, measured, with their spread.
+
+prefill   seconds = a * tokens + b * (stop ** 2 - start ** 2)     attention looks at everything before a token
+decoding  seconds = a * tokens + b * bytes                        transform, and entropy decoding
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.support.arrays import F64
+
+WINDOW = 32  # samples that are remembered
+_HALF_LIFE = 8  # samples after which a sample weighs half
+# What was given weighs so many samples. It has to be little: two quantities that grow together leave one combination of
+# the coefficients nearly free, and that one goes where it is pulled.
+_PULL = 0.01
+
+
+class LinearCost:
+    """Seconds as `first * x + second * y`, from measurements.
+
+    What was given rules until something is measured, and where samples do not tell one quantity from the other. Old
+    samples are forgotten. Neither coefficient is ever negative. Not thread-safe.
+
+    Args:
+        first: seconds per unit of `x`, to begin with.
+        second: seconds per unit of `y`, to begin with.
+        spread: standard deviation of a cost's logarithm, to begin with.
+
+    Raises:
+        InputError: a number is negative or not finite, or both coefficients are 0.
+    """
+
+    def __init__(self, first: float, second: float, spread: float = 0.2) -> None:
+        for name, value in (("first", first), ("second", second), ("spread", spread)):
+            check_number(name, value, positive=False)
+        if first == 0 and second == 0:
+            raise InputError("first, second: must be seconds, and one of them above 0, got 0 and 0")
+        self.first, self.second, self.spread = first, second, spread
+        self._given = first, second, spread
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
+
+    def __call__(self, x: float, y: float) -> float:
+        """Return the expected seconds."""
+        return self.first * x + self.second * y
+
+    def observe(self, x: float, y: float, seconds: float) -> None:
+        """Note that `x` and `y` took `seconds`.
+
+        Raises:
+            InputError: a quantity is negative, both are 0, or `seconds` is not positive and finite.
+        """
+        check_number("x", x, positive=False)
+        check_number("y", y, positive=False)
+        check_number("seconds", seconds)
+        if x == 0 and y == 0:
+            raise InputError("x, y: must not both be 0, since no work says nothing about its cost")
+        self._samples.append((x, y, seconds))
+        self._fit()
+
+    def _fit(self) -> None:
+        """Minimize the weighted squares of relative errors, with what was given as a weak pull on each coefficient."""
+        x, y, seconds = np.array(self._samples, dtype=np.float64).T
+        weight = 0.5 ** (np.arange(len(x))[::-1] / _HALF_LIFE)
+        u, v = x / seconds, y / seconds  # of a right line, first * u + second * v = 1
+        pulls = [_PULL * float(np.average(each**2, weights=weight)) for each in (u, v)]  # whatever the units
+        first, second, _ = self._given
+        normal = np.array([[weight @ u**2 + pulls[0], weight @ (u * v)], [weight @ (u * v), weight @ v**2 + pulls[1]]])
+        right = np.array([weight @ u + pulls[0] * first, weight @ v + pulls[1] * second])
+        self.first, self.second = _not_negative(normal, right)
+        errors = np.log(np.maximum(self.first * u + self.second * v, 1e-9))
+        given = 0.5 ** (len(x) / _HALF_LIFE)  # the spread that was given counts as the oldest sample
+        square = float(weight @ errors**2) + given * self._given[2] ** 2
+        self.spread = math.sqrt(square / (float(weight.sum()) + given))
+
+
+def prefill_quantities(start: int, stop: int) -> tuple[float, float]:
+    """Return the quantities of computing tokens `start … stop - 1` of a prompt: tokens, and what they look at."""
+    return float(stop - start), float(stop**2 - start**2)
+
+
+def check_number(name: str, value: float, positive: bool = True) -> None:
+    """Refuse a number that is negative, not finite, or 0 where it must be positive.
+
+    Raises:
+        InputError: it is.
+    """
+    if not (0 < value < math.inf or (value == 0 and not positive)):
+        raise InputError(f"{name}: must be finite and {'above' if positive else 'at least'} 0, got {value}")
+
+
+def _not_negative(normal: F64, right: F64) -> tuple[float, float]:
+    """Solve two normal equations under the condition that no coefficient is negative."""
+    if np.linalg.det(normal) > 1e-12 * normal[0, 0] * normal[1, 1]:
+        first, second = np.linalg.solve(normal, right)
+        if first >= 0 and second >= 0:
+            return float(first), float(second)
+    # The optimum lies on an edge: one coefficient is 0. Of both edges, take the better.
+    edges = [max(right[i] / normal[i, i], 0.0) if normal[i, i] > 0 else 0.0 for i in range(2)]
+    gains = [edges[i] * right[i] for i in range(2)]
+    return (edges[0], 0.0) if gains[0] >= gains[1] else (0.0, edges[1])
