@@ -33,8 +33,8 @@ from tests.predicting import predicting as with_token_table
 from cuvee.codec.backends import Coding, EncodeRequest, get_backend
 from cuvee.codec.codec import Codec, OpenBlob
 from cuvee.codec.entropy import coefficients
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL
-from cuvee.codec.entropy.nested import NestedFamily
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes
+from cuvee.codec.entropy.nested import ESCAPED, NestedFamily
 from cuvee.codec.entropy.token_classes import NEUTRAL
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
 from cuvee.codec.format.container import Scheme, header_digest, read_header
@@ -194,11 +194,23 @@ def test_kernels_leave_the_bytes_of_the_references(
     plan = TransformPlan(profile, triton.step_index, device, torch.float32, False, count)
     assert plan.nested is not None
     sections, family = plan.nested.sections, plan.nested.family
-    checked = []
-    held_quantize = vars(transform_scheme)["quantize_refinements"]
+    checked: list[int] = []
+    listed: dict[int, Escapes] = {}
+    held_quantize, held_list = (
+        vars(transform_scheme)[name] for name in ("quantize_refinements", "list_escapes_classes")
+    )
+
+    def list_escapes(*args: Any) -> None:
+        held_list(*args)
+        starts, index, value = args[5:8]
+        for job, escapes in listed.items():
+            own = slice(int(starts[job, 0]), int(starts[job, 0]) + len(escapes.index))
+            assert np.array_equal(index[own].cpu().numpy(), escapes.index)
+            assert np.array_equal(value[own].cpu().numpy(), escapes.value)
 
     def quantize(*args: Any) -> None:
         held_quantize(*args)
+        listed.clear()
         y, jobs, plans, _, _, classes, planes, counts, _, parts, *_ = args
         table, of_part = jobs.cpu().numpy(), len(jobs) // parts
         for index, row in enumerate(table[:of_part]):
@@ -214,8 +226,10 @@ def test_kernels_leave_the_bytes_of_the_references(
                 by_row = np.bincount(escapes.index // len(columns), minlength=counts.shape[1])
                 assert np.array_equal(counts[index + part * of_part].cpu().numpy(), by_row)
                 checked.append(len(escapes.index))
+                listed[index + part * of_part] = escapes
 
     monkeypatch.setattr(transform_scheme, "quantize_refinements", quantize)
+    monkeypatch.setattr(transform_scheme, "list_escapes_classes", list_escapes)
     pages = conftest.dense_pages(layout, [on(device, chunk) for chunk in chunks])
     slots = list(torch.arange(308, device=device).split([37, 270, 1]))
     requests = [
@@ -391,6 +405,26 @@ def test_escapes_that_lie_are_refused(part: int, device: torch.device, held: Cou
     for name, forge in ESCAPES.items():
         assert assert_agree(forged(part, forge), device) is None, name
     assert held["place_levels"] > 0
+
+
+def test_an_escape_of_a_component_that_the_base_codes_is_refused(
+    device: torch.device, held: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its level may be that of an escape without being one."""
+    held_place = vars(transform_scheme)["place_levels"]
+
+    def place(data: torch.Tensor, jobs: torch.Tensor, *args: Any) -> None:
+        row, levels = jobs[0].tolist(), args[3]
+        words = data.view(torch.uint32)
+        column = int(words[row[JobField.ESCAPES]]) % row[JobField.TOKENS]
+        words[row[JobField.ESCAPES]] = column  # of the first component, in place of the first escape
+        levels[row[JobField.LEVELS] + column] = ESCAPED
+        held_place(data, jobs, *args)
+
+    monkeypatch.setattr(transform_scheme, "place_levels", place)
+    with pytest.raises(CorruptError, match="escapes do not match"):
+        decoded(codecs(learned(), 2, FORGED_STEP)[1], forgeable()[:2], device)
+    assert held["place_levels"] == 1
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
