@@ -88,10 +88,10 @@ def _cached(make: Callable[[str], Codec]) -> Callable[[str], Codec]:
 @cache
 def small_profile() -> Profile:
     """Learn a profile on a few tokens."""
-    return fit(SMALL, [_small_chunk(seed, 40) for seed in range(7)], "layer")
+    return fit(SMALL, [small_chunk(seed, 40) for seed in range(7)], "layer")
 
 
-def _small_chunk(seed: int, tokens: int, start: int = 5) -> KVChunk:
+def small_chunk(seed: int, tokens: int, start: int = 5) -> KVChunk:
     noise = torch.Generator().manual_seed(seed)
     keys = [torch.randn(tokens, layer.kv_heads, 4, generator=noise) for layer in SMALL.layers]
     values = [torch.randn(tokens, layer.kv_heads, 3, generator=noise).cumsum(0) for layer in SMALL.layers]
@@ -121,7 +121,7 @@ def subjects() -> tuple[Subject, ...]:
 
         make = _cached(small)
         weights = [float(t * t) for t in range(9)] if scheme == "classes" else None
-        found.append(Subject(f"small {scheme}", make("numba").encode(_small_chunk(9, 9), importance=weights), make))
+        found.append(Subject(f"small {scheme}", make("numba").encode(small_chunk(9, 9), importance=weights), make))
     profile = Profile.load(GOLDEN / "profile.safetensors")
     for name in ("lossless-float16", "transform-float32", "generic-bfloat16", "classes-float16", "classes-bfloat16"):
         make = _cached(partial(golden_codec, name, profile))
