@@ -126,7 +126,7 @@ class GenericDevice:
         with stage("upload"):
             sent = batch.packed.send(self._device)
         part = {name: sent.view(*where) for name, where in batch.parts.items()}
-        jobs = sent.view(incoming.at_jobs, incoming.jobs)
+        jobs = incoming.device_jobs(sent)
         status, found = zeros(2, len(incoming.jobs), self._device)
         planes = torch.empty(batch.planes, dtype=torch.uint8, device=self._device)
         y = torch.empty(batch.coefficients, dtype=torch.float32, device=self._device)

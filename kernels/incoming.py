@@ -1,4 +1,4 @@
-"""Incoming blobs: verify them, pack them for the device, find their parts.
+"""Incoming blobs, with their refinements: verify them, pack them for the device, find their parts.
 
 The host checks what it can without touching every byte twice: checksums, and that the parts of each coded section
 fill it exactly (`FORMAT.md`). What only the streams themselves can tell, the kernels flag in `Status`.
@@ -35,7 +35,10 @@ class Incoming:
 
     Attributes:
         upload: the arrays to send; add to it before `pack`.
-        jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
+        parts: blobs of each chunk: 1, or a base and its refinements.
+        count: jobs of each part, chunks * sections.
+        jobs: int64 `[parts * count, len(JobField)]`: those of all blobs or bases, chunk-major, then those of the first
+            refinements, and so on.
         chunks: int64 `[chunks, len(ChunkField)]`.
         slots: int64, slots of all chunks in a row.
         max_tokens: tokens of the longest chunk.
@@ -50,33 +53,47 @@ class Incoming:
         self.chunks = chunk_table(
             [h.tokens for h in headers], [h.start for h in headers], [chunk.blob_start for chunk in chunks]
         )
-        self.jobs = np.zeros((len(chunks) * len(sections), len(JobField)), np.int64)
-        self.jobs[:, JobField.CHUNK] = np.repeat(np.arange(len(chunks)), len(sections))
-        self.jobs[:, JobField.TOKENS] = np.repeat(self.chunks[:, ChunkField.TOKENS], len(sections))
+        blobs = [[(chunk.blob, chunk.header), *chunk.refinements] for chunk in chunks]
+        self.parts, self.count = len(blobs[0]), len(chunks) * len(sections)
+        of_part = np.zeros((self.count, len(JobField)), np.int64)
+        of_part[:, JobField.CHUNK] = np.repeat(np.arange(len(chunks)), len(sections))
+        of_part[:, JobField.TOKENS] = np.repeat(self.chunks[:, ChunkField.TOKENS], len(sections))
+        self.jobs = np.tile(of_part, (self.parts, 1))
         self.slots = join([chunk.every_slot for chunk in chunks])
         self.max_tokens = int(self.chunks[:, ChunkField.TOKENS].max())
         self._sections = sections
         self.upload = Upload()
-        self.at_jobs, self.at_chunks = self.upload.add(self.jobs), self.upload.add(self.chunks)
+        # The jobs of each part are an array of their own: what kernels are given begins at a multiple of 16 bytes.
+        self._at_jobs = [self.upload.add(of_part) for _ in range(self.parts)]
+        self._at_chunks = self.upload.add(self.chunks)
         self._memory = CacheMemory.of(cache)
         self._at_memory = {name: self.upload.add(array) for name, array in self._memory.named().items()}
         self.views: list[memoryview] = []
         self._begin: list[int] = []
         self._names: list[str] = []
+        flat = [(part, blob, header) for part in range(self.parts) for blob, header in (own[part] for own in blobs)]
         verified = for_each(
-            lambda chunk: read_sections(chunk.blob, chunk.header, sections),
-            chunks,
-            sum(len(chunk.blob) for chunk in chunks),
+            lambda each: read_sections(each[1], each[2], sections), flat, sum(len(blob) for _, blob, _ in flat)
         )
-        for chunk, views in zip(chunks, verified, strict=True):
+        for number, ((part, blob, header), views) in enumerate(zip(flat, verified, strict=True)):
             size = sum(map(len, views))
-            offset = chunk.header.section_offset(sections.start)
-            at = self.upload.add(memoryview(chunk.blob)[offset : offset + size])
+            offset = header.section_offset(sections.start)
+            at = self.upload.add(memoryview(blob)[offset : offset + size])
+            name = f"blob {chunks[number % len(chunks)].number}"
+            name = f"refinement {part} of {name}" if part else name
             for index, view in zip(sections, views, strict=True):
                 self.views.append(view)
                 self._begin.append(at)
-                self._names.append(f"section {index} of blob {chunk.number}")
+                self._names.append(f"section {index} of {name}")
                 at += len(view)
+
+    def of_part(self, part: int) -> I64:
+        """Return the jobs of a part, a view."""
+        return self.jobs[part * self.count : (part + 1) * self.count]
+
+    def device_jobs(self, sent: Packed, part: int = 0) -> torch.Tensor:
+        """Return the jobs of a part on the device, given the upload there."""
+        return sent.view(self._at_jobs[part], self.of_part(part))
 
     def chunk_batch(self, sent: Packed, status: torch.Tensor) -> ChunkBatch:
         """Return the chunks in the form that launches take.
@@ -85,7 +102,7 @@ class Incoming:
             sent: the upload, on the device.
             status: int32 `[chunks * sections]`.
         """
-        chunks = sent.view(self.at_chunks, self.chunks)
+        chunks = sent.view(self._at_chunks, self.chunks)
         return ChunkBatch(chunks, status, len(self._sections), self._sections.start, self.max_tokens)
 
     def cache_view(self, sent: Packed, tiles: I64) -> CacheView:
@@ -141,7 +158,7 @@ class Incoming:
             planes: of each job, if its tokens have no classes.
             coded: see there.
             which: see there.
-            class_planes: of the finest class of each job; None: the scheme has no classes.
+            class_planes: of the finest class of each job; -1: its tokens may have none; None: no job's may.
 
         Returns:
             the buffer, and a mask over `which` of the jobs whose tokens have classes.
@@ -161,9 +178,15 @@ class Incoming:
         return packed, classed
 
     def place(self, packed: Packed, plans: I64) -> tuple[int, int]:
-        """Assign places to the jobs, see `place_jobs`, and copy the jobs into the buffer."""
-        sizes = place_jobs(self.jobs, plans)
-        packed.host(self.at_jobs, self.jobs)[:] = self.jobs
+        """Assign places to the jobs, see `place_jobs`, and copy the jobs into the buffer.
+
+        Refinements need no planes: they change the levels of their base.
+        """
+        sizes = place_jobs(self.of_part(0), plans)
+        for part, at in enumerate(self._at_jobs):
+            own = self.of_part(part)
+            own[:, [JobField.LEVELS, JobField.STRIDE]] = self.of_part(0)[:, [JobField.LEVELS, JobField.STRIDE]]
+            packed.host(at, own)[:] = own
         return sizes
 
 
@@ -187,7 +210,7 @@ def read_coded(
         planes: `[J]` byte planes of each job, if its tokens have no classes.
         jobs: the table; the columns STATES … PER_STREAM, LONG_LENGTHS and CLASS_WORDS … CLASS_STATE are written.
         names: of each job, for messages.
-        class_planes: `[J]` byte planes of the finest class; None: the scheme has no classes.
+        class_planes: `[J]` byte planes of the finest class; -1: a job's tokens may have no classes; None: no job's may.
 
     Returns:
         `[J]` whose tokens have classes.
@@ -207,7 +230,8 @@ def read_coded(
     packed = words32[at + 2].astype(np.int64)
     classed: npt.NDArray[np.bool_] = packed >> 8 == 1
     require((packed & 0xFF <= MAX_TOKENS_PER_STREAM_LOG2) & (packed >> 9 == 0), "has a stream header out of range")
-    require(~classed | (class_planes is not None), "has token classes, which its scheme does not")
+    allowed = np.zeros(len(jobs), np.bool_) if class_planes is None else class_planes >= 0
+    require(~classed | allowed, "has token classes, which its scheme does not")
     states = begin + HEADER_BYTES + np.where(classed, CLASS_HEADER_BYTES, 0)
     require(end >= states, "ends before its stream header does")
     class_words, class_state = (

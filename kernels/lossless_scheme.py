@@ -151,7 +151,7 @@ class LosslessDevice:
         with stage("upload"):
             sent = batch.packed.send(self._device)
         part = {name: sent.view(*where) for name, where in batch.parts.items()}
-        jobs = sent.view(incoming.at_jobs, incoming.jobs)
+        jobs = incoming.device_jobs(sent)
         status = torch.zeros(len(incoming.jobs), dtype=torch.int32, device=self._device)
         planes = torch.empty(batch.planes, dtype=torch.uint8, device=self._device)
         decoding = torch.empty(len(part["freq"]), WIDTH, dtype=torch.uint32, device=self._device)

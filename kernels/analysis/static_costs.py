@@ -44,6 +44,7 @@ MODULES = tuple(
         "dequantize",
         "quantize",
         "symbols_by_class",
+        "refinements",
         "transform",
         "analyze",
         "synthesize",

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.streams import LOWER_BOUND
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
+from cuvee.codec.entropy.tables import SYMBOLS, CoderTables, EntropyTables
 from cuvee.codec.support.arrays import U32
 from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
@@ -77,14 +77,18 @@ def _ones(word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decode_step(x, at, word, end, words, row, out, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Decode and store one symbol per lane with the table at `row`. Return the new state, position and its word."""
+def _find_entry(x, row, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the slots of states, and what the table at `row` has for them; the symbol is in bits 12 … 19."""
     slot = x & ((1 << PROB_BITS) - 1)
     span = (slot * _SPAN_RECIPROCAL) >> 16
     begun = tl.load(row + span)
     later = tl.full(x.shape, 0xFFFFFFFE, tl.uint32) << (slot - span * _SPAN)
-    entry = tl.load(row + _ENTRIES + ((begun >> 24) + _ones(begun & ~later)))
-    tl.store(out, (entry >> 12).to(tl.uint8), mask=active)
+    return slot, tl.load(row + _ENTRIES + ((begun >> 24) + _ones(begun & ~later)))
+
+
+@triton.jit
+def _advance(x, slot, entry, at, word, end, words, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the states after symbols, the new positions and their words."""
     x = (entry >> 20) * (x >> PROB_BITS) + (slot - (entry & 0xFFF))
     need = x < _BOUND
     x = tl.where(need, (x << 16) | word, x)
@@ -93,6 +97,14 @@ def _decode_step(x, at, word, end, words, row, out, active, PROB_BITS: tl.conste
     # it. Lanes that used none load none: each lane reads a cache line of its own. Beyond the end there are zeros.
     following = tl.load(words + at, mask=need & (at < end), other=0).to(tl.uint32)
     return x, at, tl.where(need, following, word)
+
+
+@triton.jit
+def _decode_step(x, at, word, end, words, row, out, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Decode and store one symbol per lane with the table at `row`. Return the new state, position and its word."""
+    slot, entry = _find_entry(x, row, PROB_BITS)
+    tl.store(out, (entry >> 12).to(tl.uint8), mask=active)
+    return _advance(x, slot, entry, at, word, end, words, PROB_BITS)
 
 
 @triton.jit
@@ -227,7 +239,7 @@ def decoding_table(tables: EntropyTables) -> U32:
     return out
 
 
-def coding_table(tables: EntropyTables) -> U32:
+def coding_table(tables: CoderTables) -> U32:
     """Return the encoder's lookup tables: `[K, 256, 2]` uint32 of frequency << 16 | cumulative, and the reciprocal.
 
     The reciprocal of a frequency f is m = min(floor(2**32 / f), 2**32 - 1), 0 for a byte that cannot be coded. Then

@@ -18,10 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL
+from cuvee.codec.entropy.nested import CONTEXT_BITS, ESCAPED
 from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
+    JOB_CLASS_STATE,
     JOB_COLUMNS,
     JOB_ESCAPE_COUNT,
     JOB_ESCAPES,
@@ -47,6 +50,9 @@ from cuvee.kernels.ops.quantize import _has_escapes, _level, _within
 from cuvee.kernels.ops.symbols import DEAD_ZONE, ESCAPE, FLOAT_FIELDS, INT_FIELDS, SHIFT, SHRINK_ONE, Y_ROW, _half
 
 NO_LOW_BITS = tl.constexpr(-1 << 32)  # a shift of 0 and plane -1, as `_two` reads them
+
+_MAX_LEVEL = tl.constexpr(MAX_LEVEL)
+REFINEMENT_ESCAPE = tl.constexpr(ESCAPED & ((1 << CONTEXT_BITS) - 1))  # the byte that tells of one; its context is 0
 
 _ROWS = 16  # tile of `dequantize_classes`
 MIN_DEPTH = 64  # columns
@@ -116,7 +122,8 @@ def _dequantize_classes(  # type: ignore[no-untyped-def]
     component = _of_row(row_maps, plan, PLAN_ROW_MAP, row, inside & (row < extent), -1)
     exists = component >= 0
     at_row = tl.load(plan + PLAN_ROW).to(tl.int32) + component
-    shrink_one, shrink_more = _shrinkage(row_floats, at_row, exists)
+    if y.dtype.element_ty != tl.int32:
+        shrink_one, shrink_more = _shrinkage(row_floats, at_row, exists)
     shift, low_plane = _low_bits(row_ints, at_row, exists)
     half = _half(shift)
     d = _signed(tl.load(planes + component.to(tl.int64) * tokens + column, mask=exists, other=0))
@@ -125,9 +132,13 @@ def _dequantize_classes(  # type: ignore[no-untyped-def]
     low_row = planes + low_plane.to(tl.int64) * tokens
     low = tl.load(low_row + column, mask=exists & (low_plane >= 0), other=half.to(tl.uint8))
     d = (d << shift) + (low.to(tl.int32) - half)
-    value = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index))
     out = y + row.to(tl.int64) * stride + column
-    tl.store(out, rounded(value, y.dtype.element_ty), mask=(row < extent) & (column < stride))
+    written = (row < extent) & (column < stride)
+    if y.dtype.element_ty == tl.int32:
+        tl.store(out, d, mask=written)
+    else:
+        value = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index))
+        tl.store(out, rounded(value, y.dtype.element_ty), mask=written)
     tl.atomic_add(found + index, escapes, mask=escapes > 0, sem="relaxed")
 
 
@@ -167,14 +178,24 @@ def _place_escapes_classes(  # type: ignore[no-untyped-def]
         wrong = tl.max((listed & (valid == 0)).to(tl.int32), 0)
         tl.atomic_or(status + index, STATUS_ESCAPES, mask=wrong > 0, sem="relaxed")
         component = tl.load(plan + PLAN_ROW, mask=valid, other=0) + row
-        shrink_one, shrink_more = _shrinkage(row_floats, component, valid)
         shift, low_plane = _low_bits(row_ints, component, valid)
         y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=valid, other=0).to(tl.int64)
         d = tl.load(entries + count + entry, mask=valid, other=0).to(tl.int32, bitcast=True)
         low = tl.load(planes + low_plane * tokens + column, mask=valid & (low_plane >= 0), other=0)
+        listed_value = d
         d = (d << shift) + (low.to(tl.int32) - _half(shift))
-        back = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index, mask=valid, other=0.0))
-        tl.store(y + y_row * stride + column, rounded(back, y.dtype.element_ty), mask=valid)
+        out = y + y_row * stride + column
+        if y.dtype.element_ty == tl.int32:
+            # abs(-2**31) wraps; unsigned it is above any limit.
+            limit = (tl.full([ENTRIES], _MAX_LEVEL, tl.int32) >> shift).to(tl.uint32)
+            beyond = tl.abs(listed_value).to(tl.uint32, bitcast=True) > limit
+            beyond = tl.max((valid & beyond).to(tl.int32), 0)
+            tl.atomic_or(status + index, STATUS_ESCAPES, mask=beyond > 0, sem="relaxed")
+            tl.store(out, d, mask=valid)
+        else:
+            shrink_one, shrink_more = _shrinkage(row_floats, component, valid)
+            back = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index, mask=valid, other=0.0))
+            tl.store(out, rounded(back, y.dtype.element_ty), mask=valid)
 
 
 def dequantize_classes(
@@ -195,7 +216,8 @@ def dequantize_classes(
 
     Of each run of `depth` columns, the rows up to the extent of its first column's class are written, zero where a
     column has no component. The coefficients are those of `codec/stages/reference/symbols_by_class.py`, rounded to the
-    dtype of `y`. Those of a job whose status gets `Status.ESCAPES` are arbitrary.
+    dtype of `y`. Those of a job whose status gets `Status.ESCAPES` are arbitrary. Where `y` is int32, it gets levels in
+    place of coefficients, for refinements; and a level beyond `MAX_LEVEL`, which could overflow, gets that status, too.
 
     Args:
         data: as for `dequantize.dequantize`.
@@ -204,7 +226,7 @@ def dequantize_classes(
         row_maps: int32, from PlanField.ROW_MAP on the component of each row of coefficients, or -1.
         classes: uint8 below 16: `TokenOrder.classes`.
         planes: as for `dequantize.dequantize`.
-        y: likewise.
+        y: likewise, or int32.
         status: likewise.
         found: likewise.
         max_rows: the largest extent of a plan.
@@ -308,7 +330,7 @@ def quantize_classes(
 
 @triton.jit(do_not_specialize=["total", "max_rows"])
 def _list_escapes_classes(  # type: ignore[no-untyped-def]
-    y, jobs, plans, row_floats, row_ints, inverses, classes, planes, starts, index, value, total, max_rows,
+    y, jobs, plans, row_floats, row_ints, zones, inverses, classes, planes, starts, index, value, total, max_rows,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
@@ -331,18 +353,25 @@ def _list_escapes_classes(  # type: ignore[no-untyped-def]
     planes += tl.load(job + JOB_PLANES)
     y += tl.load(job + JOB_LEVELS)
     first_cell = row.to(tl.int64)[:, None] * tokens
+    refines = False
+    if zones is not None:
+        refines = tl.load(job + JOB_CLASS_STATE) == 0
     for start in range(0, tokens, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = column < tokens
         plan_index = class_plan + tl.load(classes + column, mask=inside, other=0).to(tl.int64)
         plan = plans + plan_index * PLAN_FIELDS
         own = has[:, None] & inside & (row[:, None] < tl.load(plan + PLAN_ROWS))
-        escaped = tl.load(planes + first_cell + column, mask=own, other=0) == ESCAPE
+        byte = tl.load(planes + first_cell + column, mask=own, other=0)
+        escaped = byte == (ESCAPE if zones is None else tl.where(refines, REFINEMENT_ESCAPE, ESCAPE))
         marks = escaped.to(tl.int32)
         if tl.max(tl.max(marks, 1), 0) > 0:
             # So few that each looks up its own component.
             component = tl.load(plan + PLAN_ROW) + row[:, None]
             dead_zone, rounding = _thresholds(row_floats, component, escaped)
+            if zones is not None:
+                zone = tl.load(zones + component, mask=escaped, other=0.0)
+                dead_zone, rounding = tl.where(refines, zone, dead_zone), tl.where(refines, 1.0 - zone, rounding)
             ints = row_ints + component * INT_FIELDS
             shift = tl.load(ints + SHIFT, mask=escaped, other=0)
             y_row = tl.load(ints + Y_ROW, mask=escaped, other=0)
@@ -365,25 +394,27 @@ def list_escapes_classes(
     index: torch.Tensor,
     value: torch.Tensor,
     max_rows: int,
+    zones: torch.Tensor | None = None,
 ) -> None:
     """List the escapes of jobs whose tokens have classes, each job's in rising order; see `quantize.list_escapes`.
 
     Args:
         y: as for `quantize_classes`.
-        jobs: likewise.
+        jobs: likewise; with `zones`, those with CLASS_STATE 0 are of refinements.
         plans: likewise.
         classes: likewise.
-        planes: as `quantize_classes` wrote them.
+        planes: as `quantize_classes` wrote them, and `quantize_refinements`.
         starts: int64 `[J, max_rows]`: where a row's escapes begin, the sum of all counts before it.
         index: uint32 `[E]`; gets row * T + column.
         value: int32 `[E]`; gets the number in place of the ESCAPE byte.
         max_rows: rows of the largest job.
+        zones: as for `quantize_refinements`; None: no job is one of a refinement.
     """
     total = len(index)
     if total:
         _list_escapes_classes[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-            y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, classes, planes, starts, index,
-            value, total, max_rows, ROWS=_BLOCK_ROWS, COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
+            y, jobs, plans.plans, plans.row_floats, plans.row_ints, zones, plans.inverses, classes, planes, starts,
+            index, value, total, max_rows, ROWS=_BLOCK_ROWS, COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -393,13 +424,14 @@ _POINTERS = {
     "data": "*u32", "jobs": "*i64", "plans": "*i64", "row_maps": "*i32", "row_floats": "*fp32", "row_ints": "*i32",
     "steps": "*fp32", "inverses": "*fp32", "limits": "*fp32", "tables": "*i32", "freq": "*u16", "reach": "*i32",
     "classes": "*u8", "planes": "*u8", "y": "*fp32", "counts": "*i32", "status": "*i32", "found": "*i32",
+    "zones": "*fp32",
     "starts": "*i64", "index": "*u32", "value": "*i32",
 }  # fmt: skip
 _SIZES = ("depth", "total", "max_rows")
 
 
-def _spec(name: str, kernel: Any, constants: dict[str, int], registers: int, **types: str) -> KernelSpec:
-    pointers = {n: (_POINTERS | types)[n] for n in kernel.arg_names if n in _POINTERS}
+def _spec(name: str, kernel: Any, constants: dict[str, int | None], registers: int, **types: str) -> KernelSpec:
+    pointers = {n: (_POINTERS | types)[n] for n in kernel.arg_names if n in _POINTERS and n not in constants}
     sizes = {n: "i32" for n in kernel.arg_names if n in _SIZES}
     return KernelSpec(
         name,
@@ -412,11 +444,14 @@ def _spec(name: str, kernel: Any, constants: dict[str, int], registers: int, **t
     )
 
 
-_BLOCK = {"ROWS": _BLOCK_ROWS, "COLUMNS": WINDOW}
+_BLOCK: dict[str, int | None] = {"ROWS": _BLOCK_ROWS, "COLUMNS": WINDOW}
 
 SPECS: tuple[KernelSpec, ...] = (
     _spec("dequantize_classes", _dequantize_classes, {"ROWS": _ROWS, "COLUMNS": MIN_DEPTH}, 80, y="*bf16"),
     _spec("place_escapes_classes", _place_escapes_classes, {"ENTRIES": ENTRIES}, 48, y="*bf16"),
+    _spec("unpack_classes", _dequantize_classes, {"ROWS": _ROWS, "COLUMNS": MIN_DEPTH}, 80, y="*i32"),
+    _spec("unpack_escapes_classes", _place_escapes_classes, {"ENTRIES": ENTRIES}, 48, y="*i32"),
     _spec("quantize_classes", _quantize_classes, _BLOCK, 128),
-    _spec("list_escapes_classes", _list_escapes_classes, _BLOCK, 128),
+    _spec("list_escapes_classes", _list_escapes_classes, {**_BLOCK, "zones": None}, 128),
+    _spec("list_escapes_parts", _list_escapes_classes, _BLOCK, 128),
 )

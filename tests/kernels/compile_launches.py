@@ -96,6 +96,7 @@ def main(target: str) -> None:
         ("irregular", "layers:2"),
         ("bfloat16", "layer classes"),
         ("float16", "head classes"),
+        ("bfloat16", "layer parts"),
         ("bfloat16", "layer tokens"),
         ("gqa", "generic"),
         ("bfloat16", "lossless"),
@@ -107,13 +108,17 @@ def main(target: str) -> None:
         profile = conftest.fitted_profile(name, group) if learned else Profile.generic(layout)
         profile = predicting(profile) if extra == "tokens" else profile
         quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}
+        quality |= {"refinements": 2} if extra == "parts" else {}
         cpu, gpu = Codec(profile, **quality), Codec(profile, backend="triton", **quality)
         first = len(compiled)
         chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 50, 41))]
         weights = [4.0 ** torch.randn(chunk.tokens) if extra == "classes" else None for chunk in chunks]
         ids = [torch.randint(VOCABULARY, (chunk.tokens,)) if extra == "tokens" else None for chunk in chunks]
-        blob = gpu.encode(chunks[0], importance=weights[0], tokens=ids[0])
-        want, got = cpu.decode(blob, 100), gpu.decode(blob, 100)
+        if extra == "parts":
+            blob, *finer = gpu.encode_parts(chunks[0])
+        else:
+            blob, finer = gpu.encode(chunks[0], importance=weights[0], tokens=ids[0]), []
+        want, got = (codec.decode(blob, 100, refinements=finer) for codec in (cpu, gpu))
         error = max(
             float((a.float() - b.float()).abs().max() / a.float().abs().max())
             for a, b in zip([*want.keys, *want.values], [*got.keys, *got.values], strict=True)
@@ -125,7 +130,11 @@ def main(target: str) -> None:
         before = len(compiled)
         pages = conftest.dense_pages(layout, chunks)
         slots = list(torch.arange(128).split([37, 50, 41]))
-        blobs = gpu.encode_paged(pages, slots, [5, 5, 5], importance=weights, tokens=ids)
+        if extra == "parts":
+            parts = [gpu.encode_parts(chunk) for chunk in chunks]
+            blobs: list[Any] = [gpu.open(base, refinements=finer) for base, *finer in parts]
+        else:
+            blobs = gpu.encode_paged(pages, slots, [5, 5, 5], importance=weights, tokens=ids)
         gpu.decode_paged(blobs, pages, slots, [90, 200, 300]).check()
         report["again"][case] = compiled[before:]
     print(json.dumps(report))

@@ -19,7 +19,7 @@ def plain_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuvee.kernels.ops.naive import rans, rans_by_class
 
     for home in (rans, rans_by_class):
-        for name in ("rans_decode", "rans_encode", "rans_decode_classes", "rans_encode_classes"):
+        for name in ("rans_decode", "rans_encode", "rans_decode_classes", "rans_encode_classes", "rans_refine"):
             reference = getattr(home, f"{name}_reference", None)
             for user in (generic_scheme, lossless_scheme, outgoing, transform_scheme):
                 if reference is not None and hasattr(user, name):

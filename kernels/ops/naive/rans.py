@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams
-from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.tables import CoderTables, EntropyTables
 from cuvee.codec.format.container import write_streams
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8, U32
@@ -95,10 +97,11 @@ def rans_decode_reference(
         planes[job[JobField.PLANES] :][: steps * tokens] = torch.from_numpy(out.ravel()).to(planes.device)
 
 
-def entropy_tables(entries: torch.Tensor) -> EntropyTables:
+def coder_tables(entries: torch.Tensor) -> CoderTables:
     """The tables that `coding_table` was made of."""
-    freq = entries.cpu().numpy()[:, :, 0] >> 16
-    return EntropyTables(freq, int(freq[0].sum()).bit_length() - 1)
+    packed = entries.cpu().numpy()[:, :, 0]
+    freq, cumulative = (packed >> 16).astype(np.uint16), packed.astype(np.uint16)
+    return CoderTables(freq, cumulative, int(freq[0].sum()).bit_length() - 1)
 
 
 def store_streams(found: Streams, job: list[int], region: int, streams: EncodedStreams) -> None:
@@ -116,7 +119,8 @@ def rans_encode_reference(
     planes: torch.Tensor, coding: StreamJobs, entries: torch.Tensor, streams: EncodedStreams
 ) -> None:
     """See `rans_encode`."""
-    model, table_of = entropy_tables(entries), coding.tables.cpu().numpy().astype(np.uint16)
+    # An encoder reads nothing else of them.
+    model, table_of = cast(EntropyTables, coder_tables(entries)), coding.tables.cpu().numpy().astype(np.uint16)
     for job in coding.jobs.tolist():
         if job[JobField.CLASS_PLAN] > 0:
             continue

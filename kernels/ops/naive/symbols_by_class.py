@@ -8,16 +8,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, Escapes
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, Escapes
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.stages.reference import symbols as codec
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.naive.symbols import JobPart, frequency_tables, high_parts, host_array
+from cuvee.kernels.ops.symbols_by_class import REFINEMENT_ESCAPE
 
 
-class _ClassedPart:
+class ClassedPart:
     """One job: its columns, and its class `k` in the terms of `codec.symbols`."""
 
     def __init__(self, jobs: torch.Tensor, plans: DevicePlans, classes: torch.Tensor, index: int) -> None:
@@ -39,14 +40,19 @@ class _ClassedPart:
 
     def coefficients(self, y: torch.Tensor) -> torch.Tensor:
         """The job's `[rows, STRIDE]`, a view."""
-        count, stride = int(self._plans.plans[self.job[JobField.PLAN], PlanField.EXTENT]), self.job[JobField.STRIDE]
+        finest, stride = self.job[JobField.PLAN] - self.job[JobField.CLASS_PLAN], self.job[JobField.STRIDE]
+        count = self.extent(finest)
         return y[self.job[JobField.LEVELS] :][: count * stride].view(count, stride)
 
+    def extent(self, k: int) -> int:
+        """Rows of coefficients up to the last that class `k` fills."""
+        return int(self._plans.plans[self.job[JobField.CLASS_PLAN] + k, PlanField.EXTENT])
 
-def _parts(jobs: torch.Tensor, plans: DevicePlans, classes: torch.Tensor) -> Iterator[tuple[int, _ClassedPart]]:
+
+def _parts(jobs: torch.Tensor, plans: DevicePlans, classes: torch.Tensor) -> Iterator[tuple[int, ClassedPart]]:
     for index, job in enumerate(jobs.tolist()):
         if job[JobField.CLASS_PLAN] > 0:
-            yield index, _ClassedPart(jobs, plans, classes, index)
+            yield index, ClassedPart(jobs, plans, classes, index)
 
 
 def dequantize_classes_reference(
@@ -63,7 +69,7 @@ def dequantize_classes_reference(
     max_tokens: int,
     depth: int,
 ) -> None:
-    """See `dequantize_classes`; the coefficients of a job with a status are zero."""
+    """See `dequantize_classes`; the coefficients or levels of a job with a status are zero."""
     words = host_array(data).view(np.uint32)
     for index, part in _parts(jobs, plans, classes):
         count, listed = part.job[JobField.ESCAPE_COUNT], words[part.job[JobField.ESCAPES] :]
@@ -71,8 +77,7 @@ def dequantize_classes_reference(
         value = listed[count : 2 * count].view(np.int32)
         coded, target = host_array(part.planes(planes)), part.coefficients(y)
         for start in range(0, part.tokens, depth):
-            extent = int(plans.plans[part.job[JobField.CLASS_PLAN] + int(part.columns[start]), PlanField.EXTENT])
-            target[:extent, start : start + depth] = 0
+            target[: part.extent(int(part.columns[start])), start : start + depth] = 0
         escaped, matching = 0, not np.any(np.diff(listed[:count].astype(np.int64)) <= 0)
         for at, k in class_runs(part.columns):
             own, width = part.of(k), at.stop - at.start
@@ -85,7 +90,10 @@ def dequantize_classes_reference(
             except CorruptError:
                 matching = False
                 continue
-            back = codec.dequantize(levels, own.step, plan, own.quantizer)
+            if y.dtype == torch.int32:
+                limit = MAX_LEVEL >> plan.shift[local.index // np.uint32(width)].astype(np.int64)
+                matching &= not np.any(np.abs(local.value.astype(np.int64)) > limit)
+            back = levels if y.dtype == torch.int32 else codec.dequantize(levels, own.step, plan, own.quantizer)
             target[own.y_rows, at] = torch.from_numpy(back).to(y)
         found[index] = escaped
         if not matching or escaped != count:
@@ -132,18 +140,21 @@ def list_escapes_classes_reference(
     index: torch.Tensor,
     value: torch.Tensor,
     max_rows: int,
+    zones: torch.Tensor | None = None,
 ) -> None:
     """See `list_escapes_classes`."""
     for number, part in _parts(jobs, plans, classes):
+        refines = zones is not None and part.job[JobField.CLASS_STATE] == 0
         cells, values = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
         coded = host_array(part.planes(planes))
         for at, k in class_runs(part.columns):
             own = part.of(k)
             plan = own.plan()
             source = host_array(part.coefficients(y)[own.y_rows, at])
-            levels = codec.quantize(source, own.coding_step, plan, own.quantizer)
+            quantizer, escape = (own.quantizer, ESCAPE) if not refines else (own.zones(zones), REFINEMENT_ESCAPE.value)
+            levels = codec.quantize(source, own.coding_step, plan, quantizer)
             high = high_parts(levels, plan)
-            row, column = np.nonzero(coded[: own.rows, at] == ESCAPE)
+            row, column = np.nonzero(coded[: own.rows, at] == escape)
             cells.append(row * part.tokens + column + at.start)
             values.append(high[row, column])
         joined = np.concatenate(cells)
