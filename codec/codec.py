@@ -200,6 +200,11 @@ class Codec:
         if not self.lossless and profile.plain_curve and name in ("quality", "kl"):
             self._plain_setting = _choose_setting(profile, request, kind, worst, dtype, plain=True)
         self.refinements = refinements
+        if refinements and self.lossless:
+            raise InputError(
+                f"refinements: must be 0 without loss, got {refinements}, and a quality that is lossless with this "
+                "profile"
+            )
         if refinements:
             self._setting = _in_parts(profile, self._setting, refinements)
             self._plain_setting = _in_parts(profile, self._plain_setting, refinements)
@@ -317,7 +322,8 @@ class Codec:
         """Compress a chunk into a base and refinements, each a blob of its own. Needs a codec with `refinements=`.
 
         The base decodes alone. With the first refinement, or the first two, it decodes at a better quality, so whoever
-        keeps or sends the parts can leave out the last ones. A refinement fits only the base that it was made with.
+        keeps or sends the parts can leave out the last ones. A refinement fits only the base that it was made with. A
+        chunk without token ids that is coded without loss (`quality_name`) is one part.
 
         Args:
             chunk: see `encode`.
@@ -342,11 +348,7 @@ class Codec:
             >>> errors[0] > errors[1] > errors[2]
             True
         """
-        if not self.refinements:
-            raise InputError(
-                "refinements: must be 1 or 2 in a codec that encodes parts, got 0: call encode(), or make the "
-                "Codec with refinements="
-            )
+        self._check_parts()
         return tuple(self._encode_chunk(chunk, tokens, importance, associated_data))
 
     def _encode_chunk(self, chunk: KVChunk, tokens: object, importance: object, associated_data: bytes) -> list[bytes]:
@@ -359,11 +361,18 @@ class Codec:
         request = EncodeRequest(cache, None, chunk.tokens, start, offsets, ids, chunk.following)
         return self._encode(cache, [request], [associated_data])[0]
 
+    def _check_parts(self) -> None:
+        if not self.refinements:
+            raise InputError(
+                "refinements: must be 1 or 2 in a codec that encodes parts, got 0: make the Codec with refinements=, "
+                "or call encode() or encode_paged()"
+            )
+
     def _check_whole(self) -> None:
         if self.refinements:
             raise InputError(
                 f"refinements: must be 0 in a codec that encodes single blobs, got {self.refinements}: call "
-                "encode_parts()"
+                "encode_parts() or encode_parts_paged()"
             )
 
     def decode(
@@ -622,13 +631,60 @@ class Codec:
             as `encode`; InputError for slots that the cache does not have.
         """
         self._check_whole()
+        requests = self._paged_requests(cache, slots, starts, tokens, following, importance)
+        bound = self._each_associated(associated_data, len(slots))
+        return [blob for (blob,) in self._encode(cache, requests, bound)]
+
+    def encode_parts_paged(
+        self,
+        cache: PagedCache,
+        slots: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        *,
+        tokens: Sequence[object] | None = None,
+        following: Sequence[int] | None = None,
+        importance: Sequence[object] | None = None,
+        associated_data: Sequence[bytes] | None = None,
+    ) -> list[tuple[bytes, ...]]:
+        """Compress chunks straight out of a serving engine's cache into bases and refinements, in one call.
+
+        Args:
+            cache: see `encode_paged`.
+            slots: see `encode_paged`.
+            starts: see `encode_paged`.
+            tokens: see `encode_paged`.
+            following: see `encode_paged`.
+            importance: see `encode_paged`.
+            associated_data: see `encode_paged`; all parts of a chunk are bound to it.
+
+        Returns:
+            the parts of each chunk, as `encode_parts` returns them.
+
+        Raises:
+            as `encode_paged`; InputError for a codec without refinements.
+        """
+        self._check_parts()
+        requests = self._paged_requests(cache, slots, starts, tokens, following, importance)
+        return [
+            tuple(parts) for parts in self._encode(cache, requests, self._each_associated(associated_data, len(slots)))
+        ]
+
+    def _paged_requests(
+        self,
+        cache: PagedCache,
+        slots: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        tokens: Sequence[object] | None,
+        following: Sequence[int] | None,
+        importance: Sequence[object] | None,
+    ) -> list[EncodeRequest]:
+        """Check the arguments of `encode_paged`."""
         self.profile.check_layout(cache.layout)
         if len(slots) != len(starts):
             raise InputError(f"starts: must be one for each of the {len(slots)} chunks in slots, got {len(starts)}")
         weights = _each("importance", importance, len(slots))
         ids = _each("tokens", tokens, len(slots))
         after = _each("following", [0] * len(slots) if following is None else following, len(slots))
-        bound = self._each_associated(associated_data, len(slots))
         requests = []
         for at, given, weight, own_ids, own_after in zip(slots, starts, weights, ids, after, strict=True):
             count = len(cache.check_slots(at))
@@ -637,7 +693,7 @@ class Codec:
             start = self._check_start(given, count)
             offsets, token_ids = self._offsets(weight, count), self._token_ids(own_ids, count)
             requests.append(EncodeRequest(cache, at, count, start, offsets, token_ids, check_following(own_after)))
-        return [blob for (blob,) in self._encode(cache, requests, bound)]
+        return requests
 
     def decode_paged(
         self,
@@ -1001,9 +1057,12 @@ def _choose_setting(
 
 
 def _in_parts(profile: Profile, setting: _Setting, refinements: int) -> _Setting:
-    """Return the setting of a base whose last refinement has the error of a blob with `setting`."""
+    """Return the setting of a base whose last refinement has the error of a blob with `setting`.
+
+    Chunks that are coded without loss are one part.
+    """
     if setting.scheme is Scheme.LOSSLESS:
-        raise InputError("refinements: must be 0 without loss, got a quality that is lossless with this profile")
+        return setting
     step_index = setting.step_index - int(profile.nested.offsets[refinements])
     finest = min(max(step_index, profile.min_step_index), 8 * OCTAVE - OCTAVE * refinements)
     return _Setting(setting.scheme, finest + OCTAVE * refinements, refinements)

@@ -39,6 +39,12 @@ def tokens_per_stream(planes: int, bits_per_token: float) -> int:
     return count
 
 
+def _check_escape_numbers(rows: int, tokens: int) -> None:
+    """Raise InputError if escapes, which are numbered row * T + column in 32 bits, would not have numbers."""
+    if rows * tokens >= 1 << 32:
+        raise InputError(f"chunk: must have fewer than 2**32 / {rows} tokens, got {tokens}: encode fewer at a time")
+
+
 def _renumber(escapes: Escapes, columns: int, tokens: int, start: int) -> Escapes:
     """Renumber the escapes of a tile, `columns` tokens from `start` on, within the matrix of all `tokens`."""
     if columns == tokens:
@@ -134,10 +140,7 @@ class CoefficientCoder:
         Raises:
             InputError: a coefficient is too many steps large.
         """
-        if len(plan.shift) * tokens >= 1 << 32:
-            raise InputError(
-                f"chunk: must have fewer than 2**32 / {len(plan.shift)} tokens, got {tokens}: encode fewer at a time"
-            )
+        _check_escape_numbers(len(plan.shift), tokens)
         entropy = self.family.tables.entropy
         per_stream = tokens_per_stream(plan.planes, float(entropy[plan.tables].sum()))
         planes = np.empty((plan.planes, tokens), np.uint8)
@@ -184,6 +187,8 @@ class CoefficientCoder:
         escapes: list[list[Escapes]] = []
         for section in sections:
             plans = section.coding.parts[1:]
+            if plans:
+                _check_escape_numbers(int(plans[-1].classed.rows[plans[-1].classed.finest]), tokens)
             tiles: list[list[tuple[U8, Escapes]]] = []
 
             def pieces(
@@ -220,9 +225,7 @@ class CoefficientCoder:
     def _to_planes(self, section: ClassedSection, tokens: int) -> tuple[ClassedPlanes, Escapes]:
         """Quantize and pack a section: everything before its entropy coding."""
         plan = section.plan
-        rows = int(plan.rows[plan.finest])
-        if rows * tokens >= 1 << 32:
-            raise InputError(f"chunk: must have fewer than 2**32 / {rows} tokens, got {tokens}: encode fewer at a time")
+        _check_escape_numbers(int(plan.rows[plan.finest]), tokens)
         classes, columns = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
         coded: list[U8] = []
         escaped: list[Escapes] = []

@@ -211,6 +211,38 @@ def test_pages(fitted: Callable[[str, str], Profile], chunk: KVChunk) -> None:
     assert same(cache.chunk(slots[0], chunk.start), decoded(profile, parts))
 
 
+def test_parts_out_of_pages(fitted: Callable[[str, str], Profile], tame: KVChunk) -> None:
+    from cuvee.codec.paged import PagedCache
+
+    codec = Codec(fitted("gqa", "layer"), step=0.05, refinements=2, key=KEY)
+    cache = PagedCache.of_chunk(tame)
+    slots = [torch.arange(100), torch.arange(100, TOKENS)]
+    found = codec.encode_parts_paged(cache, slots, [20, 120], associated_data=[b"a", b"b"])
+    for own, (first, end), data in zip(found, ((0, 100), (100, TOKENS)), (b"a", b"b"), strict=True):
+        piece = tame.slice(first, end)
+        alone = KVChunk(piece.keys, piece.values, piece.layout, piece.start)
+        assert own == codec.encode_parts(alone, associated_data=data)
+    with pytest.raises(InputError, match="starts: must be one for each"):
+        codec.encode_parts_paged(cache, slots, [20])
+
+
+def test_chunks_without_ids_that_are_lossless_are_one_part(
+    fitted: Callable[[str, str], Profile], tame: KVChunk
+) -> None:
+    """Their curve does not reach the KL, but that of chunks with ids does."""
+    from cuvee.codec.profiles.quality import CurvePoint
+
+    ids = np.arange(TOKENS) % VOCABULARY
+    points = [CurvePoint(at, 4.0 - at / 64, 0.1, kl=10.0 ** (at / 64 - 3)) for at in (-128, -64, 0)]
+    points += [CurvePoint(at, 5.0 - at / 64, 0.1, kl=10.0 ** (at / 64 - 1), plain=True) for at in (-64, 0)]
+    profile = predicting(fitted("gqa", "layer")).with_curve(points)
+    codec = Codec(profile, kl=3e-4, refinements=1)
+    assert codec.quality_name.endswith("plain:lossless,parts:2")
+    (blob,) = codec.encode_parts(tame)
+    assert inspect(blob).scheme == "lossless" and same(codec.decode(blob), tame)
+    assert len(codec.encode_parts(tame, tokens=ids)) == 2
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes(fitted: Callable[[str, str], Profile], tame: KVChunk, dtype: str) -> None:
     layout = replace(tame.layout, dtype=dtype)
@@ -449,13 +481,14 @@ def test_requests(fitted: Callable[[str, str], Profile], chunk: KVChunk) -> None
         Codec(Profile.generic(chunk.layout), step=0.05, refinements=1)
     with pytest.raises(InputError, match="must be 0 without loss"):
         Codec(profile, "lossless", refinements=1)
-    codec = Codec(profile, step=0.05, refinements=1)
+    codec, single = Codec(profile, step=0.05, refinements=1), Codec(profile, step=0.05)
     with pytest.raises(InputError, match=r"call encode_parts\(\)"):
         codec.encode(chunk)
-    with pytest.raises(InputError, match=r"call encode_parts\(\)"):
+    with pytest.raises(InputError, match=r"or encode_parts_paged\(\)"):
         codec.encode_paged(None, [], [])  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"call encode\(\)"):
-        Codec(profile, step=0.05).encode_parts(chunk)
+    for call in (lambda: single.encode_parts(chunk), lambda: single.encode_parts_paged(None, [], [])):  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=r"call encode\(\) or encode_paged\(\)"):
+            call()
 
 
 def test_steps_at_the_ends_of_the_range(fitted: Callable[[str, str], Profile], chunk: KVChunk) -> None:
