@@ -41,6 +41,7 @@ CASES = {
     "profile": 250,
     "envelope": 1500,
     "pages": 300,
+    "parts": 400,
     "url": 600,
     "connector": 150,
     "cli": 60,
@@ -53,6 +54,7 @@ COMMON = {
     "profile": {"loaded", "FormatError"},
     "envelope": {"read", "CorruptError", "ExpiredError"},
     "pages": {"0 pages", "4 pages", "8 pages"},
+    "parts": {"decoded", "FormatError", "CorruptError"},
     "url": {"opened", "InputError"},
     "connector": {
         "load arrived",

