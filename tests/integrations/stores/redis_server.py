@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-_PATIENCE = 60.0  # seconds after which a server or a cluster counts as broken
+_PATIENCE = 20.0  # seconds after which a server or a cluster counts as broken
 
 
 def require_redis() -> str:
