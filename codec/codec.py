@@ -144,8 +144,7 @@ class Codec:
         threads: sections coded at the same time, in chunks of a million values or more. Default: the number of CPUs.
         refinements: 1 or 2 to encode with `encode_parts` a base and as many refinements, each a blob of its own. Each
             refinement halves the quantizer's steps: it lowers the KL to a fourth, roughly. The quality is that of all
-            parts together. They are about 1 % larger than one blob of that quality. Needs a learned profile, and is 0
-            by default.
+            parts together, which take about as many bytes as one blob of it. Needs a learned profile. Default: 0.
         key: 16 to 64 secret bytes; blobs then carry an authentication tag, and only blobs with a valid tag decode. Or
             several secrets: the first writes the tag, and a tag of any is accepted. `associated_data=` binds a blob to
             its place. Such a codec cannot be pickled, because the bytes would hold the secret.
@@ -200,12 +199,12 @@ class Codec:
         if not self.lossless and profile.plain_curve and name in ("quality", "kl"):
             self._plain_setting = _choose_setting(profile, request, kind, worst, dtype, plain=True)
         self.refinements = refinements
-        if refinements and self.lossless:
-            raise InputError(
-                f"refinements: must be 0 without loss, got {refinements}, and a quality that is lossless with this "
-                "profile"
-            )
         if refinements:
+            if self.lossless:
+                raise InputError(
+                    f"refinements: must be 0 without loss, got {refinements}, and a quality that is lossless with this "
+                    "profile"
+                )
             self._setting = _in_parts(profile, self._setting, refinements)
             self._plain_setting = _in_parts(profile, self._plain_setting, refinements)
             self.step_index = self._setting.step_index
