@@ -103,7 +103,10 @@ class SchedulerTargets:
         if tracked is None:  # the request has ended
             return
         self._delivered.setdefault(delivery.request, []).append(delivery)
-        tracked.refused = tracked.refused or not delivery.complete
+        if not delivery.complete:
+            tracked.refused = True
+            # What is computed may be better than what the store has of it.
+            tracked.saved = min(tracked.saved, (delivery.start + sum(delivery.tokens)) // self._state.chunk)
         self._keep_apart(tracked, delivery)
 
     def forget(self, request_id: str) -> None:

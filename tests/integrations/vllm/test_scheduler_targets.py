@@ -40,9 +40,9 @@ def asking(tokens: int = 100, name: str = "r", **wants: Any) -> SimpleNamespace:
 
 def loading(d: Desk, request: SimpleNamespace, seconds: float = 0.0) -> Load:
     """The load of a request, of which the store has four chunks, so long after it has arrived."""
+    d.put(request, 4)
     d.side.arrived(request)
     d.now += seconds
-    d.put(request, 4)
     tokens, _ = d.matched(request)
     d.side.allocated(request, d.tables[0], tokens)
     (load,) = d.plan().loads
@@ -100,8 +100,8 @@ def test_a_deadline_has_its_plan_decide_whether_loading_pays(desk: Callable[...,
         rates._break_even.observe_load(tokens, tokens * 1e-3)
     assert loading(d, asking(deadline_ms=100)).aim is not None
     floor = asking(name="floor", kl_max=0.1)
-    d.side.arrived(floor)
     d.put(floor, 4)
+    d.side.arrived(floor)
     assert d.matched(floor)[0] == 0, "without a deadline, what is slower to load is computed"
 
 
@@ -235,6 +235,16 @@ def test_a_plan_that_leaves_chunks_out_is_not_repeated(desk: Callable[..., Desk]
     loading(d, request)
     d.side.take(ended(request, (), kl=0.0, complete=False))
     assert d.matched(request)[0] == 0, "the engine asks again, for it has freed the blocks"
+
+
+def test_a_chunk_that_is_computed_for_the_floor_is_stored_again_if_it_lacks_parts(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(kl_max=0.001)
+    load = loading(d, request)
+    report = ended(request, (3,), complete=False)
+    report.unsaved = {entry.digest for entry in load.prefix[2:]}
+    d.side.take(report)
+    saves = d.plan((request, CHUNK, 3 * CHUNK)).saves
+    assert [save.entry.start for save in saves] == [2 * CHUNK, 3 * CHUNK], "the store has the second as it is"
 
 
 def test_a_request_that_is_not_cached_any_more_still_keeps_poor_blocks_to_itself(desk: Callable[..., Desk]) -> None:
