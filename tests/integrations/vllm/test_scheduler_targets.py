@@ -305,3 +305,47 @@ def test_a_request_that_is_preempted_after_its_first_token_is_in_no_hurry(desk: 
     d.side.allocated(request, d.tables[0], tokens)
     (load,) = d.plan().loads
     assert load.aim is None
+
+
+# Refinements that come later -----------------------------------------------------------------------------------------
+
+
+def running_poorly(d: Desk, request: SimpleNamespace) -> None:
+    """Load a request from fewer parts than are stored, and let it run in the same blocks."""
+    loading(d, request)
+    d.side.take(ended(request, (1, 1, 1, 1)))
+    d.side.allocated(request, d.tables[0], 0)
+
+
+def test_a_request_is_refined_in_the_steps_that_compute_it(desk: Callable[..., Desk]) -> None:
+    d, request = desk(refine_later=True), asking(deadline_ms=500)
+    running_poorly(d, request)
+    assert d.plan((request, 64, 36)).refines == ["r"]
+    assert d.plan().refines == [] and d.plan((request, 100, 1), new=False).refines == ["r"]
+    d.side.finished(request, d.tables[0])
+    plan = d.plan()
+    assert (plan.refines, plan.unrefined) == ([], ["r"])
+
+
+def test_a_request_with_other_blocks_is_not_refined(desk: Callable[..., Desk]) -> None:
+    d, request = desk(refine_later=True), asking(deadline_ms=500)
+    running_poorly(d, request)
+    d.side.allocated(request, list(range(200, 300)), 0)
+    plan = d.plan((request, 0, 50))
+    assert (plan.refines, plan.unrefined) == ([], ["r"])
+
+
+def test_a_request_that_ended_before_its_load_is_not_refined(desk: Callable[..., Desk]) -> None:
+    d, request = desk(refine_later=True), asking(deadline_ms=500)
+    loading(d, request)
+    d.side.finished(request, d.tables[0])
+    d.side.take(ended(request, (1, 1, 1, 1)))
+    assert d.plan().unrefined == ["r"]
+
+
+def test_only_with_the_option(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    running_poorly(d, request)
+    assert d.plan((request, 64, 36)).refines == []
+    with pytest.raises(InputError, match="refine_later: must be left out without refinements"):
+        Options.from_dict({"refine_later": True})
