@@ -353,7 +353,7 @@ def poor_load(make: Callable[..., Bench], **options: Any) -> Bench:
 def refined(b: Bench, tokens: int) -> bool:
     """Step until so many tokens are refined."""
     b.worker.refine(["r"], [])
-    return b.counts().get("refined_tokens", 0) >= tokens
+    return bool(b.counts().get("refined_tokens", 0) >= tokens)
 
 
 def test_refinements_are_added_between_steps_while_their_request_runs(bench: Callable[..., Bench]) -> None:
