@@ -1,7 +1,8 @@
 """Refinements, compiled: the results of `reference/refinements.py`, which explains the steps section by section.
 
-base    --decode_planes--> planes --to levels--> levels [components, columns] int32, contexts
-refinement 1 … --decode_context_lanes--> symbols --refine--> levels --contexts …    --reconstruct--> y
+base             --decode_planes--> planes --> levels [components, columns] int8 --> contexts
+refinement 1 …   --decode_context_lanes--> symbols --refine--> levels --> contexts …
+last refinement  --decode_context_lanes--> symbols --restore--> y
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cuvee.codec.entropy.coding_plan import (
     too_large_error,
 )
 from cuvee.codec.entropy.family import TABLES_PER_OCTAVE
-from cuvee.codec.entropy.nested import CONTEXT_BITS, CONTEXTS, ESCAPED, MOST, NestedFamily, first_level
+from cuvee.codec.entropy.nested import CONTEXT_BITS, CONTEXTS, ESCAPED, KINDS, MOST, NestedFamily, first_level
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, stream_count, stream_error
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.codec.profiles import flat_plans as plans
@@ -35,11 +36,10 @@ from cuvee.codec.stages.compiled.bfloat16 import rounded
 from cuvee.codec.stages.compiled.coded_part import read_u32
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import decode_context_lanes
+from cuvee.codec.stages.compiled.refinement_steps import BEYOND, context_step, level_step, refine_step, restore_step
 from cuvee.codec.stages.compiled.sections import (
     ESCAPE_LIST,
     FOUND_FIELDS,
-    NO_NARROW,
-    NO_WIDE,
     SLACK,
     STREAM,
     STREAMS,
@@ -54,7 +54,6 @@ from cuvee.codec.stages.compiled.sections import (
     tell_stream,
 )
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.compiled.symbols import add_low_bits, count_escapes, to_levels
 from cuvee.codec.stages.reference.refinements import (
     SectionParts,
     escape_range_error,
@@ -241,11 +240,40 @@ def _next_segment(r, end, c, columns, bounds, rows, single):  # type: ignore[no-
 
 
 @compiled
+def _level(levels, wide, i):  # type: ignore[no-untyped-def]
+    """Return a level, wherever it is; see `_base_levels`."""
+    return wide[i] if levels[i] == BEYOND else np.int32(levels[i])
+
+
+@compiled
+def _put_level(levels, wide, i, level):  # type: ignore[no-untyped-def]
+    if -BEYOND > level > BEYOND:
+        levels[i] = np.int8(level)
+    else:
+        levels[i] = np.int8(BEYOND)
+        wide[i] = level
+
+
+@compiled
+def _finer(level, symbol):  # type: ignore[no-untyped-def]
+    """Return the level that the byte of a symbol refines a level to."""
+    signed = np.int32(np.int8(symbol))
+    return np.int32(2 * level + (-signed if level < 0 else signed))
+
+
+@compiled
 def _base_levels(  # type: ignore[no-untyped-def]
     data, found, by_window, windows_at, entry, tokens, start, columns, bounds, runs_of_window, packed, begins, source,
-    levels
+    levels, wide
 ):  # fmt: skip
-    """Turn one section's planes into levels `[components, columns]`; return 0, or the problem of the section."""
+    """Turn one section's planes into levels.
+
+    `levels` receives `[components, columns]`. `BEYOND` stands for a level that a byte cannot hold, which is in `wide`
+    at the same place. There are few, so `wide` is hardly ever touched, and a tile fits the second cache.
+
+    Returns:
+        0, or the problem of the section.
+    """
     rows, _, shift, low_plane, block, index = packed
     width = len(columns)
     stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
@@ -261,8 +289,8 @@ def _base_levels(  # type: ignore[no-untyped-def]
                 u, v = bounds[r], bounds[following]
                 level = levels_at + columns[u] * stride + c
                 to = (begins[block[level]] + index[level]) * width
-                to_levels(source[c * width + u : c * width + v], levels[to + u : to + v])
-                escapes += count_escapes(source[c * width + u : c * width + v])
+                for i in range(u, v, WIDTH):
+                    escapes += level_step(source, c * width + i, v - i, levels, to + i)
                 for q in range(r, following):
                     low_bits |= shift[levels_at + columns[bounds[q]] * stride + c] != 0
                 r = following
@@ -278,7 +306,7 @@ def _base_levels(  # type: ignore[no-untyped-def]
         level = levels_at + columns[column] * stride + c
         if abs(np.int64(value)) > _FURTHEST >> np.int64(shift[level]):
             return _ESCAPE_RANGE
-        levels[(begins[block[level]] + index[level]) * width + column] = value
+        _put_level(levels, wide, (begins[block[level]] + index[level]) * width + column, value)
         escapes -= 1
     if escapes:
         return ESCAPE_LIST
@@ -290,33 +318,149 @@ def _base_levels(  # type: ignore[no-untyped-def]
                 if c < rows[columns[u]] and shift[level]:
                     to = (begins[block[level]] + index[level]) * width
                     low = np.int64(low_plane[level]) * width
-                    add_low_bits(levels[to + u : to + v], source[low + u : low + v], np.int32(shift[level]))
+                    bits = np.int32(shift[level])
+                    half = np.int32(1) << (bits - 1)
+                    for t in range(u, v):
+                        high = _level(levels, wide, to + t)
+                        _put_level(levels, wide, to + t, np.int32((high << bits) + np.int32(source[low + t]) - half))
     return 0
 
 
 @compiled
-def _to_contexts(levels, out):  # type: ignore[no-untyped-def]
-    for i in range(len(out)):
-        out[i] = np.uint8(min(abs(levels[i]), _MOST_CONTEXT))
+def _write_contexts(levels, planes, entry, columns, bounds, runs_of_window, packed, begins):  # type: ignore[no-untyped-def]
+    """Write the contexts of a refinement to its planes."""
+    rows, _, block, index, _ = packed
+    width = len(columns)
+    stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
+    for c in range(stride):
+        for w in range((width + WINDOW - 1) // WINDOW):
+            r, end = runs_of_window[w], runs_of_window[w + 1]
+            following = _next_segment(r, end, c, columns, bounds, rows, single)
+            while following > r:
+                level = levels_at + columns[bounds[r]] * stride + c
+                to = (begins[block[level]] + index[level]) * width
+                # Up to 15 contexts too many: what is behind them is written later, or not coded.
+                for i in range(bounds[r], bounds[following], WIDTH):
+                    context_step(levels, to + i, planes, c * width + i)
+                r = following
+                following = _next_segment(r, end, c, columns, bounds, rows, single)
 
 
 @compiled
-def _refine(levels, symbols):  # type: ignore[no-untyped-def]
-    """Refine levels; return how many symbols are escapes."""
+def _refine(levels, wide, planes, entry, columns, bounds, runs_of_window, packed, begins):  # type: ignore[no-untyped-def]
+    """Refine levels by the symbols of a refinement; return how many symbols are escapes."""
     escapes = np.int64(0)
-    for i in range(len(levels)):
-        symbol = np.int32(np.int8(symbols[i]))
-        levels[i] = np.int32(2 * levels[i] + (-symbol if levels[i] < 0 else symbol))
-        escapes += symbol == ESCAPED
+    rows, _, block, index, _ = packed
+    width = len(columns)
+    stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
+    for c in range(stride):
+        for w in range((width + WINDOW - 1) // WINDOW):
+            r, end = runs_of_window[w], runs_of_window[w + 1]
+            following = _next_segment(r, end, c, columns, bounds, rows, single)
+            while following > r:
+                u, v = bounds[r], bounds[following]
+                level = levels_at + columns[u] * stride + c
+                to = (begins[block[level]] + index[level]) * width
+                for i in range(u, v, WIDTH):
+                    escaped, beyond = refine_step(levels, to + i, planes, c * width + i, v - i)
+                    escapes += escaped
+                    for t in range(i, min(i + WIDTH, v) if beyond else i):
+                        finer = _finer(_level(levels, wide, to + t), planes[c * width + t])
+                        _put_level(levels, wide, to + t, finer)
+                r = following
+                following = _next_segment(r, end, c, columns, bounds, rows, single)
+    return escapes
+
+
+@compiled
+def _restored(level, shrink, step):  # type: ignore[no-untyped-def]
+    """Return the coefficient of a level; `shrink` has one number per kind of level."""
+    m = abs(level)
+    back = np.float32(m) - shrink[min(m, KINDS) - 1] if m else np.float32(0)
+    return (-back if level < 0 else back) * step
+
+
+@compiled
+def _restore(  # type: ignore[no-untyped-def]
+    levels, wide, planes, entry, columns, bounds, runs_of_window, packed, begins, shrink, pad, y
+):  # fmt: skip
+    """Refine levels by the symbols of the last refinement, into coefficients `y` `[blocks, pad, columns]`.
+
+    Finer levels are nowhere written. The coefficients of escapes are left to `_place_escapes`.
+
+    Returns:
+        how many symbols are escapes.
+    """
+    escapes = most = np.int64(0)
+    rows, level_table, block, index, steps = packed
+    width = len(columns)
+    windows = (width + WINDOW - 1) // WINDOW
+    stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
+    step = np.zeros(width + WIDTH, np.float32)
+    one, two = np.zeros(width + WIDTH, np.float32), np.zeros(width + WIDTH, np.float32)
+    three, more = np.zeros(width + WIDTH, np.float32), np.zeros(width + WIDTH, np.float32)
+    table_of_run = np.full(runs_of_window[windows], np.int64(-1))
+    row = np.empty(0 if single else width + WIDTH, y.dtype)
+    for t in range(width):
+        step[t] = steps[columns[t]]
+        most = max(most, np.int64(rows[columns[t]]))
+    if not single:
+        y[: entry[plans.BLOCKS] * pad * width] = 0
+    for c in range(most):
+        for w in range(windows):
+            r, end = runs_of_window[w], runs_of_window[w + 1]
+            reached = bounds[r]
+            following = _next_segment(r, end, c, columns, bounds, rows, single)
+            while following > r:
+                u, v = bounds[r], bounds[following]
+                level = levels_at + columns[u] * stride + c
+                to = (begins[block[level]] + index[level]) * width
+                row_at = (np.int64(block[level]) * pad + index[level]) * width
+                for q in range(r, following):
+                    own = levels_at + columns[bounds[q]] * stride + c
+                    table = np.int64(level_table[own])
+                    if table != table_of_run[q]:
+                        table_of_run[q] = table
+                        for t in range(bounds[q], bounds[q + 1]):
+                            one[t], two[t], three[t], more[t] = (
+                                shrink[table, 0], shrink[table, 1], shrink[table, 2], shrink[table, 3]
+                            )  # fmt: skip
+                # Zeros beyond `v` are the values there now or later. With several blocks they are not: a coarser class
+                # may have had this component in a row before.
+                out, out_at = (y, row_at) if single else (row, np.int64(0))
+                for i in range(u, v, WIDTH):
+                    escaped, beyond = restore_step(
+                        levels, to + i, planes, c * width + i, one, two, three, more, step, i, v - i, out, out_at + i
+                    )
+                    escapes += escaped
+                    for t in range(i, min(i + WIDTH, v) if beyond else i):
+                        finer = _finer(_level(levels, wide, to + t), planes[c * width + t])
+                        own = levels_at + columns[t] * stride + c
+                        out[out_at + t] = rounded(_restored(finer, shrink[level_table[own]], step[t]), out)
+                if not single:
+                    for t in range(u, v):
+                        y[row_at + t] = row[t]
+                reached = v
+                r = following
+                following = _next_segment(r, end, c, columns, bounds, rows, single)
+            if single:
+                y[c * width + reached : c * width + bounds[end]] = 0
+    if single:
+        y[most * width : pad * width] = 0
     return escapes
 
 
 @compiled
 def _place_escapes(  # type: ignore[no-untyped-def]
-    data, found, by_window, windows_at, entry, tokens, start, columns, packed, begins, symbols, levels, number
+    data, found, by_window, windows_at, entry, tokens, start, columns, packed, begins, symbols, levels, wide, number,
+    last, shrink, pad, y
 ):  # fmt: skip
-    """Put the listed levels of a refinement in their places; return how many there are, or a problem below 0."""
-    rows, _, block, index, _ = packed
+    """Put the listed levels of a refinement in their places, those of the `last` one as coefficients.
+
+    Returns:
+        how many there are, or a problem below 0.
+    """
+    rows, level_table, block, index, steps = packed
     width = len(columns)
     first_window = start // WINDOW
     listed = windows_at[first_window + (width + WINDOW - 1) // WINDOW] - windows_at[first_window]
@@ -330,42 +474,18 @@ def _place_escapes(  # type: ignore[no-untyped-def]
         if abs(np.int64(value)) > _FURTHEST << number:
             return -np.int64(_ESCAPE_RANGE)
         level = entry[plans.LEVELS] + columns[column] * entry[plans.ROWS] + c
-        levels[(begins[block[level]] + index[level]) * width + column] = value
+        if last:
+            back = _restored(value, shrink[level_table[level]], steps[columns[column]])
+            y[(np.int64(block[level]) * pad + index[level]) * width + column] = rounded(back, y)
+        else:
+            _put_level(levels, wide, (begins[block[level]] + index[level]) * width + column, value)
     return listed
-
-
-@compiled
-def _visit(levels, planes, entry, columns, bounds, runs_of_window, packed, begins, back):  # type: ignore[no-untyped-def]
-    """Write the contexts of a refinement to its planes, or take symbols `back` from them into the levels.
-
-    Returns:
-        how many of the symbols are escapes.
-    """
-    escapes = np.int64(0)
-    rows, _, block, index, _ = packed
-    width = len(columns)
-    stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
-    for c in range(stride):
-        for w in range((width + WINDOW - 1) // WINDOW):
-            r, end = runs_of_window[w], runs_of_window[w + 1]
-            following = _next_segment(r, end, c, columns, bounds, rows, single)
-            while following > r:
-                u, v = bounds[r], bounds[following]
-                level = levels_at + columns[u] * stride + c
-                to = (begins[block[level]] + index[level]) * width
-                if back:
-                    escapes += _refine(levels[to + u : to + v], planes[c * width + u : c * width + v])
-                else:
-                    _to_contexts(levels[to + u : to + v], planes[c * width + u : c * width + v])
-                r = following
-                following = _next_segment(r, end, c, columns, bounds, rows, single)
-    return escapes
 
 
 @compiled
 def _open_tile(  # type: ignore[no-untyped-def]
     data, found, by_window, windows_at, sections, tokens, start, columns, entries, packed, begins, scratch, scratch_at,
-    levels, levels_at, problem
+    levels, wide, levels_at, problem
 ):  # fmt: skip
     """Turn the planes of the bases into levels; return False if a section is damaged."""
     width = columns.shape[1]
@@ -378,7 +498,7 @@ def _open_tile(  # type: ignore[no-untyped-def]
         found_problem = _base_levels(
             data, found[i], by_window, windows_at[i], entries[number], tokens, start, columns[i], bounds,
             runs_of_window, (rows[16 * number :], level_table, shift, low_plane, block, index), begins[sections[i]],
-            scratch[scratch_at[i] :], levels[levels_at[i] : levels_at[i + 1]],
+            scratch[scratch_at[i] :], levels[levels_at[i] : levels_at[i + 1]], wide[levels_at[i] :],
         )  # fmt: skip
         if found_problem:
             problem[0], problem[1] = i, found_problem
@@ -388,10 +508,14 @@ def _open_tile(  # type: ignore[no-untyped-def]
 
 @compiled
 def _refine_tile(  # type: ignore[no-untyped-def]
-    refinement, data, words_at, by_window, windows_at, found, sections, tokens, start, stop, columns, entries, packed,
-    begins, tables, slots, bits, scratch, scratch_at, levels, levels_at, problem
+    refinement, last, data, words_at, by_window, windows_at, found, sections, tokens, start, stop, columns, entries,
+    packed, begins, tables, slots, bits, shrink, scratch, scratch_at, levels, wide, levels_at, pads, y_at, y, problem
 ):  # fmt: skip
-    """Decode one refinement of a tile into the levels; return False if a section is damaged."""
+    """Decode one refinement of a tile into the levels, the `last` one into coefficients `[blocks, pad, columns]`.
+
+    Returns:
+        False if a section is damaged.
+    """
     count, width = len(sections), stop - start
     rows, level_table, block, index, steps = packed
     streams = count_streams(found, start, stop)
@@ -407,9 +531,9 @@ def _refine_tile(  # type: ignore[no-untyped-def]
         number = 2 * sections[i] + 1
         first_stream[i] = at
         _list_runs(columns[i], bounds, runs_of_window)
-        _visit(
+        _write_contexts(
             levels[levels_at[i] :], scratch[scratch_at[i] :], entries[number], columns[i], bounds, runs_of_window,
-            (rows[16 * number :], level_table, block, index, steps), begins[sections[i]], False,
+            (rows[16 * number :], level_table, block, index, steps), begins[sections[i]],
         )  # fmt: skip
         at, listed = list_tile(
             i, found[i], width, np.int64(WINDOW), entries[number], number, data, words_at, start, stop, scratch_at[i],
@@ -426,67 +550,26 @@ def _refine_tile(  # type: ignore[no-untyped-def]
     for i in range(count):
         number = 2 * sections[i] + 1
         _list_runs(columns[i], bounds, runs_of_window)
-        own = (rows[16 * number :], level_table, block, index, steps)
-        escapes = _visit(
-            levels[levels_at[i] :], scratch[scratch_at[i] :], entries[number], columns[i], bounds, runs_of_window, own,
-            begins[sections[i]], True,
-        )  # fmt: skip
+        own = (rows[16 * number :], level_table, block, index, steps[16 * number :])
+        entry, planes, own_y = entries[number], scratch[scratch_at[i] :], y[y_at[i] :]
+        own_levels, own_wide = levels[levels_at[i] :], wide[levels_at[i] :]
+        if last:
+            escapes = _restore(
+                own_levels, own_wide, planes, entry, columns[i], bounds, runs_of_window, own, begins[sections[i]],
+                shrink, pads[i], own_y,
+            )  # fmt: skip
+        else:
+            escapes = _refine(
+                own_levels, own_wide, planes, entry, columns[i], bounds, runs_of_window, own, begins[sections[i]]
+            )
         placed = _place_escapes(
-            data, found[i], by_window, windows_at[i], entries[number], tokens, start, columns[i], own,
-            begins[sections[i]], scratch[scratch_at[i] :], levels[levels_at[i] :], refinement,
+            data, found[i], by_window, windows_at[i], entry, tokens, start, columns[i], own, begins[sections[i]],
+            planes, own_levels, own_wide, refinement, last, shrink, pads[i], own_y,
         )  # fmt: skip
         if placed != escapes:
             problem[0], problem[1] = i, -placed if placed < 0 else ESCAPE_LIST
             return False
     return True
-
-
-@compiled
-def _scale(levels, shrink, step, wide, narrow):  # type: ignore[no-untyped-def]
-    """Reconstruct coefficients; `shrink` has one number per kind of level."""
-    one, two, three, more = shrink[0], shrink[1], shrink[2], shrink[3]
-    for i in range(len(levels)):
-        m = abs(levels[i])
-        own = one if m == 1 else two if m == 2 else three if m == 3 else more
-        back = np.float32(m) - own if m else np.float32(0)
-        value = (-back if levels[i] < 0 else back) * step
-        if len(narrow):
-            narrow[i] = rounded(value, narrow)
-        else:
-            wide[i] = value
-
-
-@compiled
-def _reconstruct(  # type: ignore[no-untyped-def]
-    sections, columns, entries, packed, begins, shrink, levels, levels_at, pads, y_at, wide, narrow
-):  # fmt: skip
-    """Turn levels into coefficients `[blocks, pad, columns]` of each section, as float32 or as bits of bfloat16."""
-    width = columns.shape[1]
-    rows, level_table, block, index, steps = packed
-    bounds = np.empty(width + 1, np.int64)
-    runs_of_window = np.empty((width + WINDOW - 1) // WINDOW + 1, np.int64)
-    for i in range(len(sections)):
-        number = 2 * sections[i] + 1
-        entry, own_rows, own = entries[number], rows[16 * number :], levels[levels_at[i] :]
-        stride, of_plan, pad = entry[plans.ROWS], entry[plans.LEVELS], pads[i]
-        size = entry[plans.BLOCKS] * pad * width
-        if len(narrow):
-            narrow[y_at[i] : y_at[i] + size] = 0
-        else:
-            wide[y_at[i] : y_at[i] + size] = 0
-        _list_runs(columns[i], bounds, runs_of_window)
-        for c in range(stride):
-            for r in range(runs_of_window[(width + WINDOW - 1) // WINDOW]):
-                u, v = bounds[r], bounds[r + 1]
-                k = np.int64(columns[i, u])
-                if c < own_rows[k]:
-                    level = of_plan + k * stride + c
-                    begin = (begins[sections[i], block[level]] + index[level]) * width
-                    to = y_at[i] + (np.int64(block[level]) * pad + index[level]) * width
-                    _scale(
-                        own[begin + u : begin + v], shrink[level_table[level]], steps[16 * number + k],
-                        wide[to + u : to + v], narrow[to + u : to + v],
-                    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,10 +659,12 @@ def decode_refined(index: RefinedIndex, at: slice, dtype: torch.dtype) -> list[C
     count, width = len(numbers), at.stop - at.start
     most = width + MAX_TOKENS_PER_STREAM - 1
     planes = [plan.entries[2 * numbers + 1, plans.PLANES] for plan in (packed, *coding.refinement_plans)]
-    scratch_at = offsets_of(np.max(planes, axis=0) * most)
-    levels_at = offsets_of(np.array([section.count for section in finest]) * width)
-    scratch = _arena.array("planes", int(scratch_at[-1]) + WIDTH, np.uint8)
-    levels = _arena.array("levels", int(levels_at[-1]) + WIDTH, np.int32)
+    # Steps that read or write 16 places at the end of a section reach none of the next one.
+    scratch_at = offsets_of(np.max(planes, axis=0) * most + WIDTH)
+    levels_at = offsets_of(np.array([section.count for section in finest]) * width + WIDTH)
+    scratch = _arena.array("planes", int(scratch_at[-1]), np.uint8)
+    levels = _arena.array("levels", int(levels_at[-1]), np.int8)
+    wide = _arena.array("wide", int(levels_at[-1]), np.int32)
     order, columns = np.empty((count, most), np.int64), np.empty((count, most), np.uint8)
     if not decode_planes(
         base.data, base.words_at, numbers, at.start, at.stop, ROW_MULTIPLE, packed.entries, packed.depth, packed.planes,
@@ -591,37 +676,31 @@ def decode_refined(index: RefinedIndex, at: slice, dtype: torch.dtype) -> list[C
     if not _open_tile(
         base.data, base.found, base.by_window, base.windows_at, numbers, tokens, at.start, columns, packed.entries,
         (packed.rows, packed.level_table, packed.shift, packed.low_plane, packed.block, packed.index), coding.begins,
-        scratch, scratch_at, levels, levels_at, problem,
+        scratch, scratch_at, levels, wide, levels_at, problem,
     ):  # fmt: skip
         raise escape_range_error() if problem[1] == _ESCAPE_RANGE else escape_error()
-    for number, (plan, coder, own) in enumerate(
-        zip(coding.refinement_plans, coding.family.coders, index.refinements, strict=False), 1
+    last = coding.refinement_plans[-1]
+    blocks = last.entries[2 * numbers + 1, plans.BLOCKS]
+    depth = last.depth.reshape(-1, 2, CLASSES)[numbers, 1]
+    pads = np.array([padded(int(own[k])) for own, k in zip(depth, columns.min(1), strict=True)])
+    y_at = offsets_of(blocks * pads * width + WIDTH)
+    y = _arena.tensor("y", int(y_at[-1]), dtype)
+    coefficients = y.view(torch.int16).numpy().view(np.uint16) if dtype == torch.bfloat16 else y.numpy()
+    for number, (plan, coder, tables_of, own) in enumerate(
+        zip(coding.refinement_plans, coding.family.coders, coding.family.refinements, index.refinements, strict=False),
+        1,
     ):
         if not _refine_tile(
-            number, own.data, own.words_at, own.by_window, own.windows_at, own.found, numbers, tokens, at.start,
-            at.stop, columns, plan.entries,
+            number, number == coding.refinements, own.data, own.words_at, own.by_window, own.windows_at, own.found,
+            numbers, tokens, at.start, at.stop, columns, plan.entries,
             (plan.rows, plan.level_table, plan.block, plan.index, plan.steps), coding.begins, plan.tables,
-            coder.decoding.slots.reshape(-1), coder.decoding.prob_bits, scratch, scratch_at, levels, levels_at, problem,
+            coder.decoding.slots.reshape(-1), coder.decoding.prob_bits, tables_of.shrink, scratch, scratch_at, levels,
+            wide, levels_at, pads, y_at, coefficients, problem,
         ):  # fmt: skip
             i, kind, stream = (int(x) for x in problem)
             if kind != STREAM:
                 raise escape_range_error() if kind == _ESCAPE_RANGE else escape_error()
             raise stream_error(stream, stream_count(tokens, 1 << int(own.found[i, part.LOG2])))
-    last = coding.refinement_plans[-1]
-    blocks = last.entries[2 * numbers + 1, plans.BLOCKS]
-    depth = last.depth.reshape(-1, 2, CLASSES)[numbers, 1]
-    pads = np.array([padded(int(own[k])) for own, k in zip(depth, columns.min(1), strict=True)])
-    y_at = offsets_of(blocks * pads * width)
-    y = _arena.tensor("y", int(y_at[-1]) + WIDTH, dtype)
-    if dtype == torch.bfloat16:
-        wide, narrow = NO_WIDE, y.view(torch.int16).numpy().view(np.uint16)
-    else:
-        wide, narrow = y.numpy(), NO_NARROW
-    _reconstruct(
-        numbers, columns, last.entries, (last.rows, last.level_table, last.block, last.index, last.steps),
-        coding.begins, coding.family.refinements[coding.refinements - 1].shrink, levels, levels_at, pads, y_at, wide,
-        narrow,
-    )  # fmt: skip
     out = []
     for i in range(count):
         shape = (int(blocks[i]), int(pads[i]), width)
