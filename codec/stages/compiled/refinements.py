@@ -694,7 +694,7 @@ def decode_refined(index: RefinedIndex, at: slice, dtype: torch.dtype) -> list[C
             number, number == coding.refinements, own.data, own.words_at, own.by_window, own.windows_at, own.found,
             numbers, tokens, at.start, at.stop, columns, plan.entries,
             (plan.rows, plan.level_table, plan.block, plan.index, plan.steps), coding.begins, plan.tables,
-            coder.decoding.slots.reshape(-1), coder.decoding.prob_bits, tables_of.shrink, scratch, scratch_at, levels,
+            (coder.decoding.slots.reshape(-1), coder.cuts), coder.decoding.prob_bits, tables_of.shrink, scratch, scratch_at, levels,
             wide, levels_at, pads, y_at, coefficients, problem,
         ):  # fmt: skip
             i, kind, stream = (int(x) for x in problem)
