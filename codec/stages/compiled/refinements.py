@@ -210,31 +210,39 @@ def _larger(planes: U8, y: F32, columns: U8, section: NestedSection, number: int
 
 
 @compiled
-def _list_runs(columns, bounds, runs_of_window):  # type: ignore[no-untyped-def]
-    """Write where each run of columns of one class begins, the end, and the first run of each window."""
-    runs = np.int64(0)
+def _list_runs(columns, rows, bounds, depth, runs_of_window):  # type: ignore[no-untyped-def]
+    """List the runs of columns of one class: where each begins, and its rows; and the first run of each window.
+
+    The end follows the last of both.
+
+    Returns:
+        the most rows of a run.
+    """
+    runs = most = np.int64(0)
     width = len(columns)
     for t in range(width):
         if t % WINDOW == 0:
             runs_of_window[t // WINDOW] = runs
         if t % WINDOW == 0 or columns[t] != columns[t - 1]:
-            bounds[runs] = t
+            bounds[runs], depth[runs] = t, rows[columns[t]]
+            most = max(most, depth[runs])
             runs += 1
     bounds[runs] = width
     runs_of_window[(width + WINDOW - 1) // WINDOW] = runs
+    return most
 
 
 @compiled
-def _next_segment(r, end, c, columns, bounds, rows, single):  # type: ignore[no-untyped-def]
+def _next_segment(r, end, c, depth, single):  # type: ignore[no-untyped-def]
     """Return the run after the next ones that have row `c` and share its component; `r` itself if there is none.
 
     Within a window classes rise and their rows fall, so the runs with this row come first. With a `single` block all of
     them share its component, otherwise classes number their components differently.
     """
-    if r == end or rows[columns[bounds[r]]] <= c:
+    if r == end or depth[r] <= c:
         return r
     r += 1
-    while single and r < end and rows[columns[bounds[r]]] > c:
+    while single and r < end and depth[r] > c:
         r += 1
     return r
 
@@ -263,8 +271,7 @@ def _finer(level, symbol):  # type: ignore[no-untyped-def]
 
 @compiled
 def _base_levels(  # type: ignore[no-untyped-def]
-    data, found, by_window, windows_at, entry, tokens, start, columns, bounds, runs_of_window, packed, begins, source,
-    levels, wide
+    data, found, by_window, windows_at, entry, tokens, start, columns, runs, packed, begins, source, levels, wide
 ):  # fmt: skip
     """Turn one section's planes into levels.
 
@@ -274,27 +281,25 @@ def _base_levels(  # type: ignore[no-untyped-def]
     Returns:
         0, or the problem of the section.
     """
-    rows, _, shift, low_plane, block, index = packed
+    rows, planes, shift, low_plane, block, index = packed
+    most, bounds, depth, runs_of_window = runs
     width = len(columns)
     stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
     windows = (width + WINDOW - 1) // WINDOW
     levels[:] = 0
     escapes = np.int64(0)
-    low_bits = False
-    for c in range(stride):
+    for c in range(most):
         for w in range(windows):
             r, end = runs_of_window[w], runs_of_window[w + 1]
-            following = _next_segment(r, end, c, columns, bounds, rows, single)
+            following = _next_segment(r, end, c, depth, single)
             while following > r:
                 u, v = bounds[r], bounds[following]
                 level = levels_at + columns[u] * stride + c
                 to = (begins[block[level]] + index[level]) * width
                 for i in range(u, v, WIDTH):
                     escapes += level_step(source, c * width + i, v - i, levels, to + i)
-                for q in range(r, following):
-                    low_bits |= shift[levels_at + columns[bounds[q]] * stride + c] != 0
                 r = following
-                following = _next_segment(r, end, c, columns, bounds, rows, single)
+                following = _next_segment(r, end, c, depth, single)
     first_window = start // WINDOW
     for j in range(windows_at[first_window], windows_at[first_window + windows]):
         number = np.int64(by_window[j])
@@ -310,32 +315,32 @@ def _base_levels(  # type: ignore[no-untyped-def]
         escapes -= 1
     if escapes:
         return ESCAPE_LIST
-    for c in range(stride if low_bits else 0):
-        for w in range(windows):
-            for r in range(runs_of_window[w], runs_of_window[w + 1]):
-                u, v = bounds[r], bounds[r + 1]
-                level = levels_at + columns[u] * stride + c
-                if c < rows[columns[u]] and shift[level]:
-                    to = (begins[block[level]] + index[level]) * width
-                    low = np.int64(low_plane[level]) * width
-                    bits = np.int32(shift[level])
-                    half = np.int32(1) << (bits - 1)
-                    for t in range(u, v):
-                        high = _level(levels, wide, to + t)
-                        _put_level(levels, wide, to + t, np.int32((high << bits) + np.int32(source[low + t]) - half))
+    for r in range(runs_of_window[windows]):
+        u, v = bounds[r], bounds[r + 1]
+        for c in range(depth[r] if planes[columns[u]] > depth[r] else 0):
+            level = levels_at + columns[u] * stride + c
+            if shift[level]:
+                to = (begins[block[level]] + index[level]) * width
+                low = np.int64(low_plane[level]) * width
+                bits = np.int32(shift[level])
+                half = np.int32(1) << (bits - 1)
+                for t in range(u, v):
+                    high = _level(levels, wide, to + t)
+                    _put_level(levels, wide, to + t, np.int32((high << bits) + np.int32(source[low + t]) - half))
     return 0
 
 
 @compiled
-def _write_contexts(levels, planes, entry, columns, bounds, runs_of_window, packed, begins):  # type: ignore[no-untyped-def]
+def _write_contexts(levels, planes, entry, columns, runs, packed, begins):  # type: ignore[no-untyped-def]
     """Write the contexts of a refinement to its planes."""
-    rows, _, block, index, _ = packed
+    _, _, block, index, _ = packed
+    most, bounds, depth, runs_of_window = runs
     width = len(columns)
     stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
-    for c in range(stride):
+    for c in range(most):
         for w in range((width + WINDOW - 1) // WINDOW):
             r, end = runs_of_window[w], runs_of_window[w + 1]
-            following = _next_segment(r, end, c, columns, bounds, rows, single)
+            following = _next_segment(r, end, c, depth, single)
             while following > r:
                 level = levels_at + columns[bounds[r]] * stride + c
                 to = (begins[block[level]] + index[level]) * width
@@ -343,20 +348,21 @@ def _write_contexts(levels, planes, entry, columns, bounds, runs_of_window, pack
                 for i in range(bounds[r], bounds[following], WIDTH):
                     context_step(levels, to + i, planes, c * width + i)
                 r = following
-                following = _next_segment(r, end, c, columns, bounds, rows, single)
+                following = _next_segment(r, end, c, depth, single)
 
 
 @compiled
-def _refine(levels, wide, planes, entry, columns, bounds, runs_of_window, packed, begins):  # type: ignore[no-untyped-def]
+def _refine(levels, wide, planes, entry, columns, runs, packed, begins):  # type: ignore[no-untyped-def]
     """Refine levels by the symbols of a refinement; return how many symbols are escapes."""
     escapes = np.int64(0)
-    rows, _, block, index, _ = packed
+    _, _, block, index, _ = packed
+    most, bounds, depth, runs_of_window = runs
     width = len(columns)
     stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
-    for c in range(stride):
+    for c in range(most):
         for w in range((width + WINDOW - 1) // WINDOW):
             r, end = runs_of_window[w], runs_of_window[w + 1]
-            following = _next_segment(r, end, c, columns, bounds, rows, single)
+            following = _next_segment(r, end, c, depth, single)
             while following > r:
                 u, v = bounds[r], bounds[following]
                 level = levels_at + columns[u] * stride + c
@@ -368,7 +374,7 @@ def _refine(levels, wide, planes, entry, columns, bounds, runs_of_window, packed
                         finer = _finer(_level(levels, wide, to + t), planes[c * width + t])
                         _put_level(levels, wide, to + t, finer)
                 r = following
-                following = _next_segment(r, end, c, columns, bounds, rows, single)
+                following = _next_segment(r, end, c, depth, single)
     return escapes
 
 
@@ -382,7 +388,7 @@ def _restored(level, shrink, step):  # type: ignore[no-untyped-def]
 
 @compiled
 def _restore(  # type: ignore[no-untyped-def]
-    levels, wide, planes, entry, columns, bounds, runs_of_window, packed, begins, shrink, pad, y
+    levels, wide, planes, entry, columns, runs, packed, begins, shrink, pad, y
 ):  # fmt: skip
     """Refine levels by the symbols of the last refinement, into coefficients `y` `[blocks, pad, columns]`.
 
@@ -391,8 +397,9 @@ def _restore(  # type: ignore[no-untyped-def]
     Returns:
         how many symbols are escapes.
     """
-    escapes = most = np.int64(0)
-    rows, level_table, block, index, steps = packed
+    escapes = np.int64(0)
+    _, level_table, block, index, steps = packed
+    most, bounds, depth, runs_of_window = runs
     width = len(columns)
     windows = (width + WINDOW - 1) // WINDOW
     stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
@@ -403,14 +410,13 @@ def _restore(  # type: ignore[no-untyped-def]
     row = np.empty(0 if single else width + WIDTH, y.dtype)
     for t in range(width):
         step[t] = steps[columns[t]]
-        most = max(most, np.int64(rows[columns[t]]))
     if not single:
         y[: entry[plans.BLOCKS] * pad * width] = 0
     for c in range(most):
         for w in range(windows):
             r, end = runs_of_window[w], runs_of_window[w + 1]
             reached = bounds[r]
-            following = _next_segment(r, end, c, columns, bounds, rows, single)
+            following = _next_segment(r, end, c, depth, single)
             while following > r:
                 u, v = bounds[r], bounds[following]
                 level = levels_at + columns[u] * stride + c
@@ -442,7 +448,7 @@ def _restore(  # type: ignore[no-untyped-def]
                         y[row_at + t] = row[t]
                 reached = v
                 r = following
-                following = _next_segment(r, end, c, columns, bounds, rows, single)
+                following = _next_segment(r, end, c, depth, single)
             if single:
                 y[c * width + reached : c * width + bounds[end]] = 0
     if single:
@@ -489,15 +495,17 @@ def _open_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Turn the planes of the bases into levels; return False if a section is damaged."""
     width = columns.shape[1]
-    rows, level_table, shift, low_plane, block, index = packed
-    bounds = np.empty(width + 1, np.int64)
+    rows, planes, shift, low_plane, block, index = packed
+    bounds, depth = np.empty(width + 1, np.int64), np.empty(width + 1, np.int64)
     runs_of_window = np.empty((width + WINDOW - 1) // WINDOW + 1, np.int64)
     for i in range(len(sections)):
         number = 2 * sections[i] + 1
-        _list_runs(columns[i], bounds, runs_of_window)
+        own_rows = rows[16 * number :]
+        most = _list_runs(columns[i], own_rows, bounds, depth, runs_of_window)
         found_problem = _base_levels(
-            data, found[i], by_window, windows_at[i], entries[number], tokens, start, columns[i], bounds,
-            runs_of_window, (rows[16 * number :], level_table, shift, low_plane, block, index), begins[sections[i]],
+            data, found[i], by_window, windows_at[i], entries[number], tokens, start, columns[i],
+            (most, bounds, depth, runs_of_window),
+            (own_rows, planes[16 * number :], shift, low_plane, block, index), begins[sections[i]],
             scratch[scratch_at[i] :], levels[levels_at[i] : levels_at[i + 1]], wide[levels_at[i] :],
         )  # fmt: skip
         if found_problem:
@@ -524,16 +532,17 @@ def _refine_tile(  # type: ignore[no-untyped-def]
     groups = np.empty((streams + count * (width // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
     fields = np.empty((count, lanes.SECTION_FIELDS), np.int64)
     first_stream = np.empty(count + 1, np.int64)
-    bounds = np.empty(width + 1, np.int64)
+    bounds, depth = np.empty(width + 1, np.int64), np.empty(width + 1, np.int64)
     runs_of_window = np.empty((width + WINDOW - 1) // WINDOW + 1, np.int64)
     listed = at = np.int64(0)
     for i in range(count):
         number = 2 * sections[i] + 1
         first_stream[i] = at
-        _list_runs(columns[i], bounds, runs_of_window)
+        own_rows = rows[16 * number :]
+        most = _list_runs(columns[i], own_rows, bounds, depth, runs_of_window)
         _write_contexts(
-            levels[levels_at[i] :], scratch[scratch_at[i] :], entries[number], columns[i], bounds, runs_of_window,
-            (rows[16 * number :], level_table, block, index, steps), begins[sections[i]],
+            levels[levels_at[i] :], scratch[scratch_at[i] :], entries[number], columns[i],
+            (most, bounds, depth, runs_of_window), (own_rows, level_table, block, index, steps), begins[sections[i]],
         )  # fmt: skip
         at, listed = list_tile(
             i, found[i], width, np.int64(WINDOW), entries[number], number, data, words_at, start, stop, scratch_at[i],
@@ -549,19 +558,16 @@ def _refine_tile(  # type: ignore[no-untyped-def]
         return False
     for i in range(count):
         number = 2 * sections[i] + 1
-        _list_runs(columns[i], bounds, runs_of_window)
         own = (rows[16 * number :], level_table, block, index, steps[16 * number :])
+        runs = (_list_runs(columns[i], own[0], bounds, depth, runs_of_window), bounds, depth, runs_of_window)
         entry, planes, own_y = entries[number], scratch[scratch_at[i] :], y[y_at[i] :]
         own_levels, own_wide = levels[levels_at[i] :], wide[levels_at[i] :]
         if last:
             escapes = _restore(
-                own_levels, own_wide, planes, entry, columns[i], bounds, runs_of_window, own, begins[sections[i]],
-                shrink, pads[i], own_y,
+                own_levels, own_wide, planes, entry, columns[i], runs, own, begins[sections[i]], shrink, pads[i], own_y
             )  # fmt: skip
         else:
-            escapes = _refine(
-                own_levels, own_wide, planes, entry, columns[i], bounds, runs_of_window, own, begins[sections[i]]
-            )
+            escapes = _refine(own_levels, own_wide, planes, entry, columns[i], runs, own, begins[sections[i]])
         placed = _place_escapes(
             data, found[i], by_window, windows_at[i], entry, tokens, start, columns[i], own, begins[sections[i]],
             planes, own_levels, own_wide, refinement, last, shrink, pads[i], own_y,
@@ -675,7 +681,7 @@ def decode_refined(index: RefinedIndex, at: slice, dtype: torch.dtype) -> list[C
     columns = np.ascontiguousarray(columns[:, :width])
     if not _open_tile(
         base.data, base.found, base.by_window, base.windows_at, numbers, tokens, at.start, columns, packed.entries,
-        (packed.rows, packed.level_table, packed.shift, packed.low_plane, packed.block, packed.index), coding.begins,
+        (packed.rows, packed.planes, packed.shift, packed.low_plane, packed.block, packed.index), coding.begins,
         scratch, scratch_at, levels, wide, levels_at, problem,
     ):  # fmt: skip
         raise escape_range_error() if problem[1] == _ESCAPE_RANGE else escape_error()
