@@ -46,7 +46,9 @@ def _slot_fields(builder: Any, slot: Any, high: Any) -> tuple[Any, Any]:
     return moved, builder.lshr(slot, constant(24))
 
 
-def _contextual_slot(code: Code, alike: bool, place: Any, high: Any, context_of: Any, prob_bits: Any) -> tuple[Any, Any]:
+def _contextual_slot(
+    code: Code, alike: bool, place: Any, high: Any, context_of: Any, prob_bits: Any
+) -> tuple[Any, Any]:
     """Do the same for tables that contexts select.
 
     Four decode tables take 64 KB, more than the first cache. Where no symbol but 0, 1 and -1 can occur, two numbers say
@@ -74,9 +76,7 @@ def _contextual_slot(code: Code, alike: bool, place: Any, high: Any, context_of:
                     known = builder.icmp_unsigned("==", context_of, constant(number))
                     cut = code.splat(one) if cut is None else builder.select(known, code.splat(one), cut)
             else:
-                cut = code.gather(
-                    cuts, INT32, builder.add(builder.lshr(base, code.splat(prob_bits)), context_of), 4
-                )
+                cut = code.gather(cuts, INT32, builder.add(builder.lshr(base, code.splat(prob_bits)), context_of), 4)
             first, second = builder.and_(cut, constant(0xFFFF)), builder.lshr(cut, constant(16))
             not_zero, negative = (builder.icmp_unsigned(">=", place, edge) for edge in (first, second))
             begin = builder.select(negative, second, builder.select(not_zero, first, constant(0)))

@@ -24,7 +24,7 @@ from cuvee.codec.entropy.coding_plan import (
     too_large_error,
 )
 from cuvee.codec.entropy.family import TABLES_PER_OCTAVE
-from cuvee.codec.entropy.nested import CONTEXT_BITS, CONTEXTS, ESCAPED, KINDS, MOST, NestedFamily, first_level
+from cuvee.codec.entropy.nested import CONTEXT_BITS, ESCAPED, KINDS, NestedFamily, first_level
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, stream_count, stream_error
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.codec.profiles import flat_plans as plans
@@ -36,7 +36,15 @@ from cuvee.codec.stages.compiled.bfloat16 import rounded
 from cuvee.codec.stages.compiled.coded_part import read_u32
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import decode_context_lanes
-from cuvee.codec.stages.compiled.refinement_steps import BEYOND, context_step, level_step, refine_step, restore_step
+from cuvee.codec.stages.compiled.refinement_steps import (
+    BEYOND,
+    cell_step,
+    context_step,
+    cut_step,
+    level_step,
+    refine_step,
+    restore_step,
+)
 from cuvee.codec.stages.compiled.sections import (
     ESCAPE_LIST,
     FOUND_FIELDS,
@@ -61,152 +69,16 @@ from cuvee.codec.stages.reference.refinements import (
     unclassed_error,
 )
 from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, padded
-from cuvee.codec.support.arrays import F32, U8
+from cuvee.codec.support.arrays import F32, I64, U8
 
 _ESCAPE_RANGE = ESCAPE_LIST + 1  # another problem of a section
 _FURTHEST = np.int64(MAX_LEVEL)
-_MOST_CONTEXT = np.int32(CONTEXTS - 1)
 _SYMBOL_MASK = np.int32((1 << CONTEXT_BITS) - 1)
 _ESCAPED_BYTE = np.uint8(ESCAPED & 0xFF)
 _arena = Arena()
 
 
 # --- symbols of refinements
-
-
-@compiled
-def _first_levels(y, inverse, dead_zone, rounding, level, low, high):  # type: ignore[no-untyped-def]
-    """Quantize a run of columns of a row as the base does: magnitudes of levels, and where cells begin and end."""
-    one = np.float32(1)
-    for t in range(len(level)):
-        a = abs(y[t]) * inverse
-        level[t] = np.int32(a + rounding) if a >= dead_zone else np.int32(0)
-        first = np.float32(level[t]) + (dead_zone - one)
-        low[t], high[t] = (first, first + one) if level[t] else (np.float32(0), dead_zone)
-
-
-@compiled
-def _new_levels(y, inverse, zone, unit, level, low, high, out):  # type: ignore[no-untyped-def]
-    """Give a component that no coarser part codes its first levels, and write its symbols; see `_cut`."""
-    one = np.float32(1)
-    for t in range(len(level)):
-        a = abs(y[t]) * inverse / unit
-        level[t] = np.int32(a + (one - zone)) if a >= zone else np.int32(0)
-        first = np.float32(level[t]) + (zone - one)
-        low[t], high[t] = (first * unit, (first + one) * unit) if level[t] else (np.float32(0), zone * unit)
-        symbol = np.int32(ESCAPED) if level[t] > MOST else np.int32(-level[t]) if y[t] < 0 else level[t]
-        out[t] = np.uint8(symbol & _SYMBOL_MASK)
-
-
-@compiled
-def _cut(y, inverse, zone, unit, level, low, high, out):  # type: ignore[no-untyped-def]
-    """Cut the cells of a run of columns of a row once more; write contexts and symbols.
-
-    Args:
-        y: coefficients.
-        inverse: one over the base's step.
-        zone: where this refinement cuts the cell around zero, in its own steps.
-        unit: this refinement's step over the base's.
-        level: int32, magnitudes of the levels.
-        low: float32, where cells begin, in steps of the base.
-        high: float32, where they end.
-        out: uint8.
-    """
-    half, own_zone = np.float32(0.5), zone * unit
-    for t in range(len(level)):
-        coarse = level[t]
-        middle = (low[t] + high[t]) * half if coarse else own_zone
-        upper = abs(y[t]) * inverse >= middle
-        level[t] = np.int32(2 * coarse + upper)
-        low[t], high[t] = (middle, high[t]) if upper else (low[t], middle)
-        symbol = np.int32(upper)
-        if not coarse and y[t] < 0:
-            symbol = np.int32(-symbol)
-        out[t] = np.uint8(min(coarse, _MOST_CONTEXT) << CONTEXT_BITS | symbol & _SYMBOL_MASK)
-
-
-@compiled
-def _to_refinements(  # type: ignore[no-untyped-def]
-    y, columns, inverses, base_table, dead_zone, rounding, rows, codes, places, zones, count, planes, planes_at
-):  # fmt: skip
-    """Write the planes of `count` refinements, one after the other, to `planes`; return False if y is too large."""
-    tokens = len(columns)
-    level = np.empty(tokens, np.int32)
-    low, high = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
-    u = 0
-    while u < tokens:
-        k, v = np.int64(columns[u]), u
-        while v < tokens and columns[v] == k:
-            v += 1
-        own_level, own_low, own_high = level[u:v], low[u:v], high[u:v]
-        for c in range(rows[count - 1, k]):
-            own = y[c, u:v]
-            for t in range(v - u):
-                if not abs(own[t]) * inverses[k] < MAX_LEVEL:
-                    return False
-            # A row of the last part has a place in the parts before it, or none: then it begins later.
-            known = np.int64(places[0, k, c])
-            if known >= 0:
-                table = np.int64(base_table[k, known])
-                _first_levels(own, inverses[k], dead_zone[table], rounding[table], own_level, own_low, own_high)
-            for number in range(count):
-                row = np.int64(places[number + 1, k, c])
-                if row < 0:
-                    continue
-                table = np.int64(codes[number, k, row])
-                unit = np.float32(0.5 ** (number + 1))
-                at = planes_at[number] + row * tokens
-                out = planes[at + u : at + v]
-                if table < TABLES_PER_OCTAVE:
-                    _new_levels(own, inverses[k], zones[number, table], unit, own_level, own_low, own_high, out)
-                else:
-                    _cut(own, inverses[k], zones[number, table], unit, own_level, own_low, own_high, out)
-        u = v
-    return True
-
-
-def to_refinements(y: F32, columns: U8, section: NestedSection, family: NestedFamily) -> list[tuple[U8, Escapes]]:
-    """See `cuvee.codec.stages.reference.refinements.to_refinements`."""
-    parts, tokens = section.parts, len(columns)
-    count = len(parts) - 1
-    if not count:
-        return []
-    depth = [int(own.classed.rows[columns].max(initial=0)) for own in parts[1:]]
-    planes_at = np.concatenate([[0], np.cumsum(depth)]).astype(np.int64) * tokens
-    planes = np.zeros(int(planes_at[-1]), np.uint8)
-    quantizer, base = family.base.quantizer, parts[0].classed
-    inverses = np.float32(1) / base.steps
-    if not _to_refinements(
-        y, columns, inverses, base.level_table, quantizer.dead_zone, quantizer.rounding,
-        np.stack([own.classed.rows for own in parts[1:]]), section.codes, section.places,
-        np.stack([own.zone for own in family.refinements]), count, planes, planes_at,
-    ):  # fmt: skip
-        coded = np.arange(len(y))[:, None] < parts[-1].classed.rows[columns]
-        raise too_large_error(float((np.abs(y) * inverses[columns])[coded].max()))
-    out = []
-    for number, rows in enumerate(depth, 1):
-        own = planes[planes_at[number - 1] : planes_at[number]].reshape(rows, tokens)
-        out.append((own, _larger(own, y, columns, section, number, inverses, family.refinements[number - 1].zone)))
-    return out
-
-
-def _larger(planes: U8, y: F32, columns: U8, section: NestedSection, number: int, inverses: F32, zone: F32) -> Escapes:
-    """Return the levels of a refinement that no symbol stands for."""
-    row, column = np.nonzero(planes == ESCAPED & _SYMBOL_MASK)
-    if not len(row):
-        return NO_ESCAPES
-    value, last = np.empty(len(row), np.int32), section.parts[-1]
-    for k in np.unique(columns[column]):
-        own = columns[column] == k
-        place = np.searchsorted(last.components[k], section.parts[number].components[k][row[own]])
-        of_class = y[place, column[own]]
-        table = section.codes[number - 1, k, row[own]]
-        level = first_level(np.abs(of_class) * inverses[k] / np.float32(2.0**-number), zone[table])
-        value[own] = np.where(of_class < 0, -level, level)
-    return Escapes((row * len(columns) + column).astype(np.uint32), value)
-
-
-# --- decoding
 
 
 @compiled
@@ -245,6 +117,137 @@ def _next_segment(r, end, c, depth, single):  # type: ignore[no-untyped-def]
     while single and r < end and depth[r] > c:
         r += 1
     return r
+
+
+@compiled
+def _copy(source, target):  # type: ignore[no-untyped-def]
+    for i in range(len(target)):
+        target[i] = source[i]
+
+
+@compiled
+def _to_refinements(  # type: ignore[no-untyped-def]
+    y, columns, single, inverses, base_table, dead_zone, rounding, rows, codes, places, zones, planes, planes_at,
+    escaped
+):  # fmt: skip
+    """Write the planes of refinements, one after the other, to `planes`; count each row's escapes in `escaped`.
+
+    Returns:
+        False if a coefficient is too large.
+    """
+    tokens, count, y_ = len(columns), len(zones), y.reshape(y.size)
+    bounds, depth = np.empty(tokens + 1, np.int64), np.empty(tokens + 1, np.int64)
+    runs_of_window = np.empty((tokens + WINDOW - 1) // WINDOW + 1, np.int64)
+    most = _list_runs(columns, rows, bounds, depth, runs_of_window)
+    # What the columns of a window hold in a row. Steps read and write up to 15 entries more.
+    size = WINDOW + WIDTH
+    own, inverse = np.zeros(size, np.float32), np.zeros(size, np.float32)
+    level, low, high = np.zeros(size, np.int32), np.zeros(size, np.float32), np.zeros(size, np.float32)
+    base_zone, bias = np.zeros(size, np.float32), np.zeros(size, np.float32)
+    zone, fresh = np.zeros((count, size), np.float32), np.zeros((count, size), np.int32)
+    out = np.empty(size, np.uint8)
+    reached = np.empty(count, np.int64)
+    known = np.empty((count + 1, runs_of_window[-1]), np.int64)  # the table of each run in each part
+    known[:] = -2
+    for w in range(len(runs_of_window) - 1):
+        begin, end = w * WINDOW, runs_of_window[w + 1]
+        for t in range(begin, bounds[end]):
+            inverse[t - begin] = inverses[columns[t]]
+        for c in range(most):
+            r = runs_of_window[w]
+            following = _next_segment(r, end, c, depth, single)
+            while following > r:
+                u, v = bounds[r] - begin, bounds[following] - begin
+                reached[:] = u
+                for q in range(r, following):
+                    k, first, last = np.int64(columns[bounds[q]]), bounds[q] - begin, bounds[q + 1] - begin
+                    place = np.int64(places[0, k, c])
+                    table = np.int64(base_table[k, place]) if place >= 0 else np.int64(-1)
+                    if table != known[0, q]:
+                        known[0, q] = table
+                        for t in range(first, last):  # nothing reaches the level 1 of a component without levels
+                            base_zone[t] = dead_zone[table] if table >= 0 else np.float32(np.inf)
+                            bias[t] = rounding[table] if table >= 0 else np.float32(0)
+                    for number in range(count):
+                        place = np.int64(places[number + 1, k, c])
+                        if place < 0:
+                            continue
+                        reached[number] = last
+                        table = np.int64(codes[number, k, place])
+                        if table != known[number + 1, q]:
+                            known[number + 1, q] = table
+                            for t in range(first, last):
+                                zone[number, t] = zones[number, table]
+                                fresh[number, t] = table < TABLES_PER_OCTAVE
+                _copy(y_[c * tokens + begin + u : c * tokens + begin + v], own[u:v])
+                for i in range(u, v, WIDTH):
+                    if not cell_step(own, i, inverse, base_zone, bias, v - i, level, low, high):
+                        return False
+                for number in range(count):
+                    if reached[number] == u:
+                        continue
+                    row = np.int64(places[number + 1, columns[bounds[r]], c])
+                    own_zone, own_fresh, stop, escapes = zone[number], fresh[number], reached[number], np.int64(0)
+                    for i in range(u, stop, WIDTH):
+                        escapes += cut_step(
+                            own, i, inverse, own_zone, own_fresh, number + 1, stop - i, level, low, high, out
+                        )
+                    escaped[number, row] += escapes
+                    at = planes_at[number] + row * tokens + begin
+                    _copy(out[u:stop], planes[at + u : at + stop])
+                r = following
+                following = _next_segment(r, end, c, depth, single)
+    return True
+
+
+def to_refinements(y: F32, columns: U8, section: NestedSection, family: NestedFamily) -> list[tuple[U8, Escapes]]:
+    """See `cuvee.codec.stages.reference.refinements.to_refinements`."""
+    parts, tokens = section.parts, len(columns)
+    count = len(parts) - 1
+    if not count:
+        return []
+    depth = [int(own.classed.rows[columns].max(initial=0)) for own in parts[1:]]
+    planes_at = np.concatenate([[0], np.cumsum(depth)]).astype(np.int64) * tokens
+    planes = np.zeros(int(planes_at[-1]), np.uint8)
+    quantizer, base = family.base.quantizer, parts[0].classed
+    inverses = np.float32(1) / base.steps
+    escaped = np.zeros((count, max(depth)), np.int64)
+    if not _to_refinements(
+        y, columns, len(parts[0].class_ranks[0]) == 1, inverses, base.level_table, quantizer.dead_zone,
+        quantizer.rounding, parts[-1].classed.rows, section.codes, section.places,
+        np.stack([own.zone for own in family.refinements[:count]]), planes, planes_at, escaped,
+    ):  # fmt: skip
+        coded = np.arange(len(y))[:, None] < parts[-1].classed.rows[columns]
+        raise too_large_error(float((np.abs(y) * inverses[columns])[coded].max()))
+    out = []
+    for number, rows in enumerate(depth, 1):
+        own = planes[planes_at[number - 1] : planes_at[number]].reshape(rows, tokens)
+        zone = family.refinements[number - 1].zone
+        out.append((own, _larger(own, escaped[number - 1], y, columns, section, number, inverses, zone)))
+    return out
+
+
+def _larger(
+    planes: U8, escaped: I64, y: F32, columns: U8, section: NestedSection, number: int, inverses: F32, zone: F32
+) -> Escapes:
+    """Return the levels of a refinement that no symbol stands for, given how many each row has."""
+    those = np.flatnonzero(escaped)
+    if not len(those):
+        return NO_ESCAPES
+    row, column = np.nonzero(planes[those] == ESCAPED & _SYMBOL_MASK)
+    row = those[row]
+    value, last = np.empty(len(row), np.int32), section.parts[-1]
+    for k in np.unique(columns[column]):
+        own = columns[column] == k
+        place = np.searchsorted(last.components[k], section.parts[number].components[k][row[own]])
+        of_class = y[place, column[own]]
+        table = section.codes[number - 1, k, row[own]]
+        level = first_level(np.abs(of_class) * inverses[k] / np.float32(2.0**-number), zone[table])
+        value[own] = np.where(of_class < 0, -level, level)
+    return Escapes((row * len(columns) + column).astype(np.uint32), value)
+
+
+# --- decoding
 
 
 @compiled
@@ -444,8 +447,7 @@ def _restore(  # type: ignore[no-untyped-def]
                         own = levels_at + columns[t] * stride + c
                         out[out_at + t] = rounded(_restored(finer, shrink[level_table[own]], step[t]), out)
                 if not single:
-                    for t in range(u, v):
-                        y[row_at + t] = row[t]
+                    _copy(row[u:v], y[row_at + u : row_at + v])
                 reached = v
                 r = following
                 following = _next_segment(r, end, c, depth, single)
@@ -700,8 +702,8 @@ def decode_refined(index: RefinedIndex, at: slice, dtype: torch.dtype) -> list[C
             number, number == coding.refinements, own.data, own.words_at, own.by_window, own.windows_at, own.found,
             numbers, tokens, at.start, at.stop, columns, plan.entries,
             (plan.rows, plan.level_table, plan.block, plan.index, plan.steps), coding.begins, plan.tables,
-            (coder.decoding.slots.reshape(-1), coder.cuts), coder.decoding.prob_bits, tables_of.shrink, scratch, scratch_at, levels,
-            wide, levels_at, pads, y_at, coefficients, problem,
+            (coder.decoding.slots.reshape(-1), coder.cuts), coder.decoding.prob_bits, tables_of.shrink, scratch,
+            scratch_at, levels, wide, levels_at, pads, y_at, coefficients, problem,
         ):  # fmt: skip
             i, kind, stream = (int(x) for x in problem)
             if kind != STREAM:
