@@ -102,7 +102,8 @@ def _decoding(alike: bool, contextual: bool = False) -> Any:
     """Make the step for lanes that share a table, or have tables of their own.
 
     If it is `contextual`, each lane's table follows the one named by as many tables as the byte says that the symbol
-    replaces in `out`. `slots` is then a pair: the decode tables, and `RefinementCoder.cuts`.
+    replaces in `out`. Bytes of inactive lanes must not name a table that does not exist. `slots` is then a pair: the
+    decode tables, and `RefinementCoder.cuts`.
     """
 
     @spelled_out
@@ -139,8 +140,6 @@ def _decoding(alike: bool, contextual: bool = False) -> Any:
             high = builder.lshr(v, code.splat(prob_bits))
             if contextual:
                 context_of = builder.zext(code.load(code.pointer(10, 11, 1), BYTES, 1), VECTOR)
-                # What inactive lanes hold is no context, and would name a table that does not exist.
-                context_of = builder.select(code.taking(9), context_of, constant(0))
                 moved, symbols = _contextual_slot(code, alike, place, high, context_of, prob_bits)
             else:
                 slot = _slot(code, alike, code.data(4), place)

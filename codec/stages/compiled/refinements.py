@@ -83,9 +83,9 @@ _arena = Arena()
 
 @compiled
 def _list_runs(columns, rows, bounds, depth, runs_of_window):  # type: ignore[no-untyped-def]
-    """List the runs of columns of one class: where each begins, and its rows; and the first run of each window.
+    """List the runs of columns of one class: where each begins, its rows, and the first run of each window.
 
-    The end follows the last of both.
+    `bounds` and `runs_of_window` hold one entry more, where the last run or window ends.
 
     Returns:
         the most rows of a run.
