@@ -364,6 +364,20 @@ def test_what_stands_in_front_of_a_prompt_gives_its_load_time(bench: Callable[..
     assert planner._state.request.deadline == 160.0
 
 
+def test_tokens_that_the_engine_has_do_not_count(bench: Callable[..., Bench]) -> None:
+    """The engine holds half of the first chunk. In the plan, too, the KL is a mean over what is restored."""
+    b = stored(bench())
+    del b.store.entries[keys_of(b, 0)[1]]
+    half = CHUNK // 2
+    load = b.load(BLOCKS, half, 2 * CHUNK)
+    load.aim = aim(kl_max=0.4 * kls()[0] + 0.6 * kls()[2])
+    b.worker.start_loads([load], synchronous=False)
+    b.wait()
+    delivery = delivered(b.worker.report(1))
+    assert (delivery.start, delivery.tokens, delivery.parts) == (half, (half, CHUNK), (1, 3))
+    assert delivery.kl == pytest.approx((kls()[0] + 2 * kls()[2]) / 3)
+
+
 def test_one_load_teaches_the_next(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
     loads = b.worker._loads._planned
