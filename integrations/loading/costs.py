@@ -9,10 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-import numpy as np
-
 from cuvee.codec.errors import InputError
-from cuvee.codec.support.arrays import F64
 
 WINDOW = 32  # samples that are remembered
 _HALF_LIFE = 8  # samples after which a sample weighs half
@@ -65,18 +62,25 @@ class LinearCost:
 
     def _fit(self) -> None:
         """Minimize the weighted squares of relative errors, with what was given as a weak pull on each coefficient."""
-        x, y, seconds = np.array(self._samples, dtype=np.float64).T
-        weight = 0.5 ** (np.arange(len(x))[::-1] / _HALF_LIFE)
-        u, v = x / seconds, y / seconds  # of a right line, first * u + second * v = 1
-        pulls = [_PULL * float(np.average(each**2, weights=weight)) for each in (u, v)]  # whatever the units
-        first, second, _ = self._given
-        normal = np.array([[weight @ u**2 + pulls[0], weight @ (u * v)], [weight @ (u * v), weight @ v**2 + pulls[1]]])
-        right = np.array([weight @ u + pulls[0] * first, weight @ v + pulls[1] * second])
-        self.first, self.second = _not_negative(normal, right)
-        errors = np.log(np.maximum(self.first * u + self.second * v, 1e-9))
-        given = 0.5 ** (len(x) / _HALF_LIFE)  # the spread that was given counts as the oldest sample
-        square = float(weight @ errors**2) + given * self._given[2] ** 2
-        self.spread = math.sqrt(square / (float(weight.sum()) + given))
+        # Plain Python: for so few samples, arrays take ten times as long, and a load fits after every chunk.
+        weights = [0.5 ** (age / _HALF_LIFE) for age in reversed(range(len(self._samples)))]
+        scaled = [(x / seconds, y / seconds) for x, y, seconds in self._samples]  # of a right line, a * u + b * v = 1
+        uu = uv = vv = u_sum = v_sum = 0.0
+        for weight, (u, v) in zip(weights, scaled, strict=True):
+            uu, uv, vv = uu + weight * u * u, uv + weight * u * v, vv + weight * v * v
+            u_sum, v_sum = u_sum + weight * u, v_sum + weight * v
+        whole = sum(weights)
+        pulls = _PULL * uu / whole, _PULL * vv / whole  # whatever the units
+        first, second, spread = self._given
+        self.first, self.second = _not_negative(
+            (uu + pulls[0], uv, vv + pulls[1]), (u_sum + pulls[0] * first, v_sum + pulls[1] * second)
+        )
+        square = sum(
+            weight * math.log(max(self.first * u + self.second * v, 1e-9)) ** 2
+            for weight, (u, v) in zip(weights, scaled, strict=True)
+        )
+        given = 0.5 ** (len(weights) / _HALF_LIFE)  # the spread that was given counts as the oldest sample
+        self.spread = math.sqrt((square + given * spread**2) / (whole + given))
 
 
 def prefill_quantities(start: int, stop: int) -> tuple[float, float]:
@@ -94,13 +98,14 @@ def check_number(name: str, value: float, positive: bool = True) -> None:
         raise InputError(f"{name}: must be finite and {'above' if positive else 'at least'} 0, got {value}")
 
 
-def _not_negative(normal: F64, right: F64) -> tuple[float, float]:
-    """Solve two normal equations under the condition that no coefficient is negative."""
-    if np.linalg.det(normal) > 1e-12 * normal[0, 0] * normal[1, 1]:
-        first, second = np.linalg.solve(normal, right)
+def _not_negative(normal: tuple[float, float, float], right: tuple[float, float]) -> tuple[float, float]:
+    """Solve two normal equations, `[[a, b], [b, c]]` as `a, b, c`, so that no coefficient is negative."""
+    a, b, c = normal
+    determinant = a * c - b * b
+    if determinant > 1e-12 * a * c:
+        first, second = (c * right[0] - b * right[1]) / determinant, (a * right[1] - b * right[0]) / determinant
         if first >= 0 and second >= 0:
-            return float(first), float(second)
+            return first, second
     # The optimum lies on an edge: one coefficient is 0. Of both edges, take the better.
-    edges = [max(right[i] / normal[i, i], 0.0) if normal[i, i] > 0 else 0.0 for i in range(2)]
-    gains = [edges[i] * right[i] for i in range(2)]
-    return (edges[0], 0.0) if gains[0] >= gains[1] else (0.0, edges[1])
+    edges = [max(r / n, 0.0) if n > 0 else 0.0 for r, n in zip(right, (a, c), strict=True)]
+    return (edges[0], 0.0) if edges[0] * right[0] >= edges[1] * right[1] else (0.0, edges[1])

@@ -14,14 +14,13 @@ follows a link that steps, a long one rides out bursts. Only time spent on trans
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
-
-import numpy as np
 
 from cuvee.integrations.loading.costs import check_number
 
-HALF_LIVES = np.array([0.1, 0.4, 1.6, 6.4])  # seconds of transfer after which a sample weighs half
-SPANS = np.array([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4])  # seconds that forecasts are held to
+HALF_LIVES = 0.1, 0.4, 1.6, 6.4  # seconds of transfer after which a sample weighs half
+SPANS = 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4  # seconds that forecasts are held to
 _GIVEN_SECONDS = 0.1  # of transfer that the rate given counts for
 _LEAST_WEIGHT = 1 / 16  # of the last error in the mean square: spreads follow a change within some ten spans
 _LATENCY_WEIGHT = 1 / 8
@@ -71,13 +70,8 @@ class LinkRate:
         check_number("latency", latency, positive=False)
         check_number("spread", spread, positive=False)
         self.latency = latency
-        self._bytes = np.full(len(HALF_LIVES), rate * _GIVEN_SECONDS)
-        self._seconds = np.full(len(HALF_LIVES), _GIVEN_SECONDS)
-        shape = len(SPANS), len(HALF_LIVES)
-        self._square = np.full(shape, spread**2)
-        self._errors = np.zeros(len(SPANS))
-        self._begun = np.full(shape, rate)  # what was forecast when the span began
-        self._in_span = np.zeros((len(SPANS), 2))  # bytes and seconds since then
+        self._means = [(rate * _GIVEN_SECONDS, _GIVEN_SECONDS)] * len(HALF_LIVES)  # bytes, seconds
+        self._spans = [_Span(seconds, rate, spread) for seconds in SPANS]
 
     def observe(self, nbytes: float, seconds: float) -> None:
         """Note that `nbytes` took `seconds` of transfer, without latency.
@@ -87,16 +81,9 @@ class LinkRate:
         """
         check_number("nbytes", nbytes)
         check_number("seconds", seconds)
-        self._bytes, self._seconds = self._with(nbytes, seconds)
-        self._in_span += (nbytes, seconds)
-        over = self._in_span[:, 1] >= SPANS
-        if over.any():
-            error = np.log((self._in_span[over, 0] / self._in_span[over, 1])[:, None] / self._begun[over])
-            weight = np.maximum(1 / (self._errors[over] + 2), _LEAST_WEIGHT)[:, None]
-            self._square[over] += weight * (error**2 - self._square[over])
-            self._errors[over] += 1
-            self._begun[over] = self._bytes / self._seconds
-            self._in_span[over] = 0
+        self._means = [_with(mean, half, nbytes, seconds) for mean, half in zip(self._means, HALF_LIVES, strict=True)]
+        for span in self._spans:
+            span.observe(nbytes, seconds, self._means)
 
     def observe_request(self, nbytes: int, sent: float, begun: float, now: float) -> None:
         """Note that a request was answered.
@@ -131,23 +118,56 @@ class LinkRate:
                 counts as evidence of a rate that is lower, and of forecasts that are wrong: a link that stalls has no
                 samples.
         """
-        total, time = self._bytes, self._seconds
-        span = min(int(np.searchsorted(SPANS, seconds / math.sqrt(2))), len(SPANS) - 1)
-        best = int(self._square[span].argmin())
-        spread = math.sqrt(self._square[span, best])
+        span = self._spans[min(bisect_left(SPANS, seconds / math.sqrt(2)), len(SPANS) - 1)]
+        best = span.squares.index(min(span.squares))
+        mean, spread = self._means[best], math.sqrt(span.squares[best])
         if waiting is not None and waiting[1] > 0:
             nbytes, passed = waiting
-            late = passed * total[best] / time[best] / nbytes
+            late = passed * mean[0] / mean[1] / nbytes
             if late > 1:
-                total, time = self._with(nbytes, passed * (1 + _OVERDUE))
+                mean = _with(mean, HALF_LIVES[best], nbytes, passed * (1 + _OVERDUE))
                 spread = math.hypot(spread, math.log(late))
-        return Forecast(float(total[best] / time[best]), spread)
+        return Forecast(mean[0] / mean[1], spread)
 
-    def _with(self, nbytes: float, seconds: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes and seconds of each mean after one more sample, each moment of which weighs by its age."""
-        decay = 0.5 ** (seconds / HALF_LIVES)
-        fresh = HALF_LIVES / math.log(2) * (1 - decay)
-        return self._bytes * decay + nbytes / seconds * fresh, self._seconds * decay + fresh
+
+class _Span:
+    """The errors of forecasts for one length of time, by the mean that made them.
+
+    Attributes:
+        squares: mean square of the error of each mean's logarithm.
+    """
+
+    __slots__ = ("_begun", "_bytes", "_errors", "_length", "_seconds", "squares")
+
+    def __init__(self, length: float, rate: float, spread: float) -> None:
+        self._length = length
+        self.squares = [spread**2] * len(HALF_LIVES)
+        self._errors = 0
+        self._begun = [rate] * len(HALF_LIVES)  # what was forecast when the span began
+        self._bytes = self._seconds = 0.0  # since then
+
+    def observe(self, nbytes: float, seconds: float, means: list[tuple[float, float]]) -> None:
+        """Add a transfer, and judge the forecasts if the span is over."""
+        self._bytes += nbytes
+        self._seconds += seconds
+        if self._seconds < self._length:
+            return
+        rate = self._bytes / self._seconds
+        weight = max(1 / (self._errors + 2), _LEAST_WEIGHT)
+        self.squares = [
+            square + weight * (math.log(rate / begun) ** 2 - square)
+            for square, begun in zip(self.squares, self._begun, strict=True)
+        ]
+        self._errors += 1
+        self._begun = [total / time for total, time in means]
+        self._bytes = self._seconds = 0.0
+
+
+def _with(mean: tuple[float, float], half_life: float, nbytes: float, seconds: float) -> tuple[float, float]:
+    """Return the bytes and seconds of a mean after one more sample, each moment of which weighs by its age."""
+    decay = 0.5 ** (seconds / half_life)
+    fresh = half_life / math.log(2) * (1 - decay)
+    return mean[0] * decay + nbytes / seconds * fresh, mean[1] * decay + fresh
 
 
 def seconds_left(nbytes: float, passed: float, rate: float) -> float:

@@ -16,13 +16,12 @@ necessary as bases; the others are added as long as all is expected to be decode
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
-
-from cuvee.codec.support.arrays import F64, I64
-from cuvee.integrations.loading.request import Compute
+from cuvee.integrations.loading.request import Compute, LoadRequest
 from cuvee.integrations.loading.state import LoadState, Timeline
 
 _MOST_CANDIDATES = 24  # numbers of chunks to load that a plan compares
@@ -43,7 +42,7 @@ class Plan:
 
     Attributes:
         chunks: leading chunks to load.
-        levels: int64 `[chunks]`, parts to decode each of them from.
+        levels: parts to decode each of them from.
         order: parts to decode that are not decoded yet, by their numbers in `LoadState`, in the order of fetching; also
             those under way or there.
         first_token: when the first token is expected.
@@ -52,8 +51,8 @@ class Plan:
     """
 
     chunks: int
-    levels: I64
-    order: I64
+    levels: tuple[int, ...]
+    order: tuple[int, ...]
     first_token: float
     kl: float
     in_time: bool
@@ -77,43 +76,45 @@ class _Planning:
 
     def __init__(self, state: LoadState, now: float, z: float) -> None:
         self._state, self._now, self._z = state, now, z
-        self._ahead = ahead = max(state.request.deadline - now, 0.05)
-        self._expected = Timeline(state, now, ahead, 0.0)
-        self._slow: dict[float, Timeline] = {}
-        self._orders: dict[int, tuple[I64, int] | None] = {}
-        number = np.arange(len(state.nbytes))
-        chunk, part = number // state.most, number % state.most
-        coming = state.there | np.isfinite(self._expected.arrival) | (part < state.decoded[chunk])
-        # Nothing comes before what it refines, in the order of fetching either.
-        coming = part < state.levels(coming)[chunk]
-        # A part that is there need not be used: to decode a chunk once more takes time.
-        open_ = (part >= state.decoded[chunk]) & (part < state.stored[chunk])
-        self._bases = number[open_ & (part == 0)]
-        refinements = number[open_ & (part > 0)]
-        chunk, part = chunk[refinements], part[refinements]
-        gain = state.tokens[chunk] * (state.kl[chunk, part] - state.kl[chunk, part + 1])
-        worth = gain / np.maximum(self._seconds(refinements, chunk), 1e-12)
-        for index in np.flatnonzero(part > 1):  # in the order of parts
-            same = np.flatnonzero((chunk == chunk[index]) & (part == part[index] - 1))
-            if len(same):
-                worth[index] = min(worth[index], worth[same[0]])
-        best = np.lexsort((part, -worth, ~coming[refinements]))
-        self._refinements, self._gain = refinements[best], gain[best]
+        self._ahead = max(state.request.deadline - now, 0.05)
+        self._expected = Timeline(state, now, self._ahead, 0.0)
+        # What several comparisons need is made once.
+        self._timelines: dict[float, Timeline] = {0.0: self._expected}
+        self._bases_loaded: dict[tuple[float, float], list[float]] = {}
+        self._orders: dict[int, tuple[list[int], list[float]]] = {}
+        self._more: dict[int, int | None] = {}
+        self._most = state.loadable
+        self._bases = [chunk * state.most for chunk in range(self._most) if not state.decoded[chunk]]
+        self._refinements = self._sorted_refinements()
+        least = (
+            tokens * kl[max(have, 1)] for tokens, kl, have in zip(state.tokens, state.kl, state.decoded, strict=True)
+        )
+        self._least = list(accumulate(least, initial=0.0))
 
-    def _seconds(self, refinements: I64, chunk: I64) -> F64:
-        """Return what each refinement takes of the link and the decoder."""
-        state = self._state
-        per_byte = np.array([1 / lane.rate.forecast(self._ahead).rate for lane in state.lanes.values()] or [0.0])
-        fetching = np.where(
-            state.there[refinements], 0.0, state.nbytes[refinements] * per_byte[state.tier[refinements]]
-        )
-        # With a chunk that is decoded already, all of it has to be decoded again.
-        again = (
-            state.decode.first * state.tokens[chunk]
-            + state.decode.second * state.bytes_up_to[chunk, state.decoded[chunk]]
-        )
-        seconds: F64 = fetching + state.decode.second * state.nbytes[refinements] + again * (state.decoded[chunk] > 0)
-        return seconds
+    def _sorted_refinements(self) -> list[tuple[int, float]]:
+        """Return the refinements that can be had, in the order of fetching, and the token-nats that each saves."""
+        state, found = self._state, []
+        per_byte = [1 / lane.rate.forecast(self._ahead).rate for lane in state.lanes.values()]
+        for chunk in range(self._most):
+            first, decoded, tokens, kl = chunk * state.most, state.decoded[chunk], state.tokens[chunk], state.kl[chunk]
+            # With a chunk that is decoded already, all of it has to be decoded again.
+            again = state.decode_seconds(chunk, decoded) if decoded else 0.0
+            coming, before = True, math.inf
+            for part in range(1, state.stored[chunk]):
+                number = first + part
+                # Nothing comes before what it refines, in the order of fetching either.
+                if part == 1:
+                    coming = decoded > 0 or state.there[first] or first in self._expected.arrival
+                coming = coming and (part < decoded or state.there[number] or number in self._expected.arrival)
+                if part < decoded:
+                    continue
+                # A part that is there need not be used: to decode a chunk once more takes time.
+                fetching = 0.0 if state.there[number] else state.nbytes[number] * per_byte[state.tier[number]]
+                gain = tokens * (kl[part] - kl[part + 1])
+                seconds = fetching + state.decode.second * state.nbytes[number] + again
+                before = min(before, gain / max(seconds, 1e-12))
+                found.append((not coming, -before, part, number, gain))
+        return [(number, gain) for *_, number, gain in sorted(found)]
 
     def plan(self, before: int | None, keep: bool) -> Plan:
         """Choose the best plan."""
@@ -130,117 +131,210 @@ class _Planning:
             else:
                 fits = [m for m in candidates if self._fits(m, factor)] or [-1]
             if fits[0] >= 0:
-                return self._refined(self._choose(fits, before), in_time=factor == 1.0)
+                return self._choose(fits, before, in_time=factor == 1.0)
         return self._refined(min(candidates, key=lambda m: self._first_token(m, 0.0)), in_time=False)
 
     def _candidates(self, before: int | None) -> list[int]:
         """Return numbers of chunks to load, most first. 0 is among them: computing everything keeps every floor."""
-        most = self._state.loadable
-        numbers = set(np.linspace(0, most, min(most + 1, _MOST_CANDIDATES)).astype(int).tolist())
-        missing = np.flatnonzero(self._state.have == 0)
-        numbers.add(min(int(missing[0]) if len(missing) else most, most))  # without waiting for any other base
+        most, have = self._most, self._state.have
+        steps = min(most, _MOST_CANDIDATES - 1)
+        numbers = {int(most / steps * step) for step in range(steps)} | {most} if steps else {0}
+        numbers.add(min(have.index(0) if 0 in have else most, most))  # without waiting for any other base
         if before is not None:
             numbers.add(min(before, most))
         return sorted(numbers, reverse=True)
 
-    def _choose(self, fits: list[int], before: int | None) -> int:
+    def _choose(self, fits: list[int], before: int | None, in_time: bool) -> Plan:
         if len(fits) == 1:
-            return fits[0]
-        plans = {m: self._refined(m, in_time=True).kl for m in fits}
-        best = min(fits, key=lambda m: (plans[m], -m))
-        return before if before in plans and plans[best] >= _WORTH_CHANGING * plans[before] else best
+            return self._refined(fits[0], in_time)
+        state = self._state
+        # No plan for so many chunks loses less than with all of their parts.
+        best_kl = list(
+            accumulate(
+                (tokens * kl[stored] for tokens, kl, stored in zip(state.tokens, state.kl, state.stored, strict=True)),
+                initial=0.0,
+            )
+        )
+        plans = {before: self._refined(before, in_time)} if before in fits else {}
+        best = math.inf
+        for m in sorted(fits, key=lambda m: best_kl[m]):
+            if best_kl[m] * (1 - 1e-9) > best * state.whole:
+                break
+            plans[m] = plans.get(m) or self._refined(m, in_time)
+            best = min(best, plans[m].kl)
+        least = min(plans, key=lambda m: (plans[m].kl, -m))
+        return plans[before if before in plans and best >= _WORTH_CHANGING * plans[before].kl else least]
 
     def _fits(self, m: int, factor: float, spare: float = 0.0) -> bool:
         """Return whether what is needed of `m` chunks is in time, with some seconds to spare; see `_first_token`."""
         return self._needed(m) is not None and self._first_token(m, factor) + spare <= self._state.request.deadline
 
-    def _parts(self, m: int) -> tuple[I64, I64, F64]:
-        """Return the bases and the refinements of the first chunks that are to be had, and what the latter save."""
-        most = self._state.most
-        own = self._refinements // most < m
-        return self._bases[self._bases // most < m], self._refinements[own], self._gain[own]
+    def _bases_of(self, m: int) -> list[int]:
+        """Return the bases that the first `m` chunks lack."""
+        return self._bases[: bisect_left(self._bases, m * self._state.most)]
 
-    def _needed(self, m: int) -> tuple[I64, int] | None:
-        """Return the order of fetching for `m` chunks, and how many parts of it the floor needs; None: out of reach."""
+    def _refinements_of(self, m: int) -> tuple[list[int], list[float]]:
+        """Return the refinements of the first `m` chunks, and what each saves."""
         if m not in self._orders:
-            self._orders[m] = self._order(m)
+            own = [each for each in self._refinements if each[0] < m * self._state.most]
+            self._orders[m] = [number for number, _ in own], [gain for _, gain in own]
         return self._orders[m]
 
-    def _order(self, m: int) -> tuple[I64, int] | None:
-        state = self._state
-        bases, refinements, gain = self._parts(m)
-        least = float(state.tokens[:m] @ state.kl[np.arange(m), np.maximum(state.decoded[:m], 1)])
-        # Sums of the same numbers differ in their last digits.
-        over = least * (1 - 1e-9) - state.request.kl_max * float(state.tokens.sum())
-        more = int(np.searchsorted(np.cumsum(gain), over)) + 1 if over > 0 else 0
-        return (np.concatenate([bases, refinements]), len(bases) + more) if more <= len(refinements) else None
+    def _needed(self, m: int) -> int | None:
+        """Return how many refinements of the first `m` chunks the floor needs, in their order; None: out of reach."""
+        if m not in self._more:
+            # Sums of the same numbers differ in their last digits.
+            over = self._least[m] * (1 - 1e-9) - self._state.request.kl_max * self._state.whole
+            more = 0
+            if over > 0:
+                saved = list(accumulate(self._refinements_of(m)[1]))
+                more = bisect_left(saved, over) + 1
+            self._more[m] = more if over <= 0 or more <= len(saved) else None
+        return self._more[m]
 
     def _first_token(self, m: int, factor: float) -> float:
         """Return when the first token comes with only what is needed of `m` chunks.
 
         Args:
-            m: number of chunks to load.
+            m: number of chunks to load, for which the floor can be reached.
             factor: how many times as bad as may be things are; below 0: how much better than expected.
 
         Links, decoder and model are independent, so what each of them may lose adds up in squares.
         """
         state, request = self._state, self._state.request
-        order, needed = self._needed(m) or (self._bases[:0], 0)
-        parts = order[:needed]
-        expected = self._expected.arrivals(parts)
-        loaded, _ = self._expected.loaded(m, parts, expected)
-        first = max(loaded, request.engine_free) + state.compute_seconds(m)
+        compute = state.compute_seconds(m)
+        loaded = self._loaded(m, 0.0)
+        first = max(loaded, request.engine_free) + compute
         if factor == 0 or (factor > 0) is (first > request.deadline):
             return first  # and what follows would not change on which side of the deadline that is
         z = factor * self._z
-        if factor not in self._slow:
-            self._slow[factor] = Timeline(state, self._now, self._ahead, z)
-        slow_link, _ = self._slow[factor].loaded(m, parts, self._slow[factor].arrivals(parts))
-        slow_decoder, _ = self._expected.loaded(m, parts, expected, math.exp(z * state.decode.spread))
-        late = [max(each, request.engine_free) - max(loaded, request.engine_free) for each in (slow_link, slow_decoder)]
-        risk = math.hypot(*late, state.compute_seconds(m) * (math.exp(z * state.prefill.spread) - 1))
+        slow = self._loaded(m, z), self._loaded(m, 0.0, math.exp(z * state.decode.spread))
+        late = [max(each, request.engine_free) - max(loaded, request.engine_free) for each in slow]
+        risk = math.hypot(*late, compute * (math.exp(z * state.prefill.spread) - 1))
         return first + math.copysign(risk, factor)
+
+    def _loaded(self, m: int, z: float, slower: float = 1.0) -> float:
+        """Return when what is needed of `m` chunks is decoded, by the links' pessimism and the decoder's factor."""
+        more = self._needed(m) or 0
+        if z not in self._timelines:
+            self._timelines[z] = Timeline(self._state, self._now, self._ahead, z)
+        timeline = self._timelines[z]
+        if more:
+            parts = self._bases_of(m) + self._refinements_of(m)[0][:more]
+            return timeline.loaded(m, parts, timeline.arrivals(parts), slower)[1]
+        if (z, slower) not in self._bases_loaded:
+            self._bases_loaded[z, slower] = timeline.loaded_bases(self._bases, self._most, slower)
+        return self._bases_loaded[z, slower][m]
 
     def _refined(self, m: int, in_time: bool) -> Plan:
         """Add as many refinements as there is time for."""
-        state, timeline, request = self._state, self._expected, self._state.request
-        order, needed = self._needed(m) or (self._bases[:0], 0)
+        state, request = self._state, self._state.request
+        bases, refinements = self._bases_of(m), self._refinements_of(m)[0]
+        order, needed = bases + refinements, len(bases) + (self._needed(m) or 0)
         compute = state.compute_seconds(m)
         at_risk = compute * (math.exp(self._z * state.prefill.spread) - 1)
-        slower = math.exp(self._z * state.decode.spread)
-
-        def of(sequence: I64) -> tuple[bool, Plan, bool]:
-            """Return whether a sequence is in time, the plan that it makes, and whether it waits for the decoder.
-
-            Links need no caution: what they do not bring in time is given up. What is being decoded or computed is not.
-            """
-            arrival = timeline.arrivals(sequence)
-            loaded, levels = timeline.loaded(m, sequence, arrival)
-            start = max(loaded, request.engine_free)
-            plan = Plan(m, levels, sequence, start + compute, state.mean_kl(levels), in_time)
-            one = float(state.decode_seconds(levels).max()) if m else 0.0
-            waits = len(arrival) == 0 or loaded > float(arrival.max()) + 1.5 * one
-            if loaded <= request.engine_free:
-                return True, plan, waits
-            late = timeline.loaded(m, sequence, arrival, slower)[0] - loaded
-            return start + compute + math.hypot(late, at_risk) <= request.deadline, plan, waits
-
-        def most_of(arrange: Callable[[I64], I64]) -> tuple[bool, Plan, bool]:
-            low, high = needed, len(order)
-            best = of(arrange(order[:needed]))
-            while low < high:
-                middle = (low + high + 1) // 2
-                tried = of(arrange(order[:middle]))
-                if tried[0]:
-                    low, best = middle, tried
-                else:
-                    high = middle - 1
-            return best
-
-        _, plan, decoder_bound = most_of(lambda parts: parts)
-        if not decoder_bound or len(plan.order) == len(order):
+        tries = _Tries(self._expected, m, math.exp(self._z * state.decode.spread), compute, at_risk, request)
+        # A part arrives at the same time whatever follows it, so what is late by itself need not be tried.
+        arrival = self._expected.arrivals(order)
+        latest = max(request.engine_free, request.deadline - compute - at_risk)
+        most = next((n for n in range(needed, len(order)) if arrival[n] > latest), len(order))
+        count, found = tries.most(needed, most, most, lambda n: (order[:n], arrival[:n]))
+        plan = self._made(m, found, compute, in_time)
+        one = max((state.decode_seconds(chunk, level) for chunk, level in enumerate(found.levels)), default=0.0)
+        decoder_bound = not count or found.loaded > max(arrival[:count]) + 1.5 * one
+        if not decoder_bound or count == len(order):
             return plan
-        best = most_of(lambda parts: np.concatenate([parts[:needed], np.sort(parts[needed:])]))[1]
+        best = self._settled(tries, order, needed, needed, count)
         if self._fits(m, 1.0, _AHEAD * (request.deadline - self._now)):
-            best = min(best, most_of(np.sort)[1], key=lambda each: each.kl)
-        return best if best.kl < _WORTH_SETTLING * plan.kl else plan
+            best = min(best, self._settled(tries, order, 0, needed, count), key=lambda each: state.mean_kl(each.levels))
+        made = self._made(m, best, compute, in_time)
+        return made if made.kl < _WORTH_SETTLING * plan.kl else plan
+
+    def _settled(self, tries: _Tries, order: list[int], fixed: int, least: int, guess: int) -> _Try:
+        """Return the last try in time, parts behind the `fixed` first ones sorted by chunk."""
+
+        def arranged(n: int) -> tuple[list[int], list[float]]:
+            parts = order[:fixed] + sorted(order[fixed:n])
+            return parts, self._expected.arrivals(parts)
+
+        return tries.most(least, len(order), guess, arranged)[1]
+
+    def _made(self, m: int, found: _Try, compute: float, in_time: bool) -> Plan:
+        first_token = max(found.loaded, self._state.request.engine_free) + compute
+        kl = self._state.mean_kl(found.levels)
+        return Plan(m, tuple(found.levels), tuple(found.parts), first_token, kl, in_time)
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """Parts in an order of fetching, whether all is in time with them, when they are decoded, and parts per chunk."""
+
+    parts: Sequence[int]
+    in_time: bool
+    loaded: float
+    levels: Sequence[int]
+
+
+class _Tries:
+    """Tries how many of a plan's parts are in time.
+
+    Links need no caution: what they do not bring in time is given up. What is being decoded or computed is not.
+
+    Args:
+        timeline: when parts arrive.
+        m: chunks to load.
+        slower: how many times as long decoding may take.
+        compute: expected seconds from then to the first token.
+        at_risk: how many seconds more these may be.
+        request: with the deadline, and the time when the engine is free.
+    """
+
+    def __init__(
+        self, timeline: Timeline, m: int, slower: float, compute: float, at_risk: float, request: LoadRequest
+    ) -> None:
+        self._timeline, self._m, self._slower, self._request = timeline, m, slower, request
+        self._compute, self._at_risk = compute, at_risk
+
+    def most(
+        self, least: int, most: int, guess: int, arranged: Callable[[int], tuple[list[int], list[float]]]
+    ) -> tuple[int, _Try]:
+        """Return the largest number of parts that are in time, and the try: `least` if fewer would be, too.
+
+        More parts never come earlier. The search goes from a guess, which is nearly right, in steps that double, and
+        then halves what is left.
+
+        Args:
+            least: parts that are needed in any case.
+            most: parts to try at most.
+            guess: number to begin with.
+            arranged: returns so many parts, in the order of fetching, and their arrivals.
+        """
+        tried: dict[int, _Try] = {}
+
+        def in_time(n: int) -> bool:
+            if n not in tried:
+                tried[n] = self._try(*arranged(n))
+            return tried[n].in_time
+
+        low, high, step = least, most, 1
+        middle = min(max(guess, low + 1), high)
+        while low < high:
+            if in_time(middle):
+                low = middle
+                middle = min(low + step, (low + high + 1) // 2)
+            else:
+                high = middle - 1
+                middle = max(high - step + 1, (low + high + 1) // 2)
+            step *= 2
+        if low not in tried:
+            tried[low] = self._try(*arranged(low))
+        return low, tried[low]
+
+    def _try(self, parts: list[int], arrival: list[float]) -> _Try:
+        loaded, late, levels = self._timeline.loaded(self._m, parts, arrival, self._slower)
+        request = self._request
+        first = max(loaded, request.engine_free) + self._compute
+        in_time = loaded <= request.engine_free or (
+            first + math.hypot(late - loaded, self._at_risk) <= request.deadline
+        )
+        return _Try(parts, in_time, loaded, levels)

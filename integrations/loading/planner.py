@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import lt
 from statistics import NormalDist
-
-import numpy as np
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.loading.costs import LinearCost
@@ -153,11 +152,9 @@ class LoadPlanner:
         fetch = self._fetch(plan, now)
         decode = self._decode(plan, now)
         start = None
-        waits = len(plan.order) or self._decoding or (state.decoded[: plan.chunks] < plan.levels).any()
-        if not waits:
+        if not (plan.order or self._decoding or any(map(lt, state.decoded, plan.levels))):
             self._started = True
-            parts = tuple(int(level) for level in plan.levels)
-            start = Start(plan.chunks, parts, plan.kl, plan.first_token <= state.request.deadline)
+            start = Start(plan.chunks, plan.levels, plan.kl, plan.first_token <= state.request.deadline)
         return Step(cancel, fetch, decode, start, self._wake(plan, now))
 
     def arrived(self, fetch: Fetch, now: float) -> None:
@@ -196,8 +193,8 @@ class LoadPlanner:
         if self._decoding is None:
             raise InputError("decoded: must follow a step that decodes, got no such step")
         state, (what, since) = self._state, self._decoding
-        nbytes = float(state.bytes_up_to[what.chunk, what.parts])
-        state.decode.observe(float(state.tokens[what.chunk]), nbytes, max(now - since, 1e-6))
+        nbytes = state.bytes_up_to[what.chunk][what.parts]
+        state.decode.observe(state.tokens[what.chunk], nbytes, max(now - since, 1e-6))
         self._decoding = None
         state.decoder_free = now
 
@@ -246,7 +243,7 @@ class LoadPlanner:
 
     def _cancel(self, plan: Plan, now: float) -> tuple[Fetch, ...]:
         """Give up the requests none of whose parts is in the plan."""
-        wanted = set(plan.order.tolist())
+        wanted = set(plan.order)
         given_up = []
         for lane in self._state.lanes.values():
             for each, sent in list(lane.requests):
@@ -268,20 +265,21 @@ class LoadPlanner:
             for chunk, part in each.parts
         }
         for index, (name, lane) in enumerate(state.lanes.items()):
-            ahead = [
-                int(p) for p in plan.order if state.tier[p] == index and not state.there[p] and int(p) not in under_way
-            ]
+            ahead = [p for p in plan.order if state.tier[p] == index and not state.there[p] and p not in under_way]
             rate = lane.rate.forecast(max(state.request.deadline - now, 0.05)).rate
             enough = rate * (_LATENCIES * lane.rate.latency + _BATCH_SECONDS)
             waiting = sum(each.nbytes for each, _ in lane.requests)
             while ahead and (len(lane.requests) < _LEAST_DEPTH or waiting < enough):
-                count = 1 + int(np.searchsorted(np.cumsum(state.nbytes[ahead[:-1]]), rate * _BATCH_SECONDS))
+                count, nbytes, is_base = 0, 0, ahead[0] % state.most == 0
                 # Bases and refinements go apart: what is canceled must hold up nothing that is needed.
-                bases = [number % state.most == 0 for number in ahead[:count]]
-                count = bases.index(not bases[0]) if (not bases[0]) in bases else count
+                while count < len(ahead) and (ahead[count] % state.most == 0) is is_base:
+                    if count and nbytes >= rate * _BATCH_SECONDS:
+                        break
+                    nbytes += state.nbytes[ahead[count]]
+                    count += 1
                 batch, ahead = ahead[:count], ahead[count:]
                 parts = tuple(divmod(number, state.most) for number in batch)
-                fetches.append(Fetch(name, parts, int(state.nbytes[batch].sum())))
+                fetches.append(Fetch(name, parts, nbytes))
                 lane.requests.append((fetches[-1], now))
                 waiting += fetches[-1].nbytes
         return tuple(fetches)
@@ -291,15 +289,14 @@ class LoadPlanner:
         state = self._state
         if self._decoding is not None:
             return None
-        settled = (state.have[: plan.chunks] >= plan.levels) & (state.decoded[: plan.chunks] < plan.levels)
-        if not settled.any():
+        parts = zip(state.decoded, plan.levels, state.have, strict=False)
+        chunk = next((chunk for chunk, (old, new, have) in enumerate(parts) if old < new <= have), None)
+        if chunk is None:
             return None
-        chunk = int(settled.argmax())
-        what = Decode(chunk, int(plan.levels[chunk]))
+        what = Decode(chunk, plan.levels[chunk])
         self._decoding = what, now
         state.decoded[chunk] = what.parts
-        seconds = state.decode(float(state.tokens[chunk]), float(state.bytes_up_to[chunk, what.parts]))
-        state.decoder_free = now + seconds
+        state.decoder_free = now + state.decode_seconds(chunk, what.parts)
         return what
 
     def _wake(self, plan: Plan, now: float) -> float:
