@@ -101,6 +101,19 @@ class OpenBlob:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedPart:
+    """What to expect of a chunk that is decoded from its parts up to one of them, by the profile's curve.
+
+    Attributes:
+        kl: nats per token; None if the curve does not measure it.
+        bits: bits per value of these parts together; None outside the curve.
+    """
+
+    kl: float | None
+    bits: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Setting:
     """How chunks are coded: the scheme, the step index, which is 0 without loss, and the refinements of a base.
 
@@ -282,6 +295,32 @@ class Codec:
         if self._plain_setting == self._setting or self.profile.token_table is None:
             return self._setting.name + parts
         return f"{self._setting.name},plain:{self._plain_setting.name.removeprefix('step:')}{parts}"
+
+    def part_count(self, ids: bool) -> int:
+        """Return how many parts chunks have, with or without token ids: without loss, there is only one."""
+        setting = self._setting if ids or self.profile.token_table is None else self._plain_setting
+        return 1 + (setting.refinements or 0)
+
+    def expected_parts(self, worst: bool = False) -> tuple[ExpectedPart, ...]:
+        """Return what to expect of chunks with token ids from their base, and from the base with each refinement.
+
+        Args:
+            worst: the KL is that of the worst kind of text, not the mean.
+
+        Returns:
+            one entry per part; one entry, without loss, for a codec that is lossless.
+
+        Example:
+            >>> from cuvee import Codec, KVLayout, LayerLayout, Profile
+            >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
+            >>> Codec(Profile.generic(layout), "lossless").expected_parts()
+            (ExpectedPart(kl=0.0, bits=None),)
+        """
+        if self.lossless:
+            return (ExpectedPart(0.0, None),)
+        offsets = self.profile.nested.offsets if self.refinements else (0,)
+        steps = [self.step_index - OCTAVE * part + int(offsets[part]) for part in range(self.refinements + 1)]
+        return tuple(ExpectedPart(self.profile.kl_at(step, worst), self.profile.bits_at(step)) for step in steps)
 
     @property
     def key_ids(self) -> tuple[bytes, ...]:

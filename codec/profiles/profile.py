@@ -343,6 +343,10 @@ class Profile:
         """Return the bits per value at a step, read off the curve; None outside the curve."""
         return self._curve.bits_at(step_index)
 
+    def kl_at(self, step_index: int, worst: bool = False) -> float | None:
+        """Return the KL to expect at a step, in nats per token, read off the curve: see `Curve.kl_at`."""
+        return self._curve.kl_at(step_index, worst)
+
     @property
     def promises_kl(self) -> bool:
         """Whether presets keep their KL: it was measured, as by `calibrate` or `measure`."""

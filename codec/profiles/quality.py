@@ -315,6 +315,20 @@ class Curve:
                 return (1 - share) * low.bits_per_value + share * high.bits_per_value
         return None
 
+    def kl_at(self, step_index: int, worst: bool = False) -> float | None:
+        """Return the KL to expect at a step, in nats per token, of the mean or of the worst kind of text.
+
+        Its logarithm is linear between measured points, and goes on outside them as between the last two. None if KL
+        was not measured at two points.
+        """
+        known = _positive(self.expected_kl(worst=worst))
+        if len(known) < 2:
+            return None
+        pairs = list(pairwise(known))
+        (low, low_kl), (high, high_kl) = next((pair for pair in pairs if step_index <= pair[1][0]), pairs[-1])
+        share = (step_index - low) / (high - low)
+        return math.exp((1 - share) * math.log(low_kl) + share * math.log(high_kl))
+
     def index_at(self, what: str, target: float, points: Sequence[tuple[int, float | None]]) -> int:
         """Return the step at which the curve has the value `target`, linear in the logarithm between measured points.
 

@@ -203,6 +203,13 @@ class Store(ABC):
             chunks.append(tuple(usable))
         return chunks
 
+    def locate(self, keys: Sequence[str]) -> list[str]:
+        """Return the tier from which each key would be read, by its name in `counters`, so that callers know how fast.
+
+        This does not say that an entry is there: the last tier is not asked, and stands for all keys that no other has.
+        """
+        return [self.name] * len(keys)
+
     def delete_parts(self, key: str, first: int = 0) -> bool:
         """Delete the parts of a chunk from number `first` on; return whether any of them was there.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from cuvee.codec.errors import InputError
@@ -137,6 +137,20 @@ class TieredStore(Store):
             missing = [key for key in missing if key not in there]
         return [key in there for key in keys]
 
+    def locate(self, keys: Sequence[str]) -> list[str]:
+        """Return the name of the first tier that has each key, in its store or queue; the last tier is not asked."""
+        names = self._names()
+        at: dict[str, str] = {}
+        missing = list(dict.fromkeys(keys))
+        for tier, name in zip(self._tiers[:-1], names, strict=False):
+            here, ask = tier.look(missing, count=False)
+            found = set(here)
+            if ask:
+                found.update(key for key, is_there in zip(ask, tier.store.contains(ask), strict=True) if is_there)
+            at.update(dict.fromkeys(found, name))
+            missing = [key for key in missing if key not in found]
+        return [at.get(key, names[-1]) for key in keys]
+
     def delete(self, key: str) -> bool:
         """Delete an entry from all tiers and queues; return whether any had it.
 
@@ -168,11 +182,7 @@ class TieredStore(Store):
         counters: dict[str, TierCounters] = {}
         for tier in self._tiers:
             for name, counted in tier.counters().items():
-                unique, number = name, 1
-                while unique in counters:
-                    number += 1
-                    unique = f"{name}-{number}"
-                counters[unique] = counted
+                counters[_unique(name, counters)] = counted
         return counters
 
     def overdue(self, operation: str, seconds: float) -> None:
@@ -201,6 +211,13 @@ class TieredStore(Store):
             for tier in reversed(self._tiers):
                 stack.callback(tier.close)
             self.flush(timeout)
+
+    def _names(self) -> list[str]:
+        """Return the names of the tiers, as in `counters`."""
+        names: list[str] = []
+        for tier in self._tiers:
+            names.append(_unique(tier.store.name, names))
+        return names
 
     def _promote(self, entries: dict[str, bytes], level: int, epoch: int) -> None:
         """Put entries of tier `level` into the tiers above it, unless a deletion may concern them.
@@ -254,3 +271,12 @@ class TieredStore(Store):
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._promoting = self._deleting = 0
+
+
+def _unique(name: str, others: Collection[str]) -> str:
+    """Return a name that no other tier has: a second "redis" is "redis-2"."""
+    unique, number = name, 1
+    while unique in others:
+        number += 1
+        unique = f"{name}-{number}"
+    return unique
