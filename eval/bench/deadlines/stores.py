@@ -76,14 +76,12 @@ class RedisServer:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         end = time.monotonic() + _START_SECONDS
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return self
+        while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
                 self._stop()
                 raise CuveeError(f"redis-server did not start:\n{self._log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.02)
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._stop()
@@ -99,6 +97,16 @@ class RedisServer:
         with redis.Redis(port=self.port) as client:
             keys = [key for key in client.scan_iter(count=1000) if key.startswith(_MARK)]
             return {key.decode().rpartition(":")[2]: int(client.strlen(key)) for key in keys}
+
+    def _answers(self) -> bool:
+        """Return whether this server answers, and not another one that has taken the port meanwhile."""
+        import redis
+
+        with redis.Redis(port=self.port) as client:
+            try:
+                return self._process is not None and client.info("server")["process_id"] == self._process.pid
+            except redis.ConnectionError:
+                return False
 
     def _stop(self) -> None:
         if self._process is not None:

@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 from rich.console import Console
+from tests.integrations.stores.redis_server import require_redis
 
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.part_keys import part_key, part_number
@@ -36,7 +37,6 @@ from cuvee.eval.bench.deadlines.deadlines_tables import (
     print_deadlines_report,
 )
 from cuvee.eval.bench.deadlines.links import GRAIN, MB, Link, LinkClock, ThrottledProxy
-from cuvee.eval.bench.deadlines.stores import ObjectServer
 from cuvee.eval.bench.engine.process import EngineAnswer
 from cuvee.eval.bench.engine.scope import QUESTION
 from cuvee.eval.machine import hardware
@@ -171,16 +171,30 @@ def test_a_proxy_without_a_server_closes_connections() -> None:
 # Stores ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_object_server_is_a_store_behind_a_proxy(tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
-    with ObjectServer(tmp_path) as server, ThrottledProxy(server.port, FAST) as proxy:
+@pytest.mark.parametrize("name", stores.STORES)
+def test_a_server_is_a_store_behind_a_proxy(name: str, tmp_path: Path) -> None:
+    if name == "redis":
+        require_redis()
+    else:
+        pytest.importorskip("aiohttp")
+    with stores.STORES[name](tmp_path) as server, ThrottledProxy(server.port, FAST) as proxy:
         store = open_store(server.url(proxy.port), guarded=False)
         base, refinement = "ab/0123", part_key("ab/0123", 1)
         assert store.get(base) is None
         assert store.put(base, b"base" * 1000) and store.put(refinement, b"more")
         assert store.get(base) == b"base" * 1000 and store.get_many([refinement, base])[0] == b"more"
         assert {key: size - 64 for key, size in server.sizes().items()} == {base: 4000, refinement: 4}
+        assert proxy.carried > 8000
         store.close()
+
+
+def test_a_redis_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    require_redis()
+    with stores.STORES["redis"](tmp_path) as other:
+        server = stores.STORES["redis"](tmp_path)
+        server.port = other.port
+        with pytest.raises(CuveeError, match=r"redis-server did not start:(.|\n)*in use"), server:
+            pass
 
 
 @pytest.mark.parametrize("name", ["redis", "http"])
