@@ -29,6 +29,9 @@ _LATENCY_WEIGHT = 1 / 8
 _MOST_LATENCY = 0.5
 # A transfer that is overdue is taken to need this much more of the time that it has taken already.
 _OVERDUE = 0.25
+# Seconds by which an answer may be late for reasons that say nothing about the link: another thread has the
+# interpreter, or another process the core. A transfer of a millisecond would otherwise seem to have stalled.
+HICCUP = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class LinkRate:
         """Note that a request was given up after so many seconds of transfer. It says something only if it was overdue:
         then, what made it late must not be forgotten with it.
         """
-        if seconds > 0 and nbytes / seconds < self.forecast(seconds).rate:
+        if seconds > HICCUP + nbytes / self.forecast(seconds).rate:
             self.observe(nbytes, seconds * (1 + _OVERDUE))
 
     def forecast(self, seconds: float, waiting: tuple[float, float] | None = None) -> Forecast:
@@ -123,7 +126,7 @@ class LinkRate:
         mean, spread = self._means[best], math.sqrt(span.squares[best])
         if waiting is not None and waiting[1] > 0:
             nbytes, passed = waiting
-            late = passed * mean[0] / mean[1] / nbytes
+            late = (passed - HICCUP) * mean[0] / mean[1] / nbytes
             if late > 1:
                 mean = _with(mean, HALF_LIVES[best], nbytes, passed * (1 + _OVERDUE))
                 spread = math.hypot(spread, math.log(late))

@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.loading.costs import LinearCost
-from cuvee.integrations.loading.links import LinkRate
+from cuvee.integrations.loading.links import HICCUP, LinkRate
 from cuvee.integrations.loading.plan import Plan, make_plan
 from cuvee.integrations.loading.request import LoadRequest
 from cuvee.integrations.loading.state import Fetch, LoadState
@@ -308,7 +308,7 @@ class LoadPlanner:
             if lane.requests:
                 fetch, sent = lane.requests[0]
                 passed = now - max(sent + lane.rate.latency, lane.answered)
-                due = fetch.nbytes / lane.rate.forecast(max(start - now, 0.05)).rate
+                due = fetch.nbytes / lane.rate.forecast(max(start - now, 0.05)).rate + HICCUP
                 # Once overdue, every further quarter of the wait is evidence of a link that stalls.
                 soon = min(soon, (1 + _WAKE_OVERDUE) * max(due, passed) - passed)
         return now + max(soon, _LEAST_WAKE)

@@ -69,7 +69,7 @@ class LoadRequest:
         chunks: those that follow the tokens whose cache the engine holds, in order.
         deadline: of the first token, in seconds on the planner's clock. It may have passed.
         kl_max: the floor of quality: nats per token that the chunks may lose in the mean over their tokens, computed
-            ones counting as 0. 0: nothing is loaded unless it is exact.
+            ones counting as 0. 0: nothing is loaded unless it is exact; infinite: there is no floor.
         start: tokens of the prompt before the first chunk, which the engine holds.
         rest: tokens behind the last chunk, which are computed in any case.
         compute: when to compute chunks that could be loaded.
@@ -90,7 +90,8 @@ class LoadRequest:
     def __post_init__(self) -> None:
         if not self.chunks:
             raise InputError("chunks: must not be empty: a prompt without chunks needs no plan")
-        check_number("kl_max", self.kl_max, positive=False)
+        if not self.kl_max >= 0:
+            raise InputError(f"kl_max: must be at least 0, got {self.kl_max}")
         for name, number, least in (("start", self.start, 0), ("rest", self.rest, 0)):
             if number < least:
                 raise InputError(f"{name}: must be at least {least}, got {number}")

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.part_keys import MAX_PARTS
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.cores import LOWEST_PRIORITY
+from cuvee.integrations.vllm.load_target import LoadTarget
 
 _DECISIONS = ("measured", "always")
 # A request that loads waits for at least one step of the engine, and this many more tokens hardly lengthen a step.
@@ -34,6 +36,13 @@ class Options(CodingOptions):
         lookup_timeout: seconds that a request waits to learn whether it is cached.
         load_timeout: seconds after which a load is given up and its tokens are computed.
         close_timeout: seconds that the engine's stop waits for chunks being stored; the rest is lost.
+        refinements: 1 or 2: chunks are stored as a base and so many refinements, which a store drops first and a load
+            with a deadline leaves out first (`cuvee.Codec`). Needs a profile. 0: chunks are stored whole.
+        deadline_ms: milliseconds from a request's arrival to its first token, by which loads are planned; None: all
+            that is found is loaded. Requests may name another.
+        kl_max: most nats per token that what is loaded for a prompt may lose in the mean, what is computed instead
+            counting as 0; with `worst`, on the worst kind of text. None: whatever the parts lose that the store has.
+            Requests may name another.
         tenant_metrics: count what each tenant stores and loads; each tenant adds its own time series.
         kv_events: report chunks in the store with vLLM's KV events, if these are on.
         blend: reuse cached segments at any position and recompute some of their tokens, so that answers are
@@ -57,6 +66,9 @@ class Options(CodingOptions):
     lookup_timeout: float = 2.0
     load_timeout: float = 30.0
     close_timeout: float = 30.0
+    refinements: int = 0
+    deadline_ms: float | None = None
+    kl_max: float | None = None
     tenant_metrics: bool = False
     kv_events: bool = True
     blend: BlendOptions | None = None
@@ -81,11 +93,30 @@ class Options(CodingOptions):
         self._check_positive("learn_share", "learn_max_mb")
         if self.learn_share > 1:
             raise InputError(f"learn_share: must be at most 1, because one thread learns, got {self.learn_share!r}")
+        if type(self.refinements) is not int or not 0 <= self.refinements < MAX_PARTS:
+            raise InputError(f"refinements: must be 0 … {MAX_PARTS - 1}, got {self.refinements!r}")
+        if self.load_target:
+            name = "kl_max" if self.deadline_ms is None else "deadline_ms"
+            if not self.load_async:
+                raise InputError(f"{name}: must be left out with load_async=false: only asynchronous loads are planned")
+            if self.blend is not None:
+                raise InputError(
+                    f"{name}: must be left out with blend, because planned loads are not blended; requests may name it"
+                )
         if self.decide not in _DECISIONS:
             raise InputError(f"decide: must be one of {', '.join(_DECISIONS)}, got {self.decide!r}")
         blend: Any = self.blend
         if not isinstance(blend, BlendOptions | None):
             object.__setattr__(self, "blend", BlendOptions.from_json(blend))
+
+    @property
+    def load_target(self) -> LoadTarget:
+        """What loads aim at unless their request names something else.
+
+        Raises:
+            InputError: a value of the wrong type or range.
+        """
+        return LoadTarget.read("", self.deadline_ms, self.kl_max)
 
     @property
     def least_tokens(self) -> int:

@@ -81,6 +81,25 @@ class Blend:
         return sum(max(min(piece.end, end) - max(piece.start, self.start), 0) for piece in self.pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What the plan of a load aims at.
+
+    Attributes:
+        seconds: from now until the first token is due; negative: it is late already; None: there is no deadline.
+        kl_max: most nats per token that the load's tokens may lose in the mean; None: no limit.
+        rest: tokens of the prompt behind the load, which are computed in any case.
+        queued: tokens that the engine computes before it can begin with this prompt.
+        prefill: what computing costs: the coefficients and the spread of a `loading.LinearCost`.
+    """
+
+    seconds: float | None
+    kl_max: float | None
+    rest: int
+    queued: int
+    prefill: tuple[float, float, float]
+
+
 @dataclass(slots=True)
 class Load:
     """Entries to restore for one request.
@@ -93,6 +112,7 @@ class Load:
             there is a blend.
         blocks: the engine's blocks of the tokens `start … end`, in the first group of layers.
         blend: what follows the prefix, if anything does.
+        aim: what the load is planned for; None: everything is loaded. There is no blend then.
     """
 
     request: str
@@ -102,6 +122,7 @@ class Load:
     end: int
     blocks: list[int]
     blend: Blend | None = None
+    aim: Aim | None = None
 
     @property
     def entries(self) -> list[Entry]:
@@ -172,6 +193,27 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a rank restored for a request whose entries have parts, or whose load was planned.
+
+    Attributes:
+        request: its id.
+        start: position of the load's first token.
+        tokens: restored of each entry of the load's prefix, in order; those behind them are computed.
+        parts: of how many parts each of these entries was decoded.
+        kl: nats per token that the load's tokens lose in the mean, computed ones counting as 0; None: unknown.
+        complete: whether all of the load is restored.
+    """
+
+    request: str
+    start: int
+    tokens: tuple[int, ...]
+    parts: tuple[int, ...]
+    kl: float | None
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SumsPiece:
     """A part of a rank's sums, from which the scheduler's side learns a profile.
 
@@ -198,6 +240,7 @@ class Report:
         failed: requests whose load failed in part or as a whole.
         unsaved: digests of entries that were to be stored and are not.
         metrics: as `Recorder.drain` returns them.
+        delivered: what was restored of which quality, once per rank and load.
         placed: requests with a blend whose prefix and segments are placed, once per rank.
         blended: work and seconds of each successful blend.
         checked: tenant, cost and KL of each blend that was also computed exactly, from the first rank.
@@ -211,6 +254,7 @@ class Report:
     failed: set[str] = field(default_factory=set)
     unsaved: set[bytes] = field(default_factory=set)
     metrics: Data | None = None
+    delivered: list[Delivery] = field(default_factory=list)
     placed: list[str] = field(default_factory=list)
     blended: list[BlendCost] = field(default_factory=list)
     checked: list[tuple[str, float, float]] = field(default_factory=list)
@@ -222,6 +266,7 @@ class Report:
         self.steps += other.steps
         self.ended |= other.ended
         self.loaded += other.loaded
+        self.delivered += other.delivered
         self.placed += other.placed
         self.blended += other.blended
         self.checked += other.checked

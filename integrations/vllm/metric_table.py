@@ -41,6 +41,8 @@ _ENTRIES = (
     "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close", "learn",
 )  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "quality", "failed")
+_TARGETS = ("parameters", "engine", "profile")
+PARTS = ("base", "refinement 1", "refinement 2")
 _LEARNED = ("published", "found", "failed")
 _LEFT_OUT = ("number", "positions", "time")
 
@@ -84,6 +86,22 @@ METRICS: dict[str, Metric] = {
         Metric("segments_left_out", "counter", "Segments that were not looked up: too many in one prompt, beyond the "
                "model's positions (neither is stored), or not reached within lookup_timeout.", "reason", _LEFT_OUT),
         Metric("recomputed_tokens", "counter", "Tokens of failed loads that were recomputed, of all ranks."),
+        Metric("fetched_parts", "counter", "Parts of chunks that loads have fetched, of all ranks; with refinements, a "
+               "deadline or kl_max.", "part", PARTS),
+        Metric("canceled_parts", "counter", "Parts that planned loads had asked for and no longer wanted, of all "
+               "ranks."),
+        Metric("bad_refinements", "counter", "Refinements that were damaged or belong to another base, of all ranks: "
+               "deleted, and their chunks loaded without them."),
+        Metric("loaded_at", "counter", "Tokens loaded from so many parts of their chunks, of all ranks; with "
+               "refinements, a deadline or kl_max.", "parts", ("1", "2", "3")),
+        Metric("load_kl", "histogram", "Nats per token that a load's tokens are expected to lose in the mean, computed "
+               "ones counting as 0; with refinements, a deadline or kl_max.", ranks="first", buckets=_KL_BUCKETS),
+        Metric("computed_by_plan", "counter", "Tokens in the store that were computed because of a deadline or of "
+               "kl_max, of all ranks."),
+        Metric("deadlines", "counter", "Requests by whether their first token came by their deadline.", "result",
+               ("met", "missed")),
+        Metric("targets_refused", "counter", "Requests whose deadline or kl_max is not aimed at: they are not valid, "
+               "the engine does not plan loads, or the profile has no KL.", "reason", _TARGETS),
         Metric("lookups", "counter", "Requests by result: the whole prompt found, a part, nothing, something slower to "
                "load than to compute, no answer in time.", "result", _RESULTS),
         Metric("lookup_seconds", "histogram", "Seconds of a lookup of a prompt's chunks in the store.",

@@ -5,8 +5,9 @@
     prompt done, request done -> the blocks after the last whole chunk, its tail -> to be stored
 
 `SchedulerSide` has one method per call of the engine and hands each on: to `scheduler_lookup` (what the store has),
-`scheduler_load` (what is loaded), `scheduler_blend` (segments behind the prefix), `scheduler_save` (what is stored) and
-`scheduler_rates` (what pays). They share `scheduler_state`; `scheduler_requests` knows the requests.
+`scheduler_load` (what is loaded), `scheduler_blend` (segments behind the prefix), `scheduler_save` (what is stored),
+`scheduler_rates` (what pays) and `scheduler_targets` (deadlines, and the quality of what was loaded). They share
+`scheduler_state`; `scheduler_requests` knows the requests.
 
 These modules run in the engine's loop: nothing waits for a store longer than a millisecond, and no error leaves them. A
 request with an error is not cached from there on: it is computed, and nothing of it is stored. If the engine already
@@ -24,6 +25,7 @@ from typing import Any
 from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.identity import Identity
 from cuvee.integrations.guard import Guard
+from cuvee.integrations.loading import prefill_quantities
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.blending.planning import BlendPlanner
@@ -40,6 +42,7 @@ from cuvee.integrations.vllm.scheduler_rates import Rates
 from cuvee.integrations.vllm.scheduler_requests import Requests
 from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
 from cuvee.integrations.vllm.scheduler_state import NOTHING, PATIENCE, KnownEntries, SchedulerState, Tracked
+from cuvee.integrations.vllm.scheduler_targets import SchedulerTargets
 from cuvee.integrations.vllm.setup import Setup
 
 logger = logging.getLogger(__name__)
@@ -98,6 +101,7 @@ class SchedulerSide:
         self._loads = SchedulerLoads(state, self._prefixes, self._rates, setup.prefix_caching)
         self._blends = SchedulerBlends(state, self._planner, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
+        self._targets = SchedulerTargets(state, setup.plans_loads, setup.knows_kl)
         self._learner: ProfileLearner | None = None
         if setup.learning is not None:
             self._learner = ProfileLearner(setup.learning, recorder, self._guard)
@@ -113,6 +117,7 @@ class SchedulerSide:
         tracked = self._track(request)
         if tracked is None:
             return
+        self._targets.begin(tracked)
         self._blends.segment(tracked)
         if self._prefixes.worth_asking(request, 0):
             self._prefixes.ask(tracked)
@@ -159,14 +164,22 @@ class SchedulerSide:
         tracked.computed = 0  # any blocks it had before were other ones
         if tokens:
             self._blends.allocate(tracked, blocks)
-            self._loads.allocate(tracked, blocks, tokens, others)
+            aim = self._targets.loading(tracked, tracked.end, self._queued(tracked), self._rates.prefill)
+            self._loads.allocate(tracked, blocks, tokens, others, aim)
+
+    def _queued(self, tracked: Tracked) -> int:
+        """Return how many tokens of prompts that have begun are still to be computed."""
+        left = (other.request.num_prompt_tokens - other.computed for other in self._requests.tracked.values()
+                if other is not tracked and other.computed)  # fmt: skip
+        return sum(max(tokens, 0) for tokens in left)
 
     def told(self, request: Any) -> dict[str, Any] | None:
-        """Return what the client of a request learns of its blend; None: nothing was to be blended."""
+        """Return what the client of a request learns of its blend, or of its planned load; None: there was neither."""
         with self._guard("told"):
             tracked = self._requests.tracked.get(request.request_id)
-            segmented = None if tracked is None else tracked.segmented
-            return None if segmented is None else segmented.told
+            if tracked is not None:
+                said = self._targets.told(tracked)
+                return said if tracked.segmented is None else {**(said or {}), **tracked.segmented.told}
         return None
 
     def finished(self, request: Any, blocks: Sequence[int], others: Sequence[Sequence[int]] = ()) -> None:
@@ -185,6 +198,7 @@ class SchedulerSide:
                 tracked.forget_lookups()
         self._requests.end(request_id)
         self._loads.forget(request_id)
+        self._targets.forget(request_id)
         with self._guard("finished"):
             self._blends.drop(request_id)
         with self._guard("finished"):
@@ -216,7 +230,7 @@ class SchedulerSide:
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        prompt_tokens = 0
+        prompt_tokens, looked_at = 0, 0.0
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.tracked.get(request_id)
             if tracked is None:
@@ -224,13 +238,16 @@ class SchedulerSide:
             with self._guard("plan", partial(self._give_up, request_id)):
                 before = computed[request_id]
                 after = before + scheduled
-                prompt_tokens += max(min(after, tracked.request.num_prompt_tokens) - before, 0)
+                prompt = max(min(after, tracked.request.num_prompt_tokens), before)
+                prompt_tokens += prompt - before
+                looked_at += prefill_quantities(before, prompt)[1]
+                self._targets.computes(tracked, before, after, self._step)
                 tracked.computed = after
                 if self._state.stores and not tracked.stale:
                     saves = self._saves.completed(tracked, before, after, output.kv_connector_block_state)
                     plan.saves += saves
                     self._events.planned(tracked.request, saves)
-        self._rates.begin_step(plan, prompt_tokens, output.total_num_scheduled_tokens)
+        self._rates.begin_step(plan, prompt_tokens, looked_at, output.total_num_scheduled_tokens)
 
     def take(self, report: Report) -> None:
         """Learn what the workers report about the steps before."""
@@ -241,6 +258,11 @@ class SchedulerSide:
                 self._refuse(request_id)
             with self._guard("take"):
                 self._blends.drop(request_id)
+        for delivery in report.delivered:
+            with self._guard("take", partial(self._give_up, delivery.request)):
+                self._targets.delivered(delivery)
+        with self._guard("take"):
+            self._targets.executed(report.steps)
         for request_id in report.ended:
             with self._guard("take"):
                 self._load_is_over(request_id)

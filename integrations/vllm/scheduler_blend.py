@@ -27,8 +27,8 @@ class SchedulerBlends:
         self._drops: list[str] = []
 
     def segment(self, tracked: Tracked) -> None:
-        """Find a new request's segments."""
-        if self._planner is not None:
+        """Find a new request's segments. A load that is planned is not blended."""
+        if self._planner is not None and tracked.targeted is None:
             tracked.segmented = self._planner.segment(tracked.request, tracked.tenant)
 
     def ask(self, tracked: Tracked) -> None:

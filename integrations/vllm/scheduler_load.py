@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cuvee.integrations.vllm.messages import Entry, Load
+from cuvee.integrations.vllm.messages import Aim, Entry, Load
 from cuvee.integrations.vllm.scheduler_lookup import PrefixLookups
 from cuvee.integrations.vllm.scheduler_rates import Rates
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
@@ -62,7 +62,12 @@ class SchedulerLoads:
         return self._promised.pop(request_id, 0)
 
     def allocate(
-        self, tracked: Tracked, blocks: Sequence[int], tokens: int, others: Sequence[Sequence[int]] = ()
+        self,
+        tracked: Tracked,
+        blocks: Sequence[int],
+        tokens: int,
+        others: Sequence[Sequence[int]] = (),
+        aim: Aim | None = None,
     ) -> None:
         """Plan a load of the request's last `tokens` tokens before the end of its prefix or blend.
 
@@ -71,6 +76,7 @@ class SchedulerLoads:
             blocks: the engine's blocks for it.
             tokens: to restore.
             others: the engine's blocks in further groups of layers.
+            aim: what the load is planned for.
         """
         request_id, blend, block = tracked.request.request_id, tracked.blend, self._state.block
         end = tracked.end if blend is None else tracked.blend_end
@@ -83,7 +89,8 @@ class SchedulerLoads:
         self._under_way[request_id] = digests
         for digest in digests:
             self._loading.setdefault(digest, request_id)
-        self._loads[request_id] = Load(request_id, tracked.tenant, prefix, start, end, held[start // block :], blend)
+        own = held[start // block :]
+        self._loads[request_id] = Load(request_id, tracked.tenant, prefix, start, end, own, blend, aim)
         tracked.saved = max(tracked.saved, tracked.found.chunks)
 
     def void(self, request_id: str, blocks: list[int]) -> None:

@@ -15,6 +15,7 @@ from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
+from cuvee.integrations.vllm.load_target import Targeted
 from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
@@ -82,6 +83,8 @@ class Tracked:
         saved: number of chunks that need not be stored (again).
         segmented: the segments of it that may be blended.
         blend: the blend offered to the engine last, and the position where that ends.
+        targeted: what its loads aim at; None: they restore all that is found.
+        target_refused: why they do not aim at what it asked for; empty if nothing is refused.
     """
 
     request: Any
@@ -99,6 +102,8 @@ class Tracked:
     segmented: Segmented | None = None
     blend: Blend | None = None
     blend_end: int = 0
+    targeted: Targeted | None = None
+    target_refused: str = ""
 
     def forget_lookups(self) -> None:
         """Cancel the request's lookups: no one waits for them any more."""
@@ -118,6 +123,7 @@ class SchedulerState:
         windows: of each group of layers, how many tokens the engine keeps; None: all.
         positions: number of positions the model has; None: no limit.
         tails: whether tails are stored (see `scheduler_save`).
+        parts: of how many parts the store has its chunks at best.
         wants_ids: whether the codec predicts a part of the cache from token ids, or a profile is learned from them.
         shards: number of ranks.
         store: looked into, never read from.
@@ -135,6 +141,7 @@ class SchedulerState:
         self.windows = setup.windows
         self.positions = setup.layout.max_positions
         self.tails = setup.quality == LOSSLESS or bool(setup.profile.learned)
+        self.parts = 1 + setup.options.refinements
         self.wants_ids = setup.predicts or setup.learning is not None
         self.shards = setup.shards
         self._key_ids = setup.options.key_ids() or (b"",)

@@ -74,6 +74,16 @@ class Setup:
         return tuple(group.window for group in self.groups) or (None,)
 
     @property
+    def plans_loads(self) -> bool:
+        """Whether loads can be planned: a part of one can be restored and the rest computed."""
+        return self.options.load_async and self.windows == (None,)
+
+    @property
+    def knows_kl(self) -> bool:
+        """Whether it is known what loaded tokens lose."""
+        return self.quality == LOSSLESS or self.profile.promises_kl
+
+    @property
     def predicts(self) -> bool:
         """Whether the codec predicts a part of the cache from token ids."""
         return self.quality != LOSSLESS and self.profile.token_table is not None
@@ -123,15 +133,29 @@ class Setup:
         learning = found if isinstance(found, Learning) and transfer.is_kv_producer else None
         profile = found if isinstance(found, Profile) else Profile.generic(layout)
         profile.check_layout(layout)
-        codec = Codec(profile, **options.codec_quality, dtype=layout.dtype)
+        codec = Codec(profile, **options.codec_quality, dtype=layout.dtype, refinements=options.refinements)
         quality = codec.quality_name
         events = vllm_config.kv_events_config
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
-        return cls(
+        setup = cls(
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
             groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)), learning,
         )  # fmt: skip
+        setup._check_target()
+        return setup
+
+    def _check_target(self) -> None:
+        """Refuse a deadline or a floor for all requests that this engine cannot keep."""
+        if self.options.load_target and not self.plans_loads:
+            raise UnsupportedModelError(
+                "deadline_ms, kl_max: a model with sliding windows loads a prefix as a whole or not at all; remove them"
+            )
+        if self.options.kl_max is not None and not self.knows_kl:
+            raise InputError(
+                f"kl_max: must be left out with a profile whose KL was not measured, got {self.options.kl_max}; "
+                "cuvee.measure measures it"
+            )
 
     def identity(self, vllm_config: Any) -> Identity:
         """Return the identity of this engine's blobs: everything but tokens that determines their content. Reads the
@@ -167,7 +191,9 @@ class Setup:
         """Return the codec of one rank. It starts no threads, because the worker codes several chunks at a time."""
         profile = self.profile.shard(rank, self.shards)
         asked, secrets = self.options.codec_quality, self.options.secrets() or None
-        codec = Codec(profile, **asked, dtype=self.layout.dtype, threads=1, key=secrets)
+        codec = Codec(
+            profile, **asked, dtype=self.layout.dtype, threads=1, refinements=self.options.refinements, key=secrets
+        )
         if codec.key_ids and rank == 0:
             # Replicas with other secrets do not find each other's entries; the id in the log shows why.
             logger.info("cuvee: blobs are signed with the key of id %s", _key_ids(codec))

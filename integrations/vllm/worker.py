@@ -107,12 +107,17 @@ class WorkerSide:
             [zeros(tokens, layer.kv_heads, layer.head_dim) for layer in layout.layers],
             [zeros(tokens, layer.kv_heads, layer.value_dim) for layer in layout.layers],
         )
-        blobs = codec.encode_paged(chunk, [torch.arange(tokens, device=cache.device)], [0])
+        slots = torch.arange(tokens, device=cache.device)
+        if codec.refinements:
+            base, *refinements = codec.encode_parts_paged(chunk, [slots], [0])[0]
+            opened = codec.open(base, refinements=refinements)
+        else:
+            opened = codec.open(codec.encode_paged(chunk, [slots], [0])[0])
         if self._state.grouped is not None:
-            codec.decode_paged(blobs, chunk, [torch.arange(tokens, device=cache.device)]).check()
+            codec.decode_paged([opened], chunk, [slots]).check()
             return
         nowhere = torch.full((tokens,), NOWHERE, device=cache.device)
-        codec.decode_paged(blobs, cache, [nowhere]).check()
+        codec.decode_paged([opened], cache, [nowhere]).check()
 
     # In the order in which the engine calls them at a step.
 

@@ -14,7 +14,8 @@ from cuvee.codec.errors import CuveeError
 from cuvee.codec.identity import tenant_id
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.decision import BlendCost, load_work
-from cuvee.integrations.vllm.messages import Load
+from cuvee.integrations.vllm.messages import Delivery, Load
+from cuvee.integrations.vllm.worker_planned import PlannedLoads
 from cuvee.integrations.vllm.worker_restore import LateError, LoadJob, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark
@@ -36,6 +37,7 @@ class WorkerLoads:
         self._pools = pools
         self._guard = guard
         self._restorer = Restorer(state, pools)
+        self._planned = PlannedLoads(state, pools, self._restorer)
         # The state's lock guards these tables.
         self._jobs: dict[str, LoadJob] = {}
         self._arrived: set[str] = set()
@@ -70,6 +72,7 @@ class WorkerLoads:
         with self._state.lock:
             for request, blocks in loads.items():
                 self._fail(request, blocks)
+                self._state.report.failed.add(request)
                 self._arrived.add(request)
                 self._state.report.ended.add(request)
             self._state.progress.notify()
@@ -136,11 +139,14 @@ class WorkerLoads:
         load = job.load
         try:
             with ready.followed():
-                for batch in self._restorer.fetched(job):
-                    with job.lock:
-                        if job.over:
-                            return
-                        self._restorer.restore(job, batch)
+                if load.aim is not None:
+                    self._planned.run(job, load.aim)
+                else:
+                    for batch in self._restorer.fetched(job):
+                        with job.lock:
+                            if job.over:
+                                return
+                            self._restorer.restore(job, batch)
         except LateError:
             self._give_up(job, patient=True)
         except CuveeError as error:
@@ -158,8 +164,7 @@ class WorkerLoads:
                 self._place(job)
                 return
         # Without the lock, because the store may hang; and before the end, so that the entry can be stored again.
-        if job.bad is not None:
-            self._restorer.discard(job.bad)
+        self._restorer.discard(job)
         with job.lock:
             self.end(job)
 
@@ -205,8 +210,9 @@ class WorkerLoads:
     def _book(self, job: LoadJob) -> None:
         load, done, chunk = job.load, job.valid_until, self._state.chunk
         seconds = time.monotonic() - job.begun
-        failed = done < load.end
-        missing = load.blocks[done // self._state.block - load.start // self._state.block :] if failed else []
+        incomplete = done < load.end
+        failed = incomplete and not job.went_as_planned
+        missing = load.blocks[done // self._state.block - load.start // self._state.block :] if incomplete else []
         tail = sum(entry.tokens for entry in load.prefix if entry.kind == "tail")
         work = load_work(len(load.prefix) - bool(tail), tail, chunk)
         unsaved = [
@@ -214,13 +220,21 @@ class WorkerLoads:
             for entry in (load.entries if failed else ())
             if entry.kind == "segment" or entry.start >= done // chunk * chunk
         ]
+        if job.planned is not None:
+            unsaved += job.planned.poor
+        delivery = self._delivery(job) if self._state.parts > 1 or job.planned is not None else None
         with self._state.lock:
             report = self._state.report
-            if failed:  # first: the engine must not hear of the end alone
+            if incomplete:  # first: the engine must not hear of the end alone
                 self._fail(load.request, missing)
-            self._is_over(job)
             if failed:
-                report.unsaved.update(unsaved)
+                report.failed.add(load.request)
+            if delivery is not None:
+                report.delivered.append(delivery)
+            self._is_over(job)
+            report.unsaved.update(unsaved)
+            if incomplete or load.aim is not None:
+                pass  # its time says little about loads of this length
             elif load.blend is None:
                 report.loaded.append((work, seconds))
             else:
@@ -239,7 +253,22 @@ class WorkerLoads:
             if self._jobs.get(load.request) is not job:  # the engine may have heard of its end
                 return
             self._fail(load.request, load.blocks)
+            self._state.report.failed.add(load.request)
             self._is_over(job)
+
+    def _delivery(self, job: LoadJob) -> Delivery:
+        """Count and return what the engine keeps of a load's prefix."""
+        load, valid = job.load, self._valid_until(job)
+        placed = [len(load.placed(entry)) for entry in load.prefix]
+        kept = sum(entry.start < valid for entry in load.prefix)
+        parts = tuple(job.parts[:kept])
+        kl = self._state.figures.mean_kl(placed, parts)
+        recorder = self._state.recorder
+        for tokens, count in zip(placed, parts, strict=False):
+            recorder.count("loaded_at", tokens, str(count))
+        if kl is not None and parts:
+            recorder.count("load_kl", kl)
+        return Delivery(load.request, load.start, tuple(placed[:kept]), parts, kl, valid >= load.exact)
 
     def _fail(self, request: str, blocks: Sequence[int]) -> None:
         """Have the engine compute these blocks of a request's load, or all of it; the state's lock is held."""
@@ -247,7 +276,6 @@ class WorkerLoads:
             self._failed.add(request)
         else:
             self._invalid.update(blocks)
-        self._state.report.failed.add(request)
 
     def _valid_until(self, job: LoadJob) -> int:
         """Return the position before which the engine keeps what a load has restored, if the load ends now."""
@@ -271,5 +299,8 @@ class WorkerLoads:
         if self._state.tenant_metrics:
             recorder.count_tenant("tenant_loaded_tokens", done - load.start, tenant_id(load.tenant))
         if done < load.end:
-            recorder.count("failures", label=failure)
-            recorder.count("recomputed_tokens", load.end - done)
+            if job.went_as_planned:
+                recorder.count("computed_by_plan", load.end - done)
+            else:
+                recorder.count("failures", label=failure)
+                recorder.count("recomputed_tokens", load.end - done)

@@ -16,8 +16,8 @@ import torch
 from cuvee.codec.codec import OpenBlob
 from cuvee.codec.errors import CorruptError, CuveeError
 from cuvee.codec.identity import store_key
-from cuvee.integrations.vllm.grouped_pages import GroupedPages
 from cuvee.integrations.vllm.messages import Entry, Load
+from cuvee.integrations.vllm.metric_table import PARTS
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark, send
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LOADED: dict[str, str] = {"chunk": "loaded_chunks", "tail": "loaded_tails", "segment": "loaded_segments"}
 _FETCH_ENTRIES = 8  # asked of the store at a time, while the entries before them are decoded
 
 
@@ -34,10 +35,10 @@ class LateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The store's answer for one entry: the key, and the blob, or None where the store has none."""
+    """The store's answer for one entry: the key, and its blob or parts; none where the store has none."""
 
     key: str
-    blob: bytes | None
+    parts: tuple[bytes, ...]
 
 
 class SlicedBlend(Protocol):
@@ -50,6 +51,19 @@ class SlicedBlend(Protocol):
     def advance(self, budget: float, /) -> float:
         """Compute a slice of at most so many tokens, or one unit; return the number of computed tokens."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a plan ends with.
+
+    Attributes:
+        lost: whether an entry had to be left out because the store does not have it, or it is damaged.
+        poor: digests of entries that are left out although the store has some of their parts, because of the floor.
+    """
+
+    lost: bool
+    poor: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)
@@ -66,7 +80,9 @@ class LoadJob:
         blending: the blend, once it has begun.
         place_seconds: from submission until everything was placed.
         computed, compute_seconds: tokens that were recomputed, and the engine loop's seconds for them.
-        bad: store key of an entry that is not sound.
+        bad: store keys of entries that are not sound, and the first part of each that is not.
+        parts: of how many parts each of the prefix's entries was restored, in order.
+        planned: what a plan expects of the restored entries, once it has decided that they will do.
     """
 
     load: Load
@@ -79,7 +95,14 @@ class LoadJob:
     place_seconds: float = 0.0
     computed: float = 0.0
     compute_seconds: float = 0.0
-    bad: str | None = None
+    bad: list[tuple[str, int]] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+    planned: Planned | None = None
+
+    @property
+    def went_as_planned(self) -> bool:
+        """Whether a plan was carried out, and everything that it found is sound."""
+        return self.planned is not None and not self.planned.lost
 
 
 class Restorer:
@@ -120,13 +143,22 @@ class Restorer:
         """Read entries; older secrets are tried only where the writing secret has no entry."""
         found: dict[int, Fetched] = {}
         for key_id in self._state.key_ids:
-            missing = [at for at in range(len(digests)) if at not in found or found[at].blob is None]
+            missing = [at for at in range(len(digests)) if at not in found or not found[at].parts]
             if not missing:
                 break
             keys = [store_key(tenant, digests[at], self._state.rank, key_id) for at in missing]
-            blobs = self._state.store.get_many(keys)
-            found.update((at, Fetched(key, blob)) for at, key, blob in zip(missing, keys, blobs, strict=True))
+            answers = self._get_parts(keys)
+            found.update((at, Fetched(key, parts)) for at, key, parts in zip(missing, keys, answers, strict=True))
         return [found[at] for at in range(len(digests))]
+
+    def _get_parts(self, keys: Sequence[str]) -> list[tuple[bytes, ...]]:
+        state = self._state
+        if state.parts == 1:
+            return [() if blob is None else (blob,) for blob in state.store.get_many(keys)]
+        answers = state.store.get_parts(keys, state.parts)
+        for number, name in enumerate(PARTS[: state.parts]):
+            state.recorder.count("fetched_parts", sum(len(parts) > number for parts in answers), name)
+        return answers
 
     def restore(self, job: LoadJob, batch: Sequence[tuple[Entry, Fetched]]) -> None:
         """Decode some of a load's entries in order, as far as they are there and sound.
@@ -136,99 +168,114 @@ class Restorer:
         """
         count = self._state.recorder.count
         begun = time.monotonic()
-        good, problem = self._decode(job.load, batch)
-        kinds = [entry.kind for entry, _ in batch[:good]]
-        for entry, _ in batch[:good]:
+        decoded, problem = self._decode(job.load, batch)
+        for (entry, fetched), parts in zip(batch, decoded, strict=False):
+            self.count(entry)
             if entry.kind != "segment":
                 job.valid_until = max(job.valid_until, min(entry.end, job.load.exact))
-        count("loaded_chunks", kinds.count("chunk"))
-        count("loaded_tails", kinds.count("tail"))
-        count("loaded_segments", kinds.count("segment"))
+                job.parts.append(parts)
+            if parts < min(len(fetched.parts), self._state.parts):
+                job.bad.append((fetched.key, parts))
         count("decode_seconds", time.monotonic() - begun)
         if problem is None:
             return
-        fetched = batch[good][1]
-        if fetched.blob is not None and problem.blames_blob:
-            job.bad = fetched.key
+        fetched = batch[len(decoded)][1]
+        if fetched.parts and problem.blames_blob:
+            job.bad.append((fetched.key, 0))
         raise problem
 
-    def _decode(self, load: Load, batch: Sequence[tuple[Entry, Fetched]]) -> tuple[int, CuveeError | None]:
-        """Decode entries of a load into their pages; return how many in a row succeeded, and the next one's error.
+    def count(self, entry: Entry) -> None:
+        """Count an entry that was restored."""
+        self._state.recorder.count(_LOADED[entry.kind])
 
-        Nothing writes to the pages any more on return.
+    def place(self, load: Load, entry: Entry, parts: Sequence[bytes]) -> int:
+        """Decode one entry of a load from these parts, into its pages, on this thread and its stream.
+
+        Returns:
+            of how many parts it is: of all, if its base is a whole blob, which has no others.
+
+        Raises:
+            CuveeError: the bytes belong to another entry, are damaged, or have no valid tag.
+        """
+        slots = self._state.slots(entry, load.placed(entry))
+        return self._place(self._open(load.tenant, entry, parts), slots, entry.start)
+
+    def _decode(self, load: Load, batch: Sequence[tuple[Entry, Fetched]]) -> tuple[list[int], CuveeError | None]:
+        """Decode entries of a load into their pages.
+
+        A part that is damaged, or refines another base, is left out, with those behind it.
+
+        Returns:
+            of how many parts each entry up to the first that failed was decoded, and the error of that one. Nothing
+            writes to the pages any more.
         """
         state, cache = self._state, self._state.pages
-        opening = []
+        present = []
         for entry, fetched in batch:
-            if fetched.blob is None:
+            if not fetched.parts:
                 break
-            opening.append(partial(self._open, load.tenant, entry, fetched.blob))
-        opened, problem = self._in_a_row(opening)
+            present.append((entry, fetched.parts))
+        opened, problem = self._in_a_row(partial(self._open_some, load.tenant, *each) for each in present)
         if problem is None and len(opened) < len(batch):
             problem = CuveeError(f"{self._name(batch[len(opened)][0])} is no longer in the store")
-        entries = [entry for entry, _ in batch[: len(opened)]]
-        each_slots = [state.slots(entry, load.placed(entry)) for entry in entries]
-        starts = [entry.start for entry in entries]
+        each_slots = [state.slots(entry, load.placed(entry)) for entry, _ in present[: len(opened)]]
 
-        def one(blob: OpenBlob, at: torch.Tensor, start: int) -> None:
-            state.codec.decode_paged([blob], cache, [at], [start]).check()
+        def one(blob: OpenBlob, entry: Entry, parts: Sequence[bytes], slots: Sequence[torch.Tensor]) -> int:
+            while True:
+                try:
+                    return self._place(blob, slots, entry.start)
+                except CuveeError as error:
+                    if not blob.refinements or not error.blames_blob:
+                        raise
+                    blob = self._open(load.tenant, entry, parts[: len(blob.refinements)])
 
-        if state.grouped is not None:
-            return self._decode_grouped(state.grouped, opened, each_slots, starts, problem)
-        only_slots = [at for (at,) in each_slots]
+        several = [
+            partial(one, blob, *each, slots) for blob, each, slots in zip(opened, present, each_slots, strict=False)
+        ]
         if not opened or not state.codec.on_device(cache.device):
-            several = zip(opened, only_slots, starts, strict=True)
-            done, damage = self._in_a_row(partial(one, *each) for each in several)
-            return len(done), damage or problem
-        slots = send(torch.cat(only_slots), cache.device).split([len(at) for at in only_slots])
-        try:
-            state.codec.decode_paged(opened, cache, slots, starts).check()
-            return len(opened), problem
-        except CuveeError:
-            pass  # one entry is damaged; decoding them one by one, on this thread's stream, tells which
-        for good, each in enumerate(zip(opened, slots, starts, strict=True)):
+            done, damage = self._in_a_row(several)
+            return done, damage or problem
+        if state.grouped is None:
+            slots = send(torch.cat([at for (at,) in each_slots]), cache.device)
+            sizes = [len(at) for (at,) in each_slots]
+            starts = [entry.start for entry, _ in present[: len(opened)]]
             try:
-                one(*each)
+                state.codec.decode_paged(opened, cache, slots.split(sizes), starts).check()
+                return [self._parts_of(blob) for blob in opened], problem
+            except CuveeError:
+                pass  # one entry is damaged; decoding them one by one tells which
+        done = []
+        for work in several:  # on this thread's stream
+            try:
+                done.append(work())
             except CuveeError as error:
-                return good, error
-        return len(opened), problem
+                return done, error
+        return done, problem
 
-    def _decode_grouped(
-        self,
-        pages: GroupedPages,
-        opened: Sequence[OpenBlob],
-        each_slots: Sequence[Sequence[torch.Tensor]],
-        starts: Sequence[int],
-        problem: CuveeError | None,
-    ) -> tuple[int, CuveeError | None]:
-        """Decode entries one by one into dense tensors, and write these to the slots of each group of layers.
+    def _place(self, blob: OpenBlob, slots: Sequence[torch.Tensor], start: int) -> int:
+        """Decode an entry into its slots of each group of layers; several groups need dense tensors in between.
 
-        Args:
-            pages: of the engine.
-            opened: the entries.
-            each_slots: of each entry, in every group.
-            starts: positions of the entries' first tokens.
-            problem: why no more entries were opened.
+        Returns:
+            as `place`.
+
+        Raises:
+            CuveeError: the blob is damaged.
         """
-        device = self._state.pages.device
+        state, cache = self._state, self._state.pages
+        pages, device = state.grouped, cache.device
+        if pages is None:
+            state.codec.decode_paged([blob], cache, [send(slots[0], device)], [start]).check()
+            return self._parts_of(blob)
+        tokens = len(slots[0])
+        dense = pages.empty(tokens)
+        state.codec.decode_paged([blob], dense, [torch.arange(tokens, device=device)], [start]).check()
+        pages.write(dense, [send(at, device) for at in slots])
+        Mark(device).wait()  # the engine reads the pages on another stream once it hears that the load is over
+        return self._parts_of(blob)
 
-        def one(blob: OpenBlob, slots: Sequence[torch.Tensor], start: int) -> None:
-            tokens = len(slots[0])
-            dense = pages.empty(tokens)
-            self._state.codec.decode_paged([blob], dense, [torch.arange(tokens, device=device)], [start]).check()
-            pages.write(dense, [send(at, device) for at in slots])
-            Mark(device).wait()  # the engine reads the pages on another stream once it hears that the load is over
-
-        several = zip(opened, each_slots, starts, strict=True)
-        if not self._state.codec.on_device(device):
-            done, damage = self._in_a_row(partial(one, *each) for each in several)
-            return len(done), damage or problem
-        for good, each in enumerate(several):  # on this thread's stream
-            try:
-                one(*each)
-            except CuveeError as error:
-                return good, error
-        return len(opened), problem
+    def _parts_of(self, blob: OpenBlob) -> int:
+        """Return of how many parts an open entry is. A whole blob lacks nothing."""
+        return 1 + len(blob.refinements) if blob.header.is_base else self._state.parts
 
     def _in_a_row(self, works: Iterable[Callable[[], T]]) -> tuple[list[T], CuveeError | None]:
         """Return the results up to the first work that failed, and its error. All works have ended on return, and also
@@ -247,27 +294,56 @@ class Restorer:
                 return results, error
         return results, None
 
-    def _open(self, tenant: str, entry: Entry, blob: bytes) -> OpenBlob:
-        """Open an entry's blob if it is the one that was asked for; decoding verifies the rest.
+    def _open_some(self, tenant: str, entry: Entry, parts: Sequence[bytes]) -> OpenBlob:
+        """Open an entry from as many of its parts as are sound.
 
         Raises:
-            CuveeError: the blob belongs to another entry, is damaged, or has no valid tag.
+            CuveeError: the base is not.
+        """
+        for count in range(len(parts), 1, -1):
+            try:
+                return self._open(tenant, entry, parts[:count])
+            except CuveeError as error:
+                logger.debug("cuvee: a part of an entry is left out: %s", error)
+        return self._open(tenant, entry, parts[:1])
+
+    def _open(self, tenant: str, entry: Entry, parts: Sequence[bytes]) -> OpenBlob:
+        """Open an entry if its parts are those that were asked for; decoding verifies the rest.
+
+        Raises:
+            CuveeError: one of them belongs to another entry, is damaged, or has no valid tag.
         """
         try:
             return self._state.codec.open_expected(
-                blob,
+                parts[0],
                 tokens=entry.tokens,
                 start=None if entry.kind == "segment" else entry.start,
                 dtype=self._state.pages.layout.dtype,
+                refinements=parts[1:],
                 associated_data=self._state.bound_to(tenant, entry.digest),
             )
         except CorruptError as error:
             raise CorruptError(f"{self._name(entry)}: {error}") from error
 
-    def discard(self, key: str) -> None:
-        """Delete an entry that does not decode, because it never will."""
+    def discard(self, job: LoadJob) -> None:
+        """Delete what does not decode of a load's entries, because it never will."""
+        store = self._state.store
+        bad: dict[str, int] = {}
+        for key, first in job.bad:  # a plan leaves out one part after the other
+            bad[key] = min(first, bad.get(key, first))
+        refinements = sum(first > 0 for first in bad.values())
+        if refinements:
+            self._state.recorder.count("bad_refinements", refinements)
+            logger.warning(
+                "cuvee: request %s: %d chunks have refinements that are damaged or not theirs: these are deleted, and "
+                "the chunks loaded without them", job.load.request, refinements,
+            )  # fmt: skip
         try:
-            self._state.store.delete(key)
+            for key, first in bad.items():
+                if self._state.parts == 1:
+                    store.delete(key)
+                else:
+                    store.delete_parts(key, first)
         except Exception as error:
             logger.warning("cuvee: a bad entry could not be deleted: %s", error)
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 
 from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
 from cuvee.codec.identity import tenant_id
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.part_keys import part_key
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.messages import Entry, Save
@@ -196,34 +198,50 @@ class WorkerSaves:
     def _try_to_save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
         """Encode the entries of a batch that the store does not have, and hand them to the writers."""
         try:
-            there = self._state.store.contains([self._key(save) for save in batch])
+            there = self._complete(batch)
             missing = [at for at, (_, known) in enumerate(zip(batch, there, strict=True)) if not known]
         except Exception as error:
             self._fail(batch, "store", error)
             return
-        blobs: dict[int, bytes] = {}
+        blobs: dict[int, tuple[bytes, ...]] = {}
         if missing:
             with ready.followed():
                 blobs = self._encode(batch, copy, missing)
         for at, save in enumerate(batch):  # only now: until here the whole copy is charged to the budget
             if there[at]:
                 self._saved(save, kept=True)
-        for at, blob in blobs.items():
+        for at, parts in blobs.items():
             try:
-                self._pools.writers.submit(self._write, batch[at], blob)
+                self._pools.writers.submit(self._write, batch[at], parts)
             except RuntimeError as error:  # no thread can be started, or the worker has closed and counted it as lost
                 if not self._state.closed:
                     self._fail([batch[at]], "store", error)
 
-    def _encode(self, batch: Sequence[Save], copy: PagedCache, which: Sequence[int]) -> dict[int, bytes]:
-        """Return the blobs of some of a batch's entries, by their index in it; those that cannot be encoded are left
-        out.
+    def _complete(self, batch: Sequence[Save]) -> list[bool]:
+        """Return whether the store has each entry, with all of its parts as far as the first and the last tell."""
+        codec = self._state.codec
+        keys, counts = [], []
+        for save in batch:
+            count = codec.part_count(ids=save.token_ids is None or NO_TOKEN not in save.token_ids)
+            own = sorted({0, count - 1})
+            keys += [part_key(self._key(save), number) for number in own]
+            counts.append(len(own))
+        there = iter(self._state.store.contains(keys))
+        return [all(list(islice(there, count))) for count in counts]
+
+    def _encode(self, batch: Sequence[Save], copy: PagedCache, which: Sequence[int]) -> dict[int, tuple[bytes, ...]]:
+        """Return the blob or the parts of some of a batch's entries, by their index in it; those that cannot be encoded
+        are left out.
         """
         begun = time.monotonic()
         sizes = [save.entry.tokens for save in batch]
         try:
             rows = torch.arange(sum(sizes), device=copy.device).split(sizes)
-            blobs = self._state.codec.encode_paged(
+            codec = self._state.codec
+            encode: Callable[..., Sequence[tuple[bytes, ...] | bytes]] = (
+                codec.encode_parts_paged if codec.refinements else codec.encode_paged
+            )
+            blobs = encode(
                 copy,
                 [rows[at] for at in which],
                 [batch[at].entry.start for at in which],
@@ -240,22 +258,24 @@ class WorkerSaves:
             if self._learner is not None:
                 for at in which:
                     self._learner.offer(batch[at], copy, rows[at])
-            return dict(zip(which, blobs, strict=True))
+            each = ((blob,) if isinstance(blob, bytes) else blob for blob in blobs)
+            return dict(zip(which, each, strict=True))
         # At least one entry cannot be encoded; encoding them one by one tells which.
         return {at: blob for each in which for at, blob in self._encode(batch, copy, [each]).items()}
 
-    def _write(self, save: Save, blob: bytes) -> None:
+    def _write(self, save: Save, parts: tuple[bytes, ...]) -> None:
         begun = time.thread_time()
         with self._guard("store", partial(self._release, [save])):
-            self._try_to_write(save, blob)
+            self._try_to_write(save, parts)
         if self._paced is not None:
             with self._guard("store"):
                 # Without what a store does in threads of its own, to compress or to write behind.
                 self._paced.charge(time.thread_time() - begun)
 
-    def _try_to_write(self, save: Save, blob: bytes) -> None:
+    def _try_to_write(self, save: Save, parts: tuple[bytes, ...]) -> None:
+        store, key = self._state.store, self._key(save)
         try:
-            kept = self._state.store.put(self._key(save), blob)
+            kept = store.put_parts(key, parts) if self._state.parts > 1 else int(store.put(key, parts[0]))
         except Exception as error:
             self._fail([save], "store", error)
             return
@@ -265,10 +285,13 @@ class WorkerSaves:
             if self._state.predicts and save.token_ids is not None and NO_TOKEN in save.token_ids:
                 recorder.count("stored_without_ids")
             recorder.count("raw_bytes", self._bytes(save.entry))
-            recorder.count("stored_bytes", len(blob))
+            stored = sum(map(len, parts[:kept]))
+            recorder.count("stored_bytes", stored)
             if self._state.tenant_metrics:
-                recorder.count_tenant("tenant_stored_bytes", len(blob), tenant_id(save.tenant))
-        self._saved(save, kept)
+                recorder.count_tenant("tenant_stored_bytes", stored, tenant_id(save.tenant))
+            for number, part in enumerate(parts):
+                self._state.figures.observe(save.entry.tokens, number, len(part))
+        self._saved(save, kept > 0)
 
     def _fail(self, saves: Sequence[Save], kind: str, error: Exception) -> None:
         """Count entries that are not stored, and log why."""

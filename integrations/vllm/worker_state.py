@@ -17,6 +17,7 @@ from cuvee.integrations.vllm.grouped_pages import GroupedPages
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.part_figures import PartFigures
 from cuvee.integrations.vllm.setup import Setup
 
 _FETCHERS = 4
@@ -75,6 +76,8 @@ class WorkerState:
         tells: whether to report what is stored.
         tenant_metrics: whether to count per tenant.
         predicts: whether the codec predicts from token ids.
+        parts: most parts that an entry has; 1: entries are whole blobs.
+        figures: what parts take and lose.
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
         report: what happened since the last report.
@@ -96,6 +99,9 @@ class WorkerState:
         self.tells = setup.tells
         self.tenant_metrics = options.tenant_metrics
         self.predicts = setup.predicts
+        self.parts = 1 + codec.refinements
+        values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
+        self.figures = PartFigures(codec, values, options.worst)
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
         self.report = Report()

@@ -9,6 +9,7 @@ from typing import Any
 from cuvee.blend.segmentation import ContentChunker, LineBreaks, ParagraphChunker, Span
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
+from cuvee.integrations.vllm.request_params import PARAMETERS, request_fields, shown
 
 KL_PRESETS = {"careful": 0.002, "balanced": 0.005, "fast": 0.02}
 """Names for values of `kl`, in nats."""
@@ -16,8 +17,6 @@ KL_PRESETS = {"careful": 0.002, "balanced": 0.005, "fast": 0.02}
 DEFAULT_COST = 0.15
 _MOST_KL = 100.0
 _CHECK_EVERY = 32  # where a cost must be learned and nothing else was asked for
-_REQUEST_FIELDS = ("blend", "segments", "cost", "kl")
-_MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,39 +135,31 @@ class BlendRequest:
         Raises:
             InputError: an unknown field, or a value of the wrong type or range.
         """
-        given = params.get("cuvee") if isinstance(params, Mapping) else None
+        given = request_fields(params)
         if given is None:
             return cls()
-        if not isinstance(given, Mapping):
-            raise InputError(f"kv_transfer_params.cuvee: must be an object, got {type(given).__name__}")
-        for name in given:
-            if name not in _REQUEST_FIELDS:
-                raise InputError(
-                    f"kv_transfer_params.cuvee: has no field {_shown(name)}: "
-                    f"{suggestion(_shown(name), _REQUEST_FIELDS)}"
-                )
-        blend, cost, name = given.get("blend", True), given.get("cost"), "kv_transfer_params.cuvee"
+        blend, cost, name = given.get("blend", True), given.get("cost"), PARAMETERS
         if not isinstance(blend, bool):
-            raise InputError(f"kv_transfer_params.cuvee.blend: must be true or false, got {_shown(blend)}")
+            raise InputError(f"{PARAMETERS}.blend: must be true or false, got {shown(blend)}")
         kl = _aim(name, given.get("kl"), cost)
         segments = given.get("segments")
         return cls(blend, None if segments is None else _spans(segments, tokens), cost, kl)
 
 
 def _spans(given: Any, tokens: int) -> tuple[Span, ...]:
-    name = "kv_transfer_params.cuvee.segments"
+    name = f"{PARAMETERS}.segments"
     if not isinstance(given, list | tuple):
         raise InputError(f"{name}: must be a list of [start, end], got {type(given).__name__}")
     spans: list[Span] = []
     for number, pair in enumerate(given):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(at) is int for at in pair):
-            raise InputError(f"{name}[{number}]: must be [start, end], two token positions, got {_shown(pair)}")
+            raise InputError(f"{name}[{number}]: must be [start, end], two token positions, got {shown(pair)}")
         start, end = pair
         before = spans[-1][1] if spans else 0
         if not before <= start < end <= tokens:
             raise InputError(
                 f"{name}[{number}]: must be a span of tokens {before} … {tokens}, after those before it, got "
-                f"[{_shown(start)}, {_shown(end)}]"
+                f"[{shown(start)}, {shown(end)}]"
             )
         spans.append((start, end))
     return tuple(spans)
@@ -189,20 +180,11 @@ def _kl(name: str, kl: object) -> float:
         return KL_PRESETS[kl]
     if isinstance(kl, bool) or not isinstance(kl, int | float) or not 0 < kl <= _MOST_KL:
         raise InputError(
-            f"{name}.kl: must be a number above 0 and up to 100, or one of {', '.join(KL_PRESETS)}, got {_shown(kl)}"
+            f"{name}.kl: must be a number above 0 and up to 100, or one of {', '.join(KL_PRESETS)}, got {shown(kl)}"
         )
     return float(kl)
 
 
 def _check_cost(name: str, cost: object) -> None:
     if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost <= 1:
-        raise InputError(f"{name}: must be a number from 0 to 1, got {_shown(cost)}")
-
-
-def _shown(value: object) -> str:
-    """Show a value in a message, in few characters whatever it is."""
-    if isinstance(value, int) and not -(10**_MOST_SHOWN) < value < 10**_MOST_SHOWN:  # Python may refuse to write it
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, str):
-        return repr(value[:_MOST_SHOWN]) + "…" * (len(value) > _MOST_SHOWN)
-    return repr(value) if value is None or isinstance(value, bool | int | float) else type(value).__name__
+        raise InputError(f"{name}: must be a number from 0 to 1, got {shown(cost)}")

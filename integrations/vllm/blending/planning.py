@@ -29,6 +29,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.identity import Identity, Scope, canonical, content_digest
 from cuvee.integrations.vllm.blending.blend_options import DEFAULT_COST, BlendOptions, BlendRequest
 from cuvee.integrations.vllm.blending.quality import COSTS, FIRST_CHECKS, BlendQuality
+from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.decision import TRIAL_EVERY, BlendCost, BlendPays
 from cuvee.integrations.vllm.lookups import Asking, Lookup, Lookups, Question
 from cuvee.integrations.vllm.messages import Blend, Entry
@@ -372,7 +373,6 @@ class BlendPlanner:
             digest_size=32,
             person=b"cuvee-blend",
         ).digest()
-        for at in range(first // self._block, len(hashes)):
-            hashes[at] = type(hashes[at])(hashlib.sha256(recipe + bytes(hashes[at])).digest())
+        set_apart(request, first // self._block, recipe)
         segmented.recipe, segmented.exact = recipe, first
         return True

@@ -334,7 +334,7 @@ def test_misuse_is_refused() -> None:
     [
         (lambda: LoadRequest((), 1.0, 0.02), "chunks: must not be empty"),
         (lambda: LoadRequest(chunks(1), math.inf, 0.02), "deadline: must be a time"),
-        (lambda: LoadRequest(chunks(1), 1.0, -0.1), "kl_max: must be finite and at least 0"),
+        (lambda: LoadRequest(chunks(1), 1.0, -0.1), "kl_max: must be at least 0"),
         (lambda: LoadRequest(chunks(1), 1.0, 0.02, start=-1), "start: must be at least 0"),
         (lambda: LoadRequest(chunks(1), 1.0, 0.02, rest=-1), "rest: must be at least 0"),
         (lambda: LoadRequest(chunks(1), 1.0, 0.02, engine_free=math.nan), "engine_free: must be a time"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ def make_request(
         "skip_reading_prefix_cache": False,
         "resumable": False,
         "kv_transfer_params": None,
+        "arrival_time": time.time(),
         "block_hashes": [],
     }
     request = SimpleNamespace(**{**fields, **changes})

@@ -1,0 +1,43 @@
+"""What clients ask of the connector, in a request's `kv_transfer_params`: `{"cuvee": {"deadline_ms": 300, …}}`.
+
+Here the object is read and its fields are known by name. `load_target` reads those about loads, and
+`blending.blend_options` those about blends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.support.suggest import suggestion
+
+PARAMETERS = "kv_transfer_params.cuvee"
+_FIELDS = ("deadline_ms", "kl_max", "blend", "segments", "cost", "kl")
+_MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
+
+
+def request_fields(params: Any) -> Mapping[str, Any] | None:
+    """Return what `kv_transfer_params` say to this connector; None: nothing.
+
+    Raises:
+        InputError: not an object, or an unknown field.
+    """
+    given = params.get("cuvee") if isinstance(params, Mapping) else None
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise InputError(f"{PARAMETERS}: must be an object, got {type(given).__name__}")
+    for name in given:
+        if name not in _FIELDS:
+            raise InputError(f"{PARAMETERS}: has no field {shown(name)}: {suggestion(shown(name), _FIELDS)}")
+    return given
+
+
+def shown(value: object) -> str:
+    """Show a client's value in a message, in few characters whatever it is."""
+    if isinstance(value, int) and not -(10**_MOST_SHOWN) < value < 10**_MOST_SHOWN:  # Python may refuse to write it
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(value[:_MOST_SHOWN]) + "…" * (len(value) > _MOST_SHOWN)
+    return repr(value) if value is None or isinstance(value, bool | int | float) else type(value).__name__

@@ -1,0 +1,297 @@
+"""Deadlines and floors on the scheduler's side: what loads aim at, what clients learn, and which blocks are renamed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, make_request
+from tests.integrations.vllm.test_worker_planned import profile
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.vllm.connector_config import Options
+from cuvee.integrations.vllm.layer_groups import LayerGroup
+from cuvee.integrations.vllm.load_target import LoadTarget
+from cuvee.integrations.vllm.messages import Delivery, Load, Report
+
+LOSSY = {"quality": None, "step": 0.25, "refinements": 2}
+
+
+@pytest.fixture
+def desk() -> Iterator[Callable[..., Desk]]:
+    made: list[Desk] = []
+
+    def make(**options: Any) -> Desk:
+        made.append(Desk(**{"profile": profile(), "min_tokens": 8, **LOSSY, **options}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.side.close()
+
+
+def asking(tokens: int = 100, name: str = "r", **wants: Any) -> SimpleNamespace:
+    ids = [(7 * index + sum(name.encode())) % 61 for index in range(tokens)]  # no two names share a prefix
+    return make_request(name, ids=ids, kv_transfer_params={"cuvee": wants} if wants else None)
+
+
+def loading(d: Desk, request: SimpleNamespace, seconds: float = 0.0) -> Load:
+    """The load of a request, of which the store has four chunks, so long after it has arrived."""
+    d.side.arrived(request)
+    d.now += seconds
+    d.put(request, 4)
+    tokens, _ = d.matched(request)
+    d.side.allocated(request, d.tables[0], tokens)
+    (load,) = d.plan().loads
+    return load
+
+
+def ended(request: SimpleNamespace, parts: tuple[int, ...], kl: float | None = 0.004, complete: bool = True) -> Report:
+    """A rank's report of the end of a load that restored chunks from so many parts."""
+    delivery = Delivery(request.request_id, 0, (CHUNK,) * len(parts), parts, kl, complete)
+    return Report(delivered=[delivery], ended={request.request_id})
+
+
+# What loads aim at ---------------------------------------------------------------------------------------------------
+
+
+def test_a_load_aims_at_what_its_request_asks_for(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500, kl_max=0.02)
+    aim = loading(d, request, seconds=0.2).aim
+    assert aim is not None and aim.seconds == pytest.approx(0.3, abs=0.05)
+    assert (aim.kl_max, aim.rest, aim.queued) == (0.02, 100 - 4 * CHUNK, 0)
+    assert loading(d, asking(name="other")).aim is None
+
+
+def test_what_a_request_waited_before_it_reached_the_scheduler_counts(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    request.arrival_time = time.time() - 0.4
+    aim = loading(d, request).aim
+    assert aim is not None and aim.seconds is not None and aim.seconds < 0.15
+
+
+def test_the_engine_has_defaults_that_a_request_replaces(desk: Callable[..., Desk]) -> None:
+    d = desk(deadline_ms=2000, kl_max=0.1)
+    default = loading(d, asking()).aim
+    assert default is not None and default.kl_max == 0.1 and default.seconds == pytest.approx(2, abs=0.2)
+    own = loading(d, asking(name="own", deadline_ms=70)).aim
+    assert own is not None and own.kl_max == 0.1 and own.seconds == pytest.approx(0.07, abs=0.05)
+    floor = loading(d, asking(name="floor", deadline_ms=None)).aim
+    assert floor is not None and floor.seconds is None and floor.kl_max == 0.1
+    assert loading(d, asking(name="none", deadline_ms=None, kl_max=None)).aim is None
+
+
+def test_prompts_that_are_being_computed_stand_in_front(desk: Callable[..., Desk]) -> None:
+    d, running = desk(), asking(90, "running")
+    d.side.arrived(running)
+    d.plan((running, 0, 40))
+    aim = loading(d, asking(name="r", deadline_ms=100)).aim
+    assert aim is not None and aim.queued == 50
+
+
+def test_a_deadline_has_its_plan_decide_whether_loading_pays(desk: Callable[..., Desk]) -> None:
+    d = desk(decide="measured")
+    rates = d.side._rates
+    for tokens in (100, 200) * 5:
+        rates._break_even.observe_prefill(tokens, tokens * 1e-6)
+        rates._break_even.observe_load(tokens, tokens * 1e-3)
+    assert loading(d, asking(deadline_ms=100)).aim is not None
+    floor = asking(name="floor", kl_max=0.1)
+    d.side.arrived(floor)
+    d.put(floor, 4)
+    assert d.matched(floor)[0] == 0, "without a deadline, what is slower to load is computed"
+
+
+def test_steps_teach_what_computing_costs(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    for index in range(8):
+        request = asking(100, f"r{index}")
+        d.side.arrived(request)
+        plan = d.plan((request, 0, 100))
+        d.now += 0.5
+        d.side.take(Report(steps=[plan.step]))
+    aim = loading(d, asking(name="last", deadline_ms=100)).aim
+    assert aim is not None
+    first, second, _ = aim.prefill
+    assert first * 100 + second * 100**2 == pytest.approx(0.5, rel=0.1)
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wants", [{"deadline_ms": 0}, {"deadline_ms": "soon"}, {"deadline_ms": True}, {"deadline_ms": 10**400},
+              {"kl_max": -1}, {"kl_max": float("nan")}, {"kl_max": 1e9}, {"deadline": 5}, "now"],
+)  # fmt: skip
+def test_malformed_targets_are_refused_and_the_request_is_served(
+    desk: Callable[..., Desk], wants: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    d = desk()
+    request = make_request(kv_transfer_params={"cuvee": wants})
+    assert loading(d, request).aim is None
+    assert d.side.told(request) == {"refused": "parameters"}
+    assert "kv_transfer_params.cuvee" in caplog.text and len(caplog.text) < 1000
+    assert d.recorder.totals()["targets_refused", "parameters"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "wants", "reason"),
+    [
+        ({"load_async": False}, {"deadline_ms": 100}, "engine"),
+        ({"groups": (LayerGroup((0, 1, 2), 64),)}, {"deadline_ms": 100}, "engine"),
+        ({"profile": None}, {"kl_max": 0.1}, "profile"),
+    ],
+)
+def test_targets_that_this_engine_cannot_aim_at_are_refused_by_name(
+    desk: Callable[..., Desk], options: dict[str, Any], wants: dict[str, Any], reason: str
+) -> None:
+    d = desk(**{"refinements": 0, **options})
+    request = asking(**wants)
+    d.side.arrived(request)
+    assert d.side.told(request) == {"refused": reason}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deadline_ms": -1}, "deadline_ms: must be milliseconds"),
+        ({"kl_max": "0.1"}, "kl_max: must be nats per token"),
+        ({"refinements": 3}, "refinements: must be 0 … 2"),
+        ({"refinements": True}, "refinements: must be 0 … 2"),
+        ({"deadline_ms": 5, "load_async": False}, "deadline_ms: must be left out with load_async=false"),
+        ({"kl_max": 5, "blend": {}}, "kl_max: must be left out with blend"),
+    ],
+)
+def test_options_are_checked_at_the_start(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Options.from_dict(options)
+
+
+def test_a_target_is_false_if_it_asks_for_nothing() -> None:
+    assert not LoadTarget() and LoadTarget(kl_max=0.0) and LoadTarget(deadline=1.0)
+
+
+# What was delivered --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_are_worse_than_stored_are_renamed_from_the_first_on(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    loading(d, request)
+    exact = list(request.block_hashes)
+    d.side.take(ended(request, (3, 3, 2, 3)))
+    same = [old == new for old, new in zip(exact, request.block_hashes, strict=True)]
+    assert same == [True] * (2 * CHUNK // BLOCK) + [False] * (len(exact) - 2 * CHUNK // BLOCK)
+
+
+@pytest.mark.parametrize("wants", [{}, {"kl_max": 0.1}])
+def test_a_request_that_names_no_deadline_keeps_poor_blocks_to_itself_as_well(
+    desk: Callable[..., Desk], wants: dict[str, Any]
+) -> None:
+    d, request = desk(), asking(**wants)
+    loading(d, request)
+    exact = list(request.block_hashes)
+    d.side.take(ended(request, (1, 3)))
+    assert not set(exact) & set(request.block_hashes)
+
+
+def test_complete_loads_keep_their_names_and_go_on_to_be_stored(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    loading(d, request)
+    exact = list(request.block_hashes)
+    d.side.take(ended(request, (3, 3, 3, 3)))
+    assert request.block_hashes == exact
+    saves = d.plan((request, 4 * CHUNK, 100 - 4 * CHUNK)).saves
+    assert [save.entry.start for save in saves] == [4 * CHUNK, 5 * CHUNK, 6 * CHUNK][: len(saves)] and saves
+
+
+def test_what_is_computed_after_poor_chunks_is_not_stored(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    loading(d, request)
+    d.side.take(ended(request, (3, 1, 3, 3)))
+    assert not d.plan((request, 4 * CHUNK, 100 - 4 * CHUNK)).saves
+    d.side.finished(request, d.tables[0])
+    assert not d.plan().last_saves
+
+
+def test_the_worst_of_all_ranks_counts(desk: Callable[..., Desk]) -> None:
+    d, request = desk(shards=2), asking(deadline_ms=5000)
+    loading(d, request)
+    exact = list(request.block_hashes)
+    d.side.take(ended(request, (3, 3, 3, 3), kl=0.001))
+    assert request.block_hashes == exact
+    d.side.take(ended(request, (3, 2, 3), kl=0.009, complete=False))
+    assert request.block_hashes[: CHUNK // BLOCK] == exact[: CHUNK // BLOCK]
+    assert request.block_hashes[CHUNK // BLOCK] != exact[CHUNK // BLOCK]
+    told = d.side.told(request)
+    assert told is not None
+    assert (told["loaded_tokens"], told["parts"], told["expected_kl"]) == (3 * CHUNK, [0, CHUNK, 2 * CHUNK], 0.009)
+
+
+def test_a_plan_that_leaves_chunks_out_is_not_repeated(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    loading(d, request)
+    d.side.take(ended(request, (), kl=0.0, complete=False))
+    assert d.matched(request)[0] == 0, "the engine asks again, for it has freed the blocks"
+
+
+def test_a_request_that_is_not_cached_any_more_still_keeps_poor_blocks_to_itself(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    loading(d, request)
+    exact = list(request.block_hashes)
+    d.side._give_up(request.request_id)
+    d.side.take(ended(request, (2, 2, 2, 2)))
+    assert not set(exact) & set(request.block_hashes)
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    loading(d, request)
+    d.side.finished(request, d.tables[0])
+    d.side.take(ended(request, (1, 1, 1, 1)))
+    targets = d.side._targets
+    assert not targets._loading and not targets._delivered
+
+
+# Deadlines -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seconds", "result"), [(0.3, "met"), (0.7, "missed")])
+def test_the_step_of_the_first_token_tells_whether_the_deadline_was_met(
+    desk: Callable[..., Desk], seconds: float, result: str
+) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    loading(d, request)
+    d.side.take(ended(request, (3, 3, 3, 1)))
+    d.plan((request, 4 * CHUNK, 10))
+    last = d.plan((request, 4 * CHUNK + 10, 100 - 4 * CHUNK - 10), new=False)
+    d.now += seconds
+    told_early = d.side.told(request)  # the engine ends a request of one token before it hands on the step's report
+    d.side.take(Report(steps=[last.step]))
+    told = d.side.told(request)
+    assert told == told_early and told is not None
+    assert told["deadline_met"] is (result == "met")
+    assert told["first_token_ms"] == pytest.approx(1e3 * seconds, abs=60)
+    assert told["parts"] == [CHUNK, 0, 3 * CHUNK] and told["loaded_tokens"] == 4 * CHUNK
+    assert told["expected_kl"] == 0.004
+    assert d.recorder.totals()["deadlines", result] == 1
+
+
+def test_a_floor_alone_is_told_without_a_deadline(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(kl_max=0.1)
+    loading(d, request)
+    assert d.side.told(request) == {"loaded_tokens": 0, "parts": [0, 0, 0]}
+
+
+def test_a_request_that_is_preempted_after_its_first_token_is_in_no_hurry(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    loading(d, request)
+    d.side.take(ended(request, (3, 3, 3, 3)))
+    plan = d.plan((request, 4 * CHUNK, 100 - 4 * CHUNK))
+    d.side.take(Report(steps=[plan.step]))
+    tokens, _ = d.matched(request)
+    d.side.allocated(request, d.tables[0], tokens)
+    (load,) = d.plan().loads
+    assert load.aim is None

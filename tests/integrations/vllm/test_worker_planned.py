@@ -1,0 +1,379 @@
+"""A worker with chunks in parts: what it stores, what it restores of which parts, and loads that are planned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.stores.dict_store import DictStore, hold
+from tests.integrations.stores.redis_server import wait_until
+from tests.integrations.vllm.sides import BLOCK, CHUNK, LAYOUT, TENANT, Bench, poison
+from tests.predicting import predicting
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.identity import store_key
+from cuvee.codec.learning.calibrate import fit
+from cuvee.codec.part_keys import part_key
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import CurvePoint
+from cuvee.codec.token_ids import NO_TOKEN
+from cuvee.integrations.vllm.messages import Aim, Delivery, Report, Save
+from cuvee.integrations.vllm.part_figures import PartFigures
+
+PARTS = 3
+STEP = 0.25
+BLOCKS = list(range(16))
+PREFILL = (1e-3, 0.0, 0.2)
+
+
+@cache
+def profile() -> Profile:
+    """A learned profile with a curve."""
+    noise = torch.randn(2, 3, 512, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    fitted = fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)])
+    points = [CurvePoint(64 * octave, 2.0 - octave, 0.01, kl=0.02 * 4.0 ** (octave - 1)) for octave in (-3, 1)]
+    return fitted.with_curve(points)
+
+
+@cache
+def kls() -> list[float]:
+    """What to expect of the parts."""
+    expected = Codec(profile(), step=STEP, refinements=PARTS - 1).expected_parts()
+    return [part.kl for part in expected if part.kl is not None]
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        codec = {"quality": None, "step": STEP, "refinements": PARTS - 1, **options.pop("codec", {})}
+        options = {"quality": None, "step": STEP, "refinements": PARTS - 1, **options}
+        made.append(Bench(**{"profile": profile(), "codec": codec, "threads": 1, **options}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.store.before = lambda operation: None
+        each.worker.close()
+
+
+def keys_of(b: Bench, chunk: int) -> list[str]:
+    return [part_key(b.key(chunk), number) for number in range(PARTS)]
+
+
+def aim(seconds: float | None = 10.0, kl_max: float | None = None, rest: int = 8) -> Aim:
+    return Aim(seconds, kl_max, rest, 0, PREFILL)
+
+
+def run(b: Bench, chunks: int = 4, planned: Aim | None = None, request: str = "r", start: int = 0) -> Report:
+    """Load the first chunks, and return what is reported of it."""
+    load = b.load(BLOCKS, start, chunks * CHUNK, request)
+    load.aim = planned
+    b.worker.start_loads([load], synchronous=False)
+    b.wait(request)
+    return b.worker.report(1)
+
+
+def delivered(report: Report) -> Delivery:
+    (delivery,) = report.delivered
+    return delivery
+
+
+def holds(b: Bench, chunk: int, parts: int) -> bool:
+    """Whether the pages hold a chunk as its first parts decode."""
+    blobs = [stored_before[key] for key in keys_of(b, chunk)[:parts]]
+    bound = store_key(TENANT, b.digests[chunk], 0).encode() if b.codec.key_ids else b""
+    expected = b.codec.decode(blobs[0], refinements=blobs[1:], associated_data=bound)
+    offsets = torch.arange(chunk * CHUNK, (chunk + 1) * CHUNK)
+    held = b.cache.read(torch.tensor(BLOCKS)[offsets // BLOCK] * BLOCK + offsets % BLOCK, chunk * CHUNK)
+    return all(map(torch.equal, [*held.keys, *held.values], [*expected.keys, *expected.values]))
+
+
+stored_before: dict[str, bytes] = {}
+
+
+def stored(b: Bench) -> Bench:
+    """Store all chunks, and keep what they were for `holds`."""
+    b.store_all()
+    stored_before.clear()
+    stored_before.update(b.store.entries)
+    return b
+
+
+# What is stored ------------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_is_stored_in_parts(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    assert set(b.store.entries) == {key for chunk in range(8) for key in keys_of(b, chunk)}
+    counts = b.counts()
+    assert counts["stored_chunks"] == 8
+    assert counts["stored_bytes"] == sum(map(len, b.store.entries.values()))
+
+
+def test_a_chunk_without_its_last_part_is_stored_again(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    del b.store.entries[keys_of(b, 2)[-1]], b.store.entries[keys_of(b, 5)[0]]
+    b.fill(BLOCKS, 8 * CHUNK)
+    puts = b.store.calls.count("put")
+    b.worker.save(b.saves(BLOCKS, range(8)))
+    b.drain()
+    assert set(b.store.entries) == set(stored_before)
+    assert b.store.calls.count("put") - puts == 2 * PARTS, "of the two chunks that lacked a part"
+
+
+def test_a_store_that_takes_the_base_alone_has_the_chunk(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    put = b.store.put
+    b.store.put = lambda key, blob: put(key, blob) if len(key.split("706172")) == 1 else False  # type: ignore[method-assign]
+    b.store_all(chunks=1)
+    assert list(b.store.entries) == [b.key(0)]
+    assert b.counts()["stored_bytes"] == len(b.store.entries[b.key(0)])
+    assert not b.worker.report(1).unsaved
+
+
+def test_a_chunk_that_is_lossless_because_it_has_no_ids_is_whole(bench: Callable[..., Bench]) -> None:
+    """It has one part and lacks none: it counts as of all parts, and is not stored again."""
+    rough = [CurvePoint(64 * octave, 2.0 - octave, 0.01, kl=2.0**octave, plain=True) for octave in (-3, 1)]
+    predicts = predicting(profile()).with_curve([*profile().points, *rough])
+    b = bench(profile=predicts, codec={"step": None, "kl": 0.01}, step=None, kl=0.01)
+    b.fill(BLOCKS, 8 * CHUNK)
+    save = b.saves(BLOCKS, range(1))[0]
+    without = Save(save.tenant, save.entry, [NO_TOKEN] * CHUNK)
+    for _ in range(2):
+        b.worker.save([without])
+        b.drain()
+    assert list(b.store.entries) == [b.key(0)] and b.store.calls.count("put") == 1
+    for name, planned in (("load", None), ("plan", aim())):
+        poison(b.cache)
+        assert delivered(run(b, chunks=1, planned=planned, request=name)).parts == (PARTS,)
+        assert b.held(BLOCKS, 0, CHUNK)
+
+
+# Loads without a plan ------------------------------------------------------------------------------------------------
+
+
+def test_a_load_takes_all_parts_that_are_there(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    del b.store.entries[keys_of(b, 1)[2]], b.store.entries[keys_of(b, 2)[1]]
+    delivery = delivered(run(b))
+    assert delivery == Delivery("r", 0, (CHUNK,) * 4, (3, 2, 1, 3), delivery.kl, True)
+    assert [holds(b, chunk, parts) for chunk, parts in enumerate(delivery.parts)] == [True] * 4
+    assert delivery.kl == pytest.approx((2 * kls()[2] + kls()[1] + kls()[0]) / 4)
+    counts = b.counts()
+    assert counts["loaded_at{3}"] == 2 * CHUNK and counts["loaded_at{1}"] == CHUNK
+    assert counts["fetched_parts{base}"] == 4 and counts["fetched_parts{refinement 2}"] == 2
+
+
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("planned", [None, aim()], ids=["load", "plan"])
+@pytest.mark.parametrize("how", ["damaged", "another's"])
+def test_a_bad_refinement_is_left_out_and_deleted(
+    bench: Callable[..., Bench], part: int, planned: Aim | None, how: str
+) -> None:
+    b = stored(bench())
+    bad = keys_of(b, 1)[part]
+    blob = b.store.entries[bad]
+    b.store.entries[bad] = b.store.entries[keys_of(b, 3)[part]] if how != "damaged" else blob[:-9] + bytes(9)
+    report = run(b, planned=planned)
+    delivery = delivered(report)
+    assert delivery.parts == (3, part, 3, 3) and not report.failed
+    assert holds(b, 1, part) and holds(b, 0, 3)
+    assert bad not in b.store.entries and keys_of(b, 1)[0] in b.store.entries
+    assert b.counts()["bad_refinements"] == 1
+
+
+@pytest.mark.parametrize("planned", [None, aim()], ids=["load", "plan"])
+def test_a_bad_base_ends_the_load_before_it_and_takes_its_refinements_along(
+    bench: Callable[..., Bench], planned: Aim | None
+) -> None:
+    b = stored(bench())
+    blob = b.store.entries[keys_of(b, 2)[0]]
+    b.store.entries[keys_of(b, 2)[0]] = blob[:-9] + bytes(9)
+    report = run(b, planned=planned)
+    assert report.failed == {"r"} and delivered(report).parts == (3, 3)
+    assert b.worker.take_invalid_blocks() == set(BLOCKS[4:8])
+    assert not set(keys_of(b, 2)) & set(b.store.entries)
+    assert b.counts()["failures{load}"] == 1 and "bad_refinements" not in b.counts()
+    assert b.digests[2] in report.unsaved
+
+
+def test_parts_are_bound_to_their_place_and_older_secrets_are_tried(bench: Callable[..., Bench]) -> None:
+    old, new = bytes(16), bytes(range(16))
+    b = stored(bench(codec={"key": old}))
+    rotated = bench(codec={"key": [new, old]}, store=b.store)
+    rotated.sequence = b.sequence
+    for name, planned in (("load", None), ("plan", aim())):
+        delivery = delivered(run(rotated, planned=planned, request=name))
+        assert delivery.parts == (3,) * 4
+    for number in range(PARTS):  # a copy from another place
+        b.store.entries[keys_of(b, 0)[number]] = b.store.entries[keys_of(b, 1)[number]]
+    assert delivered(run(b, planned=aim(), request="copied")).parts == ()
+
+
+# Planned loads -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_with_time_loads_everything(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    report = run(b, planned=aim(), start=CHUNK // 2 * 0)
+    assert delivered(report).parts == (3,) * 4 and delivered(report).complete
+    assert all(holds(b, chunk, 3) for chunk in range(4))
+    assert not report.failed and not report.loaded, "its time says nothing of the store"
+    assert b.worker.take_invalid_blocks() == set()
+    counts = b.counts()
+    assert counts["loaded_chunks"] == 4 and counts["loaded_tokens"] == 4 * CHUNK and "computed_by_plan" not in counts
+
+
+def test_a_plan_without_a_deadline_is_carried_out(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    assert delivered(run(b, planned=aim(seconds=None, kl_max=0.002))).parts == (3,) * 4
+
+
+def test_refinements_that_hang_are_left_out_by_the_deadline(bench: Callable[..., Bench]) -> None:
+    store = Parted()
+    b = stored(bench(store=store))
+    store.hangs = True
+    try:
+        report = run(b, planned=aim(seconds=0.5, rest=1))
+        assert delivered(report).parts == (1,) * 4 and delivered(report).complete
+        assert all(holds(b, chunk, 1) for chunk in range(4))
+        assert b.counts()["canceled_parts"] > 0 and not report.failed
+    finally:
+        store.gate.set()
+
+
+def test_a_deadline_that_has_passed_gives_the_first_token_soon(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    report = run(b, planned=aim(seconds=-5.0))
+    assert not report.failed and "r" in report.ended
+
+
+def test_a_floor_that_no_part_keeps_has_everything_computed(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    report = run(b, planned=aim(kl_max=0.0))
+    assert delivered(report) == Delivery("r", 0, (), (), 0.0, False)
+    assert not report.failed and not report.unsaved, "the store has all parts of these chunks"
+    assert b.worker.take_invalid_blocks() == set(BLOCKS[:8])
+    counts = b.counts()
+    assert counts["computed_by_plan"] == 4 * CHUNK and "failures{load}" not in counts
+    assert "recomputed_tokens" not in counts
+
+
+def test_a_floor_that_a_poor_chunk_breaks_has_it_computed_and_stored_again(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    for chunk in range(1, 4):
+        del b.store.entries[keys_of(b, chunk)[1]], b.store.entries[keys_of(b, chunk)[2]]
+    report = run(b, planned=aim(kl_max=0.001))
+    delivery = delivered(report)
+    assert delivery.kl is not None and delivery.kl <= 0.001 and delivery.parts == (3,)
+    assert report.unsaved == set(b.digests[1:4])
+    assert not report.failed
+
+
+def test_a_chunk_that_is_gone_is_computed_with_all_behind_it(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    for key in keys_of(b, 1):
+        del b.store.entries[key]
+    report = run(b, planned=aim())
+    assert delivered(report).parts == (3,) and report.failed == {"r"}
+    assert b.worker.take_invalid_blocks() == set(BLOCKS[2:8])
+    assert b.counts()["recomputed_tokens"] == 3 * CHUNK
+
+
+def test_a_store_that_fails_has_everything_computed(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+
+    def fails(operation: str) -> None:
+        if operation == "get":
+            raise OSError("gone")
+
+    b.store.before = fails
+    report = run(b, planned=aim())
+    assert delivered(report).parts == () and report.failed == {"r"}
+    assert b.counts()["failures{load}"] >= 1
+
+
+def test_a_store_that_hangs_is_given_up_after_the_load_timeout(bench: Callable[..., Bench]) -> None:
+    b = stored(bench(load_timeout=0.2))
+    gate = hold(b.store, "get")
+    try:
+        load = b.load(BLOCKS, 0, 4 * CHUNK)
+        load.aim = aim(seconds=30.0, rest=10**6)  # computing would take a quarter of an hour
+        b.worker.start_loads([load], synchronous=False)
+        b.wait()
+        assert b.counts()["failures{timeout}"] == 1
+        assert b.worker.take_invalid_blocks() == set(BLOCKS[:8])
+    finally:
+        gate.set()
+
+
+def test_a_load_that_is_dropped_writes_nothing_more(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    gate = hold(b.store, "get")
+    load = b.load(BLOCKS, 0, 4 * CHUNK)
+    load.aim = aim()
+    b.worker.start_loads([load], synchronous=False)
+    wait_until(lambda: "get" in b.store.calls, "a part is fetched")
+    b.worker.drop(["r"])
+    gate.set()
+    b.wait()
+    assert b.worker.take_invalid_blocks() == set(BLOCKS[:8])
+    assert b.cache.read(torch.arange(4 * CHUNK), 0).keys[0].isnan().all()
+
+
+def test_one_load_teaches_the_next(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    loads = b.worker._loads._planned
+    before = loads.decode(float(CHUNK), 0.0)
+    run(b, planned=aim())
+    assert loads.decode(float(CHUNK), 0.0) != before
+    assert set(loads._links) == {"memory"}
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+def test_figures_begin_with_the_curve_and_follow_what_is_seen() -> None:
+    codec = Codec(profile(), step=STEP, refinements=PARTS - 1)
+    figures = PartFigures(codec, values=96, worst=False)
+    parts = figures.expected(100, ["a", "b", "b"]).parts
+    assert [part.kl for part in parts] == pytest.approx(kls()) and [part.tier for part in parts] == [
+        "a",
+        "b",
+        "b",
+    ]
+    for _ in range(3):
+        figures.observe(100, 1, 777)
+    assert figures.expected(100, "abc").parts[1].nbytes == 777
+    assert figures.mean_kl([10, 30], [3, 1]) == pytest.approx((parts[2].kl + 3 * parts[0].kl) / 4)
+    assert figures.mean_kl([10, 30], [3]) == pytest.approx(parts[2].kl / 4), "what is computed loses nothing"
+    assert figures.mean_kl([], []) is None
+
+
+def test_figures_without_a_curve_rank_the_parts() -> None:
+    codec = Codec(profile().with_curve([]), step=STEP, refinements=PARTS - 1)
+    figures = PartFigures(codec, values=96, worst=False)
+    ranks = [part.kl for part in figures.expected(10, "aaa").parts]
+    assert ranks == sorted(ranks, reverse=True) and not figures.known
+    assert figures.mean_kl([10], [3]) is None
+
+
+class Parted(DictStore):
+    """A store whose refinements can be made to hang."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs = False
+        self.gate = threading.Event()
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        if self.hangs and any("70617274" in key[-10:] for key in keys):
+            self.gate.wait(60)
+        return super().get_many(keys)
