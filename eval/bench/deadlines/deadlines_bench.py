@@ -8,11 +8,14 @@ Prompts are stored in parts. Then the engine's own cache is emptied before each 
 without a deadline, which loads all of it, and with deadlines of half, once and twice the time of that and of computing.
 
 An engine without the connector computes the same prompts, and reads the same text behind each. The KL of an answer is
-that between what both expect on the way through this text, over the whole vocabulary.
+that between what both expect on the way through this text, over the whole vocabulary. The end of every second prompt,
+and the text behind it, repeat a part of the prompt, so the model has to read its cache. In bfloat16, rounding alone
+moves predictions by about a thousandth of a nat, as soon as anything in the cache is not the same to the last bit.
 
-**Which deadlines can be met** is taken from measurements that the engine does not have: what the link carries from the
-request on, and the 80th percentile of the time to compute the prompt. A deadline counts if all bases and then the
-question, or the whole prompt, would be done by then. Decoding is free in this bound.
+**Which deadlines can be met** is taken from measurements that the engine does not have: the bytes of the least that the
+floor allows, what the link carries from the request on, the time that these bytes take over a link without a limit,
+where decoding counts, and the time to compute the prompt. A deadline counts if the least, and then the question, or
+the whole prompt, would be done by then. Of several turns, four of five have to be so quick.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +41,13 @@ from cuvee.codec.data.corpus import read_corpus, spread_sequences
 from cuvee.codec.entropy.nested import MAX_REFINEMENTS
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.learning.divergence import compare, stderr
-from cuvee.codec.part_keys import MAX_PARTS, part_number
+from cuvee.codec.learning.sequences import reread
+from cuvee.codec.part_keys import MAX_PARTS
 from cuvee.eval.bench.deadlines.links import MB, Link, ThrottledProxy
 from cuvee.eval.bench.deadlines.stores import STORES, StoreServer, missing
 from cuvee.eval.bench.engine.process import FOLLOWING, Engine, EngineAnswer
 from cuvee.eval.bench.engine.ratios import spread
-from cuvee.eval.bench.engine.scope import CHUNK, QUESTION, EngineVariant, conditions
+from cuvee.eval.bench.engine.scope import CHUNK, DTYPE, QUESTION, EngineVariant, conditions
 from cuvee.eval.progress import timed_lines
 
 __all__ = [
@@ -61,7 +66,9 @@ FASTEST = Link("unlimited", (math.inf,))
 _SPEEDS = 1, 4, 16, 64  # MB/s
 _STEPPING = (16, 1, 64, 4), 0.2  # MB/s, and the seconds of each
 _SETTLE_SECONDS = 60.0
-_LATE = 80  # percentile of the time to compute that a deadline must leave
+_BOUNDS = 0.001, 0.004  # of expected KL, between which loads are compared
+_LATE = 80  # percentile of turns
+_NO_TIME_MS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +81,13 @@ class DeadlinesScope:
         follow: tokens of text after a prompt over which the KL is measured.
         kl_max: nats per token that the loaded part of a prompt may lose.
         quality: of all parts together.
+        dtype: in which the engine computes, and has its cache.
+        texts: where prompts are from, by the names of `read_corpus`.
         links: what answers of the stores go over.
         stores: names of `STORES`.
         factors: deadlines, over the time that loading everything takes, and over that of computing.
-        turns: how often each prompt is computed.
-        seed: of the order of deadlines.
+        turns: how often each prompt is computed, and the least of it loaded, to know what can be met.
+        seed: of the order of deadlines, and of what is repeated.
     """
 
     tokens: int = 2048
@@ -86,6 +95,8 @@ class DeadlinesScope:
     follow: int = 32
     kl_max: float = 0.02
     quality: str = "high"
+    dtype: str = DTYPE
+    texts: tuple[str, ...] = EVALUATION_TEXTS
     links: tuple[Link, ...] = (
         *(Link(f"{speed} MB/s", (speed * MB,)) for speed in _SPEEDS),
         Link("stepping", tuple(speed * MB for speed in _STEPPING[0]), _STEPPING[1]),
@@ -182,12 +193,13 @@ def run_deadlines_bench(
                 more = {"refinements": MAX_REFINEMENTS, "kl_max": scope.kl_max}
                 variant = EngineVariant(name, scope.quality, server.url(proxy.port))
                 engine.start(model, _options(scope), variant, profile, more=more)
-                bases = [_stored(engine, server, text, scope) for text in texts]
-                loads += _Loads(scope, name, engine, proxy, texts, exact, bases, folder, say).all()
+                for text in texts:
+                    _store(engine, server, text, scope)
+                loads += _Loads(scope, name, engine, proxy, texts, exact, folder, say).all()
                 engine.stop()
     return {
         **conditions(model, scope.quality, profile),
-        **{name: getattr(scope, name) for name in ("tokens", "prompts", "follow", "kl_max", "seed")},
+        **{name: getattr(scope, name) for name in ("dtype", "texts", "tokens", "prompts", "follow", "kl_max", "seed")},
         "links": [asdict(link) for link in scope.links],
         **report_of(loads, exact.seconds, exact.hits),
         "loads": [asdict(load) for load in loads],
@@ -205,25 +217,33 @@ def _check(scope: DeadlinesScope) -> None:
         raise InputError(f"kl_max: must be above 0 and below 1, got {scope.kl_max}")
     if unknown := [name for name in scope.stores if name not in STORES]:
         raise InputError(f"stores: must be among {', '.join(STORES)}, got {unknown[0]!r}")
+    if scope.dtype not in ("bfloat16", "float16", "float32"):
+        raise InputError(f"dtype: must be bfloat16, float16 or float32, got {scope.dtype!r}")
     for name in scope.stores:
         if (lacking := missing(name)) is not None:
             raise ImportError(f"the {name} store needs {lacking}; or leave this store out")
 
 
 def _texts(scope: DeadlinesScope, model: Path) -> list[list[int]]:
-    """Return token ids: prompts, with a question of `QUESTION` tokens, and what follows them."""
-    corpora = [read_corpus(name, str(model)) for name in EVALUATION_TEXTS]
+    """Return token ids: prompts, with a question of `QUESTION` tokens, and what follows them.
+
+    Every second one repeats, from the question on, a part of what is before.
+    """
+    corpora = [read_corpus(name, str(model)) for name in scope.texts]
     found = spread_sequences(corpora, scope.tokens + QUESTION + scope.follow, scope.prompts)
     if len(found) < scope.prompts:
         raise InputError(f"prompts: must be at most {len(found)}, as many as the texts have, got {scope.prompts}")
-    rows: list[list[int]] = found.tolist()
+    rows: list[list[int]] = reread(found, scope.tokens, scope.seed).tolist()
     return rows
 
 
 def _options(scope: DeadlinesScope) -> dict[str, Any]:
     longest = scope.tokens + QUESTION + scope.follow
     # All of a prompt in one step, as when it is loaded: what is computed in steps is not the same to the last digit.
-    return {"max_model_len": longest, "max_num_batched_tokens": longest, "block_size": 32, **FOLLOWING}
+    return {
+        "dtype": scope.dtype, "max_model_len": longest, "max_num_batched_tokens": longest, "block_size": 32,
+        **FOLLOWING,
+    }  # fmt: skip
 
 
 def _read(
@@ -267,23 +287,45 @@ class _Exact:
                     reads.append(read)
         return cls(seconds, hits, reads)
 
-    def late(self, prompt: int) -> float:
-        """Return the seconds by which a prompt is computed in most turns."""
-        return float(np.percentile(self.seconds[prompt], _LATE))
 
-
-def _stored(engine: Engine, server: StoreServer, text: Sequence[int], scope: DeadlinesScope) -> int:
-    """Have a prompt stored, and return the bytes of its bases."""
-    before = server.sizes()
+def _store(engine: Engine, server: StoreServer, text: Sequence[int], scope: DeadlinesScope) -> None:
+    """Have a prompt stored, in parts."""
+    before = server.entries()
     engine.ask([text[: -scope.follow]], expect_cached=[0], forget=True)
     least, end = MAX_PARTS * scope.tokens // CHUNK, time.monotonic() + _SETTLE_SECONDS
     while True:
         engine.idle()
-        found = {key: size for key, size in server.sizes().items() if key not in before}
-        if len(found) >= least:
-            return sum(size for key, size in found.items() if part_number(key) == 0)
+        stored = server.entries() - before
+        if stored >= least:
+            return
         if time.monotonic() > end:
-            raise CuveeError(f"the store has {len(found)} parts of a prompt, expected {least}")
+            raise CuveeError(f"the store has {stored} parts of a prompt, expected {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """The least that may be loaded of a prompt.
+
+    Attributes:
+        seconds: to the first token over a link without a limit.
+        nbytes: over the link.
+    """
+
+    seconds: float
+    nbytes: int
+
+    @classmethod
+    def of(cls, turns: Sequence[tuple[float, int]]) -> _Least:
+        return cls(_late([seconds for seconds, _ in turns]), min(nbytes for _, nbytes in turns))
+
+    def by(self, link: Link, hit: float) -> float:
+        """Return the seconds to the first token over a link, if the question takes the time of a `hit`."""
+        return max(self.seconds, link.seconds_for(self.nbytes) + hit)
+
+
+def _late(turns: Sequence[float]) -> float:
+    """Return the seconds within which most turns were done."""
+    return float(np.percentile(turns, _LATE))
 
 
 class _Loads:
@@ -297,21 +339,27 @@ class _Loads:
         proxy: ThrottledProxy,
         texts: Sequence[Sequence[int]],
         exact: _Exact,
-        bases: Sequence[int],
         folder: Path,
         say: Callable[[str], None],
     ) -> None:
         self._scope, self._store, self._engine, self._proxy = scope, store, engine, proxy
-        self._texts, self._exact, self._bases, self._say = texts, exact, bases, say
+        self._texts, self._exact, self._say = texts, exact, say
         self._into = folder / "read.npy"
         self._random = random.Random(scope.seed)
 
     def all(self) -> list[Load]:
         """Ask for everything over every link."""
+        self._say(f"{self._store}: the least that may be loaded")
+        turns = [[self._least(text) for text in self._texts] for _ in range(self._scope.turns)]
+        least = [_Least.of(own) for own in zip(*turns, strict=True)]
         loads: list[Load] = []
         for link in self._scope.links:
             self._say(f"{self._store}, {link.name}: no deadline")
-            whole = [self._asked(link, prompt) for prompt in range(len(self._texts))]
+            possible = [
+                min(each.by(link, hit), _late(seconds))
+                for each, hit, seconds in zip(least, self._exact.hits, self._exact.seconds, strict=True)
+            ]
+            whole = [self._asked(link, possible, prompt) for prompt in range(len(self._texts))]
             times = {
                 LOADING: [load.seconds for load in whole],
                 COMPUTING: [float(np.median(seconds)) for seconds in self._exact.seconds],
@@ -325,10 +373,27 @@ class _Loads:
             self._random.shuffle(wanted)
             self._say(f"{self._store}, {link.name}: {len(wanted)} deadlines")
             loads += whole
-            loads += [self._asked(link, *each) for each in wanted]
+            loads += [self._asked(link, possible, *each) for each in wanted]
         return loads
 
-    def _asked(self, link: Link, prompt: int, of: str = "", factor: float = 0.0, deadline: float | None = None) -> Load:
+    def _least(self, text: Sequence[int]) -> tuple[float, int]:
+        """Return the seconds to the first token, and the bytes, of a prompt that is late already."""
+        before = self._proxy.carried
+        self._proxy.switch(FASTEST)
+        prompt, params = text[: -self._scope.follow], {"cuvee": {"deadline_ms": _NO_TIME_MS}}
+        seconds = self._engine.ask([prompt], expect_cached=None, forget=True, params=params).seconds
+        self._proxy.drain()
+        return seconds, self._proxy.carried - before
+
+    def _asked(
+        self,
+        link: Link,
+        possible: Sequence[float],
+        prompt: int,
+        of: str = "",
+        factor: float = 0.0,
+        deadline: float | None = None,
+    ) -> Load:
         params = None if deadline is None else {"cuvee": {"deadline_ms": 1e3 * deadline}}
         before = self._proxy.carried
         self._proxy.switch(link)
@@ -339,11 +404,10 @@ class _Loads:
             raise CuveeError(f"an answer to a deadline must tell its {lacking[0]}, it told {told}")
         exact = self._exact.reads[prompt]
         (kl,), _, _ = compare(exact, read, torch.zeros(exact.shape[:2], dtype=torch.int64))
-        by_link = link.seconds_for(self._bases[prompt]) + self._exact.hits[prompt]
         return Load(
             self._store, link.name, prompt, of, factor, deadline, answer.seconds, answer.cached[0],
             None if told is None else tuple(told["parts"]), None if told is None else told.get("expected_kl", 0.0), kl,
-            self._proxy.carried - before, min(by_link, self._exact.late(prompt)),
+            self._proxy.carried - before, possible[prompt],
         )  # fmt: skip
 
 
@@ -376,7 +440,19 @@ def report_of(loads: Sequence[Load], computing: Sequence[Sequence[float]], hits:
         "own_cache": spread(hits),
         "groups": groups,
         "all": _figures([load for load in loads if load.of]),
+        "by_expected_kl": _by_expected_kl([load for load in loads if load.of]),
     }
+
+
+def _by_expected_kl(loads: Sequence[Load]) -> list[dict[str, Any]]:
+    """Compare the KL that was measured with what was expected, of loads that expected about as much."""
+    found = []
+    for least, most in pairwise((0.0, *_BOUNDS, math.inf)):
+        own = [load for load in loads if least < (load.expected_kl or 0.0) <= most]
+        if own:
+            kl, expected = _mean(load.kl for load in own), _mean(load.expected_kl or 0.0 for load in own)
+            found.append({"loads": len(own), "expected_kl": expected, "kl": kl, "kl_over_expected": kl / expected})
+    return found
 
 
 def _figures(loads: Sequence[Load]) -> dict[str, Any]:

@@ -47,11 +47,10 @@ def _preface(report: Mapping[str, Any]) -> str:
     machine = report["hardware"]
     line = machine_line(machine, f"vLLM {vllm_version(machine)}", f"torch {machine['torch']}")
     return (
-        f"{line}. {report['model']}, {report['quality']} in three parts, {report['prompts']} prompts of "
-        f"{report['tokens']} tokens, floor {report['kl_max']} nats per token, KL over {report['follow']} tokens "
-        f"behind each. First token: {report['computing']['median']:.2f} s computed, "
-        f"{report['own_cache']['median']:.2f} s with "
-        "the prompt in vLLM's own cache."
+        f"{line}. {report['model']} in {report['dtype']}, {report['quality']} in three parts, {report['prompts']} "
+        f"prompts of {report['tokens']} tokens, floor {report['kl_max']} nats per token, KL over {report['follow']} "
+        f"tokens behind each. First token: {report['computing']['median']:.2f} s computed, "
+        f"{report['own_cache']['median']:.2f} s with the prompt in vLLM's own cache."
     )
 
 
@@ -59,7 +58,7 @@ def _tables(report: Mapping[str, Any]) -> list[ReportTable]:
     columns = [
         "deadline ", "s", "first token, s", "met", "of possible", "tokens by parts", "MB", "KL", "expected",
     ]  # fmt: skip
-    tables = [_whole(report)]
+    tables = [_whole(report), _by_expected_kl(report)]
     for group in report["groups"]:
         whole = group["no_deadline"]
         rows = [["none: all is loaded", "-", *_shown(whole, "-", "-", f"{whole['cached_tokens']:.0f}"), "-"]]
@@ -98,6 +97,19 @@ def _whole(report: Mapping[str, Any]) -> ReportTable:
         "All loads with a deadline",
         f"KL in 1/1000 nats per token. No answer may be expected to lose more than {_milli(report['kl_max'])}.",
     )  # fmt: skip
+
+
+def _by_expected_kl(report: Mapping[str, Any]) -> ReportTable:
+    rows = [
+        [str(each["loads"]), _milli(each["expected_kl"]), _milli(each["kl"]), f"{each['kl_over_expected']:.2f}"]
+        for each in report["by_expected_kl"]
+    ]
+    return ReportTable(
+        ["loads", "expected", "measured", "over expected"],
+        rows,
+        "KL by what was expected",
+        "Means of loads that lose something, in 1/1000 nats per token.",
+    )
 
 
 def _milli(kl: float) -> str:

@@ -300,7 +300,15 @@ def bench_deadlines(
     prompts: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Different prompts. Default: 6.")
     ] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option("--text", metavar="TEXT", show_default=False,
+                     help="Where prompts are from: a file or a name. Repeatable. Default: bundled texts."),
+    ] = None,
     kl_max: Annotated[float, typer.Option(help="Nats per token that a loaded prompt may lose.")] = 0.02,
+    dtype: Annotated[
+        str, typer.Option(help="The engine's. bfloat16 rounds by more than fine parts lose; float32 does not.")
+    ] = "bfloat16",
     quick: Annotated[bool, typer.Option("--quick", help="3 prompts of 1,024 tokens.")] = False,
     plot: Annotated[
         Path | None,
@@ -310,7 +318,7 @@ def bench_deadlines(
     force: Force = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Measure loads with a deadline in vLLM, over links of 1 to 64 MB/s to Redis and to an HTTP object store.
 
     The servers run on this machine, behind a proxy that is as slow as the link. redis-server has to be installed.
@@ -335,6 +343,8 @@ def bench_deadlines(
         tokens=tokens or scope.tokens,
         prompts=prompts or scope.prompts,
         stores=tuple(dict.fromkeys(stores or scope.stores)),
+        texts=tuple(texts or scope.texts),
+        dtype=dtype,
         kl_max=kl_max,
     )
     checkpoint = _checkpoint(model)
