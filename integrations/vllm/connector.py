@@ -251,6 +251,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.void(self._plan.voids)
         self._working.start_loads(self._plan.loads, synchronous=not self._setup.options.load_async)
         self._working.drop(self._plan.drops)
+        self._working.refine(self._plan.refines, self._plan.unrefined)
         if self._blender is not None:
             self._working.blend(self._plan.blends, self._plan.blend_tokens, self._blender)
 

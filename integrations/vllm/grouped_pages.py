@@ -39,11 +39,6 @@ class GroupedPages:
         pairs = [read[layer] for layer in range(self._cache.layout.num_layers)]
         return PagedCache.dense(self._cache.layout, [keys for keys, _ in pairs], [values for _, values in pairs])
 
-    def empty(self, tokens: int) -> PagedCache:
-        """Return a dense cache for so many tokens, to be filled and then written."""
-        layout = self._cache.layout
-        return PagedCache.empty(layout, tokens, range(layout.num_layers), self._cache.device)
-
     def write(self, dense: PagedCache, slots: Sequence[torch.Tensor]) -> None:
         """Write the tokens of a dense cache to their slots in each group, int64 `[T]`; `NOWHERE` leaves a token out of
         a group.

@@ -37,6 +37,7 @@ class WorkerPools:
         writers: write to the store.
         pacer: one thread, which hands entries to the encoders when their time has come (`store_share`).
         learner: one thread, which sums what a profile is learned from.
+        refiners: one thread, which fetches and decodes what refines loads that are over.
     """
 
     def __init__(self, threads: int, patience: float, store_niceness: int = 0) -> None:
@@ -55,6 +56,7 @@ class WorkerPools:
         self.fetchers = pool(_FETCHERS, "fetch")
         self.coders = pool(threads, "decode")
         self.pacer = pool(1, "pace", patience=math.inf)  # its one job lasts as long as the engine
+        self.refiners = pool(1, "refine", LOWEST_PRIORITY)
         self.learner = pool(1, "learn", LOWEST_PRIORITY, math.inf)  # it rests between its jobs
 
     def use_free_cores(self) -> None:
@@ -77,6 +79,7 @@ class WorkerState:
         tenant_metrics: whether to count per tenant.
         predicts: whether the codec predicts from token ids.
         parts: most parts that an entry has; 1: entries are whole blobs.
+        refines: whether parts that a load left out are added while its request runs.
         figures: what parts take and lose.
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
@@ -100,6 +103,7 @@ class WorkerState:
         self.tenant_metrics = options.tenant_metrics
         self.predicts = setup.predicts
         self.parts = 1 + codec.refinements
+        self.refines = options.refine_later
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
         self.figures = PartFigures(codec, values, options.worst)
         self.lock = threading.Lock()

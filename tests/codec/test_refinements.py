@@ -15,7 +15,7 @@ from tests.codec.forging import reseal, sections_of, with_section
 from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec, OpenBlob
+from cuvee.codec.codec import Codec, ExpectedPart, OpenBlob
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL
 from cuvee.codec.entropy.family import OCTAVE, default_family, fit_family
 from cuvee.codec.entropy.nested import (
@@ -30,6 +30,7 @@ from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
 from cuvee.codec.format.container import inspect, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import CurvePoint
 
 TOKENS = 300  # more than a window
 # Most classes, in no order, so that columns of several classes share a row; one token is worth nothing.
@@ -574,3 +575,27 @@ def test_tables_that_break_a_rule() -> None:
     with pytest.raises(FormatError, match="so that all cells are one step wide"):
         NestedFamily(default_family(), good.refinements, good.offsets)
     assert len(NestedFamily(good.base, [tables, good.refinements[1]], good.offsets).coders) == 2
+
+
+def test_what_to_expect_of_parts_is_that_of_blobs_of_their_error(fitted: Callable[[str, str], Profile]) -> None:
+    curve = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-5, 5)]
+    profile = fitted("gqa", "layer").with_curve(curve)
+    whole, parts = Codec(profile, "balanced"), Codec(profile, "balanced", refinements=2)
+    (single,) = whole.expected_parts()
+    base, middle, finest = parts.expected_parts()
+    assert finest == single and finest.kl is not None and middle.kl is not None and base.kl is not None
+    offsets = profile.nested.offsets
+    assert base.kl / finest.kl == pytest.approx(4.0 ** (2 + (offsets[0] - offsets[2]) / OCTAVE), rel=0.02)
+    assert base.bits is not None and middle.bits is not None and finest.bits is not None
+    assert base.bits < middle.bits < finest.bits
+    worst = parts.expected_parts(worst=True)
+    assert [part.kl for part in worst] == [base.kl, middle.kl, finest.kl], "the curve knows one kind"
+    assert Codec(profile, "lossless").expected_parts() == (ExpectedPart(0.0, None),)
+    unknown = Codec(fitted("gqa", "layer").with_curve([]), step=0.5, refinements=1).expected_parts()
+    assert unknown == (ExpectedPart(None, None),) * 2
+
+
+def test_part_count_says_that_chunks_without_ids_may_be_whole(fitted: Callable[[str, str], Profile]) -> None:
+    codec = Codec(fitted("gqa", "layer"), step=0.5, refinements=2)
+    assert codec.part_count(ids=True) == codec.part_count(ids=False) == 3
+    assert Codec(fitted("gqa", "layer"), step=0.5).part_count(ids=True) == 1

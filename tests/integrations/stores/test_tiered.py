@@ -147,6 +147,30 @@ def join(thread: threading.Thread) -> None:
 # --- lookup and promotion ---
 
 
+def test_keys_are_located_without_asking_the_last_tier(three: Three) -> None:
+    three.top.entries[A] = three.low.entries[B] = three.low.entries[A] = b"x"
+    assert three.store.locate([A, B, C, A]) == ["top", "low", "deep", "top"]
+    assert three.deep.calls == [] and three.low.calls == [("contains", B, C)]
+    gate = three.block(three.low)
+    three.top.refuse = True
+    three.store.put(C, b"c")
+    gate.wait()
+    assert three.store.locate([C]) == ["low"], "it is read from that tier's queue"
+    counters = three.store.counters()
+    assert not any(counters[name].misses or counters[name].hits for name in ("top", "low", "deep"))
+
+
+def test_tiers_of_one_kind_are_located_by_the_names_of_their_counters() -> None:
+    store = TieredStore([MemoryStore(1000), MemoryStore(1000)])
+    try:
+        store.tiers[1].put(A, b"a")
+        store.tiers[0].put(B, b"b")
+        assert store.locate([A, B]) == ["memory-2", "memory"] and set(store.counters()) == {"memory-2", "memory"}
+        assert store.tiers[0].locate([A]) == ["memory"]
+    finally:
+        store.close()
+
+
 def test_each_tier_is_asked_for_what_is_missing(three: Three) -> None:
     three.top.entries[A], three.low.entries[B], three.deep.entries[C] = b"a", b"b", b"c"
     absent = "cc/04"

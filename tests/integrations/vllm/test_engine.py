@@ -49,6 +49,7 @@ from tests.integrations.vllm.engines import (
     write_order,
 )
 
+from cuvee.codec.part_keys import part_number
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
@@ -128,12 +129,18 @@ CROWDED = {"num_gpu_blocks_override": 14, "max_model_len": 256}
 CROWD_CHUNK = 64
 RUSH = Step(CROWD, together=True, forget=True, max_tokens=60)
 PREFIX = 192  # tokens of a passage that are cached; `books` is calibrated with as many
+PARTS: dict[str, Any] = {"quality": "high", "refinements": 2, "chunk_tokens": PREFIX}
 BALANCED: dict[str, Any] = {"quality": "balanced", "chunk_tokens": PREFIX}
 
 
 def next_tokens(prompts: list[list[int]]) -> Step:
     """The whole distribution of the token after each prompt."""
     return Step(prompts, together=True, max_tokens=1, logprobs=-1)
+
+
+def prefix_ends(passages: list[list[int]]) -> list[list[int]]:
+    """The shortest passage with each prefix."""
+    return [passage for passage in passages if len(passage) == PREFIX + 4]
 
 
 def loadable(prompt: list[int], block: int, unit: int = CHUNK) -> int:
@@ -224,6 +231,10 @@ def first_process(
     small = {"kv_transfer_config": cuvee(store("small"), quality="small", chunk_tokens=CHUNK)}
     filled = Step(list(PROMPTS.values()), together=True, until=("vllm:cuvee_stored_chunks", all_stored))
     engines.append(Engine("small", models["llama"], [filled, ALONE], small))
+    prefixes = [passage[: PREFIX + 1] for passage in prefix_ends(passages)]
+    parts = {"kv_transfer_config": cuvee(store("parts"), **PARTS, profile=profile)}
+    known = Step(prefixes, together=True, max_tokens=1, until=("vllm:cuvee_stored_chunks", len(prefixes)))
+    engines.append(Engine("parts", models["books"], [known], parts))
     misspelt = {"kv_transfer_config": cuvee(store("main"), chunk_token=CHUNK)}
     engines.append(Engine("misspelt", models["llama"], [], misspelt))
     return run_engines(folder / "first", engines)
@@ -271,6 +282,16 @@ def loaded(
     balanced = cuvee(store("balanced"), **BALANCED, profile=profile)
     options = {"max_logprobs": -1, "kv_transfer_config": balanced}
     engines.append(Engine("balanced", models["books"], [known, replace(next_tokens(passages), forget=True)], options))
+    # A store that has dropped its refinements.
+    for file in sorted((folder / "stores" / "parts").rglob("*")):
+        if file.is_file() and part_number(file.name):
+            file.unlink()
+    asked = next_tokens(prefix_ends(passages))
+    floor = [{"cuvee": {"kl_max": 2e-3, "deadline_ms": 1.5}} for _ in asked.prompts]
+    again = ("vllm:cuvee_stored_chunks", len(asked.prompts))
+    steps = [replace(asked, forget=True), asked, replace(asked, params=floor, until=again), replace(asked, forget=True)]
+    options = {"max_logprobs": -1, "kv_transfer_config": cuvee(store("parts"), **PARTS, profile=profile)}
+    engines.append(Engine("parts", models["books"], steps, options))
     return run_engines(folder / "loaded", engines, forked=False)
 
 
@@ -449,3 +470,31 @@ def test_balanced_keeps_its_promise(passages: list[list[int]], reference: dict[s
     kl = [divergence(answer, other) for answer, other in zip(ran.steps[1], exact, strict=True)]
     assert len(kl) >= 256
     assert PRESET_KL["balanced"] / 20 < fmean(kl) < 1.5 * PRESET_KL["balanced"]
+
+
+def test_a_store_that_has_dropped_refinements_is_told_from_one_that_has_not(
+    passages: list[list[int]], reference: dict[str, Ran], first_process: Results, loaded: Results
+) -> None:
+    """Loaded from bases alone; again, which must find nothing of that in the engine; with a floor, which computes and
+    stores what the bases lack; then from all parts.
+    """
+    count, ran = len(prefix_ends(passages)), loaded["parts"]
+    assert first_process["parts"].metric("vllm:cuvee_stored_chunks") == count
+    exact = [
+        answer
+        for answer, passage in zip(reference["books"].steps[6], passages, strict=True)
+        if len(passage) == PREFIX + 4
+    ]
+    poor, again, floor, whole = (
+        [divergence(answer, other) for answer, other in zip(step, exact, strict=True)] for step in ran.steps
+    )
+    hits = [ran.metric("vllm:cuvee_loaded_tokens", after) for after in range(4)]
+    assert hits == [count * PREFIX, 2 * count * PREFIX, 2 * count * PREFIX, 3 * count * PREFIX]
+    assert max(floor) < 1e-6, "computed"
+    assert fmean(whole) < fmean(poor) / 4 and poor == pytest.approx(again)
+    assert ran.metric("vllm:cuvee_computed_by_plan") == count * PREFIX
+    assert [answer.told for answer in ran.steps[3]] == [None] * count
+    (told,) = {tuple(answer.told["cuvee"]["parts"]) for answer in ran.steps[2] if answer.told is not None}
+    assert told == (0, 0, 0)
+    assert not any(answer.told["cuvee"]["deadline_met"] for answer in ran.steps[2] if answer.told is not None)
+    assert_sound(ran)

@@ -40,9 +40,9 @@ def asking(tokens: int = 100, name: str = "r", **wants: Any) -> SimpleNamespace:
 
 def loading(d: Desk, request: SimpleNamespace, seconds: float = 0.0) -> Load:
     """The load of a request, of which the store has four chunks, so long after it has arrived."""
+    d.put(request, 4)
     d.side.arrived(request)
     d.now += seconds
-    d.put(request, 4)
     tokens, _ = d.matched(request)
     d.side.allocated(request, d.tables[0], tokens)
     (load,) = d.plan().loads
@@ -100,8 +100,8 @@ def test_a_deadline_has_its_plan_decide_whether_loading_pays(desk: Callable[...,
         rates._break_even.observe_load(tokens, tokens * 1e-3)
     assert loading(d, asking(deadline_ms=100)).aim is not None
     floor = asking(name="floor", kl_max=0.1)
-    d.side.arrived(floor)
     d.put(floor, 4)
+    d.side.arrived(floor)
     assert d.matched(floor)[0] == 0, "without a deadline, what is slower to load is computed"
 
 
@@ -237,6 +237,16 @@ def test_a_plan_that_leaves_chunks_out_is_not_repeated(desk: Callable[..., Desk]
     assert d.matched(request)[0] == 0, "the engine asks again, for it has freed the blocks"
 
 
+def test_a_chunk_that_is_computed_for_the_floor_is_stored_again_if_it_lacks_parts(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(kl_max=0.001)
+    load = loading(d, request)
+    report = ended(request, (3,), complete=False)
+    report.unsaved = {entry.digest for entry in load.prefix[2:]}
+    d.side.take(report)
+    saves = d.plan((request, CHUNK, 3 * CHUNK)).saves
+    assert [save.entry.start for save in saves] == [2 * CHUNK, 3 * CHUNK], "the store has the second as it is"
+
+
 def test_a_request_that_is_not_cached_any_more_still_keeps_poor_blocks_to_itself(desk: Callable[..., Desk]) -> None:
     d, request = desk(), asking(deadline_ms=500)
     loading(d, request)
@@ -295,3 +305,47 @@ def test_a_request_that_is_preempted_after_its_first_token_is_in_no_hurry(desk: 
     d.side.allocated(request, d.tables[0], tokens)
     (load,) = d.plan().loads
     assert load.aim is None
+
+
+# Refinements that come later -----------------------------------------------------------------------------------------
+
+
+def running_poorly(d: Desk, request: SimpleNamespace) -> None:
+    """Load a request from fewer parts than are stored, and let it run in the same blocks."""
+    loading(d, request)
+    d.side.take(ended(request, (1, 1, 1, 1)))
+    d.side.allocated(request, d.tables[0], 0)
+
+
+def test_a_request_is_refined_in_the_steps_that_compute_it(desk: Callable[..., Desk]) -> None:
+    d, request = desk(refine_later=True), asking(deadline_ms=500)
+    running_poorly(d, request)
+    assert d.plan((request, 64, 36)).refines == ["r"]
+    assert d.plan().refines == [] and d.plan((request, 100, 1), new=False).refines == ["r"]
+    d.side.finished(request, d.tables[0])
+    plan = d.plan()
+    assert (plan.refines, plan.unrefined) == ([], ["r"])
+
+
+def test_a_request_with_other_blocks_is_not_refined(desk: Callable[..., Desk]) -> None:
+    d, request = desk(refine_later=True), asking(deadline_ms=500)
+    running_poorly(d, request)
+    d.side.allocated(request, list(range(200, 300)), 0)
+    plan = d.plan((request, 0, 50))
+    assert (plan.refines, plan.unrefined) == ([], ["r"])
+
+
+def test_a_request_that_ended_before_its_load_is_not_refined(desk: Callable[..., Desk]) -> None:
+    d, request = desk(refine_later=True), asking(deadline_ms=500)
+    loading(d, request)
+    d.side.finished(request, d.tables[0])
+    d.side.take(ended(request, (1, 1, 1, 1)))
+    assert d.plan().unrefined == ["r"]
+
+
+def test_only_with_the_option(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(deadline_ms=500)
+    running_poorly(d, request)
+    assert d.plan((request, 64, 36)).refines == []
+    with pytest.raises(InputError, match="refine_later: must be left out without refinements"):
+        Options.from_dict({"refine_later": True})

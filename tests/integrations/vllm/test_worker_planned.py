@@ -337,6 +337,72 @@ def test_one_load_teaches_the_next(bench: Callable[..., Bench]) -> None:
     assert set(loads._links) == {"memory"}
 
 
+# Refinements that come later -----------------------------------------------------------------------------------------
+
+
+def poor_load(make: Callable[..., Bench], **options: Any) -> Bench:
+    """A worker whose load had to end without refinements, which come now."""
+    store = Parted()
+    b = stored(make(store=store, refine_later=True, **options))
+    store.hangs = True
+    assert delivered(run(b, planned=aim(seconds=0.5, rest=1))).parts == (1,) * 4
+    store.gate.set()
+    return b
+
+
+def refined(b: Bench, tokens: int) -> bool:
+    """Step until so many tokens are refined."""
+    b.worker.refine(["r"], [])
+    return b.counts().get("refined_tokens", 0) >= tokens
+
+
+def test_refinements_are_added_between_steps_while_their_request_runs(bench: Callable[..., Bench]) -> None:
+    b = poor_load(bench)
+    wait_until(lambda: refined(b, 4 * CHUNK), "all is refined")
+    assert all(holds(b, chunk, 3) for chunk in range(4))
+    assert not b.worker._loads._refinements._requests
+
+
+def test_a_request_that_a_step_does_not_compute_is_not_written_to(bench: Callable[..., Bench]) -> None:
+    b = poor_load(bench)
+    waiting = b.worker._loads._refinements._requests["r"]
+    wait_until(lambda: waiting.staged is not None, "an entry is ready")
+    b.worker.refine(["other"], [])
+    assert all(holds(b, chunk, 1) for chunk in range(4))
+
+
+def test_a_request_that_has_ended_is_not_refined(bench: Callable[..., Bench]) -> None:
+    b = poor_load(bench)
+    waiting = b.worker._loads._refinements._requests["r"]
+    wait_until(lambda: waiting.staged is not None, "an entry is ready")
+    b.worker.refine(["r"], ["r"])
+    assert all(holds(b, chunk, 1) for chunk in range(4)) and "refined_tokens" not in b.counts()
+
+
+def test_an_engine_that_sleeps_refines_nothing(bench: Callable[..., Bench]) -> None:
+    b = poor_load(bench)
+    waiting = b.worker._loads._refinements._requests["r"]
+    wait_until(lambda: waiting.staged is not None, "an entry is ready")
+    b.worker.detach()
+    b.worker.attach(b.cache)
+    b.worker.refine(["r"], [])
+    assert "refined_tokens" not in b.counts()
+
+
+def test_an_entry_whose_refinement_is_bad_or_gone_stays_as_it_is(bench: Callable[..., Bench]) -> None:
+    store = Parted()
+    b = stored(bench(store=store, refine_later=True))
+    store.hangs = True
+    assert delivered(run(b, planned=aim(seconds=0.5, rest=1))).parts == (1,) * 4
+    damaged, gone = keys_of(b, 0)[1], keys_of(b, 1)
+    b.store.entries[damaged] = b.store.entries[damaged][:-9] + bytes(9)
+    del b.store.entries[gone[1]], b.store.entries[gone[2]]
+    del b.store.entries[keys_of(b, 2)[2]]
+    store.gate.set()
+    wait_until(lambda: refined(b, 2 * CHUNK), "the others are refined")
+    assert [holds(b, chunk, parts) for chunk, parts in enumerate((1, 1, 2, 3))] == [True] * 4
+
+
 # Figures -------------------------------------------------------------------------------------------------------------
 
 
