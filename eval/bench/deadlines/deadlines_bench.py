@@ -25,7 +25,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -179,13 +178,15 @@ def run_deadlines_bench(
     _check(scope)
     say, began = timed_lines(progress), time.perf_counter()
     texts = _texts(scope, model)
-    with tempfile.TemporaryDirectory(prefix="cuvee-deadlines-") as temporary, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="cuvee-deadlines-") as temporary,
+        Engine(Path(temporary) / "engine.log") as engine,
+    ):
         folder = Path(temporary)
-        plain, engine = (stack.enter_context(Engine(folder / f"{name}.log")) for name in ("plain", "engine"))
         say("computing")
-        plain.start(model, _options(scope))
-        exact = _Exact.measured(plain, texts, scope, folder)
-        plain.close()
+        engine.start(model, _options(scope))
+        exact = _Exact.measured(engine, texts, scope, folder)
+        engine.stop()
         loads: list[Load] = []
         for name in scope.stores:
             with STORES[name](folder) as server, ThrottledProxy(server.port, FASTEST) as proxy:
@@ -254,6 +255,8 @@ def _read(
     answer = engine.ask(
         [prompt], expect_cached=None, max_tokens=len(follow), forget=True, params=params, follow=follow, read_into=into
     )
+    if answer.tokens[0] != list(follow):
+        raise CuveeError("the engine generated other tokens than those that it was to follow")
     return answer, torch.from_numpy(np.load(into))[None]
 
 

@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tests.integrations.stores.redis_server import require_redis
+from tests.integrations.vllm.engines import need_vllm
 
+from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.part_keys import part_key, part_number
 from cuvee.eval.bench.deadlines import deadlines_bench, links, stores
@@ -224,10 +226,11 @@ LOADED, LEAST, COMPUTED, HIT = 0.2, 0.06, 0.09, 0.05  # seconds
 class Scripted:
     """Stands for an `Engine`: stores parts of the sizes above, loads what its prompt's deadline leaves time for.
 
-    `says_nothing` of what was loaded, or `stores_nothing`, as an engine of another version might.
+    It `says_nothing` of what was loaded, `stores_nothing`, or `strays` from the text, as one of another version might.
     """
 
     says_nothing = stores_nothing = False
+    strays: list[int] | None = None
 
     def __init__(self, log: Path, **variables: str) -> None:
         self._store: Any = None
@@ -252,7 +255,8 @@ class Scripted:
             self._store = open_store(variant.store, guarded=False)
 
     def stop(self) -> None:
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
 
     def idle(self) -> None:
         pass
@@ -294,7 +298,7 @@ class Scripted:
             np.save(read_into, np.tile(row, (FOLLOW, 1)).astype(np.float32))
         cached = TOKENS if known or there else 0
         says = None if self.says_nothing else told
-        return EngineAnswer(seconds, seconds, [[0] * max_tokens], [], [cached], {}, [says])
+        return EngineAnswer(seconds, seconds, [self.strays or follow or [0]], [], [cached], {}, [says])
 
 
 @pytest.fixture
@@ -306,8 +310,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
     monkeypatch.setattr(deadlines_bench, "_texts", lambda scope, model: texts)
     monkeypatch.setattr(deadlines_bench, "find_spec", lambda package: package)
     monkeypatch.setattr(links, "_SILENCE", 0.01)
-    monkeypatch.setattr(Scripted, "says_nothing", False)
-    monkeypatch.setattr(Scripted, "stores_nothing", False)
     return Scripted
 
 
@@ -348,6 +350,9 @@ def test_an_engine_of_another_version_is_an_error(scripted: type[Scripted], monk
     monkeypatch.setattr(deadlines_bench, "_SETTLE_SECONDS", 0.0)
     with pytest.raises(CuveeError, match="the store has 0 parts of a prompt, expected 6"):
         run_deadlines_bench(SCOPE, Path("model"), Path("profile"))
+    monkeypatch.setattr(scripted, "strays", [1, 2, 3, 4])
+    with pytest.raises(CuveeError, match="the engine generated other tokens"):
+        run_deadlines_bench(SCOPE, Path("model"), Path("profile"))
 
 
 @pytest.mark.parametrize(
@@ -382,6 +387,25 @@ def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlines_bench, "find_spec", lambda package: None)
     with pytest.raises(ImportError, match="pip install vllm"):
         run_deadlines_bench(SCOPE, Path("model"), Path("profile"))
+
+
+@pytest.mark.slow
+def test_a_real_engine(books: Any, tmp_path: Path) -> None:
+    need_vllm()
+    pytest.importorskip("aiohttp")
+    profile = tmp_path / "books.safetensors"
+    books.profile.save(profile)
+    scope = DeadlinesScope(
+        tokens=512, prompts=1, follow=8, links=(Link("4 MB/s", (4 * MB,)),), stores=("http",), factors=(0.5, 2.0),
+        turns=1,
+    )  # fmt: skip
+    report = json.loads(json.dumps(run_deadlines_bench(scope, bundled_model_path(), profile), allow_nan=False))
+    whole, *deadlines = report["loads"]
+    assert (whole["cached"], whole["deadline"]) == (512, None) and len(deadlines) == 4
+    assert 0 < whole["kl"] < 0.1 and whole["nbytes"] > 10_000
+    for load in deadlines:
+        assert len(load["parts"]) == 3 and sum(load["parts"]) == load["cached"]
+        assert load["kl"] < 0.3 and load["expected_kl"] <= scope.kl_max
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------
