@@ -353,6 +353,7 @@ class _Loads:
     def all(self) -> list[Load]:
         """Ask for everything over every link."""
         self._say(f"{self._store}: the least that may be loaded")
+        self._least(self._texts[0])  # what a process does once, such as loading compiled code
         turns = [[self._least(text) for text in self._texts] for _ in range(self._scope.turns)]
         least = [_Least.of(own) for own in zip(*turns, strict=True)]
         loads: list[Load] = []
