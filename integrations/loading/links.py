@@ -32,6 +32,7 @@ _OVERDUE = 0.25
 # Seconds by which an answer may be late for reasons that say nothing about the link: another thread has the
 # interpreter, or another process the core. A transfer of a millisecond would otherwise seem to have stalled.
 HICCUP = 0.02
+_LEAST_SECONDS = 0.01  # that a transfer is taken to need, when it is asked how many times too late it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class LinkRate:
         mean, spread = self._means[best], math.sqrt(span.squares[best])
         if waiting is not None and waiting[1] > 0:
             nbytes, passed = waiting
-            late = (passed - HICCUP) * mean[0] / mean[1] / nbytes
+            late = (passed - HICCUP) / max(nbytes * mean[1] / mean[0], _LEAST_SECONDS)
             if late > 1:
                 mean = _with(mean, HALF_LIVES[best], nbytes, passed * (1 + _OVERDUE))
                 spread = math.hypot(spread, math.log(late))

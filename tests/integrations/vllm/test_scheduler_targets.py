@@ -88,6 +88,7 @@ def test_prompts_that_are_being_computed_stand_in_front(desk: Callable[..., Desk
     d, running = desk(), asking(90, "running")
     d.side.arrived(running)
     d.plan((running, 0, 40))
+    d.side.arrived(asking(80, "waiting"))
     aim = loading(d, asking(name="r", deadline_ms=100)).aim
     assert aim is not None and aim.queued == 50
 
@@ -293,6 +294,17 @@ def test_a_floor_alone_is_told_without_a_deadline(desk: Callable[..., Desk]) -> 
     d, request = desk(), asking(kl_max=0.1)
     loading(d, request)
     assert d.side.told(request) == {"loaded_tokens": 0, "parts": [0, 0, 0]}
+
+
+def test_only_the_last_load_of_a_request_is_told(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking(kl_max=0.1)
+    loading(d, request)
+    d.side.take(ended(request, (1, 1, 1, 1), kl=0.09))
+    tokens, _ = d.matched(request)  # it was preempted
+    d.side.allocated(request, d.tables[0], tokens)
+    d.side.take(ended(request, (3, 3), kl=0.001))
+    told = d.side.told(request)
+    assert told == {"loaded_tokens": 2 * CHUNK, "parts": [0, 0, 2 * CHUNK], "expected_kl": 0.001}
 
 
 def test_a_request_that_is_preempted_after_its_first_token_is_in_no_hurry(desk: Callable[..., Desk]) -> None:

@@ -28,7 +28,7 @@ from cuvee.integrations.vllm.part_figures import PartFigures
 PARTS = 3
 STEP = 0.25
 BLOCKS = list(range(16))
-PREFILL = (1e-3, 0.0, 0.2)
+PREFILL = (0.5, 0.0, 0.2)  # so slow that a busy machine loads all the same
 
 
 @cache
@@ -67,7 +67,7 @@ def keys_of(b: Bench, chunk: int) -> list[str]:
     return [part_key(b.key(chunk), number) for number in range(PARTS)]
 
 
-def aim(seconds: float | None = 10.0, kl_max: float | None = None, rest: int = 8) -> Aim:
+def aim(seconds: float | None = 60.0, kl_max: float | None = None, rest: int = 1) -> Aim:
     return Aim(seconds, kl_max, rest, 0, PREFILL)
 
 
@@ -241,7 +241,7 @@ def test_refinements_that_hang_are_left_out_by_the_deadline(bench: Callable[...,
     b = stored(bench(store=store))
     store.hangs = True
     try:
-        report = run(b, planned=aim(seconds=0.5, rest=1))
+        report = run(b, planned=aim(seconds=2.0))
         assert delivered(report).parts == (1,) * 4 and delivered(report).complete
         assert all(holds(b, chunk, 1) for chunk in range(4))
         assert b.counts()["canceled_parts"] > 0 and not report.failed
@@ -345,7 +345,7 @@ def poor_load(make: Callable[..., Bench], **options: Any) -> Bench:
     store = Parted()
     b = stored(make(store=store, refine_later=True, **options))
     store.hangs = True
-    assert delivered(run(b, planned=aim(seconds=0.5, rest=1))).parts == (1,) * 4
+    assert delivered(run(b, planned=aim(seconds=2.0))).parts == (1,) * 4
     store.gate.set()
     return b
 
@@ -353,7 +353,7 @@ def poor_load(make: Callable[..., Bench], **options: Any) -> Bench:
 def refined(b: Bench, tokens: int) -> bool:
     """Step until so many tokens are refined."""
     b.worker.refine(["r"], [])
-    return b.counts().get("refined_tokens", 0) >= tokens
+    return bool(b.counts().get("refined_tokens", 0) >= tokens)
 
 
 def test_refinements_are_added_between_steps_while_their_request_runs(bench: Callable[..., Bench]) -> None:
@@ -393,7 +393,7 @@ def test_an_entry_whose_refinement_is_bad_or_gone_stays_as_it_is(bench: Callable
     store = Parted()
     b = stored(bench(store=store, refine_later=True))
     store.hangs = True
-    assert delivered(run(b, planned=aim(seconds=0.5, rest=1))).parts == (1,) * 4
+    assert delivered(run(b, planned=aim(seconds=2.0))).parts == (1,) * 4
     damaged, gone = keys_of(b, 0)[1], keys_of(b, 1)
     b.store.entries[damaged] = b.store.entries[damaged][:-9] + bytes(9)
     del b.store.entries[gone[1]], b.store.entries[gone[2]]
