@@ -67,7 +67,8 @@ def _tables(report: Mapping[str, Any]) -> list[ReportTable]:
             shown = _shown(each, f"{each['met']:.0%}", _of(each), parts)
             name = f"{each['factor']:g}x {each['of']}"
             rows.append([name, f"{each['deadline']['median']:.2f}", *shown, _milli(each["expected_kl"])])
-        tables.append(ReportTable(columns, rows, f"{group['store']}, {group['link']}", NOTE))
+        note = NOTE if group is report["groups"][0] else ""
+        tables.append(ReportTable(columns, rows, f"{group['store']}, {group['link']}", note))
     return tables
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from cuvee.codec.errors import CuveeError
+from cuvee.codec.errors import CuveeError, InputError
 from cuvee.eval.bench.engine.scope import CHUNK, DTYPE, EngineVariant
 
 __all__ = ["FOLLOWING", "Engine", "EngineAnswer"]
@@ -173,8 +173,11 @@ class Engine:
                 log-probabilities, by `numpy.save`.
 
         Raises:
+            InputError: one of `follow` and `read_into` is given without the other.
             CuveeError: the engine failed, or did not compute as many tokens as it should have.
         """
+        if (follow is None) is not (read_into is None):
+            raise InputError("follow, read_into: must be given together")
         followed = None if follow is None else [list(follow), str(read_into)]
         answer = EngineAnswer(**self._call("ask", prompts, max_tokens, forget, logprobs, params, followed))
         if expect_cached is not None and answer.cached != list(expect_cached):

@@ -295,7 +295,7 @@ def bench_deadlines(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(show_default=False, help="Stored tokens of a prompt, a multiple of 256. Default: 2048."),
+        typer.Option(min=1, show_default=False, help="Stored tokens of a prompt, a multiple of 256. Default: 2048."),
     ] = None,
     prompts: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Different prompts. Default: 6.")
