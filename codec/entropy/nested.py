@@ -45,7 +45,7 @@ from cuvee.codec.entropy.family import (
 )
 from cuvee.codec.entropy.tables import SYMBOLS, CoderTables, EntropyTables, normalize_counts
 from cuvee.codec.errors import FormatError
-from cuvee.codec.support.arrays import F32, I16, I32, U16
+from cuvee.codec.support.arrays import F32, I16, I32, U16, U32
 from cuvee.codec.support.lazy import lazy
 
 MAX_REFINEMENTS = 2
@@ -115,6 +115,8 @@ class RefinementCoder:
     Attributes:
         decoding: the table of scale code c and context x is number 4 c + x.
         encoding: table number 4 c codes bytes that hold a context and a symbol `context << 4 | symbol & 15`.
+        cuts: `[100]` uint32, for each table of `decoding` where the intervals of the symbols 1 and -1 begin,
+            `begin(-1) << 16 | begin(1)`. These two say it all from scale code 4 on, where no other symbols but 0 occur.
     """
 
     def __init__(self, tables: RefinementTables) -> None:
@@ -122,6 +124,8 @@ class RefinementCoder:
         symbols = np.arange(ESCAPED, MOST + 1)
         wide[:, symbols & 0xFF] = tables.freq.reshape(TABLES * CONTEXTS, -1)
         self.decoding = EntropyTables(wide, PROB_BITS)
+        one, minus_one = (self.decoding.cumulative[:, symbol].astype(np.uint32) for symbol in (1, -1 & 0xFF))
+        self.cuts: U32 = minus_one << np.uint32(16) | one
         joined = np.zeros((2, TABLES * CONTEXTS, SYMBOLS), np.uint16)
         for context in range(CONTEXTS):
             to = context << CONTEXT_BITS | symbols & ((1 << CONTEXT_BITS) - 1)

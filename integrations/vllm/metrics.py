@@ -238,6 +238,8 @@ class Recorder:
                 f"{figure('loads'):,} loads, fetching {figure('fetch_seconds'):.3g} s, "
                 f"decoding {figure('decode_seconds'):.3g} s"
             )
+        if deadlines := split("deadlines"):
+            parts.append(f"deadlines: {deadlines}")
         if lookups := split("lookups"):
             parts.append(f"lookups: {lookups}")
         for tier in dict.fromkeys(label for name, label in totals if name in ("hits", "misses")):

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from cuvee.codec.errors import CuveeError
@@ -141,7 +141,8 @@ class _Run:
         chunks = []
         for at, entry in enumerate(self._entries):
             own = tiers[at * state.parts : (at + 1) * state.parts]
-            chunks.append(state.figures.expected(entry.tokens, own))
+            expected = state.figures.expected(entry.tokens, own)
+            chunks.append(replace(expected, tokens=len(load.placed(entry))))
         now = time.monotonic()
         begun = self._job.begun
         first, second, spread = aim.prefill

@@ -358,9 +358,7 @@ class Restorer:
     def discard(self, job: LoadJob) -> None:
         """Delete what does not decode of a load's entries, because it never will."""
         store = self._state.store
-        bad: dict[str, int] = {}
-        for key, first in job.bad:  # a plan leaves out one part after the other
-            bad[key] = min(first, bad.get(key, first))
+        bad = dict(job.bad)  # a plan leaves out one part after the other, the last one first
         refinements = sum(first > 0 for first in bad.values())
         if refinements:
             self._state.recorder.count("bad_refinements", refinements)

@@ -144,7 +144,8 @@ def _decoding(step: Any, alike_step: Any, contextual: bool) -> Any:
             classes: uint8, the class of each column of each section, rising within windows.
             planes: int32, planes of a column of each class, falling from class to class.
             tables: uint32, where in `slots` the table of each plane begins.
-            slots: uint32, decode tables, see `EntropyTables.slots`.
+            slots: uint32, decode tables, see `EntropyTables.slots`; with contexts a pair of these and
+                `RefinementCoder.cuts`.
             bits: probability bits of the tables.
             out: uint8, receives the planes. Bytes below a column's last plane are not written. In the planes of a
                 refinement are the contexts, which the symbols replace.

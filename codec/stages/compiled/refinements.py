@@ -1,7 +1,8 @@
 """Refinements, compiled: the results of `reference/refinements.py`, which explains the steps section by section.
 
-base    --decode_planes--> planes --to levels--> levels [components, columns] int32, contexts
-refinement 1 … --decode_context_lanes--> symbols --refine--> levels --contexts …    --reconstruct--> y
+base             --decode_planes--> planes --> levels [components, columns] int8 --> contexts
+refinement 1 …   --decode_context_lanes--> symbols --refine--> levels --> contexts …
+last refinement  --decode_context_lanes--> symbols --restore--> y
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cuvee.codec.entropy.coding_plan import (
     too_large_error,
 )
 from cuvee.codec.entropy.family import TABLES_PER_OCTAVE
-from cuvee.codec.entropy.nested import CONTEXT_BITS, CONTEXTS, ESCAPED, MOST, NestedFamily, first_level
+from cuvee.codec.entropy.nested import CONTEXT_BITS, ESCAPED, KINDS, NestedFamily, first_level
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, stream_count, stream_error
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.codec.profiles import flat_plans as plans
@@ -35,11 +36,18 @@ from cuvee.codec.stages.compiled.bfloat16 import rounded
 from cuvee.codec.stages.compiled.coded_part import read_u32
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import decode_context_lanes
+from cuvee.codec.stages.compiled.refinement_steps import (
+    BEYOND,
+    cell_step,
+    context_step,
+    cut_step,
+    level_step,
+    refine_step,
+    restore_step,
+)
 from cuvee.codec.stages.compiled.sections import (
     ESCAPE_LIST,
     FOUND_FIELDS,
-    NO_NARROW,
-    NO_WIDE,
     SLACK,
     STREAM,
     STREAMS,
@@ -54,7 +62,6 @@ from cuvee.codec.stages.compiled.sections import (
     tell_stream,
 )
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.compiled.symbols import add_low_bits, count_escapes, to_levels
 from cuvee.codec.stages.reference.refinements import (
     SectionParts,
     escape_range_error,
@@ -62,11 +69,10 @@ from cuvee.codec.stages.reference.refinements import (
     unclassed_error,
 )
 from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, padded
-from cuvee.codec.support.arrays import F32, U8
+from cuvee.codec.support.arrays import F32, I64, U8
 
 _ESCAPE_RANGE = ESCAPE_LIST + 1  # another problem of a section
 _FURTHEST = np.int64(MAX_LEVEL)
-_MOST_CONTEXT = np.int32(CONTEXTS - 1)
 _SYMBOL_MASK = np.int32((1 << CONTEXT_BITS) - 1)
 _ESCAPED_BYTE = np.uint8(ESCAPED & 0xFF)
 _arena = Arena()
@@ -76,93 +82,121 @@ _arena = Arena()
 
 
 @compiled
-def _first_levels(y, inverse, dead_zone, rounding, level, low, high):  # type: ignore[no-untyped-def]
-    """Quantize a run of columns of a row as the base does: magnitudes of levels, and where cells begin and end."""
-    one = np.float32(1)
-    for t in range(len(level)):
-        a = abs(y[t]) * inverse
-        level[t] = np.int32(a + rounding) if a >= dead_zone else np.int32(0)
-        first = np.float32(level[t]) + (dead_zone - one)
-        low[t], high[t] = (first, first + one) if level[t] else (np.float32(0), dead_zone)
+def _list_runs(columns, rows, bounds, depth, runs_of_window):  # type: ignore[no-untyped-def]
+    """List the runs of columns of one class: where each begins, its rows, and the first run of each window.
 
+    `bounds` and `runs_of_window` hold one entry more, where the last run or window ends.
 
-@compiled
-def _new_levels(y, inverse, zone, unit, level, low, high, out):  # type: ignore[no-untyped-def]
-    """Give a component that no coarser part codes its first levels, and write its symbols; see `_cut`."""
-    one = np.float32(1)
-    for t in range(len(level)):
-        a = abs(y[t]) * inverse / unit
-        level[t] = np.int32(a + (one - zone)) if a >= zone else np.int32(0)
-        first = np.float32(level[t]) + (zone - one)
-        low[t], high[t] = (first * unit, (first + one) * unit) if level[t] else (np.float32(0), zone * unit)
-        symbol = np.int32(ESCAPED) if level[t] > MOST else np.int32(-level[t]) if y[t] < 0 else level[t]
-        out[t] = np.uint8(symbol & _SYMBOL_MASK)
-
-
-@compiled
-def _cut(y, inverse, zone, unit, level, low, high, out):  # type: ignore[no-untyped-def]
-    """Cut the cells of a run of columns of a row once more; write contexts and symbols.
-
-    Args:
-        y: coefficients.
-        inverse: one over the base's step.
-        zone: where this refinement cuts the cell around zero, in its own steps.
-        unit: this refinement's step over the base's.
-        level: int32, magnitudes of the levels.
-        low: float32, where cells begin, in steps of the base.
-        high: float32, where they end.
-        out: uint8.
+    Returns:
+        the most rows of a run.
     """
-    half, own_zone = np.float32(0.5), zone * unit
-    for t in range(len(level)):
-        coarse = level[t]
-        middle = (low[t] + high[t]) * half if coarse else own_zone
-        upper = abs(y[t]) * inverse >= middle
-        level[t] = np.int32(2 * coarse + upper)
-        low[t], high[t] = (middle, high[t]) if upper else (low[t], middle)
-        symbol = np.int32(upper)
-        if not coarse and y[t] < 0:
-            symbol = np.int32(-symbol)
-        out[t] = np.uint8(min(coarse, _MOST_CONTEXT) << CONTEXT_BITS | symbol & _SYMBOL_MASK)
+    runs = most = np.int64(0)
+    width = len(columns)
+    for t in range(width):
+        if t % WINDOW == 0:
+            runs_of_window[t // WINDOW] = runs
+        if t % WINDOW == 0 or columns[t] != columns[t - 1]:
+            bounds[runs], depth[runs] = t, rows[columns[t]]
+            most = max(most, depth[runs])
+            runs += 1
+    bounds[runs] = width
+    runs_of_window[(width + WINDOW - 1) // WINDOW] = runs
+    return most
+
+
+@compiled
+def _next_segment(r, end, c, depth, single):  # type: ignore[no-untyped-def]
+    """Return the run after the next ones that have row `c` and share its component; `r` itself if there is none.
+
+    Within a window classes rise and their rows fall, so the runs with this row come first. With a `single` block all of
+    them share its component, otherwise classes number their components differently.
+    """
+    if r == end or depth[r] <= c:
+        return r
+    r += 1
+    while single and r < end and depth[r] > c:
+        r += 1
+    return r
+
+
+@compiled
+def _copy(source, target):  # type: ignore[no-untyped-def]
+    for i in range(len(target)):
+        target[i] = source[i]
 
 
 @compiled
 def _to_refinements(  # type: ignore[no-untyped-def]
-    y, columns, inverses, base_table, dead_zone, rounding, rows, codes, places, zones, count, planes, planes_at
+    y, columns, single, inverses, base_table, dead_zone, rounding, rows, codes, places, zones, planes, planes_at,
+    escaped
 ):  # fmt: skip
-    """Write the planes of `count` refinements, one after the other, to `planes`; return False if y is too large."""
-    tokens = len(columns)
-    level = np.empty(tokens, np.int32)
-    low, high = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
-    u = 0
-    while u < tokens:
-        k, v = np.int64(columns[u]), u
-        while v < tokens and columns[v] == k:
-            v += 1
-        own_level, own_low, own_high = level[u:v], low[u:v], high[u:v]
-        for c in range(rows[count - 1, k]):
-            own = y[c, u:v]
-            for t in range(v - u):
-                if not abs(own[t]) * inverses[k] < MAX_LEVEL:
-                    return False
-            # A row of the last part has a place in the parts before it, or none: then it begins later.
-            known = np.int64(places[0, k, c])
-            if known >= 0:
-                table = np.int64(base_table[k, known])
-                _first_levels(own, inverses[k], dead_zone[table], rounding[table], own_level, own_low, own_high)
-            for number in range(count):
-                row = np.int64(places[number + 1, k, c])
-                if row < 0:
-                    continue
-                table = np.int64(codes[number, k, row])
-                unit = np.float32(0.5 ** (number + 1))
-                at = planes_at[number] + row * tokens
-                out = planes[at + u : at + v]
-                if table < TABLES_PER_OCTAVE:
-                    _new_levels(own, inverses[k], zones[number, table], unit, own_level, own_low, own_high, out)
-                else:
-                    _cut(own, inverses[k], zones[number, table], unit, own_level, own_low, own_high, out)
-        u = v
+    """Write the planes of refinements, one after the other, to `planes`; count each row's escapes in `escaped`.
+
+    Returns:
+        False if a coefficient is too large.
+    """
+    tokens, count, y_ = len(columns), len(zones), y.reshape(y.size)
+    bounds, depth = np.empty(tokens + 1, np.int64), np.empty(tokens + 1, np.int64)
+    runs_of_window = np.empty((tokens + WINDOW - 1) // WINDOW + 1, np.int64)
+    most = _list_runs(columns, rows, bounds, depth, runs_of_window)
+    # What the columns of a window hold in a row. Steps read and write up to 15 entries more.
+    size = WINDOW + WIDTH
+    own, inverse = np.zeros(size, np.float32), np.zeros(size, np.float32)
+    level, low, high = np.zeros(size, np.int32), np.zeros(size, np.float32), np.zeros(size, np.float32)
+    base_zone, bias = np.zeros(size, np.float32), np.zeros(size, np.float32)
+    zone, fresh = np.zeros((count, size), np.float32), np.zeros((count, size), np.int32)
+    out = np.empty(size, np.uint8)
+    reached = np.empty(count, np.int64)
+    known = np.empty((count + 1, runs_of_window[-1]), np.int64)  # the table of each run in each part
+    known[:] = -2
+    for w in range(len(runs_of_window) - 1):
+        begin, end = w * WINDOW, runs_of_window[w + 1]
+        for t in range(begin, bounds[end]):
+            inverse[t - begin] = inverses[columns[t]]
+        for c in range(most):
+            r = runs_of_window[w]
+            following = _next_segment(r, end, c, depth, single)
+            while following > r:
+                u, v = bounds[r] - begin, bounds[following] - begin
+                reached[:] = u
+                for q in range(r, following):
+                    k, first, last = np.int64(columns[bounds[q]]), bounds[q] - begin, bounds[q + 1] - begin
+                    place = np.int64(places[0, k, c])
+                    table = np.int64(base_table[k, place]) if place >= 0 else np.int64(-1)
+                    if table != known[0, q]:
+                        known[0, q] = table
+                        for t in range(first, last):  # nothing reaches the level 1 of a component without levels
+                            base_zone[t] = dead_zone[table] if table >= 0 else np.float32(np.inf)
+                            bias[t] = rounding[table] if table >= 0 else np.float32(0)
+                    for number in range(count):
+                        place = np.int64(places[number + 1, k, c])
+                        if place < 0:
+                            continue
+                        reached[number] = last
+                        table = np.int64(codes[number, k, place])
+                        if table != known[number + 1, q]:
+                            known[number + 1, q] = table
+                            for t in range(first, last):
+                                zone[number, t] = zones[number, table]
+                                fresh[number, t] = table < TABLES_PER_OCTAVE
+                _copy(y_[c * tokens + begin + u : c * tokens + begin + v], own[u:v])
+                for i in range(u, v, WIDTH):
+                    if not cell_step(own, i, inverse, base_zone, bias, v - i, level, low, high):
+                        return False
+                for number in range(count):
+                    if reached[number] == u:
+                        continue
+                    row = np.int64(places[number + 1, columns[bounds[r]], c])
+                    own_zone, own_fresh, stop, escapes = zone[number], fresh[number], reached[number], np.int64(0)
+                    for i in range(u, stop, WIDTH):
+                        escapes += cut_step(
+                            own, i, inverse, own_zone, own_fresh, number + 1, stop - i, level, low, high, out
+                        )
+                    escaped[number, row] += escapes
+                    at = planes_at[number] + row * tokens + begin
+                    _copy(out[u:stop], planes[at + u : at + stop])
+                r = following
+                following = _next_segment(r, end, c, depth, single)
     return True
 
 
@@ -177,25 +211,31 @@ def to_refinements(y: F32, columns: U8, section: NestedSection, family: NestedFa
     planes = np.zeros(int(planes_at[-1]), np.uint8)
     quantizer, base = family.base.quantizer, parts[0].classed
     inverses = np.float32(1) / base.steps
+    escaped = np.zeros((count, max(depth)), np.int64)
     if not _to_refinements(
-        y, columns, inverses, base.level_table, quantizer.dead_zone, quantizer.rounding,
-        np.stack([own.classed.rows for own in parts[1:]]), section.codes, section.places,
-        np.stack([own.zone for own in family.refinements]), count, planes, planes_at,
+        y, columns, len(parts[0].class_ranks[0]) == 1, inverses, base.level_table, quantizer.dead_zone,
+        quantizer.rounding, parts[-1].classed.rows, section.codes, section.places,
+        np.stack([own.zone for own in family.refinements[:count]]), planes, planes_at, escaped,
     ):  # fmt: skip
         coded = np.arange(len(y))[:, None] < parts[-1].classed.rows[columns]
         raise too_large_error(float((np.abs(y) * inverses[columns])[coded].max()))
     out = []
     for number, rows in enumerate(depth, 1):
         own = planes[planes_at[number - 1] : planes_at[number]].reshape(rows, tokens)
-        out.append((own, _larger(own, y, columns, section, number, inverses, family.refinements[number - 1].zone)))
+        zone = family.refinements[number - 1].zone
+        out.append((own, _larger(own, escaped[number - 1], y, columns, section, number, inverses, zone)))
     return out
 
 
-def _larger(planes: U8, y: F32, columns: U8, section: NestedSection, number: int, inverses: F32, zone: F32) -> Escapes:
-    """Return the levels of a refinement that no symbol stands for."""
-    row, column = np.nonzero(planes == ESCAPED & _SYMBOL_MASK)
-    if not len(row):
+def _larger(
+    planes: U8, escaped: I64, y: F32, columns: U8, section: NestedSection, number: int, inverses: F32, zone: F32
+) -> Escapes:
+    """Return the levels of a refinement that no symbol stands for, given how many each row has."""
+    those = np.flatnonzero(escaped)
+    if not len(those):
         return NO_ESCAPES
+    row, column = np.nonzero(planes[those] == ESCAPED & _SYMBOL_MASK)
+    row = those[row]
     value, last = np.empty(len(row), np.int32), section.parts[-1]
     for k in np.unique(columns[column]):
         own = columns[column] == k
@@ -211,62 +251,58 @@ def _larger(planes: U8, y: F32, columns: U8, section: NestedSection, number: int
 
 
 @compiled
-def _list_runs(columns, bounds, runs_of_window):  # type: ignore[no-untyped-def]
-    """Write where each run of columns of one class begins, the end, and the first run of each window."""
-    runs = np.int64(0)
-    width = len(columns)
-    for t in range(width):
-        if t % WINDOW == 0:
-            runs_of_window[t // WINDOW] = runs
-        if t % WINDOW == 0 or columns[t] != columns[t - 1]:
-            bounds[runs] = t
-            runs += 1
-    bounds[runs] = width
-    runs_of_window[(width + WINDOW - 1) // WINDOW] = runs
+def _level(levels, wide, i):  # type: ignore[no-untyped-def]
+    """Return a level, wherever it is; see `_base_levels`."""
+    return wide[i] if levels[i] == BEYOND else np.int32(levels[i])
 
 
 @compiled
-def _next_segment(r, end, c, columns, bounds, rows, single):  # type: ignore[no-untyped-def]
-    """Return the run after the next ones that have row `c` and share its component; `r` itself if there is none.
+def _put_level(levels, wide, i, level):  # type: ignore[no-untyped-def]
+    if -BEYOND > level > BEYOND:
+        levels[i] = np.int8(level)
+    else:
+        levels[i] = np.int8(BEYOND)
+        wide[i] = level
 
-    Within a window classes rise and their rows fall, so the runs with this row come first. With a `single` block all of
-    them share its component, otherwise classes number their components differently.
-    """
-    if r == end or rows[columns[bounds[r]]] <= c:
-        return r
-    r += 1
-    while single and r < end and rows[columns[bounds[r]]] > c:
-        r += 1
-    return r
+
+@compiled
+def _finer(level, symbol):  # type: ignore[no-untyped-def]
+    """Return the level that the byte of a symbol refines a level to."""
+    signed = np.int32(np.int8(symbol))
+    return np.int32(2 * level + (-signed if level < 0 else signed))
 
 
 @compiled
 def _base_levels(  # type: ignore[no-untyped-def]
-    data, found, by_window, windows_at, entry, tokens, start, columns, bounds, runs_of_window, packed, begins, source,
-    levels
+    data, found, by_window, windows_at, entry, tokens, start, columns, runs, packed, begins, source, levels, wide
 ):  # fmt: skip
-    """Turn one section's planes into levels `[components, columns]`; return 0, or the problem of the section."""
-    rows, _, shift, low_plane, block, index = packed
+    """Turn one section's planes into levels.
+
+    `levels` receives `[components, columns]`. `BEYOND` stands for a level that a byte cannot hold, which is in `wide`
+    at the same place. There are few, so `wide` is hardly ever touched, and a tile fits the second cache.
+
+    Returns:
+        0, or the problem of the section.
+    """
+    rows, planes, shift, low_plane, block, index = packed
+    most, bounds, depth, runs_of_window = runs
     width = len(columns)
     stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
     windows = (width + WINDOW - 1) // WINDOW
     levels[:] = 0
     escapes = np.int64(0)
-    low_bits = False
-    for c in range(stride):
+    for c in range(most):
         for w in range(windows):
             r, end = runs_of_window[w], runs_of_window[w + 1]
-            following = _next_segment(r, end, c, columns, bounds, rows, single)
+            following = _next_segment(r, end, c, depth, single)
             while following > r:
                 u, v = bounds[r], bounds[following]
                 level = levels_at + columns[u] * stride + c
                 to = (begins[block[level]] + index[level]) * width
-                to_levels(source[c * width + u : c * width + v], levels[to + u : to + v])
-                escapes += count_escapes(source[c * width + u : c * width + v])
-                for q in range(r, following):
-                    low_bits |= shift[levels_at + columns[bounds[q]] * stride + c] != 0
+                for i in range(u, v, WIDTH):
+                    escapes += level_step(source, c * width + i, v - i, levels, to + i)
                 r = following
-                following = _next_segment(r, end, c, columns, bounds, rows, single)
+                following = _next_segment(r, end, c, depth, single)
     first_window = start // WINDOW
     for j in range(windows_at[first_window], windows_at[first_window + windows]):
         number = np.int64(by_window[j])
@@ -278,45 +314,161 @@ def _base_levels(  # type: ignore[no-untyped-def]
         level = levels_at + columns[column] * stride + c
         if abs(np.int64(value)) > _FURTHEST >> np.int64(shift[level]):
             return _ESCAPE_RANGE
-        levels[(begins[block[level]] + index[level]) * width + column] = value
+        _put_level(levels, wide, (begins[block[level]] + index[level]) * width + column, value)
         escapes -= 1
     if escapes:
         return ESCAPE_LIST
-    for c in range(stride if low_bits else 0):
-        for w in range(windows):
-            for r in range(runs_of_window[w], runs_of_window[w + 1]):
-                u, v = bounds[r], bounds[r + 1]
-                level = levels_at + columns[u] * stride + c
-                if c < rows[columns[u]] and shift[level]:
-                    to = (begins[block[level]] + index[level]) * width
-                    low = np.int64(low_plane[level]) * width
-                    add_low_bits(levels[to + u : to + v], source[low + u : low + v], np.int32(shift[level]))
+    for r in range(runs_of_window[windows]):
+        u, v = bounds[r], bounds[r + 1]
+        for c in range(depth[r] if planes[columns[u]] > depth[r] else 0):
+            level = levels_at + columns[u] * stride + c
+            if shift[level]:
+                to = (begins[block[level]] + index[level]) * width
+                low = np.int64(low_plane[level]) * width
+                bits = np.int32(shift[level])
+                half = np.int32(1) << (bits - 1)
+                for t in range(u, v):
+                    high = _level(levels, wide, to + t)
+                    _put_level(levels, wide, to + t, np.int32((high << bits) + np.int32(source[low + t]) - half))
     return 0
 
 
 @compiled
-def _to_contexts(levels, out):  # type: ignore[no-untyped-def]
-    for i in range(len(out)):
-        out[i] = np.uint8(min(abs(levels[i]), _MOST_CONTEXT))
+def _write_contexts(levels, planes, entry, columns, runs, packed, begins):  # type: ignore[no-untyped-def]
+    """Write the contexts of a refinement to its planes."""
+    _, _, block, index, _ = packed
+    most, bounds, depth, runs_of_window = runs
+    width = len(columns)
+    stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
+    for c in range(most):
+        for w in range((width + WINDOW - 1) // WINDOW):
+            r, end = runs_of_window[w], runs_of_window[w + 1]
+            following = _next_segment(r, end, c, depth, single)
+            while following > r:
+                level = levels_at + columns[bounds[r]] * stride + c
+                to = (begins[block[level]] + index[level]) * width
+                # Up to 15 contexts too many: what is behind them is written later, or not coded.
+                for i in range(bounds[r], bounds[following], WIDTH):
+                    context_step(levels, to + i, planes, c * width + i)
+                r = following
+                following = _next_segment(r, end, c, depth, single)
 
 
 @compiled
-def _refine(levels, symbols):  # type: ignore[no-untyped-def]
-    """Refine levels; return how many symbols are escapes."""
+def _refine(levels, wide, planes, entry, columns, runs, packed, begins):  # type: ignore[no-untyped-def]
+    """Refine levels by the symbols of a refinement; return how many symbols are escapes."""
     escapes = np.int64(0)
-    for i in range(len(levels)):
-        symbol = np.int32(np.int8(symbols[i]))
-        levels[i] = np.int32(2 * levels[i] + (-symbol if levels[i] < 0 else symbol))
-        escapes += symbol == ESCAPED
+    _, _, block, index, _ = packed
+    most, bounds, depth, runs_of_window = runs
+    width = len(columns)
+    stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
+    for c in range(most):
+        for w in range((width + WINDOW - 1) // WINDOW):
+            r, end = runs_of_window[w], runs_of_window[w + 1]
+            following = _next_segment(r, end, c, depth, single)
+            while following > r:
+                u, v = bounds[r], bounds[following]
+                level = levels_at + columns[u] * stride + c
+                to = (begins[block[level]] + index[level]) * width
+                for i in range(u, v, WIDTH):
+                    escaped, beyond = refine_step(levels, to + i, planes, c * width + i, v - i)
+                    escapes += escaped
+                    for t in range(i, min(i + WIDTH, v) if beyond else i):
+                        finer = _finer(_level(levels, wide, to + t), planes[c * width + t])
+                        _put_level(levels, wide, to + t, finer)
+                r = following
+                following = _next_segment(r, end, c, depth, single)
+    return escapes
+
+
+@compiled
+def _restored(level, shrink, step):  # type: ignore[no-untyped-def]
+    """Return the coefficient of a level; `shrink` has one number per kind of level."""
+    m = abs(level)
+    back = np.float32(m) - shrink[min(m, KINDS) - 1] if m else np.float32(0)
+    return (-back if level < 0 else back) * step
+
+
+@compiled
+def _restore(  # type: ignore[no-untyped-def]
+    levels, wide, planes, entry, columns, runs, packed, begins, shrink, pad, y
+):  # fmt: skip
+    """Refine levels by the symbols of the last refinement, into coefficients `y` `[blocks, pad, columns]`.
+
+    Finer levels are nowhere written. The coefficients of escapes are left to `_place_escapes`.
+
+    Returns:
+        how many symbols are escapes.
+    """
+    escapes = np.int64(0)
+    _, level_table, block, index, steps = packed
+    most, bounds, depth, runs_of_window = runs
+    width = len(columns)
+    windows = (width + WINDOW - 1) // WINDOW
+    stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
+    step = np.zeros(width + WIDTH, np.float32)
+    one, two = np.zeros(width + WIDTH, np.float32), np.zeros(width + WIDTH, np.float32)
+    three, more = np.zeros(width + WIDTH, np.float32), np.zeros(width + WIDTH, np.float32)
+    table_of_run = np.full(runs_of_window[windows], np.int64(-1))
+    row = np.empty(0 if single else width + WIDTH, y.dtype)
+    for t in range(width):
+        step[t] = steps[columns[t]]
+    if not single:
+        y[: entry[plans.BLOCKS] * pad * width] = 0
+    for c in range(most):
+        for w in range(windows):
+            r, end = runs_of_window[w], runs_of_window[w + 1]
+            reached = bounds[r]
+            following = _next_segment(r, end, c, depth, single)
+            while following > r:
+                u, v = bounds[r], bounds[following]
+                level = levels_at + columns[u] * stride + c
+                to = (begins[block[level]] + index[level]) * width
+                row_at = (np.int64(block[level]) * pad + index[level]) * width
+                for q in range(r, following):
+                    own = levels_at + columns[bounds[q]] * stride + c
+                    table = np.int64(level_table[own])
+                    if table != table_of_run[q]:
+                        table_of_run[q] = table
+                        for t in range(bounds[q], bounds[q + 1]):
+                            one[t], two[t], three[t], more[t] = (
+                                shrink[table, 0], shrink[table, 1], shrink[table, 2], shrink[table, 3]
+                            )  # fmt: skip
+                # Zeros beyond `v` are the values there now or later. With several blocks they are not: a coarser class
+                # may have had this component in a row before.
+                out, out_at = (y, row_at) if single else (row, np.int64(0))
+                for i in range(u, v, WIDTH):
+                    escaped, beyond = restore_step(
+                        levels, to + i, planes, c * width + i, one, two, three, more, step, i, v - i, out, out_at + i
+                    )
+                    escapes += escaped
+                    for t in range(i, min(i + WIDTH, v) if beyond else i):
+                        finer = _finer(_level(levels, wide, to + t), planes[c * width + t])
+                        own = levels_at + columns[t] * stride + c
+                        out[out_at + t] = rounded(_restored(finer, shrink[level_table[own]], step[t]), out)
+                if not single:
+                    _copy(row[u:v], y[row_at + u : row_at + v])
+                reached = v
+                r = following
+                following = _next_segment(r, end, c, depth, single)
+            if single:
+                y[c * width + reached : c * width + bounds[end]] = 0
+    if single:
+        y[most * width : pad * width] = 0
     return escapes
 
 
 @compiled
 def _place_escapes(  # type: ignore[no-untyped-def]
-    data, found, by_window, windows_at, entry, tokens, start, columns, packed, begins, symbols, levels, number
+    data, found, by_window, windows_at, entry, tokens, start, columns, packed, begins, symbols, levels, wide, number,
+    last, shrink, pad, y
 ):  # fmt: skip
-    """Put the listed levels of a refinement in their places; return how many there are, or a problem below 0."""
-    rows, _, block, index, _ = packed
+    """Put the listed levels of a refinement in their places, those of the `last` one as coefficients.
+
+    Returns:
+        how many there are, or a problem below 0.
+    """
+    rows, level_table, block, index, steps = packed
     width = len(columns)
     first_window = start // WINDOW
     listed = windows_at[first_window + (width + WINDOW - 1) // WINDOW] - windows_at[first_window]
@@ -330,55 +482,33 @@ def _place_escapes(  # type: ignore[no-untyped-def]
         if abs(np.int64(value)) > _FURTHEST << number:
             return -np.int64(_ESCAPE_RANGE)
         level = entry[plans.LEVELS] + columns[column] * entry[plans.ROWS] + c
-        levels[(begins[block[level]] + index[level]) * width + column] = value
+        if last:
+            back = _restored(value, shrink[level_table[level]], steps[columns[column]])
+            y[(np.int64(block[level]) * pad + index[level]) * width + column] = rounded(back, y)
+        else:
+            _put_level(levels, wide, (begins[block[level]] + index[level]) * width + column, value)
     return listed
-
-
-@compiled
-def _visit(levels, planes, entry, columns, bounds, runs_of_window, packed, begins, back):  # type: ignore[no-untyped-def]
-    """Write the contexts of a refinement to its planes, or take symbols `back` from them into the levels.
-
-    Returns:
-        how many of the symbols are escapes.
-    """
-    escapes = np.int64(0)
-    rows, _, block, index, _ = packed
-    width = len(columns)
-    stride, levels_at, single = entry[plans.ROWS], entry[plans.LEVELS], entry[plans.BLOCKS] == 1
-    for c in range(stride):
-        for w in range((width + WINDOW - 1) // WINDOW):
-            r, end = runs_of_window[w], runs_of_window[w + 1]
-            following = _next_segment(r, end, c, columns, bounds, rows, single)
-            while following > r:
-                u, v = bounds[r], bounds[following]
-                level = levels_at + columns[u] * stride + c
-                to = (begins[block[level]] + index[level]) * width
-                if back:
-                    escapes += _refine(levels[to + u : to + v], planes[c * width + u : c * width + v])
-                else:
-                    _to_contexts(levels[to + u : to + v], planes[c * width + u : c * width + v])
-                r = following
-                following = _next_segment(r, end, c, columns, bounds, rows, single)
-    return escapes
 
 
 @compiled
 def _open_tile(  # type: ignore[no-untyped-def]
     data, found, by_window, windows_at, sections, tokens, start, columns, entries, packed, begins, scratch, scratch_at,
-    levels, levels_at, problem
+    levels, wide, levels_at, problem
 ):  # fmt: skip
     """Turn the planes of the bases into levels; return False if a section is damaged."""
     width = columns.shape[1]
-    rows, level_table, shift, low_plane, block, index = packed
-    bounds = np.empty(width + 1, np.int64)
+    rows, planes, shift, low_plane, block, index = packed
+    bounds, depth = np.empty(width + 1, np.int64), np.empty(width + 1, np.int64)
     runs_of_window = np.empty((width + WINDOW - 1) // WINDOW + 1, np.int64)
     for i in range(len(sections)):
         number = 2 * sections[i] + 1
-        _list_runs(columns[i], bounds, runs_of_window)
+        own_rows = rows[16 * number :]
+        most = _list_runs(columns[i], own_rows, bounds, depth, runs_of_window)
         found_problem = _base_levels(
-            data, found[i], by_window, windows_at[i], entries[number], tokens, start, columns[i], bounds,
-            runs_of_window, (rows[16 * number :], level_table, shift, low_plane, block, index), begins[sections[i]],
-            scratch[scratch_at[i] :], levels[levels_at[i] : levels_at[i + 1]],
+            data, found[i], by_window, windows_at[i], entries[number], tokens, start, columns[i],
+            (most, bounds, depth, runs_of_window),
+            (own_rows, planes[16 * number :], shift, low_plane, block, index), begins[sections[i]],
+            scratch[scratch_at[i] :], levels[levels_at[i] : levels_at[i + 1]], wide[levels_at[i] :],
         )  # fmt: skip
         if found_problem:
             problem[0], problem[1] = i, found_problem
@@ -388,10 +518,14 @@ def _open_tile(  # type: ignore[no-untyped-def]
 
 @compiled
 def _refine_tile(  # type: ignore[no-untyped-def]
-    refinement, data, words_at, by_window, windows_at, found, sections, tokens, start, stop, columns, entries, packed,
-    begins, tables, slots, bits, scratch, scratch_at, levels, levels_at, problem
+    refinement, last, data, words_at, by_window, windows_at, found, sections, tokens, start, stop, columns, entries,
+    packed, begins, tables, slots, bits, shrink, scratch, scratch_at, levels, wide, levels_at, pads, y_at, y, problem
 ):  # fmt: skip
-    """Decode one refinement of a tile into the levels; return False if a section is damaged."""
+    """Decode one refinement of a tile into the levels, the `last` one into coefficients `[blocks, pad, columns]`.
+
+    Returns:
+        False if a section is damaged.
+    """
     count, width = len(sections), stop - start
     rows, level_table, block, index, steps = packed
     streams = count_streams(found, start, stop)
@@ -400,16 +534,17 @@ def _refine_tile(  # type: ignore[no-untyped-def]
     groups = np.empty((streams + count * (width // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
     fields = np.empty((count, lanes.SECTION_FIELDS), np.int64)
     first_stream = np.empty(count + 1, np.int64)
-    bounds = np.empty(width + 1, np.int64)
+    bounds, depth = np.empty(width + 1, np.int64), np.empty(width + 1, np.int64)
     runs_of_window = np.empty((width + WINDOW - 1) // WINDOW + 1, np.int64)
     listed = at = np.int64(0)
     for i in range(count):
         number = 2 * sections[i] + 1
         first_stream[i] = at
-        _list_runs(columns[i], bounds, runs_of_window)
-        _visit(
-            levels[levels_at[i] :], scratch[scratch_at[i] :], entries[number], columns[i], bounds, runs_of_window,
-            (rows[16 * number :], level_table, block, index, steps), begins[sections[i]], False,
+        own_rows = rows[16 * number :]
+        most = _list_runs(columns[i], own_rows, bounds, depth, runs_of_window)
+        _write_contexts(
+            levels[levels_at[i] :], scratch[scratch_at[i] :], entries[number], columns[i],
+            (most, bounds, depth, runs_of_window), (own_rows, level_table, block, index, steps), begins[sections[i]],
         )  # fmt: skip
         at, listed = list_tile(
             i, found[i], width, np.int64(WINDOW), entries[number], number, data, words_at, start, stop, scratch_at[i],
@@ -425,68 +560,24 @@ def _refine_tile(  # type: ignore[no-untyped-def]
         return False
     for i in range(count):
         number = 2 * sections[i] + 1
-        _list_runs(columns[i], bounds, runs_of_window)
-        own = (rows[16 * number :], level_table, block, index, steps)
-        escapes = _visit(
-            levels[levels_at[i] :], scratch[scratch_at[i] :], entries[number], columns[i], bounds, runs_of_window, own,
-            begins[sections[i]], True,
-        )  # fmt: skip
+        own = (rows[16 * number :], level_table, block, index, steps[16 * number :])
+        runs = (_list_runs(columns[i], own[0], bounds, depth, runs_of_window), bounds, depth, runs_of_window)
+        entry, planes, own_y = entries[number], scratch[scratch_at[i] :], y[y_at[i] :]
+        own_levels, own_wide = levels[levels_at[i] :], wide[levels_at[i] :]
+        if last:
+            escapes = _restore(
+                own_levels, own_wide, planes, entry, columns[i], runs, own, begins[sections[i]], shrink, pads[i], own_y
+            )  # fmt: skip
+        else:
+            escapes = _refine(own_levels, own_wide, planes, entry, columns[i], runs, own, begins[sections[i]])
         placed = _place_escapes(
-            data, found[i], by_window, windows_at[i], entries[number], tokens, start, columns[i], own,
-            begins[sections[i]], scratch[scratch_at[i] :], levels[levels_at[i] :], refinement,
+            data, found[i], by_window, windows_at[i], entry, tokens, start, columns[i], own, begins[sections[i]],
+            planes, own_levels, own_wide, refinement, last, shrink, pads[i], own_y,
         )  # fmt: skip
         if placed != escapes:
             problem[0], problem[1] = i, -placed if placed < 0 else ESCAPE_LIST
             return False
     return True
-
-
-@compiled
-def _scale(levels, shrink, step, wide, narrow):  # type: ignore[no-untyped-def]
-    """Reconstruct coefficients; `shrink` has one number per kind of level."""
-    one, two, three, more = shrink[0], shrink[1], shrink[2], shrink[3]
-    for i in range(len(levels)):
-        m = abs(levels[i])
-        own = one if m == 1 else two if m == 2 else three if m == 3 else more
-        back = np.float32(m) - own if m else np.float32(0)
-        value = (-back if levels[i] < 0 else back) * step
-        if len(narrow):
-            narrow[i] = rounded(value, narrow)
-        else:
-            wide[i] = value
-
-
-@compiled
-def _reconstruct(  # type: ignore[no-untyped-def]
-    sections, columns, entries, packed, begins, shrink, levels, levels_at, pads, y_at, wide, narrow
-):  # fmt: skip
-    """Turn levels into coefficients `[blocks, pad, columns]` of each section, as float32 or as bits of bfloat16."""
-    width = columns.shape[1]
-    rows, level_table, block, index, steps = packed
-    bounds = np.empty(width + 1, np.int64)
-    runs_of_window = np.empty((width + WINDOW - 1) // WINDOW + 1, np.int64)
-    for i in range(len(sections)):
-        number = 2 * sections[i] + 1
-        entry, own_rows, own = entries[number], rows[16 * number :], levels[levels_at[i] :]
-        stride, of_plan, pad = entry[plans.ROWS], entry[plans.LEVELS], pads[i]
-        size = entry[plans.BLOCKS] * pad * width
-        if len(narrow):
-            narrow[y_at[i] : y_at[i] + size] = 0
-        else:
-            wide[y_at[i] : y_at[i] + size] = 0
-        _list_runs(columns[i], bounds, runs_of_window)
-        for c in range(stride):
-            for r in range(runs_of_window[(width + WINDOW - 1) // WINDOW]):
-                u, v = bounds[r], bounds[r + 1]
-                k = np.int64(columns[i, u])
-                if c < own_rows[k]:
-                    level = of_plan + k * stride + c
-                    begin = (begins[sections[i], block[level]] + index[level]) * width
-                    to = y_at[i] + (np.int64(block[level]) * pad + index[level]) * width
-                    _scale(
-                        own[begin + u : begin + v], shrink[level_table[level]], steps[16 * number + k],
-                        wide[to + u : to + v], narrow[to + u : to + v],
-                    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,10 +667,12 @@ def decode_refined(index: RefinedIndex, at: slice, dtype: torch.dtype) -> list[C
     count, width = len(numbers), at.stop - at.start
     most = width + MAX_TOKENS_PER_STREAM - 1
     planes = [plan.entries[2 * numbers + 1, plans.PLANES] for plan in (packed, *coding.refinement_plans)]
-    scratch_at = offsets_of(np.max(planes, axis=0) * most)
-    levels_at = offsets_of(np.array([section.count for section in finest]) * width)
-    scratch = _arena.array("planes", int(scratch_at[-1]) + WIDTH, np.uint8)
-    levels = _arena.array("levels", int(levels_at[-1]) + WIDTH, np.int32)
+    # Steps that read or write 16 places at the end of a section reach none of the next one.
+    scratch_at = offsets_of(np.max(planes, axis=0) * most + WIDTH)
+    levels_at = offsets_of(np.array([section.count for section in finest]) * width + WIDTH)
+    scratch = _arena.array("planes", int(scratch_at[-1]), np.uint8)
+    levels = _arena.array("levels", int(levels_at[-1]), np.int8)
+    wide = _arena.array("wide", int(levels_at[-1]), np.int32)
     order, columns = np.empty((count, most), np.int64), np.empty((count, most), np.uint8)
     if not decode_planes(
         base.data, base.words_at, numbers, at.start, at.stop, ROW_MULTIPLE, packed.entries, packed.depth, packed.planes,
@@ -590,38 +683,32 @@ def decode_refined(index: RefinedIndex, at: slice, dtype: torch.dtype) -> list[C
     columns = np.ascontiguousarray(columns[:, :width])
     if not _open_tile(
         base.data, base.found, base.by_window, base.windows_at, numbers, tokens, at.start, columns, packed.entries,
-        (packed.rows, packed.level_table, packed.shift, packed.low_plane, packed.block, packed.index), coding.begins,
-        scratch, scratch_at, levels, levels_at, problem,
+        (packed.rows, packed.planes, packed.shift, packed.low_plane, packed.block, packed.index), coding.begins,
+        scratch, scratch_at, levels, wide, levels_at, problem,
     ):  # fmt: skip
         raise escape_range_error() if problem[1] == _ESCAPE_RANGE else escape_error()
-    for number, (plan, coder, own) in enumerate(
-        zip(coding.refinement_plans, coding.family.coders, index.refinements, strict=False), 1
+    last = coding.refinement_plans[-1]
+    blocks = last.entries[2 * numbers + 1, plans.BLOCKS]
+    depth = last.depth.reshape(-1, 2, CLASSES)[numbers, 1]
+    pads = np.array([padded(int(own[k])) for own, k in zip(depth, columns.min(1), strict=True)])
+    y_at = offsets_of(blocks * pads * width + WIDTH)
+    y = _arena.tensor("y", int(y_at[-1]), dtype)
+    coefficients = y.view(torch.int16).numpy().view(np.uint16) if dtype == torch.bfloat16 else y.numpy()
+    for number, (plan, coder, tables_of, own) in enumerate(
+        zip(coding.refinement_plans, coding.family.coders, coding.family.refinements, index.refinements, strict=False),
+        1,
     ):
         if not _refine_tile(
-            number, own.data, own.words_at, own.by_window, own.windows_at, own.found, numbers, tokens, at.start,
-            at.stop, columns, plan.entries,
+            number, number == coding.refinements, own.data, own.words_at, own.by_window, own.windows_at, own.found,
+            numbers, tokens, at.start, at.stop, columns, plan.entries,
             (plan.rows, plan.level_table, plan.block, plan.index, plan.steps), coding.begins, plan.tables,
-            coder.decoding.slots.reshape(-1), coder.decoding.prob_bits, scratch, scratch_at, levels, levels_at, problem,
+            (coder.decoding.slots.reshape(-1), coder.cuts), coder.decoding.prob_bits, tables_of.shrink, scratch,
+            scratch_at, levels, wide, levels_at, pads, y_at, coefficients, problem,
         ):  # fmt: skip
             i, kind, stream = (int(x) for x in problem)
             if kind != STREAM:
                 raise escape_range_error() if kind == _ESCAPE_RANGE else escape_error()
             raise stream_error(stream, stream_count(tokens, 1 << int(own.found[i, part.LOG2])))
-    last = coding.refinement_plans[-1]
-    blocks = last.entries[2 * numbers + 1, plans.BLOCKS]
-    depth = last.depth.reshape(-1, 2, CLASSES)[numbers, 1]
-    pads = np.array([padded(int(own[k])) for own, k in zip(depth, columns.min(1), strict=True)])
-    y_at = offsets_of(blocks * pads * width)
-    y = _arena.tensor("y", int(y_at[-1]) + WIDTH, dtype)
-    if dtype == torch.bfloat16:
-        wide, narrow = NO_WIDE, y.view(torch.int16).numpy().view(np.uint16)
-    else:
-        wide, narrow = y.numpy(), NO_NARROW
-    _reconstruct(
-        numbers, columns, last.entries, (last.rows, last.level_table, last.block, last.index, last.steps),
-        coding.begins, coding.family.refinements[coding.refinements - 1].shrink, levels, levels_at, pads, y_at, wide,
-        narrow,
-    )  # fmt: skip
     out = []
     for i in range(count):
         shape = (int(blocks[i]), int(pads[i]), width)

@@ -3,8 +3,8 @@
 The compiler must assume that what a loop writes overlaps what it reads, so it takes one lane at a time where a step
 gathers from a table, or where there are many arrays. So such steps are written on vectors of 16. LLVM turns them into
 the CPU's instructions: AVX-512, two halves of AVX2, or scalar ones. The steps are in `coder_steps.py`,
-`product_steps.py`, `linear_steps.py` and `byte_plane_steps.py`; their arithmetic is that of the reference, but for the
-order of sums in products.
+`refinement_steps.py`, `product_steps.py`, `linear_steps.py` and `byte_plane_steps.py`; their arithmetic is that of the
+reference, but for the order of sums in products.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ class Code:
         offset = self.builder.mul(self.integer(place, types.int64), INT64(size))
         return self.builder.gep(self.data(array), [offset])
 
-    def data(self, index: int) -> Any:
-        """Return the address of an array."""
-        array = self._context.make_array(self._kinds[index])(self._context, self.builder, self._values[index])
+    def data(self, index: int, member: int | None = None) -> Any:
+        """Return the address of an array, or of a `member` of a tuple of arrays."""
+        kind, value = self._kinds[index], self._values[index]
+        if member is not None:
+            kind, value = kind[member], self.builder.extract_value(value, member)
+        array = self._context.make_array(kind)(self._context, self.builder, value)
         return self.builder.bitcast(array.data, cgutils.voidptr_t)
 
     def integer(self, index: int, kind: Any) -> Any:

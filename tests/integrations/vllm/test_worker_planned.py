@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.vllm.messages import Aim, Delivery, Report, Save
 from cuvee.integrations.vllm.part_figures import PartFigures
+from cuvee.integrations.vllm.worker_planned import _Run
+from cuvee.integrations.vllm.worker_restore import LoadJob
 
 PARTS = 3
 STEP = 0.25
@@ -222,7 +225,7 @@ def test_parts_are_bound_to_their_place_and_older_secrets_are_tried(bench: Calla
 
 def test_a_plan_with_time_loads_everything(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
-    report = run(b, planned=aim(), start=CHUNK // 2 * 0)
+    report = run(b, planned=aim())
     assert delivered(report).parts == (3,) * 4 and delivered(report).complete
     assert all(holds(b, chunk, 3) for chunk in range(4))
     assert not report.failed and not report.loaded, "its time says nothing of the store"
@@ -234,6 +237,14 @@ def test_a_plan_with_time_loads_everything(bench: Callable[..., Bench]) -> None:
 def test_a_plan_without_a_deadline_is_carried_out(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
     assert delivered(run(b, planned=aim(seconds=None, kl_max=0.002))).parts == (3,) * 4
+
+
+def test_a_plan_makes_do_with_the_parts_that_are_there(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    del b.store.entries[keys_of(b, 1)[2]]
+    report = run(b, planned=aim())
+    assert delivered(report).parts == (3, 2, 3, 3) and not report.failed
+    assert not report.unsaved, "it was not computed, so there is nothing better to store"
 
 
 def test_refinements_that_hang_are_left_out_by_the_deadline(bench: Callable[..., Bench]) -> None:
@@ -326,6 +337,45 @@ def test_a_load_that_is_dropped_writes_nothing_more(bench: Callable[..., Bench])
     b.wait()
     assert b.worker.take_invalid_blocks() == set(BLOCKS[:8])
     assert b.cache.read(torch.arange(4 * CHUNK), 0).keys[0].isnan().all()
+
+
+def test_an_entry_that_waits_for_a_decoder_is_not_written_once_its_load_is_over(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    waiting: list[Callable[[], None]] = []
+    coders = b.worker._pools.coders
+    submit = coders.submit
+    coders.submit = lambda work, *given: waiting.append(partial(work, *given))  # type: ignore[method-assign, assignment]
+    load = b.load(BLOCKS, 0, 4 * CHUNK)
+    load.aim = aim()
+    b.worker.start_loads([load], synchronous=False)
+    wait_until(lambda: bool(waiting), "an entry is given to a decoder")
+    b.worker.drop(["r"])
+    waiting[0]()
+    assert b.cache.read(torch.arange(4 * CHUNK), 0).keys[0].isnan().all()
+    coders.submit = submit  # type: ignore[method-assign]
+
+
+def test_what_stands_in_front_of_a_prompt_gives_its_load_time(bench: Callable[..., Bench]) -> None:
+    b = stored(bench())
+    load = b.load(BLOCKS, 0, 4 * CHUNK)
+    job = LoadJob(load, 100.0, 0)
+    planner = _Run(b.worker._loads._planned, job, replace(aim(), queued=40))._planner()
+    assert planner._state.request.engine_free == 100.0 + 40 * PREFILL[0]
+    assert planner._state.request.deadline == 160.0
+
+
+def test_tokens_that_the_engine_has_do_not_count(bench: Callable[..., Bench]) -> None:
+    """The engine holds half of the first chunk. In the plan, too, the KL is a mean over what is restored."""
+    b = stored(bench())
+    del b.store.entries[keys_of(b, 0)[1]]
+    half = CHUNK // 2
+    load = b.load(BLOCKS, half, 2 * CHUNK)
+    load.aim = aim(kl_max=0.4 * kls()[0] + 0.6 * kls()[2])
+    b.worker.start_loads([load], synchronous=False)
+    b.wait()
+    delivery = delivered(b.worker.report(1))
+    assert (delivery.start, delivery.tokens, delivery.parts) == (half, (half, CHUNK), (1, 3))
+    assert delivery.kl == pytest.approx((kls()[0] + 2 * kls()[2]) / 3)
 
 
 def test_one_load_teaches_the_next(bench: Callable[..., Bench]) -> None:
