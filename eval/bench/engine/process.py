@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from cuvee.codec.errors import CuveeError
+from cuvee.codec.errors import CuveeError, InputError
 from cuvee.eval.bench.engine.scope import CHUNK, DTYPE, EngineVariant
 
-__all__ = ["Engine", "EngineAnswer"]
+__all__ = ["FOLLOWING", "Engine", "EngineAnswer"]
+
+FOLLOWING = {"logits_processors": ["cuvee.eval.bench.engine.following:Follower"]}
+"""Options of an engine that is to be asked with `follow`."""
 
 # In which an engine with `store_share` is taken for idle, which it is after a second without a step at the latest, and
 # then stores without a limit.
@@ -32,6 +35,7 @@ class EngineAnswer:
         logprobs: for every position of each, token -> logprob; empty if not asked for.
         cached: how many prompt tokens of each the engine did not compute.
         figures: what the connector counted meanwhile; `steps` are those of the engine.
+        told: `kv_transfer_params` that came with each answer.
     """
 
     seconds: float
@@ -40,6 +44,7 @@ class EngineAnswer:
     logprobs: list[list[dict[str, float]]]
     cached: list[int]
     figures: dict[str, float]
+    told: list[dict[str, Any] | None] = field(default_factory=list)
 
 
 class Engine:
@@ -88,6 +93,7 @@ class Engine:
         blend: Mapping[str, Any] | None = None,
         raw_files: Path | None = None,
         decide: str = "always",
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         """Start an engine, and wait until it is up.
 
@@ -99,6 +105,7 @@ class Engine:
             chunk_tokens: of the connector.
             blend: the connector's options of that name; None: it does not blend.
             decide: the connector's option of that name.
+            more: other options of the connector.
             raw_files: a folder where vLLM's ExampleConnector keeps what it stores, instead of a variant.
         """
         arguments: dict[str, Any] = {"model": str(model), "dtype": DTYPE, "seed": 0, **options}
@@ -116,6 +123,7 @@ class Engine:
                 "chunk_tokens": chunk_tokens,
                 "threads": os.cpu_count() or 1,
                 "decide": decide,
+                **(more or {}),
             }
             if variant.store_share is not None:
                 extra["store_share"] = variant.store_share
@@ -147,6 +155,8 @@ class Engine:
         forget: bool = False,
         logprobs: int | None = None,
         params: Mapping[str, Any] | None = None,
+        follow: Sequence[int] | None = None,
+        read_into: Path | None = None,
     ) -> EngineAnswer:
         """Submit prompts together, to be answered greedily.
 
@@ -157,11 +167,19 @@ class Engine:
             forget: empty the engine's own prefix cache first.
             logprobs: for how many tokens to return logprobs at every position.
             params: `kv_transfer_params` of all of them.
+            follow: tokens to generate instead of the likeliest ones, after a single prompt. `max_tokens` has to be
+                their number, and the engine has to have been started with `FOLLOWING`.
+            read_into: a file for what the engine says instead of each of `follow`, float32 `[max_tokens, vocabulary]`
+                log-probabilities, by `numpy.save`.
 
         Raises:
+            InputError: one of `follow` and `read_into` is given without the other.
             CuveeError: the engine failed, or did not compute as many tokens as it should have.
         """
-        answer = EngineAnswer(**self._call("ask", prompts, max_tokens, forget, logprobs, params))
+        if (follow is None) is not (read_into is None):
+            raise InputError("follow, read_into: must be given together")
+        followed = None if follow is None else [list(follow), str(read_into)]
+        answer = EngineAnswer(**self._call("ask", prompts, max_tokens, forget, logprobs, params, followed))
         if expect_cached is not None and answer.cached != list(expect_cached):
             raise CuveeError(f"the engine found {answer.cached} tokens in a cache, expected {list(expect_cached)}")
         return answer

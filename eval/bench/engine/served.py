@@ -56,13 +56,17 @@ class _Served:
         self._llm = None
 
     def ask(
-        self, prompts: list[list[int]], max_tokens: int, forget: bool, logprobs: int | None, params: Any
-    ) -> dict[str, Any]:
+        self, prompts: list[list[int]], max_tokens: int, forget: bool, logprobs: int | None, params: Any,
+        followed: Any = None,
+    ) -> dict[str, Any]:  # fmt: skip
         from vllm import SamplingParams
 
+        extra = {"kv_transfer_params": params} if params is not None else {}
+        if followed is not None:
+            extra["follow"] = followed[0]
         parameters = SamplingParams(
             temperature=0, max_tokens=max_tokens, logprobs=logprobs, ignore_eos=True, detokenize=False,
-            extra_args=None if params is None else {"kv_transfer_params": params},
+            extra_args=extra or None,
         )  # fmt: skip
         if forget and not self._llm.reset_prefix_cache():
             raise CuveeError("the engine did not empty its prefix cache")
@@ -85,6 +89,10 @@ class _Served:
                     done[output.request_id] = output
         finished = time.perf_counter()
         outputs = [done[name] for name in names]
+        if followed is not None:
+            from cuvee.eval.bench.engine.following import save_read
+
+            save_read(max_tokens, followed[1])
         after = _connector_figures()
         return {
             "seconds": first - began,
@@ -95,6 +103,7 @@ class _Served:
                 for output in outputs
             ],
             "cached": [output.num_cached_tokens for output in outputs],
+            "told": [output.kv_transfer_params for output in outputs],
             "figures": {
                 **{name: value - before.get(name, 0) for name, value in after.items()},
                 "steps": self._steps - steps,

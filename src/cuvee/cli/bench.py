@@ -283,6 +283,85 @@ def bench_loading(
     )  # fmt: skip
 
 
+@app.command("deadlines")
+def bench_deadlines(
+    model: Annotated[
+        Path, typer.Option("--model", "-m", help="Folder of the checkpoint, or smollm2.", show_default=False)
+    ],
+    profile: Annotated[Path, typer.Option("--profile", help="Profile of this model.", show_default=False)],
+    stores: Annotated[
+        list[str] | None,
+        typer.Option("--store", metavar="STORE", show_default=False, help="redis or http. Repeatable. Default: both."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="Stored tokens of a prompt, a multiple of 256. Default: 2048."),
+    ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Different prompts. Default: 6.")
+    ] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option("--text", metavar="TEXT", show_default=False,
+                     help="Where prompts are from: a file or a name. Repeatable. Default: bundled texts."),
+    ] = None,
+    kl_max: Annotated[float, typer.Option(help="Nats per token that a loaded prompt may lose.")] = 0.02,
+    dtype: Annotated[
+        str, typer.Option(help="The engine's. bfloat16 rounds by more than fine parts lose; float32 does not.")
+    ] = "bfloat16",
+    quick: Annotated[bool, typer.Option("--quick", help="3 prompts of 1,024 tokens.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Draw first tokens and KL to this file (.svg, .png).", show_default=False),
+    ] = None,
+    out: ReportFile = None,
+    force: Force = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Measure loads with a deadline in vLLM, over links of 1 to 64 MB/s to Redis and to an HTTP object store.
+
+    The servers run on this machine, behind a proxy that is as slow as the link. redis-server has to be installed.
+
+    Example: cuvee bench deadlines --model smollm2 --profile smollm2.safetensors --plot deadlines.svg
+    """
+    from cuvee.eval.bench.deadlines.deadlines_bench import DEADLINES_FULL, DEADLINES_QUICK, run_deadlines_bench
+    from cuvee.eval.bench.deadlines.deadlines_tables import (
+        deadlines_markdown,
+        draw_deadlines_report,
+        print_deadlines_report,
+    )
+    from cuvee.eval.plots import save_figure
+
+    if markdown and as_json:
+        raise typer.BadParameter("give --markdown or --json, not both")
+    if plot is not None:
+        check_absent(plot, force)
+    scope = DEADLINES_QUICK if quick else DEADLINES_FULL
+    scope = replace(
+        scope,
+        tokens=tokens or scope.tokens,
+        prompts=prompts or scope.prompts,
+        stores=tuple(dict.fromkeys(stores or scope.stores)),
+        texts=tuple(texts or scope.texts),
+        dtype=dtype,
+        kl_max=kl_max,
+    )
+    checkpoint = _checkpoint(model)
+
+    def run(progress: Console) -> dict[str, Any]:
+        report = run_deadlines_bench(scope, checkpoint, profile, progress)
+        if plot is not None:
+            save_figure(draw_deadlines_report(report), plot)
+        return report
+
+    _measure(
+        run,
+        (lambda report, console: print(deadlines_markdown(report), end="")) if markdown else print_deadlines_report,
+        out, force, as_json,
+    )  # fmt: skip
+
+
 @app.command("gpu")
 def bench_gpu(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: two minutes.")] = False,

@@ -327,6 +327,15 @@ def test_an_engine_that_computes_other_tokens_than_expected_is_an_error(
         engine.ask([[1]], expect_cached=[512])
 
 
+def test_a_text_that_is_followed_is_read_into_a_file(child: Callable[[str], None], tmp_path: Path) -> None:
+    child("input()")
+    with (
+        Engine(tmp_path / "log") as engine,
+        pytest.raises(InputError, match="follow, read_into: must be given together"),
+    ):
+        engine.ask([[1]], expect_cached=None, follow=[1])
+
+
 def test_a_failed_command_is_answered_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         def settle(self, chunks: int) -> int:
