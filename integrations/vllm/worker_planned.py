@@ -79,18 +79,19 @@ class PlannedLoads:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The store's answer to a request: the parts that it has."""
+    """The store's answer to a request: the parts that it has, and the store key of the entry of each."""
 
     fetch: Fetch
-    parts: Mapping[tuple[int, int], bytes]
+    parts: Mapping[tuple[int, int], tuple[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    """The decoder's answer: what it was given, and why that failed, if it did."""
+    """The decoder's answer: what it was given, why that failed, if it did, and whether the bytes are to blame."""
 
     what: Decode
-    problem: CuveeError | None
+    problem: Exception | None
+    blames_blob: bool = False
 
 
 class _Run:
@@ -176,13 +177,14 @@ class _Run:
                 if event.problem is None:
                     planner.decoded(now)
                 else:
-                    self._blame(event.what, event.problem, planner, now)
+                    self._leave_out(event, planner, now)
             return
         if id(event.fetch) in self._given_up:
             return
         missing = tuple(part for part in event.fetch.parts if part not in event.parts)
-        for (chunk, number), part in event.parts.items():
+        for (chunk, number), (key, part) in event.parts.items():
             self._parts[chunk][number] = part
+            self._keys[chunk] = key
             self._state.figures.observe(self._entries[chunk].tokens, number, len(part))
             self._state.recorder.count("fetched_parts", label=PARTS[number])
         for chunk, number in missing:
@@ -193,13 +195,13 @@ class _Run:
             else:
                 planner.arrived(event.fetch, now)
 
-    def _blame(self, what: Decode, problem: CuveeError, planner: LoadPlanner, now: float) -> None:
+    def _leave_out(self, event: _Decoded, planner: LoadPlanner, now: float) -> None:
         """Leave out the last part of what does not decode. If that was not to blame, the one before is next."""
-        number = what.parts - 1
-        logger.debug("cuvee: part %d of an entry is left out: %s", number, problem)
-        if problem.blames_blob:
-            self._job.bad.append((self._keys[what.chunk], number))
-        self._lack(what.chunk, number)
+        chunk, number = event.what.chunk, event.what.parts - 1
+        logger.debug("cuvee: part %d of an entry is left out: %s", number, event.problem)
+        if event.blames_blob:
+            self._job.bad.append((self._keys[chunk], number))
+        self._lack(chunk, number)
         planner.decode_failed(number, now)
 
     def _lack(self, chunk: int, number: int) -> None:
@@ -211,7 +213,7 @@ class _Run:
 
     def _fetch(self, fetch: Fetch) -> None:
         """Ask the store for parts, and put its answer into the queue. Whatever fails is missing."""
-        found: dict[tuple[int, int], bytes] = {}
+        found: Mapping[tuple[int, int], tuple[str, bytes]] = {}
         begun = time.monotonic()
         try:
             if id(fetch) not in self._given_up and not self._job.over:
@@ -223,25 +225,24 @@ class _Run:
             self._state.recorder.count("fetch_seconds", time.monotonic() - begun)
             self._events.put(_Answer(fetch, found))
 
-    def _get(self, fetch: Fetch) -> dict[tuple[int, int], bytes]:
+    def _get(self, fetch: Fetch) -> Mapping[tuple[int, int], tuple[str, bytes]]:
         """Read parts; older secrets are tried only where the writing secret has none."""
         state, tenant = self._state, self._job.load.tenant
-        found: dict[tuple[int, int], bytes] = {}
+        found: dict[tuple[int, int], tuple[str, bytes]] = {}
         for key_id in state.key_ids:
             missing = [part for part in fetch.parts if part not in found]
             if not missing:
                 break
-            keys = [
-                part_key(store_key(tenant, self._entries[chunk].digest, state.rank, key_id), number)
-                for chunk, number in missing
-            ]
-            blobs = state.store.get_many(keys)
-            found.update((part, blob) for part, blob in zip(missing, blobs, strict=True) if blob is not None)
+            keys = [store_key(tenant, self._entries[chunk].digest, state.rank, key_id) for chunk, _ in missing]
+            blobs = state.store.get_many([part_key(key, part[1]) for key, part in zip(keys, missing, strict=True)])
+            found.update(
+                (part, (key, blob)) for part, key, blob in zip(missing, keys, blobs, strict=True) if blob is not None
+            )
         return found
 
     def _decode(self, what: Decode) -> None:
         """Decode an entry into its pages, unless the load is over, and put the outcome into the queue."""
-        problem: CuveeError | None = CuveeError("it was not decoded")
+        outcome = _Decoded(what, RuntimeError("it was not decoded"))
         begun = time.monotonic()
         try:
             parts = [part for part in self._parts[what.chunk][: what.parts] if part is not None]
@@ -250,15 +251,15 @@ class _Run:
                     self._levels[what.chunk] = self._loads.restorer.place(
                         self._job.load, self._entries[what.chunk], parts
                     )
-            problem = None
+            outcome = _Decoded(what, None)
         except CuveeError as error:
-            problem = error
+            outcome = _Decoded(what, error, error.blames_blob)
         except Exception as error:
             logger.exception("cuvee: request %s: an entry was not decoded", self._job.load.request)
-            problem = CuveeError(f"it was not decoded: {type(error).__name__}")
+            outcome = _Decoded(what, error)
         finally:
             self._state.recorder.count("decode_seconds", time.monotonic() - begun)
-            self._events.put(_Decoded(what, problem))
+            self._events.put(outcome)
 
     def _end(self, start: Start) -> None:
         """Note what is in place. What is still on its way is not waited for."""

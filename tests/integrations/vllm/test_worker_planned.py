@@ -220,6 +220,30 @@ def test_parts_are_bound_to_their_place_and_older_secrets_are_tried(bench: Calla
     assert delivered(run(b, planned=aim(), request="copied")).parts == ()
 
 
+def test_a_bad_part_is_deleted_where_it_was_found(bench: Callable[..., Bench]) -> None:
+    """Under the key of an older secret."""
+    b = stored(bench(codec={"key": bytes(16)}))
+    rotated = bench(codec={"key": [bytes(range(16)), bytes(16)]}, store=b.store)
+    bad = keys_of(b, 1)[2]
+    b.store.entries[bad] = b.store.entries[bad][:-9] + bytes(9)
+    assert delivered(run(rotated, planned=aim())).parts == (3, 2, 3, 3)
+    assert bad not in b.store.entries
+
+
+def test_an_error_that_is_not_of_the_bytes_deletes_nothing(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = stored(bench())
+
+    def fails(*given: Any) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(b.worker._loads._restorer, "place", fails)
+    report = run(b, planned=aim())
+    assert delivered(report).parts == () and report.failed == {"r"}
+    assert b.store.entries == stored_before
+
+
 # Planned loads -------------------------------------------------------------------------------------------------------
 
 
