@@ -160,6 +160,8 @@ def run_eviction_bench(
     layout = KVLayout.of(lm)
     if replace(given.layout, dtype=layout.dtype) != layout:
         raise InputError(f"profile: must be one for {model}, got {profile}, a profile of another model")
+    if not given.predictions or any(section.predictor is None for section in given.learned):
+        raise InputError(f"profile: must predict tokens and classes, got {profile}: make it by `cuvee profile learn`")
     cases = [case for text in texts for case in _text_cases(text, model, sequences, context)] if sequences else []
     if questions:
         cases += _question_cases(model, data, questions, any_version)
@@ -256,8 +258,8 @@ class _Bench:
         size, kl, _ = self._coded(codec, weights)
         coded, neutral = soft.coarsest_components(codec)
         return {
-            "quality": quality, "step": step_value(codec.step_index), "components": coded, "neutral_components": neutral,
-            "bytes_per_token": size, "kl": kl,
+            "quality": quality, "step": step_value(codec.step_index), "components": coded,
+            "neutral_components": neutral, "bytes_per_token": size, "kl": kl,
         }  # fmt: skip
 
     def without(self) -> torch.Tensor:

@@ -75,7 +75,8 @@ def run_presses(
             done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
         except OSError as error:
             raise InputError(
-                f"python: must be the interpreter of an environment with kvpress, got {python} ({error.strerror}): {_HOW}"
+                f"python: must be the interpreter of an environment with kvpress, got {python} ({error.strerror}): "
+                f"{_HOW}"
             ) from error
         if done.returncode or not answer.is_file():
             last = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]

@@ -4,7 +4,7 @@
 are the share of the heads that keep it.
 
     by scores    the weight is the token's votes, averaged over compression ratios: a rank, roughly
-    by classes   the weights that give each token the class that the profile predicts, averaged over sections; the tokens
+    by classes   the weights that give each token the class that the profile predicts, averaged over sections; those
                  with the fewest votes get weight 0, the coarsest class: two octaves above the blob's step
     alone        the same with a blob's step so coarse, and kept tokens so much finer than it, that the coarsest class
                  codes next to nothing: dropped tokens are their predictions alone
@@ -46,8 +46,8 @@ def evicted(weights: F64, kept: Kept, ratio: float) -> F64:
 def alone(weights: F64, kept: Kept, ratio: float, octaves: float) -> F64:
     """Return weights `[T]` as `evicted` does, but with kept tokens finer by `octaves` than the blob's step on average.
 
-    Weights of 0 do not count in the mean that the neutral class stands for. So dropped tokens get a weight above it, one
-    that is small enough.
+    Weights of 0 do not count in the mean that the neutral class stands for. So dropped tokens get a weight above it,
+    one that is small enough. It puts them `octaves` times kept over dropped tokens above the blob's step.
     """
     bits = np.log2(weights)
     chosen = evicted(weights, kept, ratio) > 0
