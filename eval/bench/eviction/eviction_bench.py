@@ -32,6 +32,7 @@ from cuvee.codec.data.corpus import (
     load_model,
     load_tokenizer,
     model_path,
+    pick_evenly,
     read_corpus,
     spread_sequences,
     token_ids,
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "BY_CLASSES", "BY_SCORES", "CUVEE", "DROPPED", "DROPPED_FP8", "FAMILIES", "run_eviction_bench"]
 
 CONTEXT, SCORED = 1024, 128
-SEQUENCES, QUESTIONS, PASSAGES = 4, 8, 5
+PASSAGES = 5  # that a question of XQuAD comes with: about as many tokens as CONTEXT
 PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "TOVAPress", "StreamingLLMPress", "KnormPress")
 RATIOS = (0.5, 0.75, 0.875, 0.9375)
 QUALITIES = (0.125, "high", "balanced", "small", 4.0, 8.0, 16.0, 32.0)
@@ -119,11 +120,10 @@ def run_eviction_bench(
     model: str,
     profile: Path,
     python: Path,
-    texts: Sequence[str] = EVALUATION_TEXTS,
+    sequences: int,
+    questions: int,
+    texts: Sequence[str] = (),
     data: Path | None = None,
-    sequences: int = SEQUENCES,
-    questions: int = QUESTIONS,
-    context: int = CONTEXT,
     any_version: bool = False,
     progress: Console | None = None,
 ) -> dict[str, Any]:
@@ -133,11 +133,10 @@ def run_eviction_bench(
         model: whose caches, by the names `load_model` takes; kvpress must know its architecture.
         profile: of this model.
         python: the interpreter of an environment with kvpress.
-        texts: to read, see `read_corpus`; the profile should not know them.
-        data: the folder with XQuAD's file; None: the hub. Not read without questions.
         sequences: of each text.
         questions: of XQuAD, each about one of five paragraphs.
-        context: tokens of each text that are cached.
+        texts: to read, see `read_corpus`; the profile should not know them. Default: the bundled ones.
+        data: the folder with XQuAD's file; None: the hub. Not read without questions.
         any_version: read another version of XQuAD, too.
         progress: where to list what is being measured; None for nowhere.
 
@@ -162,9 +161,8 @@ def run_eviction_bench(
         raise InputError(f"profile: must be one for {model}, got {profile}, a profile of another model")
     if not given.predictions or any(section.predictor is None for section in given.learned):
         raise InputError(f"profile: must predict tokens and classes, got {profile}: make it by `cuvee profile learn`")
-    cases = [case for text in texts for case in _text_cases(text, model, sequences, context)] if sequences else []
-    if questions:
-        cases += _question_cases(model, data, questions, any_version)
+    cases = [case for text in texts or EVALUATION_TEXTS for case in text_cases(text, model, sequences)]
+    cases += question_cases(model, data, questions, any_version)
     say(f"what kvpress keeps of {len(cases)} contexts")
     contexts = [case.context.tolist() for case in cases]
     presses = run_presses(python, Path(model_path(model)), contexts, PRESSES, RATIOS)
@@ -323,18 +321,27 @@ class _Bench:
         return out
 
 
-def _text_cases(text: str, model: str, sequences: int, context: int) -> list[Case]:
-    rows = spread_sequences([read_corpus(text, model)], context + SCORED, sequences)
-    return [Case(Path(text).name, row[:context], row[context:], 1) for row in rows]
+def text_cases(text: str, model: str, count: int) -> list[Case]:
+    """Return sequences of a text, of which the last tokens are scored; errors: see `read_corpus`."""
+    if not count:
+        return []
+    rows = spread_sequences([read_corpus(text, model)], CONTEXT + SCORED, count)
+    return [Case(Path(text).name, row[:CONTEXT], row[CONTEXT:], 1) for row in rows]
 
 
-def _question_cases(model: str, data: Path | None, questions: int, any_version: bool) -> list[Case]:
+def question_cases(model: str, data: Path | None, count: int, any_version: bool) -> list[Case]:
+    """Return questions of XQuAD after their paragraphs, of which the answers are scored; errors: see `open_questions`.
+
+    Arguments are those of `run_eviction_bench`.
+    """
+    if not count:
+        return []
     tokenizer = load_tokenizer(model)
     leading = torch.tensor(leading_ids(tokenizer), dtype=torch.int64)
     every = open_questions("xquad", None if data is None else str(data), passages=PASSAGES, any_version=any_version)
     cases = []
-    for number in range(min(questions, len(every))):
-        document = every[number * len(every) // questions].document()
+    for chosen in pick_evenly(every, count):
+        document = chosen.document()
         given, question, answer = (
             token_ids(tokenizer, document[part], special=False) for part in ("context", "question", "continuation")
         )

@@ -26,9 +26,9 @@ from cuvee.eval.machine import machine_line
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SIZES", "draw_eviction_report", "eviction_markdown", "kl_at", "print_eviction_report", "size_at"]
+__all__ = ["draw_eviction_report", "eviction_markdown", "kl_at", "print_eviction_report", "size_at"]
 
-SIZES = (5760, 2880, 1440, 720, 360, 180, 90, 45)  # bytes per token
+SMALLER = (4, 8, 16, 32, 64, 128, 256, 512)  # times than the cache in bfloat16, where curves are compared
 _TICKS = (10, 100, 1000, 10000)
 SOFT = (BY_SCORES, BY_CLASSES, ALONE)
 _LOOKS = {
@@ -150,10 +150,11 @@ def _tables(report: Mapping[str, Any]) -> Iterable[ReportTable]:
 
 def _at_equal_size(report: Mapping[str, Any], text: Mapping[str, Any]) -> ReportTable:
     every = curves(report, text["text"])
+    sizes = [report["bytes_per_token"] / times for times in SMALLER]
     rows = []
     for family in FAMILIES:
         cells = []
-        for size in SIZES:
+        for size in sizes:
             found = [kl for curve in every if curve.family == family and (kl := kl_at(curve, size)) is not None]
             cells.append("" if not found else f"{format_number(1e3 * min(found)[0], 2)} ({100 * min(found)[1]:+.1f})")
         rows.append([family, *cells])
@@ -161,7 +162,9 @@ def _at_equal_size(report: Mapping[str, Any], text: Mapping[str, Any]) -> Report
         f"{text['text']}: {text['sequences']} x {text['context_tokens']:,.0f} tokens; {text['nll']:.2f} nats "
         f"per token with the exact cache, {text['nll_without_context']:.2f} without the context"
     )
-    return ReportTable(["bytes per token ", *map(str, SIZES)], rows, title, AT_EQUAL_SIZE, frozenset({0}))
+    return ReportTable(
+        ["bytes per token ", *(f"{size:,.4g}" for size in sizes)], rows, title, AT_EQUAL_SIZE, frozenset({0})
+    )
 
 
 def _at_equal_kl(report: Mapping[str, Any], families: Sequence[str], title: str) -> ReportTable:

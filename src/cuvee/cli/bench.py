@@ -265,7 +265,6 @@ def bench_eviction(
 
     Example: cuvee bench eviction --model smollm2 --profile smollm2.safetensors --python kvpress/bin/python
     """
-    from cuvee.codec.data.bundled import EVALUATION_TEXTS
     from cuvee.eval.bench.eviction.eviction_bench import run_eviction_bench
     from cuvee.eval.bench.eviction.eviction_tables import (
         draw_eviction_report,
@@ -281,8 +280,7 @@ def bench_eviction(
 
     def run(progress: Console) -> dict[str, Any]:
         report = run_eviction_bench(
-            model, profile, python, texts or EVALUATION_TEXTS, data, sequences, questions,
-            any_version=any_version(metadata or ()), progress=progress,
+            model, profile, python, sequences, questions, texts or (), data, any_version(metadata or ()), progress
         )  # fmt: skip
         if plot is not None:
             save_figure(draw_eviction_report(report), plot)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cuvee.codec.codec import Codec
+from cuvee.codec.data.corpus import load_tokenizer
 from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL
 from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.learning.divergence import compare
@@ -24,13 +25,18 @@ from cuvee.eval.bench.eviction.eviction_bench import (
     CUVEE,
     DROPPED,
     DROPPED_FP8,
+    PASSAGES,
     PRESSES,
     RATIOS,
+    SCORED,
     SOFT_RATIOS,
     Case,
     measure,
+    question_cases,
     run_eviction_bench,
+    text_cases,
 )
+from cuvee.eval.bench.eviction.eviction_bench import CONTEXT as CACHED
 from cuvee.eval.bench.eviction.eviction_tables import Curve, draw_eviction_report, eviction_markdown, kl_at, size_at
 from cuvee.eval.bench.eviction.presses import Kept, Presses, read_presses, run_presses
 from cuvee.eval.plots import save_figure
@@ -164,6 +170,28 @@ def test_weights_give_the_classes_that_they_stand_for(books: Any) -> None:
     assert abs(by_itself[~dropped].mean() - (NEUTRAL - 4)) < 0.5  # two octaves are four classes
 
 
+def test_what_is_read(tmp_path: Path) -> None:
+    article = [
+        {
+            "context": f"The number of {n} is {7 * n}.",
+            "qas": [{"question": f"Of {n}?", "answers": [{"text": str(7 * n)}]}],
+        }
+        for n in range(10)
+    ]
+    data = {"data": [{"paragraphs": article[:5]}, {"paragraphs": article[5:]}]}
+    (tmp_path / "xquad.en.json").write_text(json.dumps(data))
+    tokenizer = load_tokenizer("books-3m")
+    cases = question_cases("books-3m", tmp_path, 2, any_version=True)
+    assert len(cases) == 2
+    for number, case in zip((0, 5), cases, strict=True):
+        context, rest = tokenizer.decode(case.context), case.rest
+        assert context.count("The number of") == PASSAGES and f"is {7 * number}." in context
+        assert tokenizer.decode(rest[: case.first]).endswith(f"Question: Of {number}?\nAnswer:")
+        assert tokenizer.decode(rest[case.first :]).strip() == str(7 * number)
+    (text,) = text_cases("orchard", "books-3m", 1)
+    assert (text.text, len(text.context), len(text.rest), text.first) == ("orchard", CACHED, SCORED, 1)
+
+
 def packed(*heads: str) -> str:
     bits = np.array([[[int(bit) for bit in head] for head in heads]])
     return base64.b64encode(np.packbits(bits).tobytes()).decode()
@@ -222,4 +250,4 @@ def test_what_cannot_be_measured(books: Any, fitted: Any, tmp_path: Path) -> Non
         (own, 0, "must not both be 0"),
     ):
         with pytest.raises(InputError, match=message):
-            run_eviction_bench("books-3m", profile, Path("python"), sequences=sequences, questions=0)
+            run_eviction_bench("books-3m", profile, Path("python"), sequences, 0)
