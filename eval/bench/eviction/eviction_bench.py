@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "BY_CLASSES", "BY_SCORES", "CUVEE", "DROPPED", "DROPPED_FP8", "FAMILIES", "run_eviction_bench"]
 
 CONTEXT, SCORED = 1024, 128
+XQUAD = "XQuAD"
 PASSAGES = 5  # that a question of XQuAD comes with: about as many tokens as CONTEXT
 PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "TOVAPress", "StreamingLLMPress", "KnormPress")
 RATIOS = (0.5, 0.75, 0.875, 0.9375)
@@ -146,14 +147,19 @@ def run_eviction_bench(
         of tokens holds by step.
 
     Raises:
-        InputError: a profile of another model, or one without prediction from tokens; nothing to read; see
-            `run_presses`, `read_corpus`, `open_questions`.
+        InputError: a profile of another model, or one without prediction from tokens; a model whose layers differ in
+            their number of KV heads; nothing to read, or two texts of one name; see `run_presses`, `read_corpus`,
+            `open_questions`.
         FormatError: the presses' answer is malformed.
         ImportError, OSError: the model cannot be loaded, or the profile cannot be read.
     """
     say = timed_lines(progress)
     if sequences < 0 or questions < 0 or not sequences + questions:
         raise InputError(f"sequences, questions: must not both be 0 or negative, got {sequences} and {questions}")
+    texts = texts or EVALUATION_TEXTS
+    names = [_name(text) for text in texts]
+    if len({*names, XQUAD}) <= len(names):
+        raise InputError(f"texts: must have different names, got {', '.join(names)}: rename a file")
     lm = load_model(model, "float32")
     given = Profile.load(profile)
     layout = KVLayout.of(lm)
@@ -161,7 +167,9 @@ def run_eviction_bench(
         raise InputError(f"profile: must be one for {model}, got {profile}, a profile of another model")
     if not given.predictions or any(section.predictor is None for section in given.learned):
         raise InputError(f"profile: must predict tokens and classes, got {profile}: make it by `cuvee profile learn`")
-    cases = [case for text in texts or EVALUATION_TEXTS for case in text_cases(text, model, sequences)]
+    if len({layer.kv_heads for layer in layout.layers}) > 1:
+        raise InputError(f"model: must have equally many KV heads in all layers, which {model} has not")
+    cases = [case for text in texts for case in text_cases(text, model, sequences)]
     cases += question_cases(model, data, questions, any_version)
     say(f"what kvpress keeps of {len(cases)} contexts")
     contexts = [case.context.tolist() for case in cases]
@@ -321,12 +329,16 @@ class _Bench:
         return out
 
 
+def _name(text: str) -> str:
+    return Path(text).name
+
+
 def text_cases(text: str, model: str, count: int) -> list[Case]:
     """Return sequences of a text, of which the last tokens are scored; errors: see `read_corpus`."""
     if not count:
         return []
     rows = spread_sequences([read_corpus(text, model)], CONTEXT + SCORED, count)
-    return [Case(Path(text).name, row[:CONTEXT], row[CONTEXT:], 1) for row in rows]
+    return [Case(_name(text), row[:CONTEXT], row[CONTEXT:], 1) for row in rows]
 
 
 def question_cases(model: str, data: Path | None, count: int, any_version: bool) -> list[Case]:
@@ -345,5 +357,5 @@ def question_cases(model: str, data: Path | None, count: int, any_version: bool)
         given, question, answer = (
             token_ids(tokenizer, document[part], special=False) for part in ("context", "question", "continuation")
         )
-        cases.append(Case("XQuAD", torch.cat([leading, given]), torch.cat([question, answer]), len(question)))
+        cases.append(Case(XQUAD, torch.cat([leading, given]), torch.cat([question, answer]), len(question)))
     return cases

@@ -100,7 +100,7 @@ def print_eviction_report(report: dict[str, Any], console: Console) -> None:
     """Print a report as tables."""
     console.print(_preface(report), style="dim", highlight=False)
     for table in _tables(report):
-        console.print(table.for_terminal(tight=False, wrap=False))
+        console.print(table.for_terminal())
         console.print(f"{table.note}\n", highlight=False)
 
 

@@ -47,7 +47,6 @@ def run_presses(
     contexts: Sequence[Sequence[int]],
     presses: Sequence[str],
     ratios: Sequence[float],
-    threads: int = 1,
 ) -> Presses:
     """Ask what presses keep of contexts.
 
@@ -57,14 +56,13 @@ def run_presses(
         contexts: token ids.
         presses: names of kvpress's classes.
         ratios: shares of the positions to drop.
-        threads: of torch.
 
     Raises:
         InputError: there is no such interpreter, kvpress is not installed there, or the process failed.
         FormatError: see `read_presses`.
     """
     asked = {
-        "model": str(model), "threads": threads, "presses": list(presses), "ratios": list(ratios),
+        "model": str(model), "presses": list(presses), "ratios": list(ratios),
         "contexts": [list(context) for context in contexts],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -115,9 +113,9 @@ def read_presses(
             for context, own in zip(contexts, told["kept"], strict=True)
         ]
         return Presses(str(told["kvpress"]), str(told["transformers"]), kept)
+    except FormatError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, FormatError):
-            raise
         raise FormatError(
             f"presses: must be what presses_worker.py writes ({type(error).__name__}: {error})"
         ) from error

@@ -75,7 +75,6 @@ def positions(press: Any, given: tuple[Any, ...]) -> Any:
 def main() -> None:
     """Read the first file, and write the second."""
     asked = json.loads(Path(sys.argv[1]).read_text())
-    torch.set_num_threads(int(asked["threads"]))
     model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32, local_files_only=True).eval()
     kept = []
     for number, context in enumerate(asked["contexts"], 1):

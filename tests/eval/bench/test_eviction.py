@@ -184,10 +184,10 @@ def test_what_is_read(tmp_path: Path) -> None:
     cases = question_cases("books-3m", tmp_path, 2, any_version=True)
     assert len(cases) == 2
     for number, case in zip((0, 5), cases, strict=True):
-        context, rest = tokenizer.decode(case.context), case.rest
+        context, rest = str(tokenizer.decode(case.context)), case.rest
         assert context.count("The number of") == PASSAGES and f"is {7 * number}." in context
-        assert tokenizer.decode(rest[: case.first]).endswith(f"Question: Of {number}?\nAnswer:")
-        assert tokenizer.decode(rest[case.first :]).strip() == str(7 * number)
+        assert str(tokenizer.decode(rest[: case.first])).endswith(f"Question: Of {number}?\nAnswer:")
+        assert str(tokenizer.decode(rest[case.first :])).strip() == str(7 * number)
     (text,) = text_cases("orchard", "books-3m", 1)
     assert (text.text, len(text.context), len(text.rest), text.first) == ("orchard", CACHED, SCORED, 1)
 
@@ -233,6 +233,7 @@ def test_another_answer_is_refused(text: str, message: str) -> None:
 def test_an_environment_without_kvpress(tmp_path: Path) -> None:
     for python, message in (
         (tmp_path / "python", r"must be the interpreter .* \(No such file or directory\): make one with"),
+        (Path("/bin/true"), "could not run kvpress's presses: it ended with status 0$"),
         (Path(sys.executable), r"kvpress is not installed in .*: pip install kvpress==0\.5\.5$"),
     ):
         with pytest.raises(InputError, match=f"^python: .*{message}"):
@@ -240,14 +241,14 @@ def test_an_environment_without_kvpress(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured(books: Any, fitted: Any, tmp_path: Path) -> None:
-    other, plain, own = (tmp_path / f"{name}.safetensors" for name in ("other", "plain", "own"))
+    other, plain = (tmp_path / f"{name}.safetensors" for name in ("other", "plain"))
     fitted("gqa", "layer").save(other)
     books.profile.plain.save(plain)
-    books.profile.save(own)
-    for profile, sequences, message in (
-        (other, 1, "a profile of another model"),
-        (plain, 1, "must predict tokens and classes"),
-        (own, 0, "must not both be 0"),
+    for profile, sequences, texts, message in (
+        (other, 1, (), "a profile of another model"),
+        (plain, 1, (), "must predict tokens and classes"),
+        (plain, 0, (), "must not both be 0"),
+        (plain, 1, ("orchard", str(tmp_path / "orchard")), "must have different names"),
     ):
         with pytest.raises(InputError, match=message):
-            run_eviction_bench("books-3m", profile, Path("python"), sequences, 0)
+            run_eviction_bench("books-3m", profile, Path("python"), sequences, 0, texts)
