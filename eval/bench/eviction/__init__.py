@@ -1,0 +1,1 @@
+"""`cuvee bench eviction`."""
