@@ -28,6 +28,8 @@ try:
     from transformers import AutoModelForCausalLM
     from transformers.cache_utils import DynamicCache
 except ImportError as error:
+    if __name__ != "__main__":
+        raise
     raise SystemExit(f"{error.name} is not installed in {sys.executable}: pip install kvpress==0.5.5") from error
 
 
