@@ -43,7 +43,7 @@ class SchedulerTargets:
         # Of each request's last load, also if the request is not cached any more: who asked, and what ranks delivered.
         self._loading: dict[str, Tracked] = {}
         self._delivered: dict[str, list[Delivery]] = {}
-        self._blocks: dict[str, frozenset[int]] = {}  # that each of these requests had when its load began
+        self._blocks: dict[str, list[int]] = {}  # that each of these requests had when its load began
         self._refining: set[str] = set()  # those whose loads left out parts
         self._unrefined: list[str] = []
         self._due: dict[int, list[Targeted]] = {}  # whose first token a step computes
@@ -80,7 +80,7 @@ class SchedulerTargets:
         """
         self._unrefine(tracked.request.request_id)
         self._loading[tracked.request.request_id] = tracked
-        self._blocks[tracked.request.request_id] = frozenset(blocks)
+        self._blocks[tracked.request.request_id] = list(blocks)
         self._delivered.pop(tracked.request.request_id, None)
         targeted = tracked.targeted
         if targeted is None or targeted.first_token is not None:  # preempted after its first token: there is no hurry
@@ -120,9 +120,13 @@ class SchedulerTargets:
             self._refining.add(delivery.request)
 
     def holds(self, request_id: str, blocks: Sequence[int]) -> None:
-        """Note the blocks that a request has now. If its load filled others, they are not refined."""
-        if request_id in self._refining and not self._blocks.get(request_id, frozenset()) <= set(blocks):
-            self._unrefine(request_id)
+        """Note the blocks that a request has now. If its load filled others, or in another order, they are not refined:
+        what is ready would be written in the wrong places.
+        """
+        if request_id in self._refining:
+            filled = self._blocks[request_id]
+            if list(blocks[: len(filled)]) != filled:
+                self._unrefine(request_id)
 
     def refining(self, scheduled: Iterable[str]) -> tuple[list[str], list[str]]:
         """Return which of the requests that a step computes may be refined, and which are not refined any more."""
@@ -145,8 +149,8 @@ class SchedulerTargets:
         """Return what the client learns; None: it asked for nothing."""
         if tracked.target_refused:
             return {"refused": tracked.target_refused}
-        targeted, target = tracked.targeted, None if tracked.targeted is None else tracked.targeted.target
-        if targeted is None or target is None:
+        targeted = tracked.targeted
+        if targeted is None:
             return None
         if targeted.step:  # the step is over, although its report is still to come
             self._settle(targeted)
@@ -161,8 +165,9 @@ class SchedulerTargets:
             said["expected_kl"] = _rounded(max(known))
         if targeted.first_token is not None:
             said["first_token_ms"] = _rounded(1e3 * targeted.first_token)
-            if target.deadline is not None:
-                said["deadline_met"] = targeted.first_token <= target.deadline
+            deadline = targeted.target.deadline
+            if deadline is not None:
+                said["deadline_met"] = targeted.first_token <= deadline
         return said
 
     def _of_all_ranks(self, request_id: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

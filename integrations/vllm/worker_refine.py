@@ -78,12 +78,12 @@ class WorkerRefinements:
         Runs in the engine's thread, in a step that computes these requests.
         """
         for name in requests:
-            with self._guard("refine", partial(self.drop, [name])):
-                with self._state.lock:
-                    request = self._requests.get(name)
-                    if request is None or request.staged is None:
-                        continue
-                    (entry, slots, copy), request.staged = request.staged, None
+            with self._state.lock:
+                request = self._requests.get(name)
+                if request is None or request.staged is None:
+                    continue
+                (entry, slots, copy), request.staged = request.staged, None
+            with self._guard("refine", partial(self._end, request)):
                 self._state.pages.write(
                     [keys[0] for keys in copy.keys], [values[0] for values in copy.values], slots
                 )  # fmt: skip
@@ -106,11 +106,17 @@ class WorkerRefinements:
         if request.entries:
             self._pools.refiners.submit(self._prepare, request)
         else:
-            self.drop([request.load.request])
+            self._end(request)
+
+    def _end(self, request: _Request) -> None:
+        """Refine a request no more. Another load of the same request, which may have begun, goes on."""
+        with self._state.lock:
+            if self._requests.get(request.load.request) is request:
+                del self._requests[request.load.request]
 
     def _prepare(self, request: _Request) -> None:
         """Fetch and decode the next entry that has more parts than it was restored from."""
-        with self._guard("refine", partial(self.drop, [request.load.request])):
+        with self._guard("refine", partial(self._end, request)):
             while request.entries and self._is_wanted(request):
                 poor = request.entries.popleft()
                 try:
@@ -122,7 +128,7 @@ class WorkerRefinements:
                     with self._state.lock:
                         request.staged = ready
                     return
-            self.drop([request.load.request])
+            self._end(request)
 
     def _is_wanted(self, request: _Request) -> bool:
         with self._state.lock:

@@ -341,10 +341,11 @@ def test_a_request_is_refined_in_the_steps_that_compute_it(desk: Callable[..., D
     assert (plan.refines, plan.unrefined) == ([], ["r"])
 
 
-def test_a_request_with_other_blocks_is_not_refined(desk: Callable[..., Desk]) -> None:
+@pytest.mark.parametrize("blocks", [range(200, 300), range(199, 99, -1)], ids=["others", "in another order"])
+def test_a_request_with_other_blocks_is_not_refined(desk: Callable[..., Desk], blocks: range) -> None:
     d, request = desk(refine_later=True), asking(deadline_ms=500)
     running_poorly(d, request)
-    d.side.allocated(request, list(range(200, 300)), 0)
+    d.side.allocated(request, list(blocks), 0)
     plan = d.plan((request, 0, 50))
     assert (plan.refines, plan.unrefined) == ([], ["r"])
 

@@ -453,6 +453,18 @@ def test_a_request_that_has_ended_is_not_refined(bench: Callable[..., Bench]) ->
     assert all(holds(b, chunk, 1) for chunk in range(4)) and "refined_tokens" not in b.counts()
 
 
+def test_what_was_begun_for_an_earlier_load_of_a_request_does_not_end_the_next(bench: Callable[..., Bench]) -> None:
+    """The engine may preempt a request, and load it again."""
+    b = poor_load(bench)
+    refinements = b.worker._loads._refinements
+    earlier = refinements._requests["r"]
+    wait_until(lambda: earlier.staged is not None, "an entry is ready")
+    refinements.begin(earlier.load, list(earlier.entries))
+    refinements._end(earlier)
+    assert refinements._requests["r"] is not earlier
+    wait_until(lambda: refined(b, 3 * CHUNK), "the rest is refined")
+
+
 def test_an_engine_that_sleeps_refines_nothing(bench: Callable[..., Bench]) -> None:
     b = poor_load(bench)
     waiting = b.worker._loads._refinements._requests["r"]
