@@ -74,10 +74,9 @@ def base_section(moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor]]
     """
     blocks, scales = [], []
     for inverse, deviation in maps:
-        scale = scale_index(deviation.numpy() / unit)
-        rank = int((scale_codes(scale, MIN_STEP_INDEX) >= 0).sum())
-        blocks.append(BlockMap.of(inverse * unit, scale[:rank]))
-        scales.append(scale[:rank])
+        block, own = _rounded(inverse * unit, deviation / unit)
+        blocks.append(block)
+        scales.append(own)
     mean = moments.mean().float()
     scale = np.concatenate(scales)
     basis = SectionBasis(mean, mean.new_zeros(0, len(mean)), tuple(blocks))
@@ -93,6 +92,28 @@ def base_section(moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor]]
     return SectionProfile(basis, scale)
 
 
+def _rounded(inverse: torch.Tensor, deviation: torch.Tensor) -> tuple[BlockMap, I16]:
+    """Return a map, rounded, and the scales of its components, which the rounding makes less different."""
+    block = BlockMap.of(inverse, _coded(scale_index(deviation.numpy())))
+    if not block.rank:
+        return block, np.zeros(0, np.int16)
+    leaks = torch.linalg.solve(block.square(), inverse)  # from the exact components to those of the rounded map
+    actual = (leaks.square() @ deviation.square()).sqrt()
+    scale = _coded(_falling(scale_index(actual.numpy())))
+    return replace(block, rank=len(scale)), scale
+
+
+def _coded(scale: I16) -> I16:
+    """Return the scales of the components that are coded at any step, of falling ones."""
+    return scale[: int((scale_codes(scale, MIN_STEP_INDEX) >= 0).sum())]
+
+
+def _falling(scale: I16) -> I16:
+    """Return the least scales that are not below these and never rise."""
+    falling: I16 = np.maximum.accumulate(scale[::-1])[::-1]
+    return falling
+
+
 def with_tokens(section: SectionProfile, tokens: TokenModel, index: int) -> SectionProfile:
     """Add the token map to a section, and the scales of its components where no tokens are known."""
     # What is predicted and what is not are uncorrelated, so their variances add up.
@@ -100,8 +121,7 @@ def with_tokens(section: SectionProfile, tokens: TokenModel, index: int) -> Sect
     variance = np.square(deviation_of(section.scale)) + predicted
     scale, first = scale_index(np.sqrt(variance)), 0
     for rank in section.basis.block_ranks:  # they must fall, as those of the whole do
-        own = scale[first : first + rank]
-        own[:] = np.maximum.accumulate(own[::-1])[::-1]
+        scale[first : first + rank] = _falling(scale[first : first + rank])
         first += rank
     return replace(section, token_map=tokens.maps[index], plain_scale=scale)
 

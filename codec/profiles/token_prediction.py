@@ -35,10 +35,11 @@ from cuvee.codec.errors import FormatError
 from cuvee.codec.format.container import MAX_VOCABULARY
 from cuvee.codec.support.arrays import I64, U8
 from cuvee.codec.support.forks import tell_after_fork
+from cuvee.codec.support.nibbles import LARGEST, pack_nibbles, unpack_nibbles
 
 CACHE_BYTES = 256 << 20  # per profile: the predictions of 11,000 ids of SmolLM2-135M, or of 2,000 of Llama-3.1-8B
 COEFFICIENT_CACHE_BYTES = 128 << 20  # per profile that encodes: what the class predictor reads of 14,000 ids
-LARGEST_FEATURE = 7  # magnitude of a number of the embedding
+LARGEST_FEATURE = LARGEST  # magnitude of a number of the embedding
 LARGEST_WEIGHT = 127
 MAX_FEATURES = 1 << 14  # with more, sums of products might exceed 2^24
 
@@ -72,9 +73,7 @@ class TokenTable:
 
     def packed(self) -> U8:
         """Return the embedding plus 8, two numbers per byte, the first in the low bits: `[V, ceil(K / 2)]`."""
-        shifted: U8 = (self.embedding.numpy() + 8).astype(np.uint8)
-        padded = np.pad(shifted, ((0, 0), (0, self.features % 2)), constant_values=8)
-        return (padded[:, ::2] | padded[:, 1::2] << 4).astype(np.uint8)
+        return pack_nibbles(self.embedding.numpy())
 
 
 def read_token_table(features: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> TokenTable:
@@ -97,13 +96,8 @@ def read_token_table(features: int, arrays: Mapping[str, npt.NDArray[np.generic]
         raise FormatError(f"tokens.embedding: must have 1 … {MAX_VOCABULARY} rows, got {len(packed)}")
     if row_scale.dtype != np.float32 or row_scale.shape != (len(packed),) or not np.isfinite(row_scale).all():
         raise FormatError("tokens.row_scale: has the wrong shape or dtype or is not finite")
-    pairs = packed.astype(np.uint8)
-    wide = np.empty((len(pairs), 2 * pairs.shape[1]), np.int8)
-    wide[:, ::2], wide[:, 1::2] = pairs & 15, pairs >> 4
-    wide -= 8
-    if wide.min() < -LARGEST_FEATURE:
-        raise FormatError(f"tokens.embedding: must be -{LARGEST_FEATURE} … {LARGEST_FEATURE}, got {wide.min()}")
-    return TokenTable(torch.from_numpy(np.ascontiguousarray(wide[:, :features])), torch.from_numpy(row_scale))
+    numbers = unpack_nibbles("tokens.embedding", packed.astype(np.uint8), features)
+    return TokenTable(torch.from_numpy(numbers), torch.from_numpy(row_scale))
 
 
 class EmbeddingMap(Protocol):

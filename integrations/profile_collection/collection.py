@@ -45,7 +45,7 @@ from cuvee.integrations.profile_collection.location import ProfileLocation, chec
 
 logger = logging.getLogger(__name__)
 
-# What may be read into memory. That of SmolLM2-135M takes 45 MB; a profile grows more slowly than its model.
+# What may be read into memory. That of SmolLM2-135M takes 39 MB; a profile grows more slowly than its model.
 MAX_PROFILE_BYTES = 8 << 30
 _MAX_NEWEST_BYTES = 4096
 _FOLDER = "cuvee-profiles"

@@ -59,7 +59,7 @@ def profile_learn(
         typer.Option(
             help="What one basis spans: head, unit, layer, layers:n, heads:n, all, or auto: as many layers as decode "
             "within --flops. A larger group makes smaller blobs but a larger profile: SmolLM2's takes 28 MB with "
-            "layer, 45 MB with auto."
+            "layer, 39 MB with auto."
         ),
     ] = "auto",
     flops: Annotated[

@@ -1,0 +1,48 @@
+"""Round a linear map to integers so that the rounded one decorrelates as well as it can.
+
+An error in a column leaks its component into all others, as much as the metric of the loss weighs the values in which
+the error lies. Values that are cheap in one direction are dear in others. So values are rounded one after the other,
+and what one rounding got wrong is made up for in the values that are still to be rounded: in a column with the error e,
+e^T H e is kept small, where H is the metric. This is GPTQ's rounding (Frantar et al., 2022, https://arxiv.org/abs/2210.17323).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_BLOCK = 128  # values whose corrections are added up before they reach the others
+_JITTER = 1e-9  # of the mean diagonal, added to it: keeps the factorization of nearly singular maps possible
+
+Floats = npt.NDArray[np.float64]
+
+
+def round_columns(exact: Floats, scale: Floats, limit: Floats) -> Floats:
+    """Return integers `[n, c]` with which `integers * scale` is closest to a map in the map's own metric.
+
+    Args:
+        exact: `[n, c]`, the map from components of equal cost to values; c is n.
+        scale: `[c]`, the scale of each column.
+        limit: `[c]`, the largest magnitude of its integers.
+    """
+    wanted, largest = torch.from_numpy(exact / scale), torch.from_numpy(limit)
+    # The metric is the inverse of this: components have the identity as their metric.
+    inverse = torch.from_numpy(exact @ exact.T)
+    inverse += _JITTER * inverse.diagonal().mean() * torch.eye(len(exact), dtype=torch.float64)
+    # Dear values first: cheap ones make up for them.
+    order = inverse.diagonal().argsort()
+    root = torch.linalg.cholesky(inverse[order][:, order], upper=True)
+    wanted = wanted[order]
+    rounded = torch.empty_like(wanted)
+    for first in range(0, len(wanted), _BLOCK):
+        end = min(first + _BLOCK, len(wanted))
+        errors = torch.empty_like(wanted[first:end])
+        for row in range(first, end):
+            rounded[row] = torch.clamp(wanted[row].round(), -largest, largest)
+            errors[row - first] = (wanted[row] - rounded[row]) / root[row, row]
+            wanted[row + 1 : end] -= torch.outer(root[row, row + 1 : end], errors[row - first])
+        wanted[end:] -= root[first:end, end:].T @ errors
+    out = torch.empty_like(rounded)
+    out[order] = rounded
+    return out.numpy()

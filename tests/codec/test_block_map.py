@@ -1,0 +1,157 @@
+"""Maps as a profile keeps them: integers of 16, 8 and 4 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from cuvee.codec.entropy.family import OCTAVE
+from cuvee.codec.errors import FormatError
+from cuvee.codec.learning.learned_sections import _rounded
+from cuvee.codec.profiles.block_map import FAINT_OCTAVES, NARROW_VALUES, BlockMap, read_block_map
+from cuvee.codec.profiles.map_rounding import round_columns
+from cuvee.codec.profiles.section_basis import eigenbasis
+from cuvee.codec.support.nibbles import pack_nibbles, unpack_nibbles
+
+N = 96
+LEAST = math.log2(N / NARROW_VALUES)  # octaves from which a column is wide
+
+
+def learned(size: int = N, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A map and falling deviations, of values whose costs differ by a factor of a thousand."""
+    draw = torch.Generator().manual_seed(seed)
+    mix = torch.randn(size, size, generator=draw, dtype=torch.float64)
+    weight = torch.randn(size, size, generator=draw, dtype=torch.float64)
+    weight *= torch.logspace(0, -3, size, dtype=torch.float64)
+    inverse, _ = eigenbasis(mix @ mix.T, weight @ weight.T)
+    return inverse, 2.0 ** torch.linspace(2, LEAST - FAINT_OCTAVES - 6, size, dtype=torch.float64)
+
+
+def test_columns_have_as_many_bits_as_their_components_need() -> None:
+    inverse, deviation = learned()
+    scale = np.rint(64 * np.log2(deviation.numpy())).astype(np.int16)
+    block = BlockMap.of(inverse, scale)
+    wide, narrow = ((scale >= OCTAVE * (LEAST - octaves)).sum() for octaves in (0, FAINT_OCTAVES))
+    assert 0 < wide < narrow < N
+    assert block.wide.shape == (N, wide) and block.narrow.shape == (N, narrow - wide)
+    assert block.faint.shape == (N, N - narrow) and np.abs(block.faint).max() == 7
+    error = (block.square() - inverse).square().sum(0) / inverse.square().sum(0)
+    assert error[:wide].max() < 1e-6 < error[wide:narrow].max() < 0.01 < error[narrow:].max() < 0.4
+    forward = block.forward.double()
+    torch.testing.assert_close(forward @ block.square(), torch.eye(N, dtype=torch.float64), rtol=0, atol=1e-3)
+
+
+def test_scales_count_what_leaks_into_a_component() -> None:
+    inverse, deviation = learned()
+    block, scale = _rounded(inverse, deviation)
+    draw = torch.Generator().manual_seed(1)
+    y = deviation[:, None] * torch.randn(N, 20_000, generator=draw, dtype=torch.float64)
+    found = (torch.linalg.solve(block.square(), inverse) @ y).square().mean(1).sqrt()
+    assert bool((np.diff(scale) <= 0).all())
+    coded = 2.0 ** (scale / OCTAVE)
+    exact = found[: len(scale)].numpy()
+    assert (coded >= 0.97 * exact).all() and np.median(coded / exact) < 1.05
+    assert exact[-1] > 1.2 * float(deviation[-1])  # which it would not count otherwise
+
+
+@pytest.mark.parametrize("size", [5, 128, 150, 300])
+def test_rounding_errors_are_made_up_for(size: int) -> None:
+    """Errors are a fraction of those of numbers that are rounded one by one, where it costs something."""
+    inverse, _ = learned(size)
+    exact = inverse.numpy()
+    scale = np.abs(exact).max(0) / 7
+    limit = np.full(size, 7.0)
+    metric = np.linalg.inv(exact @ exact.T)
+
+    def cost(integers: npt.NDArray[np.float64]) -> float:
+        error = integers * scale - exact
+        return float(np.einsum("ij,ik,kj->", error, metric, error))
+
+    rounded = round_columns(exact, scale, limit)
+    assert np.array_equal(rounded, np.rint(rounded)) and np.abs(rounded).max() <= 7
+    assert cost(rounded) < (0.3 if size > 100 else 0.9) * cost(np.rint(exact / scale))
+
+
+def test_numbers_that_need_no_rounding_are_kept() -> None:
+    exact = np.array([[3.0, -7.0, 1.0], [0.0, 2.0, 5.0], [4.0, 1.0, -6.0]])
+    assert np.array_equal(round_columns(exact, np.ones(3), np.full(3, 7.0)), exact)
+
+
+def test_nothing_exceeds_its_limit() -> None:
+    exact = np.diag([9.0, -9.0, 3.0]) + 0.4
+    rounded = round_columns(exact, np.ones(3), np.array([7.0, 127.0, 1.0]))
+    assert (np.abs(rounded).max(0) <= [7, 127, 1]).all() and abs(rounded[1, 1]) >= 8
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 8])
+def test_nibbles(count: int) -> None:
+    numbers = np.random.default_rng(0).integers(-7, 8, (5, count)).astype(np.int8)
+    packed = pack_nibbles(numbers)
+    assert packed.shape == (5, (count + 1) // 2) and packed.dtype == np.uint8
+    assert np.array_equal(unpack_nibbles("x", packed, count), numbers)
+
+
+def test_nibbles_that_nobody_packs() -> None:
+    with pytest.raises(FormatError, match=r"^x: must be -7 … 7, got -8$"):
+        unpack_nibbles("x", np.zeros((1, 1), np.uint8), 2)
+    with pytest.raises(FormatError, match=r"^x: must end with a zero if its numbers are odd in number, got 1$"):
+        unpack_nibbles("x", np.full((1, 1), 0x98, np.uint8), 1)
+
+
+def arrays() -> dict[str, npt.NDArray[Any]]:
+    block, _ = _rounded(*learned())
+    return {f"p.{name}.0": array for name, array in block.arrays().items()}
+
+
+def test_a_map_is_what_its_arrays_say() -> None:
+    stored = arrays()
+    assert sorted(stored) == ["p.column_scale.0", "p.faint.0", "p.narrow.0", "p.row_scale.0", "p.wide.0"]
+    block, back = _rounded(*learned())[0], read_block_map("p", 0, N, N, stored)
+    assert torch.equal(back.square(), block.square())
+    count = block.faint.shape[1]
+    assert stored["p.faint.0"].nbytes == N * ((count + 1) // 2)
+
+
+def test_a_map_without_faint_columns_has_no_array_of_them() -> None:
+    """As those of profiles that were learned before there were any, which keep their ids."""
+    block = BlockMap.of(torch.eye(4, dtype=torch.float64), np.zeros(4, np.int16))
+    stored = {f"p.{name}.0": array for name, array in block.arrays().items()}
+    assert "p.faint.0" not in stored
+    assert torch.equal(read_block_map("p", 0, 4, 4, stored).square(), block.square())
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("faint", lambda a: a[:, :-1]),
+        ("faint", lambda a: np.concatenate([a, a[:, :1]], 1)),
+        ("faint", lambda a: a[:-1]),
+        ("faint", lambda a: a[0]),
+        ("faint", lambda a: a.astype(np.int8)),
+        ("faint", lambda a: a * 0),
+        ("faint", lambda a: a[:, :0]),
+        ("faint", None),
+        ("narrow", lambda a: a[:, :-2]),
+        ("narrow", lambda a: np.repeat(a, 9, 1)),
+        ("narrow", lambda a: a[0]),
+        ("wide", lambda a: a[:, :0]),
+        ("wide", lambda a: np.repeat(a, 99, 1)),
+        ("wide", lambda a: a[0]),
+        ("column_scale", lambda a: a[:-1]),
+        ("row_scale", lambda a: -a),
+    ],
+)
+def test_arrays_that_break_a_rule(name: str, change: Callable[[Any], Any] | None) -> None:
+    stored = arrays()
+    if change is None:
+        del stored[f"p.{name}.0"]
+    else:
+        stored[f"p.{name}.0"] = np.ascontiguousarray(change(stored[f"p.{name}.0"]))
+    with pytest.raises(FormatError, match=r"^p\.(faint|narrow|wide|column_scale|row_scale)\.0: "):
+        read_block_map("p", 0, N, N, stored)
