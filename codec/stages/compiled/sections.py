@@ -89,6 +89,17 @@ def _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, na
 
 
 @compiled
+def _clear(wide, narrow, begin, end):  # type: ignore[no-untyped-def]
+    """Write zeros to the one of `wide` and `narrow` with entries."""
+    if len(narrow):
+        for i in range(begin, end):
+            narrow[i] = 0
+    else:
+        for i in range(begin, end):
+            wide[i] = 0
+
+
+@compiled
 def _dequantize(  # type: ignore[no-untyped-def]
     data, found, by_window, windows_at, entry, number, tokens, start, stop, columns, order, packed, shrink, source,
     wide, narrow
@@ -113,14 +124,15 @@ def _dequantize(  # type: ignore[no-untyped-def]
     values = np.zeros(width + WIDTH, np.float32)
     row = np.empty(width + WIDTH, np.uint16)
     runs = 0
-    most = np.int64(0)
+    most, deepest = np.int64(0), levels_at  # the rows of the deepest class, and its first level
     last = np.int64(-1)
     for t in range(width):
         k = np.int64(columns[t]) if mode else np.int64(0)
         step[t] = steps[first_class + k]
-        most = max(most, np.int64(rows[first_class + k]))
         if t % window == 0:
             window_runs[t // window] = runs
+        if rows[first_class + k] > most:
+            most, deepest = np.int64(rows[first_class + k]), levels_at + k * stride
         if t % window == 0 or k != last:
             bounds[runs] = t
             rows_of[runs] = rows[first_class + k]
@@ -133,13 +145,13 @@ def _dequantize(  # type: ignore[no-untyped-def]
     for column in range(0 if mode else width):
         if order[column] >= 0:
             column_of[order[column]] = column
-    # The columns of a row go to one row of y, unless classes number their components differently.
-    direct = entry[plans.BLOCKS] == 1 or not mode
-    size = entry[plans.BLOCKS] * pad * width + WIDTH
-    if len(narrow):
-        narrow[:size] = 0
-    else:
-        wide[:size] = 0
+    # The columns of a row go to one row of y, unless classes number their components differently. In one row, every
+    # coefficient is written once; in several, zeros come first.
+    blocks = entry[plans.BLOCKS]
+    direct = blocks == 1 or not mode
+    filled = np.zeros(blocks, np.int64)  # rows of each block
+    if not direct:
+        _clear(wide, narrow, 0, blocks * pad * width)
     first_window = start // WINDOW
     cursors = np.zeros(((stop + WINDOW - 1) // WINDOW - first_window, 5), np.int64)
     for w in range(len(cursors)):
@@ -153,6 +165,10 @@ def _dequantize(  # type: ignore[no-untyped-def]
                 plane[t] = 0
                 t -= width // per_stream
         row_at = np.int64(0)
+        if direct:
+            of_block = np.int64(block[deepest + c])
+            row_at = (of_block * pad + index[deepest + c]) * width
+            filled[of_block] = max(filled[of_block], np.int64(index[deepest + c]) + 1)
         for begin in range(0, width, window):
             end = min(begin + window, width)
             r = first = window_runs[begin // window]
@@ -171,11 +187,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
                 r += 1
             if r > first:
                 reached = bounds[r]
-                if direct:
-                    level = level_of[first] + c
-                    row_at = (np.int64(block[level]) * pad + index[level]) * width
-            # First as if there were neither escapes nor low bits, which few columns have. The zeros
-            # written beyond `reached` are the values there now or later.
+            # First as if there were neither escapes nor low bits, which few columns have. What is written beyond
+            # `reached` is written again later.
             escaped = False
             for i in range(begin, reached, WIDTH):
                 if len(narrow):
@@ -214,6 +227,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     at = np.int64(low_plane[level]) * width
                     add_low_bits(levels[u:v], source[at + u : at + v], np.int32(shift[level]))
                     _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, narrow)
+            if direct:
+                _clear(wide, narrow, row_at + reached, row_at + end)
         for q in range(0 if direct else runs):
             if c < rows_of[q]:
                 level = level_of[q] + c
@@ -222,6 +237,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     narrow[to + bounds[q] : to + bounds[q + 1]] = row[bounds[q] : bounds[q + 1]]
                 else:
                     wide[to + bounds[q] : to + bounds[q + 1]] = values[bounds[q] : bounds[q + 1]]
+    for b in range(blocks if direct else 0):
+        _clear(wide, narrow, (b * pad + filled[b]) * width, (b + 1) * pad * width)
     return bool((cursors[:, 2] == _NEVER).all())
 
 
