@@ -110,10 +110,10 @@ def _decoding(alike: bool, contextual: bool = False, second: bool = False) -> An
     """
 
     @spelled_out
-    def decode_step(typing: Any, x, at, ahead, first, base, slots, words, offset, last, bits, active, out, to):  # type: ignore[no-untyped-def]
+    def decode_step(typing: Any, x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to):  # type: ignore[no-untyped-def]
         """Decode one symbol of 16 streams.
 
-        `decode_step(x, at, ahead, first, base, slots, words, offset, last, bits, active, out, to)`, or the steps below
+        `decode_step(x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to)`, or the steps below
 
         Args:
             typing: Numba's.
@@ -125,14 +125,14 @@ def _decoding(alike: bool, contextual: bool = False, second: bool = False) -> An
                 `decode_alike_step` a number, where the table of all lanes begins.
             slots: uint32 array, the decode tables one after the other.
             words: uint8 array, the bytes of the blob.
-            offset: where the words begin in `words`.
-            last: the four bytes at this word must be readable, and none beyond them are read, even for damaged streams.
+            offset: where the words begin in `words`. The four bytes before them can be read.
+            count: the number of words; no byte beyond them is read, even for damaged streams.
             bits: probability bits of the tables.
             active: number of active lanes; the states of inactive lanes do not change.
             out: uint8 array.
             to: where 16 bytes are written; those of inactive lanes are meaningless.
         """
-        signature = types.void(x, at, ahead, first, base, slots, words, offset, last, bits, active, out, to)
+        signature = types.void(x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             code = Code(context, builder, sig.args, values)
@@ -153,13 +153,19 @@ def _decoding(alike: bool, contextual: bool = False, second: bool = False) -> An
             if second:
                 pair = code.load(left, VECTOR, 4)
             else:
+                # Counted from two words before the first, so no byte beyond the last is read. The last comes in the
+                # far half, and a word beyond it is some other one.
+                following = builder.add(read, constant(2))
                 limit = code.splat(code.integer(8, types.uint32))
-                inside = builder.select(builder.icmp_unsigned("<", read, limit), read, limit)
+                inside = builder.select(builder.icmp_unsigned("<", following, limit), following, limit)
+                beyond = builder.and_(builder.shl(builder.sub(following, inside), constant(4)), constant(31))
                 # Numbers of bytes, because LLVM gathers 32 bits at places of 16 in two halves.
                 inside = builder.shl(inside, constant(1))
-                pair = code.gather(builder.gep(code.data(6), [code.integer(7, types.int64)]), INT8, inside, 1)
-                following = (builder.shl if _BIG_ENDIAN else builder.lshr)(pair, constant(16))
-                code.store(builder.select(need, following, pair), left, 4)
+                before = builder.sub(code.integer(7, types.int64), INT64(4))
+                pair = code.gather(builder.gep(code.data(6), [before]), INT8, inside, 1)
+                pair = (builder.shl if _BIG_ENDIAN else builder.lshr)(pair, beyond)
+                rest = (builder.shl if _BIG_ENDIAN else builder.lshr)(pair, constant(16))
+                code.store(builder.select(need, rest, pair), left, 4)
             word = builder.lshr(pair, constant(16)) if _BIG_ENDIAN else builder.and_(pair, constant(0xFFFF))
             after = builder.select(need, builder.or_(builder.shl(moved, constant(16)), word), moved)
             code.store(builder.select(taking, after, v), state, 4)

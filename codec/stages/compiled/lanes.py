@@ -29,8 +29,8 @@ from cuvee.codec.stages.compiled.simd import WIDTH
 FLIGHT = 8  # groups that take turns: enough to hide latency, few enough to stay in the first cache
 
 # Fields of `sections` below.
-WORDS = 0  # the byte at which the coded words begin
-LAST = 1  # a word beyond the section's words that may be read
+WORDS = 0  # the byte at which the coded words begin; four bytes before them can be read
+COUNT = 1  # the number of words
 CLASSES = 2  # where the classes of the columns begin
 OUT = 3  # where the planes begin
 COLUMNS = 4  # how long a plane is
@@ -49,7 +49,7 @@ END = 5  # the first column after the window
 GROUP_FIELDS = 6
 
 # Fields of a group that is being decoded. Its lanes have 16 entries in each array of states, words and tables.
-_GROUP, _COLUMN, _PLANE, _STOP, _ACTIVE, _ALIKE, _OWN, _TO, _STEP, _WORDS, _LAST = range(11)
+_GROUP, _COLUMN, _PLANE, _STOP, _ACTIVE, _ALIKE, _OWN, _TO, _STEP, _WORDS, _COUNT = range(11)
 _SLOT_FIELDS = 11
 
 _INITIAL = np.uint32(1 << 16)
@@ -80,7 +80,7 @@ def _load(slot, q, g, groups, sections, states, starts, x, at):  # type: ignore[
     slot[q, _COLUMN] = groups[g, FIRST]
     slot[q, _PLANE] = slot[q, _STOP] = 0
     s = groups[g, SECTION]
-    slot[q, _STEP], slot[q, _WORDS], slot[q, _LAST] = sections[s, COLUMNS], sections[s, WORDS], sections[s, LAST]
+    slot[q, _STEP], slot[q, _WORDS], slot[q, _COUNT] = sections[s, COLUMNS], sections[s, WORDS], sections[s, COUNT]
     stream = groups[g, STREAM]
     for lane in range(groups[g, LANES]):
         x[q * WIDTH + lane] = states[stream + lane]
@@ -135,22 +135,22 @@ def _turn(step: Any, alike_step: Any, contextual: bool) -> Any:
         for q in range(np.uint64(flying)):
             own = slot[q]
             plane, active, to, first = own[_PLANE], own[_ACTIVE], own[_TO], q * np.uint64(WIDTH)
-            words, last = own[_WORDS], own[_LAST]
+            words, count = own[_WORDS], own[_COUNT]
             if contextual and active < WIDTH:
                 for lane in range(WIDTH):
                     spare[lane] = out[to + lane] if lane < active else np.uint8(0)
             if own[_ALIKE]:
                 table = tables[np.uint64(own[_OWN] + plane)]
                 if active == WIDTH:
-                    alike_step(x, at, ahead, first, table, slots, data, words, last, bits, active, out, to)
+                    alike_step(x, at, ahead, first, table, slots, data, words, count, bits, active, out, to)
                 else:
-                    alike_step(x, at, ahead, first, table, slots, data, words, last, bits, active, spare, 0)
+                    alike_step(x, at, ahead, first, table, slots, data, words, count, bits, active, spare, 0)
             else:
                 lookup_step(tables, own[_OWN] + plane, of_class, first, base)
                 if active == WIDTH:
-                    step(x, at, ahead, first, base, slots, data, words, last, bits, active, out, to)
+                    step(x, at, ahead, first, base, slots, data, words, count, bits, active, out, to)
                 else:
-                    step(x, at, ahead, first, base, slots, data, words, last, bits, active, spare, 0)
+                    step(x, at, ahead, first, base, slots, data, words, count, bits, active, spare, 0)
             for lane in range(active if active < WIDTH else 0):
                 out[to + lane] = spare[lane]
             own[_PLANE] = plane + 1
@@ -175,7 +175,7 @@ def _decoding(steps_of: Any, alike_steps_of: Any, contextual: bool) -> Any:
             states: uint32, the first state of each stream.
             starts: uint32, the first word of each stream, counted from its section's first word.
             ends: uint32, the word after the stream's last.
-            data: uint8, holds the words. Four bytes can be read at word `LAST` of each section.
+            data: uint8, holds the words.
             classes: uint8, the class of each column of each section, rising within windows.
             planes: int32, planes of a column of each class, falling from class to class.
             tables: uint32, where in `slots` the table of each plane begins.
@@ -297,7 +297,7 @@ def encode_lanes(  # type: ignore[no-untyped-def]
 
     Args:
         groups: as for `decode_lanes`.
-        sections: as for `decode_lanes`; `WORDS` and `LAST` are not read.
+        sections: as for `decode_lanes`; `WORDS` and `COUNT` are not read.
         data: uint8, the planes. 16 bytes more can be read.
         classes: as for `decode_lanes`.
         planes: as for `decode_lanes`.

@@ -29,6 +29,7 @@ from cuvee.codec.stages.compiled.bfloat16 import rounded
 from cuvee.codec.stages.compiled.coded_part import PART_FIELDS, read_u32
 from cuvee.codec.stages.compiled.coder_steps import dequantize_step
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.joining import joined
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
 from cuvee.codec.stages.compiled.rans_by_class import decode_class_stream
 from cuvee.codec.stages.compiled.simd import WIDTH
@@ -334,7 +335,7 @@ def list_tile(  # type: ignore[no-untyped-def]
         ends[at] = words_at[own[STREAMS] + stream + 1]
         at += 1
     listed = list_groups(i, first_stream, columns, 1 << log2, window, groups, listed)
-    fields[i, lanes.WORDS], fields[i, lanes.LAST] = own[part.WORDS], own[part.COUNT]
+    fields[i, lanes.WORDS], fields[i, lanes.COUNT] = own[part.WORDS], own[part.COUNT]
     fields[i, lanes.CLASSES], fields[i, lanes.OUT] = classes_at, out_at
     fields[i, lanes.COLUMNS] = columns
     fields[i, lanes.PLANES] = 16 * number
@@ -430,7 +431,6 @@ def _decode(  # type: ignore[no-untyped-def]
     return True
 
 
-SLACK = 4  # bytes beyond the sections that can be read
 NO_WIDE, NO_NARROW = np.empty(0, np.float32), np.empty(0, np.uint16)
 _arena = Arena()
 
@@ -466,11 +466,7 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
     """See `cuvee.codec.stages.reference.sections.index_sections`."""
     packed, count = coding.plans, len(parts)
     numbers = np.array([number for number, _ in parts])
-    # A copy, since a step reads a few bytes beyond its word.
-    data = np.frombuffer(b"".join([*(section for _, section in parts), bytes(SLACK)]), np.uint8)
-    spans = np.zeros((count, 2), np.int64)
-    spans[:, 1] = np.cumsum([len(section) for _, section in parts])
-    spans[1:, 0] = spans[:-1, 1]
+    data, spans = joined([section for _, section in parts])
     found, problem = np.zeros((count, FOUND_FIELDS), np.int64), np.zeros(3, np.int64)
     classes = np.empty((count, tokens), np.uint8)
     windows_at = np.empty((count, -(-tokens // WINDOW) + 1), np.int64)
