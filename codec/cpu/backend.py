@@ -64,7 +64,7 @@ class CpuBackend:
         out: list[list[bytes]] = []
         for request in requests:
             chunk = request.cache.chunk(request.slots, request.start, request.token_ids, request.following)
-            unrotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
+            unrotation = Rotation(chunk.start, chunk.tokens, chunk.device, inverse=True)
             workers = self._workers(chunk.tokens, chunk.layout)
             shares = _shares(range(len(scheme.sections)), workers)
             jobs = [partial(scheme.encode, chunk, share, unrotation, request.offsets) for share in shares]
@@ -97,9 +97,12 @@ class CpuBackend:
             jobs = []
             for span in _split(request.span, -(-workers // len(shares)), unit):
                 run = request.part(span)
-                rotation = Rotation(layout, run.start, len(span), cache.device)
+                rotation = Rotation(run.start, len(span), cache.device)
                 at = slice(span.start - request.span.start, span.stop - request.span.start)
-                keys, values = ([own and own.take(at) for own in unit_rows] for unit_rows in rows)
+                keys, values = (
+                    unit_rows if len(span) == len(request.span) else [own and own.take(at) for own in unit_rows]
+                    for unit_rows in rows
+                )
                 jobs += [partial(scheme.decode, share, run, keys, values, rotation) for share in shares]
             self._pool.run(jobs, workers)
             if not direct:

@@ -294,7 +294,7 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Pr
         if number % 8 == 7 and len(held_out) < 16:
             held_out.append(chunk)
             continue
-        rotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
+        rotation = Rotation(chunk.start, chunk.tokens, chunk.device, inverse=True)
         for section in moments:
             x = gather(chunk, section.section, rotation, slice(0, chunk.tokens)).cpu()
             require_finite(x, section.section)

@@ -13,7 +13,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import ProfileError
-from cuvee.codec.layout import KVLayout
+from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.learning.gradients import CacheSample
 from cuvee.codec.profiles.section_basis import WEIGHT_RANGE
 from cuvee.codec.profiles.sections import Section, partition
@@ -278,9 +278,9 @@ def add_sample(
             )
         )
         everything = slice(0, prefix)
-        unrotation = Rotation(layout, 0, prefix, x.device, inverse=True)
+        unrotation = Rotation(0, prefix, x.device, inverse=True)
         # With k' = s R k, the gradient on k is s R^T times the gradient on k': the transposed map, not the inverse.
-        transposed = Transposed(layout, prefix, x.device)
+        transposed = Transposed(prefix, x.device)
         for index, section in enumerate(moments):
             values = gather(x, section.section, unrotation, everything)
             if predicted is not None and prefix > SINKS:
@@ -303,7 +303,7 @@ def add_text(
     """
     for chunk, ids in zip(chunks, tokens, strict=True):
         everything = slice(0, chunk.tokens)
-        unrotation = Rotation(layout, 0, chunk.tokens, chunk.device, inverse=True)
+        unrotation = Rotation(0, chunk.tokens, chunk.device, inverse=True)
         for index, section in enumerate(moments):
             values = gather(chunk, section.section, unrotation, everything)
             if predicted is not None and chunk.tokens > SINKS:
@@ -314,6 +314,9 @@ def add_text(
 class Transposed(Rotation):
     """Maps gradients on cached keys to gradients on position-free keys."""
 
-    def __init__(self, layout: KVLayout, tokens: int, device: torch.device) -> None:
-        super().__init__(layout, 0, tokens, device)
-        self._tables = {rope: (cos, -sin) for rope, (cos, sin) in self._tables.items()}
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        super().__init__(0, tokens, device)
+
+    def _tables(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = super()._tables(rope)
+        return cos, -sin

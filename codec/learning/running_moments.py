@@ -125,7 +125,7 @@ class RunningMoments:
         shape = None if embedded is None else tuple(embedded.shape)
         if shape != ((chunk.tokens, self.features) if self.features else None):
             raise InputError(f"embedded: must be [{chunk.tokens}, {self.features}], got {shape}")
-        rotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
+        rotation = Rotation(chunk.start, chunk.tokens, chunk.device, inverse=True)
         values = []
         for own in self._sections:
             values.append(gather(chunk, own.section, rotation, slice(0, chunk.tokens)).cpu())

@@ -73,7 +73,7 @@ class TokenSums:
             for batch in tracked(batches, "reading", progress):
                 device = self.gram.device
                 for ids, chunk in zip(batch, prefill(model, batch.to(model.device), self.layout, device), strict=True):
-                    unrotation = Rotation(self.layout, 0, chunk.tokens, device, inverse=True)
+                    unrotation = Rotation(0, chunk.tokens, device, inverse=True)
                     values = gather(chunk, whole, unrotation, slice(0, chunk.tokens))
                     self._add(ids[SINKS:].to(device), values[SINKS:])
 

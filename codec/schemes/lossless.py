@@ -30,6 +30,7 @@ class LosslessScheme:
 
     def __init__(self, layout: KVLayout, stages: Stages) -> None:
         self._sections = partition(layout, "unit")
+        self._tile = max((tile_tokens(section, layout) for section in self._sections), default=1)
         self._stages = stages
 
     @property
@@ -115,18 +116,22 @@ class LosslessScheme:
         first, dtype = request.header.start + span.start, layout.torch_dtype
         unrotation = None
         if request.start != first:
-            unrotation = Rotation(layout, first, len(span), torch.device("cpu"), inverse=True)
-        for index, (data,) in parts:
-            section = self._sections[index]
-            key_rows, value_rows = keys[section.first_layer], values[section.first_layer]
-            (layer,) = section.layers(layout)
-            indexed = self._stages.index_layer(data, layer, dtype, tokens)
-            for at in tiles_around(span, tile_tokens(section, layout), tokens):
-                if unrotation is None or key_rows is None:
-                    self._stages.decode_layer(indexed, at, key_rows, value_rows, at.start - span.start)
-                    continue
-                self._stages.decode_layer(indexed, at, None, value_rows, at.start - span.start)
-                stored = torch.empty(at.stop - at.start, layer.kv_heads, layer.head_dim, dtype=dtype)
-                self._stages.decode_layer(indexed, at, dense_rows(stored), None, 0)
-                columns, rows = overlap(at, span)
-                self._stages.move_keys(stored[columns], layer, unrotation, rotation, rows, key_rows)
+            unrotation = Rotation(first, len(span), torch.device("cpu"), inverse=True)
+        if not parts:
+            return
+        of_layers = [self._sections[index].first_layer for index, _ in parts]
+        layers = [layout.layers[layer] for layer in of_layers]
+        key_rows, value_rows = ([units[layer] for layer in of_layers] for units in (keys, values))
+        indexed = self._stages.index_layers([data for _, (data,) in parts], layers, dtype, tokens)
+        for at in tiles_around(span, self._tile, tokens):
+            if unrotation is None:
+                first_row = at.start - span.start
+                self._stages.decode_layers(indexed, slice(None), at, key_rows, value_rows, first_row)
+                continue
+            columns, rows = overlap(at, span)
+            for i, (layer, key, value) in enumerate(zip(layers, key_rows, value_rows, strict=True)):
+                stored = torch.empty(rows.stop - rows.start, layer.kv_heads, layer.head_dim, dtype=dtype)
+                own = None if key is None else dense_rows(stored), None if value is None else value.take(rows)
+                self._stages.decode_layers(indexed, slice(i, i + 1), at, own[:1], own[1:], -columns.start)
+                if key is not None:
+                    self._stages.move_keys(stored, layer, unrotation, rotation, rows, key)

@@ -121,8 +121,8 @@ class Stages:
         [Any, slice, Section, KVLayout, Rotation, int, Sequence[Rows | None], Sequence[Rows | None]], None
     ]
     split_unit: Callable[[torch.Tensor], list[BytePlane]]
-    index_layer: Callable[[memoryview, LayerLayout, torch.dtype, int], Any]
-    decode_layer: Callable[[Any, slice, Rows | None, Rows | None, int], None]
+    index_layers: Callable[[Sequence[memoryview], Sequence[LayerLayout], torch.dtype, int], Any]
+    decode_layers: Callable[[Any, slice, slice, Sequence[Rows | None], Sequence[Rows | None], int], None]
 
 
 _STAGES = (
@@ -152,8 +152,8 @@ _STAGES = (
         channels.index_channels,
         channels.decode_channels,
         byte_planes.split_unit,
-        byte_planes.index_layer,
-        byte_planes.decode_layer,
+        byte_planes.index_layers,
+        byte_planes.decode_layers,
     ),
     Stages(
         "numba",
@@ -181,8 +181,8 @@ _STAGES = (
         compiled_channels.index_channels,
         compiled_channels.decode_channels,
         compiled_byte_planes.split_unit,
-        compiled_byte_planes.index_layer,
-        compiled_byte_planes.decode_layer,
+        compiled_byte_planes.index_layers,
+        compiled_byte_planes.decode_layers,
     ),
 )
 _BY_NAME = {stages.name: stages for stages in _STAGES}

@@ -14,6 +14,8 @@ import torch
 from cuvee.codec.paged import NOWHERE, PagedCache, PermutedPages
 from cuvee.codec.support.arrays import I64
 
+_NO_OFFSETS, _NO_KINDS = np.empty((0, 0, 0), np.int64), np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -35,8 +37,8 @@ class Rows:
     head_stride: int
     heads: int
     size: int
-    offsets: I64 = field(default_factory=lambda: np.empty((0, 0, 0), np.int64))
-    kinds: I64 = field(default_factory=lambda: np.empty(0, np.int64))
+    offsets: I64 = field(default_factory=lambda: _NO_OFFSETS)
+    kinds: I64 = field(default_factory=lambda: _NO_KINDS)
 
     def write(self, x: torch.Tensor, at: slice) -> None:
         """Write the tokens `at`, `[t, H, D]` of any dtype; values are rounded to the memory's dtype."""

@@ -93,7 +93,7 @@ def columns(layout: KVLayout, grouping: str) -> tuple[torch.Tensor, ...]:
 
 def flatten_values(chunk: KVChunk) -> torch.Tensor:
     """The position-free values `[T, N]` float32 of a chunk."""
-    rotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
+    rotation = Rotation(chunk.start, chunk.tokens, chunk.device, inverse=True)
     every = slice(0, chunk.tokens)
     units = []
     for layer, keys, values in zip(chunk.layout.layers, chunk.keys, chunk.values, strict=True):
@@ -106,7 +106,7 @@ def flatten_values(chunk: KVChunk) -> torch.Tensor:
 
 def _unflatten(x: torch.Tensor, layout: KVLayout, start: int) -> KVChunk:
     """The inverse of `flatten_values`, in the layout's dtype."""
-    rotation = Rotation(layout, start, len(x), x.device)
+    rotation = Rotation(start, len(x), x.device)
     units = x.split([size for layer in layout.layers for size in (layer.key_values, layer.value_values)], 1)
     keys, values = [], []
     for layer, key, value in zip(layout.layers, units[::2], units[1::2], strict=True):

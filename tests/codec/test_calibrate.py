@@ -738,7 +738,7 @@ def test_gradients_go_back_through_rope_transposed(scaling: float, interleaved: 
     values = [torch.zeros(10, x.kv_heads, x.value_dim) for x in layout.layers]
     chunk = KVChunk(gradients, values, layout)
     for section in partition(layout, "layer"):
-        back = gather(chunk, section, Transposed(layout, 10, torch.device("cpu")), slice(0, 10))
+        back = gather(chunk, section, Transposed(10, torch.device("cpu")), slice(0, 10))
         expected = free[section.first_layer].grad
         assert expected is not None
         torch.testing.assert_close(back[:, : expected[0].numel()], expected.flatten(1), rtol=1e-5, atol=1e-6)

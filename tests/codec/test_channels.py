@@ -79,7 +79,7 @@ def decode(
     (section,) = partition(layout, "unit")
     family = Profile.generic(layout).family
     index = stages.index_channels(memoryview(data), section, 0, family, step_index, tokens)
-    rotation = Rotation(layout, 100, len(rows[0].begins), CPU)
+    rotation = Rotation(100, len(rows[0].begins), CPU)
     keys, values = ([own] for own in rows)
     stages.decode_channels(index, at or slice(0, tokens), section, layout, rotation, first_row, keys, values)
 

@@ -69,9 +69,9 @@ def test_each_section_is_read_once(coded: Any, name: str, scheme: str, tokens: i
         read.update(len(data) for _, data in parts)
         return stages.index_sections(coding, parts, count)
 
-    def index_layer(data: memoryview, *arguments: Any) -> Any:
-        read[len(data)] += 1
-        return stages.index_layer(data, *arguments)
+    def index_layers(sections: Any, *arguments: Any) -> Any:
+        read.update(map(len, sections))
+        return stages.index_layers(sections, *arguments)
 
     def tile(kind: str) -> Callable[..., Any]:
         def decode(index: Any, *arguments: Any) -> Any:
@@ -85,8 +85,8 @@ def test_each_section_is_read_once(coded: Any, name: str, scheme: str, tokens: i
         return stages.index_channels(data, *arguments)
 
     counted = replace(
-        stages, index_sections=index_sections, index_layer=index_layer, index_channels=index_channels,
-        decode_sections=tile("decode_sections"), decode_layer=tile("decode_layer"),
+        stages, index_sections=index_sections, index_layers=index_layers, index_channels=index_channels,
+        decode_sections=tile("decode_sections"), decode_layers=tile("decode_layers"),
         decode_channels=tile("decode_channels"),
     )  # fmt: skip
     want = codec.decode(blob)
@@ -155,22 +155,23 @@ def test_a_tile_of_a_lossless_layer_touches_nothing_else(coded: Any) -> None:
     _, blob = coded("lossless", tokens)
     stages, data = get_stages("numba"), read_section(blob, read_header(blob), 0)
     outputs = [[torch.zeros(512, 1, 8, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)]
-    index = stages.index_layer(data, LAYOUT.layers[0], torch.bfloat16, tokens)
-    stages.decode_layer(index, at, dense_rows(outputs[0][0]), dense_rows(outputs[0][1]), 0)
-    n = 1 << index.found[coded_part.LOG2]
+    index = stages.index_layers([data], LAYOUT.layers[:1], torch.bfloat16, tokens)
+    stages.decode_layers(index, slice(None), at, [dense_rows(outputs[0][0])], [dense_rows(outputs[0][1])], 0)
+    found = index.found[0]
+    n = 1 << found[coded_part.LOG2]
     own = slice(at.start // n, -(-at.stop // n))
     words_at = np.full_like(index.words_at, 1 << 31)
     words_at[own.start : own.stop + 1] = index.words_at[own.start : own.stop + 1]
-    states, words = index.found[coded_part.STATES], index.found[coded_part.WORDS]
+    states, words = found[coded_part.STATES], found[coded_part.WORDS]
     spans = [(states + 4 * own.start, states + 4 * own.stop),
              (words + 2 * int(words_at[own.start]), words + 2 * int(words_at[own.stop]))]  # fmt: skip
-    for coded_plane, begin, _ in index.planes:
+    for coded_plane, begin, _, end in index.planes[0]:
         if coded_plane:
-            spans.append((begin, begin + 8))
+            spans.append((begin, end))
         else:
             spans += [(begin + c * tokens + at.start, begin + c * tokens + at.stop) for c in range(8)]
     alone = replace(index, data=kept(index.data, spans), words_at=words_at)
-    stages.decode_layer(alone, at, dense_rows(outputs[1][0]), dense_rows(outputs[1][1]), 0)
+    stages.decode_layers(alone, slice(None), at, [dense_rows(outputs[1][0])], [dense_rows(outputs[1][1])], 0)
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
     want = chunk_of(tokens)
     assert torch.equal(outputs[1][0], want.keys[0][at]) and torch.equal(outputs[1][1], want.values[0][at])

@@ -20,6 +20,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.compiled.byte_planes import _rows_of_tokens
+from cuvee.codec.stages.compiled.joining import joined
 from cuvee.codec.stages.implementations import get_stages, stage_names
 from cuvee.codec.stages.reference.byte_planes import read_layer
 from cuvee.codec.stages.rows import Rows, dense_rows
@@ -80,8 +81,8 @@ def decode(
 ) -> None:  # fmt: skip
     view, (keys, values) = memoryview(data), rows
     stages = get_stages(name)
-    index = stages.index_layer(view, layer_of(shape), getattr(torch, dtype), tokens)
-    stages.decode_layer(index, at, keys, values, first_row)
+    index = stages.index_layers([view], [layer_of(shape)], getattr(torch, dtype), tokens)
+    stages.decode_layers(index, slice(None), at, [keys], [values], first_row)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -133,13 +134,13 @@ def test_words_joined_sixteen_at_a_time_are_the_reference(heads: int, per_stream
             for mine, own in zip(memory, expected, strict=True):
                 assert torch.equal(bits(mine), bits(own))
         got = [torch.full((tokens, heads, size), POISON).bfloat16() for size in (64, 32)]
-        index = get_stages("numba").index_layer(
-            memoryview(read_section(blob, read_header(blob), 0)), layout.layers[0], torch.bfloat16, tokens
+        index = get_stages("numba").index_layers(
+            [memoryview(read_section(blob, read_header(blob), 0))], layout.layers, torch.bfloat16, tokens
         )
         rows = [dense_rows(unit) for unit in got]
         for unit in rows:
             unit.begins[::3] = -1  # a token that is not written
-        get_stages("numba").decode_layer(index, slice(0, tokens), rows[0], rows[1], 0)
+        get_stages("numba").decode_layers(index, slice(None), slice(0, tokens), rows[:1], rows[1:], 0)
         for mine, own in zip(got, (chunk.keys[0], chunk.values[0]), strict=True):
             there = torch.arange(tokens) % 3 != 0
             assert torch.equal(bits(mine[there]), bits(own[there])) and bool((mine[~there] == POISON).all())
@@ -296,6 +297,70 @@ def test_a_layer_may_lie_anywhere_in_a_blob() -> None:
         got = outputs("bfloat16", "odd", 257)
         decode("numba", view, "bfloat16", "odd", 257, slice(0, 257), [dense_rows(x) for x in got], 0)
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+
+
+# --- several layers at once
+
+LAYERS = [
+    ("usual", "mixed"), ("few", "coded"), ("odd", "stored"), ("deep", "mixed"), ("usual", "steady"), ("odd", "keys"),
+]  # fmt: skip
+
+
+def blob_of(tokens: int) -> tuple[bytearray, list[slice], list[tuple[torch.Tensor, ...]]]:
+    """The sections of `LAYERS`, one after the other as in a blob; where each is; and what they hold."""
+    blob, places, units = bytearray(b"xyz"), [], []
+    for shape, kind in LAYERS:
+        data, own = coded("bfloat16", kind, tokens, shape)
+        places.append(slice(len(blob), len(blob) + len(data)))
+        blob += data
+        units.append(own)
+    return blob, places, units
+
+
+def decode_several(name: str, sections: list[memoryview], tokens: int, at: slice) -> list[list[torch.Tensor]]:
+    got = [outputs("bfloat16", shape, at.stop - at.start) for shape, _ in LAYERS]
+    stages = get_stages(name)
+    index = stages.index_layers(sections, [layer_of(shape) for shape, _ in LAYERS], torch.bfloat16, tokens)
+    keys, values = ([dense_rows(own[unit]) for own in got] for unit in range(2))
+    for which in (slice(0, 4), slice(4, None)):
+        stages.decode_layers(index, which, at, keys[which], values[which], 0)
+    return got
+
+
+@pytest.mark.parametrize(("tokens", "at"), [(17, slice(0, 17)), (257, slice(0, 257)), (513, slice(256, 512))])
+def test_layers_decoded_together_come_back(tokens: int, at: slice) -> None:
+    """Few streams and many, stored layers among coded ones, and layers of several shapes."""
+    blob, places, want = blob_of(tokens)
+    of_blob = [memoryview(blob)[place] for place in places]
+    assert np.shares_memory(joined(of_blob)[0], np.frombuffer(blob, np.uint8)), "nothing is copied"
+    apart = [memoryview(bytes(section)) for section in of_blob]
+    for name in stage_names():
+        for sections in (of_blob, of_blob[:5] + apart[5:]):
+            for mine, theirs in zip(decode_several(name, sections, tokens, at), want, strict=True):
+                for one, other in zip(mine, theirs, strict=True):
+                    assert torch.equal(bits(one), bits(other[at]))
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_a_damaged_layer_among_others_is_found(layer: int) -> None:
+    blob, places, _ = blob_of(257)
+    shape, _ = LAYERS[layer]
+    data = blob[places[layer]]
+    part = read_layer(memoryview(data), layer_of(shape), 2, 257).part
+    assert part is not None
+    streams, errors = len(part.streams.states), []
+    stream = streams - 1
+    blob[places[layer].start + data.rindex(part.streams.words.astype("<u2").tobytes())
+         + 2 * int(part.streams.lengths[:stream].sum())] ^= 0x10  # fmt: skip
+    for name in stage_names():
+        with pytest.raises(CorruptError) as raised:
+            decode_several(name, [memoryview(blob)[place] for place in places], 257, slice(0, 257))
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1] and f"stream {stream} of {streams} " in errors[0]
+    blob[places[layer].start] = 2
+    for name in stage_names():
+        with pytest.raises(FormatError, match="mode"):
+            decode_several(name, [memoryview(blob)[place] for place in places], 257, slice(0, 257))
 
 
 @pytest.mark.parametrize("per_stream", [2, 4, 8, 16])

@@ -19,7 +19,7 @@ from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts,
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.format.container import CodedPart, write_streams
 from cuvee.codec.format.part_index import IndexedPart
-from cuvee.codec.stages.compiled.coder_steps import decode_alike_step, decode_step
+from cuvee.codec.stages.compiled.coder_steps import decode_alike_steps, decode_steps
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.reference import rans
@@ -378,25 +378,39 @@ def test_sizes_agree_with_constriction(per_stream: int) -> None:
     assert ours.words.nbytes + 4 * streams <= theirs * 1.01 + 6 * streams
 
 
+_first, _second = decode_steps
+_first_alike, _second_alike = decode_alike_steps
+
+
 @compiled
-def _one_step(x, at, base, slots, words, last, table, out):  # type: ignore[no-untyped-def]
-    """Decode one symbol per lane, with a table of its own or the same table."""
+def _two_steps(x, at, ahead, base, slots, words, count, table, out):  # type: ignore[no-untyped-def]
+    """Decode two symbols per lane, with a table of its own or the same table."""
     if table < 0:
-        decode_step(x, at, 0, base, slots, words, 0, last, 12, 16, out, 0)
+        _first(x, at, ahead, 0, base, slots, words, 4, count, 12, 16, out, 0)
+        _second(x, at, ahead, 0, base, slots, words, 4, count, 12, 16, out, 16)
     else:
-        decode_alike_step(x, at, 0, table, slots, words, 0, last, 12, 16, out, 0)
+        _first_alike(x, at, ahead, 0, table, slots, words, 4, count, 12, 16, out, 0)
+        _second_alike(x, at, ahead, 0, table, slots, words, 4, count, 12, 16, out, 16)
 
 
 @pytest.mark.parametrize("table", [-1, 0])
-def test_no_word_is_read_beyond_the_last(table: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_no_word_is_read_beyond_the_last(table: int, count: int) -> None:
     """Damaged streams ask for words that are not there: whatever follows must not be read."""
-    slots = tables_of(12).slots[0]
-    states, last = [], 5
-    for place in (last, last + 1, 1000, 2**30):
-        x, at = np.full(16, 1 << 16, np.uint32), np.full(16, place, np.uint32)
-        words = np.arange(2048, dtype=np.uint16)
-        words[last + 1 :] = 0xFFFF
-        _one_step(x, at, np.zeros(16, np.uint32), slots, words.view(np.uint8), last, table, np.zeros(16, np.uint8))
-        assert (at == place + 1).all(), "the lanes took a word"
-        states.append(x)
-    assert all(np.array_equal(states[0], own) for own in states)
+    slots = np.full(1 << 12, 1 << 12, np.uint32)  # symbols of one slot each, so that both steps take a word
+    for place in (*range(max(count - 2, 0), count + 3), 1000, 2**30):
+        states = []
+        for beyond in (0, 0xFFFF):
+            x, at = np.full(16, 1 << 16, np.uint32), np.full(16, place, np.uint32)
+            words = np.full(2048, beyond, np.uint16)
+            words[: 2 + count] = np.arange(2 + count)  # four bytes come first
+            _two_steps(
+                x, at, np.empty(16, np.uint32), np.zeros(16, np.uint32), slots, words.view(np.uint8), count, table,
+                np.zeros(32, np.uint8),
+            )  # fmt: skip
+            assert (at == place + 2).all(), "the lanes took two words"
+            states.append(x)
+        np.testing.assert_array_equal(states[0], states[1])
+        if place + 2 <= count:
+            # A state moves by its upper bits, then takes a word as its lower ones.
+            assert (states[0] == (((16 << 16 | place + 2) >> 12) << 16 | place + 3)).all()

@@ -101,7 +101,7 @@ def test_place_writes_rows_of_pages_and_nothing_else(
     (section,) = partition(layout, "all")
     x = torch.randn(37, section.values, generator=torch.Generator().manual_seed(1))
     mean = torch.randn(2, section.values, generator=torch.Generator().manual_seed(2))
-    rotation = Rotation(layout, 500, 37, CPU)
+    rotation = Rotation(500, 37, CPU)
     dense = [torch.zeros(37, u.shape[2], u.shape[3], dtype=u.dtype) for u in poisoned(layout).keys]
     others = [torch.zeros(37, u.shape[2], u.shape[3], dtype=u.dtype) for u in poisoned(layout).values]
     whole = (list(map(dense_rows, dense)), list(map(dense_rows, others)))
@@ -126,7 +126,7 @@ def test_place_takes_blocks_one_after_the_other(
     layouts: dict[str, KVLayout], module: Any, x_dtype: torch.dtype
 ) -> None:
     layout = layouts["bfloat16"]
-    rotation = Rotation(layout, 500, 30, CPU)
+    rotation = Rotation(500, 30, CPU)
     order = np.random.default_rng(0).permutation(30)
     for group in ("head", "unit", "layer"):
         for section in partition(layout, group):

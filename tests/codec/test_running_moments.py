@@ -72,7 +72,7 @@ def traffic() -> Traffic:
         ids = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
         x = 5 + embedding[ids] @ predicted / 4 + normal(LENGTH, 6) @ mixed + normal(LENGTH, LAYOUT.values_per_token) / 8
         keys, values = x.view(LENGTH, 3, 2, 2, 8).permute(2, 1, 0, 3, 4)
-        rotation, everything = Rotation(LAYOUT, 0, LENGTH, torch.device("cpu")), slice(0, LENGTH)
+        rotation, everything = Rotation(0, LENGTH, torch.device("cpu")), slice(0, LENGTH)
         rotated = [rotation.apply(key, ROPE, everything) for key in keys]
         chunks.append(KVChunk(rotated, list(values), LAYOUT))
         rows.append(ids)

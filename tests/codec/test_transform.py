@@ -91,7 +91,7 @@ def test_rotation_is_ropes(name: str, layouts: dict[str, KVLayout], make_chunk: 
     chunk = make_chunk(layout, 20, start=100)
     for first, end in ((0, 20), (3, 9), (19, 20)):
         at, positions = slice(first, end), torch.arange(100 + first, 100 + end)
-        forward, inverse = Rotation(layout, 100, 20, CPU), Rotation(layout, 100, 20, CPU, inverse=True)
+        forward, inverse = Rotation(100, 20, CPU), Rotation(100, 20, CPU, inverse=True)
         for keys, layer in zip(chunk.keys, layout.layers, strict=True):
             assert torch.equal(forward.apply(keys[at], layer.rope, at), rotate(keys[at], layer.rope, positions))
             assert torch.equal(inverse.apply(keys[at], layer.rope, at), unrotate(keys[at], layer.rope, positions))
@@ -118,7 +118,7 @@ def test_place_inverts_gather(
     layout = layouts[name]
     chunk = make_chunk(layout, 30, start=50)
     keys, values = empty_outputs(layout, 30)
-    inverse, forward = Rotation(layout, 50, 30, CPU, inverse=True), Rotation(layout, 50, 30, CPU)
+    inverse, forward = Rotation(50, 30, CPU, inverse=True), Rotation(50, 30, CPU)
     for section in partition(layout, group):
         for at in (slice(0, 7), slice(7, 30)):
             x = gather(chunk, section, inverse, at)
@@ -156,7 +156,7 @@ def test_both_places_write_the_same_bits(x_dtype: torch.dtype, means: int, rotar
     mean = torch.randn(means, section.values, generator=generator)
     # Half-way between two bfloat16, above an even one and above an odd one: the values of the last layer.
     x[:, -10:], mean[:, -10:-5], mean[:, -5:] = 0, 1 + 2**-8, 1 + 3 * 2**-8
-    rotation = Rotation(layout, 1000, 100, CPU)
+    rotation = Rotation(1000, 100, CPU)
     outputs = [empty_outputs(layout, 100) for _ in range(2)]
     for implementation, out in zip((transform.place, transform_numba.place), outputs, strict=True):
         implementation(x, mean, section, layout, rotation, slice(37, 100), *rows_of(out))
@@ -185,7 +185,6 @@ def test_both_moves_write_the_same_bits(
     """Infinite keys included, in rows that lie in any order, some of which are left out."""
     rope = Rope(tuple(0.3**i for i in range(rotary // 2)), 1.3) if rotary else None
     layer = LayerLayout(2, 16, 5, rope)
-    layout = KVLayout("synthetic", (layer,), str(dtype).removeprefix("torch."), None)
     generator = torch.Generator().manual_seed(0)
     stored = torch.randn(60, 2, 16, generator=generator).to(dtype)
     stored[3] = torch.finfo(dtype).max
@@ -193,8 +192,8 @@ def test_both_moves_write_the_same_bits(
         stored[special] = torch.inf
         if dtype == torch.bfloat16:
             stored.view(torch.int16)[9, 1, 15] = 0x7F81  # a NaN whose payload a conversion does not keep
-    unrotation = Rotation(layout, 5, 100, CPU, inverse=True)
-    rotation = Rotation(layout, 3000, 100, CPU)
+    unrotation = Rotation(5, 100, CPU, inverse=True)
+    rotation = Rotation(3000, 100, CPU)
     begins = 40 * torch.randperm(100, generator=generator).numpy()
     begins[[40, 55]] = -1
     kinds = np.arange(100) % 3
@@ -238,7 +237,7 @@ def test_what_is_gathered_is_finite(dtype: torch.dtype, bad: float, unit: str) -
             "values": torch.randn(2, tokens, 2, 6, generator=generator).to(dtype),
         }
         chunk = KVChunk(tensors["keys"], tensors["values"], layout, 5)
-        rotation = Rotation(layout, 5, tokens, CPU, inverse=True)
+        rotation = Rotation(5, tokens, CPU, inverse=True)
         one, other = (
             module.gather_centered(chunk, section, rotation, at, mean).clone()
             for module in (transform, transform_numba)
@@ -266,7 +265,7 @@ def test_units_are_gathered_whatever_their_strides(dtype: str) -> None:
     alike = wide[:, :, 1:3, 4:10], by_head.transpose(1, 2)
     for keys, values in (alike, (apart.transpose(2, 3), alike[1])):
         chunk = KVChunk(list(keys), list(values), layout, 9)
-        rotation = Rotation(layout, 9, tokens, CPU, inverse=True)
+        rotation = Rotation(9, tokens, CPU, inverse=True)
         for section in (own for of_group in sections for own in of_group):
             mean = torch.randn(2, section.values, generator=draw)
             one, other = (m.gather_centered(chunk, section, rotation, at, mean) for m in (transform, transform_numba))
@@ -285,7 +284,7 @@ def test_equal_sections_of_two_layouts_are_gathered_each_by_its_own() -> None:
     for layout in (*layouts, *layouts):
         (section,), (layer,) = partition(layout, "all"), layout.layers
         keys, values = (torch.randn(1, 9, 2, size, generator=draw) for size in (layer.head_dim, layer.value_dim))
-        chunk, rotation = KVChunk(keys, values, layout, 3), Rotation(layout, 3, 9, CPU, inverse=True)
+        chunk, rotation = KVChunk(keys, values, layout, 3), Rotation(3, 9, CPU, inverse=True)
         mean = torch.randn(1, section.values, generator=draw)
         one, other = (
             module.gather_centered(chunk, section, rotation, slice(0, 9), mean)
@@ -394,16 +393,16 @@ def test_vectors_and_what_is_left_of_them_give_the_same_bits(dtype: str, size: i
     keys, values = (torch.randn(1, tokens, 2, size, generator=draw).to(layout.torch_dtype) for _ in range(2))
     chunk, there = KVChunk(keys, values, layout, 5), slice(0, tokens)
     for predictions in (None, guess):
-        x = transform.gather_centered(chunk, section, Rotation(layout, 5, tokens, CPU, True), there, mean, predictions)
+        x = transform.gather_centered(chunk, section, Rotation(5, tokens, CPU, True), there, mean, predictions)
         other = transform_numba.gather_centered(
-            chunk, section, Rotation(layout, 5, tokens, CPU, True), there, mean, predictions
+            chunk, section, Rotation(5, tokens, CPU, True), there, mean, predictions
         )
         assert torch.equal(x, other)
         placed = []
         for module in (transform, transform_numba):
             out = [torch.full((tokens, 2, size), 7.0).to(layout.torch_dtype) for _ in range(2)]
             rows = [[dense_rows(unit)] for unit in out]
-            module.place(x, mean, section, layout, Rotation(layout, 5, tokens, CPU), there, *rows, None, predictions)
+            module.place(x, mean, section, layout, Rotation(5, tokens, CPU), there, *rows, None, predictions)
             placed.append(out)
         assert all(map(torch.equal, *placed)) and not any(bool((unit == 7).all()) for unit in placed[0])
         torch.testing.assert_close(
@@ -443,7 +442,7 @@ def test_learned_maps_decorrelate_and_invert(
     layout, profile = layouts[name], fitted(name, group)
     assert profile.sections == partition(layout, group)
     chunk = make_chunk(layout, 1000, seed=9)
-    unrotation = Rotation(layout, 0, 1000, CPU, inverse=True)
+    unrotation = Rotation(0, 1000, CPU, inverse=True)
     for section, learned in zip(profile.sections, profile.learned, strict=True):
         x = gather(chunk, section, unrotation, slice(0, 1000))
         y = learned.basis.analyze(x, 0, slice(0, 1000), learned.basis.block_ranks).double()

@@ -171,7 +171,7 @@ def test_place_channels(
     for chunk, count in enumerate(tokens):
         keys = [torch.zeros(count, x.kv_heads, x.head_dim, dtype=element) for x in setting.layout.layers]
         values = [torch.zeros(count, x.kv_heads, x.value_dim, dtype=element) for x in setting.layout.layers]
-        rotation = Rotation(setting.layout, TARGETS[chunk], count, torch.device("cpu"))
+        rotation = Rotation(TARGETS[chunk], count, torch.device("cpu"))
         for index, section in enumerate(partition(setting.layout, "unit")):
             job = setting.jobs[chunk * setting.sections + index].tolist()
             x, mean = torch.zeros(count, section.values), torch.zeros(1, section.values)

@@ -397,7 +397,7 @@ def test_gather(name: str, group: str, device: torch.device) -> None:
     assert bool((packed[:, torch.from_numpy(world.tables.order < 0)] == 0).all())
     for index, (tokens, first, source, _) in enumerate(world.chunk_rows):
         chunk = chunk_of(world, index, world.units, source)
-        inverse = Rotation(world.layout, source, tokens, CPU, inverse=True)
+        inverse = Rotation(source, tokens, CPU, inverse=True)
         for i, section in enumerate(world.sections):
             whole = slice(0, tokens)
             theirs = codec.gather(chunk, section, inverse, whole) - world.bases[i].means(source, whole)
@@ -489,7 +489,7 @@ def test_analyze(name: str, group: str, device: torch.device) -> None:
     torch.testing.assert_close(y, want, rtol=0, atol=bound, equal_nan=True)
     for index, (tokens, _, source, _) in enumerate(world.chunk_rows):
         chunk = chunk_of(world, index, world.units, source)
-        inverse = Rotation(world.layout, source, tokens, CPU, inverse=True)
+        inverse = Rotation(source, tokens, CPU, inverse=True)
         for i, section in enumerate(world.sections):
             whole = slice(0, tokens)
             theirs = world.bases[i].analyze(codec.gather(chunk, section, inverse, whole), source, whole, world.ranks[i])
@@ -592,7 +592,7 @@ def test_synthesize(name: str, group: str, dtype: torch.dtype, device: torch.dev
     for index, (tokens, first, source, target) in enumerate(world.chunk_rows):
         slots = world.slots[first : first + tokens]
         untouched[slots.cpu()] = False
-        rotation = Rotation(world.layout, target, tokens, CPU)
+        rotation = Rotation(target, tokens, CPU)
         layers = world.layout.layers
         kinds = ("head_dim", "value_dim")
         keys, values = (

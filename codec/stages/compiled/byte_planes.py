@@ -1,12 +1,12 @@
-"""Bit-exact coding of a layer, compiled: a section is read once, then decoded and written tile by tile.
+"""Bit-exact coding of layers, compiled: sections are read once, then decoded and written tile by tile.
 
 The results are those of `reference/byte_planes.py`, which explains the parts of a section.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from cuvee.codec.entropy.tables import SYMBOLS
 from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.compiled import coded_part as part
+from cuvee.codec.stages.compiled.addresses import array_at
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.byte_plane_steps import (
     interleave_2_step,
@@ -28,27 +29,31 @@ from cuvee.codec.stages.compiled.byte_plane_steps import (
 )
 from cuvee.codec.stages.compiled.coded_part import read_u16
 from cuvee.codec.stages.compiled.compiler import compiled, compiled_briefly
-from cuvee.codec.stages.compiled.plain_streams import decode_planes, stream_words
+from cuvee.codec.stages.compiled.joining import joined
+from cuvee.codec.stages.compiled.plain_streams import decode_several
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.transform import adjacent
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, read_layer
 from cuvee.codec.stages.rows import Rows, dense_rows
 
 _SLOTS = 1 << PROB_BITS
+# Layers with fewer streams are decoded together: a step waits for the step before, and other streams fill the time.
+# With more, it takes longer: every layer has tables of its own, and two of them fill a first cache of 32 KB.
+_STREAMS = 4 * WIDTH
 _CHANNELS = 16  # adjacent values of each token that are written in a row
 
 # Fields of a plane: whether it is coded; where its references (if coded) or its bytes begin; its first row among the
-# coded ones.
-_CODED, _AT, _ROW = range(3)
+# coded ones; where its table ends.
+_CODED, _AT, _ROW, _END = range(4)
 
 # Fields of the streams: those of `coded_part`, and the number of steps per token, which is -1 for a malformed section.
 _STEPS = part.PART_FIELDS
 
 
 @compiled
-def _skip_padding(data, at, end):  # type: ignore[no-untyped-def]
-    """Return the next multiple of four bytes, or -1 if a byte before it is not zero."""
-    while at % 4:
+def _skip_padding(data, begin, at, end):  # type: ignore[no-untyped-def]
+    """Return the next multiple of four bytes from `begin`, or -1 if a byte before it is not zero."""
+    while (at - begin) % 4:
         if at >= end or data[at]:
             return -1
         at += 1
@@ -56,8 +61,8 @@ def _skip_padding(data, at, end):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
-    """Read a plane's table into its decode slots; return where it ends, or -1 if it breaks a rule."""
+def _check_table(data, at, end):  # type: ignore[no-untyped-def]
+    """Return where a plane's table ends, or -1 if it breaks a rule."""
     if at + 2 > end:
         return -1
     count = np.int64(read_u16(data, at))
@@ -69,23 +74,31 @@ def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
     for _ in range(count):
         symbol, frequency = np.int64(data[at]), np.int64(read_u16(data, at + 1))
         at += 3
-        if symbol <= last or not 0 < frequency < _SLOTS or filled + frequency > _SLOTS:
+        if symbol <= last or not 0 < frequency < _SLOTS:
             return -1
         last = symbol
-        entry = np.uint32(symbol) << np.uint32(24) | np.uint32(frequency) << np.uint32(12)
-        own = slots[filled : filled + frequency]
-        for i in range(len(own)):
-            own[i] = np.uint32(entry | np.uint32(i))
         filled += frequency
     return at if filled == _SLOTS else -1
 
 
 @compiled
-def _parse(data, end, channels, tokens, planes, slots):  # type: ignore[no-untyped-def]
+def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
+    """Read a checked table into its decode slots."""
+    filled = np.int64(0)
+    for pair in range(at + 2, end, 3):
+        frequency = np.int64(read_u16(data, pair + 1))
+        entry = np.uint32(data[pair]) << np.uint32(24) | np.uint32(frequency) << np.uint32(12)
+        own = slots[filled : min(filled + frequency, _SLOTS)]  # whatever another process has written meanwhile
+        for i in range(len(own)):
+            own[i] = np.uint32(entry | np.uint32(i))
+        filled += frequency
+
+
+@compiled
+def _parse(data, begin, end, channels, tokens, planes):  # type: ignore[no-untyped-def]
     """Find the planes of a section, as `read_layer` does; return where its streams begin, or -1 if it breaks a rule."""
-    at = np.int64(0)
+    at = begin
     row = 0
-    coded = 0
     for i in range(len(channels)):
         if at >= end or data[at] > 1:
             return -1
@@ -94,47 +107,56 @@ def _parse(data, end, channels, tokens, planes, slots):  # type: ignore[no-untyp
         if planes[i, _CODED]:
             planes[i, _AT], planes[i, _ROW] = at, row
             row += channels[i]
-            at = _read_table(data, at + channels[i], end, slots[coded * _SLOTS : (coded + 1) * _SLOTS])
-            coded += 1
+            planes[i, _END] = at = _check_table(data, at + channels[i], end)
             if at < 0:
                 return -1
-    at = _skip_padding(data, at, end)
+    at = _skip_padding(data, begin, at, end)
     for i in range(len(channels)):
         if at < 0:
             return -1
         if not planes[i, _CODED]:
             planes[i, _AT] = at
             at += channels[i] * tokens
-    return _skip_padding(data, at, end) if 0 <= at <= end else -1
+    return _skip_padding(data, begin, at, end) if 0 <= at <= end else -1
 
 
 @compiled_briefly
-def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: ignore[no-untyped-def]
-    """Read the parts that a section's tiles share; return where each stream's words begin, and the last one's end."""
-    none = np.empty(0, np.uint32)
-    found[_STEPS] = -1
-    at = _parse(data, end, channels, tokens, planes, slots)
-    if at < 0:
-        return none
-    steps = np.int64(0)
-    coded = 0
-    for i in range(len(channels)):
-        if planes[i, _CODED]:
-            for _ in range(channels[i]):
-                tables[steps] = coded << PROB_BITS
-                steps += 1
-            coded += 1
-    if not steps:
-        if at == end:
-            found[_STEPS] = 0
-        return none
-    if (
-        not part.find_part(data, at, end, tokens, steps, steps, part.NO_CLASSES, np.int64(0), found)
-        or found[part.LISTED]
-    ):
-        return none
-    found[_STEPS] = steps
-    return stream_words(data, found, tokens)
+def _index(data, spans, channels, tokens, planes, found, first_word):  # type: ignore[no-untyped-def]
+    """Read the parts that the tiles of sections share.
+
+    Returns:
+        -1, or the first section that breaks a rule; and the word at which each stream of each section begins, and where
+        the last one of a section ends.
+    """
+    words = np.int64(0)
+    for i in range(len(spans)):
+        own = planes[i]
+        first_word[i] = words
+        at = _parse(data, spans[i, 0], spans[i, 1], channels[i], tokens, own)
+        if at < 0:
+            return i, np.empty(0, np.uint32)
+        for plane in range(len(own)):
+            if own[plane, _CODED]:
+                found[i, _STEPS] += channels[i, plane]
+        if not found[i, _STEPS]:
+            if at != spans[i, 1]:
+                return i, np.empty(0, np.uint32)
+            continue
+        if (
+            not part.find_part(
+                data, at, spans[i, 1], tokens, found[i, _STEPS], found[i, _STEPS], part.NO_CLASSES, np.int64(0),
+                found[i],
+            )
+            or found[i, part.LISTED]
+        ):  # fmt: skip
+            return i, np.empty(0, np.uint32)
+        words += ((tokens + (1 << found[i, part.LOG2]) - 1) >> found[i, part.LOG2]) + 1
+    words_at = np.empty(words, np.uint32)
+    for i in range(len(spans)):
+        if found[i, _STEPS]:
+            own_words = ((tokens + (1 << found[i, part.LOG2]) - 1) >> found[i, part.LOG2]) + 1
+            part.list_words(data, found[i], words_at[first_word[i] : first_word[i] + own_words])
+    return np.int64(-1), words_at
 
 
 @compiled
@@ -169,6 +191,7 @@ def _write_joined(  # type: ignore[no-untyped-def]
     The references of the high bytes begin at `references[at]`.
     """
     streams = high_row // per_stream
+    lows = np.empty(_CHANNELS * width, np.uint8)
     rows = np.empty(_CHANNELS * high_row if per_stream > 1 else 0, np.uint8)
     tile, in_tile = np.empty(_CHANNELS * WIDTH, out.dtype), np.arange(0, _CHANNELS * WIDTH, _CHANNELS)
     places = np.full(width, -1, np.int64)
@@ -177,26 +200,32 @@ def _write_joined(  # type: ignore[no-untyped-def]
     for h in range(heads):
         for d in range(0, size, _CHANNELS):
             channel = h * size + d
+            # The low bytes come from the blob. They are read in order, which the CPU foresees, and joined from the
+            # first cache.
+            for i in range(_CHANNELS):
+                own = low[(channel + i) * low_row : (channel + i) * low_row + width]
+                to = lows[i * width : (i + 1) * width]
+                for t in range(width):
+                    to[t] = own[t]
             from_high, high_begin = high, channel * high_row
             if per_stream > 1:
                 _rows_of_tokens(high, high_row, channel, per_stream, streams, rows)
                 from_high, high_begin = rows, 0
             for block in range(0, width, WIDTH):
                 begin = min(block, width - WIDTH)  # the last tokens may be written twice
-                low_begin = channel * low_row + begin
                 if not len(offsets):
                     join_step(
-                        low, low_begin, low_row, from_high, high_begin + begin, high_row, references, at + channel,
+                        lows, begin, width, from_high, high_begin + begin, high_row, references, at + channel,
                         places, begin, h * stride + d, out,
                     )  # fmt: skip
                 elif adjacent(places, begin, kinds, first_row + begin):
                     join_by_channel_step(
-                        low, low_begin, low_row, from_high, high_begin + begin, high_row, references, at + channel,
+                        lows, begin, width, from_high, high_begin + begin, high_row, references, at + channel,
                         offsets[kinds[first_row + begin], h], d, places[begin], out,
                     )  # fmt: skip
                 else:
                     join_step(
-                        low, low_begin, low_row, from_high, high_begin + begin, high_row, references, at + channel,
+                        lows, begin, width, from_high, high_begin + begin, high_row, references, at + channel,
                         in_tile, 0, 0, tile,
                     )  # fmt: skip
                     for t in range(WIDTH):
@@ -271,56 +300,119 @@ def _write(  # type: ignore[no-untyped-def]
                         out[at + i] = tile[i, t]
 
 
+# Fields of rows as `_decode_and_write` takes them. Arrays are addresses, so that one call serves many layers.
+_MEMORY, _ENTRIES, _BEGINS, _TOKENS, _HEADS, _SIZE, _STRIDE, _OFFSETS, _ROW_KINDS, _KINDS = range(10)
+_ROW_FIELDS = 10
+
+
+@compiled
+def _list_runs(found, start, stop, run_of):  # type: ignore[no-untyped-def]
+    """Number the runs of layers that are decoded together in `run_of`: as few as have `_STREAMS` streams."""
+    run = streams = np.int64(0)
+    for i in range(len(found)):
+        if streams >= _STREAMS:
+            run += 1
+            streams = np.int64(0)
+        run_of[i] = run
+        if found[i, _STEPS]:
+            log2 = found[i, part.LOG2]
+            streams += ((stop + (1 << log2) - 1) >> log2) - (start >> log2)
+
+
 @compiled
 def _decode_and_write(  # type: ignore[no-untyped-def]
-    data, words_at, start, stop, tokens, found, slots, tables, planes, scratch, problem, first_row, keys, values
-):
-    """Decode a tile of a layer, and write it; return False for a damaged stream.
+    data, words_at, first_word, start, stop, channels, tokens, found, slots, planes, run_of, scratch, scratch_at,
+    problem, first_row, rows, alike
+):  # fmt: skip
+    """Decode a tile of layers, and write it; return False for a damaged stream: `problem[1]` of layer `problem[0]`.
 
-    `keys` and `values` are rows: begins, heads, size, stride, offsets, kinds, memory.
+    `rows` int64 `[layers, 2, …]` has the fields named above, of keys and of values, and no heads where nothing is
+    written. `alike` has the dtype of their memory.
     """
-    width = columns = stop - start
-    per_stream = 1
-    position = np.arange(width)
-    if found[_STEPS]:
-        order = np.empty(width + MAX_TOKENS_PER_STREAM - 1, np.int64)
-        columns = decode_planes(
-            data, words_at, start, stop, found, found[_STEPS], tables, slots, np.int64(PROB_BITS), order, scratch,
-            problem,
-        )  # fmt: skip
-        if columns < 0:
+    first = np.int64(0)
+    while first < len(found):
+        end = first + 1
+        while end < len(found) and run_of[end] == run_of[first]:
+            end += 1
+        if not _decode_run(
+            data, words_at, first_word[first:end], start, stop, channels[first:end], tokens, found[first:end], slots,
+            planes[first:end], scratch, scratch_at[first:end], problem, first_row, rows[first:end], alike,
+        ):  # fmt: skip
+            problem[0] += first
             return False
-        per_stream = 1 << found[part.LOG2]
-        for column in range(columns):
-            if order[column] >= 0:
-                position[order[column]] = column
-    bytes_per_value = len(planes) // 2
-    for own, rows in ((planes[:bytes_per_value], keys), (planes[bytes_per_value:], values)):
-        begins, heads, size, stride, offsets, kinds, out = rows
-        if heads:
+        first = end
+    return True
+
+
+@compiled
+def _decode_run(  # type: ignore[no-untyped-def]
+    data, words_at, first_word, start, stop, channels, tokens, found, slots, planes, scratch, scratch_at, problem,
+    first_row, rows, alike
+):  # fmt: skip
+    """Do the same for layers that are decoded together."""
+    width, count = stop - start, len(found)
+    columns, steps, first_table = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    total = coded = np.int64(0)
+    for i in range(count):
+        first_table[i], steps[i] = total, found[i, _STEPS]
+        total += steps[i]
+    tables = np.empty(total, np.uint32)
+    step = np.int64(0)
+    for i in range(count):
+        for plane in range(planes.shape[1]):
+            if planes[i, plane, _CODED]:
+                _read_table(
+                    data, planes[i, plane, _AT] + channels[i, plane], planes[i, plane, _END],
+                    slots[coded * _SLOTS : (coded + 1) * _SLOTS],
+                )  # fmt: skip
+                for _ in range(channels[i, plane]):
+                    tables[step] = coded << PROB_BITS
+                    step += 1
+                coded += 1
+    problem[0], problem[1] = decode_several(
+        data, words_at, first_word, start, stop, found, steps, tables, first_table, slots, np.int64(PROB_BITS), scratch,
+        scratch_at, columns,
+    )  # fmt: skip
+    if problem[0] >= 0:
+        return False
+    position, places = np.empty(width, np.int64), np.empty(0, np.int64)
+    bytes_per_value = planes.shape[1] // 2
+    for i in range(count):
+        per_stream = np.int64(1) << (found[i, part.LOG2] if steps[i] else np.int64(0))
+        for t in range(width):
+            position[t] = t % per_stream * (columns[i] // per_stream) + t // per_stream
+        for unit in range(2):
+            own = rows[i, unit]
+            heads, size, kinds_of_rows = own[_HEADS], own[_SIZE], own[_ROW_KINDS]
+            if not heads:
+                continue
+            begins = array_at(own[_BEGINS], own[_TOKENS], places)
+            offsets = array_at(own[_OFFSETS], kinds_of_rows * heads * size, places)
+            kinds = array_at(own[_KINDS], own[_TOKENS] if kinds_of_rows else np.int64(0), places)
+            out = array_at(own[_MEMORY], own[_ENTRIES], alike)
             _write(
-                data, tokens, start, width, own, columns, per_stream, position, scratch, begins, first_row, heads, size,
-                stride, offsets, kinds, out,
+                data, tokens, start, width, planes[i, unit * bytes_per_value : (unit + 1) * bytes_per_value],
+                columns[i], per_stream, position, scratch[scratch_at[i] :], begins, first_row, heads, size,
+                own[_STRIDE], offsets.reshape((kinds_of_rows, heads, size)), kinds, out,
             )  # fmt: skip
     return True
 
 
-_SLACK = bytes(4)
 _arena = Arena()
 
 
 @dataclass(frozen=True, slots=True)
-class LayerIndex:
-    """A layer's section that was read: the parts that decoding each of its tiles needs.
+class LayersIndex:
+    """Sections of layers that were read: the parts that decoding each of their tiles needs.
 
     Attributes:
-        data: its bytes.
+        data: bytes that hold all sections.
         itemsize: bytes per value.
         tokens: T, tokens in the chunk.
-        channels: `[P]`, channels of each byte plane.
-        planes, found: the fields of the planes and of the streams; see above.
-        slots, tables: decode slots, and each step's place in them. Valid until the thread reads another layer.
-        words_at: the word at which each stream begins, and where the last one ends.
+        channels: `[L, P]`, channels of each byte plane.
+        planes, found: `[L, P, …]` and `[L, …]`, the fields of the planes and of the streams; see above.
+        words_at: the word at which each stream of each layer begins, and where a layer's last one ends.
+        first_word: `[L]`, where each layer's begin in `words_at`.
     """
 
     data: npt.NDArray[np.uint8]
@@ -329,51 +421,78 @@ class LayerIndex:
     channels: npt.NDArray[np.int64]
     planes: npt.NDArray[np.int64]
     found: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.uint32]
-    tables: npt.NDArray[np.uint32]
     words_at: npt.NDArray[np.uint32]
+    first_word: npt.NDArray[np.int64]
 
 
-def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens: int) -> LayerIndex:
-    """See `cuvee.codec.stages.reference.byte_planes.index_layer`."""
-    itemsize = dtype.itemsize
-    channels = np.repeat(np.array([layer.key_values, layer.value_values]), itemsize)
-    # A copy, since a step reads a few bytes beyond its word.
-    padded = np.frombuffer(b"".join((data, _SLACK)), np.uint8)
-    planes, found = np.zeros((len(channels), 3), np.int64), np.zeros(_STEPS + 1, np.int64)
-    slots = _arena.array("slots", len(channels) * _SLOTS, np.uint32)
-    tables = np.empty(int(channels.sum()), np.uint32)
-    words_at = _index(padded, len(data), channels, tokens, planes, slots, tables, found)
-    if found[_STEPS] < 0:
-        read_layer(data, layer, itemsize, tokens)  # raises
+def index_layers(
+    sections: Sequence[memoryview], layers: Sequence[LayerLayout], dtype: torch.dtype, tokens: int
+) -> LayersIndex:
+    """See `cuvee.codec.stages.reference.byte_planes.index_layers`."""
+    itemsize, count = dtype.itemsize, len(layers)
+    channels = np.array([[layer.key_values, layer.value_values] for layer in layers], np.int64).repeat(itemsize, 1)
+    data, spans = joined(sections)
+    planes, found = np.zeros((*channels.shape, 4), np.int64), np.zeros((count, _STEPS + 1), np.int64)
+    first_word = np.empty(count, np.int64)
+    bad, words_at = _index(data, spans, channels, tokens, planes, found, first_word)
+    if bad >= 0:
+        read_layer(sections[bad], layers[bad], itemsize, tokens)  # raises
         raise FormatError("lossless section: must be well-formed, got a malformed one")
-    return LayerIndex(padded, itemsize, tokens, channels, planes, found, slots, tables, words_at)
+    return LayersIndex(data, itemsize, tokens, channels, planes, found, words_at, first_word)
 
 
-def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows | None, first_row: int) -> None:
-    """See `cuvee.codec.stages.reference.byte_planes.decode_layer`."""
-    most = at.stop - at.start + MAX_TOKENS_PER_STREAM - 1  # columns
-    scratch = _arena.array("planes", int(index.channels.sum()) * most + WIDTH, np.uint8)
-    problem = np.zeros(1, np.int64)
+def decode_layers(
+    index: LayersIndex,
+    which: slice,
+    at: slice,
+    keys: Sequence[Rows | None],
+    values: Sequence[Rows | None],
+    first_row: int,
+) -> None:
+    """See `cuvee.codec.stages.reference.byte_planes.decode_layers`."""
+    found = index.found[which]
+    run_of = np.empty(len(found), np.int64)
+    _list_runs(found, at.start, at.stop, run_of)
+    before = np.cumsum(found[:, _STEPS] * (at.stop - at.start + MAX_TOKENS_PER_STREAM - 1))  # columns at most
+    before = np.concatenate([[0], before])
+    scratch_at = before[:-1] - before[np.searchsorted(run_of, run_of)]
+    scratch = _arena.array("planes", int((scratch_at + np.diff(before)).max()) + WIDTH, np.uint8)
+    # Tables are made when they are needed, so that they are in the first cache.
+    slots = _arena.array("slots", int(np.bincount(run_of).max()) * index.channels.shape[1] * _SLOTS, np.uint32)
+    problem = np.zeros(2, np.int64)
     if not _decode_and_write(
-        index.data, index.words_at, at.start, at.stop, index.tokens, index.found, index.slots, index.tables,
-        index.planes, scratch, problem, first_row, _row_arrays(keys, index.itemsize),
-        _row_arrays(values, index.itemsize),
+        index.data, index.words_at, index.first_word[which], at.start, at.stop, index.channels[which], index.tokens,
+        found, slots, index.planes[which], run_of, scratch, scratch_at, problem, first_row, _row_fields(keys, values),
+        _ALIKE[index.itemsize],
     ):  # fmt: skip
-        raise stream_error(int(problem[0]), stream_count(index.tokens, 1 << int(index.found[part.LOG2])))
+        layer, stream = problem.tolist()
+        raise stream_error(stream, stream_count(index.tokens, 1 << int(found[layer, part.LOG2])))
 
 
-def _row_arrays(rows: Rows | None, itemsize: int) -> tuple[Any, ...]:
-    """Return rows as the compiled loops take them; without heads if there are none."""
-    if rows is None:
-        return _NO_ROWS[itemsize]
-    return rows.begins, rows.heads, rows.size, rows.head_stride, rows.offsets, rows.kinds, _bits(rows.memory)
+_ALIKE = {2: np.empty(0, np.uint16), 4: np.empty(0, np.uint32)}
 
 
-_NO_ROWS = {
-    size: (np.empty(0, np.int64), 0, 0, 0, np.empty((0, 0, 0), np.int64), np.empty(0, np.int64), np.empty(0, kind))
-    for size, kind in ((2, np.uint16), (4, np.uint32))
-}
+def _row_fields(keys: Sequence[Rows | None], values: Sequence[Rows | None]) -> npt.NDArray[np.int64]:
+    """Return rows as the compiled loops take them. The caller holds their arrays."""
+    known: dict[int, int] = {}  # layers share arrays, and to ask for an address takes a microsecond
+
+    def address(array: npt.NDArray[np.int64]) -> int:
+        if id(array) not in known:
+            known[id(array)] = array.ctypes.data
+        return known[id(array)]
+
+    fields = [
+        (0,) * _ROW_FIELDS
+        if rows is None
+        else (
+            rows.memory.data_ptr(), rows.memory.numel(), address(rows.begins), len(rows.begins), rows.heads, rows.size,
+            rows.head_stride, address(rows.offsets) if len(rows.offsets) else 0, len(rows.offsets),
+            address(rows.kinds) if len(rows.offsets) else 0,
+        )
+        for units in zip(keys, values, strict=True)
+        for rows in units
+    ]  # fmt: skip
+    return np.array(fields, np.int64).reshape(len(keys), 2, _ROW_FIELDS)
 
 
 def _bits(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]:

@@ -311,7 +311,6 @@ def _decode(  # type: ignore[no-untyped-def]
     return _SOUND if more_escapes >= 0 and escapes + more_escapes == listed else _ESCAPES
 
 
-_SLACK = bytes(4)
 _NO_TABLE = np.empty((1, 0), np.float32)
 _TABLES_OF_CODE = np.stack([each.astype(np.int64) for each in split_wide(np.arange(MAX_CODE + 1, dtype=np.int32))], 1)
 
@@ -361,15 +360,14 @@ def index_channels(
 ) -> ChannelIndex:
     """See `cuvee.codec.stages.reference.channels.index_channels`."""
     count = section.values + WIDTH  # steps read beyond the last channel
-    # A copy, since a step reads a few bytes beyond its word.
-    padded = np.frombuffer(b"".join((data, _SLACK)), np.uint8)
+    whole = np.frombuffer(data, np.uint8)
     mean, scale, one, more = np.zeros((4, count), np.float32)
     high, low = np.full((2, count), -1)
     shift = np.zeros(count, np.int32)
     tables, found = np.empty(2 * section.values, np.uint32), np.zeros(FOUND_FIELDS, np.int64)
     escapes, scales = np.zeros(-(-tokens // WINDOW), np.int64), np.zeros(len(section.blocks), np.int64)
     words_at = _index(
-        padded, len(data), np.array(section.blocks), tokens, _TABLES_OF_CODE, TABLES - 1, family.tables.prob_bits,
+        whole, len(data), np.array(section.blocks), tokens, _TABLES_OF_CODE, TABLES - 1, family.tables.prob_bits,
         family.quantizer.shrink, scales, mean, one, more, shift, high, low, tables, escapes, found,
     )  # fmt: skip
     if found[_PLANES] < 0:
@@ -380,7 +378,7 @@ def index_channels(
         scale[at : at + size] = step_value(index)
         at += size
     return ChannelIndex(
-        padded, tokens, family, step_value(step_index), found, words_at, tables, escapes, mean, scale, one, more, high,
+        whole, tokens, family, step_value(step_index), found, words_at, tables, escapes, mean, scale, one, more, high,
         low, shift,
     )  # fmt: skip
 

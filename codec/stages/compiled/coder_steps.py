@@ -26,16 +26,16 @@ from cuvee.codec.stages.compiled.simd import (
 )
 
 _LOWER_BOUND = 1 << 16
-# A word is read as the near half of 32 bits, because no instruction gathers 16 bits.
-_WORD_SHIFT = 16 if sys.byteorder == "big" else 0
+# No instruction gathers 16 bits, so two words are read at once: the next one is the near half.
+_BIG_ENDIAN = sys.byteorder == "big"
 
 
 def _slot(code: Code, alike: bool, slots: Any, place: Any) -> Any:
     """Return the decode table's entries at these places of the table of each lane."""
     if alike:
-        first = code.builder.mul(code.integer(3, types.int64), INT64(4))
+        first = code.builder.mul(code.integer(4, types.int64), INT64(4))
         return code.gather(code.builder.gep(slots, [first]), INT32, place, 4)
-    base = code.load(code.pointer(3, 2, 4), VECTOR, 4)
+    base = code.load(code.pointer(4, 3, 4), VECTOR, 4)
     return code.gather(slots, INT32, code.builder.add(base, place), 4)
 
 
@@ -55,13 +55,13 @@ def _contextual_slot(
     as much as a table.
     """
     builder = code.builder
-    tables, cuts = (code.data(4, member) for member in range(2))
+    tables, cuts = (code.data(5, member) for member in range(2))
     first_cut = builder.shl(INT32(TABLES_PER_OCTAVE * CONTEXTS), prob_bits)
     if alike:
-        base = code.integer(3, types.uint32)
+        base = code.integer(4, types.uint32)
         few = builder.icmp_unsigned(">=", base, first_cut)
     else:
-        base = code.load(code.pointer(3, 2, 4), VECTOR, 4)
+        base = code.load(code.pointer(4, 3, 4), VECTOR, 4)
         few = builder.icmp_unsigned(">=", base, code.splat(first_cut))
         few = builder.icmp_unsigned("==", builder.bitcast(few, INT16), INT16(-1))
     with builder.if_else(few) as (by_cuts, by_table):
@@ -98,8 +98,11 @@ def _contextual_slot(
     return merged[0], merged[1]
 
 
-def _decoding(alike: bool, contextual: bool = False) -> Any:
+def _decoding(alike: bool, contextual: bool = False, second: bool = False) -> Any:
     """Make the step for lanes that share a table, or have tables of their own.
+
+    Steps come in pairs, because gathering words is slow. The first of two reads two words of each stream, which are all
+    that two symbols can need, and the `second` takes what the first has left.
 
     If it is `contextual`, each lane's table follows the one named by as many tables as the byte says that the symbol
     replaces in `out`. Bytes of inactive lanes must not name a table that does not exist. `slots` is then a pair: the
@@ -107,55 +110,67 @@ def _decoding(alike: bool, contextual: bool = False) -> Any:
     """
 
     @spelled_out
-    def decode_step(typing: Any, x, at, first, base, slots, words, offset, last, bits, active, out, to):  # type: ignore[no-untyped-def]
+    def decode_step(typing: Any, x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to):  # type: ignore[no-untyped-def]
         """Decode one symbol of 16 streams.
 
-        `decode_step(x, at, first, base, slots, words, offset, last, bits, active, out, to)`, or `decode_alike_step`
+        `decode_step(x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to)`, or the steps below
 
         Args:
             typing: Numba's.
             x: uint32 array; its entries `first … first + 15` are the states, and are updated.
             at: uint32 array; at the same entries the numbers of the next words, which are updated.
+            ahead: uint32 array; at the same entries the next words, from the first of two steps to the second.
             first: the first lane.
             base: uint32 array; at the same entries, where the table of each lane begins in `slots`. For
                 `decode_alike_step` a number, where the table of all lanes begins.
             slots: uint32 array, the decode tables one after the other.
             words: uint8 array, the bytes of the blob.
-            offset: where the words begin in `words`. Two bytes beyond word `last` must be readable.
-            last: no word beyond this one is read, even for damaged bytes.
+            offset: where the words begin in `words`. The four bytes before them can be read.
+            count: the number of words; no byte beyond them is read, even for damaged streams.
             bits: probability bits of the tables.
             active: number of active lanes; the states of inactive lanes do not change.
             out: uint8 array.
             to: where 16 bytes are written; those of inactive lanes are meaningless.
         """
-        signature = types.void(x, at, first, base, slots, words, offset, last, bits, active, out, to)
+        signature = types.void(x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             code = Code(context, builder, sig.args, values)
-            state, next_word = code.pointer(0, 2, 4), code.pointer(1, 2, 4)
+            state, next_word, left = (code.pointer(array, 3, 4) for array in range(3))
             v, read = code.load(state, VECTOR, 4), code.load(next_word, VECTOR, 4)
-            prob_bits = code.integer(8, types.uint32)
+            prob_bits = code.integer(9, types.uint32)
             mask = code.splat(builder.sub(builder.shl(INT32(1), prob_bits), INT32(1)))
             place = builder.and_(v, mask)
             high = builder.lshr(v, code.splat(prob_bits))
             if contextual:
-                context_of = builder.zext(code.load(code.pointer(10, 11, 1), BYTES, 1), VECTOR)
+                context_of = builder.zext(code.load(code.pointer(11, 12, 1), BYTES, 1), VECTOR)
                 moved, symbols = _contextual_slot(code, alike, place, high, context_of, prob_bits)
             else:
-                slot = _slot(code, alike, code.data(4), place)
+                slot = _slot(code, alike, code.data(5), place)
                 moved, symbols = _slot_fields(builder, slot, high)
-            taking = code.taking(9)
+            taking = code.taking(10)
             need = builder.and_(builder.icmp_unsigned("<", moved, constant(_LOWER_BOUND)), taking)
-            limit = code.splat(code.integer(7, types.uint32))
-            inside = builder.select(builder.icmp_unsigned("<", read, limit), read, limit)
-            # Numbers of bytes, because LLVM gathers 32 bits at places of 16 in two halves.
-            inside = builder.shl(inside, constant(1))
-            raw = code.gather(builder.gep(code.data(5), [code.integer(6, types.int64)]), INT8, inside, 1)
-            word = builder.and_(builder.lshr(raw, constant(_WORD_SHIFT)), constant(0xFFFF))
+            if second:
+                pair = code.load(left, VECTOR, 4)
+            else:
+                # Counted from two words before the first, so no byte beyond the last is read. The last comes in the
+                # far half, and a word beyond it is some other one.
+                following = builder.add(read, constant(2))
+                limit = code.splat(code.integer(8, types.uint32))
+                inside = builder.select(builder.icmp_unsigned("<", following, limit), following, limit)
+                beyond = builder.and_(builder.shl(builder.sub(following, inside), constant(4)), constant(31))
+                # Numbers of bytes, because LLVM gathers 32 bits at places of 16 in two halves.
+                inside = builder.shl(inside, constant(1))
+                before = builder.sub(code.integer(7, types.int64), INT64(4))
+                pair = code.gather(builder.gep(code.data(6), [before]), INT8, inside, 1)
+                pair = (builder.shl if _BIG_ENDIAN else builder.lshr)(pair, beyond)
+                rest = (builder.shl if _BIG_ENDIAN else builder.lshr)(pair, constant(16))
+                code.store(builder.select(need, rest, pair), left, 4)
+            word = builder.lshr(pair, constant(16)) if _BIG_ENDIAN else builder.and_(pair, constant(0xFFFF))
             after = builder.select(need, builder.or_(builder.shl(moved, constant(16)), word), moved)
             code.store(builder.select(taking, after, v), state, 4)
             code.store(builder.add(read, builder.zext(need, VECTOR)), next_word, 4)
-            code.store(builder.trunc(symbols, BYTES), code.pointer(10, 11, 1), 1)
+            code.store(builder.trunc(symbols, BYTES), code.pointer(11, 12, 1), 1)
             return context.get_dummy_value()
 
         return signature, generate
@@ -163,8 +178,12 @@ def _decoding(alike: bool, contextual: bool = False) -> Any:
     return decode_step
 
 
-decode_step, decode_alike_step = _decoding(alike=False), _decoding(alike=True)
-decode_context_step, decode_alike_context_step = _decoding(alike=False, contextual=True), _decoding(True, True)
+# Each a pair of steps that take turns.
+decode_steps, decode_alike_steps, decode_context_steps, decode_alike_context_steps = (
+    tuple(_decoding(alike, contextual, second) for second in (False, True))
+    for contextual in (False, True)
+    for alike in (False, True)
+)
 
 
 @spelled_out

@@ -1,6 +1,6 @@
 """The entropy coder for the CPU: many streams at a time, of any sections of a chunk.
 
-Streams are coded sixteen at a time (`decode_step`, `encode_step`): a *group* of lanes in one window of one
+Streams are coded sixteen at a time (`decode_steps`, `encode_step`): a *group* of lanes in one window of one
 section. A step of a group waits for the step before it, through two loads and a product. So several groups take
 turns: however few streams a section has, the chunk has enough to keep the CPU busy.
 
@@ -15,22 +15,22 @@ from typing import Any
 import numpy as np
 
 from cuvee.codec.stages.compiled.coder_steps import (
-    decode_alike_context_step,
-    decode_alike_step,
-    decode_context_step,
-    decode_step,
+    decode_alike_context_steps,
+    decode_alike_steps,
+    decode_context_steps,
+    decode_steps,
     encode_alike_step,
     encode_step,
     lookup_step,
 )
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.compiler import compiled, inlined
 from cuvee.codec.stages.compiled.simd import WIDTH
 
 FLIGHT = 8  # groups that take turns: enough to hide latency, few enough to stay in the first cache
 
 # Fields of `sections` below.
-WORDS = 0  # the byte at which the coded words begin
-LAST = 1  # a word beyond the section's words that may be read
+WORDS = 0  # the byte at which the coded words begin; four bytes before them can be read
+COUNT = 1  # the number of words
 CLASSES = 2  # where the classes of the columns begin
 OUT = 3  # where the planes begin
 COLUMNS = 4  # how long a plane is
@@ -49,7 +49,7 @@ END = 5  # the first column after the window
 GROUP_FIELDS = 6
 
 # Fields of a group that is being decoded. Its lanes have 16 entries in each array of states, words and tables.
-_GROUP, _COLUMN, _PLANE, _STOP, _ACTIVE, _ALIKE, _OWN, _TO, _STEP, _WORDS, _LAST = range(11)
+_GROUP, _COLUMN, _PLANE, _STOP, _ACTIVE, _ALIKE, _OWN, _TO, _STEP, _WORDS, _COUNT = range(11)
 _SLOT_FIELDS = 11
 
 _INITIAL = np.uint32(1 << 16)
@@ -80,7 +80,7 @@ def _load(slot, q, g, groups, sections, states, starts, x, at):  # type: ignore[
     slot[q, _COLUMN] = groups[g, FIRST]
     slot[q, _PLANE] = slot[q, _STOP] = 0
     s = groups[g, SECTION]
-    slot[q, _STEP], slot[q, _WORDS], slot[q, _LAST] = sections[s, COLUMNS], sections[s, WORDS], sections[s, LAST]
+    slot[q, _STEP], slot[q, _WORDS], slot[q, _COUNT] = sections[s, COLUMNS], sections[s, WORDS], sections[s, COUNT]
     stream = groups[g, STREAM]
     for lane in range(groups[g, LANES]):
         x[q * WIDTH + lane] = states[stream + lane]
@@ -127,8 +127,43 @@ def _bad_stream(slot, q, groups, ends, x, at):  # type: ignore[no-untyped-def]
     return -1
 
 
-def _decoding(step: Any, alike_step: Any, contextual: bool) -> Any:
-    """Make the loop over steps, which take contexts if it is `contextual`: see `coder_steps.decode_context_step`."""
+def _turn(step: Any, alike_step: Any, contextual: bool) -> Any:
+    """Make the function that decodes one plane of each group in flight."""
+
+    @inlined
+    def turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out):  # type: ignore[no-untyped-def]
+        for q in range(np.uint64(flying)):
+            own = slot[q]
+            plane, active, to, first = own[_PLANE], own[_ACTIVE], own[_TO], q * np.uint64(WIDTH)
+            words, count = own[_WORDS], own[_COUNT]
+            if contextual and active < WIDTH:
+                for lane in range(WIDTH):
+                    spare[lane] = out[to + lane] if lane < active else np.uint8(0)
+            if own[_ALIKE]:
+                table = tables[np.uint64(own[_OWN] + plane)]
+                if active == WIDTH:
+                    alike_step(x, at, ahead, first, table, slots, data, words, count, bits, active, out, to)
+                else:
+                    alike_step(x, at, ahead, first, table, slots, data, words, count, bits, active, spare, 0)
+            else:
+                lookup_step(tables, own[_OWN] + plane, of_class, first, base)
+                if active == WIDTH:
+                    step(x, at, ahead, first, base, slots, data, words, count, bits, active, out, to)
+                else:
+                    step(x, at, ahead, first, base, slots, data, words, count, bits, active, spare, 0)
+            for lane in range(active if active < WIDTH else 0):
+                out[to + lane] = spare[lane]
+            own[_PLANE] = plane + 1
+            own[_TO] = to + own[_STEP]
+
+    return turn
+
+
+def _decoding(steps_of: Any, alike_steps_of: Any, contextual: bool) -> Any:
+    """Make the loop over steps, which take contexts if it is `contextual`: see `coder_steps.decode_context_steps`."""
+    first_turn, second_turn = (
+        _turn(step, alike_step, contextual) for step, alike_step in zip(steps_of, alike_steps_of, strict=True)
+    )
 
     @compiled
     def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, tables, slots, bits, out):  # type: ignore[no-untyped-def]
@@ -140,7 +175,7 @@ def _decoding(step: Any, alike_step: Any, contextual: bool) -> Any:
             states: uint32, the first state of each stream.
             starts: uint32, the first word of each stream, counted from its section's first word.
             ends: uint32, the word after the stream's last.
-            data: uint8, holds the words. Four bytes can be read at word `LAST` of each section.
+            data: uint8, holds the words.
             classes: uint8, the class of each column of each section, rising within windows.
             planes: int32, planes of a column of each class, falling from class to class.
             tables: uint32, where in `slots` the table of each plane begins.
@@ -155,6 +190,7 @@ def _decoding(step: Any, alike_step: Any, contextual: bool) -> Any:
         """
         x = np.zeros(FLIGHT * WIDTH, np.uint32)
         at = np.zeros(FLIGHT * WIDTH, np.uint32)
+        ahead = np.empty(FLIGHT * WIDTH, np.uint32)
         base = np.zeros(FLIGHT * WIDTH, np.uint32)
         of_class = np.zeros(FLIGHT * WIDTH, np.uint32)  # where the tables of each lane's class begin
         spare = np.empty(WIDTH, np.uint8)
@@ -193,36 +229,17 @@ def _decoding(step: Any, alike_step: Any, contextual: bool) -> Any:
             steps = slot[0, _STOP] - slot[0, _PLANE]
             for q in range(1, flying):
                 steps = min(steps, slot[q, _STOP] - slot[q, _PLANE])
-            for _ in range(steps):
-                for q in range(np.uint64(flying)):
-                    own = slot[q]
-                    plane, active, to, first = own[_PLANE], own[_ACTIVE], own[_TO], q * np.uint64(WIDTH)
-                    words, last = own[_WORDS], own[_LAST]
-                    if contextual and active < WIDTH:
-                        for lane in range(WIDTH):
-                            spare[lane] = out[to + lane] if lane < active else np.uint8(0)
-                    if own[_ALIKE]:
-                        table = tables[np.uint64(own[_OWN] + plane)]
-                        if active == WIDTH:
-                            alike_step(x, at, first, table, slots, data, words, last, bits, active, out, to)
-                        else:
-                            alike_step(x, at, first, table, slots, data, words, last, bits, active, spare, 0)
-                    else:
-                        lookup_step(tables, own[_OWN] + plane, of_class, first, base)
-                        if active == WIDTH:
-                            step(x, at, first, base, slots, data, words, last, bits, active, out, to)
-                        else:
-                            step(x, at, first, base, slots, data, words, last, bits, active, spare, 0)
-                    for lane in range(active if active < WIDTH else 0):
-                        out[to + lane] = spare[lane]
-                    own[_PLANE] = plane + 1
-                    own[_TO] = to + own[_STEP]
+            for _ in range(steps // 2):
+                first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
+                second_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
+            for _ in range(steps % 2):
+                first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
 
     return decode_lanes
 
 
-decode_lanes = _decoding(decode_step, decode_alike_step, contextual=False)
-decode_context_lanes = _decoding(decode_context_step, decode_alike_context_step, contextual=True)
+decode_lanes = _decoding(decode_steps, decode_alike_steps, contextual=False)
+decode_context_lanes = _decoding(decode_context_steps, decode_alike_context_steps, contextual=True)
 
 
 # Fields of a group that is being encoded.
@@ -280,7 +297,7 @@ def encode_lanes(  # type: ignore[no-untyped-def]
 
     Args:
         groups: as for `decode_lanes`.
-        sections: as for `decode_lanes`; `WORDS` and `LAST` are not read.
+        sections: as for `decode_lanes`; `WORDS` and `COUNT` are not read.
         data: uint8, the planes. 16 bytes more can be read.
         classes: as for `decode_lanes`.
         planes: as for `decode_lanes`.

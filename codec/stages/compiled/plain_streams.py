@@ -1,15 +1,17 @@
-"""Decode the streams of a section whose tokens have no classes, in compiled loops."""
+"""Decode the streams of sections whose tokens have no classes, in compiled loops."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.coded_part import read_u32
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.fetching import fetch
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
-from cuvee.codec.stages.compiled.token_order import ABSENT, deal
+from cuvee.codec.stages.compiled.token_order import deal
 
 
 @compiled
@@ -21,13 +23,81 @@ def stream_words(data, found, tokens):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def decode_several(  # type: ignore[no-untyped-def]
+    data, words_at, first_word, start, stop, found, planes, tables, first_table, slots, bits, out, out_at, columns
+):
+    """Decode a tile's planes of several sections together, so that the CPU always has streams to turn to.
+
+    Args:
+        data: uint8, holds the words, behind the states of their streams.
+        words_at: uint32, the results of `stream_words`, one after the other.
+        first_word: int64 `[S]`, where those of each section begin.
+        start: the first token.
+        stop: the token after the last.
+        found: int64 `[S, …]`, begins with the fields of `coded_part`; zeros for a section without streams.
+        planes: int64 `[S]`, planes per token.
+        tables: uint32, where in `slots` the table of each plane begins, for one section after the other.
+        first_table: int64 `[S]`, where those of each section begin.
+        slots: uint32, decode tables, see `EntropyTables.slots`.
+        bits: probability bits of the tables.
+        out: uint8, receives the planes `[planes, columns]` of each section.
+        out_at: int64 `[S]`, where those of each section begin.
+        columns: int64 `[S]`, receives the columns of each section: tokens are dealt to streams as `deal` has it.
+
+    Returns:
+        -1 and 0, or the section with a damaged stream, and the number of that stream.
+    """
+    count, width = len(found), stop - start
+    most = width + MAX_TOKENS_PER_STREAM - 1  # columns
+    order, dealt = np.empty(most, np.int64), np.empty((count, most), np.uint8)
+    streams = np.zeros(count + 1, np.int64)
+    for i in range(count):
+        log2 = found[i, part.LOG2]
+        columns[i] = deal(width, np.int64(1) << log2, order, dealt[i])
+        of_section = ((stop + (1 << log2) - 1) >> log2) - (start >> log2)
+        streams[i + 1] = streams[i] + (of_section if found[i, part.STATES] else np.int64(0))
+    states = np.empty(streams[count], np.uint32)
+    starts, ends = np.empty(streams[count], np.uint32), np.empty(streams[count], np.uint32)
+    groups = np.empty((streams[count], lanes.GROUP_FIELDS), np.int64)
+    fields = np.zeros((count, lanes.SECTION_FIELDS), np.int64)
+    depth = np.zeros(2 * count, np.int32)  # a column with a token has all planes, one without has none: see `deal`
+    listed = np.int64(0)
+    for i in range(count if len(states) else 0):
+        if not found[i, part.STATES]:
+            continue
+        log2 = found[i, part.LOG2]
+        first = start >> log2
+        for j in range(streams[i + 1] - streams[i]):
+            states[streams[i] + j] = read_u32(data, found[i, part.STATES] + 4 * (first + j))
+            starts[streams[i] + j] = words_at[first_word[i] + first + j]
+            ends[streams[i] + j] = words_at[first_word[i] + first + j + 1]
+        fields[i, lanes.WORDS], fields[i, lanes.COUNT] = found[i, part.WORDS], found[i, part.COUNT]
+        fields[i, lanes.CLASSES], fields[i, lanes.OUT] = i * dealt.shape[1], out_at[i]
+        fields[i, lanes.COLUMNS], fields[i, lanes.PLANES] = columns[i], 2 * i
+        fields[i, lanes.TABLES] = first_table[i]
+        words = found[i, part.WORDS]
+        fetch(data, words + 2 * np.int64(starts[streams[i]]), words + 2 * np.int64(ends[streams[i + 1] - 1]))
+        depth[2 * i] = planes[i]
+        listed = list_groups(i, streams[i], columns[i], 1 << log2, columns[i], groups, listed)
+    bad = decode_lanes(
+        groups[:listed], fields, states, starts, ends, data, dealt.reshape(dealt.size), depth, tables, slots, bits, out
+    )
+    if bad < 0:
+        return np.int64(-1), np.int64(0)
+    damaged = np.int64(0)
+    while streams[damaged + 1] <= bad:
+        damaged += 1
+    return damaged, (start >> found[damaged, part.LOG2]) + bad - streams[damaged]
+
+
+@compiled
 def decode_planes(  # type: ignore[no-untyped-def]
     data, words_at, start, stop, found, planes, tables, slots, bits, order, out, problem
 ):
     """Decode the planes of a tile; return their number of columns, or -1 for a damaged stream.
 
     Args:
-        data: uint8, holds the words, and four bytes after them.
+        data: uint8, holds the words, behind the states of their streams.
         words_at: uint32, the result of `stream_words`.
         start: the first token.
         stop: the token after the last.
@@ -41,26 +111,16 @@ def decode_planes(  # type: ignore[no-untyped-def]
         out: uint8, receives the planes `[planes, columns]`; undefined in a column without a token.
         problem: int64 `[1]`, receives the number of a damaged stream.
     """
-    log2 = found[part.LOG2]
-    width = stop - start
-    first, end = start >> log2, (stop + (1 << log2) - 1) >> log2
-    states = np.empty(end - first, np.uint32)
-    for stream in range(first, end):
-        states[stream - first] = read_u32(data, found[part.STATES] + 4 * stream)
-    columns = np.empty(len(order), np.uint8)
-    column = deal(width, 1 << log2, order, columns)
-    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
-    fields[0, lanes.WORDS], fields[0, lanes.LAST] = found[part.WORDS], found[part.COUNT]
-    fields[0, lanes.COLUMNS] = column
-    depth = np.zeros(ABSENT + 1, np.int32)
-    depth[:ABSENT] = planes
-    groups = np.empty((end - first, lanes.GROUP_FIELDS), np.int64)
-    listed = list_groups(np.int64(0), np.int64(0), column, 1 << log2, column, groups, np.int64(0))
-    bad = decode_lanes(
-        groups[:listed], fields, states, words_at[first:end], words_at[first + 1 : end + 1], data, columns, depth,
-        tables, slots, bits, out,
-    )  # fmt: skip
+    columns = np.empty(1, np.int64)
+    columns[0] = deal(stop - start, 1 << found[part.LOG2], order, np.empty(len(order), np.uint8))
+    sections = np.zeros((1, len(found)), np.int64)
+    for field in range(len(found)):
+        sections[0, field] = found[field]
+    count, nowhere = np.full(1, np.int64(planes)), np.zeros(1, np.int64)
+    bad, stream = decode_several(
+        data, words_at, nowhere, start, stop, sections, count, tables, nowhere, slots, bits, out, nowhere, columns
+    )
     if bad >= 0:
-        problem[0] = first + bad
-        return -1
-    return column
+        problem[0] = stream
+        return np.int64(-1)
+    return columns[0]

@@ -22,7 +22,7 @@ from cuvee.codec.stages.compiled.token_order import ABSENT, deal
 from cuvee.codec.support.arrays import U8, U16
 
 _arena = Arena()
-_SLACK = 4  # bytes that may be read beyond the last word
+_BEFORE = 4  # bytes that may be read before the first word
 
 
 @compiled
@@ -74,7 +74,7 @@ def _decode(states, starts, ends, words, which, slots, prob_bits, n, out):  # ty
     depth = np.zeros(ABSENT + 1, np.int32)
     depth[:ABSENT] = steps
     fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
-    fields[0, lanes.LAST] = (len(words) - _SLACK) // 2
+    fields[0, lanes.WORDS], fields[0, lanes.COUNT] = _BEFORE, (len(words) - _BEFORE) // 2
     fields[0, lanes.COLUMNS] = column
     groups = np.empty((count, lanes.GROUP_FIELDS), np.int64)
     listed = list_groups(np.int64(0), np.int64(0), column, n, column, groups, np.int64(0))
@@ -116,7 +116,7 @@ def rans_decode(streams: Streams, which: U16, tables: EntropyTables, tokens_per_
     check_streams(streams, tokens_per_stream, tokens)
     out = np.empty((len(which), tokens), np.uint8)
     ends = np.cumsum(streams.lengths, dtype=np.uint32)
-    words = np.frombuffer(b"".join((streams.words.astype("<u2", copy=False).tobytes(), bytes(_SLACK))), np.uint8)
+    words = np.frombuffer(b"".join((bytes(_BEFORE), streams.words.astype("<u2", copy=False).tobytes())), np.uint8)
     bad = _decode(
         streams.states, ends - streams.lengths, ends, words, which, tables.slots.reshape(-1), tables.prob_bits,
         tokens_per_stream, out,

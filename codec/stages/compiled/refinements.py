@@ -35,6 +35,7 @@ from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.bfloat16 import rounded
 from cuvee.codec.stages.compiled.coded_part import read_u32
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.joining import joined
 from cuvee.codec.stages.compiled.lanes import decode_context_lanes
 from cuvee.codec.stages.compiled.refinement_steps import (
     BEYOND,
@@ -48,7 +49,6 @@ from cuvee.codec.stages.compiled.refinement_steps import (
 from cuvee.codec.stages.compiled.sections import (
     ESCAPE_LIST,
     FOUND_FIELDS,
-    SLACK,
     STREAM,
     STREAMS,
     SectionIndex,
@@ -642,9 +642,7 @@ def index_refined(coding: NestedCoding, parts: Sequence[SectionParts], tokens: i
     refinements = []
     for number, packed in enumerate(coding.refinement_plans, 1):
         sections = [data[number] for _, data in parts]
-        data = np.frombuffer(b"".join([*sections, bytes(SLACK)]), np.uint8)
-        ends = np.cumsum([len(section) for section in sections])
-        spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], 1).astype(np.int64)
+        data, spans = joined(sections)
         found = np.zeros((len(parts), FOUND_FIELDS), np.int64)
         windows_at = np.empty_like(base.windows_at)
         log2 = np.ascontiguousarray(base.found[:, part.LOG2])

@@ -29,6 +29,7 @@ from cuvee.codec.stages.compiled.bfloat16 import rounded
 from cuvee.codec.stages.compiled.coded_part import PART_FIELDS, read_u32
 from cuvee.codec.stages.compiled.coder_steps import dequantize_step
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.joining import joined
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
 from cuvee.codec.stages.compiled.rans_by_class import decode_class_stream
 from cuvee.codec.stages.compiled.simd import WIDTH
@@ -89,6 +90,17 @@ def _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, na
 
 
 @compiled
+def _clear(wide, narrow, begin, end):  # type: ignore[no-untyped-def]
+    """Write zeros to the one of `wide` and `narrow` with entries."""
+    if len(narrow):
+        for i in range(begin, end):
+            narrow[i] = 0
+    else:
+        for i in range(begin, end):
+            wide[i] = 0
+
+
+@compiled
 def _dequantize(  # type: ignore[no-untyped-def]
     data, found, by_window, windows_at, entry, number, tokens, start, stop, columns, order, packed, shrink, source,
     wide, narrow
@@ -113,14 +125,15 @@ def _dequantize(  # type: ignore[no-untyped-def]
     values = np.zeros(width + WIDTH, np.float32)
     row = np.empty(width + WIDTH, np.uint16)
     runs = 0
-    most = np.int64(0)
+    most, deepest = np.int64(0), levels_at  # the rows of the deepest class, and its first level
     last = np.int64(-1)
     for t in range(width):
         k = np.int64(columns[t]) if mode else np.int64(0)
         step[t] = steps[first_class + k]
-        most = max(most, np.int64(rows[first_class + k]))
         if t % window == 0:
             window_runs[t // window] = runs
+        if rows[first_class + k] > most:
+            most, deepest = np.int64(rows[first_class + k]), levels_at + k * stride
         if t % window == 0 or k != last:
             bounds[runs] = t
             rows_of[runs] = rows[first_class + k]
@@ -133,13 +146,13 @@ def _dequantize(  # type: ignore[no-untyped-def]
     for column in range(0 if mode else width):
         if order[column] >= 0:
             column_of[order[column]] = column
-    # The columns of a row go to one row of y, unless classes number their components differently.
-    direct = entry[plans.BLOCKS] == 1 or not mode
-    size = entry[plans.BLOCKS] * pad * width + WIDTH
-    if len(narrow):
-        narrow[:size] = 0
-    else:
-        wide[:size] = 0
+    # The columns of a row go to one row of y, unless classes number their components differently. In one row, every
+    # coefficient is written once; in several, zeros come first.
+    blocks = entry[plans.BLOCKS]
+    direct = blocks == 1 or not mode
+    filled = np.zeros(blocks, np.int64)  # rows of each block
+    if not direct:
+        _clear(wide, narrow, 0, blocks * pad * width)
     first_window = start // WINDOW
     cursors = np.zeros(((stop + WINDOW - 1) // WINDOW - first_window, 5), np.int64)
     for w in range(len(cursors)):
@@ -153,6 +166,10 @@ def _dequantize(  # type: ignore[no-untyped-def]
                 plane[t] = 0
                 t -= width // per_stream
         row_at = np.int64(0)
+        if direct:
+            of_block = np.int64(block[deepest + c])
+            row_at = (of_block * pad + index[deepest + c]) * width
+            filled[of_block] = max(filled[of_block], np.int64(index[deepest + c]) + 1)
         for begin in range(0, width, window):
             end = min(begin + window, width)
             r = first = window_runs[begin // window]
@@ -171,11 +188,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
                 r += 1
             if r > first:
                 reached = bounds[r]
-                if direct:
-                    level = level_of[first] + c
-                    row_at = (np.int64(block[level]) * pad + index[level]) * width
-            # First as if there were neither escapes nor low bits, which few columns have. The zeros
-            # written beyond `reached` are the values there now or later.
+            # First as if there were neither escapes nor low bits, which few columns have. What is written beyond
+            # `reached` is written again later.
             escaped = False
             for i in range(begin, reached, WIDTH):
                 if len(narrow):
@@ -214,6 +228,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     at = np.int64(low_plane[level]) * width
                     add_low_bits(levels[u:v], source[at + u : at + v], np.int32(shift[level]))
                     _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, narrow)
+            if direct:
+                _clear(wide, narrow, row_at + reached, row_at + end)
         for q in range(0 if direct else runs):
             if c < rows_of[q]:
                 level = level_of[q] + c
@@ -222,6 +238,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     narrow[to + bounds[q] : to + bounds[q + 1]] = row[bounds[q] : bounds[q + 1]]
                 else:
                     wide[to + bounds[q] : to + bounds[q + 1]] = values[bounds[q] : bounds[q + 1]]
+    for b in range(blocks if direct else 0):
+        _clear(wide, narrow, (b * pad + filled[b]) * width, (b + 1) * pad * width)
     return bool((cursors[:, 2] == _NEVER).all())
 
 
@@ -317,7 +335,7 @@ def list_tile(  # type: ignore[no-untyped-def]
         ends[at] = words_at[own[STREAMS] + stream + 1]
         at += 1
     listed = list_groups(i, first_stream, columns, 1 << log2, window, groups, listed)
-    fields[i, lanes.WORDS], fields[i, lanes.LAST] = own[part.WORDS], own[part.COUNT]
+    fields[i, lanes.WORDS], fields[i, lanes.COUNT] = own[part.WORDS], own[part.COUNT]
     fields[i, lanes.CLASSES], fields[i, lanes.OUT] = classes_at, out_at
     fields[i, lanes.COLUMNS] = columns
     fields[i, lanes.PLANES] = 16 * number
@@ -413,7 +431,6 @@ def _decode(  # type: ignore[no-untyped-def]
     return True
 
 
-SLACK = 4  # bytes beyond the sections that can be read
 NO_WIDE, NO_NARROW = np.empty(0, np.float32), np.empty(0, np.uint16)
 _arena = Arena()
 
@@ -449,11 +466,7 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
     """See `cuvee.codec.stages.reference.sections.index_sections`."""
     packed, count = coding.plans, len(parts)
     numbers = np.array([number for number, _ in parts])
-    # A copy, since a step reads a few bytes beyond its word.
-    data = np.frombuffer(b"".join([*(section for _, section in parts), bytes(SLACK)]), np.uint8)
-    spans = np.zeros((count, 2), np.int64)
-    spans[:, 1] = np.cumsum([len(section) for _, section in parts])
-    spans[1:, 0] = spans[:-1, 1]
+    data, spans = joined([section for _, section in parts])
     found, problem = np.zeros((count, FOUND_FIELDS), np.int64), np.zeros(3, np.int64)
     classes = np.empty((count, tokens), np.uint8)
     windows_at = np.empty((count, -(-tokens // WINDOW) + 1), np.int64)

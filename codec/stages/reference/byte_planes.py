@@ -19,6 +19,7 @@ A section is one layer:
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,18 +204,24 @@ class LayerIndex:
     tables: EntropyTables | None
 
 
-def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens: int) -> LayerIndex:
-    """Read a layer's section, once for all of its tiles.
+def index_layers(
+    sections: Sequence[memoryview], layers: Sequence[LayerLayout], dtype: torch.dtype, tokens: int
+) -> list[LayerIndex]:
+    """Read the sections of layers, once for all of their tiles.
 
     Args:
-        data: the section.
-        layer: the layer's layout.
+        sections: one section per layer, at least one.
+        layers: the layouts of these layers.
         dtype: dtype of the values.
         tokens: tokens in the chunk.
 
     Raises:
         FormatError: the bytes break a rule.
     """
+    return [_index(data, layer, dtype, tokens) for data, layer in zip(sections, layers, strict=True)]
+
+
+def _index(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens: int) -> LayerIndex:
     coded = read_layer(data, layer, dtype.itemsize, tokens)
     if coded.part is None:
         return LayerIndex(layer, dtype, coded, None, None)
@@ -222,19 +229,32 @@ def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens
     return LayerIndex(layer, dtype, coded, IndexedPart(coded.part, tokens), tables)
 
 
-def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows | None, first_row: int) -> None:
-    """Decode a tile of a layer, and write its exact bits: the reference.
+def decode_layers(
+    index: Sequence[LayerIndex],
+    which: slice,
+    at: slice,
+    keys: Sequence[Rows | None],
+    values: Sequence[Rows | None],
+    first_row: int,
+) -> None:
+    """Decode a tile of layers, and write its exact bits: the reference.
 
     Args:
-        index: the result of `index_layer`.
+        index: the result of `index_layers`.
+        which: the layers to decode, by their places in the index; at least one.
         at: the tokens of the tile, which begins where a stream begins.
-        keys: rows of the tokens' keys; None to leave keys out.
+        keys: for each of these layers, rows of the tokens' keys; None to leave them out.
         values: the same for values.
         first_row: row of the tile's first token. Tokens without a row are left out.
 
     Raises:
         CorruptError: the bytes break a rule.
     """
+    for own, key_rows, value_rows in zip(index[which], keys, values, strict=True):
+        _decode(own, at, key_rows, value_rows, first_row)
+
+
+def _decode(index: LayerIndex, at: slice, keys: Rows | None, values: Rows | None, first_row: int) -> None:
     coded, layer, dtype = index.coded, index.layer, index.dtype
     symbols = np.empty((0, at.stop - at.start), np.uint8)
     if index.part is not None and index.tables is not None:

@@ -22,7 +22,7 @@ from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import SectionCoding, StepCoding
 from cuvee.codec.stages.compiled import coded_part, product
-from cuvee.codec.stages.compiled.byte_planes import LayerIndex
+from cuvee.codec.stages.compiled.byte_planes import LayersIndex
 from cuvee.codec.stages.compiled.channels import ChannelIndex
 from cuvee.codec.stages.compiled.sections import SectionIndex
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
@@ -140,13 +140,13 @@ def _split_unit(result: Any, unit: torch.Tensor) -> Work:
     return {BYTES: 2 * unit.nbytes}
 
 
-def _index_layer(index: LayerIndex, data: memoryview, *_: Any) -> Work:
-    return {BYTES: 2 * len(data)}  # it is copied
+def _index_layers(index: LayersIndex, sections: Sequence[memoryview], *_: Any) -> Work:
+    return {BYTES: 4 * len(index.words_at)}  # the sections stay where they are
 
 
-def _decode_layer(result: None, index: LayerIndex, at: slice, *_: Any) -> Work:
-    coded = int(index.channels[index.planes[:, 0] != 0].sum())
-    every, width = int(index.channels.sum()), at.stop - at.start
+def _decode_layers(result: None, index: LayersIndex, which: slice, at: slice, *_: Any) -> Work:
+    channels, width = index.channels[which], at.stop - at.start
+    coded, every = int(channels[index.planes[which, :, 0] != 0].sum()), int(channels.sum())
     return {DECODED: coded * width, BYTES: (every - coded) * width + every * width}
 
 
@@ -159,7 +159,7 @@ def _normalized_channels(y: F32, x: torch.Tensor, *_: Any) -> Work:
 
 
 def _index_channels(index: ChannelIndex, data: memoryview, *_: Any) -> Work:
-    return {BYTES: 2 * len(data)}  # it is copied
+    return {BYTES: 4 * len(index.words_at)}  # the section stays where it is
 
 
 def _decode_channels(result: None, index: ChannelIndex, at: slice, section: Section, layout: KVLayout, *_: Any) -> Work:
@@ -179,8 +179,8 @@ COUNTED: dict[str, Callable[..., Work]] = {
     "encode_classed": _encode_classed,
     "index_sections": _index_sections,
     "decode_sections": _decode_sections,
-    "index_layer": _index_layer,
-    "decode_layer": _decode_layer,
+    "index_layers": _index_layers,
+    "decode_layers": _decode_layers,
     "center_channels": _center_channels,
     "normalized_channels": _normalized_channels,
     "index_channels": _index_channels,

@@ -16,7 +16,6 @@ import torch
 from cuvee.codec.backends import register
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.cpu import backend
 from cuvee.codec.cpu.backend import CpuBackend
 from cuvee.codec.format.container import inspect, read_header, read_section, write_blob
 from cuvee.codec.profiles.profile import Profile
@@ -34,7 +33,6 @@ __all__ = ["CONTAINER", "REST", "STAGE_FUNCTIONS", "measure_stages"]
 
 # What each row of the table adds up, by the names in `Stages` and in `_OTHERS`.
 STAGE_FUNCTIONS = {
-    "positions": ("Rotation",),
     "gather": ("gather_centered",),
     "center, normalize": ("center_channels", "normalized_channels"),
     "choose scales": ("write_channels",),
@@ -46,15 +44,14 @@ STAGE_FUNCTIONS = {
     "quantize and pack": ("quantize", "pack", "to_planes"),
     "entropy coding": ("rans_encode", "encode_classed"),
     "read sections": ("index_sections", "index_channels"),
-    "read tables": ("index_layer",),
+    "read tables": ("index_layers",),
     "entropy decoding, dequantize": ("decode_sections",),
     "entropy decoding, dequantize, place": ("decode_channels",),
-    "entropy decoding, join, place": ("decode_layer",),
+    "entropy decoding, join, place": ("decode_layers",),
     "place": ("place",),
 }
 # Functions that schemes and the backend call besides the stages.
 _OTHERS: tuple[tuple[Any, str], ...] = (
-    (backend, "Rotation"),
     (generic, "write_channels"),
     (lossless, "choose_tables"),
     (SectionCoding, "classes"),
