@@ -12,13 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.support.arrays import F32
+
 _BLOCK = 128  # values whose corrections are added up before they reach the others
 _JITTER = 1e-9  # of the mean diagonal, added to it: keeps the factorization of nearly singular maps possible
 
 Floats = npt.NDArray[np.float64]
 
 
-def round_columns(exact: Floats, scale: Floats, limit: Floats) -> Floats:
+def round_columns(exact: Floats, scale: Floats, limit: Floats) -> F32:
     """Return integers `[n, c]` with which `integers * scale` is closest to a map in the map's own metric.
 
     Args:
@@ -26,15 +28,17 @@ def round_columns(exact: Floats, scale: Floats, limit: Floats) -> Floats:
         scale: `[c]`, the scale of each column.
         limit: `[c]`, the largest magnitude of its integers.
     """
-    wanted, largest = torch.from_numpy(exact / scale), torch.from_numpy(limit)
-    # The metric is the inverse of this: components have the identity as their metric.
+    # Components have the identity as their metric, so that the metric of values is the inverse of this. Few matrices
+    # are held at a time: that of a block of all layers takes a gigabyte.
     inverse = torch.from_numpy(exact @ exact.T)
-    inverse += _JITTER * inverse.diagonal().mean() * torch.eye(len(exact), dtype=torch.float64)
+    inverse.diagonal().add_(_JITTER * inverse.diagonal().mean())
     # Dear values first: cheap ones make up for them.
     order = inverse.diagonal().argsort()
-    root = torch.linalg.cholesky(inverse[order][:, order], upper=True)
-    wanted = wanted[order]
-    rounded = torch.empty_like(wanted)
+    inverse = inverse[order[:, None], order]
+    root = torch.linalg.cholesky(inverse, upper=True)
+    del inverse
+    wanted, largest = torch.from_numpy(exact / scale)[order], torch.from_numpy(limit)
+    rounded = torch.empty(wanted.shape)  # float32 holds them exactly
     for first in range(0, len(wanted), _BLOCK):
         end = min(first + _BLOCK, len(wanted))
         errors = torch.empty_like(wanted[first:end])
@@ -45,4 +49,5 @@ def round_columns(exact: Floats, scale: Floats, limit: Floats) -> Floats:
         wanted[end:] -= root[first:end, end:].T @ errors
     out = torch.empty_like(rounded)
     out[order] = rounded
-    return out.numpy()
+    integers: F32 = out.numpy()
+    return integers

@@ -69,7 +69,7 @@ def test_rounding_errors_are_made_up_for(size: int) -> None:
     limit = np.full(size, 7.0)
     metric = np.linalg.inv(exact @ exact.T)
 
-    def cost(integers: npt.NDArray[np.float64]) -> float:
+    def cost(integers: npt.NDArray[np.floating]) -> float:
         error = integers * scale - exact
         return float(np.einsum("ij,ik,kj->", error, metric, error))
 
