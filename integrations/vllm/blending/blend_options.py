@@ -60,7 +60,7 @@ class BlendOptions:
     most_segments: int = 1024
     kl: float | None = None
     paragraphs: bool = True
-    correct: bool = False
+    correct: bool = True
 
     def __post_init__(self) -> None:
         kl, cost, every = _aim("blend", self.kl, self.cost), self.cost, self.check_every
