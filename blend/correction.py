@@ -21,12 +21,17 @@ nothing where tokens do not change alike. They are scaled by n / (n + 8), too, w
 tokens that were chosen for the attention they get say little of others. Keys are corrected by half, because errors of
 keys act through an exponential. Without the last two, single prompts lost several times what they lose uncorrected;
 with no correction of keys, chunks that had been computed alone gained half as much.
+
+A long chunk is corrected in windows of 512 tokens, which begin at fixed offsets. If tokens are computed in blocks, a
+block's tokens are estimated from all that were recomputed in their window so far: changes in earlier blocks are carried
+on. So where blocks end only decides which changes are not known yet. At a boundary one window at most is open, so less
+than 512 tokens are carried: per layer, as many float32 numbers as these tokens have keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,22 +47,43 @@ _COMMON_RANGE, _NEAR_RANGE = 3.2, 3.0  # in nats of the offset, and in tokens
 _FIRST, _DECAY = 2.0, 0.53
 _TRUST = 8  # recomputed tokens of which half is believed
 _KEYS = 0.5
-_WINDOW = 512  # tokens of a chunk that are estimated together, which bounds the work for a long chunk
+_WINDOW = 512  # tokens of a chunk that are estimated together, which bounds the work and what is carried
 
 
-_Tokens = tuple[torch.Tensor, torch.Tensor, int]  # of a window: see `Correction`
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """Tokens of one chunk that are estimated together, as far as one block of computed tokens goes.
+
+    Positions are int64 and rise.
+
+    Attributes:
+        observed: positions that this block recomputes.
+        corrected: positions to correct, once the block's changes are known.
+        begin: position at which the chunk begins.
+        earlier: positions that earlier blocks recomputed, whose estimates count these as well.
+        goes_on: whether a later block corrects tokens of the window.
+        changes: changes of `earlier` by layer, float32 `[len(earlier), H, D]`, keys without positions before values.
+            The windows of successive blocks share it: each takes what the one before left there.
+    """
+
+    observed: torch.Tensor
+    corrected: torch.Tensor
+    begin: int
+    earlier: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    goes_on: bool = False
+    changes: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    """Tokens of one chunk: which rows of the observed and the corrected tokens they are, and the estimate's weights.
+class _Estimate:
+    """How to estimate the changes of a window's tokens: rows of the tensors of all windows, and weights.
 
     Attributes:
         observed, corrected: rows.
-        others: float32 `[n, n]`: weights that predict each of n observed tokens from the others, with its standard
-            deviation as the unit.
-        weights: float32 `[R, n]`: weights of the observed tokens for each of R corrected ones.
-        units: standard deviations of the observed tokens, up to one factor, float32 `[n, 1, 1]`.
+        others: float32 `[n, n]`: weights that predict each of n tokens, observed in this block or earlier, from the
+            others, with its standard deviation as the unit.
+        weights: float32 `[R, n]`: weights of these tokens for each of R corrected ones.
+        units: standard deviations of these tokens, up to one factor, float32 `[n, 1, 1]`.
     """
 
     observed: slice
@@ -77,36 +103,40 @@ class Correction:
 
     Args:
         layout: of the model.
-        windows: their tokens: positions that were recomputed, positions to correct (both int64, rising), and the
-            position at which their chunk begins.
+        windows: their tokens, at least one window.
         device: where the KV is.
 
     Attributes:
-        observed: positions of the recomputed tokens, int64 `[n]`.
+        windows: as given.
+        observed: positions of the tokens that this block recomputes, int64 `[n]`.
         corrected: positions of the tokens to correct, int64 `[R]`.
     """
 
     def __init__(
         self,
         layout: KVLayout,
-        windows: Sequence[_Tokens],
+        windows: Sequence[Window],
         device: torch.device,
     ) -> None:
-        self.observed = torch.cat([observed for observed, _, _ in windows])
-        self.corrected = torch.cat([corrected for _, corrected, _ in windows])
+        self.windows = windows
+        self.observed = torch.cat([window.observed for window in windows])
+        self.corrected = torch.cat([window.corrected for window in windows])
         self._layout = layout
         self._device = device
-        self._windows: list[_Window] = []
+        self._estimates: list[_Estimate] = []
         seen = done = 0
-        for observed, corrected, begin in windows:
-            rows = slice(seen, seen + len(observed)), slice(done, done + len(corrected))
-            tensors = _weights(observed - begin, corrected - begin)
-            self._windows.append(_Window(*rows, *(each.to(device) for each in tensors)))
+        for window in windows:
+            rows = slice(seen, seen + len(window.observed)), slice(done, done + len(window.corrected))
+            known = torch.cat((window.earlier, window.observed))
+            tensors = _weights(known - window.begin, window.corrected - window.begin)
+            self._estimates.append(_Estimate(*rows, *(each.to(device) for each in tensors)))
             seen, done = rows[0].stop, rows[1].stop
         self._tables: dict[Rope, tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def estimate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what to add to the corrected tokens' keys and values, float32 `[R, H, D]`.
+
+        Call it once per layer, after the same layer of the block before.
 
         Args:
             layer: its index.
@@ -119,17 +149,24 @@ class Correction:
         changes = torch.cat((keys, values), 2)
         heads, size = changes.shape[1:]
         estimates = torch.empty(len(self.corrected), heads * size, device=self._device)
-        for window in self._windows:
-            own = changes[window.observed]
-            predicted = (window.others @ own.flatten(1)).view_as(own)
-            agreeing = (predicted * own / window.units).sum(0)
+        for window, how in zip(self.windows, self._estimates, strict=True):
+            known = changes[how.observed]
+            if len(window.earlier):
+                known = torch.cat((window.changes.pop(layer), known))
+            if window.goes_on:
+                window.changes[layer] = known.clone()  # a view would hold the whole block's changes
+            if not len(window.corrected):
+                continue
+            predicted = (how.others @ known.flatten(1)).view_as(known)
+            agreeing = (predicted * known / how.units).sum(0)
             energy = predicted.square().sum(0)
-            trust = len(own) / (len(own) + _TRUST)
+            trust = len(known) / (len(known) + _TRUST)
+            scales = torch.empty_like(energy)
             # Head by head, so that ranks that hold some of the heads each need not agree.
             for part, most in ((slice(keys.shape[2]), trust * _KEYS), (slice(keys.shape[2], None), trust)):
                 share = agreeing[:, part].sum(1) / energy[:, part].sum(1).clamp_min(torch.finfo(torch.float32).tiny)
-                own[..., part] *= share.clamp(0, 1)[:, None] * most
-            torch.mm(window.weights, own.flatten(1), out=estimates[window.corrected])
+                scales[:, part] = share.clamp(0, 1)[:, None] * most
+            torch.mm(how.weights, (known * scales).flatten(1), out=estimates[how.corrected])
         added_keys, added_values = estimates.view(-1, heads, size).tensor_split([keys.shape[2]], 2)
         if rope is not None:
             added_keys = turn(added_keys, rope, *self._rotations(rope)[1])
@@ -152,8 +189,9 @@ def corrections(
 ) -> list[list[Correction]]:
     """Return how each block of computed tokens corrects tokens that are not computed.
 
-    Each token is corrected once, by the first block that holds a token of its chunk at or after it, or by the last
-    block that holds one of its chunk. So it is corrected before any later token attends to it.
+    Each token is corrected once, by the first block that holds a token of its window at or after it, or by the last
+    block that holds one of its window. So it is corrected before any later token attends to it. What it learns from is
+    all tokens of its window that this block and earlier ones compute.
 
     Args:
         layout: of the model.
@@ -161,7 +199,7 @@ def corrections(
         blocks: positions of the tokens that are computed, in order; all int64, rising.
         device: where the KV is.
     """
-    windows: list[list[_Tokens]] = [[] for _ in blocks]
+    windows: list[list[Window]] = [[] for _ in blocks]
     computed = torch.zeros(len(placed.tokens), dtype=torch.bool)
     computed[torch.cat(list(blocks))] = True
     lasts = torch.tensor([int(block[-1]) for block in blocks if len(block)])
@@ -177,28 +215,31 @@ def corrections(
         begin = int(tokens[0] - placed.offset[tokens[0]])
         following = torch.searchsorted(chosen, others).clamp(max=len(chosen) - 1)
         block_of = torch.searchsorted(lasts, chosen)
-        for block in block_of.unique().tolist():
-            mine = chosen[block_of == block], others[block_of[following] == block]
-            if len(mine[1]):
-                windows[full[block]].append((*mine, begin))
+        corrects = block_of[following]
+        last = int(corrects.max())
+        changes: dict[int, torch.Tensor] = {}
+        for block in block_of[block_of <= last].unique().tolist():
+            observed, earlier = chosen[block_of == block], chosen[block_of < block]
+            mine = Window(observed, others[corrects == block], begin, earlier, block < last, changes)
+            windows[full[block]].append(mine)
     return [[Correction(layout, group, device) for group in _groups(each)] for each in windows]
 
 
-def _groups(windows: Sequence[_Tokens]) -> list[list[_Tokens]]:
+def _groups(windows: Sequence[Window]) -> list[list[Window]]:
     """Divide windows into groups of about as many tokens to correct as a processor's cache holds."""
-    groups: list[list[_Tokens]] = []
+    groups: list[list[Window]] = []
     room = 0
     for window in windows:
         if room <= 0:
             groups.append([])
             room = _WINDOW
         groups[-1].append(window)
-        room -= len(window[1])
+        room -= len(window.corrected)
     return groups
 
 
 def _weights(observed: torch.Tensor, corrected: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of `_Window` for tokens at these offsets."""
+    """Return the tensors of `_Estimate` for tokens at these offsets."""
     own = _covariance(observed, observed)
     inverse = torch.linalg.inv(own)
     units = typical_change(observed)[:, None]

@@ -351,7 +351,7 @@ class _Watching:
 
 
 class _Correcting:
-    """Corrects cached tokens by how others change that are computed in the same block."""
+    """Corrects cached tokens by how others change, in the block that is computed and in those before it."""
 
     def __init__(self, kv: PromptKV, correction: Correction, block: torch.Tensor) -> None:
         self._correction = correction

@@ -33,7 +33,7 @@ from cuvee.blend import (
     Union,
     blender,
 )
-from cuvee.blend.correction import Correction
+from cuvee.blend.correction import Correction, Window
 from cuvee.blend.recompute import Recompute
 from cuvee.blend.recompute_model import FAMILIES
 from cuvee.codec.chunk import KVChunk
@@ -335,8 +335,8 @@ def test_other_tokens_are_corrected_before_anything_attends_to_them(build: Build
     others = [at for at in range(2, 16) if at not in chosen]
     layout = layout_of(model)
     windows = [
-        (torch.tensor([2, 5, 6]), torch.tensor([3, 4, 7, 8]), 2),
-        (torch.tensor([9, 14, 15]), torch.tensor([10, 11, 12, 13]), 9),
+        Window(torch.tensor([2, 5, 6]), torch.tensor([3, 4, 7, 8]), 2),
+        Window(torch.tensor([9, 14, 15]), torch.tensor([10, 11, 12, 13]), 9),
     ]
     correction = Correction(layout, windows, torch.device("cpu"))
     largest = 0.0
@@ -379,7 +379,7 @@ def test_tokens_computed_in_blocks_see_each_other(
     tokens = ids(34)
     ends, cached = (3, 12, 15, 26, 34), (1, 3)
     segments = stale(model, tokens, ends, cached)
-    blend = partial(Blender, model, correct=False)  # in blocks, tokens are corrected by those of their own block
+    blend = partial(Blender, model, correct=False)  # tokens of a block are not corrected by those of later ones
     whole_blends = [blend(selector=selector).blend(segments, logits_to_keep=8) for selector in SELECTORS]
     monkeypatch.setattr(blender, "Recompute", partial(Recompute, rows=rows))
     for selector, expected in zip(SELECTORS, whole_blends, strict=True):

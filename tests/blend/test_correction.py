@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from cuvee.blend.correction import Correction, corrections
+from cuvee.blend.correction import Correction, Window, corrections
 from cuvee.blend.recompute import Placed
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.models.rope import rotate, unrotate
@@ -59,7 +59,7 @@ def test_estimates_are_conditional_means_scaled_by_what_leaving_out_predicts(obs
     changes = generator.normal(size=shape) + like
     keys = torch.zeros(len(observed), HEADS, DIM)
     values = torch.tensor(changes, dtype=torch.float32).view(len(observed), HEADS, VALUE)
-    window = (torch.tensor(observed) + begin, torch.tensor(corrected) + begin, begin)
+    window = Window(torch.tensor(observed) + begin, torch.tensor(corrected) + begin, begin)
     no_keys, found = Correction(layout(), [window], CPU).estimate(1, keys, values)
     means, predicted, truth = (x.reshape(-1, HEADS, VALUE) for x in expected(observed, corrected, changes))
     energy = (predicted**2).sum((0, 2))
@@ -86,7 +86,7 @@ def test_keys_change_alike_where_their_positions_are_taken_off(rope: Rope | None
     def at(positions: torch.Tensor) -> torch.Tensor:
         return rotate(common.repeat(len(positions), 1, 1), rope, positions)
 
-    correction = Correction(layout(rope), [(observed, corrected, 33)], CPU)
+    correction = Correction(layout(rope), [Window(observed, corrected, 33)], CPU)
     keys, values = correction.estimate(0, at(observed), torch.zeros(4, HEADS, VALUE))
     assert not values.any()
     means, predicted, truth = expected([7, 8, 14, 57], [10, 27, 267], np.ones((4, 1)))
@@ -101,15 +101,16 @@ def test_changes_without_anything_in_common_correct_nothing() -> None:
     observed, corrected = torch.arange(0, 40, 2), torch.arange(1, 41, 2)
     signs = (-1.0) ** torch.arange(20)
     values = signs[:, None, None].expand(20, HEADS, VALUE)
-    keys, added = Correction(layout(), [(observed, corrected, 0)], CPU).estimate(0, torch.zeros(20, HEADS, DIM), values)
+    correction = Correction(layout(), [Window(observed, corrected, 0)], CPU)
+    keys, added = correction.estimate(0, torch.zeros(20, HEADS, DIM), values)
     assert not keys.any() and not added.any()
 
 
 def test_each_chunk_is_corrected_by_its_own_tokens() -> None:
     generator = torch.Generator().manual_seed(2)
     windows = [
-        (torch.tensor([3, 9, 12]), torch.tensor([4, 5]), 2),
-        (torch.tensor([40, 44]), torch.tensor([41, 50]), 38),
+        Window(torch.tensor([3, 9, 12]), torch.tensor([4, 5]), 2),
+        Window(torch.tensor([40, 44]), torch.tensor([41, 50]), 38),
     ]
     both = Correction(layout(), windows, CPU)
     assert both.observed.tolist() == [3, 9, 12, 40, 44] and both.corrected.tolist() == [4, 5, 41, 50]
@@ -125,7 +126,7 @@ def test_each_chunk_is_corrected_by_its_own_tokens() -> None:
 
 def test_ranks_with_some_of_the_heads_correct_them_as_one_with_all() -> None:
     generator = torch.Generator().manual_seed(3)
-    windows = [(torch.tensor([3, 9, 12, 13]), torch.tensor([4, 5]), 2)]
+    windows = [Window(torch.tensor([3, 9, 12, 13]), torch.tensor([4, 5]), 2)]
     keys, values = (torch.randn(4, HEADS, size, generator=generator) + 1 for size in (DIM, VALUE))
     values[:, 1] = torch.randn(4, VALUE, generator=generator)  # this head's do not change alike
     whole = Correction(layout(), windows, CPU).estimate(0, keys, values)
@@ -198,3 +199,55 @@ def test_a_long_chunk_is_corrected_in_windows_of_512_tokens() -> None:
     values[:2] = 1
     _, added = first.estimate(0, torch.zeros(4, HEADS, DIM), values)
     assert added[:510].all() and not added[510:].any()
+
+
+# From block to block -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [[0, 3], [6, 7], [10, 12, 15]],
+        [[0, 1, 2, 3], [5], [8, 12]],  # the first block computes tokens of the chunk and has none to correct
+        [[2], [], [3], [9, 11], [13]],
+    ],
+)
+def test_a_token_learns_from_all_tokens_of_its_chunk_up_to_its_block(blocks: list[list[int]]) -> None:
+    text = ".aaaaaaaaa.bbbb."
+    generator = torch.Generator().manual_seed(4)
+    keys, values = (torch.randn(len(text), HEADS, size, generator=generator) + 2 for size in (DIM, VALUE))
+    so_far: list[int] = []
+    learned = 0
+    found = corrections(layout(), placed(text), [torch.tensor(block, dtype=torch.int64) for block in blocks], CPU)
+    for block, of_block in zip(blocks, found, strict=True):
+        so_far += block
+        for each in of_block:
+            added = each.estimate(1, keys[each.observed], values[each.observed])
+            for row, at in enumerate(each.corrected.tolist()):
+                known = torch.tensor([other for other in so_far if text[other] == text[at]])
+                alone = Correction(layout(), [Window(known, torch.tensor([at]), text.index(text[at]))], CPU)
+                expected = alone.estimate(1, keys[known], values[known])
+                assert all(torch.allclose(x[row], y[0], atol=1e-6) for x, y in zip(added, expected, strict=True))
+                learned += bool(expected[1].any()) and not set(known.tolist()) <= set(block)
+    assert learned, "from another block"
+
+
+def test_no_more_than_one_window_is_carried_from_block_to_block() -> None:
+    """The changes of its recomputed tokens, and nothing else that was in their block."""
+    text = "a" * 1300 + "b" * 100
+    chosen = torch.arange(0, 1400, 2)
+    found = corrections(layout(), placed(text), list(chosen.split(48)), CPU)
+    values_per_token = HEADS * (DIM + VALUE)
+    most = 0
+    for of_block in found:
+        for each in of_block:
+            for layer in range(2):
+                each.estimate(layer, *(torch.randn(len(each.observed), HEADS, size) for size in (DIM, VALUE)))
+        carried = [x for all_of in found for each in all_of for window in each.windows for x in window.changes.values()]
+        stored = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in carried}
+        most = max(most, sum(stored.values()))
+        ends = int(of_block[-1].observed[-1]) + 1
+        begins = ends - ends % 512 if ends <= 1300 else 1300
+        assert sum(stored.values()) in (0, 2 * 4 * values_per_token * len(range(begins, ends, 2)))
+    assert 256 - 48 < most / (2 * 4 * values_per_token) < 256
+    assert not carried

@@ -42,7 +42,7 @@ class BlendOptions:
         kl: instead of `cost`, how far blends may move the next token's distribution on average, in nats, or a name in
             `KL_PRESETS`. The cost is learned from blends that are checked (`quality.py`).
         correct: correct the reused tokens that are not recomputed by how the recomputed ones changed
-            (`cuvee.blend.correction`). What corrects a token depends on the size of slices (`max_num_batched_tokens`).
+            (`cuvee.blend.correction`). Tokens learn from those of their slice and of earlier ones, not of later ones.
 
     Raises:
         InputError: a value of the wrong type or range.
@@ -60,7 +60,7 @@ class BlendOptions:
     most_segments: int = 1024
     kl: float | None = None
     paragraphs: bool = True
-    correct: bool = False
+    correct: bool = True
 
     def __post_init__(self) -> None:
         kl, cost, every = _aim("blend", self.kl, self.cost), self.cost, self.check_every

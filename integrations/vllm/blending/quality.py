@@ -10,7 +10,8 @@ On SmolLM2-135M and eight prompts of XQuAD whose parts were computed behind othe
 curve holds from cost 0 to 0.6. Among these prompts the attention to the tokens that stay as they are did not predict
 the KL, whether or not it was weighted by their place in their part. The level depends on the model and on where parts
 come from: where they were computed alone it was ten times as high, and in one engine's traffic up to twice. So it is
-learned from the engine's own blends. With the option `correct`, levels may be lower, except at cost 0.
+learned from the engine's own blends. These figures are of blends without the option `correct`, which is on by default
+and lowers levels, except at cost 0.
 
 An error in the rate does little harm, because the level is learned at the costs that are used.
 """

@@ -18,7 +18,7 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuvee.blend import Nothing, Random, Selector, default_selector
-from cuvee.blend.correction import Correction
+from cuvee.blend.correction import Correction, Window
 from cuvee.blend.recompute_model import Exchange
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.blending import executing
@@ -410,8 +410,8 @@ def test_reused_tokens_are_corrected_in_their_pages(monkeypatch: pytest.MonkeyPa
     model, _, _ = run(request(0.5), 38)
     _, _, plain = run(request(0.5), 38, correct=False)
     windows = [
-        (torch.tensor([11, 12, 17]), torch.tensor([10, 13, 14, 15, 16]), 6),
-        (torch.tensor([24, 30]), torch.tensor([22, 23, *range(25, 30), *range(31, 36)]), 22),
+        Window(torch.tensor([11, 12, 17]), torch.tensor([10, 13, 14, 15, 16]), 6),
+        Window(torch.tensor([24, 30]), torch.tensor([22, 23, *range(25, 30), *range(31, 36)]), 22),
     ]
     correction = Correction(LAYOUT, windows, torch.device("cpu"))
     at = torch.arange(48)
@@ -424,6 +424,20 @@ def test_reused_tokens_are_corrected_in_their_pages(monkeypatch: pytest.MonkeyPa
             assert more.abs().min() > 10, "much is added"
             assert (part[:10] == 1).all() and part[38:].isnan().all()
     assert (plain[correction.corrected] == 2).all()
+
+
+def test_later_slices_learn_from_what_earlier_ones_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New KV depends on nothing else here, so tokens that are corrected in the last slice are as without slices."""
+    chosen = Watching([11, 12, 17, 23, 24, 30])
+    monkeypatch.setattr(chosen, "watches", lambda layer: False)
+    monkeypatch.setattr(executing, "selector_for", lambda cost, reused: chosen)
+    _, _, keys = run(request(0.5), 38)
+    _, _, sliced = run(request(0.5), 38, rows=3, budget=1)  # 30 is in the last unit, 11, 12 and 17 in the first
+    _, _, plain = run(request(0.5), 38, correct=False)
+    assert torch.equal(sliced[:22].nan_to_num(-1), keys[:22].nan_to_num(-1)), "computed in one slice"
+    assert torch.equal(sliced[25:].nan_to_num(-1), keys[25:].nan_to_num(-1))
+    assert sliced[22] != keys[22], "30 was not recomputed yet"
+    assert (keys[25:30] != plain[25:30]).all() and (keys[31:36] != plain[31:36]).all()
 
 
 def test_any_selector_leaves_exact_tokens_and_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_defaults() -> None:
     assert options.blend == BlendOptions()
     assert (BlendOptions().cost, BlendOptions().separator, BlendOptions().min_reused) == (0.15, None, 256)
     assert BlendOptions().harvest and (BlendOptions().min_context, BlendOptions().check_every) == (128, 0)
-    assert BlendOptions().most_segments == 1024 and BlendOptions().kl is None
+    assert BlendOptions().most_segments == 1024 and BlendOptions().kl is None and BlendOptions().correct
     chunker = BlendOptions().chunker()
     assert chunker == ContentChunker(64, 192, 768)
     breaks = LineBreaks.of(["a", "\n"])

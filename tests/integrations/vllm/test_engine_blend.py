@@ -219,7 +219,7 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
                 Step(TOKENS[:ALIKE], params=blends(COSTS[-1]).params[:ALIKE], forget=True),
                 Step(TOKENS[:1], params=[ASKED], forget=True, logprobs=-1),
             ],
-            {**SLICED, **connector(folder / "checked-store", check_every=2)},
+            {**SLICED, **connector(folder / "checked-store", check_every=2, correct=False)},
         ),
         Engine(
             "by content", models["llama"],
