@@ -85,7 +85,7 @@ def test_stages_are_apart(report: dict[str, Any]) -> None:
     shape, large = "books-3m", "llama-3.1-8b, 4 of 32 layers"
     cases = [(entry["cache"], entry["profile"]) for entry in report["stages"]]
     assert cases == [(shape, "layer"), (large, "head"), (large, "generic"), (large, "lossless")]
-    both = {"positions", "container", "rest"}
+    both = {"container", "rest"}
     for entry in report["stages"][:2]:
         learned = both | {"product"}
         assert entry["encode"]["seconds"].keys() == learned | {"gather", "quantize and pack", "entropy coding"}
