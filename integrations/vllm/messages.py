@@ -67,6 +67,7 @@ class Blend:
         cost: share of the reused tokens' token-layers to spend on recomputing them.
         blocks: the engine's blocks from the first token to the load's end.
         check: compare the next token's distribution with that of the exactly computed prompt.
+        first: tokens before this position are computed even where a piece holds them.
     """
 
     tokens: list[int]
@@ -75,10 +76,12 @@ class Blend:
     cost: float
     blocks: list[int]
     check: bool = False
+    first: int = 0
 
     def reused(self, end: int) -> int:
-        """Count the tokens of the pieces between `start` and `end`."""
-        return sum(max(min(piece.end, end) - max(piece.start, self.start), 0) for piece in self.pieces)
+        """Count the tokens of the pieces that are reused, up to `end`."""
+        first = max(self.start, self.first)
+        return sum(max(min(piece.end, end) - max(piece.start, first), 0) for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)

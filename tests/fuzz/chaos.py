@@ -170,6 +170,7 @@ class Chaos(Driven):
             "most_tokens": 96,
             "min_reused": 32,
             "min_context": 0,
+            "min_position": 16,
             "cost": 1,
         }
         options: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}

@@ -43,6 +43,9 @@ class BlendOptions:
             `KL_PRESETS`. The cost is learned from blends that are checked (`quality.py`).
         correct: correct the reused tokens that are not recomputed by how the recomputed ones changed
             (`cuvee.blend.correction`). Tokens learn from those of their slice and of earlier ones, not of later ones.
+        min_position: tokens before this position are computed even where a segment holds them. All later tokens
+            attend to them most (attention sinks: Xiao et al., arXiv:2309.17453), and segments were computed behind
+            more text.
 
     Raises:
         InputError: a value of the wrong type or range.
@@ -61,6 +64,7 @@ class BlendOptions:
     kl: float | None = None
     paragraphs: bool = True
     correct: bool = True
+    min_position: int = 64
 
     def __post_init__(self) -> None:
         kl, cost, every = _aim("blend", self.kl, self.cost), self.cost, self.check_every
@@ -77,7 +81,9 @@ class BlendOptions:
         for name in ("correct", "harvest", "paragraphs"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"blend.{name}: must be true or false, got {getattr(self, name)!r}")
-        for name, least in (("most_segments", 1), ("min_reused", 1), ("min_context", 0), ("check_every", 0)):
+        for name, least in (
+            ("most_segments", 1), ("min_reused", 1), ("min_context", 0), ("min_position", 0), ("check_every", 0),
+        ):  # fmt: skip
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise InputError(f"blend.{name}: must be a whole number of at least {least}, got {value!r}")

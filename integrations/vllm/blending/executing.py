@@ -25,7 +25,6 @@ from cuvee.integrations.vllm.messages import Blend
 
 logger = logging.getLogger(__name__)
 
-SINKS = 16  # tokens at the beginning of a prompt that are always computed
 # On a CPU without AMX a run costs a third of a token (SmolLM2-135M, 4,096 tokens); where computing is faster, it costs
 # more. At 2 tokens the KL does not suffer yet.
 RUN_OVERHEAD = 2.0
@@ -218,8 +217,7 @@ def selector_for(cost: float, reused: int) -> Selector:
 def place(blend: Blend, end: int) -> Placed:
     """Describe a blend to `cuvee.blend`: exact tokens, pieces, and text between and after them.
 
-    The first tokens of a prompt count as text even where a piece holds them: all later tokens attend to them most
-    (attention sinks: Xiao et al., arXiv:2309.17453), and a piece that was computed behind other text has no sinks.
+    The first tokens of a prompt count as text even where a piece holds them (`BlendOptions.min_position`).
     """
     tokens = torch.tensor(blend.tokens)
     count = len(tokens)
@@ -229,7 +227,7 @@ def place(blend: Blend, end: int) -> Placed:
     firsts = begins.clamp(min=blend.start)
     # A piece at the end of the prompt extends beyond `end` by the prompt's last token, which is always computed.
     cached = _added(count, firsts, ends.clamp(max=end), torch.ones_like(firsts)) > 0
-    cached[:SINKS] = False
+    cached[: blend.first] = False
     bounds = torch.cat((torch.tensor([0, blend.start]), firsts, ends)).unique()
     bounds = bounds[bounds < count]
     segment = torch.zeros(count, dtype=torch.int64)

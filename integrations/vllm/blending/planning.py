@@ -252,13 +252,16 @@ class BlendPlanner:
         taken = [
             at
             for at, ((start, end), found) in enumerate(zip(segmented.spans, there, strict=True))
-            if found and end > base and first <= start < last
+            if found and end > max(base, self._options.min_position) and first <= start < last
         ]
         pieces = [segmented.entry(at) for at in taken]
         if not pieces:
             return NO_BLEND
         end = min(pieces[-1].end, last)
-        blend = Blend(list(request.prompt_token_ids), base, pieces, segmented.cost, [], segmented.check)
+        blend = Blend(
+            list(request.prompt_token_ids), base, pieces, segmented.cost, [], segmented.check,
+            self._options.min_position,
+        )  # fmt: skip
         reused = blend.reused(end)
         if reused < self._options.min_reused:
             return NO_BLEND

@@ -22,7 +22,9 @@ from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 
 STEP = 24  # tokens of a request per step
-BLENDING = {"least_tokens": 16, "mean_tokens": 20, "most_tokens": 32, "min_reused": 16, "min_context": 0}
+BLENDING = {
+    "least_tokens": 16, "mean_tokens": 20, "most_tokens": 32, "min_reused": 16, "min_context": 0, "min_position": 16,
+}  # fmt: skip
 _KINDS = 1009
 _NOISE = torch.randn(2, 3, _KINDS, 2, 16, generator=torch.Generator().manual_seed(5)).bfloat16()
 

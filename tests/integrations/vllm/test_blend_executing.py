@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,27 +35,12 @@ from cuvee.integrations.vllm.messages import Blend, Entry
 LAYERS = LAYOUT.num_layers
 TABLE = [20, 3, 17, 4, 9, 22]
 TOKENS = [7 * at % 61 for at in range(60)]
-SINKS = executing.SINKS
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_sinks() -> Iterator[None]:
-    """Prompts are short here. Tests of the real value set it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executing, "SINKS", 0)
-        yield
-
-
-@pytest.fixture
-def sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SINKS == 16
-    monkeypatch.setattr(executing, "SINKS", SINKS)
 
 
 # place ---------------------------------------------------------------------------------------------------------------
 
 
-def reference(blend: Blend, end: int, sinks: int = 0) -> list[tuple[int, int, bool, bool]]:
+def reference(blend: Blend, end: int) -> list[tuple[int, int, bool, bool]]:
     """Run, place in it, whether it is cached and whether it is known, token by token.
 
     A run is all exact tokens, what is used of a piece, or the text between pieces. A token of a piece counts from the
@@ -71,7 +56,7 @@ def reference(blend: Blend, end: int, sinks: int = 0) -> list[tuple[int, int, bo
         if at == 0 or owner != owners[at - 1]:
             run, begun = run + 1, at
         offset = at - (owner.start if isinstance(owner, Entry) else begun)
-        rows.append((run, offset, isinstance(owner, Entry) and sinks <= at < end, owner == "exact"))
+        rows.append((run, offset, isinstance(owner, Entry) and blend.first <= at < end, owner == "exact"))
     return rows
 
 
@@ -85,22 +70,20 @@ def blends(draw: Callable[..., Any]) -> tuple[Blend, int]:
     pieces = [piece for piece in pieces if piece.start + piece.tokens > start]
     end = draw(st.integers(start + 1, count))
     pieces = [piece for piece in pieces if piece.start < end]
-    return Blend(list(range(50, 50 + count)), start, pieces, 0.5, []), end
+    first = draw(st.sampled_from([0, 3, 16]))
+    return Blend(list(range(50, 50 + count)), start, pieces, 0.5, [], first=first), end
 
 
 @settings(max_examples=400, deadline=None)
-@given(blends(), st.sampled_from([0, 3, SINKS]))
-def test_a_blend_is_placed_as_it_says(given: tuple[Blend, int], sinks: int) -> None:
+@given(blends())
+def test_a_blend_is_placed_as_it_says(given: tuple[Blend, int]) -> None:
     blend, end = given
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executing, "SINKS", sinks)
-        placed = place(blend, end)
+    placed = place(blend, end)
     rows = zip(placed.segment.tolist(), placed.offset.tolist(), placed.cached.tolist(), placed.known.tolist())  # noqa: B905
-    assert list(rows) == reference(blend, end, sinks)
+    assert list(rows) == reference(blend, end)
     assert placed.tokens.tolist() == blend.tokens and placed.end == end
     assert not placed.leading.any()
-    if not sinks:
-        assert int(placed.cached.sum()) == blend.reused(end)
+    assert int(placed.cached.sum()) == blend.reused(end)
 
 
 def test_an_example_of_it() -> None:
@@ -145,7 +128,6 @@ def test_placing_many_pieces_writes_no_more_than_placing_one() -> None:
     assert placed_numbers(2047) < 2 * one
 
 
-@pytest.mark.usefixtures("sinks")
 @pytest.mark.parametrize(
     ("base", "piece", "cached"),
     [
@@ -158,7 +140,7 @@ def test_placing_many_pieces_writes_no_more_than_placing_one() -> None:
     ],
 )
 def test_the_first_tokens_of_a_prompt_are_text(base: int, piece: tuple[int, int], cached: range) -> None:
-    blend = Blend(TOKENS, base, [Entry("segment", b"a", *piece)], 0.5, [])
+    blend = Blend(TOKENS, base, [Entry("segment", b"a", *piece)], 0.5, [], first=16)
     end = sum(piece)
     placed = place(blend, end)
     assert placed.cached.nonzero()[:, 0].tolist() == list(cached)
@@ -168,9 +150,8 @@ def test_the_first_tokens_of_a_prompt_are_text(base: int, piece: tuple[int, int]
     assert len(set(placed.segment[first:end].tolist())) == 1
 
 
-@pytest.mark.usefixtures("sinks")
 def test_the_first_tokens_of_a_prompt_are_computed() -> None:
-    model, record, keys = run(Blend(TOKENS, 0, [Entry("segment", b"a", 0, 32)], 0, TABLE[:4]), 32)
+    model, record, keys = run(Blend(TOKENS, 0, [Entry("segment", b"a", 0, 32)], 0, TABLE[:4], first=16), 32)
     assert model.through == [list(range(16))] * LAYERS
     assert (keys[:16] != 2).all() and (keys[16:32] == 2).all()
     assert record["blend_reused_tokens"] == 16

@@ -37,6 +37,7 @@ def test_defaults() -> None:
     assert options.blend == BlendOptions()
     assert (BlendOptions().cost, BlendOptions().separator, BlendOptions().min_reused) == (0.15, None, 256)
     assert BlendOptions().harvest and (BlendOptions().min_context, BlendOptions().check_every) == (128, 0)
+    assert BlendOptions().min_position == 64
     assert BlendOptions().most_segments == 1024 and BlendOptions().kl is None and BlendOptions().correct
     chunker = BlendOptions().chunker()
     assert chunker == ContentChunker(64, 192, 768)
@@ -48,10 +49,10 @@ def test_defaults() -> None:
 def test_everything_can_be_set() -> None:
     given = {
         "cost": 1, "separator": [1, 2], "least_tokens": 8, "mean_tokens": 16, "most_tokens": 32, "harvest": False,
-        "min_context": 7, "min_reused": 1, "check_every": 50, "most_segments": 3,
+        "min_context": 7, "min_reused": 1, "check_every": 50, "most_segments": 3, "min_position": 5,
     }  # fmt: skip
     options = Options.from_dict({"blend": json.loads(json.dumps(given))})
-    assert options.blend == BlendOptions(1, (1, 2), 8, 16, 32, False, 7, 1, 50, 3)
+    assert options.blend == BlendOptions(1, (1, 2), 8, 16, 32, False, 7, 1, 50, 3, min_position=5)
     assert hash(options) is not None, "stores are shared by their options"
     assert Options.from_dict({"blend": {"separator": " # # "}}).blend == BlendOptions(separator=" # # ")
     assert Options(blend=options.blend) == options
@@ -102,6 +103,7 @@ def test_everything_can_be_set() -> None:
         ({"most_segments": 1e3}, "blend.most_segments: must be a whole number"),
         ({"min_context": -1}, "blend.min_context: must be a whole number of at least 0, got -1"),
         ({"min_context": 1.0}, "blend.min_context: must be a whole number"),
+        ({"min_position": -1}, "blend.min_position: must be a whole number of at least 0, got -1"),
         ({"check_every": -1}, "blend.check_every: must be a whole number of at least 0, got -1"),
         ({"check_every": True}, "blend.check_every: must be a whole number"),
         ({"least_tokens": 0}, "blend: least_tokens, mean_tokens and most_tokens must fit each other: least: "),

@@ -19,7 +19,7 @@ from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, StepPlan
 
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
-OPTIONS = {"least_tokens": 4, "mean_tokens": 12, "most_tokens": 30, "min_reused": 8}
+OPTIONS = {"least_tokens": 4, "mean_tokens": 12, "most_tokens": 30, "min_reused": 8, "min_position": 0}
 FIRST = list(range(1000, 1029))  # documents, of 29 and 21 tokens
 SECOND = list(range(2000, 2021))
 
@@ -323,6 +323,21 @@ def test_a_request_may_name_its_segments_where_a_separator_is_set(desk: Callable
     assert d.matched(ask(d)) == (39, True)
     assert d.matched(ask(d, "s", segments=[])) == (0, False), "it has none"
     assert d.side.told(make_request("s")) is None
+
+
+@pytest.mark.parametrize(("position", "reused"), [(0, 50), (10, 50), (11, 49), (38, 22), (39, 21), (50, 15), (65, 0)])
+def test_the_first_tokens_of_a_prompt_are_not_reused(desk: Callable[..., Desk], position: int, reused: int) -> None:
+    """A segment that ends before them is not loaded."""
+    d = desk(blend={"min_position": position})
+    d.put_segments(FIRST, SECOND)
+    request = ask(d)
+    if not reused:
+        assert d.matched(request) == (0, False)
+        return
+    planned = load(d, request).blend
+    assert planned is not None and planned.first == position
+    assert planned.reused(65) == reused == d.side.told(request)["reused_tokens"]
+    assert len(planned.pieces) == (2 if position < 39 else 1)
 
 
 @pytest.mark.parametrize(("least", "found"), [(21, 65), (22, 0)])

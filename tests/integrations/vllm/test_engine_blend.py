@@ -137,7 +137,10 @@ PLAIN = {"max_logprobs": -1}
 
 def connector(store: Path, **blend: Any) -> dict[str, Any]:
     """Our connector, for short documents."""
-    few = {"least_tokens": 16, "mean_tokens": 32, "most_tokens": 128, "min_reused": 16, "min_context": 0, **blend}
+    few = {
+        "least_tokens": 16, "mean_tokens": 32, "most_tokens": 128, "min_reused": 16, "min_context": 0,
+        "min_position": 16, **blend,
+    }  # fmt: skip
     return {**PLAIN, "kv_transfer_config": cuvee(f"file://{store}", blend=few)}
 
 
