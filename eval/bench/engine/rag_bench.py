@@ -117,12 +117,12 @@ def run_rag_bench(
         "paragraphs": scope.paragraphs,
         "passages": scope.passages,
         "exponent": scope.exponent,
+        "seed": scope.seed,
         "prompt_tokens": {"mean": float(np.mean([len(prompt) for prompt in prompts])), "most": max(map(len, prompts))},
         "traffic": _compared(prompts, blended, plain),
         "restart": _compared(further, blended_again, plain_again),
         "kl": {
-            "checked": _total(kls, "blends"),
-            "mean": _total(kls, "blend_kl") / max(_total(kls, "blends"), 1),
+            **_kl(kls),
             "recomputed": _total(kls, "blend_recomputed_tokens") / max(_total(kls, "blend_reused_tokens"), 1),
         },
     }
@@ -234,6 +234,19 @@ def _total(answers: Sequence[EngineAnswer], figure: str) -> float:
     return sum(answer.figures.get(figure, 0.0) for answer in answers)
 
 
+def _kl(answers: Sequence[EngineAnswer]) -> dict[str, Any]:
+    """Return the KL of the blends among the answers, all of which were checked, in nats."""
+    each = [answer.figures.get("blend_kl", 0.0) for answer in answers if answer.figures.get("blends")]
+    found = np.array(each or [0.0])
+    return {
+        "checked": len(each),
+        "mean": float(found.mean()),
+        "standard_error": float(found.std(ddof=1) / len(found) ** 0.5) if len(found) > 1 else 0.0,
+        "median": float(np.median(found)),
+        "each": each,
+    }
+
+
 def _compared(
     prompts: Sequence[Sequence[int]], blended: Sequence[EngineAnswer], plain: Sequence[EngineAnswer]
 ) -> dict[str, Any]:
@@ -285,8 +298,8 @@ def print_rag_report(report: dict[str, Any], console: Console) -> None:
     console.print(ReportTable(header, rows).for_terminal())
     kl = report["kl"]
     console.print(
-        f"KL of the next token, {kl['checked']:.0f} blends: {kl['mean']:.3g} nats; {kl['recomputed']:.0%} of the "
-        "reused tokens were recomputed",
+        f"KL of the next token, {kl['checked']} blends: {kl['mean']:.3g} ± {kl['standard_error']:.1g} nats, median "
+        f"{kl['median']:.3g}; {kl['recomputed']:.0%} of the reused tokens were recomputed",
         highlight=False,
     )
 

@@ -548,6 +548,7 @@ def bench_rag(
     questions: Annotated[int, typer.Option(min=8, help="Prompts, one after the other.")] = 60,
     paragraphs: Annotated[int, typer.Option(min=1, help="Different paragraphs in the traffic.")] = 60,
     passages: Annotated[int, typer.Option(min=1, help="Paragraphs per prompt.")] = 6,
+    seed: Annotated[int, typer.Option(min=0, help="Of the traffic.")] = 0,
     blend: Annotated[
         str, typer.Option(metavar="JSON", help='Options of blending, such as \'{"kl": 0.005, "mean_tokens": 64}\'.')
     ] = "{}",
@@ -579,7 +580,7 @@ def bench_rag(
     except ValueError as error:
         raise typer.BadParameter(f"--blend takes a JSON object, got {blend!r}: {error}") from None
     BlendOptions.from_json(options)
-    scope = RagScope(questions, paragraphs, passages, quality=quality, blend=tuple(options.items()))
+    scope = RagScope(questions, paragraphs, passages, quality=quality, blend=tuple(options.items()), seed=seed)
     checkpoint = _checkpoint(model)
     folder, other = None if data is None else str(data), any_version(metadata or ())
 

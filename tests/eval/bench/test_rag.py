@@ -59,8 +59,8 @@ class Scripted:
         figures: dict[str, float] = {}
         if blended:
             figures = {
-                "blends": 1, "blend_kl": 0.01, "blended_tokens": 11, "blend_reused_tokens": 10,
-                "blend_recomputed_tokens": 2,
+                "blends": 1, "blend_kl": 0.19 if len(asked) == 20 else 0.01, "blended_tokens": 11,
+                "blend_reused_tokens": 10, "blend_recomputed_tokens": 2,
             }  # fmt: skip
         return EngineAnswer(float(len(prompt) - cached), 0.0, [[7]], [[]], [cached], figures)
 
@@ -104,7 +104,12 @@ def test_ratios_shares_and_kl() -> None:
     assert len(over_time) == 8 and over_time[0] < 0.25 < over_time[-1]
     assert traffic["over_prefix_cache"]["runs"] == SCOPE.questions
     assert report["restart"]["over_prefix_cache"]["runs"] == SCOPE.restarted
-    assert report["kl"] == {"checked": 18, "mean": pytest.approx(0.01), "recomputed": 0.2}
+    each = [0.01] * 17 + [0.19]
+    assert report["kl"] == {
+        "checked": 18, "mean": pytest.approx(0.02), "standard_error": pytest.approx(0.01), "median": 0.01, "each": each,
+        "recomputed": 0.2,
+    }  # fmt: skip
+    assert report["seed"] == 0
 
 
 def test_popular_paragraphs_come_more_often() -> None:
@@ -126,7 +131,7 @@ def test_a_report_is_printed_and_drawn() -> None:
     print_rag_report(report, Console(file=file, width=140))
     text = file.getvalue()
     assert "20 questions about 3 of 8 paragraphs each" in text and "mean_tokens 100" in text
-    assert "18 blends: 0.01 nats; 20% of the reused tokens were recomputed" in text
+    assert "18 blends: 0.02 ± 0.01 nats, median 0.01; 20% of the reused tokens were recomputed" in text
     left, right = draw_rag_report(report).axes
     assert len(left.lines) == len(right.lines) == 2
 
