@@ -334,9 +334,9 @@ def test_the_first_tokens_of_a_prompt_are_not_reused(desk: Callable[..., Desk], 
     if not reused:
         assert d.matched(request) == (0, False)
         return
-    planned = load(d, request).blend
+    planned, told = load(d, request).blend, d.side.told(request)
     assert planned is not None and planned.first == position
-    assert planned.reused(65) == reused == d.side.told(request)["reused_tokens"]
+    assert told is not None and planned.reused(65) == reused == told["reused_tokens"]
     assert len(planned.pieces) == (2 if position < 39 else 1)
 
 
