@@ -27,6 +27,8 @@ from cuvee.codec.format.container import read_header
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.stages.adding import compilable
+from cuvee.codec.stages.rows import LayerRows, dense_rows
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -413,6 +415,14 @@ class _DenseKV:
                 kv[:, at] = (kv[:, at].float() + more.transpose(0, 1)).to(kv.dtype)
 
         return add
+
+    def rows(self, positions: torch.Tensor) -> LayerRows | None:
+        parts = self._keys, self._values
+        if not all(compilable(part.device, part.dtype) and part.stride(2) == 1 for each in parts for part in each):
+            return None
+        at = positions.numpy()
+        keys, values = ([dense_rows(part.transpose(0, 1), at) for part in each] for each in parts)
+        return keys, values
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> KVExchange:
         return KVExchange(self._keys[index][:, :end], self._values[index][:, :end], positions, observer)

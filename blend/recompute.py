@@ -21,6 +21,7 @@ from cuvee.blend.correction import Correction, corrections
 from cuvee.blend.recompute_model import Exchange, RecomputeModel
 from cuvee.blend.segments import Prompt
 from cuvee.blend.selectors import Selection, Selector
+from cuvee.codec.stages.rows import LayerRows
 
 MOST_ROWS = 1024
 """The most tokens per block: a mask has one row per token, and each row is as long as the prompt."""
@@ -48,6 +49,10 @@ class PromptKV(Protocol):
 
     def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
         """Return a function that adds float32 `[S, H, D]` to a layer's keys and values at `positions`."""
+        ...
+
+    def rows(self, positions: torch.Tensor) -> LayerRows | None:
+        """Return where the tokens at `positions` are, if compiled loops can read them and add to them there."""
         ...
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> Exchange:
@@ -356,10 +361,17 @@ class _Correcting:
     def __init__(self, kv: PromptKV, correction: Correction, block: torch.Tensor) -> None:
         self._correction = correction
         self._rows = torch.searchsorted(block, correction.observed).to(kv.device)
-        self._old = kv.reader(correction.observed)
-        self._add = kv.adder(correction.corrected)
+        self._places: LayerRows | None = None
+        if correction.compilable:
+            self._places = kv.rows(torch.cat((correction.observed, correction.corrected)))
+        if self._places is None:
+            self._old = kv.reader(correction.observed)
+            self._add = kv.adder(correction.corrected)
 
     def __call__(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self._places is not None:
+            self._correction.correct_rows(layer, keys, values, self._rows, self._places)
+            return
         changes = [
             new[:, self._rows].transpose(0, 1).float() - old.float()
             for new, old in zip((keys, values), self._old(layer), strict=True)

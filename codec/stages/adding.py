@@ -8,13 +8,29 @@ import torch
 
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.stages.compiled.adding import add_to_rows
-from cuvee.codec.stages.rows import cache_rows, dense_rows, has_rows
+from cuvee.codec.stages.rows import LayerRows, cache_rows, dense_rows, has_rows
 
 
 def prepare(cache: PagedCache) -> None:
     """Compile or load the loop for this cache now, so that no request waits for it."""
-    if cache.device.type == "cpu" and cache.dtype != torch.float16:
+    if compilable(cache.device, cache.dtype):
         add_to_rows(torch.zeros(1, 1, 1), dense_rows(torch.zeros(1, 1, 1, dtype=cache.dtype)))
+
+
+def compilable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether compiled loops add to memory of this kind: bfloat16 and float32 on the CPU."""
+    return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
+
+
+def rows_to_add_to(cache: PagedCache, slots: torch.Tensor) -> LayerRows | None:
+    """Return the rows of the tokens at `slots`, int64 `[T]`, in all layers; None where torch has to add.
+
+    Raises:
+        InputError: the cache does not have one of the slots.
+    """
+    if not compilable(cache.device, cache.dtype) or not has_rows(cache):
+        return None
+    return cache_rows(cache, slots, range(cache.layout.num_layers))
 
 
 def adder(cache: PagedCache, slots: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
@@ -37,9 +53,8 @@ def adder(cache: PagedCache, slots: torch.Tensor) -> Callable[[int, torch.Tensor
     Raises:
         InputError: the cache does not have one of the slots; on the CPU only.
     """
-    layers = range(cache.layout.num_layers)
-    if cache.device.type == "cpu" and cache.dtype != torch.float16 and has_rows(cache):
-        rows = cache_rows(cache, slots, layers)
+    rows = rows_to_add_to(cache, slots)
+    if rows is not None:
 
         def add(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             for of_layers, more in zip(rows, (keys, values), strict=True):

@@ -6,6 +6,7 @@ into pages, without a copy in between.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,11 +58,15 @@ class Rows:
         )
 
 
-def dense_rows(tensor: torch.Tensor) -> Rows:
-    """Return the rows of a tensor `[T, H, D]` whose last dimension is adjacent."""
-    tokens, heads, size = tensor.shape
-    begins = np.arange(tokens, dtype=np.int64) * tensor.stride(0)
-    return Rows(all_memory(tensor), begins, tensor.stride(1), heads, size)
+LayerRows = tuple[Sequence[Rows | None], Sequence[Rows | None]]
+"""Rows of the keys and of the values, per layer; None for layers that are left out."""
+
+
+def dense_rows(tensor: torch.Tensor, tokens: I64 | None = None) -> Rows:
+    """Return the rows of a tensor `[T, H, D]` whose last dimension is adjacent; of these of its tokens, if given."""
+    count, heads, size = tensor.shape
+    numbers = np.arange(count, dtype=np.int64) if tokens is None else tokens
+    return Rows(all_memory(tensor), numbers * tensor.stride(0), tensor.stride(1), heads, size)
 
 
 def has_rows(cache: PagedCache) -> bool:

@@ -342,9 +342,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _page_blender(self, pages: PagedCache, kv_caches: dict[str, torch.Tensor], correct: bool) -> PageBlender:
         """Return the blender for these pages, which runs the model that the engine has loaded."""
-        from cuvee.blend import runs
+        from cuvee.blend import correction, runs
         from cuvee.blend.recompute import MOST_ROWS
-        from cuvee.codec.stages import adding
         from cuvee.integrations.vllm.blending.executing import PageBlender
         from cuvee.integrations.vllm.blending.paged_model import LoadedModel, agree_over_ranks, total_over_ranks
         from cuvee.integrations.vllm.blending.planning import least_slice
@@ -355,7 +354,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         model = LoadedModel(self._vllm_config, pages.layout, {name: layers[name] for name in names}, spec)
         rows = min(MOST_ROWS, least_slice(self._setup.step_tokens))
         runs.prepare()
-        adding.prepare(pages)
+        correction.prepare(pages)
         return PageBlender(
             pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows, correct
         )

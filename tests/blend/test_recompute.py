@@ -73,6 +73,9 @@ class DenseKV:
 
         return add
 
+    def rows(self, positions: torch.Tensor) -> None:
+        """Leave everything to torch: `Blender` takes the compiled loops."""
+
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> KVExchange:
         return KVExchange(self.keys[index][:, :end], self.values[index][:, :end], positions, observer)
 

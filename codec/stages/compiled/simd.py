@@ -3,8 +3,8 @@
 The compiler must assume that what a loop writes overlaps what it reads, so it takes one lane at a time where a step
 gathers from a table, or where there are many arrays. So such steps are written on vectors of 16. LLVM turns them into
 the CPU's instructions: AVX-512, two halves of AVX2, or scalar ones. The steps are in `coder_steps.py`,
-`refinement_steps.py`, `product_steps.py`, `linear_steps.py` and `byte_plane_steps.py`; their arithmetic is that of the
-reference, but for the order of sums in products.
+`refinement_steps.py`, `product_steps.py`, `linear_steps.py`, `byte_plane_steps.py` and `correction_steps.py`; their
+arithmetic is that of the reference, but for the order of sums in products.
 """
 
 from __future__ import annotations
@@ -104,10 +104,13 @@ class Code:
     def floats(self, array: int, place: int, later: Any = None) -> Any:
         """Load 16 entries of an array of float32, or of uint16 for the bits of bfloat16."""
         pointer, narrow = self._numbers(array, place, later)
-        if not narrow:
-            return self.load(pointer, FLOATS, 4)
-        bits = self.builder.zext(self.load(pointer, HALVES, 2), VECTOR)
-        return self.builder.bitcast(self.builder.shl(bits, constant(16)), FLOATS)
+        return self.widened(self.load(pointer, HALVES, 2)) if narrow else self.load(pointer, FLOATS, 4)
+
+    def widened(self, value: Any) -> Any:
+        """Return a vector of float32 as it is, or one of the bits of bfloat16 as float32."""
+        if value.type == FLOATS:
+            return value
+        return self.builder.bitcast(self.builder.shl(self.builder.zext(value, VECTOR), constant(16)), FLOATS)
 
     def store_floats(self, value: Any, array: int, place: int, later: Any = None) -> None:
         """Store 16 entries to such an array, rounded to nearest, ties to even."""
@@ -115,11 +118,14 @@ class Code:
         if not narrow:
             self.store(value, pointer, 4)
             return
+        self.store(self.narrowed(value), pointer, 2)
+
+    def narrowed(self, value: Any) -> Any:
+        """Return the bits of bfloat16 of a vector of float32, rounded to nearest, ties to even."""
         bits = self.builder.bitcast(value, VECTOR)
         odd = self.builder.and_(self.builder.lshr(bits, constant(16)), constant(1))
         up = self.builder.add(self.builder.add(bits, constant(0x7FFF)), odd)
-        half = self.builder.trunc(self.builder.lshr(up, constant(16)), HALVES)
-        self.store(half, pointer, 2)
+        return self.builder.trunc(self.builder.lshr(up, constant(16)), HALVES)
 
     def transposed(self, lines: list[Any]) -> list[Any]:
         """Transpose 16 vectors, by swapping ever smaller blocks."""

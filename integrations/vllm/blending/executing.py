@@ -20,7 +20,8 @@ from cuvee.blend.recompute import MOST_ROWS, KVExchange, Observer, Placed, Recom
 from cuvee.blend.recompute_model import RecomputeModel
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.stages.adding import adder
+from cuvee.codec.stages.adding import adder, rows_to_add_to
+from cuvee.codec.stages.rows import LayerRows
 from cuvee.integrations.vllm.messages import Blend
 
 logger = logging.getLogger(__name__)
@@ -272,6 +273,9 @@ class _PagesKV:
 
     def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
         return adder(self._cache, self._slots[positions.to(self._slots.device)])
+
+    def rows(self, positions: torch.Tensor) -> LayerRows | None:
+        return rows_to_add_to(self._cache, self._slots[positions.to(self._slots.device)])
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> PagesExchange:
         return PagesExchange(observer)
