@@ -24,7 +24,7 @@ RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 REAL = ROOT / "eval" / "results" / "2026-11-25-smollm2-report"
 WIDE = ROOT / "eval" / "results" / "2026-11-25-smollm2-five-layers"
 CLIENTS = ROOT / "eval" / "results" / "2026-11-23-clients"
-RAG = ROOT / "eval" / "results" / "2026-11-25-smollm2-rag"
+RAG = ROOT / "eval" / "results" / "2026-11-27-smollm2-rag"
 TASKS = ROOT / "eval" / "results" / "2026-11-23-smollm2-tasks"
 RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
 LENGTHS = ROOT / "eval" / "results" / "2026-11-23-smollm2-lengths"
@@ -285,7 +285,7 @@ def test_blends_of_retrieval_traffic_took_what_the_committed_run_took() -> None:
     assert told_of in README.replace("\n", " ")
     table = rows("engine", (RAG / "README.md").read_text(encoding="utf-8"))
     for part, shown in (("traffic", table[:4]), ("restart", table[4:])):
-        for name, (_, *cells) in zip(("default", "cost-0.05", "kl"), shown[1:], strict=True):
+        for name, (_, *cells) in zip(("default", "uncorrected", "cost-0.05"), shown[1:], strict=True):
             run = json.loads((RAG / f"{name}.json").read_text(encoding="utf-8"))[part]
             own, over = run["blends"], (run["p50_ratio"], run["p99_ratio"])
             told = [f"{100 * own['reused']:.0f} %", f"{own['p50']:.2f}", f"{own['p99']:.2f}"]
