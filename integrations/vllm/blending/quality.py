@@ -11,8 +11,8 @@ curve holds from cost 0 to 0.6. Among these prompts the attention to the tokens 
 the KL, whether or not it was weighted by their place in their part. The level depends on the model and on where parts
 come from: where they were computed alone it was ten times as high, and in one engine's traffic up to twice. So it is
 learned from the engine's own blends. These figures are of blends without the option `correct`, which is on by default
-and lowers levels, except at cost 0, as does `min_position`: with both, sixty prompts of retrieval traffic had a level of
-0.04 nats, and sixty others of 0.07.
+and lowers levels, except at cost 0, as does `min_position`. With both, sixty prompts of retrieval traffic had a level
+of 0.04 nats, and sixty others of 0.07.
 
 An error in the rate does little harm, because the level is learned at the costs that are used.
 """
