@@ -10,7 +10,10 @@ from cuvee.codec.support.arrays import F32
 
 
 class Rotation:
-    """cos and sin of a run of positions, computed once per distinct RoPE, when they are first asked for."""
+    """cos and sin of a run of positions, computed once per distinct RoPE, when they are first asked for.
+
+    Threads share it. If two of them compute the same tables, both get those that are kept.
+    """
 
     def __init__(self, start: int, tokens: int, device: torch.device, inverse: bool = False) -> None:
         self._run, self._device, self._inverse = range(start, start + tokens), device, inverse
@@ -20,13 +23,13 @@ class Rotation:
     def _tables(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[t, rotary_dim / 2]` of the whole run."""
         known = self._known.get(rope)
-        if known is None:  # two threads may both make them
+        if known is None:
             positions = torch.arange(self._run.start, self._run.stop, dtype=torch.int64, device=self._device)
             cos, sin = cos_sin(rope, positions)
             if self._inverse:
                 square = rope.attention_scaling**2
                 cos, sin = cos / square, sin / -square
-            known = self._known[rope] = cos, sin
+            known = self._known.setdefault(rope, (cos, sin))
         return known
 
     def tables(self, rope: Rope, at: slice) -> tuple[F32, F32]:
@@ -34,7 +37,7 @@ class Rotation:
         known = self._arrays.get(rope)
         if known is None:
             cos, sin = self._tables(rope)
-            known = self._arrays[rope] = cos.numpy(), sin.numpy()
+            known = self._arrays.setdefault(rope, (cos.numpy(), sin.numpy()))
         return known[0][at], known[1][at]
 
     def apply(self, keys: torch.Tensor, rope: Rope | None, at: slice) -> torch.Tensor:

@@ -20,12 +20,14 @@ from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.schemes.transform import product_runs
+from cuvee.codec.stages import rotation as rotation_module
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.reference.product import synthesize
 from cuvee.codec.stages.reference.transform import gather, place, require_finite
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
+from cuvee.codec.support.arrays import F32
 
 CPU = torch.device("cpu")
 
@@ -210,6 +212,45 @@ def test_both_moves_write_the_same_bits(
     if rotary == 0 and not permuted and special is None:
         at = int(begins[37])
         assert torch.equal(written[0][at : at + 32], stored[0].flatten())
+
+
+class Fresh(Rotation):
+    """Keeps no tables, as if another thread replaced them at once: they last as long as their caller holds them."""
+
+    def tables(self, rope: Rope, at: slice) -> tuple[F32, F32]:
+        cos, sin = Rotation(self._run.start, len(self._run), CPU, self._inverse).tables(rope, at)
+        return cos.copy(), sin.copy()
+
+
+def test_rotation_tables_are_held_while_values_are_gathered() -> None:
+    """The loop gets addresses. Tables are large, so that freed ones go back to the system or serve the next unit."""
+    ropes = [Rope(tuple((0.2 + 0.1 * layer) ** i for i in range(32))) for layer in range(6)]
+    layout = KVLayout("mine", tuple(LayerLayout(1, 64, 64, rope) for rope in ropes), "float32", None)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(6, 5000, 1, 64, generator=generator).unbind() for _ in range(2))
+    chunk = KVChunk(list(keys), list(values), layout)
+    (section,) = partition(layout, "layers:6")
+    mean, at = torch.zeros(1, section.values), slice(0, 5000)
+    expected = transform.gather_centered(chunk, section, Rotation(0, 5000, CPU, inverse=True), at, mean)
+    fresh = transform_numba.gather_centered(chunk, section, Fresh(0, 5000, CPU, inverse=True), at, mean)
+    torch.testing.assert_close(fresh, expected)
+
+
+def test_threads_that_compute_the_same_tables_get_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope, first = Rope((1.0, 0.1)), list[tuple[F32, F32]]()
+    rotation = Rotation(0, 9, CPU)
+    compute = rotation_module.cos_sin
+
+    def overtaken(rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the tables while another thread does, which ends first."""
+        if not first:
+            first.append((np.empty(0, np.float32),) * 2)
+            first.append(rotation.tables(rope, slice(0, 9)))
+        return compute(rope, positions)
+
+    monkeypatch.setattr(rotation_module, "cos_sin", overtaken)
+    later = rotation.tables(rope, slice(0, 9))
+    assert all(map(np.shares_memory, first[1], later))
 
 
 def test_large_values_are_finite_also_where_their_sum_is_not() -> None:

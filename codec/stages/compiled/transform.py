@@ -308,12 +308,14 @@ def gather_centered(
         return transform.gather_centered(chunk, section, rotation, at, mean, predictions)
     tokens = at.stop - at.start
     fields = []
+    tables = []  # held until the loop, which gets their addresses, has ended
     for unit in units:
         cached = (chunk.values if unit.is_value else chunk.keys)[unit.layer]
         token_stride, head_stride, one = cached.stride()
         if one != 1:
             return transform.gather_centered(chunk, section, rotation, at, mean, predictions)
         cos, sin = tables_of(chunk.layout, unit, rotation, at)
+        tables.append((cos, sin))
         fields.append(
             (
                 cached.data_ptr() + at.start * token_stride * alike.itemsize, token_stride, head_stride, unit.heads,
