@@ -13,14 +13,13 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.models.rope import cos_sin, rotate, unrotate
 from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.schemes.transform import product_runs
-from cuvee.codec.stages import rotation as rotation_module
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.reference.product import synthesize
@@ -239,7 +238,7 @@ def test_rotation_tables_are_held_while_values_are_gathered() -> None:
 def test_threads_that_compute_the_same_tables_get_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     rope, first = Rope((1.0, 0.1)), list[tuple[F32, F32]]()
     rotation = Rotation(0, 9, CPU)
-    compute = rotation_module.cos_sin
+    compute = cos_sin
 
     def overtaken(rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the tables while another thread does, which ends first."""
@@ -248,7 +247,7 @@ def test_threads_that_compute_the_same_tables_get_those_that_are_kept(monkeypatc
             first.append(rotation.tables(rope, slice(0, 9)))
         return compute(rope, positions)
 
-    monkeypatch.setattr(rotation_module, "cos_sin", overtaken)
+    monkeypatch.setattr("cuvee.codec.stages.rotation.cos_sin", overtaken)
     later = rotation.tables(rope, slice(0, 9))
     assert all(map(np.shares_memory, first[1], later))
 
