@@ -31,6 +31,9 @@ from cuvee.codec.errors import CorruptError
 from cuvee.codec.stages.compiled import channels
 from cuvee.codec.stages.implementations import get_stages
 from cuvee.codec.stages.reference import rans
+from cuvee.integrations.stores import objects_http
+from cuvee.integrations.stores.base import StoreError
+from cuvee.integrations.stores.objects import ObjectStore
 from cuvee.integrations.stores.redis_replies import Account
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +77,18 @@ COMMON = {
 def test_a_short_run_finds_nothing(name: str) -> None:
     outcomes = engine.run([named(name)], 20, range(CASES[name]))
     assert COMMON[name] <= set(outcomes[name]), outcomes
+
+
+def test_http_cases_end_soon_whatever_store_was_open_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec shares a session, and with it the timeout, among the stores of a process."""
+    monkeypatch.setattr(objects_http, "SECONDS", 60.0)
+    with pytest.raises(StoreError):
+        ObjectStore("http://127.0.0.1:9/kv").get(peers.KEY)
+    target = HttpTarget()
+    target.warm_up()
+    # The second request, for the object's size, is the session's: its timeout is not given anew.
+    silent = peers.case("get", 1, peers.HOLD, [b"HTTP/1.1 416 Range\r\nContent-Length: 9\r\n\r\n"])
+    assert target.check(silent).startswith("get: ")
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
