@@ -30,6 +30,7 @@ KEY, OTHER = "ab12/" + "c0ffee" * 10, "ab12/" + "c0ffef" * 10
 BLOB = b"blob" * 50
 SECRET = "hush-hush-7"
 TIMEOUT = 0.05  # seconds per operation; some cases wait for it
+PATIENCE = 1.0  # seconds that a peer waits for the bytes of a request, or for its reply to be read
 SLOW = 30.0  # seconds; no operation takes this long, even on a busy machine
 MOST_ROUNDS = 5000  # connections per case; a scan may take many
 _PORT = b"<port>"  # stands for the peer's port in a speech, since it differs in each process
@@ -73,7 +74,7 @@ class Peer:
             self._kept.append(connection)
 
     def _talk(self, connection: socket.socket) -> None:
-        connection.settimeout(1.0)
+        connection.settimeout(PATIENCE)
         request = b""
         while not self._asked(request):
             part = connection.recv(1 << 16)
