@@ -91,9 +91,9 @@ class BlockMap:
         """n: values of the block."""
         return len(self.row_scale)
 
-    @lazy
+    @property
     def inverse(self) -> torch.Tensor:
-        """float32 `[n, r]`: values of a unit of each component."""
+        """float32 `[n, r]`: values of a unit of each component. It is made anew: who needs it often keeps a copy."""
         return self.square()[:, : self.rank].float()
 
     @lazy
@@ -112,6 +112,11 @@ class BlockMap:
         if not bool(torch.isfinite(exact).all()):
             raise ProfileError("profile: must hold bases that can be inverted, got one that overflows")
         return exact[: self.rank].float().contiguous()
+
+    @lazy
+    def forward_bfloat16(self) -> torch.Tensor:
+        """`forward` in bfloat16."""
+        return self.forward.bfloat16()
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arrays of a profile's file; `read_block_map` is the inverse."""

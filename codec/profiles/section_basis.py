@@ -75,18 +75,27 @@ class SectionBasis:
         return self.coefficients(x - self.means(start, at), ranks)
 
     def coefficients(
-        self, centered: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor | None = None, known: int = 0
+        self,
+        centered: torch.Tensor,
+        ranks: tuple[int, ...],
+        out: torch.Tensor | None = None,
+        known: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """Do what `analyze` does for values `[t, N]` minus their means.
 
-        `out` receives y. It already holds the first `known` components of the first block.
+        `out` receives y. It already holds the first `known` components of the first block. The others are products of
+        numbers that are rounded to `dtype`, float32 or bfloat16.
         """
         y = centered.new_empty(sum(ranks), len(centered)) if out is None else out
         row = column = 0
         for block, rank in zip(self.maps, ranks, strict=True):
             if known < rank:
-                own = centered[:, column : column + block.size].T
-                torch.mm(block.forward[known:rank], own, out=y[row + known : row + rank])
+                own, to = centered[:, column : column + block.size].T, y[row + known : row + rank]
+                if dtype == torch.bfloat16:
+                    to.copy_(torch.mm(block.forward_bfloat16[known:rank], own.bfloat16()))
+                else:
+                    torch.mm(block.forward[known:rank], own, out=to)
             row, column, known = row + rank, column + block.size, 0
         return y
 

@@ -17,7 +17,7 @@ from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.section_basis import LeadingComponents
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
-from cuvee.codec.support.arrays import I64, U8
+from cuvee.codec.support.arrays import F32, I64, U8
 from cuvee.codec.support.lazy import lazy
 
 
@@ -64,6 +64,25 @@ class SectionCoding:
     def class_table(self) -> EntropyTables:
         """The table that codes the classes."""
         return class_table(self.learned.class_freq)
+
+    def expected_shares(self, tables: EntropyTables) -> tuple[F32, ...]:
+        """Return for each component of each block the share of tokens whose coefficient is expected not to be zero."""
+        there = (1 - tables.freq[:, 0] / (1 << tables.prob_bits)).astype(np.float32)
+        if self.learned.predictor is None:
+            of_class = [(1.0, self.plan, self.ranks)]
+        else:
+            weights = self.learned.class_freq / max(int(self.learned.class_freq[self.classed.finest :].sum()), 1)
+            of_class = [
+                (float(weights[k]), plan, self.class_ranks[k])
+                for k, plan in enumerate(self.classed.plans)
+                if plan is not None
+            ]
+        shares = [np.zeros(rank, np.float32) for rank in np.max([ranks for _, _, ranks in of_class], axis=0)]
+        for weight, plan, ranks in of_class:
+            own = np.split(there[plan.tables[: len(plan.shift)]], np.cumsum(ranks)[:-1])
+            for share, rows in zip(shares, own, strict=True):
+                share[: len(rows)] += weight * rows
+        return tuple(shares)
 
     @lazy
     def _leading(self) -> LeadingComponents | None:

@@ -16,25 +16,23 @@ import torch
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder, RefinedSection
+from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.profiles.nested_coding import NestedCoding
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
-from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.profiles.step_coding import SectionCoding, StepCoding
 from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
 from cuvee.codec.schemes import overlap
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.product import list_runs
 from cuvee.codec.stages.implementations import Stages
+from cuvee.codec.stages.products import Products, products_for
 from cuvee.codec.stages.reference.sections import Coefficients, padded
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from cuvee.codec.stages.reference.transform import as_numpy
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32, I64, U8
-
-# Without these, products of bfloat16 take twice the time of those of float32, though AVX512-BF16 has instructions for
-# them: 85 against 160 GFLOP/s on one core of a Xeon virtual machine.
-MATRIX_INSTRUCTIONS = bool(torch.cpu._is_amx_tile_supported())
 
 # A product is as deep as its finest column. It ends before the first column that needs less than this share of its
 # depth, if it has so many columns: shallower products have fewer operations, but more calls cost time, too.
@@ -70,7 +68,7 @@ class TransformScheme:
             self._coding, family = self._nested.base, profile.nested.base
         self._coder = CoefficientCoder(stages, family, step_index)
         self._stages = stages
-        self._inverses: dict[tuple[int, torch.dtype], Any] = {}
+        self._inverses: dict[tuple[int, Products], Any] = {}
         self._tiles = [tile_tokens(section, profile.layout) for section in profile.sections]
 
     @property
@@ -92,7 +90,10 @@ class TransformScheme:
                 classed.append(index)
                 continue
             basis, tiles_of = coding.learned.basis, self._centered(chunk, index, unrotation)
-            pieces = ((at, as_numpy(self._stages.analyze(basis, x, coding.ranks, None, 0))) for at, x in tiles_of)
+            pieces = (
+                (at, as_numpy(self._stages.analyze(basis, x, coding.ranks, None, 0, torch.float32)))
+                for at, x in tiles_of
+            )
             coded[index] = self._coder.encode(pieces, coding.plan, chunk.tokens)
         for batch in self._batches(classed, chunk.tokens):
             sections = (
@@ -161,6 +162,7 @@ class TransformScheme:
         """Yield for each tile the classes of the tokens, the classes of the columns, and the columns' coefficients."""
         coding = self._coding.sections[index]
         finer = coding.finer(chunk.start, chunk.tokens, chunk.following)
+        dense = products_for(chunk.layout).dense
         for at, x in self._centered(chunk, index, unrotation):
             ids = None if chunk.token_ids is None else chunk.token_ids[at]
             classes, leading = coding.classes(x, chunk.start, at, offsets, finer, self._stages.predict_classes, ids)
@@ -168,8 +170,11 @@ class TransformScheme:
             rows = sum(class_ranks[classes.min()])
             columns, ordered, y = self._stages.arrange(classes, x, leading, rows)
             known = 0 if leading is None else min(len(leading), rows)
+            # The first components, which are the largest, are always products of float32: bfloat16 has errors in
+            # proportion to the result, and those of an attention sink would be as large as other tokens.
+            dtype = dense if known else torch.float32
             for run, ranks in product_runs(columns, class_ranks):
-                self._stages.analyze(coding.learned.basis, ordered[run], ranks, y[: sum(ranks), run], known)
+                self._stages.analyze(coding.learned.basis, ordered[run], ranks, y[: sum(ranks), run], known, dtype)
             yield classes, columns, as_numpy(y)
 
     def decode(
@@ -182,8 +187,7 @@ class TransformScheme:
     ) -> None:
         """See `SectionScheme.decode`."""
         layout, span, tokens = request.layout, request.span, request.header.tokens
-        # A bfloat16 cache is no finer than a bfloat16 product.
-        dtype = torch.bfloat16 if layout.torch_dtype == torch.bfloat16 and MATRIX_INSTRUCTIONS else torch.float32
+        products = products_for(layout)
         tile = max(self._tiles)
         for run in self._batches([index for index, _ in parts], min(tile, tokens)):
             batch = parts[run]
@@ -191,12 +195,12 @@ class TransformScheme:
             for at in tiles_around(span, tile, tokens):
                 inside, rows = overlap(at, span)
                 wanted = slice(at.start + inside.start, at.start + inside.stop)
-                decoded = self._decode(indexed, at, dtype)
+                decoded = self._decode(indexed, at, products.coefficients)
                 for (index, _), columns in zip(batch, decoded, strict=True):
                     section = self._sections[index]
                     out = _arena.tensor("x", columns.y.shape[2] * section.values, columns.y.dtype)
                     runs = self._product_runs(index, columns)
-                    x = self._stages.synthesize(columns.y, self._inverse(index, columns.y.dtype), runs, out)
+                    x = self._stages.synthesize(columns.y, self._inverse(index, products), runs, out)
                     mean = self._coding.sections[index].learned.basis.leading_means(request.header.start, wanted)
                     order = columns.order - inside.start
                     own = self._predictions(index, request.token_ids, request.header.start, wanted)
@@ -242,14 +246,24 @@ class TransformScheme:
         for run, ranks in product_runs(tile.classes, self._class_ranks(index)):
             yield run, [min(padded(rank), pad) for rank in ranks]
 
-    def _inverse(self, index: int, dtype: torch.dtype) -> Any:
+    def _inverse(self, index: int, products: Products) -> Any:
         """Return a section's inverse maps as the stage `synthesize` takes them."""
-        key = (index, dtype)
+        key = (index, products)
         if key not in self._inverses:
             coding = self._coding.sections[index]
             rank = max(*self._class_ranks(index)[coding.classed.finest], *coding.ranks)
-            self._inverses[key] = self._stages.prepare_inverse(coding.learned.basis.inverse, rank, dtype)
+            self._inverses[key] = self._stages.prepare_inverse(
+                coding.learned.basis.inverse, rank, products, self._expected_shares(index)
+            )
         return self._inverses[key]
+
+    def _expected_shares(self, index: int) -> Sequence[F32]:
+        """Return the expected shares of coefficients that are not zero, in the last part of a section."""
+        coding, tables = self._coding.sections[index], self._profile.family.tables
+        if self._nested is not None and self._refined:
+            finer = self._coding.step_index - OCTAVE * self._nested.refinements
+            coding = SectionCoding(coding.learned, finer)
+        return coding.expected_shares(tables)
 
 
 def product_runs(classes: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:

@@ -41,6 +41,7 @@ from cuvee.codec.stages.compiled import symbols as compiled_symbols
 from cuvee.codec.stages.compiled import symbols_by_class as compiled_symbols_by_class
 from cuvee.codec.stages.compiled import token_order as compiled_token_order
 from cuvee.codec.stages.compiled import transform as compiled_transform
+from cuvee.codec.stages.products import Products
 from cuvee.codec.stages.reference import (
     byte_planes,
     channels,
@@ -102,8 +103,10 @@ class Stages:
     gather_centered: Callable[[KVChunk, Section, Rotation, slice, torch.Tensor, Predictions | None], torch.Tensor]
     place: Place
     move_keys: Callable[[torch.Tensor, LayerLayout, Rotation, Rotation, slice, Rows], None]
-    analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None, int], torch.Tensor]
-    prepare_inverse: Callable[[Sequence[torch.Tensor], int, torch.dtype], Any]
+    analyze: Callable[
+        [SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None, int, torch.dtype], torch.Tensor
+    ]
+    prepare_inverse: Callable[[Sequence[torch.Tensor], int, Products, Sequence[F32]], Any]
     synthesize: Callable[[torch.Tensor, Any, Iterable[tuple[slice, Sequence[int]]], torch.Tensor], torch.Tensor]
     predict_classes: PredictClasses
     arrange: Callable[[U8, torch.Tensor, torch.Tensor | None, int], tuple[U8, torch.Tensor, torch.Tensor]]

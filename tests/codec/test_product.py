@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.cpus import multiply
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.schemes import transform as scheme
 from cuvee.codec.stages.compiled import product as compiled
 from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.products import Products
 from cuvee.codec.stages.reference import product as reference
+from cuvee.codec.stages.reference.sections import padded
+from cuvee.codec.support.arrays import F32
 
 
 def maps(sizes: Sequence[int], components: int, seed: int = 0) -> list[torch.Tensor]:
@@ -30,9 +34,21 @@ def sparse(shape: Sequence[int], share: float, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=draw) * (torch.rand(shape, generator=draw) < share)
 
 
+def shares(matrices: Sequence[torch.Tensor], of_slabs: Sequence[float] = ()) -> list[F32]:
+    """Expected shares of coefficients other than zero: of one block by slab, or 0."""
+    if of_slabs:
+        return [np.repeat(np.array(of_slabs, np.float32), compiled.SLAB)[: matrices[0].shape[1]]]
+    return [np.zeros(matrix.shape[1], np.float32) for matrix in matrices]
+
+
+def kind_of(y: torch.Tensor) -> Products:
+    """How coefficients of this dtype are multiplied, other than mixed."""
+    return Products.BFLOAT16 if y.dtype == torch.bfloat16 else Products.FLOAT32
+
+
 def product(stage: ModuleType, y: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """`synthesize` of one implementation, into memory that holds NaN."""
-    inverse = stage.prepare_inverse(matrices, y.shape[1], y.dtype)
+    inverse = stage.prepare_inverse(matrices, y.shape[1], kind_of(y), shares(matrices))
     out = torch.full((y.shape[2] * sum(map(len, matrices)),), float("nan"), dtype=y.dtype)
     x: torch.Tensor = stage.synthesize(y, inverse, [(slice(0, y.shape[2]), [y.shape[1]] * len(y))], out)
     assert x.data_ptr() == out.data_ptr()
@@ -55,33 +71,39 @@ def test_both_products_are_the_exact_one(values: int, share: float) -> None:
 
 def test_the_operations_that_are_executed() -> None:
     matrices, runs = maps([40, 40], 160), [(slice(0, 200), [160, 160]), (slice(200, 256), [32, 64])]
-    inverse = compiled.prepare_inverse(matrices, 160, torch.float32)
+    inverse = compiled.prepare_inverse(matrices, 160, Products.FLOAT32, shares(matrices))
     whole = 2 * 2 * 160 * 256 * 40
-    assert compiled.executed_operations(torch.ones(2, 160, 256), inverse, runs) == whole
-    assert compiled.executed_operations(torch.zeros(2, 160, 256), inverse, runs) == 0
+    wide, narrow = torch.float32, torch.bfloat16
+    assert compiled.executed_operations(torch.ones(2, 160, 256), inverse, runs) == {wide: whole}
+    assert compiled.executed_operations(torch.zeros(2, 160, 256), inverse, runs) == {}
     few = sparse((2, 160, 256), 0.1)
-    assert compiled.executed_operations(few, inverse, runs) == 2 * int(few.count_nonzero()) * 40
+    assert compiled.executed_operations(few, inverse, runs) == {wide: 2 * int(few.count_nonzero()) * 40}
     few[:, :64] = 1  # a slab that a dense product serves, zeros or not
     few[0, 3, :9] = 0
     own = 2 * 40 * (2 * 64 * 256 + int(few[:, 64:].count_nonzero()))
-    assert compiled.executed_operations(few, inverse, runs) == own
-    together = compiled.prepare_inverse(matrices, 160, torch.bfloat16)
-    assert compiled.executed_operations(few.bfloat16(), together, runs) == whole
-    apart = compiled.prepare_inverse(maps([40, 24], 160), 160, torch.bfloat16)
-    assert compiled.executed_operations(few.bfloat16(), apart, runs) == (
-        2 * (200 * 160 * (40 + 24) + 56 * (32 * 40 + 64 * 24))
-    )
+    assert compiled.executed_operations(few, inverse, runs) == {wide: own}
+    mixed = compiled.prepare_inverse(matrices[:1], 160, Products.MIXED, shares(matrices, [0.5, 0.1, 0.1]))
+    assert compiled.executed_operations(few[:1], mixed, runs) == {
+        narrow: 2 * 40 * 64 * 256,
+        wide: 2 * 40 * int(few[0, 64:].count_nonzero()),
+    }
+    together = compiled.prepare_inverse(matrices, 160, Products.BFLOAT16, shares(matrices))
+    assert compiled.executed_operations(few.bfloat16(), together, runs) == {narrow: whole}
+    apart = compiled.prepare_inverse(maps([40, 24], 160), 160, Products.BFLOAT16, shares(matrices))
+    assert compiled.executed_operations(few.bfloat16(), apart, runs) == {
+        narrow: 2 * (200 * 160 * (40 + 24) + 56 * (32 * 40 + 64 * 24))
+    }
 
 
 def test_a_dense_product_serves_coefficients_that_are_rarely_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    dense = torch.mm
+    dense = torch.addmm
 
     def counted(*args: Any, **names: Any) -> torch.Tensor:
         calls.append(args)
         return dense(*args, **names)
 
-    monkeypatch.setattr(torch, "mm", counted)
+    monkeypatch.setattr(torch, "addmm", counted)
     matrices = maps([200], 64)
     for share, expected in ((0.3, 0), (0.55, 0), (0.75, 2), (1.0, 2)):  # two tiles
         calls.clear()
@@ -90,7 +112,7 @@ def test_a_dense_product_serves_coefficients_that_are_rarely_zero(monkeypatch: p
 
 
 def test_blocks_alike_without_zeros_share_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "mm", None)
+    monkeypatch.setattr(torch, "addmm", None)
     matrices, y = maps([50, 50, 50], 64), sparse((3, 64, 20), 0.9)
     x = product(compiled, y, matrices)
     want = y.double().mT @ torch.stack(matrices).double().mT
@@ -142,7 +164,7 @@ def test_the_product_of_nothing_is_zero(stage: ModuleType) -> None:
 
 def test_tiles_hold_the_transposed_map() -> None:
     (matrix,) = maps([150], 40)
-    inverse = compiled.prepare_inverse([matrix], 33, torch.float32)
+    inverse = compiled.prepare_inverse([matrix], 33, Products.FLOAT32, shares([matrix]))
     assert isinstance(inverse, compiled.TiledInverse) and inverse.together is None
     (block,) = inverse.blocks
     assert (block.values, block.rows) == (150, 64)
@@ -169,7 +191,8 @@ def test_runs_of_columns_are_as_deep_as_they_need(dtype: torch.dtype) -> None:
     y = sparse((1, 64, 20), 1.0).to(dtype)
     y[:, 32:, 7:] = float("nan") if dtype == torch.float32 else 0  # a product of bfloat16 takes all columns
     runs = [(slice(0, 7), (64,)), (slice(7, 20), (32,))]
-    x = reference.synthesize(y, reference.prepare_inverse(matrices, 64, dtype), runs, torch.empty(160).to(dtype))
+    inverse = reference.prepare_inverse(matrices, 64, kind_of(y), shares(matrices))
+    x = reference.synthesize(y, inverse, runs, torch.empty(160).to(dtype))
     want = torch.cat([y[0, :, :7].float().T @ matrices[0].T, y[0, :32, 7:].float().T @ matrices[0][:, :32].T])
     torch.testing.assert_close(x.reshape(20, 8).float(), want, rtol=0.02, atol=0.1)
 
@@ -181,9 +204,58 @@ def test_products_of_bfloat16_are_dense() -> None:
     assert product(compiled, y, matrices).shape == (2, 9, 40)  # one product for both blocks
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_only_cpus_with_matrix_instructions_multiply_bfloat16(
-    there: bool, monkeypatch: pytest.MonkeyPatch, make_codec: Callable[..., Codec], make_chunk: Callable[..., KVChunk]
+@pytest.mark.parametrize("rows", [1, 64, 100, 160, 256])
+@pytest.mark.parametrize("of_slabs", [(0.9, 0.9, 0.1, 0.1), (0.9, 0.1, 0.9, 0.9), (0.3,) * 4, (0.1,) * 4])
+def test_slabs_with_few_zeros_are_multiplied_in_bfloat16(of_slabs: tuple[float, ...], rows: int) -> None:
+    matrices = maps([200], rows)
+    expected = shares(matrices, of_slabs)
+    inverse = compiled.prepare_inverse(matrices, rows, Products.MIXED, expected)
+    y = torch.zeros(1, padded(rows), 40)
+    y[:, :rows] = sparse((1, rows, 40), 1.0) * (torch.rand(rows, 40) < torch.from_numpy(expected[0])[:, None])
+    leading = 64 * next((slab for slab, share in enumerate(of_slabs) if share < compiled.DENSE_BFLOAT16), 4)
+    narrow, rest = y[0].clone(), y[0].clone()
+    rest[:leading] = narrow[leading:] = 0
+    m = torch.zeros(200, padded(rows))
+    m[:, :rows] = matrices[0]
+    dense = narrow.T.bfloat16().double() @ m.T.bfloat16().double()
+    out = torch.full((40 * 200,), float("nan"))
+    x = compiled.synthesize(y, inverse, [(slice(0, 40), [rows])], out)
+    assert x.data_ptr() == out.data_ptr()
+    assert x.dtype == (torch.bfloat16 if leading >= rows else torch.float32)
+    x = x.reshape(40, 200).double()
+    if leading == 0:
+        torch.testing.assert_close(x, rest.T.double() @ m.T.double(), rtol=1e-5, atol=1e-4)
+    # The sum of the dense product is rounded to bfloat16 once.
+    assert ((x - dense - rest.T.double() @ m.T.double()).abs() <= dense.abs() / 256 + 1e-3).all()
+
+
+def test_a_tile_may_have_fewer_rows_than_are_dense() -> None:
+    matrices = maps([40], 160)
+    inverse = compiled.prepare_inverse(matrices, 160, Products.MIXED, shares(matrices, [0.9, 0.9, 0.0]))
+    for depth in (0, 32, 128, 160):
+        y = sparse((1, depth, 9), 0.5)
+        x = compiled.synthesize(y, inverse, [(slice(0, 9), [depth])], torch.full((360,), float("nan")))
+        want = y[0].double().T @ matrices[0][:, :depth].double().T
+        torch.testing.assert_close(x.reshape(9, 40).double(), want, rtol=0.02, atol=0.1)
+
+
+def test_values_in_mixed_products_do_not_depend_on_other_tokens() -> None:
+    matrices = maps([200], 192)
+    inverse = compiled.prepare_inverse(matrices, 192, Products.MIXED, shares(matrices, [0.9, 0.1, 0.1]))
+    y = sparse((1, 192, 64), 0.2)
+    y[:, :, 32:] = sparse((1, 192, 32), 0.5)
+    whole = compiled.synthesize(y, inverse, [], torch.empty(64 * 200)).clone()
+    for at in (slice(0, 1), slice(30, 40), slice(32, 64)):
+        part = compiled.synthesize(y[:, :, at].contiguous(), inverse, [], torch.empty(64 * 200)[: len(whole[at]) * 200])
+        torch.testing.assert_close(part, whole[at], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", Products)
+def test_the_cpu_chooses_how_caches_of_bfloat16_are_multiplied(
+    kind: Products,
+    monkeypatch: pytest.MonkeyPatch,
+    make_codec: Callable[..., Codec],
+    make_chunk: Callable[..., KVChunk],
 ) -> None:
     seen = []
 
@@ -195,9 +267,9 @@ def test_only_cpus_with_matrix_instructions_multiply_bfloat16(
     codec = make_codec("bfloat16", "layer", step=0.1)
     chunk = make_chunk(codec.profile.layout, 100)
     blob = codec.encode(chunk)
-    monkeypatch.setattr(scheme, "MATRIX_INSTRUCTIONS", there)
+    multiply(kind, monkeypatch)
     monkeypatch.setattr(scheme, "_arena", Recording())
     back = codec.decode(blob)
-    assert set(seen) == {("x", torch.bfloat16 if there else torch.float32)}
+    assert set(seen) == {("x", kind.coefficients)}
     for mine, own in zip(back.keys + back.values, chunk.keys + chunk.values, strict=True):
         torch.testing.assert_close(mine.float(), own.float(), rtol=0.02, atol=0.5)

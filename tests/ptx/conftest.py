@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from tests.cpus import multiply
 from tests.ptx.build import NoCompiler, library
 from tests.ptx.driver import TARGETS, state
 
-from cuvee.codec.schemes import transform
+from cuvee.codec.stages.products import Products
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,7 @@ def engine() -> None:
 @pytest.fixture(autouse=True)
 def products_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every CPU round what it multiplies to bfloat16, as kernels do, so that only the order of sums differs."""
-    monkeypatch.setattr(transform, "MATRIX_INSTRUCTIONS", True)
+    multiply(Products.BFLOAT16, monkeypatch)
 
 
 @pytest.fixture(params=TARGETS)

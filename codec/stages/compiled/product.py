@@ -5,7 +5,10 @@ a multiple of its row of the inverse map to the values of its token. The map is 
 `TILE` values. The CPU's first cache holds a slab while all columns use it. The leading slabs in which few coefficients
 are zero are left to a dense product.
 
-Sums are those of `reference/product.py` in another order, so they differ in their last bits.
+If products are `MIXED`, a dense product of bfloat16 serves the leading slabs in which few coefficients are expected to
+be zero, whatever they are, so that the values of a token do not depend on the other tokens that are decoded.
+
+Sums are those of `reference/product.py` in another order, so they differ in their last bits, and bfloat16 has fewer.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.product_steps import add_rows, add_rows_by_4, add_rows_by_8, list_step
 from cuvee.codec.stages.compiled.simd import WIDTH
+from cuvee.codec.stages.products import Products
 from cuvee.codec.stages.reference import product
 from cuvee.codec.stages.reference.sections import padded
 from cuvee.codec.support.arrays import F32, I64, U32
@@ -27,6 +31,7 @@ from cuvee.codec.support.arrays import F32, I64, U32
 TILE = 8 * WIDTH  # values that are summed at a time: as many as the registers hold
 SLAB = 64  # rows: 32 KiB of a tile
 DENSE = 0.65  # share of coefficients other than zero from which on a dense product is faster
+DENSE_BFLOAT16 = 0.25  # likewise, for a product of bfloat16
 FEW = 16  # entries of a column and a slab that are worth loading and storing its sums for
 SAMPLED = 8  # of how many rows one is counted to estimate that share
 
@@ -39,12 +44,14 @@ class TiledBlock:
 
     Attributes:
         values: N, the values of the block.
-        rows: R, the components.
-        tiles: float32 `[N' R]`, tile after tile: each `[R, TILE]`, but the last `[R, n]` for the remaining n values,
-            rounded up to a multiple of `WIDTH` by zeros.
+        leading: bfloat16 `[L, N]`, the map of the first components, if a dense product serves them.
+        rows: R, the other components.
+        tiles: float32 `[N' R]`, their map, tile after tile: each `[R, TILE]`, but the last `[R, n]` for the remaining n
+            values, rounded up to a multiple of `WIDTH` by zeros.
     """
 
     values: int
+    leading: torch.Tensor
     rows: int
     tiles: torch.Tensor
 
@@ -55,7 +62,7 @@ class TiledInverse:
 
     Attributes:
         blocks: of its blocks.
-        together: float32 `[B, R, N]`, the maps of B blocks of one tile each, if they are alike.
+        together: float32 `[B, R, N]`, the maps of B blocks of one tile each, if they are alike and `leading` is empty.
     """
 
     blocks: tuple[TiledBlock, ...]
@@ -97,22 +104,31 @@ def list_runs(classes, depths, share, least, bounds, deepest):  # type: ignore[n
 
 
 def prepare_inverse(
-    matrices: Sequence[torch.Tensor], rank: int, dtype: torch.dtype
+    matrices: Sequence[torch.Tensor], rank: int, products: Products, shares: Sequence[F32]
 ) -> tuple[torch.Tensor, ...] | TiledInverse:
-    """See `cuvee.codec.stages.reference.product.prepare_inverse`, which serves bfloat16."""
-    if dtype == torch.bfloat16:
-        return product.prepare_inverse(matrices, rank, dtype)
+    """See `cuvee.codec.stages.reference.product.prepare_inverse`, which serves what is dense and bfloat16."""
     rows, sizes = padded(rank), [len(matrix) for matrix in matrices]
-    alike = len(set(sizes)) == 1 and 0 < sizes[0] <= TILE
+    leading = [_dense_rows(share, rows) if products is Products.MIXED else 0 for share in shares]
+    if products is Products.BFLOAT16 or min(leading) == rows > 0:
+        return product.prepare_inverse(matrices, rank, Products.BFLOAT16, shares)
+    alike = len(set(sizes)) == 1 and 0 < sizes[0] <= TILE and not any(leading)
     memory = torch.zeros(len(matrices), rows, -(-sizes[0] // WIDTH) * WIDTH) if alike else None
     blocks = []
-    for number, (matrix, values) in enumerate(zip(matrices, sizes, strict=True)):
+    for number, (matrix, values, first) in enumerate(zip(matrices, sizes, leading, strict=True)):
         used = min(matrix.shape[1], rows)
         turned = torch.zeros(rows, -(-values // WIDTH) * WIDTH) if memory is None else memory[number]
         turned[:used, :values] = matrix[:, :used].T
-        tiles = turned.reshape(-1) if alike else torch.cat([tile.reshape(-1) for tile in turned.split(TILE, 1)])
-        blocks.append(TiledBlock(values, rows, tiles))
+        tiles = turned.reshape(-1) if alike else torch.cat([tile.reshape(-1) for tile in turned[first:].split(TILE, 1)])
+        blocks.append(TiledBlock(values, turned[:first, :values].bfloat16(), rows - first, tiles))
     return TiledInverse(tuple(blocks), None if memory is None else memory[:, :, : sizes[0]])
+
+
+def _dense_rows(share: F32, rows: int) -> int:
+    """Return how many of a block's rows a dense product of bfloat16 should serve: those of its leading slabs."""
+    for first in range(0, min(len(share), rows), SLAB):
+        if share[first : first + SLAB].mean() < DENSE_BFLOAT16:
+            return first
+    return rows
 
 
 def synthesize(
@@ -121,50 +137,68 @@ def synthesize(
     runs: Iterable[tuple[slice, Sequence[int]]],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """See `cuvee.codec.stages.reference.product.synthesize`, which serves bfloat16."""
+    """See `cuvee.codec.stages.reference.product.synthesize`, which serves what is dense and bfloat16.
+
+    Values are bfloat16 if all products are, even if `y` and `out` are float32.
+    """
     if not isinstance(inverse, TiledInverse):
-        return product.synthesize(y, inverse, runs, out)
+        dtype = inverse[0].dtype
+        return product.synthesize(y.to(dtype), inverse, runs, out.view(dtype)[: out.numel()])
     count, depth, width = y.shape
-    whole = _share_there(y.numpy()) > DENSE
+    whole = not _has_leading(inverse) and _share_there(y.numpy()) > DENSE
     if whole and inverse.together is not None:
         return torch.bmm(y.mT, inverse.together[:, :depth], out=out.view(count, width, -1))
-    x, lists = out.view(width, -1), _lists(width, depth)
-    column = 0
+    x, column = out.view(width, -1), 0
     for own, block in zip(y, inverse.blocks, strict=True):
-        dense = depth if whole else _list_entries(own.numpy(), *lists)
-        if dense:
-            for first in range(0, block.values, TILE):
-                tile = block.tiles[first * block.rows : (first + TILE) * block.rows].view(block.rows, -1)
-                size = min(TILE, block.values - first)
-                torch.mm(own[:dense].T, tile[:dense, :size], out=x[:, column + first : column + first + size])
-        if dense < depth or not depth:
-            _add_entries(*lists, dense, block.tiles.numpy(), block.values, block.rows, x.numpy(), column)
+        mine = x[:, column : column + block.values]
+        leading = min(len(block.leading), depth)
+        if leading:
+            mine.copy_(torch.mm(own[:leading].T.bfloat16(), block.leading[:leading]))
+        rest = own[leading:]
+        lists = _lists(width, len(rest))
+        dense = len(rest) if whole else _list_entries(rest.numpy(), *lists)
+        for first in range(0, block.values if dense else 0, TILE):
+            tile = block.tiles[first * block.rows : (first + TILE) * block.rows].view(block.rows, -1)
+            size = min(TILE, block.values - first)
+            to = mine[:, first : first + size]
+            torch.addmm(to, rest[:dense].T, tile[:dense, :size], beta=int(leading > 0), out=to)
+        if dense < len(rest) or not depth:
+            fresh = dense == leading == 0
+            _add_entries(*lists, dense, fresh, block.tiles.numpy(), block.values, block.rows, x.numpy(), column)
         column += block.values
     return x
+
+
+def _has_leading(inverse: TiledInverse) -> bool:
+    return any(len(block.leading) for block in inverse.blocks)
 
 
 def executed_operations(
     y: torch.Tensor,
     inverse: Sequence[torch.Tensor] | TiledInverse,
     runs: Iterable[tuple[slice, Sequence[int]]],
-) -> int:
-    """Return the number of floating-point operations that `synthesize` executes for the same arguments.
+) -> dict[torch.dtype, int]:
+    """Return the number of floating-point operations that `synthesize` executes for the same arguments, by dtype.
 
     Each factor counts twice: for its product and for its sum. Zeros that make an array's shape fit do not count.
     """
     _, depth, width = y.shape
     if not isinstance(inverse, TiledInverse):
-        if y.dtype == torch.bfloat16 and len(inverse) == 1:
-            return 2 * y.numel() * inverse[0].shape[2]
+        dtype = inverse[0].dtype
+        if dtype == torch.bfloat16 and len(inverse) == 1:
+            return {dtype: 2 * y.numel() * inverse[0].shape[2]}
         sizes = [matrix.shape[1] for alike in inverse for matrix in alike]
-        return sum(2 * len(range(width)[run]) * int(np.dot(rows, sizes)) for run, rows in runs)
-    whole = _share_there(y.numpy()) > DENSE
-    lists = _lists(width, depth)
-    total = 0
+        return {dtype: sum(2 * len(range(width)[run]) * int(np.dot(rows, sizes)) for run, rows in runs)}
+    whole = not _has_leading(inverse) and _share_there(y.numpy()) > DENSE
+    total = {torch.float32: 0, torch.bfloat16: 0}
     for own, block in zip(y.numpy(), inverse.blocks, strict=True):
-        dense = depth if whole else _list_entries(own, *lists)
-        total += 2 * block.values * (dense * width + int(np.count_nonzero(own[dense:])))
-    return total
+        leading = min(len(block.leading), depth)
+        total[torch.bfloat16] += 2 * block.values * leading * width
+        rest = own[leading:]
+        lists = _lists(width, len(rest))
+        dense = len(rest) if whole else _list_entries(rest, *lists)
+        total[torch.float32] += 2 * block.values * (dense * width + int(np.count_nonzero(rest[dense:])))
+    return {dtype: operations for dtype, operations in total.items() if operations}
 
 
 def _lists(columns: int, rows: int) -> tuple[U32, F32, I64]:
@@ -235,8 +269,8 @@ def _list_entries(y, rows, coefficients, begins):  # type: ignore[no-untyped-def
 
 
 @compiled
-def _add_entries(rows, coefficients, begins, dense, tiles, values, depth, x, column):  # type: ignore[no-untyped-def]
-    """Add what is listed from row `dense` on to the values from `column` on; if `dense` is 0, set these."""
+def _add_entries(rows, coefficients, begins, dense, fresh, tiles, values, depth, x, column):  # type: ignore[no-untyped-def]
+    """Add what is listed from row `dense` on to the values from `column` on; if `fresh`, set these."""
     width, stride = x.shape
     x_, pitch = x.reshape(x.size), len(rows) // len(begins)
     # Slabs with few entries are served together: a sum is loaded and stored once for all of them.
@@ -252,7 +286,7 @@ def _add_entries(rows, coefficients, begins, dense, tiles, values, depth, x, col
     for first in range(0, values, TILE):
         size = min(TILE, values - first)
         tile, tile_stride = first * depth, (size + WIDTH - 1) // WIDTH * WIDTH
-        for t in range(width if dense == 0 else 0):
+        for t in range(width if fresh else 0):
             x[t, column + first : column + first + size] = 0
         for slab in range(slabs):
             for t in range(width):

@@ -6,16 +6,22 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from cuvee.codec.stages.products import Products
 from cuvee.codec.stages.reference.sections import padded
+from cuvee.codec.support.arrays import F32
 
 
-def prepare_inverse(matrices: Sequence[torch.Tensor], rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def prepare_inverse(
+    matrices: Sequence[torch.Tensor], rank: int, products: Products, shares: Sequence[F32]
+) -> tuple[torch.Tensor, ...]:
     """Return a section's inverse maps as `synthesize` takes them.
 
     Args:
         matrices: `SectionBasis.inverse`: for each block, float32 `[n, components]`.
         rank: the most components of a block that are ever used.
-        dtype: of the coefficients.
+        products: how to multiply. Here MIXED is FLOAT32.
+        shares: for each block and component the expected share of coefficients that are not zero. Here nothing depends
+            on it.
 
     Returns:
         the transposed maps, padded with zeros to a common number of rows; equal blocks are stacked: `[b, rows, n]`.
@@ -24,7 +30,7 @@ def prepare_inverse(matrices: Sequence[torch.Tensor], rank: int, dtype: torch.dt
     runs: list[list[torch.Tensor]] = []
     for matrix in matrices:
         used = min(matrix.shape[1], rows)
-        turned = torch.zeros(rows, matrix.shape[0], dtype=dtype)
+        turned = torch.zeros(rows, matrix.shape[0], dtype=products.coefficients)
         turned[:used] = matrix[:, :used].T
         if not runs or runs[-1][0].shape != turned.shape:
             runs.append([])

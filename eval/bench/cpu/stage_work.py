@@ -66,13 +66,19 @@ def _classes(result: Any, coding: SectionCoding, x: torch.Tensor, *_: Any) -> Wo
 
 
 def _analyze(
-    y: torch.Tensor, basis: SectionBasis, x: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor | None, known: int
+    y: torch.Tensor,
+    basis: SectionBasis,
+    x: torch.Tensor,
+    ranks: tuple[int, ...],
+    out: torch.Tensor | None,
+    known: int,
+    dtype: torch.dtype,
 ) -> Work:
     values = 0  # of the maps
     for matrix, rank in zip(basis.forward, ranks, strict=True):
         values += max(rank - known, 0) * matrix.shape[1]
         known = 0
-    return {PRODUCTS[x.dtype]: 2 * values * len(x), BYTES: values * x.element_size() + x.nbytes + y.nbytes}
+    return {PRODUCTS[dtype]: 2 * values * len(x), BYTES: values * dtype.itemsize + x.nbytes + y.nbytes}
 
 
 def _synthesize(
@@ -82,7 +88,7 @@ def _synthesize(
     values = x.numel() // max(width, 1)  # of a token, over all blocks
     maps = depth * values  # values of the maps that are read
     return {
-        PRODUCTS[y.dtype]: product.executed_operations(y, inverse, list(runs)),
+        **{PRODUCTS[dtype]: each for dtype, each in product.executed_operations(y, inverse, list(runs)).items()},
         DENSE: 2 * maps * width,
         BYTES: maps * y.element_size() + y.nbytes + x.nbytes,
     }

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tests.cpus import multiply
 from typer.testing import CliRunner
 
 from cuvee.cli import app
@@ -22,6 +23,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
+from cuvee.codec.stages.products import Products
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.eval.bench.cpu import cpu_bench, stages
 from cuvee.eval.bench.cpu.caches import real_cache
@@ -112,7 +114,8 @@ def test_only_the_limits_that_are_needed_are_measured() -> None:
         assert probe.seconds() > 0
 
 
-def test_the_work_of_a_learned_profile(chunk: KVChunk, fitted: Profile) -> None:
+def test_the_work_of_a_learned_profile(chunk: KVChunk, fitted: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply(Products.FLOAT32, monkeypatch)
     entry = measure_stages(ONCE, fitted, "balanced", chunk)
     encode, decode = amounts(entry, "encode"), amounts(entry, "decode")
     symbols = encode["entropy coding"][ENCODED]
@@ -123,6 +126,9 @@ def test_the_work_of_a_learned_profile(chunk: KVChunk, fitted: Profile) -> None:
     assert 0 < encode["product"][FLOAT32] <= 2 * 2 * TOKENS * section**2
     (product,) = (own for own in entry["decode"]["work"]["product"] if own["unit"] == FLOAT32)
     assert 0 < product["amount"] <= product["dense"] <= 2 * 2 * TOKENS * section**2
+    multiply(Products.MIXED, monkeypatch)
+    decode = amounts(measure_stages(ONCE, fitted, "balanced", chunk), "decode")
+    assert decode["product"][PRODUCTS[torch.bfloat16]] > 0
 
 
 def test_the_work_of_lossless_coding(layout: KVLayout, chunk: KVChunk) -> None:

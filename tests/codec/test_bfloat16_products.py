@@ -1,0 +1,164 @@
+"""Caches of bfloat16 on CPUs that multiply bfloat16 fast: what is rounded, and what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+import torch
+from tests.conftest import Books
+from tests.cpus import multiply
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.profiles.section_basis import SectionBasis
+from cuvee.codec.schemes.transform import TransformScheme
+from cuvee.codec.stages import products
+from cuvee.codec.stages.implementations import get_stages
+from cuvee.codec.stages.products import Products, products_for
+
+
+@pytest.fixture
+def chunk(books: Books) -> KVChunk:
+    """The cache of 192 tokens in bfloat16."""
+    (wide,) = prefill(books.model, books.orchard[:1, : books.prefix], books.layout)
+    layout = replace(books.layout, dtype="bfloat16")
+    keys, values = ([own.bfloat16() for own in kind] for kind in (wide.keys, wide.values))
+    return KVChunk(keys, values, layout, 0, books.orchard[0, : books.prefix])
+
+
+@pytest.mark.parametrize("kind", Products)
+def test_only_caches_of_bfloat16_are_rounded(kind: Products, books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply(kind, monkeypatch)
+    assert products_for(replace(books.layout, dtype="bfloat16")) is kind
+    for dtype in ("float32", "float16"):
+        assert products_for(replace(books.layout, dtype=dtype)) is Products.FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("name", "instructions", "expected"),
+    [
+        ("znver3", False, False), ("znver4", True, True), ("znver5", True, True), ("znver4", False, False),
+        ("znver10", True, True), ("sapphirerapids", True, False), ("cooperlake", True, False), ("", False, False),
+    ],
+)  # fmt: skip
+def test_cpus_with_fast_products_are_known_by_name(
+    name: str, instructions: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: name)
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: {"avx512bf16": instructions})
+    assert products._is_bfloat16_fast() is expected
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not products._is_bfloat16_fast()
+
+
+def test_known_components_stay_and_the_others_are_products_of_bfloat16(books: Books) -> None:
+    basis = books.profile.learned[0].basis
+    (rank,) = basis.block_ranks
+    x = torch.randn(20, basis.maps[0].size)
+    y = torch.full((rank, 20), 7.0)
+    SectionBasis.coefficients(basis, x, (rank,), y, 5, torch.bfloat16)
+    assert (y[:5] == 7).all()
+    exact = basis.forward[0].bfloat16().double() @ x.T.bfloat16().double()
+    assert ((y - exact)[5:].abs() <= exact[5:].abs() / 256 + 1e-4 * exact.abs().max()).all()
+    assert not torch.equal(y[5:], basis.coefficients(x, (rank,))[5:])
+
+
+def coded(books: Books, chunk: KVChunk, step: float) -> tuple[bytes, list[Any]]:
+    """A blob, and the arguments and results of its encoder's products."""
+    stages, calls = get_stages("numba"), []
+    analyze = stages.analyze
+
+    def recorded(basis: SectionBasis, x: torch.Tensor, ranks: Any, out: Any, known: int, dtype: torch.dtype) -> Any:
+        y = analyze(basis, x, ranks, out, known, dtype)
+        calls.append((known, dtype, y.clone(), basis.coefficients(x, ranks)))
+        return y
+
+    object.__setattr__(stages, "analyze", recorded)
+    try:
+        return Codec(books.profile, step=step, dtype="bfloat16").encode(chunk), calls
+    finally:
+        object.__setattr__(stages, "analyze", analyze)
+
+
+@pytest.mark.parametrize("kind", [Products.MIXED, Products.BFLOAT16])
+def test_an_encoder_computes_the_largest_coefficients_in_float32(
+    kind: Products, books: Books, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply(kind, monkeypatch)
+    _, calls = coded(books, chunk, 0.1)
+    assert any(known < len(y) for known, _, y, _ in calls)
+    for known, dtype, y, exact in calls:
+        assert known > 0 and dtype == torch.bfloat16
+        torch.testing.assert_close(y[:known], exact[:known], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(y, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
+        assert known >= len(y) or not torch.equal(y[known:], exact[known:])
+
+
+@pytest.mark.parametrize("step", [0.05, 0.5])
+def test_rounding_costs_neither_bytes_nor_error(
+    step: float, books: Books, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error(blob: bytes, codec: Codec) -> float:
+        back = codec.decode(blob)
+        pairs = zip(back.keys + back.values, chunk.keys + chunk.values, strict=True)
+        return float(sum(((a.float() - b.float()) ** 2).mean() / b.float().var() for a, b in pairs))
+
+    codec = Codec(books.profile, step=step, dtype="bfloat16")
+    multiply(Products.FLOAT32, monkeypatch)
+    exact, _ = coded(books, chunk, step)
+    lost = error(exact, codec)
+    for kind in (Products.MIXED, Products.BFLOAT16):
+        multiply(kind, monkeypatch)
+        rounded, _ = coded(books, chunk, step)
+        assert rounded != exact  # otherwise nothing was rounded
+        assert len(rounded) == pytest.approx(len(exact), rel=2e-3)
+        for blob in (exact, rounded):
+            assert error(blob, codec) == pytest.approx(lost, rel=0.01, abs=1e-5)
+
+
+@pytest.mark.parametrize("step", [0.1, 1.0])
+def test_expected_shares_are_those_of_a_cache(
+    step: float, books: Books, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply(Products.FLOAT32, monkeypatch)
+    blob, _ = coded(books, chunk, step)
+    stages = get_stages("numba")
+    synthesize, prepare = stages.synthesize, stages.prepare_inverse
+    expected, there = [], []
+
+    def recorded(y: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        there.append((y[0] != 0).float().mean(1).numpy())
+        return synthesize(y, *arguments)
+
+    def prepared(matrices: Any, rank: int, kind: Products, shares: Any) -> Any:
+        expected.append(shares[0])
+        return prepare(matrices, rank, kind, shares)
+
+    object.__setattr__(stages, "synthesize", recorded)
+    object.__setattr__(stages, "prepare_inverse", prepared)
+    try:
+        Codec(books.profile, step=step, dtype="bfloat16").decode(blob)
+    finally:
+        object.__setattr__(stages, "synthesize", synthesize)
+        object.__setattr__(stages, "prepare_inverse", prepare)
+    assert len(expected) == len(there) == len(books.profile.sections)
+    for share, rows in zip(expected, there, strict=True):
+        actual = np.zeros(max(len(share), len(rows)))
+        actual[: len(rows)] = rows
+        assert share.mean() == pytest.approx(actual[: len(share)].mean(), abs=0.1)
+        assert np.abs(share - actual[: len(share)]).mean() < 0.15
+
+
+def test_a_base_with_refinements_expects_what_all_parts_hold_together(books: Books) -> None:
+    stages = get_stages("numba")
+    plain = TransformScheme(books.profile, -64, False, stages)
+    refined = TransformScheme(books.profile, 0, False, stages, refinements=1)
+    base = TransformScheme(books.profile, 0, False, stages, refinements=0)
+    (of_plain,), (of_refined,), (of_base,) = (each._expected_shares(0) for each in (plain, refined, base))
+    assert np.array_equal(of_plain, of_refined)
+    assert of_base.sum() < of_plain.sum()
