@@ -2,8 +2,8 @@
 
 The cost of an error differs by orders of magnitude between tokens. The encoder gives each token of a section a *class*
 k, and quantizes it with the step index `step_index + 32 (k - 11)`. That is half an octave per class, from 5.5 octaves
-finer than the blob's step to two coarser. The decoder reads the classes. It does not need to know how the
-encoder chose them: by a predictor (`codec/profiles/class_predictor.py`), by attention, or by a caller's weights.
+finer than the blob's step to two coarser. The decoder reads the classes. It does not need to know how the encoder chose
+them: by a predictor (`codec/profiles/class_predictor.py`), by attention, or by a caller's weights.
 
     tokens [T] --sort by class within windows of 256--> columns [T] --deal out in rows--> streams
 

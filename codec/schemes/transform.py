@@ -17,6 +17,7 @@ from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder, RefinedSection
 from cuvee.codec.entropy.family import OCTAVE
+from cuvee.codec.errors import ProfileError
 from cuvee.codec.profiles.nested_coding import NestedCoding
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
@@ -260,10 +261,13 @@ class TransformScheme:
     def _expected_shares(self, index: int) -> Sequence[F32]:
         """Return the expected shares of coefficients that are not zero, in the last part of a section."""
         coding, tables = self._coding.sections[index], self._profile.family.tables
-        if self._nested is not None and self._refined:
-            finer = self._coding.step_index - OCTAVE * self._nested.refinements
-            coding = SectionCoding(coding.learned, finer)
-        return coding.expected_shares(tables)
+        if self._nested is None or not self._refined:
+            return coding.expected_shares(tables)
+        finer = self._coding.step_index - OCTAVE * self._nested.refinements
+        try:
+            return SectionCoding(coding.learned, finer).expected_shares(tables)
+        except ProfileError:  # a plain blob cannot be as fine as a base with many refinements
+            return coding.expected_shares(tables)
 
 
 def product_runs(classes: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:

@@ -14,8 +14,11 @@ from tests.cpus import multiply
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.family import OCTAVE
+from cuvee.codec.errors import ProfileError
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.section_basis import SectionBasis
+from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.stages import products
 from cuvee.codec.stages.implementations import get_stages
@@ -64,7 +67,7 @@ def test_known_components_stay_and_the_others_are_products_of_bfloat16(books: Bo
     SectionBasis.coefficients(basis, x, (rank,), y, 5, torch.bfloat16)
     assert (y[:5] == 7).all()
     exact = basis.forward[0].bfloat16().double() @ x.T.bfloat16().double()
-    assert ((y - exact)[5:].abs() <= exact[5:].abs() / 256 + 1e-4 * exact.abs().max()).all()
+    assert ((y - exact)[5:].abs() <= exact[5:].abs() / 128 + 2e-3 * exact.abs().max()).all()
     assert not torch.equal(y[5:], basis.coefficients(x, (rank,))[5:])
 
 
@@ -162,3 +165,22 @@ def test_a_base_with_refinements_expects_what_all_parts_hold_together(books: Boo
     (of_plain,), (of_refined,), (of_base,) = (each._expected_shares(0) for each in (plain, refined, base))
     assert np.array_equal(of_plain, of_refined)
     assert of_base.sum() < of_plain.sum()
+
+
+def test_a_base_may_have_refinements_finer_than_any_plain_blob(books: Books) -> None:
+    stages = get_stages("numba")
+    step_index = next(step for step in range(0, -2000, -8) if not _can_be_coded(books, step))
+    refined = TransformScheme(books.profile, step_index, False, stages, refinements=1)
+    base = TransformScheme(books.profile, step_index, False, stages, refinements=0)
+    for index in range(len(books.profile.sections)):
+        (of_refined,), (of_base,) = refined._expected_shares(index), base._expected_shares(index)
+        assert of_refined.sum() >= of_base.sum() > 0
+
+
+def _can_be_coded(books: Books, step_index: int) -> bool:
+    try:
+        for section in books.profile.learned:
+            SectionCoding(section, step_index - OCTAVE)
+    except ProfileError:
+        return False
+    return True
