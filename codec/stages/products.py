@@ -9,6 +9,10 @@ import llvmlite.binding as llvm
 import torch
 
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.support.arrays import F32
+
+SLAB = 64  # rows of a map that share a decision: 32 KiB of a tile of `compiled/product.py`
+DENSE_BFLOAT16 = 0.25  # share of coefficients other than zero from which on a dense product of bfloat16 is faster
 
 MATRIX_INSTRUCTIONS = bool(torch.cpu._is_amx_tile_supported())
 
@@ -47,6 +51,23 @@ class Products(Enum):
     def dense(self) -> torch.dtype:
         """The dtype of dense products."""
         return torch.float32 if self is Products.FLOAT32 else torch.bfloat16
+
+    def leading_rows(self, share: F32, rows: int) -> int:
+        """Return how many of a block's rows a dense product of bfloat16 serves beside products of float32.
+
+        Those are the leading slabs in which few coefficients are expected to be zero, whatever they are. So the values
+        of a token do not depend on the other tokens that are decoded.
+
+        Args:
+            share: of each component the expected share of coefficients that are not zero.
+            rows: of the block's map.
+        """
+        if self is not Products.MIXED:
+            return 0
+        for first in range(0, min(len(share), rows), SLAB):
+            if share[first : first + SLAB].mean() < DENSE_BFLOAT16:
+                return first
+        return rows
 
 
 def products_for(layout: KVLayout) -> Products:

@@ -16,7 +16,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.schemes import transform as scheme
 from cuvee.codec.stages.compiled import product as compiled
 from cuvee.codec.stages.compiled.arena import Arena
-from cuvee.codec.stages.products import Products
+from cuvee.codec.stages.products import DENSE_BFLOAT16, SLAB, Products
 from cuvee.codec.stages.reference import product as reference
 from cuvee.codec.stages.reference.sections import padded
 from cuvee.codec.support.arrays import F32
@@ -37,7 +37,7 @@ def sparse(shape: Sequence[int], share: float, seed: int = 1) -> torch.Tensor:
 def shares(matrices: Sequence[torch.Tensor], of_slabs: Sequence[float] = ()) -> list[F32]:
     """Expected shares of coefficients other than zero: of one block by slab, or 0."""
     if of_slabs:
-        return [np.repeat(np.array(of_slabs, np.float32), compiled.SLAB)[: matrices[0].shape[1]]]
+        return [np.repeat(np.array(of_slabs, np.float32), SLAB)[: matrices[0].shape[1]]]
     return [np.zeros(matrix.shape[1], np.float32) for matrix in matrices]
 
 
@@ -151,9 +151,9 @@ def test_coefficients_that_are_listed_are_those_that_are_not_zero() -> None:
     for t in range(37):
         for slab in range(2):
             at = slice(t * pitch + begins[t, slab], t * pitch + begins[t, slab + 1])
-            own = y[slab * compiled.SLAB : (slab + 1) * compiled.SLAB, t].numpy()
+            own = y[slab * SLAB : (slab + 1) * SLAB, t].numpy()
             (there,) = np.nonzero(own)
-            assert rows[at].tolist() == (there + slab * compiled.SLAB).tolist()
+            assert rows[at].tolist() == (there + slab * SLAB).tolist()
             assert np.array_equal(coefficients[at], own[there])
 
 
@@ -204,22 +204,25 @@ def test_products_of_bfloat16_are_dense() -> None:
     assert product(compiled, y, matrices).shape == (2, 9, 40)  # one product for both blocks
 
 
+@pytest.mark.parametrize("stage", [reference, compiled])
 @pytest.mark.parametrize("rows", [1, 64, 100, 160, 256])
 @pytest.mark.parametrize("of_slabs", [(0.9, 0.9, 0.1, 0.1), (0.9, 0.1, 0.9, 0.9), (0.3,) * 4, (0.1,) * 4])
-def test_slabs_with_few_zeros_are_multiplied_in_bfloat16(of_slabs: tuple[float, ...], rows: int) -> None:
+def test_slabs_with_few_zeros_are_multiplied_in_bfloat16(
+    of_slabs: tuple[float, ...], rows: int, stage: ModuleType
+) -> None:
     matrices = maps([200], rows)
     expected = shares(matrices, of_slabs)
-    inverse = compiled.prepare_inverse(matrices, rows, Products.MIXED, expected)
+    inverse = stage.prepare_inverse(matrices, rows, Products.MIXED, expected)
     y = torch.zeros(1, padded(rows), 40)
     y[:, :rows] = sparse((1, rows, 40), 1.0) * (torch.rand(rows, 40) < torch.from_numpy(expected[0])[:, None])
-    leading = 64 * next((slab for slab, share in enumerate(of_slabs) if share < compiled.DENSE_BFLOAT16), 4)
+    leading = 64 * next((slab for slab, share in enumerate(of_slabs) if share < DENSE_BFLOAT16), 4)
     narrow, rest = y[0].clone(), y[0].clone()
     rest[:leading] = narrow[leading:] = 0
     m = torch.zeros(200, padded(rows))
     m[:, :rows] = matrices[0]
     dense = narrow.T.bfloat16().double() @ m.T.bfloat16().double()
     out = torch.full((40 * 200,), float("nan"))
-    x = compiled.synthesize(y, inverse, [(slice(0, 40), [rows])], out)
+    x = stage.synthesize(y, inverse, [(slice(0, 40), [padded(rows)])], out)
     assert x.data_ptr() == out.data_ptr()
     assert x.dtype == (torch.bfloat16 if leading >= rows else torch.float32)
     x = x.reshape(40, 200).double()
@@ -229,14 +232,19 @@ def test_slabs_with_few_zeros_are_multiplied_in_bfloat16(of_slabs: tuple[float, 
     assert ((x - dense - rest.T.double() @ m.T.double()).abs() <= dense.abs() / 128 + 0.1).all()
 
 
-def test_a_tile_may_have_fewer_rows_than_are_dense() -> None:
-    matrices = maps([40], 160)
-    inverse = compiled.prepare_inverse(matrices, 160, Products.MIXED, shares(matrices, [0.9, 0.9, 0.0]))
+@pytest.mark.parametrize("stage", [reference, compiled])
+@pytest.mark.parametrize("sizes", [(40,), (40, 40), (40, 200)])
+def test_a_tile_may_have_fewer_rows_than_are_dense(sizes: tuple[int, ...], stage: ModuleType) -> None:
+    matrices = maps(sizes, 160)
+    expected = [shares(matrices[:1], [0.9, 0.9, 0.0])[0], *shares(matrices[1:])]
+    inverse = stage.prepare_inverse(matrices, 160, Products.MIXED, expected)
     for depth in (0, 32, 128, 160):
-        y = sparse((1, depth, 9), 0.5)
-        x = compiled.synthesize(y, inverse, [(slice(0, 9), [depth])], torch.full((360,), float("nan")))
-        want = y[0].double().T @ matrices[0][:, :depth].double().T
-        torch.testing.assert_close(x.reshape(9, 40).double(), want, rtol=0.02, atol=0.1)
+        y = sparse((len(sizes), depth, 9), 0.5)
+        out = torch.full((9 * sum(sizes),), float("nan"))
+        x = stage.synthesize(y, inverse, [(slice(0, 9), [depth] * len(sizes))], out)
+        assert x.data_ptr() == out.data_ptr() and x.dtype == torch.float32
+        want = torch.cat([own.double().T @ m[:, :depth].double().T for own, m in zip(y, matrices, strict=True)], 1)
+        torch.testing.assert_close(x.double(), want, rtol=0.02, atol=0.1)
 
 
 def test_values_in_mixed_products_do_not_depend_on_other_tokens() -> None:

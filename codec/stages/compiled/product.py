@@ -6,7 +6,7 @@ a multiple of its row of the inverse map to the values of its token. The map is 
 are zero are left to a dense product.
 
 If products are `MIXED`, a dense product of bfloat16 serves the leading slabs in which few coefficients are expected to
-be zero, whatever they are, so that the values of a token do not depend on the other tokens that are decoded.
+be zero, see `Products.leading_rows`.
 
 Sums are those of `reference/product.py` in another order, so they differ in their last bits, and bfloat16 has fewer.
 """
@@ -23,15 +23,13 @@ from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.product_steps import add_rows, add_rows_by_4, add_rows_by_8, list_step
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.products import Products
+from cuvee.codec.stages.products import SLAB, Products
 from cuvee.codec.stages.reference import product
 from cuvee.codec.stages.reference.sections import padded
 from cuvee.codec.support.arrays import F32, I64, U32
 
 TILE = 8 * WIDTH  # values that are summed at a time: as many as the registers hold
-SLAB = 64  # rows: 32 KiB of a tile
 DENSE = 0.65  # share of coefficients other than zero from which on a dense product is faster
-DENSE_BFLOAT16 = 0.25  # likewise, for a product of bfloat16
 FEW = 16  # entries of a column and a slab that are worth loading and storing its sums for
 SAMPLED = 8  # of how many rows one is counted to estimate that share
 
@@ -108,9 +106,9 @@ def prepare_inverse(
 ) -> tuple[torch.Tensor, ...] | TiledInverse:
     """See `cuvee.codec.stages.reference.product.prepare_inverse`, which serves what is dense and bfloat16."""
     rows, sizes = padded(rank), [len(matrix) for matrix in matrices]
-    leading = [_dense_rows(share, rows) if products is Products.MIXED else 0 for share in shares]
+    leading = [products.leading_rows(share, rows) for share in shares]
     if products is Products.BFLOAT16 or min(leading) == rows > 0:
-        return product.prepare_inverse(matrices, rank, Products.BFLOAT16, shares)
+        return product.stack_blocks(matrices, rows, torch.bfloat16)
     alike = len(set(sizes)) == 1 and 0 < sizes[0] <= TILE and not any(leading)
     memory = torch.zeros(len(matrices), rows, -(-sizes[0] // WIDTH) * WIDTH) if alike else None
     blocks = []
@@ -123,27 +121,15 @@ def prepare_inverse(
     return TiledInverse(tuple(blocks), None if memory is None else memory[:, :, : sizes[0]])
 
 
-def _dense_rows(share: F32, rows: int) -> int:
-    """Return how many of a block's rows a dense product of bfloat16 should serve: those of its leading slabs."""
-    for first in range(0, min(len(share), rows), SLAB):
-        if share[first : first + SLAB].mean() < DENSE_BFLOAT16:
-            return first
-    return rows
-
-
 def synthesize(
     y: torch.Tensor,
     inverse: Sequence[torch.Tensor] | TiledInverse,
     runs: Iterable[tuple[slice, Sequence[int]]],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """See `cuvee.codec.stages.reference.product.synthesize`, which serves what is dense and bfloat16.
-
-    Values are bfloat16 if all products are, even if `y` and `out` are float32.
-    """
+    """See `cuvee.codec.stages.reference.product.synthesize`, which serves what is dense and bfloat16."""
     if not isinstance(inverse, TiledInverse):
-        dtype = inverse[0].dtype
-        return product.synthesize(y.to(dtype), inverse, runs, out.view(dtype)[: out.numel()])
+        return product.synthesize(y, inverse, runs, out)
     count, depth, width = y.shape
     whole = not _has_leading(inverse) and _share_there(y.numpy()) > DENSE
     if whole and inverse.together is not None:

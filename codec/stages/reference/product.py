@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 
@@ -11,26 +12,51 @@ from cuvee.codec.stages.reference.sections import padded
 from cuvee.codec.support.arrays import F32
 
 
+class MixedInverse(NamedTuple):
+    """The inverse maps of one block, of which a part is multiplied as bfloat16.
+
+    Attributes:
+        leading: bfloat16 `[L, n]`, of the first components.
+        others: float32 `[rows - L, n]`.
+    """
+
+    leading: torch.Tensor
+    others: torch.Tensor
+
+
 def prepare_inverse(
     matrices: Sequence[torch.Tensor], rank: int, products: Products, shares: Sequence[F32]
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, ...] | tuple[MixedInverse, ...]:
     """Return a section's inverse maps as `synthesize` takes them.
 
     Args:
         matrices: `SectionBasis.inverse`: for each block, float32 `[n, components]`.
         rank: the most components of a block that are ever used.
-        products: how to multiply. Here MIXED is FLOAT32.
-        shares: for each block and component the expected share of coefficients that are not zero. Here nothing depends
-            on it.
+        products: how to multiply.
+        shares: for each block and component the expected share of coefficients that are not zero, which says which of
+            them MIXED multiplies as bfloat16.
 
     Returns:
-        the transposed maps, padded with zeros to a common number of rows; equal blocks are stacked: `[b, rows, n]`.
+        the transposed maps, padded with zeros to a common number of rows; equal blocks are stacked: `[b, rows, n]`. If
+        some rows are bfloat16 and others float32, a `MixedInverse` of each block.
     """
     rows = padded(rank)
+    leading = [products.leading_rows(share, rows) for share in shares]
+    if min(leading) == rows > 0:
+        return stack_blocks(matrices, rows, torch.bfloat16)
+    stacked = stack_blocks(matrices, rows, products.coefficients)
+    if not any(leading):
+        return stacked
+    blocks = [matrix for alike in stacked for matrix in alike]
+    return tuple(MixedInverse(own[:first].bfloat16(), own[first:]) for own, first in zip(blocks, leading, strict=True))
+
+
+def stack_blocks(matrices: Sequence[torch.Tensor], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return transposed maps of a dtype, with zeros up to `rows` rows; adjacent blocks of a size share a tensor."""
     runs: list[list[torch.Tensor]] = []
     for matrix in matrices:
         used = min(matrix.shape[1], rows)
-        turned = torch.zeros(rows, matrix.shape[0], dtype=products.coefficients)
+        turned = torch.zeros(rows, matrix.shape[0], dtype=dtype)
         turned[:used] = matrix[:, :used].T
         if not runs or runs[-1][0].shape != turned.shape:
             runs.append([])
@@ -40,28 +66,38 @@ def prepare_inverse(
 
 def synthesize(
     y: torch.Tensor,
-    inverse: Sequence[torch.Tensor],
+    inverse: Sequence[torch.Tensor] | Sequence[MixedInverse],
     runs: Iterable[tuple[slice, Sequence[int]]],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Turn coefficients into values. All tensors have one dtype.
+    """Turn coefficients into values.
 
     Args:
         y: `[B, pad, t]`, each block's leading components, then zeros.
-        inverse: the result of `prepare_inverse`.
+        inverse: the result of `prepare_inverse`. If it is bfloat16, so are values, whatever `y` and `out` are.
         runs: columns of each product, and the rows of each block that it needs. In bfloat16, which only CPUs with
             matrix instructions use, one product serves all columns of equal blocks, because a call costs as much as it
             would save.
-        out: `[t N]`, receives the values.
+        out: `[t N]` of the dtype of `y`, receives the values.
 
     Returns:
         `[t, N]`, or `[B, t, N / B]` if one product took all blocks: a view of `out`.
     """
-    width = y.shape[2]
-    if y.dtype == torch.bfloat16 and len(inverse) == 1:
-        return torch.bmm(y.mT, inverse[0][:, : y.shape[1]], out=out.view(len(y), width, -1))
+    depth, width = y.shape[1:]
+    if isinstance(inverse[0], MixedInverse):
+        values = []
+        for own, block in zip(y, cast("Sequence[MixedInverse]", inverse), strict=True):
+            first = min(len(block.leading), depth)
+            dense = torch.mm(own[:first].T.bfloat16(), block.leading[:first]).float()
+            values.append(dense + own[first:].T @ block.others[: depth - first])
+        return torch.cat(values, 1, out=out.view(width, -1))
+    stacked = cast("Sequence[torch.Tensor]", inverse)
+    y = y.to(stacked[0].dtype)
+    out = out.view(y.dtype)[: out.numel()]
+    if y.dtype == torch.bfloat16 and len(stacked) == 1:
+        return torch.bmm(y.mT, stacked[0][:, :depth], out=out.view(len(y), width, -1))
     x = out.view(width, -1)
-    matrices = [matrix for alike in inverse for matrix in alike]
+    matrices = [matrix for alike in stacked for matrix in alike]
     for run, rows in runs:
         column = 0
         for own, matrix, depth in zip(y, matrices, rows, strict=True):
