@@ -71,7 +71,7 @@ def test_known_components_stay_and_the_others_are_products_of_bfloat16(books: Bo
     assert not torch.equal(y[5:], basis.coefficients(x, (rank,))[5:])
 
 
-def coded(books: Books, chunk: KVChunk, step: float) -> tuple[bytes, list[Any]]:
+def coded(books: Books, chunk: KVChunk, step: float, importance: object = None) -> tuple[bytes, list[Any]]:
     """A blob, and the arguments and results of its encoder's products."""
     stages, calls = get_stages("numba"), []
     analyze = stages.analyze
@@ -83,7 +83,7 @@ def coded(books: Books, chunk: KVChunk, step: float) -> tuple[bytes, list[Any]]:
 
     object.__setattr__(stages, "analyze", recorded)
     try:
-        return Codec(books.profile, step=step, dtype="bfloat16").encode(chunk), calls
+        return Codec(books.profile, step=step, dtype="bfloat16").encode(chunk, importance=importance), calls
     finally:
         object.__setattr__(stages, "analyze", analyze)
 
@@ -100,6 +100,15 @@ def test_an_encoder_computes_the_largest_coefficients_in_float32(
         torch.testing.assert_close(y[:known], exact[:known], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(y, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
         assert known >= len(y) or not torch.equal(y[known:], exact[known:])
+
+
+def test_an_encoder_multiplies_in_float32_if_no_coefficients_are_known(
+    books: Books, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Classes that the caller chooses need no coefficients."""
+    multiply(Products.BFLOAT16, monkeypatch)
+    _, calls = coded(books, chunk, 0.1, np.ones(chunk.tokens))
+    assert calls and {(known, dtype) for known, dtype, _, _ in calls} == {(0, torch.float32)}
 
 
 @pytest.mark.parametrize("step", [0.05, 0.5])

@@ -232,6 +232,16 @@ def test_slabs_with_few_zeros_are_multiplied_in_bfloat16(
     assert ((x - dense - rest.T.double() @ m.T.double()).abs() <= dense.abs() / 128 + 0.1).all()
 
 
+def test_only_mixed_products_choose_by_expected_shares() -> None:
+    share = np.repeat(np.array([0.9, 0.3, 0.2, 0.9], np.float32), SLAB)
+    assert Products.MIXED.leading_rows(share, 256) == 128
+    assert Products.MIXED.leading_rows(share[:100], 128) == 128  # the last rows are padding
+    assert Products.MIXED.leading_rows(share, 96) == 96  # fewer rows than components
+    assert Products.MIXED.leading_rows(share[:0], 0) == 0
+    for kind in (Products.FLOAT32, Products.BFLOAT16):
+        assert kind.leading_rows(share, 256) == 0
+
+
 @pytest.mark.parametrize("stage", [reference, compiled])
 @pytest.mark.parametrize("sizes", [(40,), (40, 40), (40, 200)])
 def test_a_tile_may_have_fewer_rows_than_are_dense(sizes: tuple[int, ...], stage: ModuleType) -> None:

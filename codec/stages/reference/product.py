@@ -75,9 +75,9 @@ def synthesize(
     Args:
         y: `[B, pad, t]`, each block's leading components, then zeros.
         inverse: the result of `prepare_inverse`. If it is bfloat16, so are values, whatever `y` and `out` are.
-        runs: columns of each product, and the rows of each block that it needs. In bfloat16, which only CPUs with
-            matrix instructions use, one product serves all columns of equal blocks, because a call costs as much as it
-            would save.
+        runs: columns of each product, and the rows of each block that it needs. In bfloat16, which only CPUs that
+            multiply it fast use, one product serves all columns of equal blocks, because a call costs as much as it
+            would save. Mixed products have all rows of all columns.
         out: `[t N]` of the dtype of `y`, receives the values.
 
     Returns:
