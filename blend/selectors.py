@@ -14,8 +14,8 @@ either
     ratio   share of the cached tokens to select, not counting the cost of finding them, or
     cost    share of the token-layers to spend in total.
 
-Both count tokens. In a serving engine, runs of adjacent tokens cost time as well: `run_overhead` makes them few
-(`runs.py`).
+Both count tokens. In a serving engine, runs of adjacent tokens cost time as well, and late tokens cost more than early
+ones: `run_overhead` makes runs few, and `context_overhead` weighs tokens by their position (`runs.py`).
 
 A score (`Scorer`) weighs each token. Selectors with a score select once, before the first layer: `Random`, `Boundary`,
 `Overlap`, `QueryGuided`, and their sums and products. `HKVD` selects by deviations in the first layers.
@@ -33,7 +33,7 @@ import torch
 
 from cuvee.blend.budget import DEFAULT_RATIO, affordable, check_budget, check_layers, check_share
 from cuvee.blend.correction import typical_change
-from cuvee.blend.runs import best_runs, check_run_overhead
+from cuvee.blend.runs import best_runs, check_context_overhead, check_run_overhead
 from cuvee.blend.segments import Prompt
 from cuvee.codec.errors import InputError
 
@@ -127,15 +127,19 @@ class _Scored(ABC):
         cost: instead of `ratio`, share of the token-layers to spend.
         run_overhead: what a run of adjacent tokens costs besides them, in tokens: the more, the fewer runs. It is not
             part of the cost.
+        context_overhead: what each token before a token adds to its cost, as a share of what it costs without any.
+            With it, `ratio` and `cost` are shares of what all cached tokens cost: more tokens, if they are early ones.
     """
 
     ratio: float | None = None
     cost: float | None = None
     run_overhead: float = field(default=0.0, kw_only=True)
+    context_overhead: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         check_budget(self.ratio, self.cost)
         check_run_overhead(self.run_overhead)
+        check_context_overhead(self.context_overhead)
 
     def __repr__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -150,7 +154,7 @@ class _Scored(ABC):
         return 0
 
     def begin(self, prompt: Prompt) -> Selection:
-        return _fixed(self, self.ratio, self.cost, self.run_overhead, prompt)
+        return _fixed(self, prompt)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -308,15 +312,22 @@ class _Combination(ABC):
         ratio: share of the cached tokens to select; default 0.15.
         cost: instead of `ratio`, share of the token-layers to spend.
         run_overhead: what a run of adjacent tokens costs besides them, in tokens.
+        context_overhead: what each token before a token adds to its cost, as a share of what it costs without any.
     """
 
-    __slots__ = ("cost", "ratio", "run_overhead", "scorers")
+    __slots__ = ("context_overhead", "cost", "ratio", "run_overhead", "scorers")
 
     def __init__(
-        self, *scorers: Scorer, ratio: float | None = None, cost: float | None = None, run_overhead: float = 0.0
+        self,
+        *scorers: Scorer,
+        ratio: float | None = None,
+        cost: float | None = None,
+        run_overhead: float = 0.0,
+        context_overhead: float = 0.0,
     ) -> None:
         check_budget(ratio, cost)
         check_run_overhead(run_overhead)
+        check_context_overhead(context_overhead)
         if not scorers or not all(hasattr(scorer, "score") for scorer in scorers):
             raise InputError(
                 "scorers: must be selectors with a score, such as Random, Boundary, Overlap or QueryGuided, "
@@ -326,9 +337,15 @@ class _Combination(ABC):
         self.ratio = ratio
         self.cost = cost
         self.run_overhead = run_overhead
+        self.context_overhead = context_overhead
 
     def __repr__(self) -> str:
-        given = (("ratio", self.ratio), ("cost", self.cost), ("run_overhead", self.run_overhead or None))
+        given = (
+            ("ratio", self.ratio),
+            ("cost", self.cost),
+            ("run_overhead", self.run_overhead or None),
+            ("context_overhead", self.context_overhead or None),
+        )
         said = [f"{name}={value}" for name, value in given if value is not None]
         return f"{type(self).__name__}({', '.join([*map(repr, self.scorers), *said])})"
 
@@ -342,7 +359,7 @@ class _Combination(ABC):
 
     def begin(self, prompt: Prompt) -> Selection:
         """See `Selector`."""
-        return _fixed(self, self.ratio, self.cost, self.run_overhead, prompt)
+        return _fixed(self, prompt)
 
 
 class Product(_Combination):
@@ -417,7 +434,13 @@ class _UnionSelection:
                 part.observe(layer, keys[rows], values[rows])
 
 
-def default_selector(*, ratio: float | None = None, cost: float | None = None, run_overhead: float = 0.0) -> Product:
+def default_selector(
+    *,
+    ratio: float | None = None,
+    cost: float | None = None,
+    run_overhead: float = 0.0,
+    context_overhead: float = 0.0,
+) -> Product:
     """Return the selector that measured best: tokens that the query attends to, preferably at the beginning of chunks.
 
     The loss from a token's stale KV is the attention to it, times its staleness. A pass of the query measures the
@@ -433,22 +456,25 @@ def default_selector(*, ratio: float | None = None, cost: float | None = None, r
         run_overhead: what a run of adjacent tokens costs besides them, in tokens. On SmolLM2-135M, 2 makes a third as
             many runs. The KL stays the same where chunks were computed behind other text, and grows by a third where
             they were computed alone.
+        context_overhead: what each token before a token adds to its cost, as a share of what it costs without any.
     """
     check_budget(ratio, cost)
     budget = next(share for share in (ratio, cost, DEFAULT_RATIO) if share is not None)
     query = QueryGuided(queries=16, most=_QUERY_SHARE * budget)
-    return Product(query, Boundary(), ratio=ratio, cost=cost, run_overhead=run_overhead)
+    overheads = {"run_overhead": run_overhead, "context_overhead": context_overhead}
+    return Product(query, Boundary(), ratio=ratio, cost=cost, **overheads)
 
 
-def _fixed(scorer: Scorer, ratio: float | None, cost: float | None, run_overhead: float, prompt: Prompt) -> Selection:
+def _fixed(scorer: _Scored | _Combination, prompt: Prompt) -> Selection:
     """Select the tokens that score highest, scoring them only if there is a choice."""
-    count = affordable(ratio, cost, prompt, scorer.overhead(prompt), prompt.layers, "the pass of the query")
+    spent = scorer.overhead(prompt)
+    count = affordable(scorer.ratio, scorer.cost, prompt, spent, prompt.layers, "the pass of the query")
     if count in (0, prompt.cached_tokens):
         return _Fixed(prompt.cached.nonzero()[:count, 0])
-    score = scorer.score(prompt)
-    if not run_overhead:
+    score, overheads = scorer.score(prompt), (scorer.run_overhead, scorer.context_overhead)
+    if not any(overheads):
         return _Fixed(prompt.best(score, count))
-    return _Fixed(best_runs(score, prompt.cached, prompt.leading, count, run_overhead))
+    return _Fixed(best_runs(score, prompt.cached, prompt.leading, count, *overheads))
 
 
 def _scaled(score: torch.Tensor, prompt: Prompt) -> torch.Tensor:

@@ -215,7 +215,7 @@ class BlendCost:
     Attributes:
         pieces: segments to place.
         placed: tokens to decode of these.
-        computed: tokens to compute: the text, and of what is reused so many as its recomputation comes to.
+        computed: tokens to compute: the text, and the reused tokens times the cost.
         context: tokens of the prompt up to the blend's end, which the last of them look at.
         prefix: tokens to decode of the exact prefix that is loaded along, by `load_work`.
         place_seconds: from submission until all was in its place; 0: not measured.

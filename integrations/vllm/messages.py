@@ -64,7 +64,7 @@ class Blend:
         tokens: the prompt.
         start: tokens before this position are exact; the load's prefix is loaded up to here.
         pieces: segments in order; the first may begin before `start`, and the last may end after the load.
-        cost: share of the reused tokens' token-layers to spend on recomputing them.
+        cost: share of the reused tokens' computation to spend on recomputing some of them.
         blocks: the engine's blocks from the first token to the load's end.
         check: compare the next token's distribution with that of the exactly computed prompt.
         first: tokens before this position are computed even where a piece holds them.

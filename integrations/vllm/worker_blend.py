@@ -94,8 +94,8 @@ class WorkerBlends:
         for name, value in figures.items():
             recorder.count(name, value)
         recorder.count("blend_seconds", job.compute_seconds)
-        again = figures.get("blend_token_layers", 0) / self._state.pages.layout.num_layers
-        job.computed = figures["blended_tokens"] - figures["blend_reused_tokens"] + again
+        # As the scheduler expected: at this cost it may be more tokens, where they are cheaper.
+        job.computed = figures["blended_tokens"] - (1 - blend.cost) * figures["blend_reused_tokens"]
         if "blend_kl" in figures and self._state.rank == 0:
             with self._state.lock:
                 self._state.report.checked.append((job.load.tenant, blend.cost, figures["blend_kl"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from cuvee.blend import Boundary, Product, Prompt, Random
-from cuvee.blend.runs import _fill, _viterbi, best_runs
+from cuvee.blend.runs import _fill, _viterbi, best_runs, context_overhead
 from cuvee.codec.errors import InputError
 
 
@@ -50,15 +51,16 @@ def prompt(tokens: int = 200) -> Prompt:
 def test_the_choice_at_a_price_is_the_best_of_all(seed: int) -> None:
     score, cached = drawn(seed, 10)
     generator = np.random.default_rng(seed)
-    price, overhead = generator.uniform(0, 0.6), generator.uniform(0, 3)
+    price, overhead, costs = generator.uniform(0, 0.6), generator.uniform(0, 3), generator.uniform(0.2, 2, 10)
 
     def gain(positions: torch.Tensor) -> float:
-        return float(score[positions].sum()) - price * (len(positions) + overhead * runs_of(positions, cached))
+        paid = costs[positions.numpy()].sum() + overhead * runs_of(positions, cached)
+        return float(score[positions].sum() - price * paid)
 
-    taken = np.zeros(10, np.uint8)
-    count = _viterbi()(score.double().numpy(), (~cached).numpy().astype(np.uint8), price, price * overhead, taken)
+    taken, free = np.zeros(10, np.uint8), (~cached).numpy().astype(np.uint8)
+    spent = _viterbi()(score.double().numpy(), costs, free, price, price * overhead, taken)
     found = torch.from_numpy(taken).nonzero()[:, 0]
-    assert len(found) == count and bool(cached[found].all())
+    assert spent == pytest.approx(costs[found.numpy()].sum()) and bool(cached[found].all())
     candidates = cached.nonzero()[:, 0].tolist()
     every = (
         torch.tensor(positions, dtype=torch.int64)
@@ -79,6 +81,40 @@ def test_the_budget_is_spent(seed: int, overhead: float) -> None:
         assert bool((found.diff() > 0).all())
 
 
+@pytest.mark.parametrize("run_overhead", [0.0, 2.0])
+@pytest.mark.parametrize("context_overhead", [1e-4, 0.01, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_budget_is_what_tokens_cost_at_their_positions(
+    seed: int, context_overhead: float, run_overhead: float
+) -> None:
+    score, cached = drawn(seed, 300)
+    costs = 1 + context_overhead * torch.arange(300).double()
+    costs /= costs[cached].mean()
+    for count in (1, 17, 100, int(cached.sum())):
+        found = best_runs(score, cached, cached & False, count, run_overhead, context_overhead)
+        spent = float(costs[found].sum())
+        left = cached.clone()
+        left[found] = False
+        assert spent <= count + 1e-5, "within the budget"
+        assert not left.any() or float(costs[left].min()) > count - spent - 1e-5, "and nothing else fits"
+        assert bool(cached[found].all()) and bool((found.diff() > 0).all())
+    assert len(found) == int(cached.sum())
+
+
+def test_early_tokens_are_cheaper() -> None:
+    every = torch.ones(100, dtype=torch.bool)
+    score = torch.rand(100, generator=torch.Generator().manual_seed(1)) + 0.5
+    chosen = [best_runs(score, every, ~every, 20, 0.0, overhead) for overhead in (0.0, 0.01, 0.1)]
+    assert [len(found) for found in chosen] == sorted({len(found) for found in chosen}), "as many as they pay for"
+    means = [float(found.float().mean()) for found in chosen]
+    assert means == sorted(means, reverse=True) and means[-1] < 0.7 * means[0]
+    twice = torch.zeros(100)
+    twice[[10, 90]] = torch.tensor([1.0, 1.5])  # the later one costs 1.73 times as much, and both more than 2
+    found = best_runs(twice, every, ~every, 2, 0.0, 0.01).tolist()
+    assert 10 in found and 90 not in found
+    assert best_runs(twice, every, ~every, 2, 0.0, 0.0).tolist() == [10, 90]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_higher_overhead_makes_fewer_runs_of_lower_scores(seed: int) -> None:
     score, cached = drawn(seed, 400)
@@ -97,8 +133,25 @@ def test_what_is_left_of_the_budget_lengthens_runs_unless_a_new_one_is_worth_it(
         for missing in (1, 2):
             chosen = torch.zeros(12, dtype=torch.bool)
             chosen[5] = True
-            _fill(chosen, cached, ~cached, worth, missing, overhead)
+            _fill(chosen, cached, ~cached, worth, np.ones(12), missing, overhead)
             assert chosen.nonzero()[:, 0].tolist() == sorted([5, *added[:missing]]), (overhead, missing)
+
+
+def test_what_is_left_of_the_budget_goes_where_it_buys_most() -> None:
+    worth, costs, cached = np.zeros(12), np.ones(12), torch.ones(12, dtype=torch.bool)
+    worth[[6, 9]], costs[[6, 9]] = (0.5, 0.3), (2.0, 1.0)
+    for run_overhead, before, added in ((0.0, 0, 9), (0.9, 8, 9), (0.2, 5, 6)):
+        chosen = torch.zeros(12, dtype=torch.bool)
+        chosen[before] = True
+        _fill(chosen, cached, ~cached, worth, costs, 2.0, run_overhead)
+        assert chosen[added], "a token that joins a run needs none of its own"
+        chosen[before] = False
+        assert float(costs[chosen.numpy()].sum()) <= 2
+    # Once 5 is chosen, 4 and 6 need no run of their own. 4 has the higher score, and 6 the higher score per cost.
+    worth[[4, 5, 6]], costs[[4, 5, 6]] = (0.6, 3.0, 0.5), (3.0, 1.0, 1.0)
+    chosen = torch.zeros(12, dtype=torch.bool)
+    _fill(chosen, cached, ~cached, worth, costs, 4.0, 8.0)
+    assert chosen[[5, 6]].all() and not chosen[4]
 
 
 def test_a_run_that_touches_text_costs_no_overhead() -> None:
@@ -138,6 +191,10 @@ def test_selectors_take_an_overhead() -> None:
         Random(0.2, run_overhead=6).begin(on).tokens(0),
         best_runs(Random().score(on), on.cached, on.leading, len(alone), 6),
     )
+    late = Product(Random(), ratio=0.2, context_overhead=0.1).begin(on).tokens(0)
+    assert torch.equal(late, best_runs(Random().score(on), on.cached, on.leading, len(alone), 0, 0.1))
+    assert torch.equal(late, Random(0.2, context_overhead=0.1).begin(on).tokens(0)) and len(late) > len(alone)
+    assert repr(Random(0.2, context_overhead=0.1)) == "Random(ratio=0.2, context_overhead=0.1)"
     assert repr(Random(0.2, run_overhead=6)) == "Random(ratio=0.2, run_overhead=6)"
     assert repr(Product(Random(), run_overhead=6)) == "Product(Random(), run_overhead=6)"
 
@@ -147,3 +204,14 @@ def test_overheads_are_checked(value: Any) -> None:
     for make in (Random, Boundary, lambda **given: Product(Random(), **given)):
         with pytest.raises(InputError, match=r"^run_overhead: must be a number of tokens of at least 0, got "):
             make(run_overhead=value)
+        with pytest.raises(InputError, match=r"^context_overhead: must be a share of a token of at least 0, got "):
+            make(context_overhead=value)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_context_costs_what_attention_multiplies(tiny_model: Callable[..., Any], family: str) -> None:
+    model = tiny_model(family, intermediate_size=72)
+    layer, config = model.base_model.layers[0], model.config
+    weights = sum(part.numel() for part in layer.parameters() if part.ndim == 2)
+    queries = layer.self_attn.q_proj.weight.shape[0]
+    assert context_overhead(config) == pytest.approx(2 * queries / weights)

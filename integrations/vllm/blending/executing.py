@@ -33,7 +33,14 @@ _MASK_CELLS = 1 << 24  # most cells of a mask; a check of a long prompt takes fe
 
 
 class ServedModel(RecomputeModel, Protocol):
-    """A model that also predicts the next token."""
+    """A model that also predicts the next token.
+
+    Attributes:
+        context_overhead: what a token costs more per token before it, as a share of what it costs without any; the same
+            on all ranks.
+    """
+
+    context_overhead: float
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn the last layer's output `[S, C]` into float32 logits `[S, V]`."""
@@ -161,7 +168,7 @@ class PageBlend:
         slots = blender.slots(blend.blocks, self._end)
         kv = _PagesKV(blender.cache, slots, placed.cached | placed.known)
         model = blender.open_model(blend.blocks)
-        selector = selector_for(blend.cost, int(placed.cached.sum()))
+        selector = selector_for(blend.cost, int(placed.cached.sum()), model.context_overhead)
         yield 0  # the selector may ask all ranks
         done = yield from Recompute(model, kv, placed, blender.total, blender.rows, blender.correct).blocks(selector)
         self.figures |= {
@@ -210,9 +217,11 @@ class PageBlend:
         return model.logits(hidden[-1][-1:])[0].log_softmax(-1)
 
 
-def selector_for(cost: float, reused: int) -> Selector:
+def selector_for(cost: float, reused: int, context_overhead: float) -> Selector:
     """Return the selector for this many reused tokens: the default, or `Nothing` if the cost pays for no token."""
-    return default_selector(cost=cost, run_overhead=RUN_OVERHEAD) if cost * reused >= 1 else Nothing()
+    if cost * reused < 1:
+        return Nothing()
+    return default_selector(cost=cost, run_overhead=RUN_OVERHEAD, context_overhead=context_overhead)
 
 
 def place(blend: Blend, end: int) -> Placed:

@@ -24,6 +24,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from cuvee.blend.recompute_model import Exchange
+from cuvee.blend.runs import context_overhead
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.integrations.vllm.blending.executing import PagesExchange
@@ -87,6 +88,7 @@ class LoadedModel:
                     f"{', '.join(_LAYER_ARGUMENTS)}: this version of vLLM cannot be blended with"
                 )
         self.block_tokens: int = spec.block_size
+        self.context_overhead = context_overhead(vllm_config.model_config.hf_text_config)
         self.device: torch.device = self.attention[0].kv_cache.device
         backend = self.attention[0].get_attn_backend()
         self.builder = backend.get_builder_cls()(spec, self.names, vllm_config, self.device)
@@ -101,6 +103,7 @@ class EngineModel:
 
     def __init__(self, loaded: LoadedModel, blocks: Sequence[int]) -> None:
         self.layout = loaded.layout
+        self.context_overhead = loaded.context_overhead
         self._loaded = loaded
         self._table = torch.tensor([list(blocks)], dtype=torch.int32, device=loaded.device)
 

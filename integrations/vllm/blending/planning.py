@@ -53,7 +53,7 @@ class Segmented:
     Attributes:
         spans: their positions in the prompt.
         digests: digests of their tokens.
-        cost: share of the token-layers to spend.
+        cost: share of the reused tokens' computation to spend on recomputing some of them.
         kl: the KL that was asked for, in nats; None: the cost was.
         asked: when the store was asked.
         lookup: asks whether each is there; its answer is None for each that it could not ask for in time. None: no

@@ -176,6 +176,7 @@ class PagesModel:
     """Writes new KV into pages by itself, as an engine's layers do, and notes who went through which layer."""
 
     layout = LAYOUT
+    context_overhead = 0.0
 
     def __init__(self, cache: PagedCache, blocks: Sequence[int]) -> None:
         self.cache = cache
@@ -345,9 +346,19 @@ def test_pieces_without_text_between_them_may_be_left_as_they_are() -> None:
 
 
 def test_selectors_of_costs() -> None:
-    assert selector_for(0, 100) == Nothing()
-    assert selector_for(0.3, 3) == Nothing(), "it pays for no token"
-    assert repr(selector_for(0.3, 4)) == repr(default_selector(cost=0.3, run_overhead=RUN_OVERHEAD))
+    assert selector_for(0, 100, 0) == Nothing()
+    assert selector_for(0.3, 3, 0) == Nothing(), "it pays for no token"
+    expected = default_selector(cost=0.3, run_overhead=RUN_OVERHEAD, context_overhead=0.01)
+    assert repr(selector_for(0.3, 4, 0.01)) == repr(expected)
+
+
+def test_early_tokens_are_cheaper_in_a_model_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    for overhead in (0.0, 0.5):
+        monkeypatch.setattr(PagesModel, "context_overhead", overhead)
+        _, record, _ = run(request(0.3), 38)
+        computed.append(record["blend_recomputed_tokens"])
+    assert computed[0] < computed[1]
 
 
 class Watching:
@@ -372,7 +383,7 @@ class Watching:
 
 def test_how_far_new_kv_is_from_the_old_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     watching = Watching([11, 12, 30])
-    monkeypatch.setattr(executing, "selector_for", lambda cost, reused: watching)
+    monkeypatch.setattr(executing, "selector_for", lambda cost, reused, context: watching)
     model, _, _ = run(request(0.5), 38)
     ((layer, keys, values),) = watching.observed
     at = torch.tensor([11, 12, 30])
@@ -387,7 +398,7 @@ def test_how_far_new_kv_is_from_the_old_can_be_asked(monkeypatch: pytest.MonkeyP
 def test_reused_tokens_are_corrected_in_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Watching([11, 12, 17, 24, 30])
     monkeypatch.setattr(chosen, "watches", lambda layer: False)
-    monkeypatch.setattr(executing, "selector_for", lambda cost, reused: chosen)
+    monkeypatch.setattr(executing, "selector_for", lambda cost, reused, context: chosen)
     model, _, _ = run(request(0.5), 38)
     _, _, plain = run(request(0.5), 38, correct=False)
     windows = [
@@ -411,7 +422,7 @@ def test_later_slices_learn_from_what_earlier_ones_recomputed(monkeypatch: pytes
     """New KV depends on nothing else here, so tokens that are corrected in the last slice are as without slices."""
     chosen = Watching([11, 12, 17, 23, 24, 30])
     monkeypatch.setattr(chosen, "watches", lambda layer: False)
-    monkeypatch.setattr(executing, "selector_for", lambda cost, reused: chosen)
+    monkeypatch.setattr(executing, "selector_for", lambda cost, reused, context: chosen)
     _, _, keys = run(request(0.5), 38)
     _, _, sliced = run(request(0.5), 38, rows=3, budget=1)  # 30 is in the last unit, 11, 12 and 17 in the first
     _, _, plain = run(request(0.5), 38, correct=False)
@@ -424,7 +435,7 @@ def test_later_slices_learn_from_what_earlier_ones_recomputed(monkeypatch: pytes
 def test_any_selector_leaves_exact_tokens_and_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     selectors: list[Selector] = [Random(0.9), Random(0.1), default_selector(ratio=1.0)]
     for selector in selectors:
-        monkeypatch.setattr(executing, "selector_for", lambda cost, reused, selector=selector: selector)
+        monkeypatch.setattr(executing, "selector_for", lambda cost, reused, context, selector=selector: selector)
         model, _, keys = run(request(0.5), 38)
         assert {at for layer in model.through for at in layer} <= set(range(10, 38))
         assert (keys[:10] == 1).all() and keys[38:].isnan().all() and keys[10:38].isfinite().all()

@@ -39,6 +39,7 @@ from tests.integrations.vllm.engines import (
 )
 
 from cuvee.blend import Blender, ChunkCache, Segment
+from cuvee.blend.runs import context_overhead
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.data.bundled import bundled_model_path, bundled_text
@@ -437,10 +438,11 @@ def test_a_blend_is_what_the_library_makes_of_it(family: str, cost: float, first
             ((start, end),) = prompt.segments
             chunks[tuple(prompt.tokens[start:end])] = whole.slice(start, end)
     blender = Blender(model, correct=family == CORRECTED)
+    selector = selector_for(cost, 100, context_overhead(model.config))
     answers = first[family].steps[ZERO + COSTS.index(cost)]
     for prompt, answer in list(zip(PROMPTS.values(), answers, strict=True))[:ALIKE]:
         segments = [Segment(part, chunks[tuple(part)] if cached else None) for part, cached in prompt.parts]
-        logits = blender.blend(segments, selector=selector_for(cost, 100)).logits[-1]
+        logits = blender.blend(segments, selector=selector).logits[-1]
         expected = logits.log_softmax(-1)
         ours = torch.tensor([answer.logprobs[0][token] for token in range(len(expected))])
         assert float((expected.exp() * (expected - ours)).sum()) < 1e-5
