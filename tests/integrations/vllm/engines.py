@@ -110,12 +110,13 @@ def cuvee(store: str | Sequence[str], **options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Prompts that are answered greedily.
+    """Prompts that are answered, greedily unless several answers are asked for.
 
     Attributes:
         prompts: token ids; [step, prompt, ids] stands for that earlier prompt, its answer, and these ids.
         together: submit all at once, rather than one after the other.
         max_tokens: tokens of an answer.
+        samples: answers to each prompt; several are drawn.
         logprobs: of so many tokens at every position; -1: of all.
         salt: `cache_salt` of the requests.
         params: `kv_transfer_params`, one for each prompt; none at all if empty.
@@ -127,6 +128,7 @@ class Step:
     prompts: Sequence[Any] = ()
     together: bool = False
     max_tokens: int = 8
+    samples: int = 1
     logprobs: int = 5
     salt: str | None = None
     params: Sequence[Mapping[str, Any] | None] = ()
@@ -531,7 +533,8 @@ def _answer(llm: Any, prompts: Sequence[Sequence[int]], step: dict[str, Any]) ->
 
     def parameters(params: Any) -> SamplingParams:
         return SamplingParams(
-            temperature=0,
+            temperature=float(step["samples"] > 1),
+            n=step["samples"],
             max_tokens=step["max_tokens"],
             logprobs=step["logprobs"],
             ignore_eos=True,
@@ -548,11 +551,11 @@ def _answer(llm: Any, prompts: Sequence[Sequence[int]], step: dict[str, Any]) ->
             raise RuntimeError("the engine did not empty its prefix cache")
         asked, wanted = zip(*batch, strict=True) if batch else ((), ())
         for output in llm.generate(list(asked), list(wanted), use_tqdm=False):
-            best = output.outputs[0]
-            logprobs = [[list(at), [entry.logprob for entry in at.values()]] for at in best.logprobs]
-            cached = output.num_cached_tokens
-            told = output.kv_transfer_params
-            answers.append({"tokens": list(best.token_ids), "logprobs": logprobs, "cached": cached, "told": told})
+            for said in output.outputs:
+                logprobs = [[list(at), [entry.logprob for entry in at.values()]] for at in said.logprobs]
+                cached = output.num_cached_tokens
+                told = output.kv_transfer_params
+                answers.append({"tokens": list(said.token_ids), "logprobs": logprobs, "cached": cached, "told": told})
     return answers
 
 

@@ -6,6 +6,7 @@
     later     another process on the same store: what it blends, the first one stored
     damaged   the same on a store whose entries are damaged: computed
     ranks     two ranks
+    compiled  the model compiled, several answers to a prompt
 
 Engines differ in family, block size and in how segments are found. What is compared with the reference is compared to
 the last bit or nearly so: on some CPUs a batch of another size moves a logit by a rounding error.
@@ -291,6 +292,19 @@ def ranks(folder: Path, models: dict[str, Path]) -> Ran:
     return ran["ranks"]
 
 
+@pytest.fixture(scope="module")
+def compiled(folder: Path, models: dict[str, Path]) -> Ran:
+    """An engine that compiles the model, as vLLM does by default, and draws several answers to a prompt."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    several = Step(TOKENS[:ALIKE], params=blends(0.3).params[:ALIKE], forget=True, samples=3, logprobs=-1, max_tokens=4)
+    steps = [LEARN, blends(1, forget=True), blends(0.3, forget=True), several]
+    options = {"enforce_eager": False, **connector(folder / "compiled-store", correct=False)}
+    caches = {"VLLM_CACHE_ROOT": str(folder / "compiled-model"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    engine = Engine("compiled", models["llama"], steps, options)
+    return run_engines(folder / "compiled", [engine], TORCH_COMPILE_DISABLE="0", **caches)["compiled"]
+
+
 def apart(answers: Sequence[Answer], others: Sequence[Answer]) -> float:
     """Largest distance of answers from others to the same prompts."""
     return max(distance(answer, other) for answer, other in zip(answers, others, strict=True))
@@ -421,6 +435,24 @@ def test_two_ranks_blend_alike(first: Results, ranks: Ran) -> None:
     assert apart(some[:ALIKE], corrected[:ALIKE]) < RANKS_NOISE
     assert apart(some[:ALIKE], first["llama"].steps[ZERO + COSTS.index(0.3)][:ALIKE]) > 10 * RANKS_NOISE
     assert ranks.metric("vllm:cuvee_blends") == 2 * len(PROMPTS)
+
+
+def test_a_compiled_model_blends_alike(folder: Path, first: Results, compiled: Ran) -> None:
+    assert list((folder / "compiled-model").rglob("torch_aot_compile/*/*/model")), "the model was compiled"
+    _, whole, some, _ = compiled.steps
+    assert apart(whole, first["plain"].steps[0]) < RANKS_NOISE
+    assert apart(some[:ALIKE], first["llama"].steps[ZERO + COSTS.index(0.3)][:ALIKE]) < RANKS_NOISE
+    assert compiled.metric("vllm:cuvee_failures") == 0
+
+
+def test_several_answers_to_a_prompt_follow_from_the_same_blend(compiled: Ran) -> None:
+    some, several = compiled.steps[2][:ALIKE], compiled.steps[3]
+    assert len(several) == 3 * len(some)
+    for number, answer in enumerate(several):
+        expected = some[number // 3].logprobs[0]
+        assert max(abs(answer.logprobs[0][token] - expected[token]) for token in expected) < RANKS_NOISE
+        assert answer.cached == some[number // 3].cached
+    assert len({tuple(answer.tokens) for answer in several[:3]}) > 1, "they are drawn"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
