@@ -300,9 +300,14 @@ def compiled(folder: Path, models: dict[str, Path]) -> Ran:
     several = Step(TOKENS[:ALIKE], params=blends(0.3).params[:ALIKE], forget=True, samples=3, logprobs=-1, max_tokens=4)
     steps = [LEARN, blends(1, forget=True), blends(0.3, forget=True), several]
     options = {"enforce_eager": False, **connector(folder / "compiled-store", correct=False)}
-    caches = {"VLLM_CACHE_ROOT": str(folder / "compiled-model"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    engine = Engine("compiled", models["llama"], steps, options)
-    return run_engines(folder / "compiled", [engine], TORCH_COMPILE_DISABLE="0", **caches)["compiled"]
+    ran = run_engines(
+        folder / "compiled",
+        [Engine("compiled", models["llama"], steps, options)],
+        TORCH_COMPILE_DISABLE="0",
+        VLLM_CACHE_ROOT=str(folder / "compiled-model"),
+        TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"),
+    )
+    return ran["compiled"]
 
 
 def apart(answers: Sequence[Answer], others: Sequence[Answer]) -> float:
