@@ -461,8 +461,9 @@ def default_selector(
     check_budget(ratio, cost)
     budget = next(share for share in (ratio, cost, DEFAULT_RATIO) if share is not None)
     query = QueryGuided(queries=16, most=_QUERY_SHARE * budget)
-    overheads = {"run_overhead": run_overhead, "context_overhead": context_overhead}
-    return Product(query, Boundary(), ratio=ratio, cost=cost, **overheads)
+    return Product(
+        query, Boundary(), ratio=ratio, cost=cost, run_overhead=run_overhead, context_overhead=context_overhead
+    )
 
 
 def _fixed(scorer: _Scored | _Combination, prompt: Prompt) -> Selection:
