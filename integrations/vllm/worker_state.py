@@ -10,6 +10,7 @@ import torch
 from cuvee.codec.codec import Codec
 from cuvee.codec.identity import store_key
 from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.support.torch_threads import compute_alone
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.cores import LOWEST_PRIORITY, free_cores, give_way, move_to
@@ -42,11 +43,13 @@ class WorkerPools:
 
     def __init__(self, threads: int, patience: float, store_niceness: int = 0) -> None:
         self._cores: frozenset[int] = frozenset()
+        torch_threads = torch.get_num_threads()
 
         def pool(count: int, name: str, niceness: int = 0, patience: float = patience) -> ThreadPool:
             def begin() -> None:
                 move_to(self._cores)
                 give_way(niceness)
+                compute_alone(torch_threads)
 
             return ThreadPool(count, f"cuvee-{name}", patience, begin=begin)
 

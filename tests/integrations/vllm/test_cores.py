@@ -145,3 +145,16 @@ def test_all_threads_of_a_worker_are_on_free_cores(monkeypatch: pytest.MonkeyPat
         assert os.sched_getaffinity(0) != free, "the engine's thread stays where it is"
     finally:
         side.close()
+
+
+def test_threads_of_a_worker_let_torch_start_none() -> None:
+    script = """
+import torch
+torch.set_num_threads(3)
+from cuvee.integrations.vllm.worker_state import WorkerPools
+pools = WorkerPools(1, 30.0)
+for pool in (pools.loaders, pools.encoders, pools.writers, pools.fetchers, pools.coders, pools.refiners, pools.learner):
+    assert pool.submit(torch.get_num_threads).result(30) == 1
+assert torch.get_num_threads() == 3
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "OMP_NUM_THREADS": "3"})
