@@ -35,8 +35,8 @@ from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32, I64, U8
 
-# A product is as deep as its finest column. It ends before the first column that needs less than this share of its
-# depth, if it has so many columns: shallower products have fewer operations, but more calls cost time, too.
+# A product is as deep as its finest column. After each of so many columns, it ends if the next one needs less than this
+# share of its depth: shallower products have fewer operations, but more calls, and more shapes, cost time, too.
 PRODUCT_DEPTH, PRODUCT_COLUMNS = 0.75, 32
 
 BATCH_VALUES = 1 << 20  # planes of the sections coded in one call: enough streams for the CPU, in its second cache

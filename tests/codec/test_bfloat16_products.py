@@ -71,6 +71,31 @@ def test_known_components_stay_and_the_others_are_products_of_bfloat16(books: Bo
     assert not torch.equal(y[5:], basis.coefficients(x, (rank,))[5:])
 
 
+def test_products_of_bfloat16_have_few_shapes(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN compiles a kernel for each."""
+    shapes, multiply_matrices = set(), torch.mm
+
+    def recorded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        shapes.add((*a.shape, *b.shape))
+        return multiply_matrices(a, b)
+
+    monkeypatch.setattr(torch, "mm", recorded)
+    (block,) = books.profile.learned[0].basis.maps
+    basis = SectionBasis(torch.zeros(block.size), torch.zeros(0, block.size), (block,))
+    x = torch.randn(70, block.size)
+    whole = SectionBasis.coefficients(basis, x, (block.rank,), None, 0, torch.bfloat16)
+    assert shapes == {(block.rank, block.size, block.size, 96)}
+    shapes.clear()
+    for columns in range(1, 71, 3):
+        for rank in (*range(6, block.rank, 5), block.rank):
+            y = torch.full((rank, columns), 7.0)
+            SectionBasis.coefficients(basis, x[:columns], (rank,), y, 5, torch.bfloat16)
+            assert (y[:5] == 7).all()
+            assert torch.equal(y[5:], whole[5:rank, :columns])
+    depths = {min(depth, block.rank - 5) for depth in range(32, block.rank + 32, 32)}
+    assert shapes == {(depth, block.size, block.size, width) for depth in depths for width in (32, 64, 96)}
+
+
 def coded(books: Books, chunk: KVChunk, step: float, importance: object = None) -> tuple[bytes, list[Any]]:
     """A blob, and the arguments and results of its encoder's products."""
     stages, calls = get_stages("numba"), []

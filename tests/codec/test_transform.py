@@ -454,9 +454,8 @@ def test_a_product_ends_where_columns_need_less() -> None:
     ranks = tuple((100 - 6 * k,) for k in range(16))
     falling = np.repeat(np.arange(16, dtype=np.uint8), 10)
     runs = list(product_runs(falling, ranks))
-    # Column 50 is the first to need less than 75 of 100 rows. From then on, runs end at their least number of columns.
-    assert runs[:3] == [(slice(0, 50), (100,)), (slice(50, 82), (70,)), (slice(82, 114), (52,))]
-    assert [run.start for run, _ in runs[1:]] == [run.stop for run, _ in runs[:-1]] and runs[-1][0].stop == 160
+    # Column 50 is the first to need less than 75 of 100 rows, and a run has a multiple of 32 columns.
+    assert runs == [(slice(0, 64), (100,)), (slice(64, 96), (64,)), (slice(96, 128), (46,)), (slice(128, 160), (28,))]
     short = np.repeat(np.arange(16, dtype=np.uint8), 2)  # fewer columns than a product is worth
     assert list(product_runs(short, ranks)) == [(slice(0, 32), (100,))]
 
@@ -464,7 +463,9 @@ def test_a_product_ends_where_columns_need_less() -> None:
 def test_a_product_is_as_deep_as_its_deepest_column() -> None:
     ranks = tuple((100 - k,) for k in range(16))
     windows = np.array([8] * 40 + [2] * 40, np.uint8)  # the next window begins with finer columns again
-    assert list(product_runs(windows, ranks)) == [(slice(0, 40), (92,)), (slice(40, 80), (98,))]
+    assert list(product_runs(windows, ranks)) == [(slice(0, 64), (98,)), (slice(64, 80), (98,))]
+    late = np.array([8] * 64 + [2] * 40, np.uint8)
+    assert list(product_runs(late, ranks)) == [(slice(0, 64), (92,)), (slice(64, 104), (98,))]
     early = np.array([8] * 10 + [2] * 40, np.uint8)
     assert list(product_runs(early, ranks)) == [(slice(0, 32), (98,)), (slice(32, 50), (98,))]
     blocks = ((9, 4),) * 4 + ((5, 4),) * 12

@@ -68,14 +68,14 @@ class TiledInverse:
 
 
 @compiled
-def list_runs(classes, depths, share, least, bounds, deepest):  # type: ignore[no-untyped-def]
+def list_runs(classes, depths, share, multiple, bounds, deepest):  # type: ignore[no-untyped-def]
     """List the runs of columns that share a product, see `cuvee.codec.schemes.transform.product_runs`.
 
     Args:
         classes: uint8, the class of each column.
         depths: int64, the depth of each class.
-        share: a run ends before a column that needs less than this share of the depth of its first.
-        least: the least number of columns of a run but the last.
+        share: a run ends before a column that needs less than this share of the depth of its first, or more.
+        multiple: of which the columns of a run but the last are as many.
         bounds: int64, receives the first column of each run, and where the last ends.
         deepest: int64, receives the largest depth in each run.
 
@@ -90,7 +90,7 @@ def list_runs(classes, depths, share, least, bounds, deepest):  # type: ignore[n
         while stop < columns:
             depth = depths[classes[stop]]
             # Columns are sorted within windows: the next window's begin anew with the finest.
-            if stop >= start + least and (depth < share * first or depth > first):
+            if (stop - start) % multiple == 0 and (depth < share * first or depth > first):
                 break
             most = max(most, depth)
             stop += 1
