@@ -80,9 +80,9 @@ class DevicePredictor:
         """The maps from embeddings to the components, float32 `[S, K, features]`; made when first needed."""
         maps = [coding.learned.coefficient_map() for coding in self._codings]
         known = [own for own in maps if own is not None]
-        out = torch.zeros(len(maps), self.components, len(known[0].weights))
+        out = torch.zeros(len(maps), self.components, len(known[0].digits))
         for row, own in enumerate(known):
-            out[row, : own.size] = (own.weights * own.scale).T
+            out[row, : own.size] = own.matrix
         return out.to(self._device)
 
     def place(self, chunks: I64, following: Sequence[int]) -> tuple[I64, npt.NDArray[np.int64], F32]:

@@ -35,12 +35,14 @@ from cuvee.codec.errors import FormatError
 from cuvee.codec.format.container import MAX_VOCABULARY
 from cuvee.codec.support.arrays import I64, U8
 from cuvee.codec.support.forks import tell_after_fork
+from cuvee.codec.support.integer_products import multiply_integers
 from cuvee.codec.support.nibbles import LARGEST, pack_nibbles, unpack_nibbles
 
 CACHE_BYTES = 256 << 20  # per profile: the predictions of 11,000 ids of SmolLM2-135M, or of 2,000 of Llama-3.1-8B
 COEFFICIENT_CACHE_BYTES = 128 << 20  # per profile that encodes: what the class predictor reads of 14,000 ids
 LARGEST_FEATURE = LARGEST  # magnitude of a number of the embedding
 LARGEST_WEIGHT = 127
+LARGEST_COEFFICIENT = 0x7F7F7F  # magnitude of a number of a `CoefficientMap`: its largest digits
 MAX_FEATURES = 1 << 14  # with more, sums of products might exceed 2^24
 
 
@@ -139,9 +141,7 @@ class TokenMap:
 
     def predict(self, table: TokenTable) -> torch.Tensor:
         """Return the predictions bfloat16 `[U, N]` for the U ids of a table, on the device of both."""
-        # Exact also where a processor cuts factors to TF32 or bfloat16. Not torch._int_mm: it is fast with VNNI, but
-        # without, its 16-bit sums saturate.
-        exact = table.embedding.float() @ self.weights.float()
+        exact = multiply_integers(table.embedding, self.weights).float()
         return (exact * table.row_scale[:, None] * self.scale).bfloat16()
 
     def take(self, columns: torch.Tensor) -> TokenMap:
@@ -157,21 +157,27 @@ class TokenMap:
 class CoefficientMap:
     """The map from embeddings to some coefficients of the section's predictions, which the class predictor reads.
 
+    Its integers have 24 bits. So their products' sums are exact, and the classes of a chunk do not depend on the ids
+    that came before it.
+
     Attributes:
-        weights: float64 `[K, N]`, integers up to 2^24: sums of their products are integers below 2^53, which float64
-            holds exactly, so that the classes of a chunk do not depend on the ids that came before it.
+        digits: int8 `[K, 3, N]`, the digits of the integers to the base of 256, -128 … 127, the lowest first.
         scale: float64 `[N]`.
     """
 
-    weights: torch.Tensor
+    digits: torch.Tensor
     scale: torch.Tensor
 
     @classmethod
     def rounded(cls, matrix: torch.Tensor) -> CoefficientMap:
         """Return the map of the matrix `[N, K]` float32, from embeddings to coefficients."""
-        largest = matrix.abs().amax(1).double().clamp_min(1e-300)
-        scale = largest / (1 << 24)
-        return cls((matrix.double() / scale[:, None]).round_().T.contiguous(), scale)
+        scale = matrix.abs().amax(1).double().clamp_min(1e-300) / LARGEST_COEFFICIENT
+        rest = (matrix.double() / scale[:, None]).round_().long().T
+        digits = torch.empty(len(rest), 3, rest.shape[1], dtype=torch.int8)
+        for digit in digits.unbind(1):
+            digit.copy_((rest + 128) % 256 - 128)
+            rest = (rest - digit) // 256
+        return cls(digits, scale)
 
     @property
     def size(self) -> int:
@@ -183,10 +189,21 @@ class CoefficientMap:
         """See `EmbeddingMap.dtype`."""
         return torch.float32
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """float64 `[N, K]`: the matrix that was rounded."""
+        return (_number(self.digits.double()) * self.scale).T
+
     def predict(self, table: TokenTable) -> torch.Tensor:
         """Return the coefficients float32 `[U, N]` for the U ids of a table."""
-        exact = table.embedding.double() @ self.weights
-        return (exact * table.row_scale.double()[:, None] * self.scale).float()
+        sums = multiply_integers(table.embedding, self.digits.flatten(1)).unflatten(1, (3, self.size))
+        return (_number(sums.double()) * table.row_scale.double()[:, None] * self.scale).float()
+
+
+def _number(digits: torch.Tensor) -> torch.Tensor:
+    """Return the numbers with these digits `[…, 3, N]` to the base of 256, the lowest first."""
+    low, middle, high = digits.unbind(-2)
+    return low + 256 * (middle + 256 * high)
 
 
 def read_token_map(prefix: str, values: int, features: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> TokenMap:

@@ -29,8 +29,15 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.profiles.step_coding import SectionCoding
-from cuvee.codec.profiles.token_prediction import PredictionCache, TokenMap, TokenTable
+from cuvee.codec.profiles.token_prediction import (
+    LARGEST_COEFFICIENT,
+    CoefficientMap,
+    PredictionCache,
+    TokenMap,
+    TokenTable,
+)
 from cuvee.codec.stages.reference.class_predictor import predict_classes
+from cuvee.codec.support import integer_products
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 
 VOCABULARY, TOKENS = 96, 300
@@ -468,6 +475,32 @@ def test_predictions_are_exact_at_the_largest_sums() -> None:
     assert torch.equal(found, exact.bfloat16())
 
 
+@pytest.mark.parametrize("instructions", [False, True])
+def test_predictions_do_not_depend_on_the_cpu(instructions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if instructions and not integer_products.has_exact_instructions():
+        pytest.skip("this CPU has no int8 instructions, or oneDNN does not use them")
+    monkeypatch.setattr(integer_products, "has_exact_instructions", lambda: instructions)
+    table, token_map = numbers(50, 40, 24)
+    exact = (table.embedding.long() @ token_map.weights.long()).float()
+    expected = (exact * table.row_scale[:, None] * token_map.scale).bfloat16()
+    assert torch.equal(token_map.predict(table), expected)
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-12, 12)[:, None]
+    matrix[3] = 0
+    coefficient_map = CoefficientMap.rounded(matrix)
+    integers = (matrix.double() / coefficient_map.scale[:, None]).round()
+    assert int(integers.abs().max()) == LARGEST_COEFFICIENT
+    sums = table.embedding.long() @ integers.long().T
+    coefficients = (sums.double() * table.row_scale.double()[:, None] * coefficient_map.scale).float()
+    assert torch.equal(coefficient_map.predict(table), coefficients)
+    assert torch.equal(coefficient_map.matrix, integers * coefficient_map.scale[:, None])
+
+
+def test_the_largest_numbers_of_a_coefficient_map_fit_its_digits() -> None:
+    edges = [0, 1, 127, 128, 255, 256, 32639, 32640, 32768, 65536, LARGEST_COEFFICIENT - 1, LARGEST_COEFFICIENT]
+    matrix = torch.tensor([[sign * edge for edge in edges for sign in (1, -1)]], dtype=torch.float32)
+    assert torch.equal(CoefficientMap.rounded(matrix).matrix.float(), matrix)
+
+
 def test_one_id_is_predicted_alike_alone_and_among_others() -> None:
     table, token_map = numbers(50, 40, 24)
     everything = token_map.predict(table)
@@ -540,9 +573,6 @@ def test_coefficients_of_predictions_do_not_depend_on_other_ids(profile: Profile
     assert table is not None and section.predictor is not None and section.token_map is not None
     coefficient_map = section.coefficient_map()
     assert coefficient_map is not None
-    # Integers, whose sums of products are exact whatever the order.
-    assert torch.equal(coefficient_map.weights, coefficient_map.weights.round())
-    assert float(coefficient_map.weights.abs().max()) * 7 * table.features < 2**53
     everything = coefficient_map.predict(table)
     for row in range(0, table.vocabulary, 37):
         assert torch.equal(coefficient_map.predict(table.rows(np.array([row])))[0], everything[row])
