@@ -65,7 +65,8 @@ def turns_markdown(report: dict[str, Any]) -> str:
 def _turns(report: Mapping[str, Any]) -> ReportTable:
     rows = []
     for entry in report["cases"]:
-        row = [entry["cache"], entry["profile"], str(entry["tokens"]), str(entry["threads"])]
+        tokens = f"{entry['tokens']} new" if entry["new"] else str(entry["tokens"])
+        row = [entry["cache"], entry["profile"], tokens, str(entry["threads"])]
         row.append(" / ".join(dict.fromkeys(format_bits(bits) for bits in entry["bits_per_value"])))
         for way in ("encode", "decode"):
             row.append(" / ".join(f"{side['median']:.3f}" for side in entry[way]["gb_per_s"]))
@@ -76,7 +77,8 @@ def _turns(report: Mapping[str, Any]) -> ReportTable:
         ["cache ", "profile ", "tokens", "threads", "bits", "encode", "ratio", "decode", "ratio"],
         rows,
         f"{report['against']} / this cuvee, GB/s of bfloat16",
-        "Two processes take turns. Ratios are those within turns: the median, and the 20th and 80th percentiles.",
+        "Two processes take turns. Ratios are those within turns: the median, and the 20th and 80th percentiles. "
+        "new: the next chunk of a text in each turn, whose tokens the process may meet for the first time.",
     )
 
 

@@ -46,7 +46,8 @@ def compare_with(
         other: a commit of this checkout, by any name that git knows, or a folder with another checkout.
         models: whose caches to measure, by the names `load_model` takes, beside a synthetic one of Llama-3.1-8B's
             shape; with profiles fitted by layer.
-        profiles: files with more profiles for these models. Both cuvees must read them.
+        profiles: files with more profiles for these models. Both cuvees must read them. With these, also chunks of a
+            text are measured that no process has met before.
         threads: of the codecs.
         quick: take fewer turns.
         progress: where to list what is being measured; None for nowhere.
@@ -60,9 +61,9 @@ def compare_with(
         CuveeError: a worker failed; the message has its last line.
     """
     say = timed_lines(progress)
-    asked = {
+    asked: dict[str, Any] = {
         "models": list(models), "profiles": [str(path.resolve()) for path in profiles], "tokens": list(TOKENS),
-        "threads": list(threads),
+        "threads": list(threads), "turns": QUICK_TURNS if quick else TURNS,
     }  # fmt: skip
     with ExitStack() as stack:
         source = stack.enter_context(_source_of(other))
@@ -74,9 +75,8 @@ def compare_with(
         if list(map(_named, described[0])) != list(map(_named, described[1])):
             raise CuveeError(f"against: {other} measures other cases: choose a later commit")
         seconds: list[list[Any]] = [[], []]
-        turns = QUICK_TURNS if quick else TURNS
-        for turn in range(turns):
-            say(f"turn {turn + 1} of {turns}")
+        for turn in range(asked["turns"]):
+            say(f"turn {turn + 1} of {asked['turns']}")
             for index in (0, 1) if turn % 2 else (1, 0):
                 sides[index].ask()
                 seconds[index].append(sides[index].answer())
@@ -94,7 +94,7 @@ def compare_with(
 
 
 def _named(case: dict[str, Any]) -> dict[str, Any]:
-    return {name: case[name] for name in ("cache", "profile", "tokens", "threads")}
+    return {name: case[name] for name in ("cache", "profile", "tokens", "threads", "new")}
 
 
 @contextmanager

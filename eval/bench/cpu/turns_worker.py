@@ -1,8 +1,13 @@
 """One side of `turns.py`, run with the source of the cuvee that it measures: so it uses only what other commits have.
 
-The first argument is what is asked, as JSON: `models`, `profiles`, `tokens` and `threads`, lists all. The first line of
-the output describes the cases: `{"cases": [{"cache": …, "profile": …, "tokens": …, "threads": …, "bits_per_value": …,
-"bytes": …}, …]}`. Each line of the input is a turn, and is answered with `[[seconds of encode, seconds of decode], …]`.
+The first argument is what is asked, as JSON: `models`, `profiles`, `tokens` and `threads`, lists, and the number of
+`turns`. The first line of the output describes the cases: `{"cases": [{"cache": …, "profile": …, "tokens": …,
+"threads": …, "new": …, "bits_per_value": …, "bytes": …}, …]}`. Each line of the input is a turn, and is answered with
+`[[seconds of encode, seconds of decode], …]`.
+
+A case with the same chunk in all turns shows what the codec can do. Traffic is also made of what a process has not met
+before: tokens whose predictions it must compute, shapes for which a library compiles kernels. So with a profile from a
+file there is a case with the next chunk of a text in each turn.
 """
 
 from __future__ import annotations
@@ -45,8 +50,46 @@ def caches(asked: dict[str, Any]) -> Iterator[tuple[str, KVChunk, dict[str, Prof
         yield model, cache.chunk, profiles
 
 
-def cases(asked: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Codec, KVChunk]]:
-    """Yield what is measured: a description, a codec and a chunk."""
+class SameChunk:
+    """Codes one chunk, again and again."""
+
+    def __init__(self, codec: Codec, chunk: KVChunk) -> None:
+        self.blob = codec.encode(chunk)
+        check(codec, chunk, self.blob)
+        out = [torch.empty_like(unit) for unit in chunk.keys], [torch.empty_like(unit) for unit in chunk.values]
+        self._calls = partial(codec.encode, chunk), partial(codec.decode, self.blob, out=out)
+
+    def __call__(self) -> list[float]:
+        """Return the seconds of the fastest encode and the fastest decode of several."""
+        return [fastest(call) for call in self._calls]
+
+
+class NewChunks:
+    """Codes the next chunk of a text each time.
+
+    Args:
+        make_codec: makes a codec that has met no tokens. What one encodes, another one decodes.
+        chunks: the first is coded without being measured.
+    """
+
+    def __init__(self, make_codec: Callable[[], Codec], chunks: Iterator[KVChunk]) -> None:
+        self._encoder, self._decoder, self._chunks = make_codec(), make_codec(), chunks
+        first = next(chunks)
+        self.blob = self._encoder.encode(first)
+        check(self._decoder, first, self.blob)
+
+    def __call__(self) -> list[float]:
+        """Return the seconds of an encode and of a decode."""
+        chunk = next(self._chunks)
+        began = time.perf_counter()
+        blob = self._encoder.encode(chunk)
+        encoded = time.perf_counter()
+        self._decoder.decode(blob)
+        return [encoded - began, time.perf_counter() - encoded]
+
+
+def cases(asked: dict[str, Any]) -> Iterator[tuple[dict[str, Any], KVChunk, SameChunk | NewChunks]]:
+    """Yield what is measured: a description, a chunk, and what codes it and its like."""
     for name, chunk, profiles in caches(asked):
         for threads in asked["threads"]:
             options: dict[str, Any] = {"backend": "numba", "threads": threads}
@@ -55,8 +98,30 @@ def cases(asked: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Codec, KVChun
             codecs |= {of: Codec(profile, "balanced", **options) for of, profile in profiles.items()}
             for of, codec in codecs.items():
                 for tokens in asked["tokens"]:
-                    case = {"cache": name, "profile": of, "tokens": tokens, "threads": threads}
-                    yield case, codec, chunk.slice(0, tokens)
+                    case = {"cache": name, "profile": of, "tokens": tokens, "threads": threads, "new": False}
+                    own = chunk.slice(0, tokens)
+                    yield case, own, SameChunk(codec, own)
+    for model in asked["models"]:
+        yield from cases_of_text(asked, model)
+
+
+def cases_of_text(asked: dict[str, Any], model: str) -> Iterator[tuple[dict[str, Any], KVChunk, NewChunks]]:
+    """Yield the cases with new chunks: for each profile from a file, chunks of the most tokens."""
+    from cuvee.eval.bench.cpu.caches import model_chunk
+
+    tokens = max(asked["tokens"])
+    text = model_chunk(model, tokens * (asked["turns"] + 1)) if asked["profiles"] else None
+    for path in map(Path, asked["profiles"]):
+        if text is None or replace(Profile.load(path).layout, dtype=text.layout.dtype) != text.layout:
+            continue
+        for threads in asked["threads"]:
+            chunks = (text.slice(first, first + tokens) for first in range(0, text.tokens, tokens))
+
+            def make_codec(path: Path = path, threads: int = threads) -> Codec:
+                return Codec(Profile.load(path), "balanced", backend="numba", threads=threads)
+
+            case = {"cache": model, "profile": path.stem, "tokens": tokens, "threads": threads, "new": True}
+            yield case, text.slice(0, tokens), NewChunks(make_codec, chunks)
 
 
 def check(codec: Codec, chunk: KVChunk, blob: bytes) -> None:
@@ -89,18 +154,15 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     if hasattr(os, "sched_setaffinity"):  # one core may be a third slower than the next: both sides get the same
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-max(asked["threads"]) :])
-    work: list[tuple[Callable[[], object], Callable[[], object]]] = []
+    work: list[SameChunk | NewChunks] = []
     described = []
-    for case, codec, chunk in cases(asked):
-        blob = codec.encode(chunk)
-        check(codec, chunk, blob)
-        out = [torch.empty_like(unit) for unit in chunk.keys], [torch.empty_like(unit) for unit in chunk.values]
-        work.append((partial(codec.encode, chunk), partial(codec.decode, blob, out=out)))
+    for case, chunk, coding in cases(asked):
+        work.append(coding)
         values = chunk.tokens * chunk.layout.values_per_token
-        described.append({**case, "bits_per_value": 8 * len(blob) / values, "bytes": chunk.nbytes})
+        described.append({**case, "bits_per_value": 8 * len(coding.blob) / values, "bytes": chunk.nbytes})
     print(json.dumps({"cases": described}), file=answers)
     for _ in sys.stdin:
-        print(json.dumps([[fastest(call) for call in calls] for calls in work]), file=answers)
+        print(json.dumps([measure() for measure in work]), file=answers)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.conftest import Books
 from typer.testing import CliRunner
 
 from cuvee.cli import app
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.eval.bench.cpu import turns
+from cuvee.eval.bench.cpu import turns, turns_worker
 from cuvee.eval.bench.cpu.cpu_tables import print_turns, turns_markdown
 
 ROOT = Path(__file__).parents[3]
+CASE = {"cache": "c", "profile": "p", "tokens": 64, "threads": 1, "new": False, "bits_per_value": 1, "bytes": 1}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,37 @@ def test_the_report_is_printed(report: dict[str, Any]) -> None:
     assert len(lines) == len(report["cases"])
 
 
+def test_a_profile_is_also_measured_on_chunks_that_are_new(
+    books: Books, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "learned.safetensors"
+    books.profile.save(path)
+    chunks: list[KVChunk] = []
+    profiles: list[set[int]] = [set(), set()]
+    encode, decode = Codec.encode, Codec.decode
+
+    def encoded(codec: Codec, chunk: KVChunk) -> bytes:
+        chunks.append(chunk)
+        profiles[0].add(id(codec.profile))
+        return encode(codec, chunk)
+
+    def decoded(codec: Codec, blob: bytes, start: int | None = None) -> KVChunk:
+        profiles[1].add(id(codec.profile))
+        return decode(codec, blob, start)
+
+    monkeypatch.setattr(Codec, "encode", encoded)
+    monkeypatch.setattr(Codec, "decode", decoded)
+    asked = {"models": [], "profiles": [str(path)], "tokens": [32, 64], "threads": [1], "turns": 3}
+    ((case, first, measured),) = turns_worker.cases_of_text(asked, "books-3m")
+    assert (case["profile"], case["tokens"], case["new"], first.tokens) == ("learned", 64, True, 64)
+    assert all(min(measured()) > 0 for _ in range(3))
+    starts = [chunk.start for chunk in chunks]
+    assert not profiles[0] & profiles[1]  # what one has met, the other has not
+    assert len(chunks) == 4 and starts == list(range(starts[0], starts[0] + 4 * 64, 64))
+    with pytest.raises(StopIteration):
+        measured()
+
+
 def test_the_source_of_a_commit_is_checked_out_and_removed() -> None:
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode:
@@ -82,7 +117,7 @@ def test_ratios_say_how_many_times_as_fast_this_cuvee_is(tmp_path: Path, monkeyp
     worker.write_text(
         "import json, os, sys\n"
         "seconds = [2.0, 6.0] if 'other' in os.environ['PYTHONPATH'] else [1.0, 2.0]\n"
-        "case = {'cache': 'c', 'profile': 'p', 'tokens': 64, 'threads': 1, 'bits_per_value': 1, 'bytes': 4e9}\n"
+        f"case = {CASE | {'bytes': 4e9}}\n"
         "print(json.dumps({'cases': [case]}), flush=True)\n"
         "for _ in sys.stdin:\n"
         "    print(json.dumps([seconds]), flush=True)\n"
@@ -100,7 +135,7 @@ def test_other_cases_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     worker.write_text(
         "import json, os\n"
         "tokens = 64 if 'other' in os.environ['PYTHONPATH'] else 128\n"
-        "case = {'cache': 'c', 'profile': 'p', 'tokens': tokens, 'threads': 1, 'bits_per_value': 1, 'bytes': 1}\n"
+        f"case = {CASE} | {{'tokens': tokens}}\n"
         "print(json.dumps({'cases': [case]}))\n"
     )
     monkeypatch.setattr(turns, "_WORKER", worker)
