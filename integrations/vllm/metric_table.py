@@ -115,6 +115,7 @@ METRICS: dict[str, Metric] = {
         Metric("uncached", "counter", "Requests that are neither loaded nor stored: the prompt is given as embeddings "
                "or in parts, an image has no name or no place in it, the salt is no string or too long, or an error.",
                "reason", _UNCACHED),
+        Metric("unstored_requests", "counter", "Requests that asked not to be stored."),
         Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting."),
         Metric("stores_out_of_window", "counter", "Chunks not stored because the engine has dropped a part of them "
                "from layers with a sliding window: it found them in its own cache."),

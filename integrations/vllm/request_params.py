@@ -1,7 +1,7 @@
 """What clients ask of the connector, in a request's `kv_transfer_params`: `{"cuvee": {"deadline_ms": 300, …}}`.
 
-Here the object is read and its fields are known by name. `load_target` reads those about loads, and
-`blending.blend_options` those about blends.
+Here the object is read, its fields are known by name, and `store` is read. `load_target` reads the fields about loads,
+and `blending.blend_options` those about blends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 
 PARAMETERS = "kv_transfer_params.cuvee"
-_FIELDS = ("deadline_ms", "kl_max", "blend", "segments", "cost", "kl")
+_FIELDS = ("deadline_ms", "kl_max", "store", "blend", "segments", "cost", "kl")
 _MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
 
 
@@ -21,9 +21,9 @@ def request_fields(params: Any) -> Mapping[str, Any] | None:
     """Return what `kv_transfer_params` say to this connector; None: nothing.
 
     Raises:
-        InputError: not an object, or an unknown field.
+        InputError: not an object, an unknown field, or a wrong `store`.
     """
-    given = params.get("cuvee") if isinstance(params, Mapping) else None
+    given = _given(params)
     if given is None:
         return None
     if not isinstance(given, Mapping):
@@ -31,7 +31,19 @@ def request_fields(params: Any) -> Mapping[str, Any] | None:
     for name in given:
         if name not in _FIELDS:
             raise InputError(f"{PARAMETERS}: has no field {shown(name)}: {suggestion(shown(name), _FIELDS)}")
+    if type(given.get("store", True)) is not bool:
+        raise InputError(f"{PARAMETERS}.store: must be true or false, got {shown(given['store'])}")
     return given
+
+
+def may_store(params: Any) -> bool:
+    """Return whether a request may be stored: with a `store` that is anything but true, it may not."""
+    given = _given(params)
+    return not isinstance(given, Mapping) or given.get("store", True) is True
+
+
+def _given(params: Any) -> Any:
+    return params.get("cuvee") if isinstance(params, Mapping) else None
 
 
 def shown(value: object) -> str:

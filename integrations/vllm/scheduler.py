@@ -192,7 +192,7 @@ class SchedulerSide:
         request_id = request.request_id
         tracked = self._requests.tracked.get(request_id)
         with self._guard("finished"):
-            if tracked is not None and self._state.stores and not tracked.stale:
+            if tracked is not None and self._state.stores and not tracked.unstored:
                 self._saves.end(tracked, blocks, others)
         with self._guard("finished"):
             if tracked is not None:
@@ -245,7 +245,7 @@ class SchedulerSide:
                 looked_at += prefill_quantities(before, prompt)[1]
                 self._targets.computes(tracked, before, after, self._step)
                 tracked.computed = after
-                if self._state.stores and not tracked.stale:
+                if self._state.stores and not tracked.unstored:
                     saves = self._saves.completed(tracked, before, after, output.kv_connector_block_state)
                     plan.saves += saves
                     self._events.planned(tracked.request, saves)
@@ -380,7 +380,7 @@ class SchedulerSide:
                 tracked.forget_lookups()
                 tracked.chain = self._requests.chain(tracked.request)
                 tracked.lookup, tracked.found, tracked.end, tracked.saved = None, NOTHING, 0, 0
-                tracked.stale = tracked.request.num_computed_tokens > 0
+                tracked.unstored |= tracked.request.num_computed_tokens > 0
                 self._blends.rename(tracked)
 
     def _stop(self) -> None:

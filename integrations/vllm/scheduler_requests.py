@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from cuvee.codec.identity import Identity, Media, PrefixChain, Scope
+from cuvee.integrations.vllm.request_params import may_store
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 
 _LONGEST_NAME = 4096  # characters of a salt or of an image's id: they are hashed again for every key
@@ -36,7 +37,10 @@ class Requests:
 
     def begin(self, request: Any) -> Tracked:
         """Track a new request."""
-        tracked = Tracked(request, self.tenant(request), self.chain(request))
+        stores = may_store(request.kv_transfer_params)
+        tracked = Tracked(request, self.tenant(request), self.chain(request), unstored=not stores)
+        if not stores:
+            self._state.recorder.count("unstored_requests")
         self.tracked[request.request_id] = tracked
         return tracked
 

@@ -79,7 +79,8 @@ class Tracked:
         settled: the answer was judged and counted; the engine may ask again.
         refused: nothing is loaded for it any more, because that was too slow or failed once.
         declined: its prefix is quicker to compute than to load.
-        stale: it computed some tokens before a reset, so nothing of it is stored.
+        unstored: nothing of it is stored: it asks for that, it follows from a coarser cache, or it computed some tokens
+            before a reset.
         saved: number of chunks that need not be stored (again).
         segmented: the segments of it that may be blended.
         blend: the blend offered to the engine last, and the position where that ends.
@@ -97,7 +98,7 @@ class Tracked:
     settled: bool = False
     refused: bool = False
     declined: bool = False
-    stale: bool = False
+    unstored: bool = False
     saved: int = 0
     segmented: Segmented | None = None
     blend: Blend | None = None

@@ -935,7 +935,7 @@ def test_what_was_blended_before_a_reset_stays_apart(desk: Callable[..., Desk]) 
     d.side.reset()
     assert d.side.told(request) == told == {"blended": True, "reused_tokens": 29, "cost": 0.15}
     request.num_computed_tokens = 0  # preempted
-    d.side._requests.tracked["r"].stale = False
+    d.side._requests.tracked["r"].unstored = False
     assert d.matched(request) == (0, False)
     assert_exact(all_saves(d, request, 0), 30, (59, 21))
 

@@ -2,7 +2,7 @@
 
 reference       no connector                    the answers
 stored          connector                       a prompt of 511 tokens, and a conversation's first turn
-ids             a profile that predicts         what is stored holds the ids of prompt and answer
+ids             a profile that predicts         what is stored holds the ids of prompt and answer; a private prompt is not
 waiting         a share of almost nothing       what `stored` stores, but when the engine stops
 loaded          another process                 both again, and the turns after
 after waiting   another process                 what `waiting` has stored
@@ -55,6 +55,7 @@ THIRD = Step([[1, 0, ids(150, 5)]], max_tokens=ANSWER, forget=True)  # 440 + 150
 AGAIN = replace(FIRST, forget=True)
 TAILS = 6  # where three prompts end, and their answers
 TOLD = ids(100, 7)  # is stored with its ids, and those of its answer
+PRIVATE = ids(100, 8)  # asks not to be stored
 
 
 def whole_blocks(tokens: int) -> int:
@@ -95,13 +96,18 @@ def engines(folder: Path, model: Path, learned: Profile) -> dict[str, Ran]:
     lossy = {"quality": None, "step": 0.05, "profile": str(folder / "profile")}
     with_ids = cuvee(f"file://{folder / 'ids-store'}", chunk_tokens=64, min_tokens=32, **lossy)
     told = Step([TOLD], max_tokens=ANSWER, until=("vllm:cuvee_stored_tails", 1))
+    private = Step(
+        [PRIVATE], max_tokens=ANSWER, params=[{"cuvee": {"store": False}}], until=("vllm:cuvee_unstored_requests", 1)
+    )
     first = run_engines(
         folder / "first",
         [
             Engine("reference", model, [FIRST, SECOND, THIRD, AGAIN], options),
             # So few blocks that what ended is overwritten by the step that stores its tail.
             Engine("stored", model, [stored], {**ours("store"), "num_gpu_blocks_override": 24, "max_model_len": 640}),
-            Engine("ids", model, [told], {"block_size": 32, "max_model_len": 256, "kv_transfer_config": with_ids}),
+            Engine(
+                "ids", model, [told, private], {"block_size": 32, "max_model_len": 256, "kv_transfer_config": with_ids}
+            ),
             Engine("waiting", model, [FIRST], ours("waiting-store", store_share=1e-6)),
         ],
     )

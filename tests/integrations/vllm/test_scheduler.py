@@ -517,6 +517,41 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(desk: Callable[
     assert len(d.plan((waiting, 0, 100)).saves) == 6
 
 
+@pytest.mark.parametrize("store", [False, None, 0, "false", "x" * 10**6])
+def test_a_request_may_ask_not_to_be_stored(
+    desk: Callable[..., Desk], store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    d, request = desk(), make_request(tokens=108, kv_transfer_params={"cuvee": {"store": store}})
+    d.put(request, 2)
+    d.side.arrived(request)
+    assert d.matched(request)[0] == 32, "it loads what others have stored"
+    d.side.allocated(request, d.tables[0], 32)
+    assert d.plan((request, 32, 76)).saves == []
+    d.side.reset()  # which forgets nothing of that
+    generate(request, 20)
+    request.num_computed_tokens = 127
+    assert d.plan((request, 108, 19), new=False).saves == []
+    d.side.finished(request, d.tables[0])
+    assert d.plan().last_saves == []
+    assert d.recorder.totals()["unstored_requests", ""] == 1
+    # What is not clear is not stored, and the client is told.
+    assert bool(caplog.text) is (store is not False) and len(caplog.text) < 1000
+    assert ("store: must be true or false" in caplog.text) is (store is not False)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"cuvee": {}}, {"cuvee": {"store": True}}, {"cuvee": [1]}, {"x": 1}, 5])
+def test_other_requests_are_stored(desk: Callable[..., Desk], params: Any) -> None:
+    d, request = desk(), make_request(tokens=108, kv_transfer_params=params)
+    d.side.arrived(request)
+    assert chunks_of(d.plan((request, 0, 108)).saves) == [0, 1, 2, 3, 4, 5, 6]
+    generate(request, 20)
+    request.num_computed_tokens = 127
+    assert chunks_of(d.plan((request, 108, 19), new=False).saves) == [6]
+    d.side.finished(request, d.tables[0])
+    assert chunks_of(d.plan().last_saves) == [7]
+    assert ("unstored_requests", "") not in d.recorder.totals()
+
+
 def test_what_a_lookup_missed_is_not_known_any_more(desk: Callable[..., Desk]) -> None:
     d, first, second = desk(), make_request("a"), make_request("b")
     d.matched(first)
