@@ -52,7 +52,6 @@ class Server:
             # On a CPU vLLM gives an engine with a connector other cores than one without. All variants have the same.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(os.cpu_count() or 1),
-            "GOMP_SPINCOUNT": "1000",  # see eval/bench/engine/process.py
         }
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--host", "127.0.0.1",

@@ -98,11 +98,12 @@ def _pays_from(report: Mapping[str, Any]) -> ReportTable:
 def _storing(storing: Mapping[str, Any]) -> ReportTable:
     rows = []
     for name, speed in storing["tokens_per_second"].items():
-        ratio, behind = (storing[key].get(name) for key in ("throughput_over_no_connector", "seconds_until_stored"))
-        cells = (_around(ratio) if ratio else "1", _around(behind) if behind else "")
+        kinds = ("throughput_over_no_connector", "throughput_over_not_storing", "seconds_until_stored")
+        whole, alone, behind = (storing.get(kind, {}).get(name) for kind in kinds)
+        cells = (_around(whole) if whole else "1", *(_around(value) if value else "" for value in (alone, behind)))
         rows.append([name, f"{speed['median']:.0f}", *cells])
     return ReportTable(
-        [" ", "tokens/s", "throughput, ratio", "stored after, s"],
+        [" ", "tokens/s", "of no connector", "of not storing", "stored after, s"],
         rows,
         f"Storing: {storing['prompts']} prompts of {storing['prompt_tokens']} new tokens together, "
         f"{storing['generated_tokens']} generated each",

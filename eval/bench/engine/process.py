@@ -236,8 +236,5 @@ def _environment(**changes: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": str(os.cpu_count() or 1),
-        # On a busy machine an engine that spins at barriers takes twice as long. With more threads than cores libgomp
-        # spins less, and the connector brings threads: without this line it would seem to make the engine faster.
-        "GOMP_SPINCOUNT": "1000",
         **changes,
     }

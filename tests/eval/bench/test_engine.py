@@ -83,7 +83,7 @@ class Scripted:
         self, compute: float, hit: float, token: int = 7, logprob: float = -0.5, wrong_after: int = 10**9
     ) -> None:
         self.stored: set[tuple[int, ...]] = set()
-        self.hits = 0
+        self.hits = self.unstored = 0
         self.counts_nothing = False
         self._compute, self._hit, self._token, self._logprob = compute, hit, token, logprob
         self._wrong_after = wrong_after
@@ -91,7 +91,7 @@ class Scripted:
 
     def ask(
         self, prompts: Sequence[Sequence[int]], *, expect_cached: Sequence[int], max_tokens: int = 1,
-        forget: bool = False, logprobs: int | None = None,
+        forget: bool = False, logprobs: int | None = None, params: Any = None,
     ) -> EngineAnswer:  # fmt: skip
         if forget:
             self._own.clear()
@@ -99,7 +99,9 @@ class Scripted:
         found = [key in self._own or key in self.stored for key in keys]
         assert [bool(cached) for cached in expect_cached] == found
         self._own |= set(keys)
-        self.stored |= set(keys) if self._hit else set()
+        stores = bool(self._hit) and (params or {}).get("cuvee", {}).get("store", True)
+        self.stored |= set(keys) if stores else set()
+        self.unstored += len(keys) if self._hit and not stores else 0
         seconds = self._hit or 0.125 if all(found) else self._compute
         self.hits += all(found)
         token = self._token + (self.hits > self._wrong_after)
@@ -157,7 +159,25 @@ def test_a_report_holds_the_ratios_of_every_length() -> None:
     assert first["variants"][0]["pays_from_tokens"] == 0.0 and first["variants"][0]["connector"] is None
     storing = report["storing"]
     assert storing["throughput_over_no_connector"][VARIANTS[0].name]["median"] == pytest.approx(2 / 3)
+    assert storing["throughput_over_not_storing"] == {
+        VARIANTS[0].name: {"median": 1.0, "p20": 1.0, "p80": 1.0, "runs": 2}
+    }
     assert storing["tokens_per_second"][NO_CONNECTOR]["median"] == 2 * (272 + 4) / 4.0
+
+
+def test_storing_is_compared_with_not_storing_in_the_same_engine() -> None:
+    of = engines()
+    engine = of[VARIANTS[0].name]
+
+    def ask(prompts: Any, **changes: Any) -> EngineAnswer:
+        stores = changes["params"] is None
+        engine._compute = 4.0 if stores else 3.0
+        return Scripted.ask(engine, prompts, **changes)
+
+    engine.ask = ask
+    storing = measure_storing(replace(SMALL, batch_rounds=3), MODEL, of, VARIANTS[:1], silent)
+    assert storing["throughput_over_not_storing"][VARIANTS[0].name]["median"] == pytest.approx(3 / 4)
+    assert engine.unstored == 4 * SMALL.batch[0] and len(engine.stored) == 4 * SMALL.batch[0]
 
 
 @pytest.mark.parametrize(
@@ -376,6 +396,7 @@ def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_profile_needs_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, books: Any) -> None:
     monkeypatch.setattr(run, "find_spec", lambda _: True)
+    monkeypatch.setattr(run, "_vllm_version", lambda: "0")
     books.profile.save(tmp_path / "books.cuvee")
     with pytest.raises(InputError, match=r"^profile: random weights have none"):
         run_engine_bench(SMALL, profile=tmp_path / "books.cuvee")
