@@ -5,7 +5,8 @@
                    computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit);
                    and the same with a store of raw files, vLLM's own ExampleConnector
     storing        throughput of a batch of new prompts, with and without storing their caches, and with storing that
-                   may take a share of a core while the engine computes (store_shares)
+                   may take a share of a core while the engine computes (store_shares), or gives way to it
+                   (store_nicenesses)
 
     this process --commands--> engine A: no connector
                  --commands--> engine B: lossless, file store …    each in a process of its own, one works at a time
@@ -55,6 +56,7 @@ from cuvee.eval.bench.engine.scope import (
 from cuvee.eval.bench.engine.storing import measure_storing
 from cuvee.eval.machine import hardware
 from cuvee.eval.progress import timed_lines
+from cuvee.integrations.vllm.cores import LOWEST_PRIORITY
 
 __all__ = ["describe_model", "run_engine_bench"]
 
@@ -65,6 +67,7 @@ def run_engine_bench(
     stores: Sequence[str] = (),
     profile: Path | None = None,
     store_shares: Sequence[float] = (),
+    store_nicenesses: Sequence[int] = (),
     progress: Console | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark.
@@ -74,8 +77,8 @@ def run_engine_bench(
         model: checkpoint for `first token` and `storing`; None for random weights of `scope.shape`.
         stores: URLs of stores to load from, besides memory and files. What is put there stays there.
         profile: of `model`, for its lossy engines; None: they have the generic one, which needs nothing learned.
-        store_shares: values of the connector's option `store_share` to measure storing with, besides storing without a
-            limit.
+        store_shares, store_nicenesses: values of the connector's options `store_share` and `store_niceness` to measure
+            storing with, besides storing without a limit.
         progress: where to list what is being measured; None for nowhere.
 
     Returns:
@@ -84,7 +87,7 @@ def run_engine_bench(
     Raises:
         ImportError: vLLM is not installed.
         InputError: a length is not a multiple of the chunk, or exceeds the model's positions; a share is not above 0;
-            or a profile of random weights.
+            a niceness is not 0 … 19; or a profile of random weights.
         ProfileMismatchError: the profile is of another model.
         CuveeError: an engine failed, or gave an answer that it should not have, so nothing is reported.
     """
@@ -95,6 +98,9 @@ def run_engine_bench(
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
     if any(not 0 < share < math.inf for share in store_shares):
         raise InputError(f"store_shares: must be numbers above 0, got {', '.join(map(str, store_shares))}")
+    if any(not 0 <= niceness <= LOWEST_PRIORITY for niceness in store_nicenesses):
+        shown = ", ".join(map(str, store_nicenesses))
+        raise InputError(f"store_nicenesses: must be numbers from 0 to {LOWEST_PRIORITY}, got {shown}")
     if profile is not None and model is None:
         raise InputError("profile: random weights have none: also give the model that it was learned for")
     report: dict[str, Any] = {"hardware": hardware() | {"vllm": _vllm_version()}}
@@ -136,18 +142,18 @@ def run_engine_bench(
             report["first_token"] = measure_first_token(
                 scope, report["model"], engines, chosen, say, None if profile is None else profile.name
             )
-            paced = _paced(chosen, store_shares)
-            if paced:  # memory may not hold them besides those that only load
+            limited = _limited(chosen, store_shares, store_nicenesses)
+            if limited:  # memory may not hold them besides those that only load
                 for name in [RAW_FILES, *(variant.name for variant in chosen if variant.filled_by is not None)]:
                     if name in engines:
                         engines.pop(name).close()
             first = len(named) + 1
-            for at, variant in enumerate(paced, first):
+            for at, variant in enumerate(limited, first):
                 engines[variant.name] = stack.enter_context(Engine(folder / f"engine{at}.log"))
-            for variant in paced:
+            for variant in limited:
                 options = _engine_options(scope, len(engines))
                 _start(engines[variant.name], variant.name, variant, model, options, profile, say)
-            report["storing"] = measure_storing(scope, report["model"], engines, chosen + paced, say)
+            report["storing"] = measure_storing(scope, report["model"], engines, chosen + limited, say)
     report["load_average"] = {"before": load, "after": os.getloadavg()[1]}
     report["seconds"] = time.perf_counter() - began
     return report
@@ -168,13 +174,15 @@ def _start(
     engine.start(model, options, variant, profile=profile if lossy else None)
 
 
-def _paced(variants: Sequence[EngineVariant], shares: Sequence[float]) -> list[EngineVariant]:
-    """Return the variants with a file store again for each share, with stores of their own."""
+def _limited(
+    variants: Sequence[EngineVariant], shares: Sequence[float], nicenesses: Sequence[int]
+) -> list[EngineVariant]:
+    """Return the variants with a file store again for each share and each niceness, with stores of their own."""
+    limits: list[tuple[str, dict[str, Any]]] = [(f"share {share:g}", {"store_share": share}) for share in shares]
+    limits += [(f"niceness {niceness}", {"store_niceness": niceness}) for niceness in nicenesses]
     return [
-        replace(
-            variant, name=f"{variant.name}, share {share:g}", store=f"{variant.store}-share{share:g}", store_share=share
-        )
-        for share in shares
+        replace(variant, name=f"{variant.name}, {limit}", store=f"{variant.store}-{limit.replace(' ', '')}", **options)
+        for limit, options in limits
         for variant in variants
         if variant.store.startswith("file:") and variant.filled_by is None
     ]

@@ -125,8 +125,8 @@ class Engine:
                 "decide": decide,
                 **(more or {}),
             }
-            if variant.store_share is not None:
-                extra["store_share"] = variant.store_share
+            limits = {"store_share": variant.store_share, "store_niceness": variant.store_niceness}
+            extra |= {name: value for name, value in limits.items() if value is not None}
             if profile is not None:
                 extra["profile"] = str(profile)
             if blend is not None:
@@ -138,8 +138,8 @@ class Engine:
                 "kv_connector_extra_config": extra,
             }
         self._stored = 0
-        # Each question is a step of the engine, and an engine that is busy stores no more than its share.
-        self._pause = _IDLE_SECONDS if variant is not None and variant.store_share is not None else 0.0
+        # Each question is a step of the engine, and one that defers storing stores little while it is busy.
+        self._pause = _IDLE_SECONDS if variant is not None and variant.defers else 0.0
         self._call("start", arguments)
 
     def stop(self) -> None:

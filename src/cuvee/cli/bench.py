@@ -465,6 +465,15 @@ def bench_engine(
             help="Also measure storing with at most this share of a core. Repeatable.",
         ),
     ] = None,
+    store_nicenesses: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--store-niceness",
+            metavar="0…19",
+            show_default=False,
+            help="Also measure storing by threads that give way like this. Repeatable.",
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: three minutes.")] = False,
     out: ReportFile = None,
     force: Force = False,
@@ -484,9 +493,9 @@ def bench_engine(
     if lengths:
         scope = replace(scope, lengths=tuple(sorted(set(lengths))))
     checkpoint = None if model is None else _checkpoint(model)
-    shares = tuple(store_shares or ())
+    limits = tuple(store_shares or ()), tuple(store_nicenesses or ())
     _measure(
-        lambda progress: run_engine_bench(scope, checkpoint, stores or (), profile, shares, progress),
+        lambda progress: run_engine_bench(scope, checkpoint, stores or (), profile, *limits, progress),
         print_engine_report, out, force, as_json,
     )  # fmt: skip
 

@@ -272,7 +272,7 @@ def test_commands_and_replies_are_lines_of_json(child: Callable[[str], None], tm
         assert replies == [["settle", "stored_chunks", 3, 0.0], ["settle", "stored_chunks", 5, 0.0]]
 
 
-def test_an_engine_with_a_share_is_left_idle_to_store(
+def test_an_engine_that_defers_is_left_idle_to_store(
     child: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child(ECHO)
@@ -285,13 +285,13 @@ def test_an_engine_with_a_share_is_left_idle_to_store(
             return call(*arguments)
 
         monkeypatch.setattr(engine, "_call", noted)
-        for share in (0.5, None):
-            engine.start(tmp_path, {}, replace(VARIANTS[0], store_share=share))
+        for limits in ({"store_share": 0.5}, {"store_niceness": 0}, {"store_niceness": 19}, {}):
+            engine.start(tmp_path, {}, replace(VARIANTS[0], **limits))
             extra = called.pop()[1]["kv_transfer_config"]["kv_connector_extra_config"]
-            assert extra.get("store_share", "left out") == (share or "left out")
+            assert {name: extra[name] for name in ("store_share", "store_niceness") if name in extra} == limits
             engine.settle(1)
             engine.idle()
-            assert [arguments[-1] for arguments in called] == ([2.0] * 2 if share else [0.0] * 2)
+            assert [arguments[-1] for arguments in called] == ([2.0] * 2 if limits else [0.0] * 2)
             called.clear()
 
 
@@ -304,13 +304,21 @@ def test_a_closed_engine_is_gone_and_may_be_closed_again(child: Callable[[str], 
         engine.close()
 
 
-def test_storing_is_measured_for_every_share() -> None:
+def test_storing_is_measured_for_every_limit() -> None:
     memory, shared = VARIANTS[-1], VARIANTS[1]
-    paced = run._paced([VARIANTS[0], shared, memory], [0.1, 2.0])
-    assert [(variant.name, variant.store_share) for variant in paced] == [
-        ("lossless, file, share 0.1", 0.1), ("lossless, file, share 2", 2.0),
+    limited = run._limited([VARIANTS[0], shared, memory], [0.1, 2.0], [19])
+    assert [(variant.name, variant.store_share, variant.store_niceness) for variant in limited] == [
+        ("lossless, file, share 0.1", 0.1, None), ("lossless, file, share 2", 2.0, None),
+        ("lossless, file, niceness 19", None, 19),
     ]  # fmt: skip
-    assert len({variant.store for variant in (VARIANTS[0], *paced)}) == 3, "no engine finds what another one stored"
+    assert len({variant.store for variant in (VARIANTS[0], *limited)}) == 4, "no engine finds what another one stored"
+
+
+@pytest.mark.parametrize("niceness", [-1, 20])
+def test_a_niceness_that_linux_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch, niceness: int) -> None:
+    monkeypatch.setattr(run, "find_spec", lambda _: True)
+    with pytest.raises(InputError, match="store_nicenesses: must be numbers from 0 to 19"):
+        run_engine_bench(SMALL, store_nicenesses=[19, niceness])
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, math.nan, math.inf])

@@ -2,7 +2,7 @@
 
 reference       no connector                    the answers
 stored          connector                       a prompt of 511 tokens, and a conversation's first turn
-ids             a profile that predicts         what is stored holds the ids of prompt and answer; a private prompt is not
+ids             a profile that predicts         what is stored holds the ids of prompt and answer, and nothing private
 waiting         a share of almost nothing       what `stored` stores, but when the engine stops
 loaded          another process                 both again, and the turns after
 after waiting   another process                 what `waiting` has stored
