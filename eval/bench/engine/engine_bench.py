@@ -77,8 +77,9 @@ def run_engine_bench(
         model: checkpoint for `first token` and `storing`; None for random weights of `scope.shape`.
         stores: URLs of stores to load from, besides memory and files. What is put there stays there.
         profile: of `model`, for its lossy engines; None: they have the generic one, which needs nothing learned.
-        store_shares, store_nicenesses: values of the connector's options `store_share` and `store_niceness` to measure
-            storing with, besides storing without a limit.
+        store_shares: values of the connector's option `store_share` to measure storing with, besides storing without a
+            limit.
+        store_nicenesses: the same for `store_niceness`.
         progress: where to list what is being measured; None for nowhere.
 
     Returns:

@@ -56,14 +56,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("parts --exponent 0 --exponent 2 --budget 0.1 --quick", ("parts", (0.0, 2.0), 0.1, True)),
         ("gpu", ("gpu", False)),
         ("gpu --quick", ("gpu", True)),
-        ("engine", ("engine", ENGINE_FULL, None, (), None, ())),
+        ("engine", ("engine", ENGINE_FULL, None, (), None, (), ())),
         (
             "engine --quick --model m --store file:///a --store file:///b --profile m.safetensors",
-            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"], Path("m.safetensors"), ()),
+            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"], Path("m.safetensors"), (), ()),
         ),
         (
-            "engine --length 4096 --length 512 --store-share 0.1 --store-share 2",
-            ("engine", replace(ENGINE_FULL, lengths=(512, 4096)), None, (), None, (0.1, 2.0)),
+            "engine --length 4096 --length 512 --store-share 0.1 --store-share 2 --store-niceness 19",
+            ("engine", replace(ENGINE_FULL, lengths=(512, 4096)), None, (), None, (0.1, 2.0), (19,)),
         ),
     ],
 )
