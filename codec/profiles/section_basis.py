@@ -11,14 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import pad
 
 from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.support.lazy import lazy
+from cuvee.codec.support.onednn import SHAPE_MULTIPLE, pad_rows
 
-# oneDNN compiles a kernel for each shape of a product that it has not seen lately, which takes a third of the product's
-# time. So the rows and columns that are multiplied in bfloat16 are rounded up to this, and few shapes are left.
-SHAPE_MULTIPLE = 32
 WEIGHT_RANGE = 1e-7  # smallest over largest weight of a metric; maps in float32 cannot hold a wider range
 
 
@@ -97,9 +94,8 @@ class SectionBasis:
             if known < rank:
                 own, to = centered[:, column : column + block.size], y[row + known : row + rank]
                 if dtype == torch.bfloat16:
-                    wider = pad(own.bfloat16(), (0, 0, 0, -len(own) % SHAPE_MULTIPLE))
-                    deeper = block.forward_bfloat16[known : rank + (known - rank) % SHAPE_MULTIPLE]
-                    to.copy_(torch.mm(deeper, wider.T)[: rank - known, : len(own)])
+                    rows = block.forward_bfloat16[known : rank + (known - rank) % SHAPE_MULTIPLE]
+                    to.copy_(torch.mm(rows, pad_rows(own.bfloat16()).T)[: rank - known, : len(own)])
                 else:
                     torch.mm(block.forward[known:rank], own.T, out=to)
             row, column, known = row + rank, column + block.size, 0

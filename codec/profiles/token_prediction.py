@@ -192,15 +192,15 @@ class CoefficientMap:
     @property
     def matrix(self) -> torch.Tensor:
         """float64 `[N, K]`: the matrix that was rounded."""
-        return (_number(self.digits.double()) * self.scale).T
+        return (_from_digits(self.digits.double()) * self.scale).T
 
     def predict(self, table: TokenTable) -> torch.Tensor:
         """Return the coefficients float32 `[U, N]` for the U ids of a table."""
         sums = multiply_integers(table.embedding, self.digits.flatten(1)).unflatten(1, (3, self.size))
-        return (_number(sums.double()) * table.row_scale.double()[:, None] * self.scale).float()
+        return (_from_digits(sums.double()) * table.row_scale.double()[:, None] * self.scale).float()
 
 
-def _number(digits: torch.Tensor) -> torch.Tensor:
+def _from_digits(digits: torch.Tensor) -> torch.Tensor:
     """Return the numbers with these digits `[…, 3, N]` to the base of 256, the lowest first."""
     low, middle, high = digits.unbind(-2)
     return low + 256 * (middle + 256 * high)

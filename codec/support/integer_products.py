@@ -6,10 +6,8 @@ from functools import lru_cache
 
 import llvmlite.binding as llvm
 import torch
-from torch.nn.functional import pad
 
-# oneDNN compiles a kernel for each shape that it has not seen lately, which takes longer than so many rows.
-ROW_MULTIPLE = 32
+from cuvee.codec.support.onednn import SHAPE_MULTIPLE, pad_rows
 
 
 def multiply_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -28,20 +26,19 @@ def multiply_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.device.type != "cpu" or not has_exact_instructions():
         # Exact also where a processor cuts factors to TF32 or bfloat16.
         return a.float() @ b.float()
-    rows = len(a)
-    return torch._int_mm(pad(a, (0, 0, 0, -rows % ROW_MULTIPLE)).contiguous(), b.contiguous())[:rows]
+    return torch._int_mm(pad_rows(a).contiguous(), b.contiguous())[: len(a)]
 
 
 @lru_cache(maxsize=1)
 def has_exact_instructions() -> bool:
     """Return whether torch multiplies int8 with instructions whose sums have 32 bits.
 
-    Without them it is as fast, but pairs of products are added in 16 bits, where they saturate. That is also so if
-    oneDNN is told to use older instructions than the CPU has, so a product is tried.
+    Older instructions add pairs of products in 16 bits, where they saturate. oneDNN also takes those if it is told to
+    (`ONEDNN_MAX_CPU_ISA`), so a product is tried.
     """
     features = llvm.get_host_cpu_features()
     if not features.get("avx512vnni") and not features.get("avxvnni"):
         return False
-    a = torch.full((ROW_MULTIPLE, 64), 127, dtype=torch.int8)
+    a = torch.full((SHAPE_MULTIPLE, 64), 127, dtype=torch.int8)
     b = torch.full((64, 32), -128, dtype=torch.int8)
-    return torch.equal(torch._int_mm(a, b), torch.full((ROW_MULTIPLE, 32), 64 * 127 * -128, dtype=torch.int32))
+    return torch.equal(torch._int_mm(a, b), torch.full((SHAPE_MULTIPLE, 32), 64 * 127 * -128, dtype=torch.int32))

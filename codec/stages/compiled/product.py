@@ -74,8 +74,8 @@ def list_runs(classes, depths, share, multiple, bounds, deepest):  # type: ignor
     Args:
         classes: uint8, the class of each column.
         depths: int64, the depth of each class.
-        share: a run ends before a column that needs less than this share of the depth of its first, or more.
-        multiple: of which the columns of a run but the last are as many.
+        share: a run ends before a column that is less than this share as deep as its first, or deeper than that.
+        multiple: every run but the last has a multiple of this many columns.
         bounds: int64, receives the first column of each run, and where the last ends.
         deepest: int64, receives the largest depth in each run.
 
