@@ -527,7 +527,6 @@ def test_a_request_may_ask_not_to_be_stored(
     assert d.matched(request)[0] == 32, "it loads what others have stored"
     d.side.allocated(request, d.tables[0], 32)
     assert d.plan((request, 32, 76)).saves == []
-    d.side.reset()  # which forgets nothing of that
     generate(request, 20)
     request.num_computed_tokens = 127
     assert d.plan((request, 108, 19), new=False).saves == []
@@ -537,6 +536,15 @@ def test_a_request_may_ask_not_to_be_stored(
     # What is not clear is not stored, and the client is told.
     assert bool(caplog.text) is (store is not False) and len(caplog.text) < 1000
     assert ("store: must be true or false" in caplog.text) is (store is not False)
+
+
+def test_a_reset_does_not_make_a_request_stored() -> None:
+    for params, stored in (({"cuvee": {"store": False}}, 0), (None, 6)):
+        d, request = Desk(), make_request(kv_transfer_params=params)
+        d.side.arrived(request)
+        d.side.reset()
+        assert len(d.plan((request, 0, 100)).saves) == stored
+        d.side.close()
 
 
 @pytest.mark.parametrize("params", [None, {}, {"cuvee": {}}, {"cuvee": {"store": True}}, {"cuvee": [1]}, {"x": 1}, 5])
