@@ -45,7 +45,7 @@ from cuvee.codec.support.terminal_table import terminal_table
 from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.plots import plot_quality
-from cuvee.eval.progress import Plan, progress_bar
+from cuvee.eval.progress import progress_bar
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench, spans
 
 if TYPE_CHECKING:
@@ -147,9 +147,8 @@ def run_demo(
     # One thread for torch: with models this small more threads gain little, and on a busy machine they wait for each
     # other: calibrating smollm2 took over three times as long with two threads beside another job.
     with torch_threads(1), progress_bar(progress or Console(stderr=True), 48) as bar:
-        settings = len(scope.groups) * (len(PRESET_KL) + len(scope.octaves))
-        left = {"profile": len(scope.groups), "method": len(SHOWN_BASELINES) + len(UNLEARNED) + settings}
-        bar.expect(Plan({"profile": 10.0, "method": 1.0}, left))
+        of_a_group = 1 + len(PRESET_KL) + len(scope.octaves)
+        bar.expect(3 + len(SHOWN_BASELINES) + len(UNLEARNED) + len(scope.groups) * of_a_group)
         with bar.step("loading the model"):
             lm, tokenizer = _load(model)
             harbour, orchard = ([read_corpus(name, model)] for name in (CALIBRATION, EVALUATION))
@@ -157,7 +156,7 @@ def run_demo(
             testing = reread(spread_sequences(orchard, LENGTH, scope.sequences))
         profiles = {}
         for group in scope.groups:
-            with bar.step(f"calibrating on “{CALIBRATION}”, {SPANS[group]}", "profile"):
+            with bar.step(f"calibrating on “{CALIBRATION}”, {SPANS[group]}"):
                 profiles[group] = cuvee.calibrate(lm, learning, group, prefix=PREFIX, progress=False)
         with bar.step(f"exact predictions on “{EVALUATION}”"):
             bench = QualityBench(lm, testing, PREFIX, dtype="bfloat16")
@@ -168,7 +167,7 @@ def run_demo(
             continuation = _continue(lm, tokenizer, bench.caches[row], testing[row, PREFIX:], first, count, codec)
 
         def measure(name: str, method: Method, where: str) -> Quality:
-            with bar.step(f"{name}, {where}", "method"):
+            with bar.step(f"{name}, {where}"):
                 return bench.run(name, method)
 
         baselines = [measure(name, method, "a baseline") for name, method in SHOWN_BASELINES.items()]

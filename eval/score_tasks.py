@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES, UNCOMPRESSED, baseline
-from cuvee.eval.progress import Plan, ProgressBar, progress_bar
+from cuvee.eval.progress import ProgressBar, progress_bar
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method
 from cuvee.eval.report.scoring import TaskScorer, difference_from
 from cuvee.eval.runs import MeasuredModel, metadata_pairs, need_packages, save_results, stoppable_run
@@ -46,7 +45,6 @@ VARIANTS = ("exact", "destroyed", "absent", "lossless", "high", "balanced", "sma
 CONTROLS = ("destroyed", "absent")
 _DIALS = ("kl", "bits", "ratio", "step")
 _CLEAR = 2  # standard errors
-_ABSENT_SHARE = 0.1  # of the time of another variant, as a first guess: questions are short
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +173,9 @@ class _TasksRun:
             known = {(score["task"], score["arm"]) for score in self.data["scores"]}
             pairs = [(name, variant) for name in self.scorer.names for variant in self.variants]
             missing = [pair for pair in pairs if pair not in known]
-            progress.expect(_plan(missing))
+            progress.expect(len(missing))
             for name, variant in missing:
-                with progress.step(f"{name}: {variant}", _kind(name, variant)):
+                with progress.step(f"{name}: {variant}"):
                     self._score(name, variant, progress)
         return self.data
 
@@ -196,17 +194,6 @@ class _TasksRun:
         progress.say(f"{name}, {variant}: {scored['score']:.4f}")
         if self.out is not None:
             save_results(self.out, self.data)
-
-
-def _plan(missing: Sequence[tuple[str, str]]) -> Plan:
-    """Count the work. The lengths of a task's contexts are unknown before they are read."""
-    guess = {_kind(name, variant): _ABSENT_SHARE if variant == "absent" else 1.0 for name, variant in missing}
-    return Plan(guess, dict(Counter(_kind(name, variant) for name, variant in missing)))
-
-
-def _kind(name: str, variant: str) -> str:
-    """The kind of a step: variants of a task that take about equally long."""
-    return f"{name}, absent" if variant == "absent" else name
 
 
 def _is_codec(variant: str) -> bool:

@@ -70,7 +70,7 @@ from cuvee.eval.blend_report.shares import (
 )
 from cuvee.eval.blend_report.wall_time import measure_wall_time
 from cuvee.eval.machine import hardware
-from cuvee.eval.progress import Plan, ProgressBar
+from cuvee.eval.progress import ProgressBar
 from cuvee.eval.runs import (
     KEPT,
     ReportRun,
@@ -260,7 +260,7 @@ class _BlendReport(ReportRun):
 
     def measure(self, progress: ProgressBar) -> None:
         """Measure one construction after the other, then the wall time."""
-        progress.expect(self._plan())
+        progress.expect(self._steps())
         for made in self.constructions[len(self.data["constructions"]) :]:
             whole = self._measure(made, progress)
             self.data["constructions"].append(whole)
@@ -269,22 +269,14 @@ class _BlendReport(ReportRun):
             self.data["unfinished"] = None
             self.save()
         if self.config.lengths:
-            with progress.step("wall time", "wall time"):
+            with progress.step("wall time"):
                 self.data["wall_time"] = measure_wall_time(self.config.lengths, self.config.seed, progress.tell)
 
-    def _plan(self) -> Plan:
-        """Count the work. The guesses are seconds on a core with SmolLM2; only their ratios matter."""
-        config = self.config
-        left = {"profile": int(self._learns), "wall time": int(bool(config.lengths))}
-        guess = {"profile": 4.0 * config.calibration_sequences, "wall time": sum(config.lengths) / 100}
-        done = len(self.data["constructions"])
-        for index, made in enumerate(self.constructions[done:]):
-            before = self.data["unfinished"]["prompts"] if index == 0 and self.data["unfinished"] else 0
-            exact = [kv == EXACT for kv, *_ in self._methods(made)]
-            guess |= {made.name: 0.4 * sum(exact), _decoded(made): 0.4 * (len(exact) - sum(exact))}
-            prompts = len(made.prompts) - before
-            left |= {made.name: prompts, _decoded(made): prompts if config.qualities else 0}
-        return Plan(guess, left)
+    def _steps(self) -> int:
+        """How many steps are missing."""
+        missing = sum(len(made.prompts) for made in self.constructions[len(self.data["constructions"]) :])
+        missing -= self.data["unfinished"]["prompts"] if self.data["unfinished"] else 0
+        return int(self._learns) + int(bool(self.config.lengths)) + missing * (2 if self.config.qualities else 1)
 
     @property
     def _learns(self) -> bool:
@@ -296,7 +288,7 @@ class _BlendReport(ReportRun):
         """One for each quality. A profile is learned when the first of them is needed."""
         if self._coders is None:
             if self._learns:
-                with progress.step("learning a profile, group layer", "profile"):
+                with progress.step("learning a profile, group layer"):
                     self._coders = self._learn_codecs()
             else:
                 self._coders = self._learn_codecs()
@@ -371,7 +363,7 @@ class _BlendReport(ReportRun):
         prompt, seed = made.prompts[index], self.config.seed + index
         name = f"{made.name}, prompt {index + 1} of {len(made.prompts)}"
         cached = {}
-        with progress.step(f"blending: {name}", made.name):
+        with progress.step(f"blending: {name}"):
             reference, targets, correct = self._reference(prompt)
             found.full += [correct] if len(prompt.choices) > 1 else []
             if prompt.words:
@@ -386,7 +378,7 @@ class _BlendReport(ReportRun):
                 progress.say_now_and_then(first_figures(made.name, found.methods))
         if found.coded:
             codecs = self._codecs(progress)
-            with progress.step(f"blending: {name}, decoded", _decoded(made)):
+            with progress.step(f"blending: {name}, decoded"):
                 for quality, chunks in found.coded:
                     blobs = [codecs[quality].encode(chunk) for chunk in cached[EXACT, chunks]]
                     found.coded[quality, chunks] += sum(map(len, blobs))
@@ -509,11 +501,6 @@ class _BlendReport(ReportRun):
         one.top1 += same
         one.spent.append(result.record.cost)
         one.correct += [correct] if len(prompt.choices) > 1 else []
-
-
-def _decoded(made: Construction) -> str:
-    """Name the kind of step for decoded chunks."""
-    return f"{made.name}, decoded"
 
 
 def _others(made: Construction, prompt: BlendPrompt) -> list[torch.Tensor]:

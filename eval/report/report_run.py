@@ -31,12 +31,12 @@ from cuvee.codec.data.corpus import Corpus, read_corpus, sequences_by_text
 from cuvee.codec.errors import InputError, ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import CPU_FLOPS, GPU_FLOPS, choose_group
-from cuvee.codec.learning.sequences import LENGTH, reread
+from cuvee.codec.learning.sequences import reread
 from cuvee.codec.models.forward import check_tokens, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.machine import hardware
 from cuvee.eval.methods import UNCOMPRESSED
-from cuvee.eval.progress import Plan, ProgressBar
+from cuvee.eval.progress import ProgressBar
 from cuvee.eval.quality import Method, QualityBench
 from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, peers, select
 from cuvee.eval.report.learning import (
@@ -279,43 +279,25 @@ class _FullReport(ReportRun):
         """Learn the profiles, then measure methods, lengths and tasks, and compare the results."""
         scored = [c for c in self.candidates if self._is_scored(c)] if self.scorer else []
         names = self.scorer.names if self.scorer else []
-        progress.expect(self._plan(len(scored) * len(names)))
+        progress.expect(len(self._missing_profiles()) + len(self.candidates) + len(scored) * len(names))
         self._learn(progress)
         for candidate in self.candidates:
             if self._has("quality", candidate.key) or self._is_too_coarse(candidate):
-                progress.skip("quality")
+                progress.skip()
                 continue
-            with progress.step(f"quality: {candidate.key}", "quality"):
+            with progress.step(f"quality: {candidate.key}"):
                 self._measure_quality(candidate)
                 self.save()
         self._measure_lengths(progress)
         for candidate in scored:
             for name in names:
                 if self.scorer is None or self._has("scores", candidate.key, name):
-                    progress.skip("task")
+                    progress.skip()
                     continue
-                with progress.step(f"{name}: {candidate.key}", "task"):
+                with progress.step(f"{name}: {candidate.key}"):
                     self._score(self.scorer, candidate, name)
                     self.save()
         self.data |= self._comparisons()
-
-    def _plan(self, scores: int) -> Plan:
-        """Count the work. The guesses are seconds on a core with SmolLM2; only their ratios matter."""
-        config = self.config
-        share = config.length / LENGTH
-        guess = {
-            "profile": 4.0 * share * (config.learned_sequences + config.samples),
-            "quality": 0.8 * share * config.sequences,
-            "task": 0.5 * (self.limit or 190),
-        }
-        left = {"profile": len(self._missing_profiles()), "quality": len(self.candidates), "task": scores}
-        # How many it will be is known once their KL is: see `length_candidates`.
-        kinds = len({c.family if c.kind == "curve" else c.key for c in self.candidates})
-        for length, rows in self.long_tokens.items():
-            guess[f"length {length}"] = len(rows) * (0.5 + length / 2000)
-            guess[f"exact {length}"] = len(rows) * length / 200
-            left |= {f"length {length}": kinds, f"exact {length}": 1}
-        return Plan(guess, left)
 
     def _measure_lengths(self, progress: ProgressBar) -> None:
         if not self.long_tokens:
@@ -323,15 +305,14 @@ class _FullReport(ReportRun):
         chosen = length_candidates(self.candidates, self.config.methods, self.data["quality"])
         known = {(entry["length"], entry["key"]) for entry in self.data["lengths"]}
         missing = {n: [c for c in chosen if (n, c.key) not in known] for n in self.long_tokens}
-        progress.amend({f"length {n}": len(methods) for n, methods in missing.items()})
+        progress.expect(sum(1 + len(methods) for methods in missing.values() if methods))
         for length, methods in missing.items():
             if not methods:
-                progress.skip(f"exact {length}")
                 continue
-            with progress.step(f"the exact cache of {length} tokens", f"exact {length}"):
+            with progress.step(f"the exact cache of {length} tokens"):
                 bench = self._bench_of(self.long_tokens[length], length)
             for candidate in methods:
-                with progress.step(f"{length} tokens: {candidate.key}", f"length {length}"):
+                with progress.step(f"{length} tokens: {candidate.key}"):
                     method = self._make(candidate)
                     if method is None:
                         continue
@@ -408,12 +389,12 @@ class _FullReport(ReportRun):
             path = self.out / "profiles" / f"{group.replace(':', '-')}.safetensors"
             known = self.data["profiles"].get(group)
             if known is not None and path.exists():
-                progress.skip("profile")
+                progress.skip()
                 profile = Profile.load(path)
                 if profile.id.hex() != known["id"]:
                     raise InputError(f"out: {path} is not the profile this report was measured with: use --force")
             else:
-                with progress.step(f"learning a profile, group {group}", "profile"):
+                with progress.step(f"learning a profile, group {group}"):
                     profile = self._learn_group(group, path, known)
             self._profiles[group] = profile
 
