@@ -136,6 +136,14 @@ class Store(ABC):
     def delete_tenant(self, tenant: str) -> int:
         """Delete every entry of a tenant (in hexadecimal, as in its keys); return how many there were."""
 
+    def clear(self) -> int:
+        """Delete the entries of all tenants; return how many there were. Entries that are put meanwhile may stay.
+
+        Raises:
+            StoreError: some entries may remain, or this kind of store cannot list its tenants.
+        """
+        raise StoreError(f"{self.name} store: cannot be cleared: delete its tenants one by one")
+
     @abstractmethod
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot by tier name."""
@@ -329,12 +337,17 @@ def check_key(key: object) -> tuple[str, str]:
     return match[1], match[2]
 
 
+def is_tenant(name: str) -> bool:
+    """Return whether `name` is valid as the tenant of a key."""
+    return _TENANT.fullmatch(name) is not None
+
+
 def check_tenant(tenant: object) -> str:
     """Return `tenant` if it is valid as part of a key.
 
     Raises:
         InputError: `tenant` is not 1 to 64 lower-case hexadecimal digits.
     """
-    if not isinstance(tenant, str) or _TENANT.fullmatch(tenant) is None:
+    if not isinstance(tenant, str) or not is_tenant(tenant):
         raise InputError(f"tenant: must be 1 to 64 lower-case hexadecimal digits (see tenant_id), got {tenant!r}")
     return tenant

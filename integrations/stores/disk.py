@@ -54,6 +54,7 @@ from cuvee.integrations.stores.base import (
     check_max_entry,
     check_max_tenant,
     check_tenant,
+    is_tenant,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, make_header, parse_header
 from cuvee.integrations.stores.folder_budget import FolderBudget
@@ -229,6 +230,12 @@ class DiskStore(Store):
             with file_lock(root, ".lock"):
                 os.rename(folder, gone, src_dir_fd=root, dst_dir_fd=root)
             return remove_tree(gone, root)
+        return 0
+
+    def clear(self) -> int:
+        """Delete the entries of all tenants, one tenant at a time. Files that are not of the store stay."""
+        with self._errors(), suppress(FileNotFoundError), self._opened() as root:
+            return sum(map(self.delete_tenant, filter(is_tenant, os.listdir(root))))
         return 0
 
     def counters(self) -> dict[str, TierCounters]:

@@ -19,6 +19,7 @@ clients of other protocols request that many bytes, but accept any number.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 16  # simultaneous requests; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
+
+_PATH = re.compile(r"[0-9a-f]{1,64}/([0-9a-f]{1,2})/\1[0-9a-f]*")  # of an entry, below our folder
 
 _T = TypeVar("_T")
 
@@ -177,15 +180,24 @@ class ObjectStore(Store):
 
     def delete_tenant(self, tenant: str) -> int:
         """Delete every object of a tenant, including incomplete ones; return how many there were."""
-        check_tenant(tenant)
+        return self._delete_below(check_tenant(tenant))
+
+    def clear(self) -> int:
+        """Delete the entries of all tenants; return how many there were. Objects with other names stay."""
+        return self._delete_below("")
+
+    def _delete_below(self, tenant: str) -> int:
+        """Delete every object of a tenant, or, for an empty name, every object that has the name of an entry."""
         fs, root = self._connect()
         if self._http:
             # fsspec would collect links from pages, endlessly if the server wants, and then fail at the first deletion.
             raise self._monitor.failure(NotImplementedError("fsspec cannot delete over HTTP"))
         paths = self._call(lambda fs, path: fs.find(path), tenant) or []
-        folder = f"{root}/{tenant}/".lstrip("/")
+        folder = f"{root}/{tenant}/".strip("/") + "/" if root or tenant else ""
         if strange := [path for path in paths if not path.lstrip("/").startswith(folder)]:
             raise self._monitor.failure(ValueError(f"{tenant}: must list only its own objects, got {strange[0]:.200}"))
+        if not tenant:
+            paths = [path for path in paths if _PATH.fullmatch(path.lstrip("/").removeprefix(folder))]
 
         def remove(path: str) -> None:
             try:

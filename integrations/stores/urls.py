@@ -100,7 +100,8 @@ def _open(url: str, guarded: bool) -> Store:
     scheme = scheme.lower()
     location, _, query = rest.partition("?")
     if not separator:
-        raise InputError(f"url: must begin with {_KNOWN} or tiered:, got {redacted(url)}")
+        hint = f"; did you mean file://{redacted(url)}?" if url.startswith("/") else ""
+        raise InputError(f"url: must begin with {_KNOWN} or tiered:, got {redacted(url)}{hint}")
     if "@" in query:
         raise InputError(f"url: must write ? as %3F in a password, and @ as %40 in an option, got {redacted(url)}")
     fsspec = _FSSPEC.fullmatch(scheme)

@@ -1,13 +1,14 @@
-"""`cuvee store`: inspect a store, and delete the entries of a tenant.
+"""`cuvee store`: inspect a store, and delete the entries of a tenant or all of them.
 
 A store inside the serving process (`memory://`) cannot be reached from here; the other tiers of a `tiered:` URL can.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Annotated, Any
 
@@ -18,11 +19,12 @@ from cuvee.cli.output import make_console, make_table, print_json
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError, check_tenant
 
-app = typer.Typer(no_args_is_help=True, help="Inspect a store of compressed caches, or delete a tenant's entries.")
+app = typer.Typer(no_args_is_help=True, help="Inspect a store of compressed caches, or delete its entries.")
 
 _CHECK_BYTES = 64 << 10
 
 _Url = Annotated[str, typer.Argument(metavar="URL", help="The URL that the server gets: file://, redis://, tiered:…")]
+_Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 @app.command("info")
@@ -34,6 +36,8 @@ def store_info(
     as_json: Json = False,
 ) -> None:
     """Report whether a store can be reached and what it holds. Exit code 1 if it or one of its tiers cannot be reached.
+
+    A folder that does not exist cannot be reached; --check creates it, as a server does.
 
     Most stores count entries and bytes only with a budget (max_gb), starting at their first put (--check).
 
@@ -48,6 +52,7 @@ def store_info(
                 if check:
                     row["seconds"] = _round_trip(tier, key)
                 else:
+                    _must_exist(tier)
                     tier.contains([key])
             except StoreError as error:
                 row |= {"reachable": False, "error": str(error)}
@@ -69,7 +74,7 @@ def store_delete_tenant(
     tenant: Annotated[
         str | None, typer.Option("--tenant", metavar="HEX", help="The tenant as in keys, instead of --salt.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: _Yes = False,
     as_json: Json = False,
 ) -> None:
     """Delete every entry of a tenant and report how many there were. Exit code 1 if some entries may remain.
@@ -86,18 +91,36 @@ def store_delete_tenant(
         from cuvee.codec.identity import tenant_id
 
         tenant = tenant_id(salt)
-    tenant = check_tenant(tenant)
+    checked = check_tenant(tenant)
+    _delete(url, f"tenant {checked}", lambda tier: tier.delete_tenant(checked), yes, as_json, tenant=checked)
+
+
+@app.command("clear")
+def store_clear(url: _Url, yes: _Yes = False, as_json: Json = False) -> None:
+    """Delete every entry of all tenants, profiles included, and report how many there were. Exit code 1 if some remain.
+
+    Other files, keys and objects in the same place stay. Stop the servers first, or they may write more entries.
+
+    Entries in the RAM of servers stay there until they are evicted or the servers restart.
+
+    Example: cuvee store clear file:///var/cache/kv
+    """
+    _delete(url, "all tenants", lambda tier: tier.clear(), yes, as_json)
+
+
+def _delete(url: str, whose: str, delete: Callable[[Store], int], yes: bool, as_json: bool, **told: str) -> None:
+    """Ask unless `yes`, delete from every tier that can be reached, and report."""
     rows: list[dict[str, Any]] = []
     with _tiers(url) as (shown, tiers):
         if not yes:
-            typer.confirm(f"Delete every entry of tenant {tenant} in {shown}?", abort=True, err=True)
+            typer.confirm(f"Delete every entry of {whose} in {shown}?", abort=True, err=True)
         for tier in tiers:
             try:
-                rows.append({"tier": tier.name, "deleted": tier.delete_tenant(tenant), "error": None})
+                rows.append({"tier": tier.name, "deleted": delete(tier), "error": None})
             except StoreError as error:
                 rows.append({"tier": tier.name, "deleted": None, "error": str(error)})
     if as_json:
-        print_json({"url": shown, "tenant": tenant, "tiers": rows})
+        print_json({"url": shown, **told, "tiers": rows})
     else:
         for row in rows:
             if row["error"] is None:
@@ -120,6 +143,14 @@ def _tiers(url: str) -> Iterator[tuple[str, list[Store]]]:
         if len(reachable) < len(tiers):
             typer.echo("note: entries in the RAM of servers cannot be reached from here", err=True)
         yield redacted(url), reachable
+
+
+def _must_exist(tier: Store) -> None:
+    """Raise a StoreError if the store is a folder that does not exist."""
+    from cuvee.integrations.stores.disk import DiskStore
+
+    if isinstance(tier, DiskStore) and not os.path.lexists(tier.root):
+        raise StoreError(f"disk store {tier.root}: does not exist: a server creates it with its first entry")
 
 
 def _check_key() -> str:

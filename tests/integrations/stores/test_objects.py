@@ -146,6 +146,15 @@ def test_many_keys_and_tenants(url: str, open_objects: Open) -> None:
     assert store.delete_tenant("ab") == 100
     assert not any(store.contains(mine)) and all(store.contains(others))
     assert store.delete_tenant("ab") == 0
+    store.put("ab/000", b"x")
+    fs, root = store._connected()
+    foreign = [f"{root}/notes.txt", f"{root}/ab/00/notes.txt"]
+    for path in foreign:
+        fs.pipe_file(path, b"not of the store")
+    assert store.clear() == 11
+    assert not any(store.contains(["ab/000", *others])) and all(map(fs.exists, foreign)) and store.clear() == 0
+    for path in foreign:
+        fs.rm_file(path)
     for bad in ("ab", "../ab", "AB/00", "ab/*"):
         with pytest.raises(InputError, match="key"):
             store.get(bad)

@@ -143,6 +143,8 @@ def test_many_keys_and_tenants(any_store: RedisStore) -> None:
     assert store.delete_tenant("ab") == 150
     assert not any(store.contains(mine)) and all(store.contains(others))
     assert store.delete_tenant("ab") == 0 and store.delete_tenant("cd") == 0
+    assert store.put(key(0, "ab"), b"x") and store.clear() == 41
+    assert not any(store.contains([key(0, "ab"), *others])) and store.clear() == 0
 
 
 def test_parts(any_store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,7 +260,7 @@ def test_a_bad_tier_closes_those_before_it() -> None:
     ("url", "message"),
     [
         ("", r"^url: must begin with memory://, .*fsspec\+<protocol>:// or tiered:, got $"),
-        ("/var/cache", r"^url: must begin with .*got /var/cache$"),
+        ("/var/cache", r"^url: must begin with .*got /var/cache; did you mean file:///var/cache\?$"),
         ("file:/var/cache", r"^url: must begin with"),
         ("flie:///x", r"^url: must begin with the scheme of a store, got flie://; did you mean file://\?"),
         ("ftp+x://h", r"^url: must begin with the scheme of a store, got ftp\+x://; there are memory, file"),

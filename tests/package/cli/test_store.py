@@ -1,4 +1,4 @@
-"""`cuvee store`: what it says of a store, and the deletion of a tenant."""
+"""`cuvee store`: what it says of a store, and the deletion of a tenant or of everything."""
 
 from __future__ import annotations
 
@@ -53,6 +53,14 @@ def test_info_checks_with_an_entry_of_its_own(folder: Path) -> None:
     assert row["reachable"] and row["seconds"] > 0 and row["error"] is None and row["bytes"] > 301
     assert before == sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     assert " ms" in run("info", f"file://{folder}?max_gb=1", "--check").stdout
+
+
+def test_info_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    done = run("info", f"file://{tmp_path}/kv", code=1)
+    assert done.stderr.startswith(f"error: disk store {tmp_path}/kv: does not exist") and " no " in done.stdout
+    assert not (tmp_path / "kv").exists()
+    assert read("info", f"file://{tmp_path}/kv", "--check")["tiers"][0]["reachable"]  # creates it, as a server does
+    run("info", f"file://{tmp_path}/kv")
 
 
 def test_info_of_a_store_that_is_down(tmp_path: Path) -> None:
@@ -172,6 +180,22 @@ def test_delete_tenant_needs_one_tenant(folder: Path) -> None:
     run("delete-tenant", url, "--salt", "a", "--tenant", "ab", "--yes", code=2)
     done = run("delete-tenant", url, "--tenant", "../ab", code=1)
     assert done.stderr.startswith("error: tenant: must be") and all(held(folder))
+
+
+def test_clear(folder: Path) -> None:
+    (folder / "mine.txt").write_text("not of the store")
+    url = f"file://{folder}"
+    done = run("clear", url, code=1, answer="n\n")
+    assert f"Delete every entry of all tenants in {url}?" in done.stderr and all(held(folder))
+    assert read("clear", url, "--yes") == {"url": url, "tiers": [{"tier": "disk", "deleted": 4, "error": None}]}
+    assert not any(held(folder)) and (folder / "mine.txt").exists()
+    assert run("clear", url, answer="y\n").stdout.endswith("disk: 0 deleted\n")
+
+
+def test_clear_that_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DiskStore, "clear")  # leaves that of the base class, for stores that list no tenants
+    done = run("clear", f"file://{folder}", "--yes", code=1)
+    assert done.stderr.startswith("error: disk store: cannot be cleared") and all(held(folder))
 
 
 def test_the_store_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
