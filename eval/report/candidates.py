@@ -11,7 +11,7 @@ from typing import Any
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.family import step_value
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, PRESET_STEP_INDEX
@@ -188,8 +188,23 @@ def codec_candidates(
         found += _steps("cuvee/generic", nothing, GENERIC_OCTAVES)
     for name in names:
         learned = partial(profile, name)
-        found += [_coded(f"cuvee/{name}@{preset}", "preset", learned, quality=preset) for preset in PRESET_KL]
+        found += [
+            _coded(f"cuvee/{name}@{preset}", "preset", partial(_reaching, learned, preset), quality=preset)
+            for preset in PRESET_KL
+        ]
         found += _steps(f"cuvee/{name}", learned, CURVE_OCTAVES[1::2] if quick else CURVE_OCTAVES)
+    return found
+
+
+def _reaching(profile: Callable[[], Profile], preset: str) -> Profile:
+    """Return the profile if its curve reaches a preset's KL. If not, the preset would be lossless, off the curve.
+
+    Raises:
+        ProfileError: it does not.
+    """
+    found = profile()
+    if Codec(found, preset).lossless:
+        raise ProfileError(f"{preset}: the profile's curve does not reach a KL of {PRESET_KL[preset]:g}")
     return found
 
 

@@ -184,9 +184,13 @@ def test_every_blend_is_part_of_an_expected_step(
         blends[-1] += 1
         return blend(self, *args, **options)
 
+    def counting(self: ProgressBar, steps: int) -> None:
+        expected.append(steps)
+        expect(self, steps)
+
     monkeypatch.setattr(ProgressBar, "step", counted)
     monkeypatch.setattr(Blender, "blend", blended)
-    monkeypatch.setattr(ProgressBar, "expect", lambda self, steps: (expected.append(steps), expect(self, steps)))
+    monkeypatch.setattr(ProgressBar, "expect", counting)
     config = replace(less_of(tiny), constructions=("reread",), qualities=qualities)
     run_blend_report(config, tmp_path / "run", console)
     assert expected == [len(blends)] == [4 if qualities else 2]

@@ -24,7 +24,7 @@ from tests.package.cli.running import run
 
 import cuvee
 from cuvee.codec.data.bundled import bundled_model_path
-from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.learning.mixture import KINDS, more_text
 from cuvee.codec.models.fingerprint import model_fingerprint
@@ -33,8 +33,8 @@ from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.baselines.quantizers import CacheGen, Kivi
 from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES
-from cuvee.eval.quality import Method, Quality, QualityBench
-from cuvee.eval.report.candidates import Candidate, select
+from cuvee.eval.quality import CodecMethod, Method, Quality, QualityBench
+from cuvee.eval.report.candidates import Candidate, codec_candidates, select
 from cuvee.eval.report.report_config import ReportConfig, quick_config
 from cuvee.eval.report.report_run import ANCHORS, run_report
 from cuvee.eval.report.scoring import TaskScorer
@@ -513,6 +513,15 @@ def test_a_method_that_is_not_known_is_refused_before_anything_is_measured(tmp_p
     with pytest.raises(InputError, match=r"^methods: 'kivi5' is not known, did you mean 'kivi"):
         run_report(replace(CONFIG, methods=("kivi5",)), tmp_path / "run", console)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_preset_below_the_curve_is_left_out_instead_of_shown_as_lossless(books: Books) -> None:
+    coarse = books.profile.with_curve(p for p in books.profile.curve if p.kl is not None and p.kl > 2e-3)
+    made = {c.key: c for c in codec_candidates(coarse.layout, ["mine"], lambda name: coarse, True)}
+    with pytest.raises(ProfileError, match=r"^high: the profile's curve does not reach a KL of 0.001$"):
+        made["cuvee/mine@high"].make()
+    small = made["cuvee/mine@small"].make()
+    assert isinstance(small, CodecMethod) and not small.codec.lossless
 
 
 def test_baselines_that_learn_can_be_measured_beside_a_given_profile(
