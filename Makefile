@@ -9,6 +9,7 @@ SHELL := /bin/bash
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.demo
 ENGINE_STAMP := $(VENV)/.engine
 # The tested torch, installed before anything else can pull another one. Any torch>=2.8 will do; TORCH is
 # handed to pip as it is, so it may carry pip options.
@@ -29,6 +30,14 @@ SEED    ?= 0
 # stay together (--dist loadfile): those of the engine share its runs. Their order is that of tests/conftest.py
 # (--no-loadscope-reorder).
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+# `make test ISA=avx2`: as on a CPU without AVX-512. Only vLLM's kernels and the emulator use what the CPU has.
+ifeq ($(ISA),avx2)
+THREADS += ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell \
+	NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES= NPY_DISABLE_CPU_FEATURES="AVX512F AVX512CD AVX512_KNL AVX512_KNM \
+	AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"
+else ifneq ($(ISA),)
+$(error ISA: must be avx2 or not given, got $(ISA))
+endif
 # What `make check` leaves to `make test`: tests of an engine, of kernels and of the real model, and the files that take
 # longest. A new test file is checked unless it is named here.
 CHECK_MARKS := not gpu and not real and not slow
@@ -53,7 +62,8 @@ help:  ## this list
 
 setup: $(STAMP)  ## .venv with cuvee (editable) and the development tools
 
-$(STAMP): pyproject.toml
+$(DEMO_STAMP): EXTRAS := transformers,plot
+$(STAMP) $(DEMO_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "cuvee needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
@@ -92,7 +102,8 @@ real: setup
 rewritten: setup
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 
-demo: setup  ## compress the cache of the bundled model and show what it costs
+# Installs no more than it needs, unless everything is there.
+demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))  ## compress the cache of the bundled model and show what it costs
 	$(BIN)/cuvee demo
 
 lint: setup  ## ruff check, ruff format --check, mypy --strict

@@ -14,7 +14,13 @@ from cuvee.codec.support.arrays import F32
 SLAB = 64  # rows of a map that share a decision: 32 KiB of a tile of `compiled/product.py`
 DENSE_BFLOAT16 = 0.25  # share of coefficients other than zero from which on a dense product of bfloat16 is faster
 
-MATRIX_INSTRUCTIONS = bool(torch.cpu._is_amx_tile_supported())
+
+def _may_use_avx512() -> bool:
+    """Return whether torch uses AVX-512 or more: `ATEN_CPU_CAPABILITY=avx2` forbids it."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+MATRIX_INSTRUCTIONS = _may_use_avx512() and bool(torch.cpu._is_amx_tile_supported())
 
 
 def _is_bfloat16_fast() -> bool:
@@ -25,7 +31,8 @@ def _is_bfloat16_fast() -> bool:
     """
     generation = re.fullmatch(r"znver(\d+)", llvm.get_host_cpu_name())
     instructions = llvm.get_host_cpu_features().get("avx512bf16", False)
-    return generation is not None and int(generation[1]) >= 4 and instructions and torch.backends.mkldnn.is_available()
+    known = generation is not None and int(generation[1]) >= 4 and instructions
+    return known and _may_use_avx512() and torch.backends.mkldnn.is_available()
 
 
 FAST_BFLOAT16 = _is_bfloat16_fast()

@@ -54,8 +54,12 @@ def test_cpus_with_fast_products_are_known_by_name(
 ) -> None:
     monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: name)
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: {"avx512bf16": instructions})
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert products._is_bfloat16_fast() is expected
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        assert not products._is_bfloat16_fast()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert not products._is_bfloat16_fast()
 
 
