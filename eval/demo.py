@@ -1,6 +1,6 @@
-"""`cuvee demo`: show what compressing a cache saves and costs, on the bundled model, in under a minute and offline.
+"""`cuvee demo`: show what compressing a cache saves and costs, on the bundled model, offline.
 
-On any other model, such as "smollm2", a real one, it measures less and takes a few minutes.
+On any other model, such as "smollm2", a real one, it measures less and takes longer.
 
 The model runs in float32. The coded caches are bfloat16, as in a serving engine, so sizes are compared with 16
 bits per value. All predictions are compared with those after the float32 cache.
@@ -359,7 +359,8 @@ def _footnote(bench: QualityBench, model: str, calibrated: int, seconds: float) 
         f"successor stays. The caches coded are bfloat16: the first row is the cost of that cast alone. Measured on "
         f"“orchard”, {len(bench.caches)} sequences of {LENGTH} tokens, {PREFIX} cached and the rest scored, which in "
         f"every second sequence repeats part of the cache; profiles learned on “harbour” ({calibrated} overlapping "
-        f"windows). Bits count every byte of {CHUNK_TOKENS}-token chunks, not the profile. MB/s of 16-bit cache, "
-        f"{os.cpu_count()} cores. {seconds:.0f} s in all.",
+        f"windows). Presets stand for {', '.join(f'{kl:g}' for kl in PRESET_KL.values())} on texts like that one; on "
+        f"another, as here, they may lose more. Bits count every byte of {CHUNK_TOKENS}-token chunks, not the profile. "
+        f"MB/s of 16-bit cache, {os.cpu_count()} cores. {seconds:.0f} s in all.",
         style="dim",
     )

@@ -19,7 +19,7 @@ def demo(
 ) -> None:
     """Compress a model's cache, and show what that saves and costs.
 
-    A minute on the bundled model, which needs no network. A few on smollm2, which is downloaded once (270 MB on disk).
+    The bundled model needs no network. smollm2 takes longer, and is downloaded once (270 MB on disk).
 
     Example: cuvee demo --model smollm2
     """

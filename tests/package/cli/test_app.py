@@ -66,7 +66,7 @@ def test_the_commands() -> None:
         "bench loading",
         "bench pages", "bench parts", "bench rag", "bench refinements", "blend-report", "compare", "decode", "demo",
         "encode", "inspect", "kernels", "profile learn", "profile pull", "profile push", "profile show", "report",
-        "store delete-tenant", "store info", "tasks",
+        "store clear", "store delete-tenant", "store info", "tasks",
     ]  # fmt: skip
     for group in ("", "bench", "profile", "store"):
         assert "Commands" in run(*group.split(), "--help").stdout
