@@ -195,7 +195,7 @@ def run_demo(
     if out is None:
         pass
     elif find_spec("matplotlib") is None:
-        console.print("No plot: it needs matplotlib (pip install 'cuvee\\[eval]').")
+        console.print("No plot: it needs matplotlib (pip install 'cuvee\\[plot]').")
     else:
         console.print(f"Plot: [bold]{out}[/bold]", soft_wrap=True, highlight=False)
     return {

@@ -334,7 +334,7 @@ def test_a_lookup_that_hangs_is_a_miss_in_time(engine: Callable[..., Engine], st
 
 
 def test_nothing_blocks_the_scheduler_while_the_store_hangs(engine: Callable[..., Engine], store: DictStore) -> None:
-    e = engine()
+    e = engine({"lookup_timeout": 60.0})
     e.save([50])
     held = hold(store, "get")  # index entries, which storing and lookups read first
     before = time.monotonic()
@@ -344,7 +344,7 @@ def test_nothing_blocks_the_scheduler_while_the_store_hangs(engine: Callable[...
     for _ in range(5):
         e.step()
     e.tier.take_events(), e.tier.get_stats()
-    assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < 30
     assert e.manager._jobs and e.counters["saved_pages"] == 1
     held.set()
     e.settle()
