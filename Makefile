@@ -46,7 +46,7 @@ CHECK_LEFT  := kernels ptx fuzz eval/bench eval/blend_report eval/report blend/t
 	codec/test_lossless_layer.py codec/test_memory.py codec/test_sections.py codec/test_shard.py \
 	eval/test_lm.py eval/test_tasks.py \
 	integrations/stores/test_redis.py integrations/vllm/test_prometheus.py integrations/vllm_tier \
-	package/cli/test_profile.py package/cli/test_report.py package/test_docs.py package/test_notebooks.py \
+	package/cli/test_demo.py package/cli/test_profile.py package/cli/test_report.py package/test_docs.py package/test_notebooks.py \
 	package/test_package.py
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
