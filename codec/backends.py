@@ -56,7 +56,6 @@ class EncodeRequest:
         slots: int64 `[T]` on the cache's device; None for all rows of a dense cache, in order.
         tokens: T.
         start: position of the first token.
-        offsets: octaves `[T]` by which each token's step is coarser, on the CPU; None leaves that to the profile.
         token_ids: `[T]`; None if nothing is predicted from them.
         following: number of tokens after them in the sequence's cache.
     """
@@ -65,7 +64,6 @@ class EncodeRequest:
     slots: torch.Tensor | None
     tokens: int
     start: int
-    offsets: torch.Tensor | None = None
     token_ids: I64 | None = None
     following: int = 0
 

@@ -48,7 +48,6 @@ from cuvee.codec.format.container import (
 from cuvee.codec.format.keys import make_keys
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profiles.class_predictor import importance_offsets
 from cuvee.codec.profiles.profile import ID_BYTES, Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, one_request
 from cuvee.codec.profiles.recognition import IdCheck, Recognizer
@@ -327,9 +326,7 @@ class Codec:
         """8 bytes that identify each key without revealing it, the writing key first; empty without `key=`."""
         return tuple(key.id for key in self._keys)
 
-    def encode(
-        self, chunk: KVChunk, *, tokens: object = None, importance: object = None, associated_data: bytes = b""
-    ) -> bytes:
+    def encode(self, chunk: KVChunk, *, tokens: object = None, associated_data: bytes = b"") -> bytes:
         """Compress a chunk into one blob, on the device where the chunk is.
 
         Args:
@@ -339,24 +336,18 @@ class Codec:
                 have ids, a profile with a token table makes the blob smaller, and the blob holds them, so that
                 decoding needs nothing new. Any other profile, and lossless coding, ignores them. Default:
                 `chunk.token_ids`.
-            importance: weight of a squared error on each token, `[T]` non-negative numbers of which only the ratios
-                matter: for example the attention that the token received. Replaces the profile's prediction. Default:
-                the profile predicts. A lossless codec needs none.
             associated_data: with a key, bytes that the blob is bound to, such as the name under which a store keeps it.
                 The blob does not contain these bytes, and decodes only if the same bytes are given.
 
         Raises:
             ProfileMismatchError: the chunk's layout is not the profile's.
-            InputError: values that a lossy quality cannot code (NaN, infinite); importance of another length,
-                negative, or not finite, or with a profile that is not learned; token ids of another number, or outside
+            InputError: values that a lossy quality cannot code (NaN, infinite); token ids of another number, or outside
                 the vocabulary; `associated_data` without a key; a codec with refinements.
         """
         self._check_whole()
-        return self._encode_chunk(chunk, tokens, importance, associated_data)[0]
+        return self._encode_chunk(chunk, tokens, associated_data)[0]
 
-    def encode_parts(
-        self, chunk: KVChunk, *, tokens: object = None, importance: object = None, associated_data: bytes = b""
-    ) -> tuple[bytes, ...]:
+    def encode_parts(self, chunk: KVChunk, *, tokens: object = None, associated_data: bytes = b"") -> tuple[bytes, ...]:
         """Compress a chunk into a base and refinements, each a blob of its own. Needs a codec with `refinements=`.
 
         The base decodes alone. With the first refinement, or the first two, it decodes at a better quality, so whoever
@@ -366,7 +357,6 @@ class Codec:
         Args:
             chunk: see `encode`.
             tokens: see `encode`.
-            importance: see `encode`.
             associated_data: see `encode`; all parts are bound to it.
 
         Raises:
@@ -387,16 +377,16 @@ class Codec:
             True
         """
         self._check_parts()
-        return tuple(self._encode_chunk(chunk, tokens, importance, associated_data))
+        return tuple(self._encode_chunk(chunk, tokens, associated_data))
 
-    def _encode_chunk(self, chunk: KVChunk, tokens: object, importance: object, associated_data: bytes) -> list[bytes]:
+    def _encode_chunk(self, chunk: KVChunk, tokens: object, associated_data: bytes) -> list[bytes]:
         """Return the parts of a chunk."""
         self.profile.check_layout(chunk.layout)
         self._check_associated(associated_data)
         start = self._check_start(chunk.start, chunk.tokens)
-        cache, offsets = PagedCache.of_chunk(chunk), self._offsets(importance, chunk.tokens)
+        cache = PagedCache.of_chunk(chunk)
         ids = self._token_ids(chunk.token_ids if tokens is None else tokens, chunk.tokens)
-        request = EncodeRequest(cache, None, chunk.tokens, start, offsets, ids, chunk.following)
+        request = EncodeRequest(cache, None, chunk.tokens, start, ids, chunk.following)
         return self._encode(cache, [request], [associated_data])[0]
 
     def _check_parts(self) -> None:
@@ -648,7 +638,6 @@ class Codec:
         *,
         tokens: Sequence[object] | None = None,
         following: Sequence[int] | None = None,
-        importance: Sequence[object] | None = None,
         associated_data: Sequence[bytes] | None = None,
     ) -> list[bytes]:
         """Compress chunks straight out of a serving engine's cache, in one call.
@@ -659,7 +648,6 @@ class Codec:
             starts: for each chunk, the position of its first token.
             tokens: for each chunk, the ids of its tokens as in `encode`, or None; default: no chunk has ids.
             following: for each chunk, the number of tokens after it, as in `KVChunk`; default: 0.
-            importance: for each chunk, as in `encode`.
             associated_data: for each chunk, as in `encode`.
 
         Returns:
@@ -669,7 +657,7 @@ class Codec:
             as `encode`; InputError for slots that the cache does not have.
         """
         self._check_whole()
-        requests = self._paged_requests(cache, slots, starts, tokens, following, importance)
+        requests = self._paged_requests(cache, slots, starts, tokens, following)
         bound = self._each_associated(associated_data, len(slots))
         return [blob for (blob,) in self._encode(cache, requests, bound)]
 
@@ -681,7 +669,6 @@ class Codec:
         *,
         tokens: Sequence[object] | None = None,
         following: Sequence[int] | None = None,
-        importance: Sequence[object] | None = None,
         associated_data: Sequence[bytes] | None = None,
     ) -> list[tuple[bytes, ...]]:
         """Compress chunks straight out of a serving engine's cache into bases and refinements, in one call.
@@ -692,7 +679,6 @@ class Codec:
             starts: see `encode_paged`.
             tokens: see `encode_paged`.
             following: see `encode_paged`.
-            importance: see `encode_paged`.
             associated_data: see `encode_paged`; all parts of a chunk are bound to it.
 
         Returns:
@@ -702,7 +688,7 @@ class Codec:
             as `encode_paged`; InputError for a codec without refinements.
         """
         self._check_parts()
-        requests = self._paged_requests(cache, slots, starts, tokens, following, importance)
+        requests = self._paged_requests(cache, slots, starts, tokens, following)
         return [
             tuple(parts) for parts in self._encode(cache, requests, self._each_associated(associated_data, len(slots)))
         ]
@@ -714,23 +700,21 @@ class Codec:
         starts: Sequence[int],
         tokens: Sequence[object] | None,
         following: Sequence[int] | None,
-        importance: Sequence[object] | None,
     ) -> list[EncodeRequest]:
         """Check the arguments of `encode_paged`."""
         self.profile.check_layout(cache.layout)
         if len(slots) != len(starts):
             raise InputError(f"starts: must be one for each of the {len(slots)} chunks in slots, got {len(starts)}")
-        weights = _each("importance", importance, len(slots))
         ids = _each("tokens", tokens, len(slots))
         after = _each("following", [0] * len(slots) if following is None else following, len(slots))
         requests = []
-        for at, given, weight, own_ids, own_after in zip(slots, starts, weights, ids, after, strict=True):
+        for at, given, own_ids, own_after in zip(slots, starts, ids, after, strict=True):
             count = len(cache.check_slots(at))
             if not count:
                 raise InputError("slots: must name at least one token per chunk, got none")
             start = self._check_start(given, count)
-            offsets, token_ids = self._offsets(weight, count), self._token_ids(own_ids, count)
-            requests.append(EncodeRequest(cache, at, count, start, offsets, token_ids, check_following(own_after)))
+            token_ids = self._token_ids(own_ids, count)
+            requests.append(EncodeRequest(cache, at, count, start, token_ids, check_following(own_after)))
         return requests
 
     def decode_paged(
@@ -926,16 +910,6 @@ class Codec:
                 "associated_data: must be empty for an OpenBlob, got bytes: pass it to open(), which verifies it"
             )
         return blob
-
-    def _offsets(self, importance: object, tokens: int) -> torch.Tensor | None:
-        if importance is None:
-            return None
-        offsets = importance_offsets(importance, tokens)
-        if self._setting.scheme is Scheme.GENERIC:
-            raise InputError(
-                "importance: must be None with a generic profile, got weights: learn a profile to use them"
-            )
-        return offsets
 
     def _coding(self, opened: OpenBlob) -> Coding:
         header = opened.header

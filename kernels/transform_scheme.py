@@ -335,10 +335,8 @@ class TransformDevice:
         plan, memory = self._plan, CacheMemory.of(cache)
         geometry, device = plan.geometry, plan.device
         count = len(self.sections)
-        starts, offsets = [request.start for request in requests], [request.offsets for request in requests]
-        table, jobs = encoding_tables(slots, starts, count)
-        # Offsets from the caller replace those of the predictor.
-        predictor = None if all(own is not None for own in offsets) else self._predictor
+        table, jobs = encoding_tables(slots, [request.start for request in requests], count)
+        predictor = self._predictor
         host = {"chunks": table, **memory.named()}
         if predictor is not None:
             following = [request.following for request in requests]
@@ -378,7 +376,7 @@ class TransformDevice:
         host_plans, plans = plan.arrays.plans, plan.device_plans
         per_stream = tokens_per_stream_of([own.plan for own in plan.coding], plan.family)
         jobs[:, JobField.PER_STREAM] = np.tile(per_stream, len(slots))
-        classes = self._choose(jobs, table, predictor, predicted, offsets)
+        classes = self._choose(jobs, table, predictor, predicted)
         class_planes = None
         host = {}
         if classes is not None:
@@ -459,26 +457,23 @@ class TransformDevice:
         chunks: I64,
         predictor: DevicePredictor | None,
         predicted: torch.Tensor | None,
-        offsets: Sequence[torch.Tensor | None],
     ) -> U8 | None:
         """Return the classes of all tokens that have one, or None; fill in CLASS_PLAN and COLUMNS of their jobs.
 
         Args:
             jobs: of all sections of all chunks.
             chunks: likewise.
-            predictor: of the profile, if any chunk needs it.
+            predictor: of the profile, if it has one.
             predicted: its answer, `[S, tokens]` on the host.
-            offsets: a caller's, of each chunk.
         """
         asked = {} if predictor is None else {int(section): i for i, section in enumerate(predictor.sections)}
         told = None if predicted is None else choose_classes(predicted, 0)
-        given = [None if own is None else choose_classes(own, 0) for own in offsets]
         chosen: list[U8] = []
         at = 0
         for job, row in enumerate(jobs):
             chunk, section = divmod(job, len(self.sections))
-            own = given[chunk]
-            if own is None and told is not None and section in asked:
+            own = None
+            if told is not None and section in asked:
                 first = int(chunks[chunk, ChunkField.FIRST])
                 own = told[asked[section], first : first + int(chunks[chunk, ChunkField.TOKENS])]
             if own is None and self._plan.nested is not None:

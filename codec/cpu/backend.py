@@ -67,7 +67,7 @@ class CpuBackend:
             unrotation = Rotation(chunk.start, chunk.tokens, chunk.device, inverse=True)
             workers = self._workers(chunk.tokens, chunk.layout)
             shares = _shares(range(len(scheme.sections)), workers)
-            jobs = [partial(scheme.encode, chunk, share, unrotation, request.offsets) for share in shares]
+            jobs = [partial(scheme.encode, chunk, share, unrotation) for share in shares]
             sections = [parts for coded in self._pool.run(jobs, workers) for parts in coded]
             # A section's base and its refinements come together; a blob holds the sections of one part.
             out.append([part for of_part in zip(*sections, strict=True) for part in of_part])

@@ -12,8 +12,8 @@ The distance is that to the end of the sequence's cache, where its readers begin
 inverse of the distance up to some 200 tokens: an error on the last token costs 50 times as much as one on an average
 token.
 
-Only the encoder predicts; the decoder reads the classes. A profile may therefore change its predictor, and a caller may
-override it, without any effect on earlier blobs.
+Only the encoder predicts; the decoder reads the classes. So a profile may change its predictor, and earlier blobs still
+decode.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.token_classes import CLASS_UNITS, CLASSES, NEUTRAL
-from cuvee.codec.errors import FormatError, InputError
+from cuvee.codec.errors import FormatError
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.support.arrays import F32, U8
 
@@ -250,27 +250,3 @@ def choose_classes(offsets: torch.Tensor, finest: int) -> U8:
 
 # `cuvee.codec.stages.reference.class_predictor.predict_classes`
 PredictClasses = Callable[[Predictor, torch.Tensor, Predictions | None, int, int, torch.Tensor, int], U8]
-
-
-def importance_offsets(importance: object, tokens: int) -> torch.Tensor:
-    """Convert a caller's weights of the tokens to offsets in octaves, `[T]` float32.
-
-    Args:
-        importance: `[T]` array, tensor or sequence of non-negative numbers, the weights of a squared error on each
-            token. Only their ratios matter. A weight of zero gives the token the coarsest class.
-        tokens: T.
-
-    Raises:
-        InputError: there are not T numbers, some are NaN, infinite or negative, or all are zero.
-    """
-    weight = torch.as_tensor(importance, dtype=torch.float64).detach().cpu()
-    if weight.ndim != 1 or len(weight) != tokens:
-        raise InputError(f"importance: must be one number for each of the {tokens} tokens, got {list(weight.shape)}")
-    if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()):
-        raise InputError("importance: must be finite and not negative")
-    positive = weight > 0
-    if not bool(positive.any()):
-        raise InputError("importance: must be above zero for at least one token, got none")
-    level = weight[positive].log2().mean()
-    octaves: torch.Tensor = -0.5 * EXPONENT * (weight.clamp_min(1e-300).log2() - level)
-    return octaves.float()

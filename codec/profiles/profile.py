@@ -157,9 +157,9 @@ class Profile:
 
         At one step, the shard codes its heads as this profile codes them: with the same maps, scales and tables, and
         therefore the same levels. The decoded bits are the same except where BLAS rounds a product differently at
-        another alignment. This holds for tokens without classes and for classes set by `importance=`. The predictor of
-        a rank sees only the rank's heads and may choose other classes. A generic profile is not cut: its steps are
-        relative to the deviation of the rank's heads.
+        another alignment. This holds for tokens without classes. The predictor of a rank sees only the rank's heads and
+        may choose other classes. A generic profile is not cut: its steps are relative to the deviation of the rank's
+        heads.
 
         The curve is kept, so a quality means the same step on every rank. The curve's KL covers all ranks; its bits per
         value are the mean over the ranks, without the headers of each rank's blobs.

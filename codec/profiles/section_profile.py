@@ -37,7 +37,7 @@ class SectionProfile:
     Attributes:
         basis: the maps between values and components.
         scale: `[R]` int16, the scale of each component, block after block.
-        predictor: chooses the class of a token; without it, tokens have classes only if a caller gives `importance=`.
+        predictor: chooses the class of a token; without it, tokens have none, and those of refinements are neutral.
         class_freq: `[16]` uint16 frequencies that code the classes.
         class_scale: `[16]` int16, in 1/64 octaves: how much wider than `scale` the components of each class are.
         token_map: predicts the section's values from tokens; None in a profile without a token table, like the next.

@@ -11,7 +11,6 @@ import torch
 from cuvee.codec.entropy.family import Family, step_value
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan, class_table
-from cuvee.codec.errors import ProfileError
 from cuvee.codec.profiles.class_predictor import PredictClasses, choose_classes, finer_near_end
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.section_basis import LeadingComponents
@@ -102,32 +101,28 @@ class SectionCoding:
         x: torch.Tensor,
         start: int,
         at: slice,
-        offsets: torch.Tensor | None,
         finer: torch.Tensor | None,
         predict: PredictClasses,
         token_ids: I64 | None = None,
     ) -> tuple[U8, torch.Tensor | None]:
-        """Return the classes of the tokens `at` of a chunk that begins at position `start`.
+        """Return the classes of the tokens `at` of a chunk that begins at position `start`: neutral without predictor.
 
         Args:
             x: `[t, N]` float32, minus the means and the predictions.
             start: position of the chunk's first token.
             at: the tokens.
-            offsets: octaves `[T]` of all tokens, set by the caller; None: the predictor chooses. It reads values with
-                their predictions, so that the classes of a chunk do not depend on whether its tokens are known.
             finer: what `finer` returned for the chunk.
-            predict: the stage that applies the predictor.
+            predict: the stage that applies the predictor. It reads values with their predictions, so that the classes
+                of a chunk do not depend on whether its tokens are known.
             token_ids: of the tokens `at`, if the blob holds ids.
 
         Returns:
             The classes. Also the first components `[K, t]` of the first block, if the predictor read them, so that they
             need no second product.
         """
-        if offsets is not None:
-            return choose_classes(offsets[at], self.classed.finest), None
         predictor = self.learned.predictor
         if predictor is None or self._leading is None or finer is None:
-            raise ProfileError("importance: must be given for a section without a class predictor")
+            return choose_classes(torch.zeros(len(x)), self.classed.finest), None
         y = self._leading(x)
         predicted = self._predicted(token_ids, start + at.start)
         classes = predict(predictor, y, predicted, start, at.start, finer[at], self.classed.finest)

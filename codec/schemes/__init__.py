@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.profiles.sections import Section
@@ -35,16 +33,13 @@ class SectionScheme(Protocol):
         """The sections, which are coded independently, in order of layers."""
         ...
 
-    def encode(
-        self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
-    ) -> list[tuple[bytes, ...]]:
+    def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
         """Return for each of the sections `numbers` its bytes: one part, or a base and its refinements.
 
         Args:
             chunk: the tokens, with their ids if the profile predicts from them.
             numbers: of the sections.
             unrotation: frees the chunk's keys of their positions.
-            offsets: octaves `[T]` by which each token's step is coarser; None leaves that to the profile.
         """
         ...
 

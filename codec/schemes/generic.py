@@ -39,9 +39,7 @@ class GenericScheme:
         """See `SectionScheme.sections`."""
         return self._sections
 
-    def encode(
-        self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
-    ) -> list[tuple[bytes, ...]]:
+    def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
         """See `SectionScheme.encode`. Tokens have no classes: all have the same step."""
         return [(self._encode(chunk, index, unrotation),) for index in numbers]
 

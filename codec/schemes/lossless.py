@@ -38,9 +38,7 @@ class LosslessScheme:
         """See `SectionScheme.sections`."""
         return self._sections
 
-    def encode(
-        self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
-    ) -> list[tuple[bytes, ...]]:
+    def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
         """See `SectionScheme.encode`. Keys are coded as stored: un-rotation is not exactly invertible."""
         layers = [self._sections[index].first_layer for index in numbers]
         size = 2 * (chunk.keys[layers[0]].nbytes + chunk.values[layers[0]].nbytes) if layers else 1

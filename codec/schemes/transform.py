@@ -77,17 +77,15 @@ class TransformScheme:
         """See `SectionScheme.sections`."""
         return self._sections
 
-    def encode(
-        self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
-    ) -> list[tuple[bytes, ...]]:
+    def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
         """See `SectionScheme.encode`."""
         if self._nested is not None:
-            return self._encode_nested(self._nested, chunk, numbers, unrotation, offsets)
+            return self._encode_nested(self._nested, chunk, numbers, unrotation)
         coded: dict[int, bytes] = {}
         classed: list[int] = []
         for index in numbers:
             coding = self._coding.sections[index]
-            if offsets is not None or coding.learned.predictor is not None:
+            if coding.learned.predictor is not None:
                 classed.append(index)
                 continue
             basis, tiles_of = coding.learned.basis, self._centered(chunk, index, unrotation)
@@ -98,7 +96,7 @@ class TransformScheme:
             coded[index] = self._coder.encode(pieces, coding.plan, chunk.tokens)
         for batch in self._batches(classed, chunk.tokens):
             sections = (
-                ClassedSection(self._columns(chunk, index, unrotation, offsets), coding.classed, coding.class_table)
+                ClassedSection(self._columns(chunk, index, unrotation), coding.classed, coding.class_table)
                 for index in classed[batch]
                 for coding in (self._coding.sections[index],)
             )
@@ -106,28 +104,13 @@ class TransformScheme:
         return [(coded[index],) for index in numbers]
 
     def _encode_nested(
-        self,
-        nested: NestedCoding,
-        chunk: KVChunk,
-        numbers: Sequence[int],
-        unrotation: Rotation,
-        offsets: torch.Tensor | None,
+        self, nested: NestedCoding, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation
     ) -> list[tuple[bytes, ...]]:
         """Return the base and the refinements of each section. Its tokens have classes, whether predicted or not."""
-        neutral = torch.zeros(chunk.tokens)
         out: list[tuple[bytes, ...]] = []
         for batch in self._batches(numbers, chunk.tokens):
             sections = [
-                RefinedSection(
-                    self._columns(
-                        chunk,
-                        index,
-                        unrotation,
-                        neutral if offsets is None and coding.learned.predictor is None else offsets,
-                    ),
-                    nested.sections[index],
-                    coding.class_table,
-                )
+                RefinedSection(self._columns(chunk, index, unrotation), nested.sections[index], coding.class_table)
                 for index in numbers[batch]
                 for coding in (self._coding.sections[index],)
             ]
@@ -157,16 +140,14 @@ class TransformScheme:
     def _predicted_coefficients(self, index: int) -> PredictionCache | None:
         return self._profile.predicted_coefficients[index]
 
-    def _columns(
-        self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None
-    ) -> Iterator[tuple[U8, U8, F32]]:
+    def _columns(self, chunk: KVChunk, index: int, unrotation: Rotation) -> Iterator[tuple[U8, U8, F32]]:
         """Yield for each tile the classes of the tokens, the classes of the columns, and the columns' coefficients."""
         coding = self._coding.sections[index]
         finer = coding.finer(chunk.start, chunk.tokens, chunk.following)
         dense = products_for(chunk.layout).dense
         for at, x in self._centered(chunk, index, unrotation):
             ids = None if chunk.token_ids is None else chunk.token_ids[at]
-            classes, leading = coding.classes(x, chunk.start, at, offsets, finer, self._stages.predict_classes, ids)
+            classes, leading = coding.classes(x, chunk.start, at, finer, self._stages.predict_classes, ids)
             class_ranks = self._class_ranks(index)
             rows = sum(class_ranks[classes.min()])
             columns, ordered, y = self._stages.arrange(classes, x, leading, rows)

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import pairwise
 
 import torch
+from tests.classed import with_classes
 from xxhash import xxh3_64_intdigest
 
 from cuvee.codec.chunk import KVChunk
@@ -61,6 +62,9 @@ def reseal_header(blob: bytes, count: int) -> bytes:
 
 # --- blobs of a small layout, `LAYOUT`
 
+TOKENS, START = 20, 3
+WEIGHTS = [2.0 ** (11 * t % 20 - 10) for t in range(TOKENS - 1)] + [2.0**60]  # the last token is of the finest class
+
 
 def correlated_chunk(seed: int, tokens: int, start: int, layout: KVLayout = LAYOUT, outlier: float = 0.0) -> KVChunk:
     """Channels that go together and tokens that resemble the one before; the same mixing for every seed."""
@@ -88,7 +92,9 @@ def learned() -> Profile:
 
 @cache
 def codec_of(scheme: str, backend: str = "auto") -> Codec:
-    """Of "lossless", "generic", or anything that is learned; one thread."""
+    """Of "lossless", "generic", "classes", or anything else that is learned; one thread."""
     if scheme == "lossless":
         return Codec(Profile.generic(LAYOUT), "lossless", backend=backend, threads=1)
-    return Codec(Profile.generic(LAYOUT) if scheme == "generic" else learned(), step=0.04, backend=backend, threads=1)
+    profile = Profile.generic(LAYOUT) if scheme == "generic" else learned()
+    profile = with_classes(profile, WEIGHTS, START) if scheme == "classes" else profile
+    return Codec(profile, step=0.04, backend=backend, threads=1)

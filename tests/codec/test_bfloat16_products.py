@@ -9,6 +9,7 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
+from tests.classed import with_classes
 from tests.conftest import Books
 from tests.cpus import multiply
 
@@ -100,7 +101,7 @@ def test_products_of_bfloat16_have_few_shapes(books: Books, monkeypatch: pytest.
     assert shapes == {(depth, block.size, block.size, width) for depth in depths for width in (32, 64, 96)}
 
 
-def coded(books: Books, chunk: KVChunk, step: float, importance: object = None) -> tuple[bytes, list[Any]]:
+def coded(books: Books, chunk: KVChunk, step: float) -> tuple[bytes, list[Any]]:
     """A blob, and the arguments and results of its encoder's products."""
     stages, calls = get_stages("numba"), []
     analyze = stages.analyze
@@ -112,7 +113,7 @@ def coded(books: Books, chunk: KVChunk, step: float, importance: object = None) 
 
     object.__setattr__(stages, "analyze", recorded)
     try:
-        return Codec(books.profile, step=step, dtype="bfloat16").encode(chunk, importance=importance), calls
+        return Codec(books.profile, step=step, dtype="bfloat16").encode(chunk), calls
     finally:
         object.__setattr__(stages, "analyze", analyze)
 
@@ -134,9 +135,13 @@ def test_an_encoder_computes_the_largest_coefficients_in_float32(
 def test_an_encoder_multiplies_in_float32_if_no_coefficients_are_known(
     books: Books, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Classes that the caller chooses need no coefficients."""
+    """They are if predictors read the first ones; these do not."""
     multiply(Products.BFLOAT16, monkeypatch)
-    _, calls = coded(books, chunk, 0.1, np.ones(chunk.tokens))
+    profile = with_classes(books.profile, np.ones(chunk.tokens))
+    for section in profile.learned:
+        assert section.predictor is not None
+        section.predictor.components[0] = 1
+    _, calls = coded(replace(books, profile=profile), chunk, 0.1)
     assert calls and {(known, dtype) for known, dtype, _, _ in calls} == {(0, torch.float32)}
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.classed import with_classes
 from tests.codec.vectors import LAYOUT, golden_chunk
 from transformers import DynamicCache
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL
-from cuvee.codec.errors import FormatError, InputError, ProfileError
-from cuvee.codec.format.container import inspect
+from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.learning.class_predictor import TokenSample, leading_components, learn_classes, learn_predictors
 from cuvee.codec.paged import PagedCache
@@ -30,7 +30,6 @@ from cuvee.codec.profiles.class_predictor import (
     choose_classes,
     finer_in_long_caches,
     finer_near_end,
-    importance_offsets,
     read_predictor,
     recency_at,
 )
@@ -98,21 +97,18 @@ def test_components_of_the_predictor_need_no_second_product(group: str) -> None:
         coding = SectionCoding(replace(profile.learned[0], predictor=reads), 0)
         basis = coding.learned.basis
         x = torch.randn(40, len(basis.mean), generator=torch.Generator().manual_seed(0))
-        classes, known = coding.classes(x, 10, slice(0, 40), None, coding.finer(10, 40, 0), predict_classes)
+        classes, known = coding.classes(x, 10, slice(0, 40), coding.finer(10, 40, 0), predict_classes)
         assert classes.dtype == np.uint8 and classes.shape == (40,)
         assert (known is not None) == (first and group == "layer")
         if known is not None:
             torch.testing.assert_close(known, basis.coefficients(x, basis.block_ranks)[:3], rtol=1e-4, atol=1e-4)
-        assert coding.classes(x, 10, slice(8, 40), torch.zeros(40), None, predict_classes)[1] is None, (
-            "a caller's reads nothing"
-        )
 
 
-def test_a_section_without_a_predictor_has_no_classes_of_its_own() -> None:
+def test_all_tokens_are_neutral_in_a_section_without_a_predictor() -> None:
     coding = SectionCoding(replace(fitted().learned[0], predictor=None), 0)
-    x = torch.zeros(1, len(coding.learned.basis.mean))
-    with pytest.raises(ProfileError, match="without a class predictor"):
-        coding.classes(x, 0, slice(0, 1), None, coding.finer(0, 1, 0), predict_classes)
+    x = torch.zeros(3, len(coding.learned.basis.mean))
+    classes, known = coding.classes(x, 0, slice(0, 3), coding.finer(0, 3, 0), predict_classes)
+    assert classes.tolist() == [NEUTRAL] * 3 and known is None
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 63, 256, 300])
@@ -374,34 +370,7 @@ def test_a_predictor_with_a_missing_array_is_refused() -> None:
         read_predictor("p", arrays, 5)
 
 
-# --- what a caller asks for
-
-
-def test_only_ratios_matter() -> None:
-    weights = np.array([1.0, 4.0, 16.0])
-    offsets = importance_offsets(weights, 3)
-    torch.testing.assert_close(offsets, importance_offsets(torch.from_numpy(weights) * 1e6, 3))
-    assert float(offsets.mean()) == pytest.approx(0, abs=1e-6)
-    torch.testing.assert_close(offsets.diff(), torch.tensor([-0.75, -0.75]))
-    assert float(importance_offsets([0.0, 1.0], 2)[0]) > 100
-
-
-@pytest.mark.parametrize(
-    ("importance", "message"),
-    [
-        ([1.0, 2.0], "each of the 3 tokens"),
-        ([[1.0, 2.0, 3.0]], "each of the 3 tokens"),
-        ([1.0, float("nan"), 1.0], "finite"),
-        ([1.0, float("inf"), 1.0], "finite"),
-        ([1.0, -1.0, 1.0], "not negative"),
-        ([0.0, 0.0, 0.0], "above zero"),
-    ],
-)
-def test_bad_importance_is_refused(importance: object, message: str) -> None:
-    with pytest.raises(InputError, match=f"^importance: must be.*{message}"):
-        importance_offsets(importance, 3)
-    with pytest.raises(InputError, match="importance"):
-        Codec(fitted(), step=0.1).encode(golden_chunk(1, 3, 0), importance=importance)
+# --- what classes do
 
 
 def squared_errors(codec: Codec, chunk: KVChunk, blob: bytes) -> torch.Tensor:
@@ -415,9 +384,10 @@ def test_important_tokens_are_coded_finely(group: str) -> None:
     chunk = golden_chunk(5, 300, 50)
     weights = np.ones(300)
     weights[100:110], weights[200:260] = 256.0, 2.0**-8
+    profile = with_classes(fitted(group), weights, 50)
     for backend in ("reference", "numba"):
-        codec = Codec(fitted(group), step=0.05, backend=backend)
-        blob = codec.encode(chunk, importance=weights)
+        codec = Codec(profile, step=0.05, backend=backend)
+        blob = codec.encode(chunk)
         error = squared_errors(codec, chunk, blob)
         usual = error[torch.from_numpy(weights == 1)].mean()
         # A step of 2^-3 octaves is an error of 2^-6, three octaves coarser 2^6 until the components are gone.
@@ -425,33 +395,15 @@ def test_important_tokens_are_coded_finely(group: str) -> None:
         assert float(error[200:260].mean() / usual) > 4
         part = codec.decode(blob, tokens=range(90, 280))
         assert torch.equal(part.keys[1], codec.decode(blob).keys[1][90:280])
-    assert Codec(fitted(group), step=0.05, backend="numba").encode(chunk, importance=weights) == blob or group == "head"
-
-
-def test_importance_needs_a_learned_profile_unless_nothing_is_lost() -> None:
-    chunk = golden_chunk(5, 40, 0)
-    with pytest.raises(InputError, match=r"^importance: must be None with a generic profile"):
-        Codec(Profile.generic(LAYOUT), step=0.5).encode(chunk, importance=np.ones(40))
-    lossless = Codec(fitted(), "lossless")
-    assert lossless.encode(chunk, importance=np.ones(40)) == lossless.encode(chunk)
-
-
-def test_equal_importance_is_one_class_and_costs_next_to_nothing() -> None:
-    chunk = golden_chunk(5, 256, 0)
-    profile = fitted()
-    plain = profile.with_curve(())
-    codec = Codec(plain, step=0.05)
-    classed, usual = codec.encode(chunk, importance=np.ones(256)), codec.encode(chunk)
-    assert inspect(classed).tokens == 256
-    torch.testing.assert_close(codec.decode(classed).keys[0], codec.decode(usual).keys[0], atol=0.3, rtol=0)
+    assert Codec(profile, step=0.05, backend="numba").encode(chunk) == blob or group == "head"
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 255, 257])
 def test_chunks_of_any_length_come_back(tokens: int) -> None:
     chunk = golden_chunk(7, tokens, 3)
-    codec = Codec(fitted(), step=2.0**-5)
     weights = np.exp2(np.random.default_rng(0).normal(size=tokens) * 3)
-    back = codec.decode(codec.encode(chunk, importance=weights))
+    codec = Codec(with_classes(fitted(), weights, 3), step=2.0**-5)
+    back = codec.decode(codec.encode(chunk))
     for name in ("keys", "values"):
         for a, b in zip(getattr(chunk, name), getattr(back, name), strict=True):
             assert float((a - b).abs().max()) < 1.0

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.classed import with_classes
 from tests.codec.planned import Planned, coding_of
 from tests.codec.vectors import (
     DTYPES,
@@ -221,8 +222,8 @@ def regenerate() -> None:
     for number, name in enumerate(NAMES):
         chunk = converted(golden_chunk(100 + number, tokens_of(name), 0, outlier=500.0), name.split("-")[1])
         codec = golden_codec(name, profile)
-        weights = WEIGHTS if name.startswith("classes") else None
-        blob = codec.encode(chunk, tokens=IDS if name.startswith("tokens") else None, importance=weights)
+        chosen = with_classes(profile, WEIGHTS, keep_id=True) if name.startswith("classes") else profile
+        blob = golden_codec(name, chosen).encode(chunk, tokens=IDS if name.startswith("tokens") else None)
         (FOLDER / f"{name}.bin").write_bytes(blob)
         vector = {"blob": digest(blob)}
         back = codec.decode(blob)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.classed import with_classes
 from tests.codec.vectors import PROFILE, golden_chunk
 
 from cuvee.codec.codec import Codec
@@ -57,7 +58,8 @@ def regenerate() -> None:
     FOLDER.mkdir(exist_ok=True)
     profile = Profile.load(PROFILE)
     chunk = golden_chunk(200, TOKENS, 0, outlier=500.0)
-    parts = Codec(profile, step=STEP, refinements=2).encode_parts(chunk, tokens=IDS, importance=WEIGHTS)
+    chosen = with_classes(profile, WEIGHTS, keep_id=True)
+    parts = Codec(chosen, step=STEP, refinements=2).encode_parts(chunk, tokens=IDS)
     for file, part in zip(FILES, parts, strict=True):
         file.write_bytes(part)
     manifest = {

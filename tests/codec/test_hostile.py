@@ -17,9 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.classed import with_classes
 from tests.codec.forging import (
     HEADER,
     LAYOUT,
+    START,
+    TOKENS,
+    WEIGHTS,
     codec_of,
     correlated_chunk,
     learned,
@@ -53,10 +57,8 @@ from cuvee.codec.stages.implementations import get_stages, stage_names
 from cuvee.codec.stages.products import Products
 from cuvee.codec.support.arrays import U8
 
-TOKENS, START = 20, 3
 SCHEMES = ("lossless", "generic", "transform", "classes")  # the last: learned, and tokens have classes
 LOSSY = SCHEMES[1:]
-WEIGHTS = [2.0 ** (11 * t % 20 - 10) for t in range(TOKENS - 1)] + [2.0**60]  # the last token is of the finest class
 # The interpreter of the device backend computes with NumPy, which warns where damaged numbers overflow.
 TRITON = pytest.param("triton", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")])
 BACKENDS = [*stage_names(), TRITON]
@@ -66,7 +68,7 @@ BACKENDS = [*stage_names(), TRITON]
 def blob_of(scheme: str) -> bytes:
     """With escapes where the scheme has them: token 10 is an outlier."""
     chunk = correlated_chunk(50, TOKENS, START, outlier=0.0 if scheme == "lossless" else 300.0)
-    return codec_of(scheme).encode(chunk, importance=WEIGHTS if scheme == "classes" else None)
+    return codec_of(scheme).encode(chunk)
 
 
 def coded_offset(scheme: str, section: bytes) -> int:
@@ -655,7 +657,8 @@ def test_memory_is_bounded_by_the_length_of_the_blob(tmp_path: Path) -> None:
     # The same with a class for each, in a stream of its own that has no words.
     many = struct.pack("<IIBBHII", 0, 0, 7, 1, 0, 0, 1 << 16) + struct.pack("<I", 1 << 16) * 340 + bytes(2 * 340)
     forged.append(reseal(good, [many] * 2, tokens=340 * 128))
-    classed = codec.encode(correlated_chunk(50, TOKENS, START, layout, outlier=300.0), importance=WEIGHTS)
+    classes = Codec(with_classes(codec.profile, WEIGHTS, START, keep_id=True), step=0.02)
+    classed = classes.encode(correlated_chunk(50, TOKENS, START, layout, outlier=300.0))
     parts = sections_of(classed)
     for tokens in (1 << 24, 1 << 20):
         forged.append(reseal(classed, tokens=tokens))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.classed import with_classes
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -51,9 +52,10 @@ def learned() -> Profile:
 def coded(learned: Profile) -> Callable[[str, int], tuple[Codec, bytes]]:
     def encode(scheme: str, tokens: int) -> tuple[Codec, bytes]:
         profile = Profile.generic(LAYOUT) if scheme == "generic" else learned
+        if scheme == "classes":
+            profile = with_classes(profile, torch.arange(1024) % 7 + 1)
         codec = Codec(profile, "lossless", threads=1) if scheme == "lossless" else Codec(profile, step=0.3, threads=1)
-        importance = (torch.arange(tokens) % 7 + 1).float() if scheme == "classes" else None
-        return codec, codec.encode(chunk_of(tokens), importance=importance)
+        return codec, codec.encode(chunk_of(tokens))
 
     return encode
 

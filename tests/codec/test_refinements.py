@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.classed import with_classes
 from tests.codec.forging import reseal, sections_of, with_section
 from tests.predicting import VOCABULARY, predicting
 
@@ -79,9 +80,9 @@ def same(left: KVChunk, right: KVChunk) -> bool:
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("refinements", [1, 2])
 def test_backends_agree(fitted: Callable[[str, str], Profile], chunk: KVChunk, group: str, refinements: int) -> None:
-    profile = fitted("gqa", group)
-    parts = parts_of(profile, chunk, refinements=refinements, importance=WEIGHTS)
-    assert parts == parts_of(profile, chunk, "reference", refinements=refinements, importance=WEIGHTS)
+    profile = with_classes(fitted("gqa", group), WEIGHTS, 20)
+    parts = parts_of(profile, chunk, refinements=refinements)
+    assert parts == parts_of(profile, chunk, "reference", refinements=refinements)
     assert len(parts) == 1 + refinements
     for known in range(1 + refinements):
         ours, reference = (decoded(profile, parts[: 1 + known], name) for name in ("numba", "reference"))
@@ -95,8 +96,8 @@ def test_coefficients_are_the_references_bit_for_bit(fitted: Callable[[str, str]
     from cuvee.codec.stages.implementations import get_stages
 
     for group in GROUPS:
-        profile = fitted("gqa", group)
-        parts = parts_of(profile, chunk, importance=WEIGHTS)
+        profile = with_classes(fitted("gqa", group), WEIGHTS, 20)
+        parts = parts_of(profile, chunk)
         headers = [read_header(part) for part in parts]
         coding = NestedCoding(profile.learned, profile.nested, headers[0].step_index, MAX_REFINEMENTS)
         sections = [
@@ -131,7 +132,7 @@ def test_all_parts_have_the_error_of_one_blob(fitted: Callable[[str, str], Profi
     profile = fitted("gqa", "layer")
     plain = make_chunk(profile.layout, 2000, seed=9)
     whole = Codec(profile, step=0.05)
-    blob, parts = whole.encode(plain, importance=[1.0] * 2000), parts_of(profile, plain)
+    blob, parts = whole.encode(plain), parts_of(profile, plain)
     assert error(decoded(profile, parts), plain) == pytest.approx(error(whole.decode(blob), plain), rel=0.05)
     assert sum(map(len, parts)) < 1.04 * len(blob)
 
@@ -178,8 +179,8 @@ def test_token_ids_predict_parts_too(fitted: Callable[[str, str], Profile], tame
 
 
 def test_tokens_layers_and_positions(fitted: Callable[[str, str], Profile], chunk: KVChunk) -> None:
-    profile = fitted("gqa", "layer")
-    parts = parts_of(profile, chunk, importance=WEIGHTS)
+    profile = with_classes(fitted("gqa", "layer"), WEIGHTS, 20)
+    parts = parts_of(profile, chunk)
     codec = Codec(profile, step=0.05)
     whole = codec.decode(parts[0], refinements=parts[1:])
     opened = codec.open(parts[0], refinements=parts[1:])
@@ -319,7 +320,7 @@ def test_parts_of_others(fitted: Callable[[str, str], Profile], chunk: KVChunk, 
         with pytest.raises(CorruptError, match=message):
             codec.open(base, refinements=refinements)
     # The base was encoded again, and is not the same.
-    replaced = parts_of(profile, chunk, importance=WEIGHTS)[0]
+    replaced = parts_of(with_classes(profile, WEIGHTS, 20, keep_id=True), chunk)[0]
     with pytest.raises(CorruptError, match="refinement 1: must be of the part before it"):
         codec.open(replaced, refinements=[first])
     with pytest.raises(InputError, match="at most 2 for a base, got 3"):
@@ -353,7 +354,7 @@ def test_flags_that_contradict(fitted: Callable[[str, str], Profile], chunk: KVC
         with pytest.raises(FormatError, match="which has no refinements"):
             read_header(reseal(blob[:7] + bytes([4]) + blob[8:], sections_of(blob)))
     # A blob that says it is a base is read with other tables, and its streams do not end as they must.
-    whole = Codec(profile, step=0.05).encode(chunk, importance=WEIGHTS)
+    whole = Codec(with_classes(profile, WEIGHTS, 20, keep_id=True), step=0.05).encode(chunk)
     with pytest.raises(CuveeError):
         Codec(profile, step=0.05).decode(reseal(whole[:7] + bytes([4]) + whole[8:], sections_of(whole)))
 
@@ -381,8 +382,8 @@ def problems(profile: Profile, parts: Sequence[bytes]) -> str:
 
 
 def test_forged_sections(fitted: Callable[[str, str], Profile], chunk: KVChunk) -> None:
-    profile = fitted("gqa", "layer")
-    base, first, second = parts_of(profile, chunk, importance=WEIGHTS)
+    profile = with_classes(fitted("gqa", "layer"), WEIGHTS, 20)
+    base, first, second = parts_of(profile, chunk)
     section = sections_of(first)[0]
     log2 = section[8]
     assert log2 > 0

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.classed import with_classes
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -278,23 +279,23 @@ def test_shards_together_are_the_whole(
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.parametrize(("name", "size"), [("gqa", 2), ("mha", 4)])
-def test_shards_that_are_told_the_classes_are_the_whole(
+def test_shards_that_choose_the_same_classes_are_the_whole(
     fitted: Fitted, make_chunk: MakeChunk, name: str, size: int, tokens: int, group: str
 ) -> None:
-    """Given the same importance, every rank chooses the classes that the whole chooses, whatever else it knows."""
+    """Predictors that go by the position choose the same classes on every rank as in the whole."""
     plain = fitted(name, group)
     class_scale = np.linspace(90, -60, 16).astype(np.int16)
     learned = tuple(replace(section, class_scale=class_scale) for section in plain.learned)
-    profile = Profile(plain.layout, group, "fitted", plain.family, learned)
-    chunk = make_chunk(profile.layout, tokens, 5, 3)
     weights = np.exp2(np.random.default_rng(0).normal(size=tokens) * 3)
+    profile = with_classes(Profile(plain.layout, group, "fitted", plain.family, learned), weights, 3, every=True)
+    chunk = make_chunk(profile.layout, tokens, 5, 3)
     codec = Codec(profile, step=0.2)
-    whole = codec.decode(codec.encode(chunk, importance=weights))
+    whole = codec.decode(codec.encode(chunk))
     for rank in range(size):
         own, part = Codec(profile.shard(rank, size), step=0.2), of_rank(chunk, rank, size)
         # Blocks of several units are longer, and not all of a whole section's are aligned as in the shard.
         check = assert_equal if group == "head" else assert_alike
-        check(own.decode(own.encode(part, importance=weights)), of_rank(whole, rank, size))
+        check(own.decode(own.encode(part)), of_rank(whole, rank, size))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -470,16 +471,17 @@ def test_the_bundled_model_on_two_ranks(books_head: tuple[Any, torch.Tensor, Pro
     alike = Profile(profile.layout, "head", "calibrated", profile.family, learned, curve=profile.curve)
     for full in exact:
         chunk = KVChunk([k.bfloat16() for k in full.keys], [v.bfloat16() for v in full.values], layout)
-        codec = Codec(profile, "balanced")
-        weights = torch.logspace(0, 3, chunk.tokens, 2)
-        blob = codec.encode(chunk, importance=weights)
+        alike_chosen = with_classes(profile, torch.logspace(0, 3, chunk.tokens, 2), every=True)
+        codec = Codec(alike_chosen, "balanced")
+        blob = codec.encode(chunk)
         whole, size = codec.decode(blob), 0
         usual = Codec(alike, "balanced").decode(Codec(alike, "balanced").encode(chunk))
         for rank, shard in enumerate(shards):
             own, part = Codec(shard, "balanced"), of_rank(chunk, rank, 2)
             assert own.step_index == codec.step_index and shard.model == profile.model
-            mine = own.encode(part, importance=weights)
-            assert_equal(own.decode(mine), of_rank(whole, rank, 2))
+            chosen = Codec(alike_chosen.shard(rank, 2), "balanced")
+            mine = chosen.encode(part)
+            assert_equal(chosen.decode(mine), of_rank(whole, rank, 2))
             size += len(mine)
             # Without a predictor, tokens are coded alike, here as there.
             blind = Codec(alike.shard(rank, 2), "balanced")

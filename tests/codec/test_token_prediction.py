@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.classed import with_classes
 from tests.predicting import with_sinks
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -316,14 +317,15 @@ def test_profiles_with_and_without_a_table_are_cut_into_shards(
     model: LlamaForCausalLM, chunk: KVChunk, group: str
 ) -> None:
     profile = cuvee.calibrate(model, text(20, 64, 1), group, more_text=text(40, 64, 2), progress=False)
+    profile = with_classes(profile, np.ones(TOKENS), every=True)
     whole, shards = Codec(profile, step=0.25), [Codec(profile.shard(rank, 2), step=0.25) for rank in range(2)]
-    back = whole.decode(whole.encode(chunk, importance=np.ones(TOKENS)))
+    back = whole.decode(whole.encode(chunk))
     for rank, codec in enumerate(shards):
         part = KVChunk(
             [k[:, rank : rank + 1] for k in chunk.keys], [v[:, rank : rank + 1] for v in chunk.values],
             codec.profile.layout, 0, chunk.token_ids,
         )  # fmt: skip
-        mine = codec.decode(codec.encode(part, importance=np.ones(TOKENS)))
+        mine = codec.decode(codec.encode(part))
         for own, full in zip((*mine.keys, *mine.values), (*back.keys, *back.values), strict=True):
             torch.testing.assert_close(own[:, 0], full[:, rank], rtol=1e-4, atol=1e-5)
 
@@ -561,9 +563,9 @@ def test_the_classes_of_sinks_do_not_depend_on_their_tokens(profile: Profile) ->
     coding = SectionCoding(changed, 0, lambda: coefficients)
     x = torch.randn(20, len(section.basis.mean), generator=torch.Generator().manual_seed(0))
     finer = coding.finer(0, 20, 0)
-    without, _ = coding.classes(x, 0, at, None, finer, predict_classes)
+    without, _ = coding.classes(x, 0, at, finer, predict_classes)
     for first in range(30):
-        with_ids, _ = coding.classes(x, 0, at, None, finer, predict_classes, np.arange(first, first + 20))
+        with_ids, _ = coding.classes(x, 0, at, finer, predict_classes, np.arange(first, first + 20))
         assert np.array_equal(without[:sinks], with_ids[:sinks])
         assert (without[sinks:] != with_ids[sinks:]).any()
 

@@ -14,7 +14,7 @@ from cuvee.codec.profiles.profile import Profile
 FOLDER = Path(__file__).parent / "golden"
 PROFILE, MANIFEST, EXPECTED = FOLDER / "profile.safetensors", FOLDER / "manifest.json", FOLDER / "expected.safetensors"
 DTYPES = ("bfloat16", "float16", "float32")
-# "classes": learned, and the caller says what each token is worth. "tokens": learned, with token ids.
+# "classes": learned, with a class for each token that depends on its position. "tokens": learned, with token ids.
 SCHEMES = ("lossless", "transform", "generic", "classes", "tokens")
 NAMES = tuple(f"{scheme}-{dtype}" for scheme in SCHEMES for dtype in DTYPES)
 LOSSY = tuple(name for name in NAMES if not name.startswith("lossless"))

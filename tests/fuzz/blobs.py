@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from tests.classed import with_classes
 from tests.codec.forging import HEADER, OFFSETS, codec_of, correlated_chunk, reseal, reseal_header, sections_of
 from tests.codec.vectors import FOLDER as GOLDEN
 from tests.codec.vectors import KEY, golden_codec
@@ -107,11 +108,11 @@ def subjects() -> tuple[Subject, ...]:
     found = []
     for scheme in ("lossless", "generic", "transform", "classes"):
         chunk = correlated_chunk(50, 20, 3, outlier=0.0 if scheme == "lossless" else 300.0)
-        weights = [2.0 ** (11 * t % 20 - 10) for t in range(19)] + [2.0**60] if scheme == "classes" else None
         make = _cached(partial(codec_of, scheme))
-        found.append(Subject(f"correlated {scheme}", make("numba").encode(chunk, importance=weights), make))
+        found.append(Subject(f"correlated {scheme}", make("numba").encode(chunk), make))
     for scheme in ("lossless", "generic", "transform", "classes"):
         profile = small_profile() if scheme in ("transform", "classes") else Profile.generic(SMALL)
+        profile = with_classes(profile, [float(t * t) for t in range(9)]) if scheme == "classes" else profile
         quality = {"quality": "lossless"} if scheme == "lossless" else {}
 
         def small(backend: str, profile: Profile = profile, lossless: bool = bool(quality)) -> Codec:
@@ -120,8 +121,7 @@ def subjects() -> tuple[Subject, ...]:
             return Codec(profile, step=0.05, backend=backend, threads=1)
 
         make = _cached(small)
-        weights = [float(t * t) for t in range(9)] if scheme == "classes" else None
-        found.append(Subject(f"small {scheme}", make("numba").encode(small_chunk(9, 9), importance=weights), make))
+        found.append(Subject(f"small {scheme}", make("numba").encode(small_chunk(9, 9)), make))
     profile = Profile.load(GOLDEN / "profile.safetensors")
     for name in ("lossless-float16", "transform-float32", "generic-bfloat16", "classes-float16", "classes-bfloat16"):
         make = _cached(partial(golden_codec, name, profile))

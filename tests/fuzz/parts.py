@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import xxhash
+from tests.classed import with_classes
 from tests.codec.forging import correlated_chunk, reseal, sections_of
 from tests.codec.test_golden_parts import FILES, STEP
 from tests.codec.vectors import PROFILE
@@ -48,9 +49,9 @@ def parts_subjects() -> tuple[PartsSubject, ...]:
     weights = [2.0 ** (11 * t % 20 - 10) for t in range(20)]
     correlated = [correlated_chunk(seed, 60, 20 * seed) for seed in range(7)]
     for group in ("layer", "head"):
-        profile = fit(correlated[0].layout, correlated, group)
+        profile = with_classes(fit(correlated[0].layout, correlated, group), weights, 3)
         chunk = correlated_chunk(50, 20, 3, outlier=300.0)
-        parts = Codec(profile, step=0.02, refinements=2, threads=1).encode_parts(chunk, importance=weights)
+        parts = Codec(profile, step=0.02, refinements=2, threads=1).encode_parts(chunk)
         found.append(PartsSubject(f"correlated {group}", parts, cache(partial(_codec, profile, 0.02))))
     parts = Codec(small_profile(), step=0.05, refinements=1, threads=1).encode_parts(small_chunk(9, 9))
     found.append(PartsSubject("small", parts, cache(partial(_codec, small_profile(), 0.05))))

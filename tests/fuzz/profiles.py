@@ -242,10 +242,9 @@ class ProfileTarget:
             )
         ]
         chunk = KVChunk(tensors[0], tensors[1], layout)
-        weights: Any = [float(draw >> t & 1 or t) for t in range(_TOKENS)] if draw % 3 == 0 else None
         try:
             codec = Codec(profile, step=2.0 ** (step / 64), threads=1)
-            blob = codec.encode(chunk, importance=weights if profile.learned else None)
+            blob = codec.encode(chunk)
             back = codec.decode(blob)
         except CuveeError:
             return

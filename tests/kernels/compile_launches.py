@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import torch
+from tests.classed import with_classes
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx1100": ("hip", "gfx1100", 32)}
 
@@ -107,17 +108,17 @@ def main(target: str) -> None:
         group, _, extra = scheme.partition(" ")
         profile = conftest.fitted_profile(name, group) if learned else Profile.generic(layout)
         profile = predicting(profile) if extra == "tokens" else profile
+        profile = with_classes(profile) if extra == "classes" else profile
         quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}
         quality |= {"refinements": 2} if extra == "parts" else {}
         cpu, gpu = Codec(profile, **quality), Codec(profile, backend="triton", **quality)
         first = len(compiled)
         chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 50, 41))]
-        weights = [4.0 ** torch.randn(chunk.tokens) if extra == "classes" else None for chunk in chunks]
         ids = [torch.randint(VOCABULARY, (chunk.tokens,)) if extra == "tokens" else None for chunk in chunks]
         if extra == "parts":
             blob, *finer = gpu.encode_parts(chunks[0])
         else:
-            blob, finer = gpu.encode(chunks[0], importance=weights[0], tokens=ids[0]), []
+            blob, finer = gpu.encode(chunks[0], tokens=ids[0]), []
         want, got = (codec.decode(blob, 100, refinements=finer) for codec in (cpu, gpu))
         error = max(
             float((a.float() - b.float()).abs().max() / a.float().abs().max())
@@ -134,7 +135,7 @@ def main(target: str) -> None:
             parts = [gpu.encode_parts(chunk) for chunk in chunks]
             blobs: list[Any] = [gpu.open(base, refinements=finer) for base, *finer in parts]
         else:
-            blobs = gpu.encode_paged(pages, slots, [5, 5, 5], importance=weights, tokens=ids)
+            blobs = gpu.encode_paged(pages, slots, [5, 5, 5], tokens=ids)
         gpu.decode_paged(blobs, pages, slots, [90, 200, 300]).check()
         report["again"][case] = compiled[before:]
     print(json.dumps(report))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.classed import with_classes
 from tests.predicting import VOCABULARY, with_sinks
 from tests.predicting import predicting as with_token_table
 
@@ -732,10 +733,6 @@ def _section_coefficients(plan: TransformPlan, x: torch.Tensor, section: int) ->
 BACK = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-15}
 
 
-def importance(tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.exp2(2 * torch.randn(tokens, generator=torch.Generator().manual_seed(seed)))
-
-
 def on(device: torch.device, chunk: KVChunk) -> KVChunk:
     return KVChunk([k.to(device) for k in chunk.keys], [v.to(device) for v in chunk.values], chunk.layout, chunk.start)
 
@@ -787,12 +784,10 @@ def test_both_backends_read_what_the_other_wrote(
 ) -> None:  # fmt: skip
     if name != "irregular":
         request.getfixturevalue("plain_coder")
-    profile = fitted(name, group)
+    profile = with_classes(fitted(name, group))
     cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
     chunk = make_chunk(layouts[name], 8, start=2)
-    weights = importance(8)
-    blob = cpu.encode(chunk, importance=weights)
-    mine = triton.encode(on(device, chunk), importance=weights)
+    blob, mine = cpu.encode(chunk), triton.encode(on(device, chunk))
     assert all(len(np.unique(own)) > 3 for own in classes_of(blob, profile, cpu))
     for own, expected in zip(classes_of(mine, profile, cpu), classes_of(blob, profile, cpu), strict=True):
         assert np.array_equal(own, expected)
@@ -811,13 +806,12 @@ def test_both_backends_read_what_the_other_wrote(
 
 @pytest.mark.usefixtures("plain_coder")
 def test_more_than_a_window(device: torch.device) -> None:
-    profile = profile_of("unit")
+    profile = with_classes(profile_of("unit"))
     cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
     noise = torch.Generator().manual_seed(0)
     units = [[40 * torch.randn(300, n.kv_heads, d, generator=noise) for n, d in sizes] for sizes in sizes_of(LAYOUT)]
     chunk = KVChunk(units[0], units[1], LAYOUT, 0)
-    weights = importance(300)
-    blob, mine = cpu.encode(chunk, importance=weights), triton.encode(on(device, chunk), importance=weights)
+    blob, mine = cpu.encode(chunk), triton.encode(on(device, chunk))
     assert abs(len(mine) - len(blob)) <= 0.01 * len(blob)
     assert_close(triton.decode(mine, device=device), cpu.decode(mine), BACK["float32"])
 
@@ -860,23 +854,22 @@ def predicting(profile: Profile, sections: Sequence[int] | None = None) -> Profi
 def test_the_predictor_of_the_profile(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, group: str
 ) -> None:
-    """Sections that predict, one that does not, and a chunk whose caller knows better, in one batch."""
+    """Sections that predict, and one that does not, in one batch."""
     layout = layouts["gqa"]
     profile = predicting(fitted("gqa", group), (0, 2))
     cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
     chunks = [make_chunk(layout, tokens, seed, start) for seed, (tokens, start) in enumerate(((5, 1), (8, 0), (4, 7)))]
-    weights = [None, importance(8), None]
     device_chunks = [on(device, chunk) for chunk in chunks]
     pages = Pages(layout, device)
     mixed = torch.randperm(64, generator=torch.Generator().manual_seed(0)).to(device)
     slots = [mixed[:5], mixed[20:28], mixed[40:44]]
     for chunk, at in zip(device_chunks, slots, strict=True):
         pages.cache.write(chunk.keys, chunk.values, at)
-    blobs = triton.encode_paged(pages.cache, slots, [1, 0, 7], importance=weights)
-    wanted = [cpu.encode(chunk, importance=own) for chunk, own in zip(chunks, weights, strict=True)]
-    for number, (mine, theirs) in enumerate(zip(blobs, wanted, strict=True)):
+    blobs = triton.encode_paged(pages.cache, slots, [1, 0, 7])
+    wanted = [cpu.encode(chunk) for chunk in chunks]
+    for mine, theirs in zip(blobs, wanted, strict=True):
         own, expected = classes_of(mine, profile, cpu), classes_of(theirs, profile, cpu)
-        assert [len(c) > 0 for c in own] == [True, number == 1, True]
+        assert [len(c) > 0 for c in own] == [True, False, True]
         for a, b in zip(own, expected, strict=True):
             assert np.abs(a.astype(int) - b.astype(int)).sum() <= 1  # an offset between two classes
         assert abs(len(mine) - len(theirs)) <= 0.01 * len(theirs) + 8
@@ -961,12 +954,11 @@ def test_classes_of_tokens_that_are_predicted(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, predictor: bool
 ) -> None:
     profile = with_sinks(with_token_table(fitted("gqa", "layer")))
-    profile = predicting(profile) if predictor else profile
+    profile = predicting(profile) if predictor else with_classes(profile)
     cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
-    weights = None if predictor else importance(70)
     chunk, ids = make_chunk(layouts["gqa"], 70, start=1), np.random.default_rng(0).integers(0, VOCABULARY, 70)
-    blob = cpu.encode(chunk, importance=weights, tokens=ids)
-    mine = triton.encode(on(device, chunk), importance=weights, tokens=ids)
+    blob = cpu.encode(chunk, tokens=ids)
+    mine = triton.encode(on(device, chunk), tokens=ids)
     for own, expected in zip(classes_of(mine, profile, cpu), classes_of(blob, profile, cpu), strict=True):
         assert len(own) == 70 and len(np.unique(own)) > 3
         assert np.abs(own.astype(int) - expected.astype(int)).sum() <= 1  # an offset between two classes
@@ -981,9 +973,9 @@ def test_caches_of_other_dtypes(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, dtype: torch.dtype | None
 ) -> None:
     layout = layouts["bfloat16"]
-    profile = fitted("bfloat16", "layer")
+    profile = with_classes(fitted("bfloat16", "layer"))
     cpu, triton = Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
-    blob = cpu.encode(make_chunk(layout, 11), importance=importance(11))
+    blob = cpu.encode(make_chunk(layout, 11))
     got, want = Pages(layout, device, dtype), Pages(layout, CPU, dtype)
     at = torch.randperm(64, generator=torch.Generator().manual_seed(3))[:11]
     triton.decode_paged([blob], got.cache, [at.to(device)]).check()
@@ -997,24 +989,24 @@ def test_caches_of_other_dtypes(
 def test_a_shard_codes_classes(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any
 ) -> None:
-    profile = fitted("gqa", "head").shard(1, 2)
+    profile = with_classes(fitted("gqa", "head"), every=True).shard(1, 2)
     cpu, triton = Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
     whole = make_chunk(layouts["gqa"], 10)
     chunk = KVChunk([k[:, 1:] for k in whole.keys], [v[:, 1:] for v in whole.values], profile.layout, 0)
-    weights = importance(10)
-    mine = triton.encode(on(device, chunk), importance=weights)
-    assert abs(len(mine) - len(cpu.encode(chunk, importance=weights))) <= 8
+    mine = triton.encode(on(device, chunk))
+    assert abs(len(mine) - len(cpu.encode(chunk))) <= 8
     assert_close(triton.decode(mine, device=device), cpu.decode(mine), BACK["float32"])
 
 
 def test_coarsest_and_finest_of_all(device: torch.device) -> None:
     """Weights of zero make a token as coarse as there is, where nothing may be coded of it."""
-    profile = profile_of("head", top=3)
-    cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
+    plain = profile_of("head", top=3)
     noise = torch.Generator().manual_seed(0)
     units = [[torch.randn(20, n.kv_heads, d, generator=noise) for n, d in sizes] for sizes in sizes_of(LAYOUT)]
     chunk = KVChunk(units[0], units[1], LAYOUT, 5)
     for weights in (torch.tensor([1.0] + [0.0] * 19), torch.tensor([1.0, 1e9] * 10)):
-        blob, mine = cpu.encode(chunk, importance=weights), triton.encode(on(device, chunk), importance=weights)
+        profile = with_classes(plain, weights, 5)
+        cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
+        blob, mine = cpu.encode(chunk), triton.encode(on(device, chunk))
         assert mine == blob
         assert_close(triton.decode(blob, device=device), cpu.decode(blob), BACK["float32"])

@@ -17,6 +17,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tests.classed import with_classes
 from tests.codec.forging import reseal, sections_of, with_section
 
 from cuvee.codec.backends import Coding, get_backend
@@ -45,7 +46,7 @@ TOKENS = {"lossless": 24, "generic": 16, "transform": 7, "classes": 7}
 PER_STREAM = {"lossless": 16, "generic": 8, "transform": 4, "classes": 4}
 SCHEMES = ("lossless", "generic", "transform")
 LOSSY = SCHEMES[1:]
-CLASSES = "classes"  # of tokens: `transform` with a caller's importance
+CLASSES = "classes"  # of tokens: `transform` with classes by their positions
 GENERIC_SIDE = 28  # bytes before the coded part of the first section
 ROUNDING = 2.0**-14  # of sums and products, relative to the largest value of a unit
 
@@ -77,6 +78,7 @@ def codec_of(scheme: str, backend: str = "numba", step: float = 0.02, layout: KV
     if scheme == "lossless":
         return Codec(Profile.generic(layout), "lossless", backend=backend, threads=1)
     profile = learned() if scheme in ("transform", CLASSES) else Profile.generic(layout)
+    profile = with_classes(profile, 4.0 ** torch.arange(TOKENS[CLASSES]), START) if scheme == CLASSES else profile
     return Codec(profile, step=step, backend=backend, threads=1)
 
 
@@ -86,7 +88,7 @@ def encoded(scheme: str, chunk: KVChunk, per_stream: int, step: float = 0.02) ->
         for module in (coefficients, lossless):
             patch.setattr(module, "tokens_per_stream", lambda *_: per_stream)
         codec = codec_of(scheme, step=step, layout=replace(chunk.layout, dtype="float32"))
-        return codec.encode(chunk, importance=4.0 ** torch.arange(chunk.tokens) if scheme == CLASSES else None)
+        return codec.encode(chunk)
 
 
 @cache

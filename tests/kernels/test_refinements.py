@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from tests import conftest
+from tests.classed import with_classes
 from tests.codec.forging import HEADER, reseal_header, sections_of, with_section
-from tests.kernels.test_classes import BACK, Pages, assert_close, importance, on, predicting
+from tests.kernels.test_classes import BACK, Pages, assert_close, on, predicting
 from tests.kernels.test_hostile import (
     BY_CHANCE,
     ESCAPES,
@@ -52,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarnin
 STEP = 0.25
 # Layout, group, refinements, and what classes depend on; without any of these all tokens are of one class.
 CASES = [
-    ("irregular", "unit", 2, "importance"), ("mqa", "head", 1, "predictor"), ("bfloat16", "layer", 2, "nothing"),
+    ("irregular", "unit", 2, "position"), ("mqa", "head", 1, "predictor"), ("bfloat16", "layer", 2, "nothing"),
     ("gqa", "layer", 1, "tokens"),
 ]  # fmt: skip
 
@@ -77,16 +78,17 @@ def test_both_backends_read_what_the_other_wrote(
     if name != "irregular":
         request.getfixturevalue("plain_coder")
     profile = fitted(name, group)
-    if kind == "predictor":
+    if kind == "position":
+        profile = with_classes(profile)
+    elif kind == "predictor":
         profile = predicting(profile, (0,))
     elif kind == "tokens":
         profile = with_sinks(with_token_table(profile))
     cpu, triton = codecs(profile, count)
     chunk = make_chunk(layouts[name], 20, start=2)
-    weights = importance(20) if kind == "importance" else None
     ids = np.arange(20) % VOCABULARY if kind == "tokens" else None
-    blobs = cpu.encode_parts(chunk, importance=weights, tokens=ids)
-    mine = triton.encode_parts(on(device, chunk), importance=weights, tokens=ids)
+    blobs = cpu.encode_parts(chunk, tokens=ids)
+    mine = triton.encode_parts(on(device, chunk), tokens=ids)
     for own, expected in zip(mine, blobs, strict=True):
         assert abs(len(own) - len(expected)) <= 0.01 * len(expected) + 8
     rounding = BACK[layouts[name].dtype]
@@ -112,12 +114,12 @@ def test_pages_hold_chunks_of_any_number_of_parts(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any
 ) -> None:
     """In one call: bases alone, bases with one refinement and with two, and blobs of one quality at a base's step."""
-    layout, profile = layouts["gqa"], fitted("gqa", "head")
+    layout, profile = layouts["gqa"], with_classes(fitted("gqa", "head"))
     cpu, triton = codecs(profile, 2)
     single = Codec(profile, step=4 * STEP, threads=1)
     sizes = [5, 9, 14, 3, 7]
     chunks = [make_chunk(layout, tokens, seed) for seed, tokens in enumerate(sizes)]
-    parts = [cpu.encode_parts(chunk, importance=importance(chunk.tokens)) for chunk in chunks[:4]]
+    parts = [cpu.encode_parts(chunk) for chunk in chunks[:4]]
     parts.append((single.encode(chunks[4]),))
     mixed = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     slots = list(mixed[: sum(sizes)].split(sizes))
@@ -189,7 +191,6 @@ def test_kernels_leave_the_bytes_of_the_references(
     chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 270, 1))]
     for chunk in chunks[:2]:
         chunk.values[0][chunk.tokens // 2, 0] += 3000.0  # values that escape, in every component
-    weights = [None, importance(270), None]
     coding = Coding(profile, Scheme.TRANSFORM, triton.step_index, layout.dtype, False, count)
     plan = TransformPlan(profile, triton.step_index, device, torch.float32, False, count)
     assert plan.nested is not None
@@ -232,15 +233,12 @@ def test_kernels_leave_the_bytes_of_the_references(
     monkeypatch.setattr(transform_scheme, "list_escapes_classes", list_escapes)
     pages = conftest.dense_pages(layout, [on(device, chunk) for chunk in chunks])
     slots = list(torch.arange(308, device=device).split([37, 270, 1]))
-    requests = [
-        EncodeRequest(pages, at, chunk.tokens, 5, None if own is None else triton._offsets(own, chunk.tokens))
-        for at, chunk, own in zip(slots, chunks, weights, strict=True)
-    ]
+    requests = [EncodeRequest(pages, at, chunk.tokens, 5) for at, chunk in zip(slots, chunks, strict=True)]
     together = get_backend("triton", device.type).encode(coding, requests)
     assert held["quantize_refinements"] == 1 and len(checked) == 3 * len(sections) * count and any(checked)
     opened = []
-    for chunk, own, coded in zip(chunks, weights, together, strict=True):
-        parts = triton.encode_parts(on(device, chunk), importance=own)
+    for chunk, coded in zip(chunks, together, strict=True):
+        parts = triton.encode_parts(on(device, chunk))
         assert [section for part in parts for section in sections_of(part)] == coded
         opened.append(triton.open(parts[0], refinements=parts[1:]))
         assert_close(cpu.decode(parts[0], refinements=parts[1:]), triton.decode(opened[-1], device=device), 2**-15)
@@ -298,7 +296,8 @@ def forgeable(per_stream: int = 4, seed: int = 50) -> tuple[bytes, ...]:
         unit[1:6] += 40 * torch.randn(unit[1:6].shape, generator=torch.Generator().manual_seed(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coefficients, "tokens_per_stream", lambda *_: per_stream)
-        return codecs(learned(), 2, FORGED_STEP)[0].encode_parts(chunk, importance=2.0 ** torch.arange(7))
+        chosen = with_classes(learned(), 2.0 ** torch.arange(7), chunk.start, keep_id=True)
+        return codecs(chosen, 2, FORGED_STEP)[0].encode_parts(chunk)
 
 
 def linked(parts: Sequence[bytes]) -> list[bytes]:

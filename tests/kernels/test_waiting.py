@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import LAYOUTS, synthetic_chunk
-from tests.kernels.test_classes import importance, predicting
+from tests.kernels.test_classes import predicting
 from tests.late_device import CUDA, DeviceTensor, LateDevice, late_device
 from tests.predicting import VOCABULARY
 from tests.predicting import predicting as with_token_table
@@ -30,7 +30,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels.devices import Mark, send
 
-SCHEMES = ["learned", "importance", "predicted", "tokens", "generic", "lossless"]
+SCHEMES = ["learned", "predicted", "tokens", "generic", "lossless"]
 BLOCKS, BLOCK = 24, 16
 SIZES = [9, 30, 1, 17, 40, 8]
 
@@ -95,7 +95,6 @@ class Case:
         for mine, theirs in zip(self.units(self.there), self.units(self.here), strict=True):
             mine.copy_(theirs)
         self.slots = [at.to(CUDA) for at in self.host_slots]
-        self.weights = [importance(len(at)) for at in self.slots] if self.scheme == "importance" else None
         self.ids = [torch.arange(len(at)) % VOCABULARY for at in self.slots] if self.scheme == "tokens" else None
         self.starts = [5 * number for number in range(self.count)]
 
@@ -104,10 +103,10 @@ class Case:
         return [*cache.keys, *cache.values]
 
     def encode(self) -> list[bytes]:
-        return self.gpu.encode_paged(self.there, self.slots, self.starts, importance=self.weights, tokens=self.ids)
+        return self.gpu.encode_paged(self.there, self.slots, self.starts, tokens=self.ids)
 
     def wanted(self) -> list[bytes]:
-        return self.cpu.encode_paged(self.here, self.host_slots, self.starts, importance=self.weights, tokens=self.ids)
+        return self.cpu.encode_paged(self.here, self.host_slots, self.starts, tokens=self.ids)
 
     def decoded(self, blobs: list[bytes]) -> PagedCache:
         """What the CPU makes of them."""
@@ -136,7 +135,6 @@ def assert_same(got: PagedCache, want: PagedCache) -> None:
 # Of a batch of several chunks. A batch of one joins nothing, and may have no escapes to list.
 ENCODING = {
     "learned": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 9, "allocate": 24, "pin": 5},
-    "importance": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 9, "allocate": 24, "pin": 5},
     "predicted": {"wait": 3, "to device": 3, "to host": 3, "launch": 9, "operation": 29, "allocate": 42, "pin": 6},
     "tokens": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 21, "allocate": 33, "pin": 5},
     "generic": {"wait": 3, "to device": 3, "to host": 3, "launch": 9, "operation": 13, "allocate": 30, "pin": 6},

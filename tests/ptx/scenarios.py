@@ -6,8 +6,8 @@ import math
 from functools import cache
 
 import numpy as np
-import torch
 from tests import conftest
+from tests.classed import with_classes
 from tests.predicting import VOCABULARY, predicting, with_sinks
 
 from cuvee.codec.chunk import KVChunk
@@ -26,6 +26,8 @@ def profile_of(scheme: str, layout: str) -> Profile:
     if scheme in ("generic", "lossless"):
         return Profile.generic(conftest.LAYOUTS[layout])
     learned = conftest.fitted_profile(layout, "layer" if scheme in ("classes", "tokens") else scheme)
+    if scheme == "classes":
+        return with_classes(learned)
     return with_sinks(predicting(learned)) if scheme == "tokens" else learned
 
 
@@ -49,18 +51,14 @@ def codecs(scheme: str, layout: str = LAYOUT) -> tuple[Codec, Codec]:
 
 
 @cache
-def example(
-    scheme: str, layout: str = LAYOUT, tokens: int = TOKENS
-) -> tuple[KVChunk, torch.Tensor | None, bytes, KVChunk]:
-    """A chunk, the importance of its tokens, the CPU's blob of it, and what the CPU reads there."""
+def example(scheme: str, layout: str = LAYOUT, tokens: int = TOKENS) -> tuple[KVChunk, bytes, KVChunk]:
+    """A chunk, the CPU's blob of it, and what the CPU reads there."""
     chunk = conftest.synthetic_chunk(conftest.LAYOUTS[layout], tokens, 3, start_of(scheme))
-    draw = torch.Generator().manual_seed(1)
-    importance = 4.0 ** torch.randn(tokens, generator=draw) if scheme == "classes" else None
     if scheme != "lossless":
         chunk.values[0][tokens // 2, 0, :2] += 3000.0  # a value or two that escape
     cpu, _ = codecs(scheme, layout)
-    blob = cpu.encode(chunk, importance=importance, tokens=ids_of(scheme, tokens))
-    return chunk, importance, blob, cpu.decode(blob, 1000)
+    blob = cpu.encode(chunk, tokens=ids_of(scheme, tokens))
+    return chunk, blob, cpu.decode(blob, 1000)
 
 
 def apart(got: KVChunk, want: KVChunk) -> float:
@@ -74,7 +72,7 @@ def apart(got: KVChunk, want: KVChunk) -> float:
 
 def decodes(scheme: str, layout: str = LAYOUT, tokens: int = TOKENS) -> None:
     """Fail unless the kernels read the CPU's blob as the CPU does."""
-    _, _, blob, want = example(scheme, layout, tokens)
+    _, blob, want = example(scheme, layout, tokens)
     got = codecs(scheme, layout)[1].decode(blob, 1000)
     if scheme == "lossless":
         got, want = (codec.decode(blob) for codec in codecs(scheme, layout)[::-1])
@@ -87,9 +85,9 @@ def encodes(scheme: str, layout: str = LAYOUT, tokens: int = TOKENS) -> None:
 
     Lossless blobs are the same bytes; in others a level here and there is the neighbor, as sums are in another order.
     """
-    chunk, importance, blob, want = example(scheme, layout, tokens)
+    chunk, blob, want = example(scheme, layout, tokens)
     cpu, gpu = codecs(scheme, layout)
-    mine = gpu.encode(chunk, importance=importance, tokens=ids_of(scheme, tokens))
+    mine = gpu.encode(chunk, tokens=ids_of(scheme, tokens))
     if scheme == "lossless":
         assert mine == blob
         return

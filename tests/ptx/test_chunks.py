@@ -106,12 +106,6 @@ def chunk_of(name: str, scheme: str, tokens: int) -> KVChunk:
     return KVChunk(chunk.keys, chunk.values, chunk.layout, chunk.start, scenarios.ids_of(scheme, tokens))
 
 
-def importance_of(scheme: str, tokens: int) -> torch.Tensor | None:
-    if scheme != "classes":
-        return None
-    return 4.0 ** torch.randn(tokens, generator=torch.Generator().manual_seed(tokens))
-
-
 def use_references(patch: pytest.MonkeyPatch) -> int:
     """Put the plain references of all that follows the transform in the place of kernels; returns of how many."""
     users = [import_module(f"cuvee.kernels.{name}") for name in ("outgoing", "transform_scheme", "generic_scheme")]
@@ -130,19 +124,19 @@ def use_references(patch: pytest.MonkeyPatch) -> int:
 def test_all_behind_the_transform_is_the_same_bytes(name: str, scheme: str) -> None:
     _, gpu = lossy(name, scheme)
     for tokens in FEW:
-        chunk, importance = chunk_of(name, scheme, tokens), importance_of(scheme, tokens)
-        mine = gpu.encode(chunk, importance=importance)
+        chunk = chunk_of(name, scheme, tokens)
+        mine = gpu.encode(chunk)
         with pytest.MonkeyPatch.context() as patch:
             assert use_references(patch) >= 8
-            assert gpu.encode(chunk, importance=importance) == mine, tokens
+            assert gpu.encode(chunk) == mine, tokens
 
 
 @pytest.mark.parametrize(("name", "scheme"), LOSSY)
 def test_lossy_chunks_are_those_of_the_cpu_but_for_the_order_of_sums(name: str, scheme: str) -> None:
     cpu, gpu = lossy(name, scheme)
     for tokens in FEW:
-        chunk, importance = chunk_of(name, scheme, tokens), importance_of(scheme, tokens)
-        blob, mine = (codec.encode(chunk, importance=importance) for codec in (cpu, gpu))
+        chunk = chunk_of(name, scheme, tokens)
+        blob, mine = (codec.encode(chunk) for codec in (cpu, gpu))
         assert abs(len(mine) - len(blob)) <= 0.002 * len(blob) + 8
         want, read = cpu.decode(blob, 1000), cpu.decode(mine, 1000)
         for a, b in zip([*read.keys, *read.values], [*want.keys, *want.values], strict=True):

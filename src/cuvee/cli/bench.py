@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cuvee.cli.files import check_absent, write_file
-from cuvee.cli.options import Evaluation, Force, Json, Metadata, ReportFile, TaskData, any_version, refuse_moved
+from cuvee.cli.options import Force, Json, Metadata, ReportFile, TaskData, any_version, refuse_moved
 from cuvee.cli.output import make_console, print_json
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class _CpuUnlessNamed(typer.core.TyperGroup):
 app = typer.Typer(
     cls=_CpuUnlessNamed,
     help="Measure speed and memory: on the CPU (the default), on a GPU, of an engine's pages, of a full store, of "
-    "loads with a deadline, beside eviction, in vLLM, or with other people's benchmarks.",
+    "loads with a deadline, in vLLM, or with other people's benchmarks.",
 )
 
 
@@ -234,60 +234,6 @@ def bench_refinements(
     _measure(
         lambda progress: run_refinements_bench(model, profile, quality, quick, progress),
         (lambda report, console: print(refinements_markdown(report), end="")) if markdown else print_refinements_report,
-        out, force, as_json,
-    )  # fmt: skip
-
-
-@app.command("eviction")
-def bench_eviction(
-    profile: Annotated[Path, typer.Option("--profile", help="Profile of this model.", show_default=False)],
-    python: Annotated[
-        Path, typer.Option("--python", help="Interpreter of an environment with kvpress 0.5.5.", show_default=False)
-    ],
-    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="Whose caches to make smaller.")],
-    texts: Evaluation = None,
-    data: TaskData = None,
-    metadata: Metadata = None,
-    sequences: Annotated[int, typer.Option(min=0, help="Of each text.")] = 4,
-    questions: Annotated[int, typer.Option(min=0, help="Of XQuAD. 0: do not read it.")] = 8,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw KL against size to this file (.svg, .png).", show_default=False)
-    ] = None,
-    out: ReportFile = None,
-    force: Force = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Compare kvpress's presses, cuvee, and soft eviction (`importance=` from a press) at equal bytes.
-
-    kvpress needs an older transformers than cuvee's other baselines, so it has an environment of its own:
-    `python3.11 -m venv kvpress` and `kvpress/bin/pip install torch kvpress==0.5.5`.
-
-    Example: cuvee bench eviction --model smollm2 --profile smollm2.safetensors --python kvpress/bin/python
-    """
-    from cuvee.eval.bench.eviction.eviction_bench import run_eviction_bench
-    from cuvee.eval.bench.eviction.eviction_tables import (
-        draw_eviction_report,
-        eviction_markdown,
-        print_eviction_report,
-    )
-    from cuvee.eval.plots import save_figure
-
-    if markdown and as_json:
-        raise typer.BadParameter("give --markdown or --json, not both")
-    if plot is not None:
-        check_absent(plot, force)
-
-    def run(progress: Console) -> dict[str, Any]:
-        report = run_eviction_bench(
-            model, profile, python, sequences, questions, texts or (), data, any_version(metadata or ()), progress
-        )  # fmt: skip
-        if plot is not None:
-            save_figure(draw_eviction_report(report), plot)
-        return report
-
-    _measure(
-        run, (lambda report, console: print(eviction_markdown(report), end="")) if markdown else print_eviction_report,
         out, force, as_json,
     )  # fmt: skip
 
