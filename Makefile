@@ -42,7 +42,7 @@ endif
 # longest. A new test file is checked unless it is named here.
 CHECK_MARKS := not gpu and not real and not slow
 CHECK_LEFT  := kernels ptx fuzz eval/bench eval/blend_report eval/report blend/test_blender.py \
-	codec/test_calibrate.py codec/test_distributed.py codec/test_hostile.py codec/test_linear.py \
+	codec/test_calibrate.py codec/test_hostile.py codec/test_linear.py \
 	codec/test_lossless_layer.py codec/test_memory.py codec/test_sections.py codec/test_shard.py \
 	eval/test_lm.py eval/test_tasks.py \
 	integrations/stores/test_redis.py integrations/vllm/test_prometheus.py integrations/vllm_tier \

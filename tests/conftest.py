@@ -37,7 +37,7 @@ LONGEST = (
     "eval/bench/test_clients", "eval/blend_report/test_report", "kernels/test_hostile", "eval/bench/test_cpu",
     "eval/test_tasks", "integrations/vllm/test_docs", "package/cli/test_profile", "kernels/test_launches",
     "fuzz/test_soak", "codec/test_sections", "integrations/vllm/test_pages", "package/test_package",
-    "package/test_docs", "codec/test_distributed",
+    "package/test_docs",
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,14 +14,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.family import step_value
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure_curve, round_trip
-from cuvee.codec.learning.distributed import (
-    ProcessGroup,
-    SingleProcess,
-    TorchProcessGroup,
-    check_same_arguments,
-    raise_on_all_ranks,
-)
+from cuvee.codec.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure, round_trip
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.learned_sections import build_profile
 from cuvee.codec.learning.moments import SINKS, Moments, add_sample, add_text, need_tokens, new_moments
@@ -59,7 +52,6 @@ def calibrate(
     flops: float | None = None,
     tensor_parallel: bool = False,
     progress: bool = True,
-    distributed: bool = False,
 ) -> Profile:
     """Learn a profile in the loss metric: the Fisher information of the cache. Needs a backward pass.
 
@@ -83,15 +75,10 @@ def calibrate(
         batch_size: sequences per forward pass.
         seed: seed of the sampled targets; the same arguments give the same profile on the same machine.
         progress: show a progress bar on standard error.
-        distributed: share the work between all processes of PyTorch's default group (`torchrun`). Each must call this
-            with the whole model and the same arguments; the sequences, and with `"auto"` the group, are those of
-            rank 0. All processes get the same profile; if one fails, all raise.
 
     Raises:
-        InputError: `token_ids` has the wrong shape, dtype or range; `distributed` without a process group, or with
-            models or arguments that differ between processes.
-        ProfileError: too few tokens for the group; the message gives the number it needs. With `distributed`, another
-            process failed; the message names its rank.
+        InputError: `token_ids` has the wrong shape, dtype or range.
+        ProfileError: too few tokens for the group; the message gives the number it needs.
         UnsupportedModelError: see `KVLayout.from_config`.
 
     Example:
@@ -104,74 +91,47 @@ def calibrate(
         >>> profile.source, len(profile.learned)
         ('calibrated', 2)
     """
-    processes: ProcessGroup = TorchProcessGroup() if distributed else SingleProcess()
-    with raise_on_all_ranks(processes, "reading the model"):
-        fingerprint = model_fingerprint(model)
-        layout = KVLayout.from_config(model.config, dtype=model.dtype)
-    arguments = {
-        "model": fingerprint, "group": group, "prefix": prefix, "predict_tokens": predict_tokens,
-        "batch_size": batch_size, "seed": seed, "flops": flops, "tensor_parallel": tensor_parallel,
-    }  # fmt: skip
-    check_same_arguments(processes, arguments)
-    token_ids, more_text = processes.broadcast((token_ids, more_text))
-    progress = progress and processes.rank == 0
+    fingerprint = model_fingerprint(model)
+    layout = KVLayout.from_config(model.config, dtype=model.dtype)
     learning, testing = [], {}
-    with raise_on_all_ranks(processes, "preparing"):
-        for name, (tokens, cached) in by_kind(model, token_ids, prefix).items():
-            held_out = held_out_count(len(tokens))
-            if len(tokens) <= held_out:
-                argument = "token_ids" if name is None else f"token_ids[{name!r}]"
-                raise InputError(
-                    f"{argument}: must hold at least three sequences, got {len(tokens)}: two are held out to measure "
-                    "the curve"
-                )
-            learning += [(batch, cached) for batch in tokens[: len(tokens) - held_out].split(batch_size)]
-            testing[name] = tokens[len(tokens) - held_out :]
-        if more_text is not None:
-            check_tokens(model, more_text, None)
-            more_text = _without(more_text, testing.values())
-        reading = () if more_text is None or not len(more_text) else more_text.split(batch_size)
-        seen = sum(len(batch) * max(cached - SINKS, 0) for batch, cached in learning)
-        if group == "auto":
-            budget = flops or (CPU_FLOPS if model.device.type == "cpu" else GPU_FLOPS)
-            group, why = choose_group(layout, seen, budget, tensor_parallel)
-            if processes.rank == 0:
-                _log.info("group=%r: %s", group, why)
-    group = processes.broadcast(group)  # the budget depends on the rank's device
-    with raise_on_all_ranks(processes, "calibrating"):
-        need_tokens(layout, group, seen)
+    for name, (tokens, cached) in by_kind(model, token_ids, prefix).items():
+        held_out = held_out_count(len(tokens))
+        if len(tokens) <= held_out:
+            argument = "token_ids" if name is None else f"token_ids[{name!r}]"
+            raise InputError(
+                f"{argument}: must hold at least three sequences, got {len(tokens)}: two are held out to measure the "
+                "curve"
+            )
+        learning += [(batch, cached) for batch in tokens[: len(tokens) - held_out].split(batch_size)]
+        testing[name] = tokens[len(tokens) - held_out :]
+    if more_text is not None:
+        check_tokens(model, more_text, None)
+        more_text = _without(more_text, testing.values())
+    reading = () if more_text is None or not len(more_text) else more_text.split(batch_size)
+    seen = sum(len(batch) * max(cached - SINKS, 0) for batch, cached in learning)
+    if group == "auto":
+        budget = flops or (CPU_FLOPS if model.device.type == "cpu" else GPU_FLOPS)
+        group, why = choose_group(layout, seen, budget, tensor_parallel)
+        _log.info("group=%r: %s", group, why)
+    need_tokens(layout, group, seen)
     token_model = None
     if predict_tokens:
-        text = [*(batch for batch, _ in learning), *reading]
-        token_model = _learn_tokens(model, layout, group, text, processes, progress)
+        token_model = _learn_tokens(model, layout, group, [*(batch for batch, _ in learning), *reading], progress)
     predicted = None if token_model is None else token_model.predicted
-    with raise_on_all_ranks(processes, "calibrating"):
-        moments = new_moments(layout, group, processes.size, _device_of_moments(model, layout, group))
-        generator = torch.Generator().manual_seed(seed + processes.rank)
-        with frozen(model):
-            for batch, cached in tracked(learning[processes.rank :: processes.size], "calibrating", progress):
-                sample = sample_gradients(model, batch.to(model.device), cached, generator)
-                add_sample(moments, layout, sample, cached, batch, predicted)
-            device = moments[0].total.device
-            for batch in tracked(reading[processes.rank :: processes.size], "adding text", progress):
-                with torch.no_grad():
-                    chunks = prefill(model, batch.to(model.device), layout, device)
-                add_text(moments, layout, chunks, batch, predicted)
-    processes.all_reduce(moments)
-    profile = None
-    with raise_on_all_ranks(processes, "building the profile"):
-        if processes.rank == 0:  # other ranks may round differently
-            profile = build_profile(
-                layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, token_model
-            )
-    profile = cast(Profile, processes.broadcast(profile))
+    moments = new_moments(layout, group, _device_of_moments(model, layout, group))
+    generator = torch.Generator().manual_seed(seed)
+    with frozen(model):
+        for batch, cached in tracked(learning, "calibrating", progress):
+            sample = sample_gradients(model, batch.to(model.device), cached, generator)
+            add_sample(moments, layout, sample, cached, batch, predicted)
+        device = moments[0].total.device
+        for batch in tracked(reading, "adding text", progress):
+            with torch.no_grad():
+                chunks = prefill(model, batch.to(model.device), layout, device)
+            add_text(moments, layout, chunks, batch, predicted)
+    profile = build_profile(layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, token_model)
     measured = {name: tokens for name, tokens in testing.items() if name is not None} or testing[None]
-    return profile.with_curve(
-        measure_curve(
-            profile, model, measured, prefix=prefix, step_indices=None, batch_size=MEASURE_BATCH, progress=progress,
-            processes=processes,
-        )
-    )  # fmt: skip
+    return measure(profile, model, measured, prefix=prefix, batch_size=MEASURE_BATCH, progress=progress)
 
 
 def _without(text: torch.Tensor, held_out: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -181,29 +141,16 @@ def _without(text: torch.Tensor, held_out: Iterable[torch.Tensor]) -> torch.Tens
 
 
 def _learn_tokens(
-    model: PreTrainedModel,
-    layout: KVLayout,
-    group: str,
-    text: Sequence[torch.Tensor],
-    processes: ProcessGroup,
-    progress: bool,
+    model: PreTrainedModel, layout: KVLayout, group: str, text: Sequence[torch.Tensor], progress: bool
 ) -> TokenModel | None:
     """Learn to predict from tokens; None if there is too little text."""
-    with raise_on_all_ranks(processes, "reading"):
-        sums = TokenSums(model, layout, "cpu")
-        count, need = sum(batch.numel() for batch in text), TOKENS_PER_FEATURE * len(sums.gram)
-        if count >= need:
-            sums.add_text(model, text[processes.rank :: processes.size], progress)
+    sums = TokenSums(model, layout, "cpu")
+    count, need = sum(batch.numel() for batch in text), TOKENS_PER_FEATURE * len(sums.gram)
     if count < need:
-        if processes.rank == 0:
-            _log.info("no prediction from tokens: it needs %d tokens of text, and there are %d", need, count)
+        _log.info("no prediction from tokens: it needs %d tokens of text, and there are %d", need, count)
         return None
-    processes.add_up(sums.sums())
-    learned = None
-    with raise_on_all_ranks(processes, "learning from tokens"):
-        if processes.rank == 0:  # other ranks may round differently
-            learned = learn_token_model(sums, partition(layout, group))
-    return cast(TokenModel, processes.broadcast(learned))
+    sums.add_text(model, text, progress)
+    return learn_token_model(sums, partition(layout, group))
 
 
 def _device_of_moments(model: PreTrainedModel, layout: KVLayout, group: str) -> torch.device:

@@ -14,7 +14,6 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.family import OCTAVE, finest_step_index, step_value
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.distributed import ProcessGroup, SingleProcess, raise_on_all_ranks
 from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.learning.learned_sections import MIN_STEP_INDEX
 from cuvee.codec.learning.progress import tracked
@@ -40,51 +39,6 @@ def by_kind(
     if not token_ids:
         raise InputError("token_ids: must have at least one kind of text, got an empty mapping")
     return {kind: (tokens, check_tokens(model, tokens, prefix)) for kind, tokens in token_ids.items()}
-
-
-def measure_curve(
-    profile: Profile,
-    model: PreTrainedModel,
-    token_ids: torch.Tensor | Mapping[str, torch.Tensor],
-    *,
-    prefix: int | None,
-    step_indices: Iterable[int] | None,
-    batch_size: int,
-    progress: bool,
-    processes: ProcessGroup,
-) -> list[CurvePoint]:
-    """Measure the points of `measure`, with the work split between processes."""
-    with raise_on_all_ranks(processes, "measuring"):
-        kinds = by_kind(model, token_ids, prefix)
-        layout = KVLayout.from_config(model.config, dtype=model.dtype)
-        profile.check_layout(layout)
-        steps = sorted(set(step_indices or default_step_indices(profile)))
-        ways = [(step_index, False) for step_index in steps]
-        coded_by = {False: profile}
-        if profile.token_table is not None:
-            coded_by[True] = profile.plain
-            ways += [(step_index, True) for step_index in _plain_step_indices(coded_by[True], steps)]
-        codecs = {way: Codec(coded_by[way[1]], step=step_value(way[0])) for way in ways}
-        names = (None, *kinds)
-        tallies: dict[str | None, dict[_Way, _Tally]] = {name: {way: _Tally() for way in ways} for name in names}
-        work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
-        # A unit of progress is one step on one batch: there may be only a few batches, of more than a minute each.
-        units = [(*item, way) for item in work[processes.rank :: processes.size] for way in ways]
-        with frozen(model), torch.no_grad():
-            for kind, batch, cached, way in tracked(units, "measuring", progress):
-                if way == ways[0]:
-                    tokens = batch.to(model.device)
-                    chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
-                    exact = score(model, chunks, rest)
-                coded = round_trip(codecs[way], chunks)
-                other = score(model, coded.chunks, rest)
-                for name in dict.fromkeys((None, kind)):
-                    tallies[name][way].add(coded, exact, other, rest[:, 1:])
-    return [
-        _Tally.merged(processes.all_gather(tally)).point(*way, kind)
-        for kind, by_way in tallies.items()
-        for way, tally in by_way.items()
-    ]
 
 
 def _plain_step_indices(plain: Profile, steps: Sequence[int]) -> Sequence[int]:
@@ -156,15 +110,6 @@ class _Tally:
         for kept, new in zip((self.kl, self.loss, self.same), compare(exact, other, targets), strict=True):
             kept.extend(new)
 
-    @classmethod
-    def merged(cls, tallies: Iterable[_Tally]) -> _Tally:
-        """Return the tallies of several processes as one."""
-        merged = cls()
-        for tally in tallies:
-            for name in cls.__slots__:
-                getattr(merged, name).extend(getattr(tally, name))
-        return merged
-
     def point(self, step_index: int, plain: bool, kind: str | None) -> CurvePoint:
         return CurvePoint(
             step_index,
@@ -207,8 +152,31 @@ def measure(
         >>> [point.step_index for point in measured.curve]
         [-128, -64]
     """
-    points = measure_curve(
-        profile, model, token_ids, prefix=prefix, step_indices=step_indices, batch_size=batch_size, progress=progress,
-        processes=SingleProcess(),
-    )  # fmt: skip
-    return profile.with_curve(points)
+    kinds = by_kind(model, token_ids, prefix)
+    layout = KVLayout.from_config(model.config, dtype=model.dtype)
+    profile.check_layout(layout)
+    steps = sorted(set(step_indices or default_step_indices(profile)))
+    ways = [(step_index, False) for step_index in steps]
+    coded_by = {False: profile}
+    if profile.token_table is not None:
+        coded_by[True] = profile.plain
+        ways += [(step_index, True) for step_index in _plain_step_indices(coded_by[True], steps)]
+    codecs = {way: Codec(coded_by[way[1]], step=step_value(way[0])) for way in ways}
+    names = (None, *kinds)
+    tallies: dict[str | None, dict[_Way, _Tally]] = {name: {way: _Tally() for way in ways} for name in names}
+    work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
+    # A unit of progress is one step on one batch: there may be only a few batches, of more than a minute each.
+    units = [(*item, way) for item in work for way in ways]
+    with frozen(model), torch.no_grad():
+        for kind, batch, cached, way in tracked(units, "measuring", progress):
+            if way == ways[0]:
+                tokens = batch.to(model.device)
+                chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
+                exact = score(model, chunks, rest)
+            coded = round_trip(codecs[way], chunks)
+            other = score(model, coded.chunks, rest)
+            for name in dict.fromkeys((None, kind)):
+                tallies[name][way].add(coded, exact, other, rest[:, 1:])
+    return profile.with_curve(
+        tally.point(*way, kind) for kind, by_way in tallies.items() for way, tally in by_way.items()
+    )

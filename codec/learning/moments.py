@@ -234,9 +234,9 @@ def normalized(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * (energy / usual.clamp_min(1e-30) + NORMALIZED_FLOOR).pow(-NORMALIZED_POWER / 2)
 
 
-def new_moments(layout: KVLayout, group: str, processes: int = 1, device: torch.device | str = "cpu") -> list[Moments]:
-    """Return empty sums for each section of a group; `processes` share the sample of tokens."""
-    limit = min(SAMPLE_TOKENS, SAMPLE_BYTES // (4 * layout.values_per_token)) // processes
+def new_moments(layout: KVLayout, group: str, device: torch.device | str = "cpu") -> list[Moments]:
+    """Return empty sums for each section of a group."""
+    limit = min(SAMPLE_TOKENS, SAMPLE_BYTES // (4 * layout.values_per_token))
     return [Moments(section, layout, limit, device) for section in partition(layout, group)]
 
 

@@ -85,10 +85,6 @@ class TokenSums:
         self.feature_total += rows.sum(0, dtype=torch.float64)
         self.value_total += values.sum(0, dtype=torch.float64)
 
-    def sums(self) -> tuple[torch.Tensor, ...]:
-        """Return everything that is added up over processes."""
-        return self.count, self.gram, self.cross, self.feature_total, self.value_total
-
 
 @dataclass(frozen=True, slots=True)
 class TokenModel:

@@ -142,7 +142,7 @@ def commands(text: str) -> list[str]:
     for _, kind, code in BLOCK.findall(text):
         if kind in ("", "sh", "bash"):
             lines = code.replace("\\\n", " ").splitlines()
-            found += [line.strip() for line in lines if re.match(r"\s*(torchrun .* -m )?cuvee ", line)]
+            found += [line.strip() for line in lines if re.match(r"\s*cuvee ", line)]
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -102,8 +101,6 @@ def profile_learn(
 ) -> None:
     """Learn which directions of the cache a model's loss depends on, and measure what each quality costs.
 
-    Under torchrun, processes share the work. Each holds the whole model; with --device cuda, each uses its own GPU.
-
     Example: cuvee profile learn smollm2 -o smollm2.safetensors
     """
     from cuvee.codec.data.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
@@ -113,9 +110,6 @@ def profile_learn(
     check_absent(out, force)
     if texts and own:
         raise InputError("--text: must be given without TEXT, got both: --text adds to the mixture, TEXT replaces it")
-    rank, distributed = _process_of_torchrun(device)
-    if distributed and device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
     chosen = "float32" if dtype is Dtype.auto and device == "cpu" else dtype.value
     tokens: Any
     more = None
@@ -135,33 +129,15 @@ def profile_learn(
         model = load_model(model_path, chosen, device)
         # The mixture comes first, so that an added kind replaces one of the same name.
         tokenizer = load_tokenizer(model_path)
-        tokens = mixture(model, tokenizer, count, length, seed, progress=rank == 0) | added
+        tokens = mixture(model, tokenizer, count, length, seed, progress=True) | added
         more = more_text(tokenizer, length)
     profile = cuvee.calibrate(
         model, tokens, group, more_text=more, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops,
-        tensor_parallel=tensor_parallel, distributed=distributed,
+        tensor_parallel=tensor_parallel,
     )  # fmt: skip
-    if rank:
-        return
     out.parent.mkdir(parents=True, exist_ok=True)
     profile.save(out)
     _show_profile(profile, out, as_json)
-
-
-def _process_of_torchrun(device: str) -> tuple[int, bool]:
-    """Return this process's rank and whether torchrun started it; if so, join the other processes."""
-    from torch import distributed
-
-    if not distributed.is_torchelastic_launched():
-        return 0, False
-    if device.startswith("cuda"):
-        import torch
-
-        if device != "cuda":
-            raise InputError(f"--device: must be cuda under torchrun, which gives each process a GPU, got {device}")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    return distributed.get_rank(), True
 
 
 def _text_and_share(text: str) -> tuple[str, float]:

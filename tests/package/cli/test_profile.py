@@ -40,13 +40,6 @@ def test_ratios_are_those_of_a_16_bit_cache(tmp_path: Path, books: Any) -> None:
         assert f"{16 / point.bits_per_value:.1f}x" in row
 
 
-def test_under_torchrun_no_gpu_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All processes would compute on one GPU, while NCCL sums tensors on their own GPUs."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    options = ("-o", tmp_path / "p", "--device", "cuda:1")
-    fails("profile", "learn", bundled_model_path(), *options, match="--device: must be cuda under torchrun")
-
-
 def test_a_profile_is_learned_from_text_and_token_ids(tmp_path: Path, books: Any) -> None:
     rows = [{"input_ids": row} for row in books.harbour[:10].tolist()]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n" + json.dumps(rows[0]["input_ids"]))
@@ -110,9 +103,7 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     # The default is the mixture; an added kind replaces one of the same name.
     tokens, group, arguments = learned("--sequences", "40", "--text", tmp_path / "prose", "--text", tmp_path / "a=b")
     assert list(tokens) == [*KINDS, "a=b"] and group == "auto"
-    defaults = {
-        "prefix": None, "batch_size": 4, "seed": 0, "flops": None, "tensor_parallel": False, "distributed": False,
-    }  # fmt: skip
+    defaults = {"prefix": None, "batch_size": 4, "seed": 0, "flops": None, "tensor_parallel": False}
     more = arguments.pop("more_text")
     assert more.shape[1] == 64 and len(more) > 10 * 40, "all bundled texts, to predict from tokens"
     assert arguments == {**defaults, "dtype": torch.float32}
