@@ -512,12 +512,6 @@ def write_streams(
     return b"".join(parts)
 
 
-def read_streams(reader: Reader, planes: int, rows: int, tokens: int) -> tuple[Streams, Escapes, int]:
-    """Read streams, escapes and tokens per stream of a coded part without token classes; see `read_coded`."""
-    part = read_coded(reader, planes, rows, tokens)
-    return part.streams, part.escapes, part.tokens_per_stream
-
-
 def read_coded(
     reader: Reader, planes: int, rows: int, tokens: int, classed: tuple[int, int] | None = None
 ) -> CodedPart:

@@ -36,9 +36,8 @@ class KernelSpec:
         num_warps, num_stages: as in the launch.
         options: further compile options, e.g. `enable_fp_fusion`.
         divisible: arguments (pointers and sizes) that launches guarantee to be multiples of 16.
-        symbol_access: the access to global memory that a lane makes exactly once per `symbols_per_access` symbols in
-            the loop over symbols, and nowhere else; None: the kernel has no such loop.
-        symbols_per_access: symbols per such access.
+        symbol_access: the access to global memory that a lane makes exactly once per symbol in the loop over symbols,
+            and nowhere else; None: the kernel has no such loop.
         budgets: by target (`"sm_90"`), the limits that must hold.
         changes: by target, the attributes that differ there; for `constants` and `options`, the entries that differ.
     """
@@ -52,7 +51,6 @@ class KernelSpec:
     options: Mapping[str, Any] | None = None
     divisible: tuple[str, ...] = ()
     symbol_access: Access | None = None
-    symbols_per_access: int = 1
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

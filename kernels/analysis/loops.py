@@ -85,13 +85,12 @@ def _components(nodes: set[int], after: Sequence[Sequence[int]]) -> list[set[int
     return parts
 
 
-def describe_loops(code: Sequence[Instruction], access: str | None, per_access: int = 1) -> list[dict[str, Any]]:
+def describe_loops(code: Sequence[Instruction], access: str | None) -> list[dict[str, Any]]:
     """Describe the innermost loops, the one that does most of the work first.
 
     Args:
         code: instructions of a function.
         access: as `KernelSpec.symbol_access`; loops without it are left out.
-        per_access: as `KernelSpec.symbols_per_access`.
 
     Returns:
         per loop: `instructions`, `symbols` per pass and `instructions_per_symbol` (None without `access`), and the
@@ -99,7 +98,7 @@ def describe_loops(code: Sequence[Instruction], access: str | None, per_access: 
     """
     loops = []
     for loop in innermost_loops(code):
-        symbols = per_access * sum(instruction.access == access for instruction in loop) if access else None
+        symbols = sum(instruction.access == access for instruction in loop) if access else None
         if symbols == 0:
             continue
         kinds = Counter(instruction.kind for instruction in loop)

@@ -115,7 +115,7 @@ def _measure(spec: KernelSpec, target: str) -> dict[str, Any]:
             code, facts = read_amdgcn(compiled.asm["amdgcn"], name)
     except Exception as error:  # any pass of the compiler may fail; report the other kernels all the same
         return {**entry, "error": _with_causes(error)}
-    loops = describe_loops(code, spec.symbol_access, spec.symbols_per_access)
+    loops = describe_loops(code, spec.symbol_access)
     ptx = parse_ptx(compiled.asm["ptx"]) if "ptx" in compiled.asm else None
     busiest = max(innermost_loops(code), key=len, default=code)
     return {

@@ -28,7 +28,7 @@ from cuvee.codec.entropy.token_classes import (
     default_class_frequencies,
 )
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileError
-from cuvee.codec.format.container import CodedPart, Reader, read_coded, read_streams, write_streams
+from cuvee.codec.format.container import CodedPart, Reader, read_coded, write_streams
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.stages.implementations import Stages, get_stages
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes, rans_decode_classes, stream_rows
@@ -510,7 +510,7 @@ def test_classes_where_there_may_be_none_are_refused() -> None:
     plan = plan_of(24)
     data, _, _ = section(get_stages("numba"), plan, 300)
     with pytest.raises(FormatError, match="has token classes"):
-        read_streams(Reader(memoryview(data)), plan.of(NEUTRAL).planes, 24, 300)
+        read_coded(Reader(memoryview(data)), plan.of(NEUTRAL).planes, 24, 300)
     nothing = Streams(np.full(1, 1 << 16, np.uint32), np.zeros(1, np.uint32), np.empty(0, np.uint16))
     plain = write_streams(nothing, Escapes(np.empty(0, np.uint32), np.empty(0, np.int32)), 0, 128)
     assert read_coded(Reader(memoryview(plain)), 0, 0, 100, (5, 5)).classes is None

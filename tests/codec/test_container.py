@@ -28,7 +28,6 @@ from cuvee.codec.format.container import (
     read_coded,
     read_header,
     read_section,
-    read_streams,
     verify_tag,
     write_blob,
     write_streams,
@@ -512,9 +511,9 @@ ROWS, PLANES, TOKENS = 4, 6, 20
 
 def parse(data: bytes, planes: int = PLANES) -> tuple[Streams, Escapes, int]:
     reader = Reader(memoryview(data))
-    out = read_streams(reader, planes, ROWS, TOKENS)
+    part = read_coded(reader, planes, ROWS, TOKENS)
     reader.finish()
-    return out
+    return part.streams, part.escapes, part.tokens_per_stream
 
 
 @pytest.mark.parametrize("planes", [PLANES, 8191, 8192])
@@ -656,7 +655,7 @@ def test_truncated_or_longer_streams_are_refused() -> None:
 def test_no_escape_fits_where_there_are_no_rows() -> None:
     data = write_streams(*coded(6), 0, 8)
     with pytest.raises(FormatError, match="escapes"):
-        read_streams(Reader(memoryview(data)), 0, 0, TOKENS)
+        read_coded(Reader(memoryview(data)), 0, 0, TOKENS)
 
 
 def test_reader_refuses_to_read_past_the_end() -> None:

@@ -15,7 +15,7 @@ import torch
 from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.streams import Streams, stream_count
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
-from cuvee.codec.format.container import Reader, read_streams, write_streams
+from cuvee.codec.format.container import Reader, read_coded, write_streams
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8, U16
 from cuvee.kernels.jobs import JobField, PlanField, Status
@@ -446,9 +446,9 @@ def test_encodes_the_bytes_of_the_codec(name: str, prob_bits: int, reference: bo
     coded = write(launch, arrays, reference)
     for one, part in zip(coded, launch.parts, strict=True):
         assert one == part.coded
-        streams, escapes, per_stream = read_streams(Reader(memoryview(one)), part.steps, part.steps, part.tokens)
-        assert per_stream == part.per_stream
-        assert np.array_equal(escapes.value, part.escapes.value)
+        found = read_coded(Reader(memoryview(one)), part.steps, part.steps, part.tokens)
+        assert found.tokens_per_stream == part.per_stream
+        assert np.array_equal(found.escapes.value, part.escapes.value)
 
 
 def test_more_escapes_than_a_program_writes_at_once(device: torch.device) -> None:

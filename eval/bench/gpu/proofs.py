@@ -9,7 +9,7 @@ import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.format.container import Reader, read_header, read_section, read_streams, write_streams
+from cuvee.codec.format.container import Reader, read_coded, read_header, read_section, write_streams
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.reference import rans, symbols
 from cuvee.codec.support.arrays import I32
@@ -83,7 +83,8 @@ def recode(blob: bytes, profile: Profile) -> list[I32]:
         _, plan = learned.plan(header.step_index)
         data = read_section(blob, header, index)
         reader = Reader(data)
-        streams, escapes, n = read_streams(reader, plan.planes, len(plan.shift), header.tokens)
+        part = read_coded(reader, plan.planes, len(plan.shift), header.tokens)
+        streams, escapes, n = part.streams, part.escapes, part.tokens_per_stream
         reader.finish()
         planes = rans.rans_decode(streams, plan.tables, family.tables, n, header.tokens)
         levels = symbols.unpack(planes, escapes, plan)
