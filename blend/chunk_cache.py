@@ -125,7 +125,7 @@ class ChunkCache:
         ...                      num_attention_heads=2, num_key_value_heads=2)
         >>> model = LlamaForCausalLM(config).eval()
         >>> layout = cuvee.KVLayout.from_config(config, "float32")
-        >>> codec = cuvee.Codec(cuvee.Profile.generic(layout), quality="lossless")
+        >>> codec = cuvee.Codec(cuvee.Profile.unlearned(layout), quality="lossless")
         >>> chunks = ChunkCache(model, codec, MemoryStore(10**6))
         >>> for _ in range(2):
         ...     segment = chunks.segment([1, 2, 3, 4])  # computed, then found

@@ -32,7 +32,7 @@ class Coding:
 
     Attributes:
         profile: gives bases and tables; lossless coding uses its layout alone.
-        scheme: lossless, transform or generic.
+        scheme: lossless or transform.
         step_index: 0 for lossless.
         dtype: the blob's, of the values.
         predicted: whether the blob holds token ids, from which a part of the cache is predicted.

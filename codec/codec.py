@@ -132,9 +132,9 @@ class Codec:
     """Compresses chunks with one profile at one quality. Immutable and safe to share between threads.
 
     Args:
-        profile: a profile learned for the model, or `Profile.generic(layout)`.
-        quality: `"lossless"`, `"high"`, `"balanced"` or `"small"`. Default: `"balanced"`, but `"lossless"` with a
-            generic profile, which has no measured curve. A preset stands for a KL on the worst kind of text: 0.001,
+        profile: a profile learned for the model, or `Profile.unlearned(layout)`, which is lossless.
+        quality: `"lossless"`, `"high"`, `"balanced"` or `"small"`. Default: `"balanced"`, but `"lossless"` with an
+            unlearned profile, which takes no other. A preset stands for a KL on the worst kind of text: 0.001,
             0.005 and 0.02. With a profile without a curve it promises none, and a warning says so. Instead of a
             quality, exactly one of these:
         kl: the most nats per token by which the model's predictions may move, on average over the kinds of text that
@@ -162,7 +162,8 @@ class Codec:
             its place. Such a codec cannot be pickled, because the bytes would hold the secret.
 
     Raises:
-        InputError: an argument out of range, or several qualities at once; `profile` is not a `Profile`.
+        InputError: an argument out of range, or several qualities at once; `profile` is not a `Profile`, or has learned
+            nothing and is not to be lossless.
         ProfileError: no step of the profile's curve is small enough, or the curve was not measured.
 
     Example:
@@ -170,7 +171,7 @@ class Codec:
         >>> from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
         >>> chunk = KVChunk(torch.randn(3, 64, 2, 8), torch.randn(3, 64, 2, 8), layout)
-        >>> codec = Codec(Profile.generic(layout), "lossless")
+        >>> codec = Codec(Profile.unlearned(layout), "lossless")
         >>> back = codec.decode(codec.encode(chunk))
         >>> torch.equal(back.keys[2], chunk.keys[2])
         True
@@ -202,9 +203,9 @@ class Codec:
         request = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
         name, _ = one_request(**request, kind=kind, worst=worst)
         self.profile = profile
+        self._setting = _choose_setting(profile, request, kind, worst, dtype, plain=False)
         if quality in PRESET_KL and not profile.promises_kl:
             _warn_of_no_promise(quality, profile.source)
-        self._setting = _choose_setting(profile, request, kind, worst, dtype, plain=False)
         self.lossless = self._setting.scheme is Scheme.LOSSLESS
         self.step_index = self._setting.step_index
         self._plain_setting = self._setting
@@ -238,17 +239,15 @@ class Codec:
     def without_profile(
         cls,
         model: object,
-        quality: str = LOSSLESS,
         *,
         backend: str = "auto",
         threads: int | None = None,
         key: bytes | Sequence[bytes] | None = None,
     ) -> Codec:
-        """Make a codec that needs no profile: lossless unless another `quality` is given.
+        """Make a lossless codec, which needs no profile.
 
         Args:
             model: the model of the caches: a transformers model, its configuration, or a `KVLayout`.
-            quality: `"lossless"`, or a preset, which promises no KL without a profile.
             backend: see `Codec`.
             threads: see `Codec`.
             key: see `Codec`.
@@ -263,7 +262,7 @@ class Codec:
             >>> Codec.without_profile(LlamaConfig(num_hidden_layers=2, dtype="bfloat16")).lossless
             True
         """
-        return cls(Profile.generic(KVLayout.of(model)), quality, backend=backend, threads=threads, key=key)
+        return cls(Profile.unlearned(KVLayout.of(model)), LOSSLESS, backend=backend, threads=threads, key=key)
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the backends and what is lazy, which are made anew where the codec is unpickled."""
@@ -272,12 +271,12 @@ class Codec:
 
     @lazy
     def recognizer(self) -> Recognizer | None:
-        """Recognizes ids and positions of tokens whose engine tells none; None if the profile is generic.
+        """Recognizes ids and positions of tokens whose engine tells none; None without loss, which needs neither.
 
-        A lossless codec needs neither, and has None, too. The first use takes a fraction of a second, or a few seconds
+        The first use takes a fraction of a second, or a few seconds
         with the vocabulary of a large model.
         """
-        return None if self.lossless or not self.profile.learned else Recognizer(self.profile)
+        return None if self.lossless else Recognizer(self.profile)
 
     @lazy
     def _id_check(self) -> IdCheck:
@@ -312,7 +311,7 @@ class Codec:
         Example:
             >>> from cuvee import Codec, KVLayout, LayerLayout, Profile
             >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
-            >>> Codec(Profile.generic(layout), "lossless").expected_parts()
+            >>> Codec(Profile.unlearned(layout), "lossless").expected_parts()
             (ExpectedPart(kl=0.0, bits=None),)
         """
         if self.lossless:
@@ -516,7 +515,7 @@ class Codec:
             >>> from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile
             >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
             >>> chunk = KVChunk(torch.randn(3, 64, 2, 8), torch.randn(3, 64, 2, 8), layout)
-            >>> codec = Codec(Profile.generic(layout), "lossless", key=bytes(range(16)))
+            >>> codec = Codec(Profile.unlearned(layout), "lossless", key=bytes(range(16)))
             >>> opened = codec.open(codec.encode(chunk, associated_data=b"chunk 7"), associated_data=b"chunk 7")
             >>> opened.tokens, codec.decode(opened, tokens=range(10, 20)).tokens
             (64, 10)
@@ -915,10 +914,8 @@ class Codec:
         header = opened.header
         if header.scheme is Scheme.LOSSLESS:
             return Coding(self.profile, header.scheme, 0, header.dtype)
-        if (header.scheme is Scheme.TRANSFORM) != bool(self.profile.learned):
-            raise FormatError(
-                f"header: must be of a scheme of a {self.profile.source} profile, got {header.scheme.name.lower()}"
-            )
+        if not self.profile.learned:
+            raise FormatError(f"header: must be lossless for an unlearned profile, got {header.scheme.name.lower()}")
         refinements = len(opened.refinements) if header.is_base else None
         self.profile.check_step_index(header.step_index - OCTAVE * (refinements or 0))
         predicted = header.token_id_bytes > 0
@@ -1064,8 +1061,7 @@ def _choose_setting(
         of = " of chunks without token ids" if plain else ""
         _log.info("%s=%.3g is below %.3g, the least that the profile's curve%s reaches: lossless instead", *finer, of)
         return _Setting(Scheme.LOSSLESS, 0)
-    scheme = Scheme.TRANSFORM if profile.learned else Scheme.GENERIC
-    return _Setting(scheme, profile.resolve(**request, kind=kind, worst=worst, dtype=dtype, plain=plain))
+    return _Setting(Scheme.TRANSFORM, profile.resolve(**request, kind=kind, worst=worst, dtype=dtype, plain=plain))
 
 
 def _in_parts(profile: Profile, setting: _Setting, refinements: int) -> _Setting:
@@ -1085,7 +1081,7 @@ def _check_refinements(refinements: object, profile: Profile) -> None:
         raise InputError(f"refinements: must be 0 … {MAX_REFINEMENTS}, got {refinements!r}")
     if refinements and not profile.learned:
         raise InputError(
-            f"refinements: must be 0 with a generic profile, got {refinements}: learn a profile to use them"
+            f"refinements: must be 0 with an unlearned profile, got {refinements}: learn a profile to use them"
         )
 
 

@@ -34,13 +34,11 @@ from cuvee.codec.data.corpus import (
     spread_sequences,
 )
 from cuvee.codec.data.real_model import REAL_MODEL, REAL_MODEL_TITLE
-from cuvee.codec.entropy.family import step_value
 from cuvee.codec.format.container import inspect
 from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.models.forward import cache_argument, empty_cache, frozen, score
 from cuvee.codec.models.latents import append_units
-from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.quality import PRESET_KL, PRESET_STEP_INDEX
+from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.codec.support.terminal_table import terminal_table
 from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
 from cuvee.eval.machine import torch_threads
@@ -67,13 +65,6 @@ SHOWN_BASELINES: dict[str, Method] = {
     "int4 (KIVI)": Kivi(4),
     "int2 (KIVI)": Kivi(2),
     "CacheGen as shipped": CacheGen(),
-}
-
-
-# Codecs without a profile. `balanced` goes by its step: the demo measures what a preset costs without a profile.
-UNLEARNED: dict[str, dict[str, Any]] = {
-    "lossless": {"quality": "lossless"},
-    "balanced": {"step": step_value(PRESET_STEP_INDEX["balanced"])},
 }
 
 
@@ -148,7 +139,7 @@ def run_demo(
     # other: calibrating smollm2 took over three times as long with two threads beside another job.
     with torch_threads(1), progress_bar(progress or Console(stderr=True), 48) as bar:
         of_a_group = 1 + len(PRESET_KL) + len(scope.octaves)
-        bar.expect(3 + len(SHOWN_BASELINES) + len(UNLEARNED) + len(scope.groups) * of_a_group)
+        bar.expect(3 + len(SHOWN_BASELINES) + 1 + len(scope.groups) * of_a_group)
         with bar.step("loading the model"):
             lm, tokenizer = _load(model)
             harbour, orchard = ([read_corpus(name, model)] for name in (CALIBRATION, EVALUATION))
@@ -171,12 +162,8 @@ def run_demo(
                 return bench.run(name, method)
 
         baselines = [measure(name, method, "a baseline") for name, method in SHOWN_BASELINES.items()]
-        nothing = Profile.generic(bench.layout)
-        presets = {
-            "none": [
-                measure(name, CodecMethod(Codec(nothing, **dial)), GROUPS["none"]) for name, dial in UNLEARNED.items()
-            ]
-        }
+        lossless = CodecMethod(Codec.without_profile(bench.layout))
+        presets = {"none": [measure("lossless", lossless, GROUPS["none"])]}
         curves = {}
         for group, profile in profiles.items():
             presets[group] = [measure(name, CodecMethod(Codec(profile, name)), GROUPS[group]) for name in PRESET_KL]

@@ -79,8 +79,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         pretrained: see HFLM; a path may be a `Path`, and "books-3m" is the bundled model.
         method: a `Method`, or the name of a baseline (`cuvee.eval.methods.baseline`). Instead of a method you can give:
         profile: a calibrated profile or its path, with at most one of the qualities (default: balanced);
-        quality, kl, bits, ratio, step: see `Codec`. Without a profile, the generic one is used, which needs no
-            calibration, and whose presets promise no KL.
+        quality, kl, bits, ratio, step: see `Codec`. Without a profile, `quality="lossless"` is the only one.
         codec_backend: the `backend` of the codec (HFLM has a `backend` of its own).
         chunk_tokens: tokens coded together; the last chunk of a context may hold fewer.
         cache_dtype: the dtype in which chunks are coded; default: the model's.
@@ -97,7 +96,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         ProfileError: see `Codec`.
 
     Example:
-        >>> lm = CuveeLM("books-3m", quality="balanced", device="cpu")
+        >>> lm = CuveeLM("books-3m", quality="lossless", device="cpu")
         >>> lm.configuration["method"]["method"], lm.chunk_tokens
         ('cuvee', 256)
     """
@@ -143,7 +142,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         self.layout = layout if cache_dtype is None else replace(layout, dtype=cache_dtype)
         self._fingerprint = model_fingerprint(self.model)
         if method is None:
-            source = Profile.generic(self.layout) if self._profile is None else self._profile
+            source = Profile.unlearned(self.layout) if self._profile is None else self._profile
             method = CodecMethod(Codec(source, backend=codec_backend, dtype=self.layout.dtype, **asked))
         self.use(method)
 

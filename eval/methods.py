@@ -69,8 +69,6 @@ def family_label(family: str) -> str:
     kind, _, group = family.partition("/")
     if family == "cuvee/lossless":
         return "cuvee lossless"
-    if family == "cuvee/generic":
-        return "cuvee, nothing learned"
     if group.startswith("layers:"):
         spans = f"a basis per {group.removeprefix('layers:')} layers"
     else:

@@ -55,7 +55,7 @@ class TasksConfig:
         model: see `load_model`.
         tasks: names of tasks, or of groups.
         variants: see the top of this module; `exact` is always scored.
-        profile: of the codec; None: the generic profile, which needs no learning.
+        profile: of the codec; None: it is lossless.
         data: the folder with the files of the tasks; None: the hub.
         metadata: "name=value", for the tasks.
         limit: documents of each task at most.
@@ -69,7 +69,7 @@ class TasksConfig:
 
     model: str
     tasks: tuple[str, ...]
-    variants: tuple[str, ...] = ("exact", "destroyed", "absent", "high", "balanced")
+    variants: tuple[str, ...] = ("exact", "destroyed", "absent")
     profile: str | None = None
     data: str | None = None
     metadata: tuple[str, ...] = ()
@@ -151,11 +151,8 @@ class _TasksRun:
         self.scorer = self._scorer()
         self.alone = self._scorer(context="absent") if "absent" in config.variants else None
         self.variants = tuple(dict.fromkeys(("exact", *config.variants)))
-        if profile is None and any(_is_codec(variant) for variant in self.variants):
-            line = "no --profile: the codec uses the generic profile, which needs no learning and codes less well"
-            console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
         # Make all methods before anything is scored: the profile may not reach the quality of a variant.
-        used = profile or Profile.generic(self.model.layout)
+        used = profile or Profile.unlearned(self.model.layout)
         self.methods = {variant: _method(variant, used) for variant in self.variants}
 
     def _scorer(self, **metadata: str) -> TaskScorer:

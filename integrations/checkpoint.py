@@ -260,7 +260,7 @@ def check_profile(profile: Profile, path: str | Path, *, revision: str | None = 
         InputError: the path does not exist, or holds a damaged file.
     """
     if profile.model is None:
-        return f"unknown: a {profile.source} profile names no model"
+        return f"unknown: the profile ({profile.source}) names no model"
     weights = weight_fingerprints(path, revision=revision)
     if not weights.found:
         return f"unknown: {weights.unknown}"

@@ -31,9 +31,9 @@ class CodingOptions:
         store: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
         profile: path of the model's profile, or a collection of profiles in which the engine finds that of its model
             (`cuvee.integrations.profile_collection.location`); `learn:` and a collection: an adapter that `LEARNS`
-            learns one if it finds none there; None: the generic profile, which is not fitted to any model.
+            learns one if it finds none there; None: lossless.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
-            profile, `"lossless"` without one.
+            profile, `"lossless"` without one, which then is the only quality.
         worst: with `kl`: the worst kind of text decides, as it does for presets.
         chunk_tokens: tokens per blob.
         tenant: of requests without a `cache_salt`.

@@ -28,7 +28,6 @@ from cuvee.codec.profiles.sections import Section, partition
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.kernels.chunks import join, raise_status, touched
 from cuvee.kernels.devices import Download, Mark, current, refuse_capture, settled
-from cuvee.kernels.generic_scheme import GenericDevice
 from cuvee.kernels.lossless_scheme import LosslessDevice
 from cuvee.kernels.plans import FamilyTables, Geometry, TransformPlan
 from cuvee.kernels.transform_scheme import TransformDevice
@@ -168,14 +167,9 @@ class TritonBackend:
         device, layout = cache.device, replace(coding.profile.layout, dtype=coding.dtype)
         if coding.scheme is Scheme.LOSSLESS:
             return LosslessDevice(layout, Geometry(layout, partition(layout, "unit"), device), device)
-        if coding.scheme is Scheme.TRANSFORM:
-            plan = TransformPlan(
-                coding.profile, coding.step_index, device, product, coding.predicted, coding.refinements
-            )
-            coders = coding.profile.nested.coders if coding.refinements else ()
-            return TransformDevice(coding, plan, self._family_tables(plan.family, device, coders))
-        tables = self._family_tables(coding.profile.family, device)
-        return GenericDevice(coding, Geometry(layout, coding.profile.sections, device), tables, device)
+        plan = TransformPlan(coding.profile, coding.step_index, device, product, coding.predicted, coding.refinements)
+        coders = coding.profile.nested.coders if coding.refinements else ()
+        return TransformDevice(coding, plan, self._family_tables(plan.family, device, coders))
 
     def _family_tables(
         self, family: Family, device: torch.device, refinements: Sequence[RefinementCoder] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,8 @@ def with_classes(
     class. The predictors read the first component, or `every` one: a shard drops predictors that read none of its own.
     With `keep_id`, blobs are those of the given profile, whose decoders read the classes and need no predictor.
     """
-    weight = np.array(2.0 ** (7 * np.arange(start, MAX_SINKS) % 12 - 6) if weights is None else weights, np.float64)
+    given: Any = 2.0 ** (7 * np.arange(start, MAX_SINKS) % 12 - 6) if weights is None else weights
+    weight = torch.as_tensor(given, dtype=torch.float64).numpy()
     level = np.log2(weight[weight > 0]).mean()
     octaves = -0.5 * EXPONENT * (np.log2(np.maximum(weight, 1e-300)) - level)
     sinks = np.concatenate([np.zeros(start), np.minimum(octaves, _COARSEST)]).astype(np.float32)

@@ -17,7 +17,7 @@ from tests.emulation import KERNELS_RUN_ON, start
 from tests.learned import learned_once, shared_folder
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
+from cuvee.codec.codec import Codec, OpenBlob
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import calibrate, fit
 from cuvee.codec.models.rope import rotate
@@ -311,6 +311,22 @@ def synthetic_chunk(layout: KVLayout, tokens: int, seed: int = 0, start: int = 0
     return KVChunk(keys, values, layout, start)
 
 
+def decoded_layers(
+    codec: Codec,
+    blob: bytes | OpenBlob,
+    layers: range,
+    start: int | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Keys and values `[T, H, D]` of some layers, of which alone the sections are read."""
+    opened = blob if isinstance(blob, OpenBlob) else codec.open(blob)
+    cache = PagedCache.empty(opened.layout, opened.tokens, range(codec.profile.layout.num_layers), torch.device(device))
+    slots = torch.arange(opened.tokens, device=device)
+    codec.decode_paged([opened], cache, [slots], None if start is None else [start], layers).check()
+    keys, values = ([unit[0] for unit in units[layers.start : layers.stop]] for units in (cache.keys, cache.values))
+    return keys, values
+
+
 def dense_pages(layout: KVLayout, chunks: Sequence[KVChunk]) -> PagedCache:
     """The tokens of some chunks, one after the other, as the one block of a cache."""
     keys = [torch.cat(layer) for layer in zip(*(chunk.keys for chunk in chunks), strict=True)]
@@ -318,10 +334,14 @@ def dense_pages(layout: KVLayout, chunks: Sequence[KVChunk]) -> PagedCache:
     return PagedCache.dense(layout, keys, values)
 
 
-@cache
 def fitted_profile(name: str, group: str) -> Profile:
     """A profile of LAYOUTS[name], without a curve."""
-    layout = LAYOUTS[name]
+    return fitted_to(LAYOUTS[name], group)
+
+
+@cache
+def fitted_to(layout: KVLayout, group: str = "layer") -> Profile:
+    """A profile of a layout, learned from synthetic chunks, without a curve."""
     return fit(layout, [synthetic_chunk(layout, 200, seed, 10 * seed) for seed in range(100, 107)], group)
 
 
@@ -345,13 +365,12 @@ def fitted() -> Callable[[str, str], Profile]:
 
 @pytest.fixture(scope="session")
 def make_codec() -> Callable[..., Codec]:
-    """make_codec(layout name, scheme, **quality) -> Codec; a scheme is "generic", "lossless" or a group."""
+    """make_codec(layout name, scheme, **quality) -> Codec; a scheme is "lossless" or a group."""
 
     def make(name: str, scheme: str, **arguments: Any) -> Codec:
         if scheme == "lossless":
-            return Codec(Profile.generic(LAYOUTS[name]), "lossless", **arguments)
-        profile = Profile.generic(LAYOUTS[name]) if scheme == "generic" else fitted_profile(name, scheme)
-        return Codec(profile, **arguments)
+            return Codec(Profile.unlearned(LAYOUTS[name]), "lossless", **arguments)
+        return Codec(fitted_profile(name, scheme), **arguments)
 
     return make
 

@@ -19,7 +19,6 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.sections import tile_tokens
 from cuvee.codec.schemes import SectionScheme
-from cuvee.codec.schemes.generic import GenericScheme
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
@@ -120,10 +119,8 @@ class CpuBackend:
         profile = coding.profile
         if coding.scheme is Scheme.LOSSLESS:
             made: SectionScheme = LosslessScheme(profile.layout, self._stages)
-        elif coding.scheme is Scheme.TRANSFORM:
-            made = TransformScheme(profile, coding.step_index, coding.predicted, self._stages, coding.refinements)
         else:
-            made = GenericScheme(profile.layout, profile.family, coding.step_index, self._stages)
+            made = TransformScheme(profile, coding.step_index, coding.predicted, self._stages, coding.refinements)
         # A scheme holds copies of the bases, so schemes of many steps must not pile up. The dict is replaced and never
         # changed: one of two threads may lose its addition, and makes the scheme again when it needs it next.
         own, *others = [*self._schemes.items(), (key, made)]

@@ -38,6 +38,7 @@ MAX_STEP_INDEX = 1 << 10  # 16 octaves either way
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_VOCABULARY = 1 << 24  # ids take three bytes at most
 _ID_BYTES = (2, 3)  # bytes per token id
+_GENERIC = 2  # a scheme that needed no profile; it took twice the bits of a learned one
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _FIXED = struct.Struct("<4sBBBBIIIiII16s16sQ")
@@ -52,7 +53,6 @@ class Scheme(IntEnum):
 
     LOSSLESS = 0
     TRANSFORM = 1
-    GENERIC = 2
     REFINEMENT = 3
 
 
@@ -117,7 +117,7 @@ class BlobInfo:
     """The information in a blob that needs no profile.
 
     Attributes:
-        scheme: "lossless", "transform", "generic" or "refinement".
+        scheme: "lossless", "transform" or "refinement".
         version: format version.
         dtype, tokens, start, values_per_token: the contents of the chunk; see `Header`.
         step: quantizer step in the profile's units, or None for lossless.
@@ -253,6 +253,11 @@ def read_header(blob: bytes | memoryview) -> Header:
     head = blob[: header_bytes - _CHECKSUM.size]
     if _CHECKSUM.unpack_from(blob, len(head))[0] != xxhash.xxh3_64_intdigest(head):
         raise CorruptError("header: its checksum does not match: the bytes are damaged")
+    if scheme == _GENERIC:
+        raise FormatError(
+            "header: must be of the scheme lossless, transform or refinement, got generic, which is no longer read: "
+            "encode the chunk again, lossless or with a learned profile"
+        )
     if scheme not in iter(Scheme):
         raise FormatError(f"header: has the unknown scheme {scheme}")
     if dtype >= len(DTYPES):
@@ -393,7 +398,7 @@ def inspect(blob: bytes | memoryview) -> BlobInfo:
         >>> from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile, inspect
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
         >>> chunk = KVChunk(torch.zeros(3, 64, 2, 8), torch.zeros(3, 64, 2, 8), layout)
-        >>> info = inspect(Codec(Profile.generic(layout), "lossless").encode(chunk))
+        >>> info = inspect(Codec(Profile.unlearned(layout), "lossless").encode(chunk))
         >>> info.scheme, info.tokens, info.raw_bytes
         ('lossless', 64, 24576)
     """

@@ -50,8 +50,6 @@ def _plain_step_indices(plain: Profile, steps: Sequence[int]) -> Sequence[int]:
 
 def default_step_indices(profile: Profile) -> Sequence[int]:
     """Return the step indices of a curve, without those that are too fine for the widest components."""
-    if not profile.learned:
-        return tuple(s for s in CURVE_STEP_INDICES if s >= -5 * OCTAVE)
     finest = max((finest_step_index(section.scale) for section in profile.learned), default=MIN_STEP_INDEX)
     return tuple(s for s in CURVE_STEP_INDICES if s >= finest)
 
@@ -146,9 +144,12 @@ def measure(
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
         ...                      num_attention_heads=4, max_position_embeddings=128)
         >>> model = LlamaForCausalLM(config).eval()
-        >>> from cuvee import KVLayout, Profile
-        >>> generic = Profile.generic(KVLayout.from_config(config, model.dtype))
-        >>> measured = measure(generic, model, torch.randint(64, (4, 64)), step_indices=(-128, -64), progress=False)
+        >>> from cuvee import KVLayout, fit
+        >>> from cuvee.codec.models.forward import prefill
+        >>> layout, text = KVLayout.from_config(config, model.dtype), torch.randint(64, (8, 64))
+        >>> with torch.no_grad():
+        ...     fitted = fit(layout, prefill(model, text, layout))
+        >>> measured = measure(fitted, model, text[:4], step_indices=(-128, -64), progress=False)
         >>> [point.step_index for point in measured.curve]
         [-128, -64]
     """

@@ -13,7 +13,7 @@ are put side by side (`join`).
 keys vary, attention selects, and an error moves it. On SmolLM2-135M the variance of keys and the true loss of a layer
 correlate by 0.75, and 4 to 6 % fewer bits are taken at equal KL than with the same weight for all layers. The true
 weights, which differ a hundredfold between layers, would take 13 to 22 % fewer. Weights that fall with the distance
-from the end of the cache, as `calibrate` learns them, took more bits. Entropy tables are those of generic profiles,
+from the end of the cache, as `calibrate` learns them, took more bits. Entropy tables are the built-in ones,
 because fitting them would take a sample of the tokens.
 """
 
@@ -49,8 +49,8 @@ from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.reference.transform import gather, require_finite
 from cuvee.codec.stages.rotation import Rotation
 
-# Deviations of a unit that become step 1. With it, the fixed steps of presets (`PRESET_STEP_INDEX`), which are chosen
-# for generic profiles, keep the presets' KL on SmolLM2-135M here, too.
+# Deviations of a unit that become step 1. With it, the fixed steps of presets (`PRESET_STEP_INDEX`) keep the presets'
+# KL on SmolLM2-135M.
 UNIT = 2.8
 _LEAST_WEIGHT = 1e-6  # of a layer, relative to the mean: keys may be constant
 _FORMAT, _VERSION = "cuvee-moments", 1

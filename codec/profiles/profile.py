@@ -55,25 +55,25 @@ MAX_VALUES = 1 << 24
 
 
 class Profile:
-    """Bases, tables and measurements for one model. Make one with `cuvee.calibrate`, `cuvee.fit` or `Profile.generic`.
+    """Bases, tables and measurements for one model, by `cuvee.calibrate` or `cuvee.fit`; or no more than its layout.
 
     Example:
         >>> from cuvee.codec.data.bundled import load_bundled_model
         >>> model, tokenizer = load_bundled_model()
-        >>> profile = Profile.generic(KVLayout.from_config(model.config, model.dtype))
+        >>> profile = Profile.unlearned(KVLayout.from_config(model.config, model.dtype))
         >>> profile.group, profile.source
-        ('unit', 'generic')
+        ('unit', 'unlearned')
 
     Attributes:
         layout: the model's KV layout, with the dtype it was learned in; chunks of other dtypes may be coded.
         group: the layers or heads that share one basis (see `partition`).
-        source: "calibrated", "fitted" or "generic".
+        source: "calibrated", "fitted" or "unlearned".
         model: fingerprint of the weights it was calibrated on (hex), or None.
         curve: points measured over all kinds of text, by rising step.
         curves: points measured on each kind of text, by kind; empty if there was only one kind.
         plain_curve: points over all kinds of text without token ids; empty if the profile does not predict from tokens.
         family: entropy tables and quantizer.
-        learned: one `SectionProfile` per section; empty for a generic profile.
+        learned: one `SectionProfile` per section; empty for an unlearned profile.
         min_step_index: the smallest step index that the stored components serve.
         token_table: what it knows of the vocabulary, to predict from tokens; None if it does not.
     """
@@ -135,9 +135,9 @@ class Profile:
     # Constructors ----------------------------------------------------------------------------------------------
 
     @classmethod
-    def generic(cls, layout: KVLayout) -> Profile:
-        """Return a profile without learning, for any model: means and scales per chunk, three bytes per channel."""
-        return cls(layout, "unit", "generic", default_family())
+    def unlearned(cls, layout: KVLayout) -> Profile:
+        """Return a profile that carries a layout and has learned nothing: a codec with it is lossless."""
+        return cls(layout, "unit", "unlearned", default_family())
 
     def with_curve(self, curve: Iterable[CurvePoint]) -> Profile:
         """Return a copy with another curve."""
@@ -158,13 +158,12 @@ class Profile:
         At one step, the shard codes its heads as this profile codes them: with the same maps, scales and tables, and
         therefore the same levels. The decoded bits are the same except where BLAS rounds a product differently at
         another alignment. This holds for tokens without classes. The predictor of a rank sees only the rank's heads and
-        may choose other classes. A generic profile is not cut: its steps are relative to the deviation of the rank's
-        heads.
+        may choose other classes.
 
         The curve is kept, so a quality means the same step on every rank. The curve's KL covers all ranks; its bits per
         value are the mean over the ranks, without the headers of each rank's blobs.
 
-        The shard has its own id: ranks that hold the same heads share an id, as do all ranks of a generic profile.
+        The shard has its own id: ranks that hold the same heads share an id, as do all ranks of an unlearned profile.
 
         Args:
             rank: rank in the group, 0 … size - 1.
@@ -185,7 +184,7 @@ class Profile:
                 "--tensor-parallel)"
             )
         heads, learned = self.layout.shard_heads(rank, size), []
-        for section, full in zip(self.sections, self.learned, strict=False):  # a generic profile has learned nothing
+        for section, full in zip(self.sections, self.learned, strict=False):  # an unlearned profile has none
             kept = heads[section.first_layer]
             every = self.layout.layers[section.first_layer].kv_heads
             learned.append(full.take(kept if by_head else [*kept, *(every + head for head in kept)]))
@@ -303,11 +302,16 @@ class Profile:
 
         Raises:
             InputError: there is no request or several, or it is not a positive number, the kind was not measured, or is
-                given with `worst` or a size, or no cache has the dtype.
+                given with `worst` or a size, or no cache has the dtype; the profile has learned nothing.
             ProfileError: no step of the curve keeps the limit, or the curve does not measure it; the message gives the
                 range.
         """
         name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step, kind=kind, worst=worst)
+        if not self.learned:
+            raise InputError(
+                f"{name}: must be quality='lossless' with an unlearned profile, got {value!r}: learn a profile with "
+                "`cuvee profile learn` or cuvee.calibrate, or fit one to chunks with cuvee.fit"
+            )
         curve = self._curve_for(plain)
         curve.check_kind(kind, worst)
         if isinstance(value, str):
@@ -354,8 +358,8 @@ class Profile:
 
     @property
     def default_quality(self) -> str:
-        """The quality of a codec without one: `"balanced"`, or `"lossless"` for a generic profile without a curve."""
-        return "balanced" if self.learned or self.curve else LOSSLESS
+        """The quality of a codec without one: `"balanced"`, or `"lossless"` for an unlearned profile."""
+        return "balanced" if self.learned else LOSSLESS
 
     def check_step_index(self, step_index: int) -> int:
         """Return `step_index`. Raise ProfileError if this profile does not serve it."""

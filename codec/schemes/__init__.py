@@ -3,7 +3,6 @@
 | scheme | needs | loses |
 |---|---|---|
 | `transform` | a learned profile | quantization |
-| `generic` | nothing: statistics travel in the blob | quantization |
 | `lossless` | nothing | nothing |
 """
 

@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coding_plan import CodingPlan, Escapes, Quantizer
-from cuvee.codec.entropy.family import Family
 from cuvee.codec.entropy.nested import NestedFamily
 from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.tables import CoderTables, EntropyTables
@@ -30,7 +27,6 @@ from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled import byte_planes as compiled_byte_planes
-from cuvee.codec.stages.compiled import channels as compiled_channels
 from cuvee.codec.stages.compiled import class_predictor as compiled_class_predictor
 from cuvee.codec.stages.compiled import product as compiled_product
 from cuvee.codec.stages.compiled import rans as compiled_rans
@@ -44,7 +40,6 @@ from cuvee.codec.stages.compiled import transform as compiled_transform
 from cuvee.codec.stages.products import Products
 from cuvee.codec.stages.reference import (
     byte_planes,
-    channels,
     class_predictor,
     product,
     rans,
@@ -89,10 +84,9 @@ class Place(Protocol):
 class Stages:
     """One implementation of all stages. Each stage has the signature and the results of its reference.
 
-    The references are in `stages/reference`: rans, symbols, transform and product; channels for channels that are coded
-    one by one; class_predictor, token_order, rans_by_class and symbols_by_class for tokens with classes; sections to
-    decode whole sections; byte_planes for lossless. An index is only valid for the stages and in the thread that made
-    it, until that thread makes the next.
+    The references are in `stages/reference`: rans, symbols, transform and product; class_predictor, token_order,
+    rans_by_class and symbols_by_class for tokens with classes; sections to decode whole sections; byte_planes for
+    lossless. An index is only valid for the stages and in the thread that made it, until that thread makes the next.
     """
 
     name: str
@@ -117,12 +111,6 @@ class Stages:
     to_refinements: Callable[[F32, U8, NestedSection, NestedFamily], list[tuple[U8, Escapes]]]
     index_refined: Callable[[NestedCoding, Sequence[SectionParts], int], Any]
     decode_refined: Callable[[Any, slice, torch.dtype], list[Coefficients]]
-    center_channels: Callable[[torch.Tensor], tuple[F32, npt.NDArray[np.float64]]]
-    normalized_channels: Callable[[torch.Tensor, F32, npt.NDArray[np.intp]], F32]
-    index_channels: Callable[[memoryview, Section, int, Family, int, int], Any]
-    decode_channels: Callable[
-        [Any, slice, Section, KVLayout, Rotation, int, Sequence[Rows | None], Sequence[Rows | None]], None
-    ]
     split_unit: Callable[[torch.Tensor], list[BytePlane]]
     index_layers: Callable[[Sequence[memoryview], Sequence[LayerLayout], torch.dtype, int], Any]
     decode_layers: Callable[[Any, slice, slice, Sequence[Rows | None], Sequence[Rows | None], int], None]
@@ -150,10 +138,6 @@ _STAGES = (
         refinements.to_refinements,
         refinements.index_refined,
         refinements.decode_refined,
-        channels.center_channels,
-        channels.normalized_channels,
-        channels.index_channels,
-        channels.decode_channels,
         byte_planes.split_unit,
         byte_planes.index_layers,
         byte_planes.decode_layers,
@@ -179,10 +163,6 @@ _STAGES = (
         compiled_refinements.to_refinements,
         compiled_refinements.index_refined,
         compiled_refinements.decode_refined,
-        compiled_channels.center_channels,
-        compiled_channels.normalized_channels,
-        compiled_channels.index_channels,
-        compiled_channels.decode_channels,
         compiled_byte_planes.split_unit,
         compiled_byte_planes.index_layers,
         compiled_byte_planes.decode_layers,

@@ -144,7 +144,7 @@ class _BlendReport(ReportRun):
         contexts = torch.empty(0, config.context_tokens, dtype=torch.int64)
         if config.contexts:
             contexts = spread_sequences(self.calibration, config.context_tokens, config.contexts)
-        exact = Codec(Profile.generic(self.layout), "lossless")
+        exact = Codec(Profile.unlearned(self.layout), "lossless")
         store = MemoryStore(_STORE_BYTES)
         self.blenders = {correct: Blender(self.model, correct=correct) for correct in (False, True)}
         self.codec = exact

@@ -20,12 +20,9 @@ import torch
 from cuvee.blend import Blender, Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.family import step_value
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import cache_argument, empty_cache, prefill
-from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.quality import PRESET_STEP_INDEX
 from cuvee.eval.blend_report.selectors import COMPARED, CORRECTED, DEFAULT, NOTHING, SELECTORS
 from cuvee.eval.timing import Timing
 
@@ -72,7 +69,7 @@ def measure_wall_time(lengths: Sequence[int], seed: int, step: Callable[[str], N
         model = LlamaForCausalLM(LlamaConfig(**RANDOM_LLAMA)).eval()
         text = torch.randint(RANDOM_LLAMA["vocab_size"], (max(lengths),))
     layout = KVLayout.from_config(model.config, dtype=model.dtype)
-    codec = Codec(Profile.generic(layout), step=step_value(PRESET_STEP_INDEX["balanced"]))
+    codec = Codec.without_profile(layout)
     # All lengths have the same chunks, except that the last one may be shorter.
     pieces = text[: max(lengths) - SUFFIX].split(CHUNK)
     chunks = list(chain.from_iterable(prefill(model, piece[None], layout) for piece in pieces))
@@ -85,7 +82,7 @@ def measure_wall_time(lengths: Sequence[int], seed: int, step: Callable[[str], N
         "threads": torch.get_num_threads(),
         "chunk_tokens": CHUNK,
         "suffix": SUFFIX,
-        "decoded": "generic, balanced",
+        "decoded": "lossless",
         "lengths": measured,
     }
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.family import step_value
 from cuvee.codec.errors import InputError, ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.quality import PRESET_KL, PRESET_STEP_INDEX
+from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.baselines.basis import PrincipalBasis
 from cuvee.eval.baselines.kakeyalattice import KAKEYA_RANGES, KakeyaLattice
 from cuvee.eval.baselines.kvtc import KVTC_BUDGETS, Kvtc
@@ -28,7 +27,6 @@ __all__ = ["Candidate", "LearnedBaselines", "codec_candidates", "fixed_baselines
 CURVE_OCTAVES = (  # steps measured beside the presets, the finest first
     -6.0, -5.0, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0,
 )  # fmt: skip
-GENERIC_OCTAVES = (-4.0, -3.0, -2.0, -1.0)
 NOT_QUICK = ("fp8-e5m2", "int8", "kivi3", "cachegen-tables-free")  # baselines that a quick report leaves out
 
 
@@ -168,7 +166,7 @@ class LearnedBaselines:
 def codec_candidates(
     layout: KVLayout, names: Sequence[str], profile: Callable[[str], Profile], quick: bool
 ) -> list[Candidate]:
-    """Return the codec without a learned profile and with each learned one, at presets and further steps.
+    """Return the lossless codec, and that of each learned profile at presets and further steps.
 
     Args:
         layout: of the caches.
@@ -176,16 +174,7 @@ def codec_candidates(
         profile: called for the profile of a name when one of its methods is made.
         quick: fewer steps.
     """
-
-    def nothing() -> Profile:
-        return Profile.generic(layout)
-
-    found = [
-        _coded("cuvee/lossless", "point", nothing, quality="lossless"),
-        _coded("cuvee/generic@balanced", "preset", nothing, step=step_value(PRESET_STEP_INDEX["balanced"])),
-    ]
-    if not quick:
-        found += _steps("cuvee/generic", nothing, GENERIC_OCTAVES)
+    found = [_coded("cuvee/lossless", "point", lambda: Profile.unlearned(layout), quality="lossless")]
     for name in names:
         learned = partial(profile, name)
         found += [

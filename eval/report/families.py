@@ -9,7 +9,7 @@ from cuvee.eval.plots import TRANSFORMS
 __all__ = ["family_rank", "is_learned", "label_and_setting", "layer_entries"]
 
 _USUAL = ("cuvee/layer", "cuvee/all")
-_NOTHING_LEARNED = ("cuvee/generic", "cuvee/lossless")
+_NOTHING_LEARNED = ("cuvee/generic", "cuvee/lossless")  # the first is of earlier reports
 
 
 def is_learned(family: str) -> bool:

@@ -75,7 +75,7 @@ class PageStores:
         self._options, self._engine, self._page_tokens = options, engine, page_tokens
         path, revision = checkpoint
         if options.profile is None:
-            self._profile = Profile.generic(layout)
+            self._profile = Profile.unlearned(layout)
         else:
             self._profile = find_profile(options.profile, layout, path, revision=revision)
         self._profile.check_layout(layout)

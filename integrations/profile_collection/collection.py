@@ -95,7 +95,7 @@ class ProfileCollection:
         >>> from cuvee.codec.layout import LayerLayout
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "bfloat16", None)
         >>> with TemporaryDirectory() as folder, ProfileCollection.open(f"{folder}/profiles") as collection:
-        ...     Profile.generic(layout).save(f"{folder}/pushed.safetensors")
+        ...     Profile.unlearned(layout).save(f"{folder}/pushed.safetensors")
         ...     pushed = collection.push(f"{folder}/pushed.safetensors")
         ...     pulled = collection.pull(layout, f"{folder}/pulled.safetensors", id=pushed.id)
         >>> pulled.profile.id.hex() == pushed.id

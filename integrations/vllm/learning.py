@@ -1,12 +1,12 @@
 """Learning a profile from what an engine stores: what is summed, and what becomes of it.
 
     start       a profile of the model in the collection? --yes--> used, nothing is learned
-                                                         --no---> the generic profile, and:
+                                                         --no---> lossless, and:
     workers     a chunk that was encoded --> its KV, on an idle thread --> sums of a fixed size    worker_learn
     scheduler   sums of all ranks, in pieces, with the steps' reports --> profile --> collection   scheduler_learn
     next start  the profile is found, here and by every replica that looks in the same collection
 
-The engine that has learned goes on with the generic profile. The keys of entries hold the profile's id, so a new
+The engine that has learned goes on without loss. The keys of entries hold the profile's id, so a new
 profile starts an empty cache, and both roles and all ranks must change at one moment. A restart is that moment, and the
 only one at which all replicas can be known to use the same profile.
 """
@@ -85,7 +85,7 @@ class Learning:
                 f"{most_bytes / 1e6:.0f}"
             )
         logger.info(
-            "cuvee: no profile of this model in %s: one of group %s is learned from what is stored%s",
+            "cuvee: no profile of this model in %s: stored without loss, from which one of group %s is learned%s",
             shown_profile(place), group, "" if predicted else f", without prediction from token ids ({why})",
         )  # fmt: skip
         return cls(place, layout, shards, group, embedding if predicted else None, weights.found[0])

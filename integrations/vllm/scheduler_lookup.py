@@ -117,7 +117,7 @@ class PrefixLookups:
         """Return the sizes of tails of this chunk that are useful to a prompt of this many tokens, longest first."""
         state = self._state
         start = chunk * state.chunk
-        if not state.tails or start >= state.usable(tokens):
+        if start >= state.usable(tokens):
             return []
         most = min(state.chunk, state.addressed(tokens) - start + 1)
         return list(range(state.block, most, state.block))[::-1]

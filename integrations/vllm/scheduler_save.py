@@ -8,8 +8,7 @@ deleted when it is superseded. The store evicts unused tails first.
 
 What a chunk adds to a tail that was loaded is coded together with the decoded tail. That is exact at lossless. A
 learned profile codes each token by itself and finds the same numbers again: the squared error grows by 2 to 3 % once,
-and then no more. The generic profile scales a chunk by its own tokens, so its error grew eightfold over 15 such tails:
-with it, no tails are stored.
+and then no more.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ class SchedulerSaves:
         state = self._state
         chunk, tokens = divmod(end // state.block * state.block, state.chunk)
         start = chunk * state.chunk
-        if not state.tails or not tokens or start + tokens < state.options.least_tokens:
+        if not tokens or start + tokens < state.options.least_tokens:
             return []
         ids = tracked.request.all_token_ids
         tracked.chain.digests(ids, chunk)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuvee.codec.identity import PrefixChain, store_key
-from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
@@ -141,7 +140,6 @@ class SchedulerState:
         self.block = setup.block_tokens
         self.windows = setup.windows
         self.positions = setup.layout.max_positions
-        self.tails = setup.quality == LOSSLESS or bool(setup.profile.learned)
         self.parts = 1 + setup.options.refinements
         self.wants_ids = setup.predicts or setup.learning is not None
         self.shards = setup.shards
@@ -170,10 +168,9 @@ class SchedulerState:
 
     def usable(self, tokens: int) -> int:
         """Return how many tokens of a prompt of this length can be loaded: whole blocks without the last token, which
-        is computed because its output is needed. Without tails, at most the prompt's whole chunks.
+        is computed because its output is needed.
         """
-        blocks = min(tokens - 1, self.addressed(tokens)) // self.block * self.block
-        return blocks if self.tails else min(blocks, self.addressed(tokens) // self.chunk * self.chunk)
+        return min(tokens - 1, self.addressed(tokens)) // self.block * self.block
 
     def has_dropped(self, entry: Entry) -> bool:
         """Return whether the engine has dropped a part of an entry from a layer with a window."""

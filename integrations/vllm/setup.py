@@ -131,9 +131,9 @@ class Setup:
             learns = None if place is None else (shards, int(options.learn_max_mb * 1e6))
             found = _find_profile(vllm_config.instance_id, place or where, layout, model.model, model.revision, learns)
         learning = found if isinstance(found, Learning) and transfer.is_kv_producer else None
-        profile = found if isinstance(found, Profile) else Profile.generic(layout)
+        profile = found if isinstance(found, Profile) else Profile.unlearned(layout)
         profile.check_layout(layout)
-        codec = Codec(profile, **options.codec_quality, dtype=layout.dtype, refinements=options.refinements)
+        codec = Codec(profile, **_quality_of(options, profile), dtype=layout.dtype, refinements=options.refinements)
         quality = codec.quality_name
         events = vllm_config.kv_events_config
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
@@ -190,7 +190,7 @@ class Setup:
     def codec(self, rank: int) -> Codec:
         """Return the codec of one rank. It starts no threads, because the worker codes several chunks at a time."""
         profile = self.profile.shard(rank, self.shards)
-        asked, secrets = self.options.codec_quality, self.options.secrets() or None
+        asked, secrets = _quality_of(self.options, profile), self.options.secrets() or None
         codec = Codec(
             profile, **asked, dtype=self.layout.dtype, threads=1, refinements=self.options.refinements, key=secrets
         )
@@ -224,6 +224,11 @@ def stop_advice(program: str, in_process: bool) -> str | None:
 def _key_ids(codec: Codec) -> str:
     first, *others = (key_id.hex() for key_id in codec.key_ids)
     return first + (f"; also accepted: {', '.join(others)}" if others else "")
+
+
+def _quality_of(options: Options, profile: Profile) -> dict[str, Any]:
+    """Return the configured quality, as arguments of `Codec`; until a profile is learned, the default, lossless."""
+    return options.codec_quality if profile.learned or options.learning_place is None else {}
 
 
 @lru_cache(maxsize=1)

@@ -50,7 +50,6 @@ MODULES = tuple(
         "synthesize",
         "merge_planes",
         "split_planes",
-        "generic",
     )
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -98,10 +98,10 @@ class Count:
 # second-level cache. "cache": the cache of the engine, "blob": the blob.
 _READS = {
     "gather": ("cache",), "sum_bytes": ("cache",), "count_symbols": ("cache",), "split_planes": ("cache",),
-    "analyze": ("gather",), "channel_statistics": ("gather",), "normalize_channels": ("gather",),
-    "quantize": ("analyze", "normalize_channels"), "rans_encode": ("quantize",), "write_coded": ("rans_encode",),
+    "analyze": ("gather",),
+    "quantize": ("analyze",), "rans_encode": ("quantize",), "write_coded": ("rans_encode",),
     "rans_decode": ("blob",), "dequantize": ("rans_decode",), "synthesize": ("dequantize",),
-    "place_channels": ("dequantize",), "merge_planes": ("rans_decode",),
+    "merge_planes": ("rans_decode",),
 }  # fmt: skip
 
 

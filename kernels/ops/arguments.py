@@ -6,9 +6,8 @@ on the host and unpacks them at once, and no kernel sees them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -187,25 +186,3 @@ class EncodedStreams:
     words: torch.Tensor
     states: torch.Tensor
     lengths: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelArrays:
-    """Parameters of channels of the scheme without a profile; M columns in the order of `lay_out_tiles`.
-
-    Attributes:
-        rows: int32 `[C, M]`: row of coefficients within the job, or -1: the channel is not coded.
-        scale: float32 `[C, M]`; may be anything where the channel is not coded.
-        means: float32 `[C, M]`.
-    """
-
-    rows: torch.Tensor
-    scale: torch.Tensor
-    means: torch.Tensor
-
-
-def picked(kind: type[T], arrays: Mapping[str, torch.Tensor]) -> T:
-    """Return an object of a class above, made from arrays by name."""
-    own: Any = kind
-    made: T = kind(**{field.name: arrays[field.name] for field in fields(own)})
-    return made

@@ -506,11 +506,11 @@ def test_nothing_that_was_given_is_written_to(build: Build) -> None:
 
 
 def lossless(model: Any) -> Codec:
-    return Codec(Profile.generic(layout_of(model)), "lossless")
+    return Codec(Profile.unlearned(layout_of(model)), "lossless")
 
 
 def lossy(model: Any, step: float = 0.1) -> Codec:
-    return Codec(Profile.generic(layout_of(model)), step=step)
+    return Codec(fit(layout_of(model), [alone(model, ids(64, seed=seed)) for seed in range(8)]), step=step)
 
 
 def equal(a: BlendResult, b: BlendResult) -> bool:

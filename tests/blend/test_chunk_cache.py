@@ -90,11 +90,11 @@ def layout_of(model: Any) -> KVLayout:
 
 
 def exact(model: Any) -> Codec:
-    return Codec(Profile.generic(layout_of(model)), "lossless")
+    return Codec(Profile.unlearned(layout_of(model)), "lossless")
 
 
 def lossy(model: Any, step: float = 0.1) -> Codec:
-    return Codec(Profile.generic(layout_of(model)), step=step)
+    return Codec(fitted_codec(model, 2).profile, step=step)
 
 
 def fitted_codec(model: Any, seed: int = 0) -> Codec:

@@ -24,7 +24,6 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import cache_argument, prefill
-from cuvee.codec.profiles.profile import Profile
 
 SEEDS = range(3)
 COST = 0.15
@@ -129,11 +128,9 @@ def test_selectors_that_use_attention_find_the_pointers(model: Any, selector: Se
     assert share >= 0.98
 
 
-@pytest.mark.parametrize("held", ["lossless", "lossy"])
-def test_in_blobs_they_are_found_too(model: Any, held: str) -> None:
+def test_in_blobs_they_are_found_too(model: Any) -> None:
     on = pointer_prompt(0)
-    profile = Profile.generic(KVLayout.from_config(model.config, dtype=model.dtype))
-    codec = Codec(profile, "lossless") if held == "lossless" else Codec(profile, step=0.02)
+    codec = Codec.without_profile(KVLayout.from_config(model.config, dtype=model.dtype))
     blobs = [s if s.chunk is None else Segment(s.tokens, codec.encode(s.chunk)) for s in segments(model, on)]  # type: ignore[arg-type]
     floor = divergence(model, on, blend(model, on, Nothing()).logits)
     result = Blender(model, codec, HKVD(cost=COST)).blend(blobs, logits_to_keep=SLOTS)

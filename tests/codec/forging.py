@@ -92,9 +92,8 @@ def learned() -> Profile:
 
 @cache
 def codec_of(scheme: str, backend: str = "auto") -> Codec:
-    """Of "lossless", "generic", "classes", or anything else that is learned; one thread."""
+    """Of "lossless", "classes", or anything else that is learned; one thread."""
     if scheme == "lossless":
-        return Codec(Profile.generic(LAYOUT), "lossless", backend=backend, threads=1)
-    profile = Profile.generic(LAYOUT) if scheme == "generic" else learned()
-    profile = with_classes(profile, WEIGHTS, START) if scheme == "classes" else profile
+        return Codec(Profile.unlearned(LAYOUT), "lossless", backend=backend, threads=1)
+    profile = with_classes(learned(), WEIGHTS, START) if scheme == "classes" else learned()
     return Codec(profile, step=0.04, backend=backend, threads=1)

@@ -210,8 +210,8 @@ def test_a_ratio_is_that_of_the_cache_whatever_the_profile_was_learned_in(books:
     assert Codec(measured, ratio=8).step_index == Codec(measured, ratio=8, dtype="bfloat16").step_index
 
 
-def test_generic_profiles_can_be_measured(books: Books) -> None:
-    profile = Profile.generic(books.layout)
+def test_fitted_profiles_can_be_measured(books: Books) -> None:
+    profile = fit(books.layout, caches(books, books.harbour[:8]), "layer")
     measured = measure(
         profile, books.model, books.orchard[:2], prefix=books.prefix, step_indices=[-320, -160], progress=False
     )
@@ -219,6 +219,11 @@ def test_generic_profiles_can_be_measured(books: Books) -> None:
     assert measured.curve[0].kl is not None and measured.curve[1].kl is not None
     assert measured.curve[0].kl < measured.curve[1].kl
     assert Codec(measured, bits=measured.curve[0].bits_per_value).step_index == -320
+
+
+def test_an_unlearned_profile_cannot_be_measured(books: Books) -> None:
+    with pytest.raises(InputError, match=r"^step: must be quality='lossless' with an unlearned profile"):
+        measure(Profile.unlearned(books.layout), books.model, books.orchard[:2], step_indices=[-320], progress=False)
 
 
 def test_the_loss_metric_beats_the_variance_metric(books: Books) -> None:
@@ -311,7 +316,7 @@ def test_bad_token_ids(tiny_model: Callable[..., Any]) -> None:
         with pytest.raises(InputError, match=message):
             calibrated(tiny, bad)
         with pytest.raises(InputError, match=message):
-            measure(Profile.generic(KVLayout.from_config(tiny.config, tiny.dtype)), tiny, bad, progress=False)
+            measure(Profile.unlearned(KVLayout.from_config(tiny.config, tiny.dtype)), tiny, bad, progress=False)
     for prefix in (0, -1, 39, 40):
         with pytest.raises(InputError, match=f"^prefix: must lie in 1 … 38, .* got {prefix}$"):
             calibrated(tiny, good, prefix=prefix)
@@ -464,7 +469,7 @@ def test_kinds_that_cannot_be_learned_from(tiny_model: Callable[..., Any]) -> No
     with pytest.raises(InputError, match=r"^token_ids: must have at least one kind of text"):
         calibrated(tiny, {})
     with pytest.raises(InputError, match=r"^token_ids: must have at least one kind of text"):
-        measure(Profile.generic(KVLayout.from_config(tiny.config, tiny.dtype)), tiny, {}, progress=False)
+        measure(Profile.unlearned(KVLayout.from_config(tiny.config, tiny.dtype)), tiny, {}, progress=False)
     with pytest.raises(InputError, match=r"^token_ids\['few'\]: must hold at least three sequences"):
         calibrated(tiny, {"many": tokens_of(12, 40), "few": tokens_of(2, 40)})
     with pytest.raises(InputError, match="at least 8 tokens"):

@@ -25,7 +25,7 @@ from cuvee import Codec, KVChunk, KVLayout, Profile
 from cuvee.codec.layout import LayerLayout
 layout = KVLayout("tiny", (LayerLayout(1, 4, 4, None),), "float32", None)
 values = torch.randn(1, 9, 1, 4)
-codec = Codec(Profile.generic(layout), step=0.1)
+codec = Codec.without_profile(layout)
 assert codec.decode(codec.encode(KVChunk(values, values, layout))).tokens == 9
 print("coded")
 """

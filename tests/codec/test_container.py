@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from tests.conftest import fitted_to
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -107,7 +108,7 @@ def test_the_bytes_are_those_of_the_specification(key: bytes | None) -> None:
 
 @pytest.mark.parametrize("key", [None, KEY])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("scheme", [Scheme.TRANSFORM, Scheme.GENERIC])
+@pytest.mark.parametrize("scheme", [Scheme.TRANSFORM, Scheme.REFINEMENT])
 def test_header_round_trip(scheme: Scheme, dtype: str, key: bytes | None) -> None:
     blob = written(key, scheme=scheme, dtype=dtype)
     header = read_header(blob)
@@ -364,22 +365,20 @@ def chunk(tokens: int = 9) -> KVChunk:
 
 
 def test_a_codec_with_a_key_takes_its_own_blobs_only() -> None:
-    profile = Profile.generic(LAYOUT)
+    profile = Profile.unlearned(LAYOUT)
     plain, keyed, other = (Codec(profile, "lossless", key=key) for key in (None, KEY, KEY[::-1]))
     blob = keyed.encode(chunk())
     assert torch.equal(keyed.decode(blob).keys[1], chunk().keys[1])
     for codec in (plain, other):
         with pytest.raises(KeyMismatchError):
             codec.decode(blob)
-        with pytest.raises(KeyMismatchError):
-            codec.decode_layers(blob, range(1))
     with pytest.raises(KeyMismatchError):
         keyed.decode(plain.encode(chunk()))
 
 
 def test_a_codec_with_a_key_is_not_pickled() -> None:
     """The bytes would hold the secret, and travel."""
-    profile = Profile.generic(LAYOUT)
+    profile = Profile.unlearned(LAYOUT)
     keyed = Codec(profile, "lossless", key=KEY)
     for write in (pickle.dumps, deepcopy, lambda codec: pickle.dumps(vars(codec))):
         with pytest.raises(InputError, match=r"^key: must not be pickled.* that process's environment"):
@@ -390,7 +389,7 @@ def test_a_codec_with_a_key_is_not_pickled() -> None:
 
 
 def test_a_codec_with_several_keys_writes_with_the_first_and_reads_all() -> None:
-    profile = Profile.generic(LAYOUT)
+    profile = Profile.unlearned(LAYOUT)
     old, new, both = (Codec(profile, "lossless", key=key) for key in (KEY, KEY[::-1], [KEY[::-1], KEY, KEY]))
     assert both.key_ids == new.key_ids + old.key_ids
     assert both.encode(chunk()) == new.encode(chunk())
@@ -401,11 +400,10 @@ def test_a_codec_with_several_keys_writes_with_the_first_and_reads_all() -> None
 
 
 def test_a_codec_binds_a_blob_to_its_place() -> None:
-    codec = Codec(Profile.generic(LAYOUT), "lossless", key=KEY)
+    codec = Codec(Profile.unlearned(LAYOUT), "lossless", key=KEY)
     blob = codec.encode(chunk(), associated_data=b"here")
     assert torch.equal(codec.decode(blob, associated_data=b"here").keys[1], chunk().keys[1])
     assert codec.open(blob, associated_data=b"here").tokens == chunk().tokens
-    assert len(codec.decode_layers(blob, range(1), associated_data=b"here")[0]) == 1
     cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
     slots = [torch.arange(chunk().tokens)] * 2
     blobs = codec.encode_paged(cache, slots, [0, 0], associated_data=[b"here", b"there"])
@@ -414,7 +412,6 @@ def test_a_codec_binds_a_blob_to_its_place() -> None:
     for wrong in (b"", b"there"):
         for call in (
             lambda wrong=wrong: codec.decode(blob, associated_data=wrong),
-            lambda wrong=wrong: codec.decode_layers(blob, range(1), associated_data=wrong),
             lambda wrong=wrong: codec.open(blob, associated_data=wrong),
             lambda: codec.decode_paged(blobs[::-1], cache, slots, associated_data=[b"here", b"there"]),
         ):
@@ -424,7 +421,7 @@ def test_a_codec_binds_a_blob_to_its_place() -> None:
 
 def test_associated_data_without_a_key_is_refused() -> None:
     """Without a key nothing would be bound, and nobody would notice."""
-    plain = Codec(Profile.generic(LAYOUT), "lossless")
+    plain = Codec(Profile.unlearned(LAYOUT), "lossless")
     for call in (
         lambda: plain.encode(chunk(), associated_data=b"here"),
         lambda: plain.decode(plain.encode(chunk()), associated_data=b"here"),
@@ -432,7 +429,7 @@ def test_associated_data_without_a_key_is_refused() -> None:
     ):
         with pytest.raises(InputError, match="key="):
             call()
-    keyed = Codec(Profile.generic(LAYOUT), "lossless", key=KEY)
+    keyed = Codec(Profile.unlearned(LAYOUT), "lossless", key=KEY)
     with pytest.raises(InputError, match=r"^associated_data: must be bytes, got str"):
         keyed.encode(chunk(), associated_data="here")  # type: ignore[arg-type]
     cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
@@ -443,10 +440,10 @@ def test_associated_data_without_a_key_is_refused() -> None:
 
 
 def test_a_blob_of_another_quality_is_not_the_codecs_own() -> None:
-    generic = Profile.generic(LAYOUT)
-    codec = Codec(generic, step=0.1)
+    profile = fitted_to(LAYOUT)
+    codec = Codec(profile, step=0.1)
     assert codec.open_expected(codec.encode(chunk()), tokens=9, start=0, dtype="float32").tokens == 9
-    for other, wrong in ((Codec(generic, "lossless"), "lossless"), (Codec(generic, step=0.2), "step index")):
+    for other, wrong in ((Codec(profile, "lossless"), "lossless"), (Codec(profile, step=0.2), "step index")):
         blob = other.encode(chunk())
         assert codec.decode(blob).tokens == 9, "any quality decodes"
         with pytest.raises(CorruptError, match=rf"^blob: must hold .*, got .*{wrong}"):
@@ -457,7 +454,7 @@ def test_a_blob_of_another_quality_is_not_the_codecs_own() -> None:
 
 
 def test_a_blob_may_be_opened_wherever_it_was_made() -> None:
-    codec, made = Codec(Profile.generic(LAYOUT), step=0.1), chunk()
+    codec, made = Codec(fitted_to(LAYOUT), step=0.1), chunk()
     moved = KVChunk(made.keys, made.values, LAYOUT, 5)
     for each, start in ((made, 0), (moved, 5)):
         opened = codec.open_expected(codec.encode(each), tokens=9, start=None, dtype="float32")
@@ -466,15 +463,13 @@ def test_a_blob_may_be_opened_wherever_it_was_made() -> None:
         with pytest.raises(CorruptError, match=r"^blob: must hold .*, got 9 tokens from 5 on in float32"):
             codec.open_expected(codec.encode(moved), tokens=tokens, start=None, dtype=dtype)
     with pytest.raises(CorruptError, match="must hold 9 tokens from 5 on"):
-        codec.open_expected(
-            Codec(Profile.generic(LAYOUT), step=0.2).encode(moved), tokens=9, start=None, dtype="float32"
-        )
+        codec.open_expected(Codec(fitted_to(LAYOUT), step=0.2).encode(moved), tokens=9, start=None, dtype="float32")
 
 
 @pytest.mark.parametrize("key", [b"", b"short", b"x" * (MIN_KEY_BYTES - 1), b"x" * 65, "a" * 16, [], [KEY, b"short"]])
 def test_weak_keys_are_refused(key: Any) -> None:
     with pytest.raises(InputError, match="key"):
-        Codec(Profile.generic(LAYOUT), "lossless", key=key)
+        Codec(Profile.unlearned(LAYOUT), "lossless", key=key)
 
 
 # --- a reported size is proved true
@@ -483,7 +478,7 @@ def test_weak_keys_are_refused(key: Any) -> None:
 @pytest.mark.parametrize("key", [None, KEY])
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
 def test_the_reported_size_is_what_decoding_needs(quality: str, key: bytes | None) -> None:
-    codec = Codec(Profile.generic(LAYOUT), quality, key=key)
+    codec = Codec(fitted_to(LAYOUT), quality, key=key)
     blob = codec.encode(chunk())
     info = inspect(blob)
     assert info.header_bytes + sum(info.section_bytes) + (24 if key else 0) == info.total_bytes

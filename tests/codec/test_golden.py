@@ -42,9 +42,9 @@ from tests.predicting import VOCABULARY, predicting
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.coding_plan import CodingPlan
-from cuvee.codec.entropy.family import Family, coding_plan
-from cuvee.codec.entropy.token_classes import WINDOW, ClassedPlan, class_frequencies, class_table
-from cuvee.codec.format.container import Header, Reader, Scheme, inspect, read_coded, read_header, read_section
+from cuvee.codec.entropy.family import Family
+from cuvee.codec.entropy.token_classes import WINDOW, class_frequencies, class_table
+from cuvee.codec.format.container import Header, Reader, inspect, read_coded, read_header, read_section
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
@@ -90,21 +90,11 @@ def named_tensors(name: str, chunk: KVChunk) -> dict[str, torch.Tensor]:
     return tensors | {f"{name}.values.{i}": v[kept].contiguous() for i, v in enumerate(chunk.values)}
 
 
-def generic_plan(reader: Reader, blocks: tuple[int, ...]) -> CodingPlan:
-    codes: list[int] = []
-    for size in blocks:
-        reader.take(2 + 2 * size)
-        codes += bytes(reader.take(size))
-    reader.skip_padding()
-    return coding_plan(np.array([code for code in codes if code != 255], np.int32))
-
-
 @dataclass(frozen=True)
 class Coded:
     """What a lossy section holds before any floating-point arithmetic."""
 
     plan: CodingPlan  # of tokens without classes
-    offset: int  # of the coded part within the section
     levels: I32
     escapes: int
     streams: int
@@ -140,27 +130,20 @@ def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
     for index in range(len(header.section_bytes)):
         reader = Reader(read_section(blob, header, index))
         family: Family = codec.profile.family
-        classed: ClassedPlan | None = None
-        if header.scheme is Scheme.TRANSFORM:
-            section = codec.profile.learned_for(header.token_id_bytes > 0)[index]
-            _, plan = section.plan(header.step_index)
-            classed = section.classed_plan(header.step_index)
-        else:
-            layer = LAYOUT.layers[index]
-            plan = generic_plan(reader, (layer.key_values, layer.value_values))
-        offset = reader.position
-        shape = None if classed is None else (int(classed.planes.max()), int(classed.rows.max()))
+        section = codec.profile.learned_for(header.token_id_bytes > 0)[index]
+        _, plan = section.plan(header.step_index)
+        classed = section.classed_plan(header.step_index)
+        shape = (int(classed.planes.max()), int(classed.rows.max()))
         part = read_coded(reader, plan.planes, len(plan.shift), header.tokens, shape)
         reader.finish()
         streams, escapes, n = part.streams, part.escapes, part.tokens_per_stream
         counts = len(escapes.index), len(streams.states)
-        if part.classes is None or classed is None:
+        if part.classes is None:
             planes = backend.rans_decode(streams, plan.tables, family.tables, n, header.tokens)
             levels = unpack(planes, escapes, plan)
-            if classed is not None:
-                found = section_levels(codec.profile, header, index, read_section(blob, header, index), backend)
-                np.testing.assert_array_equal(found, levels)
-            out.append(Coded(plan, offset, levels, *counts, wide=bool(plan.shift.any())))
+            found = section_levels(codec.profile, header, index, read_section(blob, header, index), backend)
+            np.testing.assert_array_equal(found, levels)
+            out.append(Coded(plan, levels, *counts, wide=bool(plan.shift.any())))
             continue
         table = class_table(codec.profile.learned[index].class_freq)
         classes = read_classes(part.classes, table, header.tokens)
@@ -175,7 +158,7 @@ def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
         found = section_levels(codec.profile, header, index, read_section(blob, header, index), backend)
         np.testing.assert_array_equal(found, levels[: len(found)])
         assert not levels[len(found) :].any()
-        out.append(Coded(plan, offset, levels, *counts, wide=wide, classes=classes))
+        out.append(Coded(plan, levels, *counts, wide=wide, classes=classes))
     return out
 
 
@@ -274,8 +257,8 @@ def decode(golden: Golden, name: str, backend: str) -> KVChunk:
     return KVChunk([k.cpu() for k in chunk.keys], [v.cpu() for v in chunk.values], chunk.layout, chunk.start)
 
 
-def device_levels(section: memoryview, at: int, plan: CodingPlan, family: Family, device: torch.device) -> I32:
-    """The levels of a coded part that begins at byte `at`, as the kernels read them."""
+def device_levels(section: memoryview, plan: CodingPlan, family: Family, device: torch.device) -> I32:
+    """The levels of a section, as the kernels read them."""
     # Nothing else here needs Triton.
     from cuvee.kernels.incoming import read_coded
     from cuvee.kernels.jobs import JobField, Status
@@ -294,7 +277,7 @@ def device_levels(section: memoryview, at: int, plan: CodingPlan, family: Family
     upload = Upload()
     upload.add(section)
     packed = upload.pack(torch.device("cpu"))
-    begin, end, count = (np.array([number], np.int64) for number in (at, len(section), plan.planes))
+    begin, end, count = (np.array([number], np.int64) for number in (0, len(section), plan.planes))
     read_coded(packed.bytes.numpy(), begin, end, jobs[:, JobField.TOKENS], count, jobs, ["the section"])
     table = torch.from_numpy(jobs).to(device)
     plans = arrays.to(device)
@@ -352,9 +335,7 @@ def test_lossy_vectors_hold_the_same_levels(golden: Golden, name: str, backend: 
         views = [read_section(blob, header, index) for index in range(len(sections))]
         # The classes of tokens are left to `tests/kernels/test_classes.py`.
         found = [
-            device_levels(view, coded.offset, coded.plan, codec.profile.family, device)
-            if coded.classes is None
-            else coded.levels
+            device_levels(view, coded.plan, codec.profile.family, device) if coded.classes is None else coded.levels
             for view, coded in zip(views, sections, strict=True)
         ]
         sections = [replace(coded, levels=levels) for coded, levels in zip(sections, found, strict=True)]
@@ -407,10 +388,7 @@ def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
         assert any(section.escapes for section in sections), "escapes"
         assert any(section.streams > 1 for section in sections), "several streams"
         classes = [section.classes for section in sections]
-        has = {"generic": (False, False), "transform": (False, True), "tokens": (False, True), "classes": (True, True)}[
-            name.split("-")[0]
-        ]
-        assert tuple(own is not None for own in classes) == has
+        assert tuple(own is not None for own in classes) == (name.startswith("classes"), True)
         for own in classes:
             assert own is None or len(set(own.tolist())) > 4, "many classes"
         if name.startswith("classes"):

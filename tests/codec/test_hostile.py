@@ -57,7 +57,7 @@ from cuvee.codec.stages.implementations import get_stages, stage_names
 from cuvee.codec.stages.products import Products
 from cuvee.codec.support.arrays import U8
 
-SCHEMES = ("lossless", "generic", "transform", "classes")  # the last: learned, and tokens have classes
+SCHEMES = ("lossless", "transform", "classes")  # the last: learned, and tokens have classes
 LOSSY = SCHEMES[1:]
 # The interpreter of the device backend computes with NumPy, which warns where damaged numbers overflow.
 TRITON = pytest.param("triton", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")])
@@ -75,8 +75,6 @@ def coded_offset(scheme: str, section: bytes) -> int:
     """Where the coded part of section 0 begins."""
     if scheme in ("transform", "classes"):
         return 0
-    if scheme == "generic":
-        return 2 * (2 + 3 * 8) + -(2 * (2 + 3 * 8)) % 4
     head, stored = lossless_head(section)
     at = head + -head % 4 + stored
     return at + -at % 4
@@ -242,35 +240,6 @@ def test_escapes_of_any_value_decode(lossy: str, value: int, backend: str) -> No
     for index in range(escapes):
         struct.pack_into("<i", section, len(section) - 4 * (index + 1), value)
     assert attempt(lossy, with_section(blob, bytes(section)), backend)
-
-
-@pytest.mark.parametrize("scale", [-(2**15), -16384, 16383, 2**15 - 1])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_generic_scales_of_any_value_are_refused_or_decode(scale: int, backend: str) -> None:
-    blob = blob_of("generic")
-    section = bytearray(sections_of(blob)[0])
-    struct.pack_into("<h", section, 0, scale)
-    attempt("generic", with_section(blob, bytes(section)), backend)
-
-
-@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FFF, 0xFFC1])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_generic_means_that_are_no_numbers_are_refused_or_decode(bits: int, backend: str) -> None:
-    blob = blob_of("generic")
-    section = bytearray(sections_of(blob)[0])
-    for channel in range(8):
-        struct.pack_into("<H", section, 2 + 2 * channel, bits)
-    attempt("generic", with_section(blob, bytes(section)), backend)
-
-
-@pytest.mark.parametrize("code", [57, 100, 254])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_generic_scale_codes_beyond_the_widest_are_refused(code: int, backend: str) -> None:
-    blob = blob_of("generic")
-    section = bytearray(sections_of(blob)[0])
-    section[2 + 2 * 8] = code
-    with pytest.raises(FormatError, match="scale code"):
-        decode("generic", with_section(blob, bytes(section)), backend)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +516,7 @@ def test_blobs_of_another_profile_are_refused() -> None:
         Codec(other, step=0.02).decode(blob_of("transform"))
     for scheme in LOSSY:
         with pytest.raises(ProfileMismatchError):
-            codec_of("transform" if scheme == "generic" else "generic").decode(blob_of(scheme))
+            codec_of("lossless").decode(blob_of(scheme))
 
 
 def test_blobs_of_another_model_are_refused(scheme: str) -> None:
@@ -557,16 +526,23 @@ def test_blobs_of_another_model_are_refused(scheme: str) -> None:
         replace(LAYOUT, layers=(LAYOUT.layers[0], LayerLayout(2, 8, 8, Rope((1.0, 0.2, 0.01, 0.001))))),
     ):
         with pytest.raises(ProfileMismatchError, match="model"):
-            Codec(Profile.generic(layout), "lossless").decode(blob_of(scheme))
+            Codec(Profile.unlearned(layout), "lossless").decode(blob_of(scheme))
 
 
 @pytest.mark.parametrize(
     ("scheme", "other"),
-    [("lossless", 1), ("lossless", 2), ("transform", 0), ("transform", 2), ("generic", 0), ("generic", 1)],
+    [("lossless", 1), ("transform", 0)],
 )
 def test_another_scheme_in_the_header_is_refused(scheme: str, other: int) -> None:
     with pytest.raises((FormatError, ProfileMismatchError)):
         codec_of(scheme).decode(reseal(blob_of(scheme), scheme=other))
+
+
+def test_the_scheme_that_needed_no_profile_is_refused_by_name(scheme: str) -> None:
+    blob = reseal(blob_of(scheme), scheme=2)
+    for read in (read_header, codec_of(scheme).decode):
+        with pytest.raises(FormatError, match="got generic, which is no longer read: encode the chunk again"):
+            read(blob)
 
 
 @pytest.mark.parametrize("dtype", [1, 2])
@@ -595,9 +571,8 @@ def test_every_backend_reads_the_blob(scheme: str, backend: str, monkeypatch: py
 def test_an_error_in_one_thread_is_raised(scheme: str) -> None:
     blob = bytearray(blob_of(scheme))
     blob[-1] ^= 1
-    profile = learned() if scheme in ("transform", "classes") else Profile.generic(LAYOUT)
     with pytest.raises(CorruptError, match="section 1"):
-        Codec(profile, "lossless", threads=2).decode(bytes(blob))
+        Codec(codec_of(scheme).profile, "lossless", threads=2).decode(bytes(blob))
 
 
 # --- memory
@@ -692,11 +667,11 @@ def bomb() -> bytes:
     """Zeros compress to next to nothing: a whole, undamaged blob."""
     tokens = MAX_DECODED_TOKENS + 1
     zeros = torch.zeros(1, tokens, 1, 4, dtype=torch.bfloat16)
-    return Codec(Profile.generic(SMALL), "lossless").encode(KVChunk(list(zeros), list(zeros), SMALL))
+    return Codec(Profile.unlearned(SMALL), "lossless").encode(KVChunk(list(zeros), list(zeros), SMALL))
 
 
 def test_a_small_blob_that_claims_a_huge_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, blob = Codec(Profile.generic(SMALL), "lossless"), bomb()
+    codec, blob = Codec(Profile.unlearned(SMALL), "lossless"), bomb()
     assert len(blob) < 32_000
     with monkeypatch.context() as patch:
         patch.setattr(PagedCache, "empty", lambda *_: pytest.fail("something was allocated"))
@@ -704,8 +679,6 @@ def test_a_small_blob_that_claims_a_huge_cache_is_refused(monkeypatch: pytest.Mo
         for limit in limits:
             with pytest.raises(InputError, match=r"^max_tokens: must be at least 131073 to restore"):
                 codec.decode(blob, **limit)
-            with pytest.raises(InputError, match=r"^max_tokens: "):
-                codec.decode_layers(blob, range(1), **limit)
         with pytest.raises(InputError, match=r"^max_tokens: must be at least 5 to restore these tokens, got 4"):
             codec.decode(blob, tokens=range(10, 15), max_tokens=4)
         wrongs: tuple[Any, ...] = (0, -1, 1.5, True, "7")
@@ -714,7 +687,6 @@ def test_a_small_blob_that_claims_a_huge_cache_is_refused(monkeypatch: pytest.Mo
                 codec.decode(blob, max_tokens=wrong)
     for enough in (None, MAX_DECODED_TOKENS + 1):
         assert codec.decode(blob, max_tokens=enough).tokens == MAX_DECODED_TOKENS + 1
-        assert len(codec.decode_layers(blob, range(1), max_tokens=enough)[0][0]) == MAX_DECODED_TOKENS + 1
     assert codec.decode(blob, tokens=range(10, 15)).tokens == 5, "what is restored counts"
 
 
@@ -740,7 +712,6 @@ def test_memory_that_is_not_there_is_our_error(allocate: Callable[[], object], m
     monkeypatch.setattr(PagedCache, "empty", lambda *_: allocate())
     for call in (
         lambda: codec.decode(blob),
-        lambda: codec.decode_layers(blob, range(1)),
         lambda: codec.decode_paged([blob], pages, [torch.arange(TOKENS)]),
         lambda: codec.decode_paged([blob], other, [torch.arange(TOKENS)]),
     ):

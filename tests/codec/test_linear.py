@@ -29,7 +29,7 @@ from cuvee.codec.stages.reference.sections import read_part
 from cuvee.codec.stages.rows import dense_rows
 
 LAYOUT = KVLayout("mine", (LayerLayout(1, 8, 8, Rope((1.0,) * 4)),) * 2, "bfloat16", None)
-SCHEMES = ("classes", "transform", "lossless", "generic")
+SCHEMES = ("classes", "transform", "lossless")
 
 
 def chunk_of(tokens: int) -> KVChunk:
@@ -51,9 +51,7 @@ def learned() -> Profile:
 @pytest.fixture
 def coded(learned: Profile) -> Callable[[str, int], tuple[Codec, bytes]]:
     def encode(scheme: str, tokens: int) -> tuple[Codec, bytes]:
-        profile = Profile.generic(LAYOUT) if scheme == "generic" else learned
-        if scheme == "classes":
-            profile = with_classes(profile, torch.arange(1024) % 7 + 1)
+        profile = with_classes(learned, torch.arange(1024) % 7 + 1) if scheme == "classes" else learned
         codec = Codec(profile, "lossless", threads=1) if scheme == "lossless" else Codec(profile, step=0.3, threads=1)
         return codec, codec.encode(chunk_of(tokens))
 
@@ -82,14 +80,9 @@ def test_each_section_is_read_once(coded: Any, name: str, scheme: str, tokens: i
 
         return decode
 
-    def index_channels(data: memoryview, *arguments: Any) -> Any:
-        read[len(data)] += 1
-        return stages.index_channels(data, *arguments)
-
     counted = replace(
-        stages, index_sections=index_sections, index_layers=index_layers, index_channels=index_channels,
+        stages, index_sections=index_sections, index_layers=index_layers,
         decode_sections=tile("decode_sections"), decode_layers=tile("decode_layers"),
-        decode_channels=tile("decode_channels"),
     )  # fmt: skip
     want = codec.decode(blob)
     read.clear()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.conftest import decoded_layers
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -56,7 +57,7 @@ def check_every_bit(dtype: str, bits: torch.Tensor, kind: str, backend: str) -> 
     layout = one_layer(dtype, *bits.shape[1:])
     keys = bits.view(layout.torch_dtype)
     values = bits.flip(0).view(layout.torch_dtype)
-    codec = Codec(Profile.generic(layout), "lossless", backend=backend)
+    codec = Codec(Profile.unlearned(layout), "lossless", backend=backend)
     blob = codec.encode(KVChunk([keys], [values], layout, 5))
     back = codec.decode(blob)
     assert back.start == 5
@@ -76,7 +77,7 @@ def test_all_lengths(dtype: str, tokens: int) -> None:
     layout = one_layer(dtype, 3, 5)
     keys, values = (torch.randn(tokens, 3, 5, generator=generator).to(layout.torch_dtype) for _ in range(2))
     keys[tokens // 2, 1, 2], values[-1, -1, -1], values[0, 0, 0] = float("nan"), float("-inf"), -0.0
-    codec = Codec(Profile.generic(layout), "lossless")
+    codec = Codec(Profile.unlearned(layout), "lossless")
     back = codec.decode(codec.encode(KVChunk([keys], [values], layout)))
     assert same_bits(back.keys[0], keys) and same_bits(back.values[0], values)
 
@@ -86,7 +87,7 @@ def test_moved_keys_are_rotated_and_rounded_once(dtype: str) -> None:
     layout = one_layer(dtype, 2, 12, ROPE)
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(150, 2, 12, generator=generator).to(layout.torch_dtype)
-    codec = Codec(Profile.generic(layout), "lossless")
+    codec = Codec(Profile.unlearned(layout), "lossless")
     blob = codec.encode(KVChunk([keys], [keys], layout, 10))
     free = unrotate(keys, ROPE, torch.arange(10, 160))
     for start in (0, 11, 3000):
@@ -106,7 +107,7 @@ def test_size_on_smooth_bfloat16() -> None:
     layout = one_layer("bfloat16", 2, 64)
     spread = torch.rand(2, 64, generator=generator).exp2()
     keys, values = (torch.randn(256, 2, 64, generator=generator) * spread for _ in range(2))
-    blob = Codec(Profile.generic(layout), "lossless").encode(KVChunk([keys.bfloat16()], [values.bfloat16()], layout))
+    blob = Codec(Profile.unlearned(layout), "lossless").encode(KVChunk([keys.bfloat16()], [values.bfloat16()], layout))
     assert inspect(blob).bits_per_value <= 11.2
 
 
@@ -116,15 +117,15 @@ def test_channels_of_different_scales_share_a_table(dtype: str, limit: float) ->
     layout = one_layer(dtype, 2, 64)
     spread = 2.0 ** torch.linspace(-6, 6, 128).view(2, 64)
     keys, values = ((torch.randn(512, 2, 64, generator=generator) * spread).to(layout.torch_dtype) for _ in range(2))
-    blob = Codec(Profile.generic(layout), "lossless").encode(KVChunk([keys], [values], layout))
+    blob = Codec(Profile.unlearned(layout), "lossless").encode(KVChunk([keys], [values], layout))
     assert inspect(blob).bits_per_value <= limit
 
 
 def test_layers_of_different_shapes(layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk]) -> None:
     chunk = make_chunk(layouts["irregular"], 70, start=3)
-    codec = Codec(Profile.generic(layouts["irregular"]), "lossless")
+    codec = Codec(Profile.unlearned(layouts["irregular"]), "lossless")
     blob = codec.encode(chunk)
-    keys, values = codec.decode_layers(blob, range(1, 3))
+    keys, values = decoded_layers(codec, blob, range(1, 3))
     assert [k.shape for k in keys] == [(70, 1, 30), (70, 3, 5)]
     assert all(map(same_bits, [*keys, *values], [*chunk.keys[1:], *chunk.values[1:]]))
 
@@ -137,9 +138,9 @@ def test_moved_keys_that_are_not_finite_are_the_same_on_both_stages(dtype: str, 
     keys[3, 0, 1] = keys[20, 1, 6] = keys[40, 0, 2] = special
     keys[40, 0, 6] = -special
     keys[50] = special
-    blob = Codec(Profile.generic(layout), "lossless").encode(KVChunk([keys], [values], layout, 5))
+    blob = Codec(Profile.unlearned(layout), "lossless").encode(KVChunk([keys], [values], layout, 5))
     compiled, reference = (
-        Codec(Profile.generic(layout), "lossless", backend=backend).decode(blob, start=31)
+        Codec(Profile.unlearned(layout), "lossless", backend=backend).decode(blob, start=31)
         for backend in ("numba", "reference")
     )
     assert not compiled.keys[0][50].isfinite().any() and compiled.keys[0][:3].isfinite().all()

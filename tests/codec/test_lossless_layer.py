@@ -62,7 +62,7 @@ def coded(dtype: str, kind: str, tokens: int, shape: str = "usual") -> tuple[byt
     """The section of a layer, and what it holds."""
     layout = KVLayout("synthetic", (layer_of(shape),), dtype, None)
     keys, values = values_of(dtype, kind, tokens, shape)
-    blob = Codec(Profile.generic(layout), "lossless", threads=1).encode(KVChunk([keys], [values], layout))
+    blob = Codec(Profile.unlearned(layout), "lossless", threads=1).encode(KVChunk([keys], [values], layout))
     return bytes(read_section(blob, read_header(blob), 0)), (keys, values)
 
 
@@ -102,7 +102,7 @@ def test_every_bit_of_a_layer_comes_back(dtype: str, kind: str, tokens: int) -> 
 def test_words_joined_sixteen_at_a_time_are_the_reference(heads: int, per_stream: int) -> None:
     """Stored low bytes and coded high bytes, as models give them, with all numbers of tokens per stream."""
     layout = KVLayout("synthetic", (LayerLayout(heads, 64, 32, None),), "bfloat16", None)
-    codec = {name: Codec(Profile.generic(layout), "lossless", threads=1, backend=name) for name in stage_names()}
+    codec = {name: Codec(Profile.unlearned(layout), "lossless", threads=1, backend=name) for name in stage_names()}
     for tokens in (16, 17, 47, 257):
         draw = torch.Generator().manual_seed(tokens)
         units = [torch.randn(2 * tokens, heads + 1, size, generator=draw).bfloat16() for size in (64, 32)]
@@ -205,7 +205,7 @@ def test_moved_keys_are_the_references(dtype: str) -> None:
         generator = torch.Generator().manual_seed(0)
         units = [torch.randn(300, 2, 16, generator=generator).to(layout.torch_dtype) for _ in range(4)]
         chunk = KVChunk(units[:2], units[2:], layout, 7)
-        codecs = [Codec(Profile.generic(layout), "lossless", backend=name) for name in stage_names()]
+        codecs = [Codec(Profile.unlearned(layout), "lossless", backend=name) for name in stage_names()]
         blob = codecs[0].encode(chunk)
         assert codecs[1].encode(chunk) == blob
         for arguments in ({"start": 7}, {"start": 1000}, {"start": 1000, "tokens": range(3, 290)}):

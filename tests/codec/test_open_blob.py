@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import decoded_layers
 
 from cuvee.codec import codec as module
 from cuvee.codec.backends import DecodeRequest
@@ -18,7 +19,6 @@ from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatc
 from cuvee.codec.format.container import inspect, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
-from cuvee.codec.profiles.profile import Profile
 
 KEY = b"sixteen bytes of it"
 Layouts = dict[str, KVLayout]
@@ -42,7 +42,7 @@ def test_it_says_what_the_blob_holds(chunk: KVChunk, make_codec: Callable[..., C
     assert opened.layout == chunk.layout and opened.header.step_index == codec.step_index
 
 
-@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+@pytest.mark.parametrize("scheme", ["layer", "lossless"])
 def test_a_blob_may_lie_in_any_memory(chunk: KVChunk, scheme: str, make_codec: Callable[..., Codec]) -> None:
     """In every n-th byte, in items that are no bytes, in several dimensions: bytes are bytes."""
     codec = make_codec("gqa", scheme, key=KEY, **({} if scheme == "lossless" else {"step": 0.1}))
@@ -68,7 +68,7 @@ def test_what_holds_no_bytes_is_no_blob(bad: Any, make_codec: Callable[..., Code
             call(bad)
 
 
-@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+@pytest.mark.parametrize("scheme", ["layer", "lossless"])
 def test_every_decode_takes_it_and_verifies_nothing_again(
     chunk: KVChunk, scheme: str, make_codec: Callable[..., Codec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +80,7 @@ def test_every_decode_takes_it_and_verifies_nothing_again(
     monkeypatch.setattr(module, "read_header", lambda *_: pytest.fail("the header was read again"))
     assert same(codec.decode(opened), plain)
     assert same(codec.decode(opened, tokens=range(3, 9)), plain.slice(3, 9))
-    keys, values = codec.decode_layers(opened, range(1, 2))
+    keys, values = decoded_layers(codec, opened, range(1, 2))
     assert torch.equal(keys[0], plain.keys[1]) and torch.equal(values[0], plain.values[1])
     cache = PagedCache.dense(chunk.layout, [torch.zeros_like(k) for k in plain.keys], list(plain.values))
     codec.decode_paged([opened], cache, [torch.arange(40)]).check()
@@ -94,8 +94,6 @@ def test_only_the_codec_that_opened_it_takes_it(chunk: KVChunk, make_codec: Call
     for other in (keyed, make_codec("gqa", "lossless"), copy.copy(keyed)):
         with pytest.raises(InputError, match=r"^blob: must be opened by this codec"):
             other.decode(forged)
-        with pytest.raises(InputError, match=r"^blob: must be opened by this codec"):
-            other.decode_layers(forged, range(1))
     with pytest.raises(KeyMismatchError):
         keyed.open(trusting.encode(chunk))
 
@@ -113,7 +111,7 @@ def test_another_profiles_blob_is_not_opened(
     chunk: KVChunk, layouts: Layouts, make_codec: Callable[..., Codec]
 ) -> None:
     with pytest.raises(ProfileMismatchError):
-        make_codec("gqa", "layer", step=0.1).open(Codec(Profile.generic(layouts["gqa"]), step=0.1).encode(chunk))
+        make_codec("gqa", "layer", step=0.1).open(make_codec("gqa", "head", step=0.1).encode(chunk))
 
 
 def test_a_codec_arrives_elsewhere_without_its_backends(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:

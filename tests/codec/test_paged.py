@@ -94,7 +94,7 @@ def tensors(chunk: KVChunk) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("order", [*ORDERS, PERMUTED])
-@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+@pytest.mark.parametrize("scheme", ["layer", "lossless"])
 def test_paged_equals_dense(
     layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str, scheme: str
 ) -> None:
@@ -131,7 +131,7 @@ def test_tokens_that_are_not_wanted_stay_out(
         torch.testing.assert_close(got, want[kept], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+@pytest.mark.parametrize("scheme", ["layer", "lossless"])
 def test_a_damaged_blob_is_refused_even_where_no_token_is_wanted(
     layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, scheme: str
 ) -> None:

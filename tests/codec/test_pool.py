@@ -308,7 +308,7 @@ cuvee.codec.cpu.backend.PARALLEL_VALUES = 1
 layout = KVLayout("tiny", (LayerLayout(2, 16, 16, None),) * 4, "float32", None)
 chunk = KVChunk([torch.randn(300, 2, 16) for _ in range(4)], [torch.randn(300, 2, 16) for _ in range(4)], layout)
 for quality in ("lossless", "balanced"):
-    codec = Codec(Profile.generic(layout), quality, threads=2)
+    codec = Codec(Profile.unlearned(layout), quality, threads=2)
     blob = codec.encode(chunk)
     want = codec.decode(blob)
     assert sum(thread.name.startswith("cuvee") for thread in threading.enumerate()) >= 1

@@ -38,10 +38,10 @@ Fitted = Callable[[str, str], Profile]
 CURVE = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k, 1e-5) for k in (-3, -2, -1, 0, 1)]
 
 
-@pytest.fixture(params=["head", "layer", "all", "generic"])
+@pytest.fixture(params=["head", "layer", "all", "unlearned"])
 def profile(request: pytest.FixtureRequest, fitted: Fitted, layouts: dict[str, KVLayout]) -> Profile:
-    if request.param == "generic":
-        return Profile.generic(layouts["irregular"])
+    if request.param == "unlearned":
+        return Profile.unlearned(layouts["irregular"])
     return fitted("irregular", request.param).with_curve(CURVE)
 
 
@@ -79,7 +79,8 @@ def test_round_trip(profile: Profile, tmp_path: Path, make_chunk: Callable[..., 
         profile.group, profile.source, profile.model, profile.min_step_index,
     )  # fmt: skip
     chunk = make_chunk(profile.layout, 140)
-    ours, theirs = Codec(profile, step=0.2), Codec(loaded, step=0.2)
+    quality: dict[str, Any] = {"step": 0.2} if profile.learned else {}
+    ours, theirs = Codec(profile, **quality), Codec(loaded, **quality)
     blob = ours.encode(chunk)
     assert theirs.encode(chunk) == blob
     for a, b in zip(theirs.decode(blob).keys, ours.decode(blob).keys, strict=True):
@@ -290,7 +291,7 @@ METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("min_step is text", lambda d: d.update(min_step="1")),
     ("min_step is not a number", lambda d: d.update(min_step=math.nan)),
     ("another min_step", lambda d: d.update(min_step=-1)),
-    ("another source", lambda d: d.update(source="generic")),
+    ("another source", lambda d: d.update(source="unlearned")),
     ("another model", lambda d: d.update(model="ab")),
     ("another id", lambda d: d.update(id="00" * 16)),
     ("no id", lambda d: d.pop("id")),
@@ -491,9 +492,11 @@ def test_huge_numbers_are_refused_before_anything_is_made_of_them(
 
 @pytest.mark.parametrize("group", ["unit", "head"])
 @pytest.mark.parametrize("heads", [10**7, 10**10])
-def test_a_generic_profile_has_bounds_too(heads: int, group: str, tmp_path: Path, layouts: dict[str, KVLayout]) -> None:
+def test_an_unlearned_profile_has_bounds_too(
+    heads: int, group: str, tmp_path: Path, layouts: dict[str, KVLayout]
+) -> None:
     """No array of the file says how large a model may be."""
-    Profile.generic(layouts["gqa"]).save(tmp_path / "p")
+    Profile.unlearned(layouts["gqa"]).save(tmp_path / "p")
 
     def change(data: dict[str, Any], _: object) -> None:
         _kind(data, kv_heads=heads)
@@ -638,8 +641,8 @@ def test_presets(fitted: Fitted) -> None:
 
 
 def test_the_repr_shows_model_source_group_and_presets(fitted: Fitted, layouts: dict[str, KVLayout]) -> None:
-    generic = Profile.generic(layouts["gqa"])
-    assert repr(generic) == "Profile(synthetic, 3 layers, 192 values per token; generic, group 'unit'; no curve)"
+    unlearned = Profile.unlearned(layouts["gqa"])
+    assert repr(unlearned) == "Profile(synthetic, 3 layers, 192 values per token; unlearned, group 'unit'; no curve)"
     longer = [CurvePoint(64 * k, 9.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 5)]
     measured = fitted("gqa", "layer").with_curve(longer)
     sizes = [f"{name} {measured.bits_at(measured.resolve(name)):.2f}" for name in ("high", "balanced", "small")]

@@ -200,9 +200,9 @@ def test_what_is_recognized_codes_like_what_is_told(profile: Profile, chunk: KVC
     assert codec.encode_paged(cache, [slots(TOKENS)], [found.start], tokens=[found.token_ids]) == [told]
 
 
-def test_only_lossy_codecs_with_learned_profiles_recognize(profile: Profile) -> None:
+def test_only_lossy_codecs_recognize(profile: Profile) -> None:
     assert Codec(profile, "lossless").recognizer is None
-    assert Codec(Profile.generic(profile.layout), "balanced").recognizer is None
+    assert Codec.without_profile(profile.layout).recognizer is None
     codec = Codec(profile, step=0.25)
     assert codec.recognizer is codec.recognizer is not None
     assert pickle.loads(pickle.dumps(codec)).recognizer is not None

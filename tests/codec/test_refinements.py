@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.classed import with_classes
 from tests.codec.forging import reseal, sections_of, with_section
+from tests.conftest import decoded_layers
 from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
@@ -188,7 +189,7 @@ def test_tokens_layers_and_positions(fitted: Callable[[str, str], Profile], chun
         some = codec.decode(opened, tokens=span)
         for own, every in zip((*some.keys, *some.values), (*whole.keys, *whole.values), strict=True):
             torch.testing.assert_close(own, every[span.start : span.stop], rtol=0, atol=1e-5)
-    keys, values = codec.decode_layers(opened, range(1, 2))
+    keys, values = decoded_layers(codec, opened, range(1, 2))
     torch.testing.assert_close(keys[0], whole.keys[1], rtol=0, atol=1e-5)
     torch.testing.assert_close(values[0], whole.values[1], rtol=0, atol=1e-5)
     moved = codec.decode(opened, start=77)
@@ -350,7 +351,7 @@ def test_a_refinement_of_another_shape(
 def test_flags_that_contradict(fitted: Callable[[str, str], Profile], chunk: KVChunk) -> None:
     profile = fitted("gqa", "layer")
     _, first, _ = parts_of(profile, chunk)
-    for blob in (first, Codec(Profile.generic(chunk.layout), "lossless").encode(chunk)):
+    for blob in (first, Codec(Profile.unlearned(chunk.layout), "lossless").encode(chunk)):
         with pytest.raises(FormatError, match="which has no refinements"):
             read_header(reseal(blob[:7] + bytes([4]) + blob[8:], sections_of(blob)))
     # A blob that says it is a base is read with other tables, and its streams do not end as they must.
@@ -479,8 +480,8 @@ def test_requests(fitted: Callable[[str, str], Profile], chunk: KVChunk) -> None
     for wrong in (-1, 3, True, 1.0):
         with pytest.raises(InputError, match=r"^refinements: must be 0 … 2"):
             Codec(profile, step=0.05, refinements=wrong)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="must be 0 with a generic profile"):
-        Codec(Profile.generic(chunk.layout), step=0.05, refinements=1)
+    with pytest.raises(InputError, match="must be 0 with an unlearned profile"):
+        Codec(Profile.unlearned(chunk.layout), step=0.05, refinements=1)
     with pytest.raises(InputError, match="must be 0 without loss"):
         Codec(profile, "lossless", refinements=1)
     codec, single = Codec(profile, step=0.05, refinements=1), Codec(profile, step=0.05)

@@ -177,7 +177,7 @@ def test_rows_of_a_part_are_those_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("backend", ["numba", "reference"])
-@pytest.mark.parametrize("scheme", ["layer", "head", "generic", "lossless"])
+@pytest.mark.parametrize("scheme", ["layer", "head", "lossless"])
 @pytest.mark.parametrize("order", [*ORDERS, PERMUTED, *JOINED])
 def test_every_order_of_memory_gets_the_same(
     layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec], order: str, scheme: str,

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent / "golden"
 PROFILE, MANIFEST, EXPECTED = FOLDER / "profile.safetensors", FOLDER / "manifest.json", FOLDER / "expected.safetensors"
 DTYPES = ("bfloat16", "float16", "float32")
 # "classes": learned, with a class for each token that depends on its position. "tokens": learned, with token ids.
-SCHEMES = ("lossless", "transform", "generic", "classes", "tokens")
+SCHEMES = ("lossless", "transform", "classes", "tokens")
 NAMES = tuple(f"{scheme}-{dtype}" for scheme in SCHEMES for dtype in DTYPES)
 LOSSY = tuple(name for name in NAMES if not name.startswith("lossless"))
 
@@ -50,5 +50,4 @@ def golden_codec(name: str, profile: Profile, backend: str = "auto") -> Codec:
     key = KEY if name.endswith("-float16") else None
     if name.startswith("lossless"):
         return Codec(profile, "lossless", backend=backend, threads=1, key=key)
-    profile = Profile.generic(LAYOUT) if name.startswith("generic") else profile
     return Codec(profile, step=STEP, backend=backend, threads=1, key=key)

@@ -20,6 +20,7 @@ from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tests.conftest import fitted_to
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -27,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.data.bundled import bundled_text, load_bundled_model
-from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
@@ -339,9 +340,10 @@ def test_a_codec_changes_little_and_its_bits_are_those_of_its_blobs(bundled: tup
         for at in (first + count, 900)
     ]
     exact = HFLM(model, tokenizer=tokenizer)._loglikelihood_tokens(requests, disable_tqdm=True)
-    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, quality="balanced", chunk_tokens=64)
+    profile = fitted_to(KVLayout.from_config(model.config, dtype=model.dtype))
+    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, profile=profile, quality="high", chunk_tokens=64)
     assert 1e-4 < difference(lm._loglikelihood_tokens(requests, disable_tqdm=True), exact) < 0.5
-    codec = Codec(Profile.generic(lm.layout), "balanced")
+    codec = Codec(profile, "high")
     blobs = 0
     with torch.no_grad():
         for context in (ids[100:179], ids[300:332]):
@@ -350,7 +352,7 @@ def test_a_codec_changes_little_and_its_bits_are_those_of_its_blobs(bundled: tup
             blobs += sum(len(codec.encode(piece)) for piece in pieces)
     # The batch's sums are rounded otherwise than those of a row alone: a few levels differ.
     assert lm.bits_per_value == pytest.approx(8 * blobs / (111 * lm.layout.values_per_token), rel=1e-3)
-    lm.use(CodecMethod(Codec(Profile.generic(lm.layout), "lossless")))
+    lm.use(CodecMethod(Codec(Profile.unlearned(lm.layout), "lossless")))
     assert lm.bits_per_value is None and lm.statistics.contexts == 0
     assert difference(lm._loglikelihood_tokens(requests, disable_tqdm=True), exact) < TOLERANCE
 
@@ -381,11 +383,12 @@ def test_the_bundled_model_goes_by_its_name(tmp_path: Path) -> None:
 
 def test_a_profile_is_loaded_and_used(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
     layout = llama(method=Uncompressed()).layout
-    Profile.generic(layout).save(tmp_path / "p.safetensors")
+    profile = fitted_to(layout)
+    profile.save(tmp_path / "p.safetensors")
     lm = llama(profile=str(tmp_path / "p.safetensors"), step=1)
     assert isinstance(lm.method, CodecMethod)
-    assert lm.method.codec.step_index == Codec(Profile.generic(layout), step=1).step_index
-    assert method_identity(lm.method)["profile"] == Profile.generic(layout).id.hex()
+    assert lm.method.codec.step_index == Codec(profile, step=1).step_index
+    assert method_identity(lm.method)["profile"] == profile.id.hex()
 
 
 # Requests that say nothing, or do not fit --------------------------------------------------------------------------
@@ -505,15 +508,15 @@ def test_several_processes_are_refused(llama: Callable[..., CuveeLM], monkeypatc
         llama(method=Uncompressed())
 
 
-def test_the_generic_profile_has_no_curve(llama: Callable[..., CuveeLM]) -> None:
-    with pytest.raises(ProfileError, match=r"curve|calibrate"):
+def test_a_lossy_quality_needs_a_profile(llama: Callable[..., CuveeLM]) -> None:
+    with pytest.raises(InputError, match=r"^kl: must be quality='lossless' with an unlearned profile"):
         llama(kl=0.01)
 
 
 def test_what_cannot_work_fails_before_weights_are_read(
     tiny_config: Callable[..., Any], tiny_model: Callable[..., Any], tmp_path: Path
 ) -> None:
-    other = Profile.generic(KVLayout.from_config(tiny_model("qwen2").config, dtype="float32"))
+    other = Profile.unlearned(KVLayout.from_config(tiny_model("qwen2").config, dtype="float32"))
     tiny_config("llama").save_pretrained(tmp_path / "llama")
     with pytest.raises(ProfileMismatchError, match="heads, sizes"):
         CuveeLM(tmp_path / "llama", profile=other)
@@ -525,7 +528,7 @@ def test_what_cannot_work_fails_before_weights_are_read(
 
 
 def test_a_codec_of_another_model_is_refused(llama: Callable[..., CuveeLM], layouts: dict[str, KVLayout]) -> None:
-    codec = Codec(Profile.generic(layouts["gqa"]), "high")
+    codec = Codec.without_profile(layouts["gqa"])
     with pytest.raises(ProfileMismatchError):
         llama(method=CodecMethod(codec))
 
@@ -563,14 +566,14 @@ class Plain:
 
 
 def test_what_tells_methods_apart(layouts: dict[str, KVLayout]) -> None:
-    profile = Profile.generic(layouts["gqa"])
+    profile = fitted_to(layouts["gqa"])
     codecs = [CodecMethod(Codec(profile, quality)) for quality in ("high", "balanced", "lossless")]
     methods: list[Method] = [Uncompressed(), Destroyed(), Kivi(2), Kivi(3), Named(), *codecs]
     assert len({json.dumps(method_identity(method)) for method in methods}) == len(methods)
     assert method_identity(codecs[0]) == {
         "method": "cuvee",
         "profile": profile.id.hex(),
-        "source": "generic",
+        "source": "fitted",
         "step": codecs[0].codec.step_index,
         "lossless": False,
     }

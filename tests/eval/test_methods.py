@@ -40,7 +40,6 @@ def test_a_key_is_a_family_and_a_setting() -> None:
         ("kivi2", "KIVI int2"),
         ("cuvee/layer", "cuvee, a basis per layer"),
         ("cuvee/layers:2", "cuvee, a basis per 2 layers"),
-        ("cuvee/generic", "cuvee, nothing learned"),
         ("cuvee/lossless", "cuvee lossless"),
         ("pca/kv", "PCA, one basis for all K, one for all V"),
         ("kvtc/kv", "KVTC, one basis for all K, one for all V"),

@@ -18,13 +18,13 @@ from tests.classed import with_classes
 from tests.codec.forging import HEADER, OFFSETS, codec_of, correlated_chunk, reseal, reseal_header, sections_of
 from tests.codec.vectors import FOLDER as GOLDEN
 from tests.codec.vectors import KEY, golden_codec
+from tests.conftest import decoded_layers
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes
-from cuvee.codec.entropy.family import coding_plan
 from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.entropy.token_classes import CLASSES
@@ -106,12 +106,12 @@ def subjects() -> tuple[Subject, ...]:
     Corpus files depend on their order.
     """
     found = []
-    for scheme in ("lossless", "generic", "transform", "classes"):
+    for scheme in ("lossless", "transform", "classes"):
         chunk = correlated_chunk(50, 20, 3, outlier=0.0 if scheme == "lossless" else 300.0)
         make = _cached(partial(codec_of, scheme))
         found.append(Subject(f"correlated {scheme}", make("numba").encode(chunk), make))
-    for scheme in ("lossless", "generic", "transform", "classes"):
-        profile = small_profile() if scheme in ("transform", "classes") else Profile.generic(SMALL)
+    for scheme in ("lossless", "transform", "classes"):
+        profile = small_profile() if scheme in ("transform", "classes") else Profile.unlearned(SMALL)
         profile = with_classes(profile, [float(t * t) for t in range(9)]) if scheme == "classes" else profile
         quality = {"quality": "lossless"} if scheme == "lossless" else {}
 
@@ -123,7 +123,7 @@ def subjects() -> tuple[Subject, ...]:
         make = _cached(small)
         found.append(Subject(f"small {scheme}", make("numba").encode(small_chunk(9, 9)), make))
     profile = Profile.load(GOLDEN / "profile.safetensors")
-    for name in ("lossless-float16", "transform-float32", "generic-bfloat16", "classes-float16", "classes-bfloat16"):
+    for name in ("lossless-float16", "transform-float32", "classes-float16", "classes-bfloat16"):
         make = _cached(partial(golden_codec, name, profile))
         key = KEY if name.endswith("-float16") else None
         found.append(Subject(f"golden {name}", Path(GOLDEN / f"{name}.bin").read_bytes(), make, key))
@@ -138,11 +138,7 @@ def coded_at(subject: Subject, section: bytes, index: int) -> int:
     header = read_header(subject.blob)
     reader = Reader(memoryview(section))
     try:
-        if header.scheme is Scheme.GENERIC:
-            for size in subject.codec("numba").profile.sections[index].blocks:
-                reader.take(2 + 3 * size)
-            reader.skip_padding()
-        elif header.scheme is Scheme.LOSSLESS:
+        if header.scheme is Scheme.LOSSLESS:
             layout = subject.profile.layout
             item = 2 if header.dtype != "float32" else 4
             layer = layout.layers[index]
@@ -260,25 +256,6 @@ def _classed_part(dice: Dice, coding: SectionCoding, tables: EntropyTables, toke
     return write_streams(streams, _escape_list(dice, index), int(plan.planes.max()), n, of_classes)
 
 
-def _generic_section(dice: Dice, tables: EntropyTables, blocks: tuple[int, ...], tokens: int) -> bytes:
-    side = bytearray()
-    codes = []
-    for size in blocks:
-        side += struct.pack("<h", dice.pick((0, 0, 64, -8064, 8064, dice.number(-9000, 9000))))
-        means = dice.rng.integers(0, 1 << 16, size).astype("<u2")
-        if not dice.trick(0.1):
-            means &= np.uint16(0xBF7F)  # finite, with any sign
-        own = dice.rng.integers(0, 57, size)
-        own[dice.rng.random(size) < 0.2] = 255
-        if dice.trick(0.1):
-            own[0] = dice.number(57, 254)
-        side += means.tobytes() + own.astype(np.uint8).tobytes()
-        codes.append(own)
-    code = np.minimum(np.concatenate(codes), 255)
-    live = code[code < 57].astype(np.int32)
-    return bytes(side) + bytes(-len(side) % 4) + _plain_part(dice, tables, coding_plan(live), tokens)
-
-
 def _lossless_section(dice: Dice, layer: LayerLayout, item: int, tokens: int) -> bytes:
     head, stored = bytearray(), bytearray()
     freqs: list[npt.NDArray[np.uint16]] = []
@@ -327,8 +304,6 @@ def forged(dice: Dice, at: int) -> bytes:
         if header.scheme is Scheme.LOSSLESS:
             layer = profile.layout.layers[index]
             part = _lossless_section(dice, layer, 2 if header.dtype != "float32" else 4, tokens)
-        elif header.scheme is Scheme.GENERIC:
-            part = _generic_section(dice, tables, profile.sections[index].blocks, tokens)
         elif dice.chance(0.6):
             part = _classed_part(dice, _coding(at, index), tables, tokens)
         else:
@@ -461,7 +436,7 @@ class BlobTarget:
                 raise Finding(f"tokens {first} … {end} differ from those of the whole")
         elif draw % 3 == 1:
             layer = draw // 3 % chunk.layout.num_layers
-            keys, values = codec.decode_layers(blob, range(layer, layer + 1), max_tokens=MAX_TOKENS)
+            keys, values = decoded_layers(codec, blob, range(layer, layer + 1))
             if not (_equal(keys[0], chunk.keys[layer]) and _equal(values[0], chunk.values[layer])):
                 raise Finding(f"layer {layer} differs from that of the whole")
         else:

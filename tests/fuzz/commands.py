@@ -44,7 +44,7 @@ def _good() -> dict[str, bytes]:
     for index, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
         tensors[f"layer.{index}.keys"], tensors[f"layer.{index}.values"] = keys.contiguous(), values.contiguous()
     return {
-        "blob": subjects()[2].blob,
+        "blob": subjects()[1].blob,
         "profile": file_of(*parts()[1]),
         "config": json.dumps(_CONFIG).encode(),
         "cache": save(tensors, {"start": "3"}),

@@ -39,7 +39,7 @@ def _blobs() -> Iterator[tuple[str, bytes]]:
     at = names.index("small lossless")
     layers = [(torch.zeros(tokens, x.kv_heads, 4), torch.zeros(tokens, x.kv_heads, 3)) for x in SMALL.layers]
     zeros = KVChunk([keys for keys, _ in layers], [values for _, values in layers], replace(SMALL, max_positions=None))
-    bomb = Codec(Profile.generic(zeros.layout), "lossless").encode(zeros)
+    bomb = Codec(Profile.unlearned(zeros.layout), "lossless").encode(zeros)
     layout = subjects()[at].profile.layout.fingerprint
     yield "bomb", bytes([at]) + reseal_header(bomb[:32] + layout + bomb[48:], len(SMALL.layers))
     at = names.index("correlated transform")

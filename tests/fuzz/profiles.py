@@ -35,7 +35,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 def parts() -> tuple[tuple[dict[str, Any], Arrays], ...]:
     """Return metadata and arrays of good profiles."""
     measured = Profile.load(GOLDEN / "profile.safetensors")
-    profiles = (measured, learned(), small_profile(), Profile.generic(SMALL))
+    profiles = (measured, learned(), small_profile(), Profile.unlearned(SMALL))
     return tuple(({**p._metadata(), "id": p.id.hex()}, p._arrays()) for p in profiles)
 
 

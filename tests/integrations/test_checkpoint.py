@@ -465,7 +465,7 @@ def test_an_adapter_that_changes_on_disk_shares_nothing_from_then_on(
 
 def profile_of(model: Any, folder: Path) -> Profile:
     """A profile that names `model`."""
-    profile = Profile.generic(KVLayout.from_config(transformers.AutoConfig.from_pretrained(folder), "float32"))
+    profile = Profile.unlearned(KVLayout.from_config(transformers.AutoConfig.from_pretrained(folder), "float32"))
     profile.model = None if model is None else model_fingerprint(model)
     return profile
 
@@ -521,7 +521,7 @@ def test_a_checkpoint_of_the_bare_model(tmp_path: Path, tiny_model: Callable[...
 
 
 def test_profiles_that_name_no_model(folder: Path) -> None:
-    assert check_profile(profile_of(None, folder), folder) == "unknown: a generic profile names no model"
+    assert check_profile(profile_of(None, folder), folder) == "unknown: the profile (unlearned) names no model"
 
 
 def rename_tensor(folder: Path) -> None:

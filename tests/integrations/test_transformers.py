@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.conftest import fitted_to
 from tests.predicting import VOCABULARY, predicting
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
@@ -480,7 +481,7 @@ def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[...
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
 def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: Any, layout: KVLayout) -> None:
     """Calibrated in float32, served in bfloat16: the blob's own dtype decides."""
-    codec = Codec(codec_profile.Profile.generic(layout), quality)
+    codec = Codec(codec_profile.Profile.unlearned(layout), quality)
     narrow: Any = DynamicCache()
     for index, layer in enumerate(prefill(model, prompt(1)).layers):
         narrow.update(layer.keys.bfloat16(), layer.values.bfloat16(), index)
@@ -491,7 +492,7 @@ def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: A
         if quality == "lossless":
             assert torch.equal(ours.keys, theirs.keys)
             assert torch.equal(ours.values, theirs.values)
-    other = Codec(codec_profile.Profile.generic(replace(layout, dtype="bfloat16")), quality)
+    other = Codec(codec_profile.Profile.unlearned(replace(layout, dtype="bfloat16")), quality)
     assert other.profile.id == codec.profile.id
 
 
@@ -511,7 +512,7 @@ def both(layout: KVLayout) -> Callable[..., Both]:
     """both(quality) -> Both."""
 
     def make(quality: str, **changes: Any) -> Both:
-        profile = codec_profile.Profile.generic(layout)
+        profile = codec_profile.Profile.unlearned(layout)
         return Both(Codec(profile, quality, **changes), Codec(profile, quality, backend="triton", **changes))
 
     return make
@@ -611,7 +612,7 @@ def test_every_family_continues_identically_from_a_device(
     name: str, device: torch.device, tiny_model: Callable[..., Any], whole_batches: list[str]
 ) -> None:
     model = tiny_model(name)
-    profile = codec_profile.Profile.generic(KVLayout.from_config(model.config, dtype="float32"))
+    profile = codec_profile.Profile.unlearned(KVLayout.from_config(model.config, dtype="float32"))
     ids = prompt(1, 9)
     full = prefill(model, ids)
     blobs = encode_cache(Codec(profile, "lossless"), full, chunk_tokens=5)
@@ -676,7 +677,7 @@ def test_blobs_that_claim_a_huge_cache_are_refused(
     with pytest.raises(InputError, match=r"^max_tokens: must be at least 15 to restore these tokens, got 14"):
         decode_cache(codec, blobs, model.config, to, max_tokens=14)
     long = replace(layout, max_positions=None)
-    free = Codec(codec_profile.Profile.generic(long), "lossless", backend=codec._backend_name)
+    free = Codec(codec_profile.Profile.unlearned(long), "lossless", backend=codec._backend_name)
     zeros = [torch.zeros(1, layer.kv_heads, layer.head_dim) for layer in long.layers]
     far = free.encode(KVChunk(zeros, zeros, long, 1 << 31))
     monkeypatch.setattr("cuvee.integrations.transformers._check_config", lambda *_: None)
@@ -736,7 +737,7 @@ def test_bad_caches_on_a_device(
 
 
 def test_a_device_that_the_codec_does_not_serve_gets_a_copy(model: Any, layout: KVLayout) -> None:
-    codec = Codec(codec_profile.Profile.generic(layout), "lossless", backend="numba")
+    codec = Codec(codec_profile.Profile.unlearned(layout), "lossless", backend="numba")
     assert not codec.on_device("cpu") and not codec.on_device("cuda")
     blobs = encode_cache(codec, prefill(model, prompt(1, 4)))
     decoded: Any = decode_cache(codec, blobs, model.config, device="meta")
@@ -851,7 +852,6 @@ def test_the_model_will_do_for_its_configuration(model: Any, layout: KVLayout) -
 
 
 def test_a_cache_without_values_is_refused(model: Any, layout: KVLayout) -> None:
-    for quality in ("lossless", "high"):
-        codec = Codec.without_profile(layout, quality)
+    for codec in (Codec.without_profile(layout), Codec(fitted_to(layout), step=0.1)):
         with pytest.raises(InputError, match=r"^cache: must be on a device that holds values, got the meta device"):
             encode_cache(codec, filled(layout, 1, 3, torch.float32, torch.device("meta")))

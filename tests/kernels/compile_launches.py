@@ -99,14 +99,13 @@ def main(target: str) -> None:
         ("float16", "head classes"),
         ("bfloat16", "layer parts"),
         ("bfloat16", "layer tokens"),
-        ("gqa", "generic"),
         ("bfloat16", "lossless"),
         ("interleaved", "lossless"),
     ):
         layout = conftest.LAYOUTS[name]
-        learned = scheme not in ("generic", "lossless")
+        learned = scheme != "lossless"
         group, _, extra = scheme.partition(" ")
-        profile = conftest.fitted_profile(name, group) if learned else Profile.generic(layout)
+        profile = conftest.fitted_profile(name, group) if learned else Profile.unlearned(layout)
         profile = predicting(profile) if extra == "tokens" else profile
         profile = with_classes(profile) if extra == "classes" else profile
         quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}

@@ -15,12 +15,12 @@ def plain_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if KERNELS_RUN_ON != "interpreter":
         return
-    from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, transform_scheme
+    from cuvee.kernels import lossless_scheme, outgoing, transform_scheme
     from cuvee.kernels.ops.naive import rans, rans_by_class
 
     for home in (rans, rans_by_class):
         for name in ("rans_decode", "rans_encode", "rans_decode_classes", "rans_encode_classes", "rans_refine"):
             reference = getattr(home, f"{name}_reference", None)
-            for user in (generic_scheme, lossless_scheme, outgoing, transform_scheme):
+            for user in (lossless_scheme, outgoing, transform_scheme):
                 if reference is not None and hasattr(user, name):
                     monkeypatch.setattr(user, name, reference)

@@ -35,8 +35,7 @@ from cuvee.kernels.transform_scheme import TransformDevice
 
 FILE = Path(__file__).parents[2] / "kernels" / "analysis" / "counts.json"
 TOKENS, HEADS, DIM = 256, 8, 128
-LAYERS = {"head": 2, "head, classes": 2, "layer": 1, "generic": 2, "lossless": 2}
-STEPS = {"generic": 0.5}
+LAYERS = {"head": 2, "head, classes": 2, "layer": 1, "lossless": 2}
 # Kernels by the names of their specs; those that are compiled in several ways are told apart by the scheme.
 NAMES = {
     "_decode_kernel": "rans_decode", "_encode_kernel": "rans_encode",
@@ -104,13 +103,13 @@ def count(scheme: str) -> dict[str, Any]:
     layers = LAYERS[scheme]
     layout = _layout(layers)
     kind, _, classed = scheme.partition(", ")
-    if kind in ("generic", "lossless"):
-        profile = Profile.generic(layout)
+    if kind == "lossless":
+        profile = Profile.unlearned(layout)
     else:
         seen = 2900 if kind == "layer" else 320
         with one_thread():  # more add up in another order, and then other values escape
             profile = fit(layout, [_chunk(layout, seen, seed) for seed in range(100, 104)], kind)
-    quality: dict[str, Any] = {"quality": "lossless"} if kind == "lossless" else {"step": STEPS.get(kind, 0.8)}
+    quality: dict[str, Any] = {"quality": "lossless"} if kind == "lossless" else {"step": 0.8}
     codec = Codec(profile, backend="triton", **quality)
     one = _chunk(layout, TOKENS, 0)
     values = 2 * layers * HEADS * DIM * TOKENS

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.codec.test_paged import PERMUTED, poisoned
+from tests.conftest import decoded_layers
 from tests.forked import SECONDS, works_in_child, works_in_child_while_held
 from tests.predicting import VOCABULARY, predicting, with_sinks
 
@@ -28,9 +29,7 @@ MakeCodec = Callable[..., Codec]
 CASES = [
     ("bfloat16", "layer"),
     ("float16", "unit"),
-    ("gqa", "generic"),
     ("interleaved", "all"),
-    ("irregular", "generic"),
     ("irregular", "layers:2"),
     ("mqa", "head"),
     ("narrow-values", "layer"),
@@ -39,7 +38,7 @@ CASES = [
     ("yarn", "layer"),
 ]
 # Of these the kernels of the entropy coder run too; elsewhere `plain_coder` stands in for them.
-WHOLE = {("irregular", "generic"), ("partial", "unit")}
+WHOLE = {("partial", "unit")}
 BLOCK_TOKENS = 16
 
 
@@ -118,7 +117,7 @@ def test_lossless_is_the_same_bytes(
 
 
 @pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("group", ["layer", "generic", "lossless"])
+@pytest.mark.parametrize("group", ["layer", "lossless"])
 def test_a_run_of_tokens(
     device: torch.device,
     layouts: dict[str, KVLayout],
@@ -139,7 +138,7 @@ def test_a_run_of_tokens(
 
 
 @pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("group", ["head", "heads:2", "layers:2", "generic", "lossless"])
+@pytest.mark.parametrize("group", ["head", "heads:2", "layers:2", "lossless"])
 def test_layers_alone(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, group: str
 ) -> None:
@@ -148,8 +147,8 @@ def test_layers_alone(
     blob = cpu.encode(make_chunk(layouts["gqa"], 4))
     for first, end in ((0, 1), (1, 3)):
         want, got = (
-            cpu.decode_layers(blob, range(first, end), 50),
-            triton.decode_layers(blob, range(first, end), 50, device=device),
+            decoded_layers(cpu, blob, range(first, end), 50),
+            decoded_layers(triton, blob, range(first, end), 50, device=device),
         )
         for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=2**-14 * float(b.abs().max()))
@@ -207,8 +206,8 @@ def test_predictions_are_those_of_the_cpu(
         part = triton.decode(blob, tokens=range(1, 4), device=device)
         assert_close(part, cpu.decode(blob, tokens=range(1, 4)), ROUNDING[layouts[name].dtype])
     for first, end in ((0, 1), (1, layouts[name].num_layers)):
-        keys, values = cpu.decode_layers(blob, range(first, end))
-        theirs = triton.decode_layers(blob, range(first, end), device=device)
+        keys, values = decoded_layers(cpu, blob, range(first, end))
+        theirs = decoded_layers(triton, blob, range(first, end), device=device)
         for a, b in zip([*theirs[0], *theirs[1]], [*keys, *values], strict=True):
             torch.testing.assert_close(
                 a.cpu().float(), b.float(), rtol=0, atol=ROUNDING[layouts[name].dtype] * float(b.abs().max())
@@ -282,7 +281,6 @@ def slots(device: torch.device) -> list[torch.Tensor]:
     [
         ("layer", 1, None),  # a chunk per batch
         ("layer", 1 << 30, None),
-        ("generic", 1 << 30, torch.float8_e5m2),
         ("lossless", 1, None),
         ("lossless", 1 << 30, torch.float8_e4m3fn),
     ],
@@ -379,8 +377,6 @@ def test_a_slot_beyond_the_cache_is_an_error(
         ("layer", float("nan"), "NaN"),
         ("layer", float("inf"), "NaN"),
         ("layer", 1e30, "steps large"),
-        ("generic", float("nan"), "NaN"),
-        ("generic", float("inf"), "NaN"),
     ],
 )
 def test_values_that_cannot_be_coded(
@@ -399,7 +395,7 @@ def test_values_that_cannot_be_coded(
 
 
 @pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("group", ["layer", "generic", "lossless"])
+@pytest.mark.parametrize("group", ["layer", "lossless"])
 def test_damage_is_found(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, group: str
 ) -> None:
@@ -550,5 +546,5 @@ def test_a_forked_process_makes_schemes_while_a_thread_of_its_parent_does(
 
     backend, chunk = TritonBackend(interpreted=True), make_chunk(layouts["gqa"], 5)
     cache = PagedCache.dense(chunk.layout, chunk.keys, chunk.values)
-    coding = Coding(Profile.generic(chunk.layout), Scheme.LOSSLESS, 0, chunk.layout.dtype)
+    coding = Coding(Profile.unlearned(chunk.layout), Scheme.LOSSLESS, 0, chunk.layout.dtype)
     assert works_in_child_while_held(backend._making, lambda: backend._scheme(coding, cache) is not None)

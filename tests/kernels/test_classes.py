@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from tests.classed import with_classes
+from tests.conftest import decoded_layers
 from tests.predicting import VOCABULARY, with_sinks
 from tests.predicting import predicting as with_token_table
 
@@ -799,7 +800,7 @@ def test_both_backends_read_what_the_other_wrote(
             triton.decode(blob, tokens=range(3, 7), device=device), cpu.decode(blob, tokens=range(3, 7)), rounding
         )
         return
-    want, got = cpu.decode_layers(blob, range(1, 2)), triton.decode_layers(blob, range(1, 2), device=device)
+    want, got = decoded_layers(cpu, blob, range(1, 2)), decoded_layers(triton, blob, range(1, 2), device=device)
     for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
         assert float((a.cpu().float() - b.float()).abs().max()) <= rounding * float(b.float().abs().max())
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from tests.classed import with_classes
 from tests.codec.forging import reseal, sections_of, with_section
+from tests.conftest import decoded_layers
 
 from cuvee.codec.backends import Coding, get_backend
 from cuvee.codec.chunk import KVChunk
@@ -41,13 +42,11 @@ ROPE = Rope((1.0, 0.1))
 LAYOUT = KVLayout("tiny", (LayerLayout(1, 4, 3, ROPE), LayerLayout(2, 4, 3, ROPE)), "float32", 4096)
 WIDE = KVLayout("wide", (LayerLayout(1, 260, 260, None),), "float32", 4096)
 START = 3
-# The lossless scheme codes only what pays, and one token of few is no outlier to the generic one.
-TOKENS = {"lossless": 24, "generic": 16, "transform": 7, "classes": 7}
-PER_STREAM = {"lossless": 16, "generic": 8, "transform": 4, "classes": 4}
-SCHEMES = ("lossless", "generic", "transform")
+TOKENS = {"lossless": 24, "transform": 7, "classes": 7}  # the lossless scheme codes only what pays
+PER_STREAM = {"lossless": 16, "transform": 4, "classes": 4}
+SCHEMES = ("lossless", "transform")
 LOSSY = SCHEMES[1:]
 CLASSES = "classes"  # of tokens: `transform` with classes by their positions
-GENERIC_SIDE = 28  # bytes before the coded part of the first section
 ROUNDING = 2.0**-14  # of sums and products, relative to the largest value of a unit
 
 
@@ -69,15 +68,16 @@ def smooth_chunk(layout: KVLayout, tokens: int, seed: int, start: int = START, o
 
 
 @cache
-def learned() -> Profile:
-    return fit(LAYOUT, [smooth_chunk(LAYOUT, 64, seed, 7 * seed) for seed in range(7)], "layer")
+def learned(layout: KVLayout = LAYOUT) -> Profile:
+    tokens = 2 * layout.values_per_token // layout.num_layers
+    return fit(layout, [smooth_chunk(layout, max(64, tokens), seed, 7 * seed) for seed in range(7)], "layer")
 
 
 @cache
 def codec_of(scheme: str, backend: str = "numba", step: float = 0.02, layout: KVLayout = LAYOUT) -> Codec:
     if scheme == "lossless":
-        return Codec(Profile.generic(layout), "lossless", backend=backend, threads=1)
-    profile = learned() if scheme in ("transform", CLASSES) else Profile.generic(layout)
+        return Codec(Profile.unlearned(layout), "lossless", backend=backend, threads=1)
+    profile = learned(layout)
     profile = with_classes(profile, 4.0 ** torch.arange(TOKENS[CLASSES]), START) if scheme == CLASSES else profile
     return Codec(profile, step=step, backend=backend, threads=1)
 
@@ -187,8 +187,6 @@ def side_bytes(scheme: str, section: bytes, tokens: int) -> int:
     """Where the coded part of the first section begins."""
     if scheme in ("transform", CLASSES):
         return 0
-    if scheme == "generic":
-        return GENERIC_SIDE
     head, stored = lossless_head(section, tokens)
     at = head + -head % 4 + stored
     return at + -at % 4
@@ -201,7 +199,7 @@ def outcome(codec: Codec, blob: bytes, device: torch.device | str = "cpu") -> Ou
     """The tensors of the first layer, or None for an error of ours. Any other error fails the test."""
     tokens, layer = read_header(blob).tokens, codec.profile.layout.layers[0]
     try:
-        keys, values = codec.decode_layers(blob, range(1), device=device)
+        keys, values = decoded_layers(codec, blob, range(1), device=device)
     except CuveeError:
         return None
     assert keys[0].shape == (tokens, layer.kv_heads, layer.head_dim)
@@ -477,12 +475,12 @@ def test_classes_that_the_profile_does_not_serve_are_refused(device: torch.devic
 
 @pytest.mark.usefixtures("plain_coder")
 def test_classes_where_the_scheme_has_none_are_refused(device: torch.device) -> None:
-    for scheme in ("lossless", "generic"):
-        coded = Coded.of(scheme, blob_of(scheme))
-        coded.reserved = 1
-        coded.class_state, coded.class_words = class_stream([8] * TOKENS[scheme])
-        coded.counted()
-        assert assert_agree(scheme, with_section(blob_of(scheme), coded.section()), device) is None
+    blob = blob_of("lossless")
+    coded = Coded.of("lossless", blob)
+    coded.reserved = 1
+    coded.class_state, coded.class_words = class_stream([8] * TOKENS["lossless"])
+    coded.counted()
+    assert assert_agree("lossless", with_section(blob, coded.section()), device) is None
 
 
 def test_a_class_stream_at_the_end_of_what_goes_to_the_device(device: torch.device) -> None:
@@ -573,31 +571,6 @@ def test_a_lossless_section_has_no_escapes(device: torch.device) -> None:
 
 
 # --- what precedes the coded part
-
-
-@pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize(
-    ("at", "fmt", "value", "decodes"),
-    [
-        pytest.param(0, "<h", 8064, True, id="largest-scale"),
-        pytest.param(14, "<h", -8064, True, id="smallest-scale"),
-        pytest.param(0, "<h", 8065, False, id="scale-too-large"),
-        pytest.param(14, "<h", -(2**15), False, id="scale-too-small"),
-        pytest.param(2, "<H", 0xFF7F, True, id="largest-mean"),
-        pytest.param(2, "<H", 0x7F80, False, id="infinite-mean"),
-        pytest.param(20, "<H", 0xFFC1, False, id="mean-nan"),
-        pytest.param(10, "<B", 57, False, id="code-too-wide"),
-        pytest.param(10, "<B", 254, False, id="code-far-too-wide"),
-        pytest.param(11, "<B", 56, False, id="code-of-more-planes"),
-        pytest.param(22, "<B", 255, False, id="code-of-fewer-planes"),
-        pytest.param(25, "<B", 1, False, id="padding"),
-    ],
-)
-def test_statistics_of_channels(at: int, fmt: str, value: int, decodes: bool, device: torch.device) -> None:
-    section = bytearray(sections_of(blob_of("generic"))[0])
-    struct.pack_into(fmt, section, at, value)
-    found = assert_agree("generic", with_section(blob_of("generic"), bytes(section)), device)
-    assert (found is not None) == decodes
 
 
 Table = list[tuple[int, int]]
@@ -691,17 +664,12 @@ EMPTY: dict[str, bytes] = {
 
 
 @pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("scheme", LOSSY)
-def test_sections_without_a_component(scheme: str, device: torch.device) -> None:
+def test_sections_without_a_component(device: torch.device) -> None:
     step = 16.0
-    blob = encoded(scheme, smooth_chunk(LAYOUT, 1, 50, outlier=9.0), 128, step)
-    side = b"" if scheme == "transform" else sections_of(blob)[0][:GENERIC_SIDE]
-    if scheme == "generic":
-        side = side[:10] + b"\xff" * 4 + side[14:22] + b"\xff" * 3 + side[25:]
-    alone = with_section(blob, side + NOTHING_CODED)
-    assert assert_agree(scheme, alone, device, step) is not None
+    blob = encoded("transform", smooth_chunk(LAYOUT, 1, 50, outlier=9.0), 128, step)
+    assert assert_agree("transform", with_section(blob, NOTHING_CODED), device, step) is not None
     for name, forged in EMPTY.items():
-        assert assert_agree(scheme, with_section(blob, side + forged), device, step) is None, name
+        assert assert_agree("transform", with_section(blob, forged), device, step) is None, name
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -720,15 +688,15 @@ def test_any_streams_a_blob_may_have(scheme: str, tokens: int, per_stream: int, 
 @pytest.mark.usefixtures("plain_coder")
 def test_lengths_of_four_bytes(device: torch.device) -> None:
     step = 0.06
-    blob = encoded("generic", smooth_chunk(WIDE, 2, 52), 128, step)
+    blob = encoded("transform", smooth_chunk(WIDE, 2, 52), 128, step)
     section = bytearray(sections_of(blob)[0])
-    length = 2 * (2 + 3 * 260) + 12 + 4
+    length = 12 + 4
     words, _, log2 = struct.unpack_from("<III", section, length - 16)
     assert log2 == 7 and struct.unpack_from("<I", section, length) == (words,)
-    assert assert_agree("generic", blob, device, step, WIDE) is not None
+    assert assert_agree("transform", blob, device, step, WIDE) is not None
     for wrong in (words + (1 << 16), 2**32 - 1):
         struct.pack_into("<I", section, length, wrong)
-        assert assert_agree("generic", with_section(blob, bytes(section)), device, step, WIDE) is None
+        assert assert_agree("transform", with_section(blob, bytes(section)), device, step, WIDE) is None
 
 
 @pytest.mark.usefixtures("plain_coder")
@@ -833,13 +801,10 @@ def test_a_cache_without_slots(scheme: str, blocks: int, block_tokens: int, devi
         assert bool((memory == 7).all())
 
 
-SECOND_SIDE = {"transform": 0, "generic": 2 * 2 + 3 * 14 + 2}  # bytes before the coded part of the second section
-
-
 def damaged(scheme: str, blob: bytes, section: int) -> bytes:
     """The first state of a section changed: only its streams tell."""
     forged = bytearray(sections_of(blob)[section])
-    at = side_bytes(scheme, bytes(forged), read_header(blob).tokens) if section == 0 else SECOND_SIDE[scheme]
+    at = side_bytes(scheme, bytes(forged), read_header(blob).tokens) if section == 0 else 0
     forged[at + 12] ^= 1
     return with_section(blob, bytes(forged), section)
 
@@ -855,7 +820,7 @@ PLACES = ([3, 0, 7, 12], [8, 15, 1, 2], [4, 9, 10, 6])
 
 @pytest.mark.usefixtures("plain_coder")
 @pytest.mark.usefixtures("workspace")
-@pytest.mark.parametrize(("scheme", "section"), [("transform", 1), ("generic", 1), ("lossless", 0)])
+@pytest.mark.parametrize(("scheme", "section"), [("transform", 1), ("lossless", 0)])
 def test_a_damaged_chunk_beside_good_ones_is_named(scheme: str, section: int, device: torch.device) -> None:
     tokens = 20 if scheme == "lossless" else 4
     places = torch.randperm(64, generator=torch.Generator().manual_seed(0))[: 3 * tokens].split(tokens)
@@ -897,9 +862,9 @@ def test_numbers_count_all_blobs_of_a_call_whatever_their_schemes(device: torch.
 def test_only_the_layers_asked_for_are_read(scheme: str, device: torch.device) -> None:
     codec, blob = codec_of(scheme, "triton"), encoded(scheme, smooth_chunk(LAYOUT, 4, 63), 32)
     forged = damaged(scheme, blob, 1)
-    codec.decode_layers(forged, range(1), device=device)
+    decoded_layers(codec, forged, range(1), device=device)
     with pytest.raises(CorruptError, match=r"^chunk 0, layers 1 … 1: its streams"):
-        codec.decode_layers(forged, range(1, 2), device=device)
+        decoded_layers(codec, forged, range(1, 2), device=device)
 
 
 @pytest.mark.usefixtures("plain_coder")
@@ -929,7 +894,7 @@ def test_blobs_of_several_dtypes_and_schemes_in_one_call(cached: str, device: to
 
 
 @pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("group", ["layer", "generic", "lossless"])
+@pytest.mark.parametrize("group", ["layer", "lossless"])
 def test_heads_of_odd_sizes_in_pages(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk],
     make_codec: Callable[..., Codec], group: str,
@@ -963,10 +928,10 @@ def test_threads_share_the_schemes_that_are_kept(device: torch.device, monkeypat
     monkeypatch.setattr(kernels, "MAX_SCHEMES", 1)
     monkeypatch.setattr(backend, "_make", lambda coding, cache, product: coding.step_index)
     monkeypatch.setattr(backend, "_schemes", Hesitant())
-    cache, profile = Guarded(LAYOUT, device).cache, Profile.generic(LAYOUT)
+    cache, profile = Guarded(LAYOUT, device).cache, Profile.unlearned(LAYOUT)
 
     def use(step: int) -> bool:
-        coding = Coding(profile, Scheme.GENERIC, step, "float32")
+        coding = Coding(profile, Scheme.TRANSFORM, step, "float32")
         return all(backend._scheme(coding, cache) == step for _ in range(20))
 
     with ThreadPoolExecutor(4) as pool:

@@ -15,6 +15,7 @@ import torch
 from tests import conftest
 from tests.classed import with_classes
 from tests.codec.forging import HEADER, reseal_header, sections_of, with_section
+from tests.conftest import decoded_layers
 from tests.kernels.test_classes import BACK, Pages, assert_close, on, predicting
 from tests.kernels.test_hostile import (
     BY_CHANCE,
@@ -104,7 +105,10 @@ def test_both_backends_read_what_the_other_wrote(
             cpu.decode(opened[0], tokens=range(3, 9)), rounding,
         )  # fmt: skip
     assert all(finer < 0.6 * coarser for coarser, finer in pairwise(errors))
-    there, here = cpu.decode_layers(opened[0], range(1, 2)), triton.decode_layers(opened[1], range(1, 2), device=device)
+    there, here = (
+        decoded_layers(cpu, opened[0], range(1, 2)),
+        decoded_layers(triton, opened[1], range(1, 2), device=device),
+    )
     for a, b in zip([*here[0], *here[1]], [*there[0], *there[1]], strict=True):
         assert float((a.cpu().float() - b.float()).abs().max()) <= rounding * float(b.float().abs().max())
 
@@ -321,7 +325,7 @@ def forged(part: int, change: Callable[[Coded], None]) -> list[bytes]:
 def decoded(codec: Codec, parts: Sequence[bytes], device: torch.device | str = "cpu") -> list[torch.Tensor]:
     """The tensors of the first layer."""
     opened = codec.open(parts[0], refinements=parts[1:])
-    keys, values = codec.decode_layers(opened, range(1), device=device)
+    keys, values = decoded_layers(codec, opened, range(1), device=device)
     return [keys[0].cpu(), values[0].cpu()]
 
 

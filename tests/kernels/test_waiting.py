@@ -30,7 +30,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels.devices import Mark, send
 
-SCHEMES = ["learned", "predicted", "tokens", "generic", "lossless"]
+SCHEMES = ["learned", "predicted", "tokens", "lossless"]
 BLOCKS, BLOCK = 24, 16
 SIZES = [9, 30, 1, 17, 40, 8]
 
@@ -50,8 +50,8 @@ def layout_of(layers: int) -> KVLayout:
 @cache
 def profile_of(layers: int, scheme: str) -> Profile:
     layout = layout_of(layers)
-    if scheme in ("generic", "lossless"):
-        return Profile.generic(layout)
+    if scheme == "lossless":
+        return Profile.unlearned(layout)
     learned = fit(layout, [synthetic_chunk(layout, 100, seed) for seed in range(100, 107)], "layer")
     if scheme == "tokens":
         return with_token_table(learned)
@@ -137,7 +137,6 @@ ENCODING = {
     "learned": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 9, "allocate": 24, "pin": 5},
     "predicted": {"wait": 3, "to device": 3, "to host": 3, "launch": 9, "operation": 29, "allocate": 42, "pin": 6},
     "tokens": {"wait": 2, "to device": 3, "to host": 2, "launch": 8, "operation": 21, "allocate": 33, "pin": 5},
-    "generic": {"wait": 3, "to device": 3, "to host": 3, "launch": 9, "operation": 13, "allocate": 30, "pin": 6},
     "lossless": {"wait": 3, "to device": 3, "to host": 4, "launch": 6, "operation": 9, "allocate": 22, "pin": 7},
 }
 _DECODING = {"to device": 1, "to host": 1, "launch": 4, "operation": 3, "allocate": 7, "pin": 2}

@@ -379,7 +379,7 @@ def test_the_figures_of_the_engine_are_those_of_the_committed_run() -> None:
         for cell, length in zip(cells[1:], lengths, strict=True):
             ratio = length["variants"][variant]["hit_over_recompute"] if variant else length["own_cache_over_recompute"]
             assert cell == f"{ratio['median']:.3f}", cells[0]
-    for preset, group in (("balanced", "layer"), ("balanced", "generic"), ("lossless", None)):
+    for preset, group in (("balanced", "layer"), ("lossless", None)):
         (entry,) = (
             entry
             for entry in report["footprint"]["entries"]

@@ -15,7 +15,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.arrays import I64
 
-SCHEMES = ("layer", "classes", "tokens", "generic", "lossless")
+SCHEMES = ("layer", "classes", "tokens", "lossless")
 TOKENS = 70  # neither a multiple nor a power of anything: partial tiles everywhere
 LAYOUT = "bfloat16"
 CLOSE = 2.0**-6  # of the largest value: products are taken in bfloat16
@@ -23,8 +23,8 @@ CLOSE = 2.0**-6  # of the largest value: products are taken in bfloat16
 
 def profile_of(scheme: str, layout: str) -> Profile:
     """Return the profile of a scheme: `classes` and `tokens` have sections of one layer."""
-    if scheme in ("generic", "lossless"):
-        return Profile.generic(conftest.LAYOUTS[layout])
+    if scheme == "lossless":
+        return Profile.unlearned(conftest.LAYOUTS[layout])
     learned = conftest.fitted_profile(layout, "layer" if scheme in ("classes", "tokens") else scheme)
     if scheme == "classes":
         return with_classes(learned)

@@ -76,7 +76,7 @@ ELEMENTS = [("bfloat16", torch.bfloat16), ("float16", torch.float16), ("gqa", to
 @pytest.mark.parametrize(("name", "element"), ELEMENTS)
 def test_lossless_blobs_are_the_same_bytes(name: str, element: torch.dtype, order: str) -> None:
     layout = conftest.LAYOUTS[name]
-    cpu, gpu = (Codec(Profile.generic(layout), "lossless", backend=backend) for backend in ("numba", "triton"))
+    cpu, gpu = (Codec(Profile.unlearned(layout), "lossless", backend=backend) for backend in ("numba", "triton"))
     for number, lengths in enumerate(calls(LENGTHS)):
         total = sum(lengths) + 40
         cache, slots = pages(layout, total, order, element, number), some_slots(lengths, total, number)
@@ -90,9 +90,10 @@ def test_lossless_blobs_are_the_same_bytes(name: str, element: torch.dtype, orde
             assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-LOSSY = [("bfloat16", "layer"), ("float16", "head"), ("gqa", "unit"), ("irregular", "layers:2"), ("mqa", "all"),
-         ("bfloat16", "classes"), ("interleaved", "classes"), ("float16", "tokens"), ("irregular", "tokens"),
-         ("bfloat16", "generic"), ("irregular", "generic")]  # fmt: skip
+LOSSY = [
+    ("bfloat16", "layer"), ("float16", "head"), ("gqa", "unit"), ("irregular", "layers:2"), ("mqa", "all"),
+    ("bfloat16", "classes"), ("interleaved", "classes"), ("float16", "tokens"), ("irregular", "tokens"),
+]  # fmt: skip
 
 
 def lossy(name: str, scheme: str) -> tuple[Codec, Codec]:
@@ -108,7 +109,7 @@ def chunk_of(name: str, scheme: str, tokens: int) -> KVChunk:
 
 def use_references(patch: pytest.MonkeyPatch) -> int:
     """Put the plain references of all that follows the transform in the place of kernels; returns of how many."""
-    users = [import_module(f"cuvee.kernels.{name}") for name in ("outgoing", "transform_scheme", "generic_scheme")]
+    users = [import_module(f"cuvee.kernels.{name}") for name in ("outgoing", "transform_scheme")]
     count = 0
     for home in ("rans", "rans_by_class", "symbols", "symbols_by_class"):
         for name, reference in vars(import_module(f"cuvee.kernels.ops.naive.{home}")).items():

@@ -96,13 +96,13 @@ ALONE = {
 RUNS: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
     "_decode_kernel": (scenarios.decodes, ("layer",)),
     "_dequantize": (scenarios.decodes, ("layer",)),
-    "_place_escapes": (scenarios.decodes, ("layer", "generic")),
+    "_place_escapes": (scenarios.decodes, ("layer",)),
     "_synthesize": (scenarios.decodes, ("layer",)),
     "_count_symbols": (scenarios.encodes, ("lossless",)),
     "_split_planes": (scenarios.encodes, ("lossless",)),
     "_sum_bytes": (scenarios.encodes, ("lossless",)),
 }
-ENCODED = (scenarios.encodes, ("layer", "generic"))
+ENCODED = (scenarios.encodes, ("layer",))
 
 
 @pytest.fixture

@@ -15,14 +15,6 @@ from cuvee.codec.stages.compiled.token_order import deal
 
 
 @compiled
-def stream_words(data, found, tokens):  # type: ignore[no-untyped-def]
-    """Return the word at which each stream of a part begins, and the word after the last stream's."""
-    words_at = np.empty(((tokens + (1 << found[part.LOG2]) - 1) >> found[part.LOG2]) + 1, np.uint32)
-    part.list_words(data, found, words_at)
-    return words_at
-
-
-@compiled
 def decode_several(  # type: ignore[no-untyped-def]
     data, words_at, first_word, start, stop, found, planes, tables, first_table, slots, bits, out, out_at, columns
 ):
@@ -30,7 +22,7 @@ def decode_several(  # type: ignore[no-untyped-def]
 
     Args:
         data: uint8, holds the words, behind the states of their streams.
-        words_at: uint32, the results of `stream_words`, one after the other.
+        words_at: uint32, of each section where the words of its streams begin, and where the last end.
         first_word: int64 `[S]`, where those of each section begin.
         start: the first token.
         stop: the token after the last.
@@ -88,39 +80,3 @@ def decode_several(  # type: ignore[no-untyped-def]
     while streams[damaged + 1] <= bad:
         damaged += 1
     return damaged, (start >> found[damaged, part.LOG2]) + bad - streams[damaged]
-
-
-@compiled
-def decode_planes(  # type: ignore[no-untyped-def]
-    data, words_at, start, stop, found, planes, tables, slots, bits, order, out, problem
-):
-    """Decode the planes of a tile; return their number of columns, or -1 for a damaged stream.
-
-    Args:
-        data: uint8, holds the words, behind the states of their streams.
-        words_at: uint32, the result of `stream_words`.
-        start: the first token.
-        stop: the token after the last.
-        found: int64, the fields of `coded_part`.
-        planes: planes per token.
-        tables: uint32, where in `slots` the table of each plane begins.
-        slots: uint32, decode tables, see `EntropyTables.slots`.
-        bits: probability bits of the tables.
-        order: int64 `[tokens + MAX_TOKENS_PER_STREAM - 1]`, receives the token of each column, counted from `start`;
-            -1 for none.
-        out: uint8, receives the planes `[planes, columns]`; undefined in a column without a token.
-        problem: int64 `[1]`, receives the number of a damaged stream.
-    """
-    columns = np.empty(1, np.int64)
-    columns[0] = deal(stop - start, 1 << found[part.LOG2], order, np.empty(len(order), np.uint8))
-    sections = np.zeros((1, len(found)), np.int64)
-    for field in range(len(found)):
-        sections[0, field] = found[field]
-    count, nowhere = np.full(1, np.int64(planes)), np.zeros(1, np.int64)
-    bad, stream = decode_several(
-        data, words_at, nowhere, start, stop, sections, count, tables, nowhere, slots, bits, out, nowhere, columns
-    )
-    if bad >= 0:
-        problem[0] = stream
-        return np.int64(-1)
-    return columns[0]

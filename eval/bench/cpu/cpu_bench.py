@@ -163,8 +163,7 @@ def _stages(effort: Effort, caches: Sequence[BenchCache], say: Callable[[str], N
         chunk = cached.chunk.slice(0, STAGE_TOKENS)
         work = [(name, profile, "balanced") for name, profile in cached.profiles.items()]
         if cached.real or cached is caches[-1]:
-            nothing = Profile.generic(chunk.layout)
-            work += [("generic", nothing, "balanced"), ("lossless", nothing, "lossless")]
+            work.append(("lossless", Profile.unlearned(chunk.layout), "lossless"))
         for name, profile, quality in work:
             say(f"stages: {cached.name}, {name}")
             out.append({"cache": cached.name, "profile": name, **measure_stages(effort, profile, quality, chunk)})

@@ -23,7 +23,6 @@ from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import SectionCoding, StepCoding
 from cuvee.codec.stages.compiled import coded_part, product
 from cuvee.codec.stages.compiled.byte_planes import LayersIndex
-from cuvee.codec.stages.compiled.channels import ChannelIndex
 from cuvee.codec.stages.compiled.sections import SectionIndex
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 from cuvee.codec.stages.reference.sections import Coefficients
@@ -156,23 +155,6 @@ def _decode_layers(result: None, index: LayersIndex, which: slice, at: slice, *_
     return {DECODED: coded * width, BYTES: (every - coded) * width + every * width}
 
 
-def _center_channels(result: Any, x: torch.Tensor) -> Work:
-    return {BYTES: 3 * x.nbytes}  # it is read twice and written once
-
-
-def _normalized_channels(y: F32, x: torch.Tensor, *_: Any) -> Work:
-    return {BYTES: x.nbytes + y.nbytes}
-
-
-def _index_channels(index: ChannelIndex, data: memoryview, *_: Any) -> Work:
-    return {BYTES: 4 * len(index.words_at)}  # the section stays where it is
-
-
-def _decode_channels(result: None, index: ChannelIndex, at: slice, section: Section, layout: KVLayout, *_: Any) -> Work:
-    width = at.stop - at.start
-    return {DECODED: index.planes * width, BYTES: section.values * layout.torch_dtype.itemsize * width}
-
-
 COUNTED: dict[str, Callable[..., Work]] = {
     "classes": _classes,
     "gather_centered": _gather,
@@ -187,10 +169,6 @@ COUNTED: dict[str, Callable[..., Work]] = {
     "decode_sections": _decode_sections,
     "index_layers": _index_layers,
     "decode_layers": _decode_layers,
-    "center_channels": _center_channels,
-    "normalized_channels": _normalized_channels,
-    "index_channels": _index_channels,
-    "decode_channels": _decode_channels,
     "synthesize": _synthesize,
     "place": _place,
 }

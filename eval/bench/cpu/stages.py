@@ -20,7 +20,7 @@ from cuvee.codec.cpu.backend import CpuBackend
 from cuvee.codec.format.container import inspect, read_header, read_section, write_blob
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
-from cuvee.codec.schemes import generic, lossless
+from cuvee.codec.schemes import lossless
 from cuvee.codec.stages.implementations import Stages, get_stages
 from cuvee.eval.bench.cpu.cases import BACKEND
 from cuvee.eval.bench.cpu.limits import StageTotal, against_limits, probes
@@ -34,8 +34,6 @@ __all__ = ["CONTAINER", "REST", "STAGE_FUNCTIONS", "measure_stages"]
 # What each row of the table adds up, by the names in `Stages` and in `_OTHERS`.
 STAGE_FUNCTIONS = {
     "gather": ("gather_centered",),
-    "center, normalize": ("center_channels", "normalized_channels"),
-    "choose scales": ("write_channels",),
     "choose classes": ("classes",),
     "sort by class": ("arrange",),
     "split bytes": ("split_unit",),
@@ -43,16 +41,14 @@ STAGE_FUNCTIONS = {
     "product": ("analyze", "synthesize"),
     "quantize and pack": ("quantize", "pack", "to_planes"),
     "entropy coding": ("rans_encode", "encode_classed"),
-    "read sections": ("index_sections", "index_channels"),
+    "read sections": ("index_sections",),
     "read tables": ("index_layers",),
     "entropy decoding, dequantize": ("decode_sections",),
-    "entropy decoding, dequantize, place": ("decode_channels",),
     "entropy decoding, join, place": ("decode_layers",),
     "place": ("place",),
 }
 # Functions that schemes and the backend call besides the stages.
 _OTHERS: tuple[tuple[Any, str], ...] = (
-    (generic, "write_channels"),
     (lossless, "choose_tables"),
     (SectionCoding, "classes"),
 )

@@ -93,8 +93,7 @@ def cases(asked: dict[str, Any]) -> Iterator[tuple[dict[str, Any], KVChunk, Same
     for name, chunk, profiles in caches(asked):
         for threads in asked["threads"]:
             options: dict[str, Any] = {"backend": "numba", "threads": threads}
-            codecs = {"lossless": Codec.without_profile(chunk.layout, "lossless", **options)}
-            codecs["generic"] = Codec.without_profile(chunk.layout, "balanced", **options)
+            codecs = {"lossless": Codec.without_profile(chunk.layout, **options)}
             codecs |= {of: Codec(profile, "balanced", **options) for of, profile in profiles.items()}
             for of, codec in codecs.items():
                 for tokens in asked["tokens"]:

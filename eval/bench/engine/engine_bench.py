@@ -39,6 +39,7 @@ from rich.console import Console
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.eval.bench.engine.first_token import measure_first_token
 from cuvee.eval.bench.engine.footprint import measure_footprint
 from cuvee.eval.bench.engine.process import Engine
@@ -76,7 +77,7 @@ def run_engine_bench(
         scope: what to measure.
         model: checkpoint for `first token` and `storing`; None for random weights of `scope.shape`.
         stores: URLs of stores to load from, besides memory and files. What is put there stays there.
-        profile: of `model`, for its lossy engines; None: they have the generic one, which needs nothing learned.
+        profile: of `model`, for its lossy engines; None: there are none.
         store_shares: values of the connector's option `store_share` to measure storing with, besides storing without a
             limit.
         store_nicenesses: the same for `store_niceness`.
@@ -118,7 +119,11 @@ def run_engine_bench(
         if max(scope.lengths) + QUESTION + PROOF_TOKENS > report["model"]["positions"]:
             raise InputError(f"lengths: must leave room in the model's {report['model']['positions']} positions")
         with ExitStack() as stack:
-            chosen = [replace(variant, store=variant.store.format(folder=folder)) for variant in scope.variants]
+            chosen = [
+                replace(variant, store=variant.store.format(folder=folder))
+                for variant in scope.variants
+                if profile is not None or variant.quality == LOSSLESS
+            ]
             chosen += [EngineVariant(f"lossless, {url.partition(':')[0]}", "lossless", url) for url in stores]
             named: dict[str, EngineVariant | None] = {
                 NO_CONNECTOR: None,

@@ -23,13 +23,11 @@ def measure_footprint(scope: EngineScope, folder: Path, say: Callable[[str], Non
     """Count the bytes of books-3m's caches in a file store, as the engine stored them."""
     name = BUNDLED_MODEL
     prompts = spread_sequences([read_corpus(text, name) for text in EVALUATION_TEXTS], LENGTH, scope.prompts).tolist()
-    profiles: dict[str, Path | None] = {}
+    profiles: dict[str, Path] = {}
     for group in scope.groups:
-        profiles[group] = None
-        if group != "generic":
-            say(f"footprint: learning a profile, group {group}")
-            path = profiles[group] = folder / f"{group.replace(':', '-')}.safetensors"
-            learn_profile(group, scope.windows).save(path)
+        say(f"footprint: learning a profile, group {group}")
+        profiles[group] = folder / f"{group.replace(':', '-')}.safetensors"
+        learn_profile(group, scope.windows).save(profiles[group])
     entries: list[dict[str, Any]] = []
     # Only the tokens of whole chunks are stored, so the question is not.
     options = {"max_model_len": LENGTH + 1, "block_size": min(64, *scope.chunks)}

@@ -115,14 +115,14 @@ class EngineScope:
 
     Attributes:
         shape: of the model, if none is given.
-        variants: engines to compare with one without the connector.
+        variants: engines to compare with one without the connector; lossy ones only with a profile.
         lengths: tokens in the prefixes; multiples of the chunk.
         rounds: how often all lengths are measured, after one round that proves and warms up.
         seconds: after this time no further round of `first token` is started, but at least three are measured.
         hits: how often a prompt is loaded in a round.
         batch: (prompts, tokens in each, tokens to generate) for `storing`.
         batch_rounds: rounds of `storing`.
-        presets, chunks, groups: for `footprint`. Group "generic" is the profile that needs no calibration.
+        presets, chunks, groups: for `footprint`.
         windows: sequences that a profile is calibrated on.
         prompts: how many prompts `footprint` takes at most.
     """
@@ -137,7 +137,7 @@ class EngineScope:
     batch_rounds: int = 5
     presets: tuple[str, ...] = tuple(PRESETS)
     chunks: tuple[int, ...] = (256, 64)
-    groups: tuple[str, ...] = ("layer", "generic")
+    groups: tuple[str, ...] = ("layer",)
     windows: int = 100
     prompts: int = 32
 

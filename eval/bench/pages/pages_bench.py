@@ -107,7 +107,7 @@ def _case(chunk: KVChunk, page_tokens: int, arrangement: str, profile: Profile |
     host = HostPages(chunk, page_tokens, arrangement)
     methods: dict[str, PageMethod] = {COPY: CopiedPages(host), ZSTD: zstd_pages(host)}
     opened: list[StoredPages] = []
-    codecs = [Codec(Profile.generic(chunk.layout), LOSSLESS, threads=1)]
+    codecs = [Codec(Profile.unlearned(chunk.layout), LOSSLESS, threads=1)]
     if profile is not None:
         codecs += [Codec(profile, quality, threads=1, dtype="bfloat16") for quality in PRESET_KL]
     expected: dict[str, KVChunk] = {}

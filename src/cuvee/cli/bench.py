@@ -399,7 +399,7 @@ def bench_engine(
         Path | None,
         typer.Option(
             "--profile",
-            help="Profile of the model, for its lossy engines. Default: the generic one, which needs no learning.",
+            help="Profile of the model, for its lossy engines. Without one, there are none.",
         ),
     ] = None,
     store_shares: Annotated[

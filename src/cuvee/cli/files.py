@@ -44,7 +44,7 @@ def blob_files(source: Path) -> list[Path]:
 
 
 def read_profile(file: Path | None, config: Path | None, dtype: str) -> Profile:
-    """Load a profile, or make the generic profile of a model from its configuration.
+    """Load a profile, or make one that has learned nothing from a model's configuration.
 
     Args:
         file: the profile.
@@ -71,7 +71,7 @@ def read_profile(file: Path | None, config: Path | None, dtype: str) -> Profile:
     try:
         # Never run code of a repository that the file names, and never ask whether to.
         read = AutoConfig.from_pretrained(str(config), trust_remote_code=False).get_text_config(decoder=True)
-        return Profile.generic(KVLayout.from_config(read, dtype=dtype))
+        return Profile.unlearned(KVLayout.from_config(read, dtype=dtype))
     except (CuveeError, OSError, ImportError):
         raise
     except Exception as error:  # transformers raises errors of any class for an invalid configuration

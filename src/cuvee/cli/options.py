@@ -56,7 +56,7 @@ class Dtype(StrEnum):
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="The profile.")]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", help="Instead of a profile: the model's config.json. Lossless, or nothing learned."),
+    typer.Option("--config", help="Instead of a profile: the model's config.json. Lossless only."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -37,15 +37,16 @@ def tasks(
     model: Model = "books-3m",
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", help="The profile. Default: the generic one, which needs no learning."),
+        typer.Option("--profile", help="The profile. Without one, the codec is lossless."),
     ] = None,
     variants: Annotated[
-        str,
+        str | None,
         typer.Option(
+            show_default=False,
             help="Caches to compare, separated by commas: exact, destroyed, absent, a quality, kl=0.0005, bits=3, or a "
-            "baseline such as fp8-e4m3."
+            "baseline such as fp8-e4m3. Default: exact,destroyed,absent, and with --profile high,balanced.",
         ),
-    ] = "exact,destroyed,absent,high,balanced",
+    ] = None,
     data: TaskData = None,
     metadata: Metadata = None,
     limit: Limit = None,
@@ -64,7 +65,9 @@ def tasks(
 
     Example: cuvee tasks cuvee_lines_100 cuvee_xquad --model smollm2 --profile P --data DIR --limit 40 -o tasks.json
     """
-    options = {**locals()} | {"variants": comma_separated(variants)}
+    default = "exact,destroyed,absent" + (",high,balanced" if profile else "")
+    options = {**locals()} | {"variants": comma_separated(variants or default)}
+    del options["default"]
     from cuvee.eval.score_tasks import TasksConfig, run_tasks, tasks_tables
 
     config = TasksConfig(**fields_from(options, *(name for name in options if name not in ("out", "as_json"))))

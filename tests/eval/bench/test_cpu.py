@@ -84,7 +84,7 @@ def test_every_figure_is_a_positive_number(report: dict[str, Any]) -> None:
 def test_stages_are_apart(report: dict[str, Any]) -> None:
     shape, large = "books-3m", "llama-3.1-8b, 4 of 32 layers"
     cases = [(entry["cache"], entry["profile"]) for entry in report["stages"]]
-    assert cases == [(shape, "layer"), (large, "head"), (large, "generic"), (large, "lossless")]
+    assert cases == [(shape, "layer"), (large, "head"), (large, "lossless")]
     both = {"container", "rest"}
     for entry in report["stages"][:2]:
         learned = both | {"product"}

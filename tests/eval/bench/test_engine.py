@@ -31,7 +31,7 @@ from cuvee.eval.bench.engine.storing import measure_storing
 
 SMALL = EngineScope(
     RandomLlama(2, 128, 256, 4, 2, 32, 256, 1024), VARIANTS[:1], lengths=(256, 512), rounds=1, hits=2,
-    batch=(2, 272, 4), batch_rounds=1, presets=("lossless", "balanced"), chunks=(256,), groups=("generic",), prompts=2,
+    batch=(2, 272, 4), batch_rounds=1, presets=("lossless", "balanced"), chunks=(256,), prompts=2, windows=12,
 )  # fmt: skip
 MODEL = {
     "name": "m", "layers": 2, "hidden": 128, "kv_heads": 2, "head_dim": 32, "vocabulary": 256, "positions": 1024,

@@ -132,22 +132,12 @@ def test_the_work_of_a_learned_profile(chunk: KVChunk, fitted: Profile, monkeypa
 
 
 def test_the_work_of_lossless_coding(layout: KVLayout, chunk: KVChunk) -> None:
-    entry = measure_stages(ONCE, Profile.generic(layout), "lossless", chunk)
+    entry = measure_stages(ONCE, Profile.unlearned(layout), "lossless", chunk)
     encode, decode = amounts(entry, "encode"), amounts(entry, "decode")
     join = decode["entropy decoding, join, place"]
     assert encode["entropy coding"][ENCODED] == join[DECODED] and join[DECODED] % TOKENS == 0
     assert join[DECODED] + join[BYTES] == 2 * TOKENS * VALUES * 2  # a byte of input is coded or stored; then the output
     assert encode["split bytes"][BYTES] == 2 * 2 * TOKENS * VALUES
-
-
-def test_the_work_without_a_profile(layout: KVLayout, chunk: KVChunk) -> None:
-    entry = measure_stages(ONCE, Profile.generic(layout), "balanced", chunk)
-    encode, decode = amounts(entry, "encode"), amounts(entry, "decode")
-    whole = decode["entropy decoding, dequantize, place"]
-    assert encode["entropy coding"][ENCODED] == whole[DECODED]
-    assert whole[BYTES] == TOKENS * VALUES * 2
-    assert encode["center, normalize"][BYTES] == TOKENS * VALUES * 4 * (3 + 2)
-    assert encode["choose scales"] == {} and entry["encode"]["seconds"]["choose scales"] > 0
 
 
 def test_a_stage_that_is_only_timed_has_no_work() -> None:
@@ -156,14 +146,14 @@ def test_a_stage_that_is_only_timed_has_no_work() -> None:
 
 def test_everything_is_as_before(layout: KVLayout, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch) -> None:
     before = SectionCoding.classes, os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    measure_stages(ONCE, Profile.generic(layout), "lossless", chunk)
+    measure_stages(ONCE, Profile.unlearned(layout), "lossless", chunk)
 
     def refuse(*args: Any) -> None:
         raise ValueError("no")
 
     monkeypatch.setattr(stages, "probes", refuse)
     with pytest.raises(ValueError, match="no"):
-        measure_stages(ONCE, Profile.generic(layout), "lossless", chunk)
+        measure_stages(ONCE, Profile.unlearned(layout), "lossless", chunk)
     after = SectionCoding.classes, os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     assert before == after and vars(backend)["Rotation"] is Rotation
 

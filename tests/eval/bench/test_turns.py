@@ -37,7 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_case_has_both_speeds_and_their_ratio(report: dict[str, Any]) -> None:
     assert report["against"] == str(ROOT) and report["hardware"]["cpu"]
     named = [(case["profile"], case["tokens"], case["threads"]) for case in report["cases"]]
-    assert named == [(of, tokens, 1) for of in ("lossless", "generic", "head") for tokens in (64, 256)]
+    assert named == [(of, tokens, 1) for of in ("lossless", "head") for tokens in (64, 256)]
     for case in report["cases"]:
         assert case["bits_per_value"][0] == case["bits_per_value"][1]
         for way in ("encode", "decode"):

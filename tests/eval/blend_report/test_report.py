@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tests.conftest import fitted_to
 from typer.testing import CliRunner, Result
 
 import cuvee
@@ -85,12 +86,12 @@ def bundled() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def tiny(bundled: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> BlendConfig:
-    """A few prompts of a few tokens, coded with a profile that needs no learning, and a file of prompts."""
+    """A few prompts of a few tokens, coded with a profile of synthetic caches, and a file of prompts."""
     folder = tmp_path_factory.mktemp("given")
-    Profile.generic(KVLayout.from_config(bundled[0].config, dtype=torch.float32)).save(folder / "generic")
+    fitted_to(KVLayout.from_config(bundled[0].config, dtype=torch.float32)).save(folder / "fitted")
     lines = [json.dumps({**ITEM, "id": i, "gold": i % 2}) for i in range(2)]
     (folder / "pets.jsonl").write_text("\n".join(lines) + "\n\n")
-    return replace(TINY, profile=str(folder / "generic"), multidoc=(str(folder / "pets.jsonl"),))
+    return replace(TINY, profile=str(folder / "fitted"), multidoc=(str(folder / "pets.jsonl"),))
 
 
 def less_of(config: BlendConfig) -> BlendConfig:

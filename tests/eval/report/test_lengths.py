@@ -29,7 +29,7 @@ CONFIG = replace(
     length=96,
     sequences=2,
     tasks=(),
-    methods=("fp8-e4m3", "kivi4", "cuvee/generic", "destroyed"),
+    methods=("fp8-e4m3", "kivi4", "cuvee/lossless", "destroyed"),
     lengths=(256, 40, 100),
     length_sequences=3,
 )
@@ -137,13 +137,13 @@ def test_every_method_is_measured_at_every_length(done: tuple[Path, dict[str, An
     out, data = done
     assert json.loads((out / "report.json").read_text()) == data and not data["profiles"]
     assert [t["cached"] for t in data["text"]["lengths"]] == [40, 100, 256]
-    keys = ["fp8-e4m3", "kivi4", "destroyed", "cuvee/generic@balanced"]
+    keys = ["fp8-e4m3", "kivi4", "destroyed", "cuvee/lossless"]
     assert [(e["length"], e["key"]) for e in data["lengths"]] == [(n, k) for n in (40, 100, 256) for k in keys]
     for entry in data["lengths"]:
         assert entry["sequences"] == 3 and len(entry["per_sequence"]["kl"]) == 3
     sizes = {(e["key"], e["length"]): e["bits_per_value"] for e in data["lengths"]}
     assert sizes["fp8-e4m3", 40] == sizes["fp8-e4m3", 256] == 8
-    assert sizes["cuvee/generic@balanced", 40] > sizes["cuvee/generic@balanced", 256]  # statistics in the blob
+    assert sizes["cuvee/lossless", 40] > sizes["cuvee/lossless", 256]  # tables in the blob
 
 
 def test_figures_are_those_of_a_bench_on_these_sequences(done: tuple[Path, dict[str, Any]]) -> None:

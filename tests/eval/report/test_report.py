@@ -93,7 +93,7 @@ def test_a_report_holds_every_method_and_how_it_was_made(done: tuple[Path, dict[
     assert len(set(keys)) == len(keys)
     left_out = {"fp8-e5m2", "int8", "kivi3", "cachegen-tables-free"}
     assert set(keys) >= (BASELINES.keys() - left_out) | {f"cuvee/layer@{preset}" for preset in PRESET_KL}
-    assert {"cuvee/lossless", "cuvee/generic@balanced"} <= set(keys) and any(k.startswith("pca/layer@") for k in keys)
+    assert "cuvee/lossless" in keys and any(k.startswith("pca/layer@") for k in keys)
     for entry in data["quality"]:
         fields = {k: v for k, v in entry.items() if k not in ("key", "family", "label", "kind", "setting")}
         quality = Quality.from_dict(fields)
@@ -137,7 +137,7 @@ def test_scores_are_paired_with_those_of_the_exact_cache(done: tuple[Path, dict[
     assert (task["name"], task["docs"], task["chance"]) == (TASK, 6, 0.125)
     scores = {entry["key"]: entry for entry in data["scores"]}
     assert set(scores) == {
-        "bf16", "destroyed", "kivi2", "cuvee/generic@balanced", "cuvee/layer@balanced",
+        "bf16", "destroyed", "kivi2", "cuvee/layer@balanced",
     }  # fmt: skip
     exact = scores["bf16"]
     assert exact["difference"] is None and exact["bits_per_value"] == 16
@@ -441,7 +441,7 @@ def test_a_method_that_fails_is_left_out_and_nothing_else(
     measured = {entry["key"] for entry in data["quality"]}
     assert "cachegen" not in measured and {"kivi2", "cuvee/layer@balanced"} <= measured
     assert {entry["key"] for entry in data["scores"]} == {
-        "bf16", "destroyed", "cuvee/generic@balanced", "cuvee/layer@balanced",
+        "bf16", "destroyed", "cuvee/layer@balanced",
     }  # fmt: skip
     assert [entry["anchor"] for entry in data["comparison"]] == ["fp8-e4m3", "kivi4", "kivi2"]
 
@@ -459,7 +459,7 @@ def no_method() -> Method:
 
 LISTED = [
     Candidate(key, key, "point", no_method)
-    for key in ("bf16", "fp8-e4m3", "int8", "pca/layer@1", "pca/kv@1", "cuvee/generic@high", "cuvee/layer@high")
+    for key in ("bf16", "fp8-e4m3", "int8", "pca/layer@1", "pca/kv@1", "cuvee/all@high", "cuvee/layer@high")
 ]
 QUICK = [c for c in LISTED if c.key not in ("int8", "pca/kv@1")]
 
@@ -467,10 +467,10 @@ QUICK = [c for c in LISTED if c.key not in ("int8", "pca/kv@1")]
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ((), "bf16 fp8-e4m3 pca/layer@1 cuvee/generic@high cuvee/layer@high"),
+        ((), "bf16 fp8-e4m3 pca/layer@1 cuvee/all@high cuvee/layer@high"),
         (("fp8-e4m3",), "bf16 fp8-e4m3"),
         (("bf16",), "bf16"),
-        (("cuvee", "fp8-e4m3"), "bf16 fp8-e4m3 cuvee/generic@high cuvee/layer@high"),
+        (("cuvee", "fp8-e4m3"), "bf16 fp8-e4m3 cuvee/all@high cuvee/layer@high"),
         (("cuvee/layer",), "bf16 cuvee/layer@high"),
         (("cuvee/layer@high", "cuvee/layer@high"), "bf16 cuvee/layer@high"),
         (("pca",), "bf16 pca/layer@1"),
@@ -498,13 +498,13 @@ def test_only_the_methods_asked_for_are_measured(
     done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuvee, "calibrate", lambda *a, **k: pytest.fail("no method asked for needs a profile"))
-    config = replace(CONFIG, methods=("kivi4", "int8", "cuvee/generic"), limit=2)
+    config = replace(CONFIG, methods=("kivi4", "int8", "cuvee/lossless"), limit=2)
     data = run_report(config, tmp_path / "run", console)
-    assert keys_of(data) == ["bf16", "int8", "kivi4", "cuvee/generic@balanced"] and data["complete"]
-    assert {s["key"] for s in data["scores"]} == {"bf16", "cuvee/generic@balanced"}
+    assert keys_of(data) == ["bf16", "int8", "kivi4", "cuvee/lossless"] and data["complete"]
+    assert {s["key"] for s in data["scores"]} == {"bf16"}
     known = {entry["key"]: entry["kl"] for entry in done[1]["quality"]}
     assert data["quality"][2]["kl"] == pytest.approx(known["kivi4"])
-    assert data["configuration"]["methods"] == ["kivi4", "int8", "cuvee/generic"]
+    assert data["configuration"]["methods"] == ["kivi4", "int8", "cuvee/lossless"]
     with pytest.raises(InputError, match="differs in methods"):
         run_report(replace(config, methods=("kivi4",)), tmp_path / "run", console)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.recognizing import cached, ids_of, learned_profile, small_model
 
@@ -61,7 +62,8 @@ class Desk:
         self.slots = (order[:, None] * PAGE + torch.arange(PAGE)).flatten()
         self.store = store
         self.counts = Counts()
-        self.codec = Codec(Profile.generic(LAYOUT), quality, threads=1, key=list(secrets) or None)
+        profile = Profile.unlearned(LAYOUT) if quality == "lossless" else fitted_to(LAYOUT)
+        self.codec = Codec(profile, quality, threads=1, key=list(secrets) or None)
         self.names = PageNames(
             Identity("m", "", LAYOUT.fingerprint, b"" if self.codec.lossless else b"profile", self.codec.quality_name),
             Scope("tenant"), "test", PAGE,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import fitted_to
 from tests.integrations.latent_models import Latents
 from tests.integrations.sglang.real_sglang import (
     host_pool,
@@ -189,9 +190,9 @@ def test_pages_are_found_whatever_the_arrangement(rank: Callable[..., Rank], arr
     assert torch.equal(in_order(again.pool, into), wanted)
 
 
-def test_what_the_controller_sends_in_batches_is_one_sequence(rank: Callable[..., Rank]) -> None:
+def test_what_the_controller_sends_in_batches_is_one_sequence(rank: Callable[..., Rank], tmp_path: Path) -> None:
     """More than 128 pages, stored node by node of the tree, and loaded from the middle."""
-    first = rank({"quality": "balanced"}, page_tokens=8, pages=200)
+    first = rank({"quality": "balanced", "profile": fitted_path(tmp_path)}, page_tokens=8, pages=200)
     at, tokens = first.alloc(200), TOKENS[:1600]
     hashes = first.hashes(tokens)
     keys, values = in_order(first.pool, at).transpose(1, 2)
@@ -204,7 +205,7 @@ def test_what_the_controller_sends_in_batches_is_one_sequence(rank: Callable[...
     assert first.backend.batch_exists([*keys, "none"], extra) == 197
     assert first.backend.batch_exists([keys[0], "none", keys[1]], extra) == 1
     assert first.backend.batch_get_v1(keys, into, extra) == [True] * 197
-    codec = Codec(Profile.generic(layout()), "balanced")
+    codec = Codec(fitted_to(layout()), "balanced")
     # The run of the pages 3 to 34: the first 128 pages of the second node are coded 32 at a time.
     back = codec.decode(codec.encode(chunk.slice(3 * 8, 35 * 8)))
     assert torch.equal(in_order(first.pool, into[: 32 * 8])[0].transpose(0, 1), torch.stack(back.keys))
@@ -212,6 +213,12 @@ def test_what_the_controller_sends_in_batches_is_one_sequence(rank: Callable[...
     whole, again = rank(None, page_tokens=8), first.alloc(1)
     assert whole.backend.batch_exists(hashes) == 0, "lossless never reads lossy pages"
     assert first.backend.batch_get_v1(hashes[:1], again) == [True], "its position need not be known to load it"
+
+
+def fitted_path(folder: Path) -> str:
+    """A profile of the model's layout, which names no weights."""
+    fitted_to(layout()).save(folder / "fitted")
+    return str(folder / "fitted")
 
 
 def layout() -> KVLayout:
@@ -235,9 +242,9 @@ def test_ranks_share_a_store_and_not_pages(rank: Callable[..., Rank]) -> None:
 
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
 def test_without_the_prefix_only_lossless_pages_are_stored(
-    rank: Callable[..., Rank], quality: str, caplog: pytest.LogCaptureFixture
+    rank: Callable[..., Rank], quality: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    r = rank({"quality": quality})
+    r = rank({"quality": quality, "profile": fitted_path(tmp_path)})
     tokens, at = TOKENS[:64], r.alloc(4)
     stored = r.back_up(tokens, at, None)
     assert stored == (64 if quality == "lossless" else 0)
@@ -499,7 +506,7 @@ def test_a_profile_of_other_weights_is_refused(
     rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "profile.safetensors")
-    Profile.generic(layout()).save(path)
+    fitted_to(layout()).save(path)
     rank({"profile": path, "quality": "balanced"})
     monkeypatch.setattr("cuvee.integrations.checkpoint.check_profile", lambda *_, **__: "mismatch")
     with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
@@ -516,8 +523,10 @@ def test_the_profile_of_the_model_is_taken_from_a_collection(
         rank(missing)
     weights = weight_fingerprints(bundled_model_path()).found[0]
     for name in (weights, "0" * 32):
-        generic = Profile.generic(layout())
-        Profile(generic.layout, "unit", "generic", generic.family, model=name).save(tmp_path / "p")
+        fitted = fitted_to(layout())
+        Profile(fitted.layout, fitted.group, fitted.source, fitted.family, fitted.learned, model=name).save(
+            tmp_path / "p"
+        )  # fmt: skip
         with ProfileCollection.open(where) as collection:
             pushed = collection.push(tmp_path / "p").id
     caplog.set_level("INFO")

@@ -175,7 +175,7 @@ def test_lossy_pages_are_those_of_the_codec(
     told = KVChunk(keys, values, chunk.layout)
     back = codec.decode(codec.encode(told, tokens=tokens))
     assert into is not None and equal(cache.values(into), [*back.keys, *back.values])
-    with pytest.raises(InputError, match=r"quality: must be 'lossless', got .*: lossy coding needs the positions"):
+    with pytest.raises(InputError, match=r"quality: must be quality='lossless' with an unlearned profile"):
         prefix_cache({"quality": "balanced"})
 
 

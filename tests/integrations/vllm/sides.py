@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import wait_until
 
@@ -79,6 +80,11 @@ def generate(request: SimpleNamespace, tokens: int) -> None:
     _hash_blocks(request)
 
 
+def _profile_for(asked: Mapping[str, Any]) -> Profile:
+    """A profile with which a codec has this quality."""
+    return Profile.unlearned(LAYOUT) if asked.get("quality") == "lossless" else fitted_to(LAYOUT)
+
+
 class Desk:
     """A scheduler's side with its store and a clock that tests turn."""
 
@@ -102,7 +108,7 @@ class Desk:
         self.shards = shards
         opts = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", "decide": "always", **options})
         self.chunk = opts.chunk_tokens
-        profile = Profile.generic(LAYOUT) if profile is None else profile
+        profile = profile or _profile_for(opts.codec_quality)
         codec = Codec(profile, **opts.codec_quality)
         if codec.lossless:
             self.identity, quality = IDENTITY, "lossless"
@@ -250,8 +256,9 @@ class Bench:
         **options: Any,
     ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
-        profile = Profile.generic(LAYOUT) if profile is None else profile
-        self.codec = Codec(profile, **{"quality": "lossless", **(codec or {})})
+        asked = {"quality": "lossless", **(codec or {})}
+        profile = profile or _profile_for(asked)
+        self.codec = Codec(profile, **asked)
         self.setup = Setup(
             self.options, LAYOUT, profile, self.codec.quality_name, BLOCK, 1, True, True, True, groups=groups,
             tells=tells,

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import fitted_to
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import store_key
 from cuvee.codec.models.rope import rotate, unrotate
-from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Blend, Load, Report
 
@@ -552,7 +552,7 @@ def test_a_piece_that_cannot_be_placed_leaves_the_exact_prefix(
         b.store.entries[key] = {
             "damaged": blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:],
             "shorter": b.codec.encode(b.sequence.slice(31, 39)),
-            "of another quality": type(b.codec)(Profile.generic(LAYOUT), "high").encode(b.sequence.slice(31, 40)),
+            "of another quality": type(b.codec)(fitted_to(LAYOUT), "high").encode(b.sequence.slice(31, 40)),
             "empty": b"",
         }[harm]
     pieces = [b.piece(5, 20, 20), b.piece(31, 9, 41)]

@@ -31,6 +31,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from tests.conftest import fitted_to
 from tests.integrations.vllm import faults
 from tests.integrations.vllm.engines import (
     Answer,
@@ -48,7 +49,9 @@ from tests.integrations.vllm.engines import (
     spread,
     write_order,
 )
+from transformers import AutoConfig
 
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.part_keys import part_number
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.integrations.profile_collection.collection import ProfileCollection
@@ -228,7 +231,10 @@ def first_process(
         options = {**case.options, "block_size": case.other_block, "kv_transfer_config": transfer}
         engines.append(Engine(f"stored-{family}", models[family], [TOGETHER, turn], options))
     # What this one stores it finds again itself, once the engine's own cache is empty.
-    small = {"kv_transfer_config": cuvee(store("small"), quality="small", chunk_tokens=CHUNK)}
+    fitted = folder / "llama.profile"
+    layout = KVLayout.from_config(AutoConfig.from_pretrained(models["llama"]), CASES["llama"].dtype)
+    fitted_to(layout).save(fitted)
+    small = {"kv_transfer_config": cuvee(store("small"), quality="small", profile=str(fitted), chunk_tokens=CHUNK)}
     filled = Step(list(PROMPTS.values()), together=True, until=("vllm:cuvee_stored_chunks", all_stored))
     engines.append(Engine("small", models["llama"], [filled, ALONE], small))
     prefixes = [passage[: PREFIX + 1] for passage in prefix_ends(passages)]
@@ -364,11 +370,10 @@ def test_the_comparison_sees_a_lossy_cache(reference: dict[str, Ran], first_proc
     Of a random model; `test_balanced_keeps_its_promise` sees it of the trained one.
     """
     expected, ran = reference["llama"].steps, first_process["small"]
-    found = [loadable(prompt, 32) for prompt in PROMPTS.values()]  # whole chunks: without a profile, no tails
-    assert [answer.cached for answer in ran.steps[1]] == found
     noise = max(4 * spread(expected[:4]), 1e-4)
-    for answer, other, cached in zip(ran.steps[1], expected[0], found, strict=True):
-        assert (distance(answer, other) > noise) == (cached > 0)
+    for answer, other, prompt in zip(ran.steps[1], expected[0], PROMPTS.values(), strict=True):
+        assert answer.cached in (loadable(prompt, 32), loadable(prompt, 32, 32))  # its tail may not be stored yet
+        assert (distance(answer, other) > noise) == (answer.cached > 0)
 
 
 def test_an_engine_with_an_unknown_option_does_not_start(first_process: Results) -> None:

@@ -491,7 +491,7 @@ def test_a_library_in_transformers_finds_what_the_engine_stored(folder: Path, fi
 
     assert first["llama"].steps
     model = transformers.AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32).eval()
-    codec = Codec(Profile.generic(KVLayout.from_config(model.config, dtype=torch.float32)), "lossless")
+    codec = Codec(Profile.unlearned(KVLayout.from_config(model.config, dtype=torch.float32)), "lossless")
     identity = engine_identity(models["llama"], codec, tokenizer=False)
     store = open_store(f"file://{folder}/llama-store")
     library = ChunkCache(model, codec, store, identity=identity)

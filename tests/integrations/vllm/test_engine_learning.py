@@ -1,6 +1,6 @@
 """Profiles that real engines learn: from the requests of one, for those that start later.
 
-learning    learns from its requests, alone         publishes a profile, goes on with the generic one
+learning    learns from its requests, alone         publishes a profile, goes on without loss
 ranks       two ranks learn together                publish one profile of the whole model
 using       another process, the same collection    finds the profile of `learning`, and answers as without a connector
 """

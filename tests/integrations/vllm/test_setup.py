@@ -144,7 +144,7 @@ def test_an_engine_learns_where_there_is_no_profile_and_it_stores(
     engine = _engine(extra=extra)
     first = Setup.of_engine(*engine)
     assert first.learning is not None and (first.learning.group, first.learning.features) == ("layer", 32)
-    assert first.profile.source == "generic" and not first.predicts
+    assert first.quality == "lossless" and first.codec(0).lossless and not first.predicts
     assert Setup.of_engine(*_engine(extra=extra, kv_transfer__is_kv_producer=False)).learning is None
     assert Setup.of_engine(*engine).learning is not None
 
@@ -184,7 +184,7 @@ def test_what_is_supported_starts() -> None:
     made = Setup.of_engine(*_engine(kv_transfer__is_kv_producer=False))
     assert made.layout.fingerprint == LAYOUT.fingerprint
     assert (made.block_tokens, made.shards, made.loads, made.stores) == (32, 1, True, False)
-    assert made.profile.source == "generic"
+    assert made.profile.source == "unlearned"
     assert made.quality == "lossless" and made.codec(0).lossless, "nothing else is exact without a profile"
     assert made.codec(0).profile.layout == made.layout
 
@@ -444,18 +444,26 @@ def test_what_could_not_be_checked_is_said(
     assert "no profile is configured, so the quality is lossless" in caplog.text
 
 
-def test_a_lossy_quality_without_a_profile_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("quality", [{"quality": "balanced"}, {"kl": 0.01}, {"step": 0.1}])
+def test_a_lossy_quality_without_a_profile_is_refused(quality: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"must be quality='lossless' with an unlearned .* `cuvee profile learn`"):
+        Setup.of_engine(*_engine(extra=quality))
+
+
+def test_a_preset_without_a_curve_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _warn_of_no_promise.cache_clear()
+    _profile("layer").save(tmp_path / "p")
+    extra = {"profile": str(tmp_path / "p")}
     with caplog.at_level(logging.WARNING, "cuvee"):
         Setup.of_engine(*_engine()).codec(0)
         assert not caplog.records
         for _ in range(2):  # both sides of the connector, each of which makes several codecs
-            made = Setup.of_engine(*_engine(extra={"quality": "balanced"}))
+            made = Setup.of_engine(*_engine(extra=extra | {"quality": "balanced"}))
             assert made.quality == f"step:{made.codec(0).step_index}" != "lossless"
     (record,) = caplog.records
     assert "quality='balanced'" in record.getMessage() and "`cuvee profile learn`" in record.getMessage()
     with pytest.raises(ProfileError, match=r"^kl=0.01: this profile has no curve for kl. `cuvee profile learn`"):
-        Setup.of_engine(*_engine(extra={"kl": 0.01}))
+        Setup.of_engine(*_engine(extra=extra | {"kl": 0.01}))
 
 
 def test_a_tokenizer_that_is_nowhere_is_left_out(
@@ -483,8 +491,7 @@ def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> N
     others = [
         with_profile,
         identity(extra={"profile": str(tmp_path / "p"), "quality": "high"}),
-        identity(extra={"quality": "high"}),
-        identity(extra={"quality": "balanced"}),  # once the default: what was stored then is not found any more
+        identity(extra={"profile": str(tmp_path / "p"), "quality": "small"}),
         identity(extra={"model_id": "mine"}),
         identity(model__dtype=torch.float32),
         identity(specs=[_spec(dtype=torch.float32)]),

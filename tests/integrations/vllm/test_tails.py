@@ -7,12 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integrations.vllm.sides import BLOCK, LAYOUT, Desk, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, Desk, generate, make_request
 
-from cuvee.codec.chunk import KVChunk
 from cuvee.codec.identity import store_key
-from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
 
 CHUNK = 64  # eight blocks, so that a tail has one of seven lengths
@@ -240,30 +237,6 @@ def test_an_engine_that_only_loads_stores_no_tail(desk: Callable[..., Desk]) -> 
     assert d.plan((request, 0, 90)).saves == []
     d.side.finished(request, BLOCKS)
     assert d.plan().last_saves == []
-
-
-def _learned() -> Profile:
-    noise = pytest.importorskip("torch").randn(2, 3, 1024, 2, 16).bfloat16()
-    return fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)])
-
-
-@pytest.mark.parametrize(("learned", "tails"), [(True, [(1, 32)]), (False, [])])
-def test_tails_are_left_to_codecs_that_code_a_chunk_again_without_loss(
-    desk: Callable[..., Desk], learned: bool, tails: list[tuple[int, int]]
-) -> None:
-    d = desk(profile=_learned() if learned else None, quality=None, step=0.5)
-    request = make_request(tokens=103)
-    d.put(request, 1)
-    d.put_tails(request, 96)
-    assert d.matched(request)[0] == (96 if learned else 64)
-    assert d.lookups() == {"hit": 1}, "all that could be"
-    calls = len(d.store.calls)
-    assert d.matched(make_request("short", tokens=60))[0] == 0
-    assert (len(d.store.calls) > calls) == learned, "without tails there is nothing to ask for"
-    d.store.entries.clear()
-    d.now += 100
-    assert places(d.plan((request, 0, 103)).saves) == [(0, 0), *tails]
-    d.side.finished(request, BLOCKS)
 
 
 # Finding ---------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_a_part_of_an_image_has_no_id(desk: Callable[..., Desk]) -> None:
     assert request.all_token_ids == request.prompt_token_ids, "the engine's list is left alone"
 
 
-@pytest.mark.parametrize("options", [{"quality": "lossless", "step": None}, {"profile": Profile.generic(LAYOUT)}])
+@pytest.mark.parametrize("options", [{"quality": "lossless", "step": None}, {"profile": Profile.unlearned(LAYOUT)}])
 def test_ids_that_are_of_no_use_are_not_sent(desk: Callable[..., Desk], options: dict[str, Any]) -> None:
     d, request = desk(**options), make_request(tokens=45)
     d.matched(request)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.codec.test_paged import permuted
+from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, make_pages
@@ -234,15 +235,15 @@ def test_an_entry_of_a_rank_with_another_profile_is_computed_and_stored_anew(ben
     """The scheduler names entries by its own profile. A rank that took another one, because it was pushed while the
     engine started, stores under these names what no rank with the scheduler's profile reads.
     """
-    generic = Profile.generic(LAYOUT)
-    pushed = Profile(LAYOUT, generic.group, "generic", generic.family, model="b" * 32)
-    assert pushed.id != generic.id
+    own = fitted_to(LAYOUT)
+    pushed = Profile(LAYOUT, own.group, own.source, own.family, own.learned, model="b" * 32)
+    assert pushed.id != own.id
     lossy = {"quality": "balanced"}
     other = bench(rank=1, codec=lossy, profile=pushed)
     other.store_all(1)
     other.worker.start_loads([other.load([10, 11], 0, CHUNK)], synchronous=True)
     assert not other.worker.take_invalid_blocks(), "it reads its own entries"
-    ours = bench(rank=1, codec=lossy, profile=generic, store=other.store, sequence=other.sequence)
+    ours = bench(rank=1, codec=lossy, profile=own, store=other.store, sequence=other.sequence)
     ours.worker.start_loads([ours.load([10, 11], 0, CHUNK)], synchronous=True)
     assert ours.worker.take_invalid_blocks() == {10, 11} and not ours.store.entries
     assert ours.worker.report(1).failed == {"r"} and ours.counts()["recomputed_tokens"] == CHUNK
@@ -296,7 +297,7 @@ def test_an_entry_under_our_key_without_our_tag_is_deleted(bench: Callable[..., 
     b = bench(codec={"key": OLD})
     b.store_all(1)
     chunk, place = b.sequence.slice(0, CHUNK), store_key(TENANT, b.digests[0], 0).encode()
-    b.store.entries[b.key(0)] = Codec(Profile.generic(LAYOUT), "lossless", key=key).encode(
+    b.store.entries[b.key(0)] = Codec(Profile.unlearned(LAYOUT), "lossless", key=key).encode(
         chunk, associated_data=place if key else b""
     )
     b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
@@ -307,7 +308,7 @@ def test_an_entry_under_our_key_without_our_tag_is_deleted(bench: Callable[..., 
 def test_an_entry_of_another_quality_is_not_believed(bench: Callable[..., Bench], other: dict[str, Any]) -> None:
     b = bench()
     b.store_all(1)
-    (lossy,) = [Codec(Profile.generic(LAYOUT), **other).encode(b.sequence.slice(0, CHUNK))]
+    (lossy,) = [Codec(fitted_to(LAYOUT), **other).encode(b.sequence.slice(0, CHUNK))]
     b.store.entries[b.key(0)] = lossy
     b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
     assert b.worker.take_invalid_blocks() == {10, 11}
@@ -451,7 +452,7 @@ def test_a_failed_put_is_counted_and_reported(bench: Callable[..., Bench]) -> No
 
 def test_values_that_cannot_be_coded_are_not_stored(bench: Callable[..., Bench]) -> None:
     b = bench(quality="balanced")
-    b.worker._state.codec = Codec(Profile.generic(LAYOUT), "balanced")
+    b.worker._state.codec = Codec(fitted_to(LAYOUT), "balanced")
     b.worker.save(b.saves([0, 1], range(1)))  # pages of NaN
     b.drain()
     assert b.store.entries == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.predicting import VOCABULARY, predicting
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec, _warn_of_no_promise
+from cuvee.codec.codec import Codec
 from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
@@ -80,13 +79,10 @@ def test_lossless_needs_no_profile_but_the_config(
     # Lossless is the default without a profile; with a profile it is balanced.
     run("encode", cache, tmp_path / "default.cuvee", "--config", tmp_path)
     assert cuvee.inspect((tmp_path / "default.cuvee").read_bytes()).scheme == "lossless"
-    _warn_of_no_promise.cache_clear()
-    with caplog.at_level(logging.WARNING, "cuvee"):
-        run("encode", cache, tmp_path / "small.cuvee", "--config", tmp_path, "--quality", "small")
-    assert "quality='small' stands for a KL of 0.02" in caplog.text and "cuvee profile learn" in caplog.text
-    fails("encode", cache, tmp_path / "x", "--config", tmp_path, "--kl", "0.01", match="kl=0.01: this profile has no")
-    assert cuvee.inspect((tmp_path / "small.cuvee").read_bytes()).scheme == "generic"
-    run("decode", tmp_path / "small.cuvee", tmp_path / "lossy", "--config", tmp_path)
+    for asked in (("--quality", "small"), ("--kl", "0.01"), ("--step", "0.5")):
+        fails(
+            "encode", cache, tmp_path / "x", "--config", tmp_path, *asked, match="learn a profile with `cuvee profile"
+        )
     fails("encode", cache, tmp_path / "x", "--config", tmp_path / "none.json", match="none.json")
 
 
