@@ -483,9 +483,10 @@ def _arguments(launcher: str, tree: Any) -> Any:
 
 def launchers(stand_in: Callable[[str, Callable[..., None]], Any]) -> Iterator[tuple[ModuleType, str, Any]]:
     """Yield (module, name, stand-in) for every place where the backend calls a launcher."""
+    from tests.kernels import naive
+
     from cuvee.kernels import class_predictor, lossless_scheme, outgoing, plans, transform_scheme
     from cuvee.kernels.analysis.static_costs import MODULES
-    from cuvee.kernels.ops import naive
 
     users = [plans, class_predictor, outgoing, transform_scheme, lossless_scheme]
     kernels = [import_module(name) for name in MODULES]

@@ -1,1 +1,1 @@
-"""The kernels, each beside its launcher; `naive/` holds a reference with the same signature for every launcher."""
+"""The kernels, each beside its launcher; `tests/kernels/naive/` holds a reference for every launcher."""

@@ -15,8 +15,9 @@ def plain_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if KERNELS_RUN_ON != "interpreter":
         return
+    from tests.kernels.naive import rans, rans_by_class
+
     from cuvee.kernels import lossless_scheme, outgoing, transform_scheme
-    from cuvee.kernels.ops.naive import rans, rans_by_class
 
     for home in (rans, rans_by_class):
         for name in ("rans_decode", "rans_encode", "rans_decode_classes", "rans_encode_classes", "rans_refine"):

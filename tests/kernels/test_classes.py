@@ -13,6 +13,13 @@ import pytest
 import torch
 from tests.classed import with_classes
 from tests.conftest import decoded_layers
+from tests.kernels.naive.rans_by_class import rans_decode_classes_reference, rans_encode_classes_reference
+from tests.kernels.naive.symbols_by_class import (
+    dequantize_classes_reference,
+    list_escapes_classes_reference,
+    quantize_classes_reference,
+)
+from tests.kernels.naive.transform import analyze_reference
 from tests.predicting import VOCABULARY, with_sinks
 from tests.predicting import predicting as with_token_table
 
@@ -49,13 +56,6 @@ from cuvee.kernels.ops.arguments import (
     StreamJobs,
     TokenOrder,
 )
-from cuvee.kernels.ops.naive.rans_by_class import rans_decode_classes_reference, rans_encode_classes_reference
-from cuvee.kernels.ops.naive.symbols_by_class import (
-    dequantize_classes_reference,
-    list_escapes_classes_reference,
-    quantize_classes_reference,
-)
-from cuvee.kernels.ops.naive.transform import analyze_reference
 from cuvee.kernels.ops.rans import coding_table, decoding_table
 from cuvee.kernels.ops.rans_by_class import rans_decode_classes, rans_encode_classes
 from cuvee.kernels.ops.symbols_by_class import dequantize_classes, list_escapes_classes, quantize_classes

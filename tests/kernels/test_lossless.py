@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels.naive import lossless as naive
 from tests.kernels.packing import launch
 
 from cuvee.codec.entropy.tables import EntropyTables, normalize_counts
@@ -19,7 +20,6 @@ from cuvee.codec.stages.reference.byte_planes import byte_planes, choose_tables,
 from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
-from cuvee.kernels.ops.naive import lossless as naive
 from cuvee.kernels.ops.pages import contiguity, place_row
 from cuvee.kernels.ops.rans import WIDTH
 from cuvee.kernels.ops.split_planes import count_symbols, split_planes, sum_bytes

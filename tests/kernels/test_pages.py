@@ -9,13 +9,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.naive.pages import check_slots, load_pairs_reference, store_pairs_reference
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.profiles.sections import partition
 from cuvee.kernels.jobs import ELEMENTS, PlaceField, Status, TileField
 from cuvee.kernels.ops import pages
-from cuvee.kernels.ops.naive.pages import check_slots, load_pairs_reference, store_pairs_reference
 from cuvee.kernels.ops.pages import contiguity, place_row
 from cuvee.kernels.tiles import TileLayout, lay_out_tiles
 

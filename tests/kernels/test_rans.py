@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.kernels.naive import rans as naive
 
 from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.streams import Streams, stream_count
@@ -21,7 +22,6 @@ from cuvee.codec.support.arrays import U8, U16
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops import coded_part
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
-from cuvee.kernels.ops.naive import rans as naive
 from cuvee.kernels.ops.rans import ENTRIES, SPAN, coding_table, decoding_table, rans_decode, rans_encode
 
 POISON = 0xAB

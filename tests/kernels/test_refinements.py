@@ -16,6 +16,7 @@ from tests import conftest
 from tests.classed import with_classes
 from tests.codec.forging import HEADER, reseal_header, sections_of, with_section
 from tests.conftest import decoded_layers
+from tests.kernels.naive import rans_by_class, refinements, symbols_by_class
 from tests.kernels.test_classes import BACK, Pages, assert_close, on, predicting
 from tests.kernels.test_hostile import (
     BY_CHANCE,
@@ -45,7 +46,6 @@ from cuvee.codec.profiles.nested_coding import NestedSection
 from cuvee.codec.stages.reference.refinements import to_refinements
 from cuvee.kernels import transform_scheme
 from cuvee.kernels.jobs import I64, JobField, PlanField, Status
-from cuvee.kernels.ops.naive import rans_by_class, refinements, symbols_by_class
 from cuvee.kernels.plans import TransformPlan
 
 # NumPy warns where damaged numbers overflow.

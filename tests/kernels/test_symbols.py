@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from tests.kernels.naive.symbols import dequantize_reference, list_escapes_reference, quantize_reference
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
@@ -17,7 +18,6 @@ from cuvee.codec.support.arrays import F32, U8, U32
 from cuvee.kernels.jobs import JobField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.dequantize import dequantize
-from cuvee.kernels.ops.naive.symbols import dequantize_reference, list_escapes_reference, quantize_reference
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.symbols import level_limit
 

@@ -8,6 +8,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tests.kernels.naive.transform import (
+    analyze_reference,
+    gather_reference,
+    rotation_tables_reference,
+    synthesize_reference,
+)
 from tests.kernels.packing import launch
 
 from cuvee.codec.chunk import KVChunk
@@ -23,12 +29,6 @@ from cuvee.codec.stages.rows import dense_rows
 from cuvee.kernels.jobs import BlockField, JobField, Status, TileField
 from cuvee.kernels.ops.analyze import analyze, gather
 from cuvee.kernels.ops.arguments import ChunkBatch, RotationTables
-from cuvee.kernels.ops.naive.transform import (
-    analyze_reference,
-    gather_reference,
-    rotation_tables_reference,
-    synthesize_reference,
-)
 from cuvee.kernels.ops.pages import contiguity, place_row
 from cuvee.kernels.ops.synthesize import (
     SYNTHESIS_CONFIGS,

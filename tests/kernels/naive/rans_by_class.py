@@ -7,6 +7,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from tests.kernels.naive.rans import Decoder, coder_tables, slots_of, store_streams
 
 from cuvee.codec.entropy.nested import CONTEXTS, ESCAPED
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
@@ -15,7 +16,6 @@ from cuvee.codec.stages.reference.refinements import refined
 from cuvee.codec.support.arrays import I32, U8, U16
 from cuvee.kernels.jobs import JobField, PlanField
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
-from cuvee.kernels.ops.naive.rans import Decoder, coder_tables, slots_of, store_streams
 from cuvee.kernels.ops.rans_by_class import unpack_route
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from tests.kernels.naive.symbols import host_array
+from tests.kernels.naive.symbols_by_class import ClassedPart
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL
 from cuvee.codec.entropy.nested import CONTEXT_BITS, CONTEXTS, ESCAPED, MOST, base_cell, first_level, refine
@@ -12,8 +14,6 @@ from cuvee.codec.stages.reference import symbols
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import DevicePlans
-from cuvee.kernels.ops.naive.symbols import host_array
-from cuvee.kernels.ops.naive.symbols_by_class import ClassedPart
 
 
 def quantize_refinements_reference(

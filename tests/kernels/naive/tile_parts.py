@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from tests.kernels.naive.pages import check_slots, half_views, load_pairs_reference, store_pairs_reference
 
 from cuvee.kernels.jobs import ChunkField, JobField, TileField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
-from cuvee.kernels.ops.naive.pages import check_slots, half_views, load_pairs_reference, store_pairs_reference
 
 INTEGERS = {2: torch.int16, 4: torch.int32}  # by size in bytes
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from tests.kernels.naive.pages import check_slots, load_pairs_reference, store_pairs_reference
 
 from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.kernels.jobs import BlockField, ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops.analyze import analysis_tokens
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
-from cuvee.kernels.ops.naive.pages import check_slots, load_pairs_reference, store_pairs_reference
 from cuvee.kernels.ops.synthesize import SynthesisConfig, default_config
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
+from tests.kernels.naive.symbols import JobPart, frequency_tables, high_parts, host_array
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, Escapes
 from cuvee.codec.errors import CorruptError
@@ -14,7 +15,6 @@ from cuvee.codec.stages.reference import symbols as codec
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
-from cuvee.kernels.ops.naive.symbols import JobPart, frequency_tables, high_parts, host_array
 from cuvee.kernels.ops.symbols_by_class import REFINEMENT_ESCAPE
 
 

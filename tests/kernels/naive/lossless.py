@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from tests.kernels.naive.tile_parts import INTEGERS, TilePart, tile_parts, turn_halves
 
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, byte_planes, from_byte_planes
 from cuvee.kernels.jobs import ChunkField, TileField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.lossless import BytePlaneField
-from cuvee.kernels.ops.naive.tile_parts import INTEGERS, TilePart, tile_parts, turn_halves
 from cuvee.kernels.ops.rans import decoding_table
 
 

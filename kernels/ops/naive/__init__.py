@@ -1,1 +1,0 @@
-"""What the kernels must compute, in PyTorch and NumPy: `f_reference` for every launcher `f` in the module above."""
