@@ -443,40 +443,8 @@ class Codec:
         """
         opened = self._opened(blob, associated_data, refinements)
         span = range(opened.tokens) if tokens is None else _within("tokens", tokens, opened.tokens, "of the blob")
-        layers = range(self.profile.layout.num_layers)
         target = None if out is None else _dense_output(opened.layout, out, len(span))
-        return self._restore(opened, span, layers, start, torch.device(device), max_tokens, target)
-
-    def decode_layers(
-        self,
-        blob: bytes | memoryview | OpenBlob,
-        layers: range,
-        start: int | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        associated_data: bytes = b"",
-        max_tokens: int | None = MAX_DECODED_TOKENS,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Restore some layers and read only their sections, for restoring layer by layer.
-
-        Args:
-            blob: see `decode`.
-            layers: a range without gaps.
-            start: see `decode`.
-            device: see `decode`.
-            associated_data: see `decode`.
-            max_tokens: see `decode`.
-
-        Returns:
-            keys and values, one `[T, H, D]` tensor per layer.
-
-        Raises:
-            as `decode`; InputError for layers the model does not have.
-        """
-        opened = self._opened(blob, associated_data)
-        layers = self._check_layers(layers)
-        chunk = self._restore(opened, range(opened.tokens), layers, start, torch.device(device), max_tokens)
-        return list(chunk.keys[layers.start : layers.stop]), list(chunk.values[layers.start : layers.stop])
+        return self._restore(opened, span, start, torch.device(device), max_tokens, target)
 
     def on_device(self, device: torch.device | str) -> bool:
         """Return whether `encode_paged` and `decode_paged` code caches on `device` there, many chunks in one call.
@@ -812,17 +780,16 @@ class Codec:
         self,
         opened: OpenBlob,
         span: range,
-        layers: range,
         start: int | None,
         device: torch.device,
         max_tokens: int | None,
-        target: PagedCache | None = None,
+        target: PagedCache | None,
     ) -> KVChunk:
-        """Decode the tokens `span` into `target`, by default into new tensors, which are empty outside `layers`."""
+        """Decode the tokens `span` into `target`, by default into new tensors."""
         check_tokens(len(span), max_tokens)
         kept = opened.start + span.start
         start = self._check_move(opened, kept, kept if start is None else start, len(span))
-        coding = self._coding(opened)
+        coding, layers = self._coding(opened), range(self.profile.layout.num_layers)
         backend = self._backend(device.type if target is None else target.device.type)
         with allocations(f"decoding {len(span)} tokens"):
             cache = target or PagedCache.empty(opened.layout, len(span), layers, device)
