@@ -60,6 +60,17 @@ __all__ = ["CuveeLM"]
 _CONFIGURATION = "cuvee-configuration"  # an entry of a response cache, where lm-eval's own keys are hex digests
 _TASK = "cuvee-task "
 _UNNAMED = "an unnamed task"
+# What `generate` does after a cache that is already filled as it does without one.
+_GENERATION = frozenset({
+    "bad_words_ids", "begin_suppress_tokens", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
+    "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_gen_toks", "max_length", "max_time",
+    "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "num_beams", "remove_invalid_values",
+    "renormalize_logits", "repetition_penalty", "sequence_bias", "suppress_tokens", "temperature", "top_k", "top_p",
+    "typical_p", "until",
+})  # fmt: skip
+# What a checkpoint may ask for to be faster: none changes a text, and none works with such a cache.
+_FASTER = ("assistant_early_exit", "cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens", "use_mtp")
 
 
 @register_model("cuvee")
@@ -71,7 +82,8 @@ class CuveeLM(HFLM):  # type: ignore[misc]
       a single context token has no cache: it is scored exactly, and counted.
     - `loglikelihood_rolling`: lm-eval's windows have one token of context, so nothing would be cached. Here the
       first half of each window is scored exactly, and the second half after the decoded cache of the first.
-    - `generate_until`: generates after the decoded cache of all prompt tokens but the last.
+    - `generate_until`: generates after the decoded cache of all prompt tokens but the last. Arguments of `generate`
+      that do not work with such a cache, as prompt lookup, are refused.
 
     If the method changes nothing, the results are those of HFLM.
 
@@ -336,12 +348,20 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         """Continue each prompt after the decoded cache of all its tokens but the last.
 
         Raises:
-            InputError: a task has no context, a prompt is too long, or there is no room left to generate.
+            InputError: a task has no context, a prompt is too long, there is no room left to generate, or a task asks
+                for a way of generating that does not work after a filled cache.
         """
         reads = []
         for request in requests:
             prompt, arguments = request.args
-            wanted = normalize_gen_kwargs(arguments, self.max_gen_toks)["max_gen_toks"]
+            given = normalize_gen_kwargs(arguments, self.max_gen_toks)
+            others = sorted(name for name, value in given.items() if value is not None and name not in _GENERATION)
+            if others:
+                raise InputError(
+                    f"gen_kwargs: must be among those that generate() applies after a filled cache "
+                    f"({', '.join(sorted(_GENERATION))}), got {', '.join(others)} from {_name(request)}: leave it out"
+                )
+            wanted = given["max_gen_toks"]
             if wanted >= self.max_length:
                 raise InputError(
                     f"tasks: {_name(request)} generates up to {wanted} tokens, the model reads "
@@ -385,6 +405,8 @@ class CuveeLM(HFLM):  # type: ignore[misc]
             beams = generation_kwargs.get("num_beams", self.model.generation_config.num_beams)
             cache.batch_repeat_interleave(beams or 1)  # generate() repeats its other inputs, but not the cache
             generation_kwargs |= cache_argument(self.model, cache)
+            config = self.model.generation_config
+            generation_kwargs |= {name: None for name in _FASTER if getattr(config, name, None)}
         return cast(
             torch.Tensor,
             super()._model_generate(context=context, max_length=max_length, stop=stop, **generation_kwargs),

@@ -132,6 +132,12 @@ def decode_cache(
     a mask, as many tokens as their row of the mask has ones. Without a mask, missing rows or missing last blobs of a
     single row give a smaller cache and no error. To detect them, pass a mask, all ones if nothing is padded.
 
+    `model.generate(input_ids, past_key_values=cache)` takes the whole prompt, reads the tokens that the cache lacks (at
+    least one), and appends to the cache: copy it (`copy.deepcopy`) to use it again. This holds for greedy search and
+    sampling, and for beam search after `cache.batch_repeat_interleave(num_beams)`. Assisted generation, as with
+    `prompt_lookup_num_tokens` or an assistant model, reads the whole prompt once more after the cache, and returns
+    another text without an error; `cache_implementation=` beside a cache is a ValueError of transformers.
+
     Args:
         codec: a codec with the profile that the blobs were made with.
         blobs: the list, in the order in which `encode_cache` returned it.

@@ -260,6 +260,69 @@ def test_beams_and_repeated_prompts(lively: Callable[..., Any]) -> None:
         assert quiet(lm, "generate_until", begun) != expected
 
 
+GENERATION: dict[str, Any] = {
+    "bad_words_ids": [[5], [7, 8]], "begin_suppress_tokens": [9], "encoder_no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.5, "eos_token_id": 12, "exponential_decay_length_penalty": (2, 1.5),
+    "forced_bos_token_id": 4, "forced_eos_token_id": 4, "min_length": 14, "min_new_tokens": 3,
+    "no_repeat_ngram_size": 2, "repetition_penalty": 3.0, "suppress_tokens": list(range(3, 30)),
+}  # fmt: skip
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.2, "typical_p": 0.5, "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.01, "renormalize_logits": True, "remove_invalid_values": True,
+}  # fmt: skip
+BEAMS: dict[str, Any] = {"length_penalty": 2.0, "early_stopping": True}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of transformers: some arguments are for what is not asked for
+def test_generation_arguments_have_the_effect_that_they_have_without_a_cache(lively: Callable[..., Any]) -> None:
+    model, tokenizer = lively("llama"), word_tokenizer()
+    hf = HFLM(model, tokenizer=tokenizer, batch_size=4)
+    ours = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Uncompressed())
+    asked = [
+        *({"do_sample": False, "eos_token_id": 12, name: value} for name, value in GENERATION.items()),
+        *({"do_sample": True, "temperature": 1.0, name: value} for name, value in SAMPLING.items()),
+        *({"num_beams": 3, name: value} for name, value in BEAMS.items()),
+        {"do_sample": False, "prompt_lookup_num_tokens": None},
+    ]
+    for arguments in asked:
+        requests = [
+            ask("generate_until", words(count, count), {"until": ["w5 w5 w5"], "max_gen_toks": 6, **arguments})
+            for count in (12, 5)
+        ]
+        texts = []
+        for lm in (hf, ours):
+            torch.manual_seed(0)
+            texts.append(quiet(lm, "generate_until", requests))
+        assert texts[0] == texts[1], arguments
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prompt_lookup_num_tokens": 3},
+        {"cache_implementation": "static"},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"use_cache": False},
+    ],
+)
+def test_generation_that_needs_a_cache_of_its_own_is_refused(
+    llama: Callable[..., CuveeLM], arguments: dict[str, Any]
+) -> None:
+    lm = llama(method=Uncompressed())
+    with pytest.raises(InputError, match=rf"got {next(iter(arguments))} from recall: leave it out"):
+        quiet(lm, "generate_until", [ask("generate_until", words(9), {"until": ["<end>"], **arguments})])
+    assert lm.statistics.contexts == 0
+
+
+def test_what_only_makes_a_checkpoint_faster_is_left_out(lively: Callable[..., Any]) -> None:
+    model, tokenizer = lively("llama"), word_tokenizer()
+    requests = [ask("generate_until", words(30), {"until": ["w5 w5 w5"], "max_gen_toks": 6})]
+    expected = quiet(HFLM(model, tokenizer=tokenizer), "generate_until", requests)
+    model.generation_config.update(prompt_lookup_num_tokens=3, cache_implementation="static")
+    lm = CuveeLM(model, tokenizer=tokenizer, method=Uncompressed())
+    assert quiet(lm, "generate_until", requests) == expected and lm.statistics.contexts == 1
+
+
 def test_mixed_precision_and_softmax_dtype(lively: Callable[..., Any]) -> None:
     arguments: dict[str, Any] = {"mixed_precision_dtype": "bfloat16", "softmax_dtype": "float32"}
     arguments["tokenizer"] = word_tokenizer()
