@@ -83,11 +83,7 @@ class KVChunk:
                     )
         if type(start) is not int or start < 0:
             raise InputError(f"start: must be an int of at least 0, got {start!r}")
-        if layout.max_positions is not None and start + tokens > layout.max_positions:
-            raise InputError(
-                f"start: must leave room for {tokens} tokens among the {layout.max_positions} positions of the model "
-                f"({layout.model_type}, KVLayout.max_positions), got {start}"
-            )
+        layout.check_positions(start, tokens)
         ids = None if token_ids is None else as_token_ids(token_ids, tokens, "token_ids")
         check_following(following)
         self._hold(key_layers, value_layers, layout, start, ids, following)

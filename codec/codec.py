@@ -894,11 +894,7 @@ class Codec:
     def _check_start(self, start: object, tokens: int) -> int:
         if type(start) is not int or not 0 <= start <= LAST_POSITION - tokens:
             raise InputError(f"start: must be an int of at least 0 and below 2**32 - {tokens}, got {start!r}")
-        limit = self.profile.layout.max_positions
-        if limit is not None and start + tokens > limit:
-            raise InputError(
-                f"start: must leave room for {tokens} tokens among the {limit} positions of the model, got {start}"
-            )
+        self.profile.layout.check_positions(start, tokens)
         return start
 
     def _check_move(self, opened: OpenBlob, kept: int, start: int, tokens: int) -> int:

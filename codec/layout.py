@@ -257,6 +257,22 @@ class KVLayout:
         """Whether cached keys can be moved to other positions: False if no layer has RoPE (GPT-2)."""
         return any(layer.rope is not None for layer in self.layers)
 
+    def check_positions(self, start: int, tokens: int) -> None:
+        """Check that tokens from position `start` on are among the positions of the model.
+
+        Raises:
+            InputError: they are not.
+        """
+        limit = self.max_positions
+        if limit is None or start + tokens <= limit:
+            return
+        known = f"the {limit} positions of the model ({self.model_type}: KVLayout.max_positions, which from_config "
+        known += "takes from max_position_embeddings and the factor of scaled RoPE)"
+        remedy = "correct the model's configuration if it serves more"
+        if start:
+            raise InputError(f"start: must leave room for {tokens} tokens among {known}, got {start}: {remedy}")
+        raise InputError(f"tokens: must be among {known}, got {tokens} tokens: {remedy}")
+
     def shard_heads(self, rank: int, size: int) -> tuple[range, ...]:
         """Return the KV heads of a tensor-parallel rank, a range per layer, as vLLM assigns them.
 

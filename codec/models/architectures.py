@@ -282,23 +282,30 @@ def _rope_dicts(config: Any) -> list[Mapping[str, Any]]:
 def _max_positions(config: Any) -> int:
     """Return the number of positions that the model can address.
 
-    With linear scaling, `max_position_embeddings` counts positions before scaling, in transformers and vLLM. With YaRN
-    and Llama 3's scaling, and in Gemma 3 with any scaling, it counts positions after scaling.
+    With linear scaling, `max_position_embeddings` counts positions before scaling, in transformers and vLLM. With Llama
+    3's scaling, and in Gemma 3 with any scaling, it counts positions after scaling. With YaRN some models count
+    positions before scaling (Qwen's cards), others after (DeepSeek): the frequencies serve `factor` times
+    `original_max_position_embeddings` either way.
     """
     positions: int = config.max_position_embeddings
     if config.model_type.startswith("gemma3"):
         return positions
-    scaling = 1.0
+    longest = float(positions)
     for parameters in _rope_dicts(config):
-        if parameters.get("rope_type", parameters.get("type")) == "linear":
-            factor: Any = parameters.get("factor")
-            if type(factor) not in (int, float) or not 0 < factor < math.inf:
-                raise InputError(
-                    "hf_config.rope_parameters: must have a factor for linear RoPE, a finite number above 0, "
-                    f"got {factor!r}: correct the model's config.json"
-                )
-            scaling = factor
-    return int(positions * scaling)
+        kind = parameters.get("rope_type", parameters.get("type"))
+        factor: Any = parameters.get("factor")
+        if kind not in ("linear", "yarn") or (kind == "yarn" and factor is None):  # then transformers derives it
+            continue
+        if type(factor) not in (int, float) or not 0 < factor < math.inf:
+            raise InputError(
+                f"hf_config.rope_parameters: must have a factor for {kind} RoPE, a finite number above 0, "
+                f"got {factor!r}: correct the model's config.json"
+            )
+        if kind == "linear":
+            longest = positions * factor
+        else:
+            longest = max(longest, (parameters.get("original_max_position_embeddings") or positions) * factor)
+    return int(longest)
 
 
 def _layer_types(config: Any) -> list[str]:

@@ -195,6 +195,11 @@ def test_from_config_shapes(tiny_config: Callable[..., Any]) -> None:
         ("qwen3", {"rope_type": "linear", "factor": 3}, 12288),
         ("mistral", {"rope_type": "linear", "factor": 1.3333}, 5461),
         ("llama", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        # As Qwen's cards say: the limit before scaling, or a bit more than that.
+        ("qwen2", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 3276}, 13104),
+        ("llama", {"rope_type": "yarn", "factor": 4.0}, 16384),
+        ("llama", {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024}, 4096),
         (
             "llama",
             {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512, "low_freq_factor": 1.0,
@@ -428,6 +433,12 @@ GOOD = torch.zeros(3, 5, 2, 6, dtype=torch.bfloat16)
 def test_chunk_refuses(keys: Any, values: Any, start: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         KVChunk(keys, values, UNIFORM, start)
+
+
+def test_the_limit_of_positions_says_where_it_comes_from() -> None:
+    short = replace(UNIFORM, max_positions=4)
+    with pytest.raises(InputError, match=r"^tokens: must be among the 4 positions .*max_position_embeddings.* got 5"):
+        KVChunk(GOOD, GOOD, short)
 
 
 def test_chunk_may_end_at_the_last_position() -> None:
