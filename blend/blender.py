@@ -24,6 +24,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, OpenBlob
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.format.container import read_header
+from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache
@@ -412,7 +413,7 @@ class _DenseKV:
 
         def add(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             for kv, more in ((self._keys[index], keys), (self._values[index], values)):
-                kv[:, at] = (kv[:, at].float() + more.transpose(0, 1)).to(kv.dtype)
+                kv[:, at] = saturated(kv[:, at].float() + more.transpose(0, 1), kv.dtype)
 
         return add
 

@@ -16,7 +16,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.codec.models.dtypes import TORCH_DTYPES, saturated
 from cuvee.codec.support.arrays import I64
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -322,7 +322,8 @@ class PagedCache:
             units.append([])
             for layer, scale in zip(pages, scales, strict=True):
                 part = _take(layer, places).detach()
-                units[-1].append((part.float() * scale if self.scaled else part).to(dtype))
+                part = part.float() * scale if self.scaled else part
+                units[-1].append(_converted(part, dtype))
         return KVChunk.unchecked(units[0], units[1], self.layout, start, token_ids, following)
 
     def layer(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -397,9 +398,8 @@ class PagedCache:
                 tensor = tensors[layer]
                 part = source if whole else source[wanted]
                 if self.scaled:
-                    limit = torch.finfo(self.dtype).max
-                    part = (part.float() / scales[layer]).clamp(-limit, limit)
-                _put(tensor, places, part.to(self.dtype))
+                    part = saturated(part.float() / scales[layer], self.dtype)
+                _put(tensor, places, _converted(part, self.dtype))
 
     def check_range(self, slots: torch.Tensor, layers: range, least: int = NOWHERE) -> None:
         """Raise InputError unless all of `slots` are at least `least` and each of the layers has them."""
@@ -466,6 +466,11 @@ def _put(pages: Pages, places: _Places, part: torch.Tensor) -> None:
         pages.put(place[0], part)
     else:
         _plain(pages)[place] = _plain(part)
+
+
+def _converted(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values in another dtype. Finite ones stay finite; infinite ones stay infinite, as nothing is lost here."""
+    return part if part.dtype == dtype else saturated(part, dtype, ~part.isinf())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,19 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 
 
+def saturated(x: torch.Tensor, dtype: torch.dtype, which: torch.Tensor | None = None) -> torch.Tensor:
+    """Convert values to `dtype`; those beyond its range become the largest that it holds, instead of infinite.
+
+    Args:
+        x: values of any dtype.
+        dtype: of the result.
+        which: bool; where to do so. Default: everywhere.
+    """
+    limit = torch.finfo(dtype).max
+    within = x.float().clamp(-limit, limit)  # bfloat16 would round the limit of float16 up
+    return (within if which is None else torch.where(which, within, x)).to(dtype)
+
+
 def value_bits(dtype: str | None = None) -> int:
     """Return the bits per value of an uncompressed cache, which every ratio counts against.
 

@@ -140,7 +140,17 @@ class Profile:
         return cls(layout, "unit", "unlearned", default_family())
 
     def with_curve(self, curve: Iterable[CurvePoint]) -> Profile:
-        """Return a copy with another curve."""
+        """Return a copy with another curve.
+
+        Raises:
+            ProfileError: a point has numbers that are not finite.
+        """
+        curve = tuple(curve)
+        for point in curve:
+            if not point.finite:
+                raise ProfileError(
+                    f"curve: must have finite numbers, got {point}: make sure that the model computes finite logits"
+                )
         return Profile(
             self.layout, self.group, self.source, self.family, self.learned,
             min_step_index=self.min_step_index, model=self.model, curve=curve, token_table=self.token_table,

@@ -69,6 +69,11 @@ class CurvePoint:
         """Size of a cache of 16 bits per value over this size, whatever dtype the profile was learned in."""
         return value_bits() / self.bits_per_value
 
+    @property
+    def finite(self) -> bool:
+        """Whether every number is finite."""
+        return all(math.isfinite(value) for value in asdict(self).values() if type(value) is float)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the point as stored in a profile's file."""
         return {_IN_FILES.get(name, name): value for name, value in asdict(self).items()}

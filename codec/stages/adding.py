@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.stages.compiled.adding import add_to_rows
 from cuvee.codec.stages.rows import LayerRows, cache_rows, dense_rows, has_rows
@@ -36,8 +37,9 @@ def rows_to_add_to(cache: PagedCache, slots: torch.Tensor) -> LayerRows | None:
 def adder(cache: PagedCache, slots: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
     """Return a function that adds float32 `[T, H, D]` to the keys and values of a layer at `slots`.
 
-    Sums are rounded once to the cache's dtype. The cache must have no scales. The slots must be the cache's and differ
-    from each other; on a device that is not checked, because checking waits for the device.
+    Sums are rounded once to the cache's dtype, and none is beyond its range. The cache must have no scales. The slots
+    must be the cache's and differ from each other; on a device that is not checked, because checking waits for the
+    device.
 
         >>> from cuvee.codec.layout import KVLayout, LayerLayout
         >>> layout = KVLayout("mine", (LayerLayout(1, 2, 2, None),), "float32", max_positions=None)
@@ -67,6 +69,8 @@ def adder(cache: PagedCache, slots: torch.Tensor) -> Callable[[int, torch.Tensor
 
     def add_by_torch(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         old = read(index)
-        write(index, *((part.float() + more).to(part.dtype) for part, more in zip(old, (keys, values), strict=True)))
+        write(
+            index, *(saturated(part.float() + more, part.dtype) for part, more in zip(old, (keys, values), strict=True))
+        )
 
     return add_by_torch

@@ -24,6 +24,7 @@ from cuvee.kernels.jobs import (
 from cuvee.kernels.ops.arguments import CacheView, TileTable
 from cuvee.kernels.ops.pages import (
     rounded,
+    saturated,
 )
 
 WARPS = 8  # 64 tokens of 64 pairs at 4 spill
@@ -63,9 +64,12 @@ def _multiple(number, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _words(x, DTYPE: tl.constexpr, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Round values to nearest, ties to even; return their words. The inverse is `merge_planes._values`."""
-    return rounded(x, DTYPE).to(WORD, bitcast=True)
+def _words(x, which, DTYPE: tl.constexpr, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round values to nearest, ties to even; return their words. The inverse is `merge_planes._values`.
+
+    Values beyond the range become the largest of it where `which` says so.
+    """
+    return rounded(saturated(x, which, DTYPE), DTYPE).to(WORD, bitcast=True)
 
 
 def _constants(tiles: TileTable, cache: CacheView, dtype: torch.dtype) -> dict[str, Any]:

@@ -47,7 +47,9 @@ from cuvee.kernels.ops.lossless import (
     _words,
 )
 from cuvee.kernels.ops.pages import (
+    finite,
     half_addresses,
+    saturated,
     store_pairs,
     token_offsets,
     turn_pairs,
@@ -136,10 +138,11 @@ def _merge_planes(  # type: ignore[no-untyped-def]
         angle = tl.load(tile + TILE_ANGLE)
         if (angle >= 0) & (tl.load(chunk + CHUNK_SOURCE) != tl.load(chunk + CHUNK_TARGET)):
             x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
+            both = finite(x) & finite(y)
             at = first + token
             x, y = turn_pairs(x, y, source_cos, source_sin, at, inside, angles, angle, PAIRS, True, ALIGNED)
             x, y = turn_pairs(x, y, cos, sin, at, inside, angles, angle, PAIRS, False, ALIGNED)
-            a, b = _words(x, DTYPE, WORD), _words(y, DTYPE, WORD)
+            a, b = _words(x, both, DTYPE, WORD), _words(y, both, DTYPE, WORD)
     offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
     if ELEMENT == DTYPE:
         at0, mask0 = half_addresses(
@@ -152,6 +155,7 @@ def _merge_planes(  # type: ignore[no-untyped-def]
         tl.store(at1, b, mask=mask1)
     else:
         x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
+        x, y = saturated(x, finite(x), ELEMENT), saturated(y, finite(y), ELEMENT)
         store_pairs(places, scales, tile, offset, exists, x, y, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
 
 

@@ -38,6 +38,7 @@ from cuvee.kernels.jobs import (
 )
 
 MAX_SLOTS = tl.constexpr(2**31 - 1)
+INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -174,6 +175,27 @@ def rounded(x, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         x = x.to(ELEMENT)
     return x
+
+
+@triton.jit
+def saturated(x, which, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 within the range of `ELEMENT`, where `which` says so; FP8 saturates when it is stored."""
+    if ELEMENT.primitive_bitwidth != 8:
+        limit: tl.constexpr = (
+            65504.0
+            if tl.float16 == ELEMENT
+            else 3.3895313892515355e38
+            if tl.bfloat16 == ELEMENT
+            else 3.4028234663852886e38
+        )
+        x = tl.where(which & (x > limit), limit, tl.where(which & (x < -limit), -limit, x))
+    return x
+
+
+@triton.jit
+def finite(x):  # type: ignore[no-untyped-def]
+    """Which numbers are neither infinite nor NaN."""
+    return tl.abs(x) < INFINITY
 
 
 @triton.jit

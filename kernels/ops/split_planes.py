@@ -47,6 +47,7 @@ from cuvee.kernels.ops.lossless import (
     _words,
 )
 from cuvee.kernels.ops.pages import (
+    finite,
     half_addresses,
     load_pairs,
     token_offsets,
@@ -70,7 +71,7 @@ def _load_words(  # type: ignore[no-untyped-def]
         a, b = tl.load(at0, mask=mask0, other=0), tl.load(at1, mask=mask1, other=0)
     else:
         x, y = load_pairs(places, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
-        a, b = _words(x, DTYPE, WORD), _words(y, DTYPE, WORD)
+        a, b = _words(x, finite(x), DTYPE, WORD), _words(y, finite(y), DTYPE, WORD)
     top: tl.constexpr = WORD.primitive_bitwidth - 1
     return a << 1 | a >> top, b << 1 | b >> top
 

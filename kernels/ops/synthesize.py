@@ -36,6 +36,7 @@ from cuvee.kernels.jobs import (
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
 from cuvee.kernels.ops.pages import (
     COMPILED,
+    saturated,
     store_pairs,
     token_offsets,
     turn_pairs,
@@ -128,6 +129,7 @@ def _finish(  # type: ignore[no-untyped-def]
     angle = tl.load(tile + TILE_ANGLE)
     if angle >= 0:
         a, b = turn_pairs(a, b, cos, sin, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
+    a, b = saturated(a, True, ELEMENT), saturated(b, True, ELEMENT)
     store_pairs(places, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, HALF, ALIGNED, FIRST)
 
 

@@ -53,6 +53,20 @@ def test_sums_are_rounded_once(kind: str, dtype: torch.dtype, compiled: bool, mo
             assert torch.equal(new, expected)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["plain", "permuted"])
+def test_sums_stay_in_range(kind: str, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(adding, "has_rows", lambda cache: False)
+    cache, limit = make_cache(kind, dtype), torch.finfo(dtype).max
+    for sign in (1, 1, -1, -1, -1):
+        adder(cache, SLOTS)(0, *(torch.full((5, HEADS, size), 0.9 * sign * limit) for size in (KEY, VALUE)))
+        keys, values = cache.layer(0, SLOTS)
+        assert bool(keys.isfinite().all()) and bool(values.isfinite().all())
+    assert bool((keys == -limit).all()) and bool((values == -limit).all())
+
+
 @pytest.mark.parametrize("kind", ["plain", "permuted"])
 def test_tokens_without_a_slot_are_left_out(kind: str) -> None:
     cache, before = make_cache(kind, torch.bfloat16), make_cache(kind, torch.bfloat16)

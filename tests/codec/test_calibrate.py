@@ -337,6 +337,25 @@ def test_samples_that_are_not_finite(layouts: dict[str, KVLayout], make_chunk: A
         fit(layouts["gqa"], [chunk])
 
 
+@pytest.mark.parametrize(("dtype", "peak"), [("float16", 65504.0), ("bfloat16", 2.0**40)])
+def test_samples_at_the_end_of_the_range(
+    dtype: str, peak: float, layouts: dict[str, KVLayout], make_chunk: Any, tmp_path: Path
+) -> None:
+    layout = replace(layouts["gqa"], dtype=dtype)
+    chunks = [make_chunk(layout, 100, seed=seed) for seed in range(9)]
+    for chunk in chunks:
+        for values in chunk.values:
+            values[..., 3] = peak * values[..., 3].sign()
+    profile = fit(layout, chunks)
+    assert all(point.finite for point in profile.curve)
+    for quality in ("high", "balanced", "small"):
+        Codec(profile, quality)
+    profile.save(tmp_path / "profile")
+    assert Profile.load(tmp_path / "profile").curve == profile.curve
+    with pytest.raises(ProfileError, match="curve: must have finite numbers"):
+        profile.with_curve([replace(profile.curve[0], error=float("inf"))])
+
+
 def modes(tiny: Any) -> list[tuple[str, bool]]:
     return [(name, module.training) for name, module in tiny.named_modules()]
 

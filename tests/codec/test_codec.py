@@ -394,6 +394,30 @@ def test_any_quality_decodes_any_other(layouts: Layouts, make_chunk: MakeChunk, 
     assert same(coarse.decode(fine.encode(chunk)), fine.decode(fine.encode(chunk)))
 
 
+@pytest.mark.parametrize("start", [7, 3000])
+@pytest.mark.parametrize("scheme", ["unit", "lossless"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_ends_of_a_dtype_stay_finite(
+    scheme: str, dtype: str, start: int, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    chunk = make_chunk(replace(layouts["gqa"], dtype=dtype), 140, start=7)
+    # Learned schemes count steps from the unit that they learned, of which float16's range has few enough.
+    most = torch.finfo(chunk.keys[0].dtype).max if scheme != "unit" or dtype == "float16" else 2.0**15
+    for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
+        values[..., 3] = most - values[..., 3].abs() / 200 * most
+        values[0] = -most if layer == 1 and most < 2**16 else values[0]
+        if scheme == "lossless" or most < 2**16:  # others may be refused: un-rotated, they leave float32's range
+            keys[..., 5] = most
+            keys[::2, :, 1] = -most
+    back = [make_codec("gqa", scheme, backend=name, **quality(scheme)) for name in ("numba", "reference")]
+    blob = back[0].encode(chunk)
+    one, other = (codec.decode(blob, start) for codec in back)
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors(one))
+    if scheme != "unit":  # whose products may round differently
+        assert same(one, other)
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors(other))
+
+
 @pytest.mark.parametrize("scheme", GROUPS)
 @pytest.mark.parametrize("step", [STEP, 2**8])
 def test_lossy_refuses_what_is_not_finite(

@@ -192,6 +192,27 @@ def test_fp8_saturates(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
     assert float(written(cache, torch.arange(4))[0].float().abs().max()) == 448.0
 
 
+@pytest.mark.parametrize("order", [ORDERED, PERMUTED])
+def test_finite_values_stay_finite_in_pages_of_another_dtype(
+    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str
+) -> None:
+    chunk, slots = make_chunk(layouts["bfloat16"], 24), scattered(24)
+    chunk.values[1][3, 0, :2] = torch.tensor([1e5, -1e30])
+    chunk.values[1][5, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    cache = poisoned(layouts["bfloat16"], order, torch.float16)
+    codec = make_codec("bfloat16", "lossless")
+    codec.decode_paged([codec.encode(chunk)], cache, [slots]).check()
+    values = written(cache, slots)[3]
+    assert values[3, 0, :2].tolist() == [65504, -65504] and values[5, 0, :2].tolist() == [torch.inf, -torch.inf]
+    assert bool(values[5, 0, 2].isnan()) and int(values.isfinite().logical_not().sum()) == 3
+    # What fp8 times its scale is beyond the range of the layout's dtype.
+    scaled = poisoned(layouts["float16"], order, torch.float8_e5m2, value_scales=[2.0] * 3)
+    large = make_chunk(layouts["float16"], 24)
+    large.values[2][:] = 65504
+    scaled.write(large.keys, [2 * large.values[0].float(), large.values[1], 3 * large.values[2].float()], slots)
+    assert scaled.read(slots, 0).values[2].unique().tolist() == [65504]
+
+
 @pytest.mark.parametrize("order", [*ORDERS, PERMUTED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_a_layer_is_a_copy_of_what_is_stored(

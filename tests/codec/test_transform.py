@@ -145,15 +145,18 @@ def test_gather_orders_layer_unit_head_dimension() -> None:
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("means", [1, 4, 63])
 @pytest.mark.parametrize("rotary", [0, 4, 16])
-def test_both_places_write_the_same_bits(x_dtype: torch.dtype, means: int, rotary: int) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_both_places_write_the_same_bits(dtype: str, x_dtype: torch.dtype, means: int, rotary: int) -> None:
     rope = Rope(tuple(0.3**i for i in range(rotary // 2)), 1.3) if rotary else None
-    layout = KVLayout("synthetic", (LayerLayout(2, 16, 5, rope),) * 2, "bfloat16", None)
+    layout = KVLayout("synthetic", (LayerLayout(2, 16, 5, rope),) * 2, dtype, None)
     (section,) = partition(layout, "all")
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(63, section.values, generator=generator) * 10 ** torch.linspace(-30, 30, section.values)).to(
         x_dtype
     )
-    x[5, 3], x[6, 30] = 3e38, -3e38  # rounds to infinity, or nearly
+    # Beyond the range of float16, of bfloat16, and, where they are rotated, of float32.
+    x[5, 3], x[6, 30], x[7, 40] = 3.401e38, -3.401e38, 3.401e38
+    x.clamp_(-torch.finfo(x_dtype).max, torch.finfo(x_dtype).max)
     mean = torch.randn(means, section.values, generator=generator)
     # Half-way between two bfloat16, above an even one and above an odd one: the values of the last layer.
     x[:, -10:], mean[:, -10:-5], mean[:, -5:] = 0, 1 + 2**-8, 1 + 3 * 2**-8
@@ -163,17 +166,18 @@ def test_both_places_write_the_same_bits(x_dtype: torch.dtype, means: int, rotar
         implementation(x, mean, section, layout, rotation, slice(37, 100), *rows_of(out))
     for one, other in zip(*outputs, strict=True):
         for a, b in zip(one, other, strict=True):
-            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
-            assert bool(a[:37].isnan().all())
-    ties = torch.tensor([[1.0] * 5, [1 + 2**-6] * 5]).bfloat16()
-    assert torch.equal(outputs[0][1][1][37:], ties.expand(63, 2, 5))
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            assert bool(a[:37].isnan().all()) and bool(a[37:].isfinite().all())
+    if dtype == "bfloat16":
+        ties = torch.tensor([[1.0] * 5, [1 + 2**-6] * 5]).bfloat16()
+        assert torch.equal(outputs[0][1][1][37:], ties.expand(63, 2, 5))
     # The last mean serves all further tokens: the same as if it was repeated.
     repeated = empty_outputs(layout, 100)
     whole = torch.cat([mean, mean[-1:].expand(63 - means, -1)])
     transform.place(x, whole, section, layout, rotation, slice(37, 100), *rows_of(repeated))
     for one, other in zip(repeated, outputs[0], strict=True):
         for a, b in zip(one, other, strict=True):
-            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("special", [None, (7, 1, 15), (40, 0, 1)])
@@ -208,6 +212,7 @@ def test_both_moves_write_the_same_bits(
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(written[0].view(bits), written[1].view(bits))
     assert int((written[0] != 5).sum()) == 58 * 32
+    assert special is not None or bool(written[0].isfinite().all())  # also where a rotation leaves the dtype's range
     if rotary == 0 and not permuted and special is None:
         at = int(begins[37])
         assert torch.equal(written[0][at : at + 32], stored[0].flatten())

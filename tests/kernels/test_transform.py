@@ -659,6 +659,18 @@ def test_synthesize_only_means(device: torch.device) -> None:
     torch.testing.assert_close(got[1][0, last].flatten(), world.bases[0].mean[-40:].to(device))
 
 
+@pytest.mark.parametrize("name", ["80", "yarn", "96"])  # of float16, bfloat16 and float32
+def test_synthesize_stays_in_range(name: str, device: torch.device) -> None:
+    world = make_world(name, "layer", device, (5,))
+    arguments, _ = synthesis(world, torch.bfloat16)
+    arguments["means"][:, ::11] = 3.4028e38  # one of a pair; `yarn` turns it and scales it
+    got, want = run_both(world, arguments)
+    limit = torch.finfo(got[0].dtype).max
+    for a, b in zip(got, want, strict=True):
+        assert bool(a.isfinite().all()) and torch.equal(a == limit, b == limit)
+    assert any(bool((unit == limit).any()) for unit in got) or name == "96"
+
+
 @pytest.mark.parametrize("element", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("order", ["bthd", "bhtd", "bhdt", "packed"])
 def test_synthesize_and_gather_in_pages(element: torch.dtype, order: str, device: torch.device) -> None:

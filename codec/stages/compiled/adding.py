@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cuvee.codec.stages.compiled.bfloat16 import rounded, to_float
+from cuvee.codec.stages.compiled.bfloat16 import saturated, to_float
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.transform import plain
 from cuvee.codec.stages.rows import Rows
@@ -22,12 +22,12 @@ def _add(more, memory, begins, head_stride, offsets, kinds):  # type: ignore[no-
                 places = offsets[kinds[t], h]
                 for i in range(size):
                     at = begins[t] + places[i]
-                    memory[at] = rounded(to_float(memory[at]) + source[i], memory)
+                    memory[at] = saturated(to_float(memory[at]) + source[i], memory)
             else:
                 begin = begins[t] + h * head_stride
                 target = memory[begin : begin + size]
                 for i in range(size):
-                    target[i] = rounded(to_float(target[i]) + source[i], target)
+                    target[i] = saturated(to_float(target[i]) + source[i], target)
 
 
 def add_to_rows(more: torch.Tensor, rows: Rows) -> None:

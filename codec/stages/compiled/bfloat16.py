@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numba.core import types
 from numba.extending import overload
+
+LARGEST_BFLOAT16, LARGEST_FLOAT32 = float(torch.finfo(torch.bfloat16).max), float(np.finfo(np.float32).max)
 
 
 def to_float(value: Any) -> Any:
@@ -15,6 +18,10 @@ def to_float(value: Any) -> Any:
 
 def rounded(value: Any, out: Any) -> Any:
     """Return a float32 as the array `out` holds it: unchanged, or rounded to the bits of a bfloat16, ties to even."""
+
+
+def saturated(value: Any, out: Any) -> Any:
+    """Do what `rounded` does, within the range of `out`: instead of infinite, a number is the largest of its range."""
 
 
 @overload(to_float)
@@ -35,3 +42,15 @@ def _rounded(value, out):  # type: ignore[no-untyped-def]
         return np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
     return to_nearest
+
+
+@overload(saturated)
+def _saturated(value, out):  # type: ignore[no-untyped-def]
+    limit = np.float32(LARGEST_BFLOAT16 if isinstance(out.dtype, types.Integer) else LARGEST_FLOAT32)
+
+    def within(value, out):  # type: ignore[no-untyped-def]
+        v = np.float32(value)
+        v = limit if v > limit else v
+        return rounded(-limit if v < -limit else v, out)
+
+    return within

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cuvee.codec.stages.compiled.arena import Arena
-from cuvee.codec.stages.compiled.bfloat16 import rounded, to_float
+from cuvee.codec.stages.compiled.bfloat16 import saturated, to_float
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.correction_steps import (
     ROWS,
@@ -83,7 +83,7 @@ def _add(x, at, scale, memory, begin, size):  # type: ignore[no-untyped-def]
         add_step(x, at + i, scale, memory, begin + i)
         i += WIDTH
     while i < size:
-        memory[begin + i] = rounded(to_float(memory[begin + i]) + x[at + i] * scale, memory)
+        memory[begin + i] = saturated(to_float(memory[begin + i]) + x[at + i] * scale, memory)
         i += 1
 
 
@@ -110,7 +110,7 @@ def _add_placed(x, width, rows, scale, memory, begins, offsets, kinds, h, first,
         for row in range(k, end):
             for rest in range(i, size):
                 place = begins[first + row] + offsets_[of_head + rest]
-                memory[place] = rounded(to_float(memory[place]) + x[row * width + rest] * scale, memory)
+                memory[place] = saturated(to_float(memory[place]) + x[row * width + rest] * scale, memory)
         k = end
 
 

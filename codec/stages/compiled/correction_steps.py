@@ -147,7 +147,7 @@ def add_step(typing: Any, x, at, scale, out, to):  # type: ignore[no-untyped-def
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         code = Code(context, builder, sig.args, values)
         more = builder.fmul(code.floats(0, 1), _equal(builder, values[2]))
-        code.store_floats(builder.fadd(code.floats(3, 4), more), 3, 4)
+        code.store_floats(code.saturated(builder.fadd(code.floats(3, 4), more), 3), 3, 4)
         return context.get_dummy_value()
 
     return signature, generate
@@ -203,7 +203,7 @@ def add_across_step(typing: Any, x, at, pitch, lanes, scale, places, entry, out,
             place = builder.add(begin, builder.load(builder.gep(places_at, [INT64(number)])))
             target = builder.gep(code.data(7), [builder.mul(place, INT64(size))])
             old = builder.call(load, [target, INT32(size), taken, nothing])
-            new = builder.fadd(code.widened(old), builder.fmul(line, factor))
+            new = code.saturated(builder.fadd(code.widened(old), builder.fmul(line, factor)), 7)
             builder.call(store, [code.narrowed(new) if narrow else new, target, INT32(size), taken])
         return context.get_dummy_value()
 

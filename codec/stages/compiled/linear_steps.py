@@ -38,7 +38,8 @@ def _shifting(placing: bool) -> tuple[Any, Any]:
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             code = Code(context, builder, sig.args, values)
             offset = builder.fadd(code.floats(2, 3), code.floats(4, 5))
-            code.store_floats(shifted(code, code.floats(0, 1), offset), 6, 7)
+            value = shifted(code, code.floats(0, 1), offset)
+            code.store_floats(code.saturated(value, 6) if placing else value, 6, 7)
             return context.get_dummy_value()
 
         return signature, generate
@@ -83,7 +84,7 @@ def _shifting(placing: bool) -> tuple[Any, Any]:
             if not placing:
                 pair = [shifted(code, x, offset) for x, offset in zip(pair, offsets, strict=True)]
             for value, later in zip(pair, places, strict=True):
-                code.store_floats(value, 10, 11, later)
+                code.store_floats(code.saturated(value, 10) if placing else value, 10, 11, later)
             return context.get_dummy_value()
 
         return signature, generate

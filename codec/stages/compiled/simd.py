@@ -16,6 +16,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from cuvee.codec.stages.compiled.bfloat16 import LARGEST_BFLOAT16, LARGEST_FLOAT32
+
 WIDTH = 16  # lanes of a step
 
 INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -126,6 +128,14 @@ class Code:
         odd = self.builder.and_(self.builder.lshr(bits, constant(16)), constant(1))
         up = self.builder.add(self.builder.add(bits, constant(0x7FFF)), odd)
         return self.builder.trunc(self.builder.lshr(up, constant(16)), HALVES)
+
+    def saturated(self, value: Any, array: int) -> Any:
+        """Return a vector of float32 within the range of such an array; NaN stays."""
+        most = LARGEST_BFLOAT16 if self._kinds[array].dtype == types.uint16 else LARGEST_FLOAT32
+        for beyond, limit in ((">", most), ("<", -most)):
+            limits = ir.Constant(FLOATS, [limit] * WIDTH)
+            value = self.builder.select(self.builder.fcmp_ordered(beyond, value, limits), limits, value)
+        return value
 
     def transposed(self, lines: list[Any]) -> list[Any]:
         """Transpose 16 vectors, by swapping ever smaller blocks."""

@@ -14,7 +14,7 @@ from cuvee.codec.profiles.sections import Section, UnitColumns
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled.addresses import array_at
 from cuvee.codec.stages.compiled.arena import FIRST, tile_arena
-from cuvee.codec.stages.compiled.bfloat16 import rounded, to_float
+from cuvee.codec.stages.compiled.bfloat16 import rounded, saturated, to_float
 from cuvee.codec.stages.compiled.compiler import compiled, inlined
 from cuvee.codec.stages.compiled.linear_steps import (
     add_and_turn_step,
@@ -59,7 +59,7 @@ def place_head(  # type: ignore[no-untyped-def]
         a = to_float(x[at + i]) + (mean[center + i] + to_float(predicted[guess + i]))
         b = to_float(x[at + j]) + (mean[center + j] + to_float(predicted[guess + j]))
         c, s = cos[angle + i], sin[angle + i]
-        out[to + i], out[to + j] = rounded(a * c - b * s, out), rounded(b * c + a * s, out)
+        out[to + i], out[to + j] = saturated(a * c - b * s, out), saturated(b * c + a * s, out)
         i += 1
     i = 2 * half
     while i + WIDTH <= size:
@@ -67,7 +67,7 @@ def place_head(  # type: ignore[no-untyped-def]
         i += WIDTH
     while i < size:
         value = to_float(x[at + i]) + (mean[center + i] + to_float(predicted[guess + i]))
-        out[to + i] = rounded(value, out)
+        out[to + i] = saturated(value, out)
         i += 1
 
 
@@ -109,6 +109,7 @@ def _place(  # type: ignore[no-untyped-def]
 _NO_TABLE = np.empty((1, 0), np.float32)
 _NO_PREDICTIONS = np.empty((0, 0), np.uint16), np.empty(0, np.int64)
 _MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # bits of float32
+_HALFWAY = np.uint32(0x7F7F8000)  # between bfloat16's largest number and infinity
 
 
 def place(
@@ -146,7 +147,7 @@ def place(
 def _move(  # type: ignore[no-untyped-def]
     stored, cos, sin, new_cos, new_sin, memory, begins, head_stride, heads, size, offsets, kinds
 ):
-    """Write the keys of one layer; return whether all of them are finite. Others are not written right."""
+    """Write the keys of one layer; return whether all are within the dtype's range. Others are not written right."""
     half = cos.shape[1]
     tables = len(cos) - 1
     permuted = len(offsets) > 0
@@ -176,13 +177,13 @@ def _move(  # type: ignore[no-untyped-def]
                 places = offsets[kinds[t], h]
                 for i in range(size):
                     memory[begin + places[i]] = spare[i]
-    return worst < _INFINITE
+    return worst < (_INFINITE if memory.itemsize == 4 else _HALFWAY)
 
 
 def move_keys(
     stored: torch.Tensor, layer: LayerLayout, unrotation: Rotation, rotation: Rotation, at: slice, rows: Rows
 ) -> None:
-    """See `reference.transform.move_keys`, which also serves interleaved caches, float16 and infinite keys."""
+    """See `reference.transform.move_keys`, which also serves interleaved caches, float16 and keys beyond the range."""
     if stored.dtype != torch.float16 and not _interleaved(layer):
         tables = [_NO_TABLE] * 4
         if layer.rope is not None:

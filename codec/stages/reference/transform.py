@@ -18,6 +18,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.rotation import Rotation
@@ -97,6 +98,8 @@ def place(
 ) -> None:
     """Write `x + mean + prediction` to the rows `at` of per-layer outputs, with keys rotated and all values rounded.
 
+    Values beyond the range of the outputs' dtype become the largest that it holds.
+
     Args:
         x: `[t, N]` with position-free keys, or `[blocks, t, N / blocks]`; float32 or bfloat16. Arithmetic is float32.
         mean: `[m, N]` float32, contiguous. Its last row serves all further tokens.
@@ -120,13 +123,14 @@ def place(
         rows = (values if unit.is_value else keys)[unit.layer]
         if rows is not None:
             own = unit.of(x)
-            rows.write(own if unit.is_value else rotation.apply(own, layout.layers[unit.layer].rope, at), at)
+            own = own if unit.is_value else rotation.apply(own, layout.layers[unit.layer].rope, at)
+            rows.write(saturated(own, rows.memory.dtype), at)
 
 
 def move_keys(
     stored: torch.Tensor, layer: LayerLayout, unrotation: Rotation, rotation: Rotation, at: slice, rows: Rows
 ) -> None:
-    """Write keys of one run of positions to rows of another, rotated.
+    """Write keys of one run of positions to rows of another, rotated. Finite keys stay finite.
 
     Args:
         stored: `[t, H, D]`, contiguous; any values. Arithmetic is float32, and position-free keys are not rounded.
@@ -136,7 +140,14 @@ def move_keys(
         at: rows of the output.
         rows: the rows to write.
     """
-    rows.write(rotation.apply(unrotation.apply(stored, layer.rope, at), layer.rope, at), at)
+
+    def moved(keys: torch.Tensor) -> torch.Tensor:
+        return rotation.apply(unrotation.apply(keys, layer.rope, at), layer.rope, at)
+
+    # A pair with a value that is not finite stays so.
+    finite = stored.isfinite()
+    which = None if bool(finite.all()) else moved(stored.where(~finite, 0.0)).isfinite()
+    rows.write(saturated(moved(stored), stored.dtype, which), at)
 
 
 def as_numpy(y: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

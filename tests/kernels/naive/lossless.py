@@ -7,6 +7,7 @@ import torch
 from tests.kernels.naive.tile_parts import INTEGERS, TilePart, tile_parts, turn_halves
 
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
+from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, byte_planes, from_byte_planes
 from cuvee.kernels.jobs import ChunkField, TileField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
@@ -23,7 +24,7 @@ def _rows(part: TilePart, table: torch.Tensor, dtype: torch.dtype) -> tuple[int,
 
 def _part_bytes(part: TilePart, dtype: torch.dtype) -> list[torch.Tensor]:
     """Byte planes `[n, T]` of a part, cut from the cache."""
-    x = part.bits(dtype) if part.element == dtype else part.values().to(dtype)
+    x = part.bits(dtype) if part.element == dtype else saturated(part.values(), dtype, part.values().isfinite())
     return [torch.from_numpy(plane).to(x.device) for plane in byte_planes(x.cpu())]
 
 
@@ -63,7 +64,8 @@ def merge_planes_reference(
             at = slice(chunk[ChunkField.FIRST], chunk[ChunkField.FIRST] + part.tokens)
             pair = slice(angle, angle + part.tile[TileField.COUNT0])
             free = turn_halves(x.float(), source.cos[at, pair], -source.sin[at, pair])
-            x = turn_halves(free, target.cos[at, pair], target.sin[at, pair]).to(dtype)
+            pairs = x.isfinite().view(len(x), 2, -1).all(1).repeat(1, 2)
+            x = saturated(turn_halves(free, target.cos[at, pair], target.sin[at, pair]), dtype, pairs)
         if cache.element == dtype:
             part.store(x.view(INTEGERS[dtype.itemsize]), INTEGERS[dtype.itemsize])
         else:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cuvee.codec.models.dtypes import saturated
 from cuvee.kernels.jobs import PlaceField, Status, TileField
 
 
@@ -78,9 +79,10 @@ def store_pairs_reference(
         at = slots[exists]
         rows = source[exists, : view.shape[2]]
         if element.itemsize == 1:
-            limit = torch.finfo(element).max
-            rows = (rows * float(np.float32(1) / np.float32(scale))).clamp(-limit, limit)
+            rows = rows * float(np.float32(1) / np.float32(scale))
         # Advanced indexing does not exist for every FP8 type: bytes do.
-        raw = rows.to(element)
+        raw = rows
+        if rows.dtype != element:
+            raw = saturated(rows, element, None if element.itemsize == 1 else ~rows.isinf())
         whole = torch.uint8 if element.itemsize == 1 else element
         view.view(whole)[at // view.shape[1], at % view.shape[1]] = raw.view(whole)

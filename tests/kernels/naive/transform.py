@@ -8,6 +8,7 @@ import torch
 from tests.kernels.naive.pages import check_slots, load_pairs_reference, store_pairs_reference
 
 from cuvee.codec.entropy.token_classes import WINDOW
+from cuvee.codec.models.dtypes import saturated
 from cuvee.kernels.jobs import BlockField, ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops.analyze import analysis_tokens
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
@@ -188,6 +189,7 @@ def synthesize_reference(
             a, b = both[:, :pairs], both[:, pairs:]
             if tile[TileField.ANGLE] >= 0:
                 a, b = _turn(a, b, cos[at], sin[at], tile[TileField.ANGLE])
+            a, b = saturated(a, torch.float32), saturated(b, torch.float32)
             place, unit_scale = place_rows[tile[TileField.UNIT]], unit_scales[tile[TileField.UNIT]]
             exists = check_slots(slots, place, batch.status[index])
             store_pairs_reference(place, unit_scale, tile, slots, exists, (a, b), cache.element)
