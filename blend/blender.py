@@ -86,6 +86,12 @@ class BlendRecord:
     segments: tuple[SegmentRecord, ...]
     selector: str
 
+    def __repr__(self) -> str:
+        return (
+            f"BlendRecord({self.tokens} tokens, {self.cached} cached in {len(self.segments)} segments, recomputed "
+            f"{100 * self.cost:.1f} %; {self.selector})"
+        )
+
     @property
     def cost(self) -> float:
         """Token-layers spent, as a share of those for recomputing all cached tokens; 0 if none were cached."""
@@ -113,6 +119,9 @@ class BlendResult:
     cache: DynamicCache
     logits: torch.Tensor
     record: BlendRecord
+
+    def __repr__(self) -> str:
+        return f"BlendResult({len(self.logits)} logits of {self.logits.shape[1]}; {self.record!r})"
 
 
 class Blender:

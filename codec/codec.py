@@ -139,11 +139,13 @@ class Codec:
             quality, exactly one of these:
         kl: the most nats per token by which the model's predictions may move, on average over the kinds of text that
             the profile was measured on;
-        bits: the most bits per value, all bytes counted;
-        ratio: the least ratio of uncompressed to compressed size, for caches of `dtype`;
+        bits: bits per value, all bytes counted;
+        ratio: the ratio of uncompressed to compressed size, for caches of `dtype`. Both sizes are those to expect of
+            texts like those of the profile's curve, in chunks of 256 tokens. No single chunk is held to them: a chunk
+            of 44 tokens takes up to a third more;
         step: the quantizer step, in the profile's units.
-            All but `step` are limits, and the codec takes the best step that keeps the limit. If every step of the
-            profile's curve keeps it, that is an end of the curve. If no step keeps a KL, the codec is lossless. If no
+            For all but `step`, the codec takes the best step that keeps the request on the profile's curve. If every
+            step of the curve does, that is an end of the curve. If no step keeps a KL, the codec is lossless. If no
             step keeps a size, an error names the range. If the profile predicts from tokens, chunks without token ids
             have a curve of their own, from which they get the step that keeps a KL. Sizes and steps are those of
             chunks with ids; at the same step, chunks without ids are larger.
@@ -201,7 +203,8 @@ class Codec:
         if (quality, kl, bits, ratio, step) == (None,) * 5:
             quality = profile.default_quality
         request = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
-        name, _ = one_request(**request, kind=kind, worst=worst)
+        name, value = one_request(**request, kind=kind, worst=worst)
+        self._request = f"{name}={value}"
         self.profile = profile
         self._setting = _choose_setting(profile, request, kind, worst, dtype, plain=False)
         if quality in PRESET_KL and not profile.promises_kl:
@@ -234,6 +237,16 @@ class Codec:
         host.prepare(self._coding_of(profile.layout.dtype, profile.token_table is not None))
         if backend in ("auto", host.name):
             self._backends["cpu"] = host
+
+    def __repr__(self) -> str:
+        key = ", with a key" if self._keys else ""
+        how = f"backend {self._backend_name!r}, {self.threads} threads{key}"
+        return f"Codec({self.described_quality}; {how}; {self.profile!r})"
+
+    @property
+    def described_quality(self) -> str:
+        """The quality for people: what was asked for, and `quality_name`."""
+        return self._request if self._request.endswith(LOSSLESS) else f"{self._request}, {self.quality_name}"
 
     @classmethod
     def without_profile(

@@ -9,7 +9,7 @@ rest fits. Scales and steps are integers in units of 1/64 octave, so the choice 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from functools import lru_cache
@@ -187,7 +187,12 @@ def _thresholds(tables: EntropyTables, shrink: F32) -> tuple[F32, F32]:
     return np.clip(dead, 1 - rounding, 0.95).astype(np.float32), rounding.astype(np.float32)
 
 
-def fit_family(samples: Iterable[tuple[F32, I16]], step_indices: Iterable[int], rounds: int = 4) -> Family:
+def fit_family(
+    samples: Iterable[tuple[F32, I16]],
+    step_indices: Iterable[int],
+    rounds: int = 4,
+    track: Callable[[Sequence[int]], Iterable[int]] = iter,
+) -> Family:
     """Learn the tables and the quantizer from coefficients.
 
     Args:
@@ -195,12 +200,13 @@ def fit_family(samples: Iterable[tuple[F32, I16]], step_indices: Iterable[int], 
         step_indices: indices of the steps whose symbols are pooled. A table serves every component and step with its
             ratio.
         rounds: how often to quantize and refit, since tables and thresholds depend on each other.
+        track: passes the rounds through, one by one as they are done, to show progress.
     """
     pool = [(y, scale) for y, scale in samples]
     family = default_family()
     prior = family.tables.freq[:TABLES, :128].astype(np.float64)
     prior[:, 1:] *= 2
-    for _ in range(rounds):
+    for _ in track(range(rounds)):
         counts = np.zeros((TABLES, 128))
         shortfall = np.zeros((TABLES, 2))  # excess of level 1, and of all higher levels, over their magnitudes
         number = np.zeros((TABLES, 2))

@@ -18,7 +18,7 @@ ideal entropy, three parts). Cells of one width everywhere, as in JPEG 2000, wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from functools import lru_cache
@@ -306,19 +306,25 @@ def _default_counts(table: int, zones: Sequence[F32], part: int) -> npt.NDArray[
     return counts
 
 
-def fit_nested(samples: Iterable[tuple[F32, I16]], step_indices: Iterable[int], family: Family) -> NestedFamily:
+def fit_nested(
+    samples: Iterable[tuple[F32, I16]],
+    step_indices: Iterable[int],
+    family: Family,
+    track: Callable[[Sequence[int]], Iterable[int]] = iter,
+) -> NestedFamily:
     """Learn the tables of bases and refinements, and what they lose.
 
     Args:
         samples: pairs of coefficients `[R, T]` float32 and the scales `[R]` of their components.
         step_indices: indices of the finest steps whose symbols are pooled.
         family: of blobs of one quality, learned from the same samples.
+        track: passes the steps through, one by one as they are done, to show progress.
     """
     pool, steps = list(samples), sorted(step_indices)
     prior = default_nested_family()
     zones = [wider_zones(family.quantizer.dead_zone, part) for part in range(MAX_REFINEMENTS + 1)]
     sums = _Sums()
-    for step in steps:
+    for step in track(steps):
         for y, scale in pool:
             _add_sample(sums, y, scale, step, zones)
     tables = prior.base.tables.freq[:TABLES, :128].astype(np.float64)
@@ -340,7 +346,7 @@ def fit_nested(samples: Iterable[tuple[F32, I16]], step_indices: Iterable[int], 
             )
         )
     nested = NestedFamily(base, refinements, np.zeros(MAX_REFINEMENTS + 1, np.int16))
-    return NestedFamily(base, refinements, _offsets(pool, steps, family, nested))
+    return NestedFamily(base, refinements, _offsets(pool, steps, family, nested, track))
 
 
 class _Sums:
@@ -430,12 +436,18 @@ def _add_sample(sums: _Sums, y: F32, scale: I16, step_index: int, zones: Sequenc
         before[rows] = level
 
 
-def _offsets(pool: Sequence[tuple[F32, I16]], steps: Sequence[int], family: Family, nested: NestedFamily) -> I16:
+def _offsets(
+    pool: Sequence[tuple[F32, I16]],
+    steps: Sequence[int],
+    family: Family,
+    nested: NestedFamily,
+    track: Callable[[Sequence[int]], Iterable[int]],
+) -> I16:
     """Return `NestedFamily.offsets`: by how much coarser a blob of one quality may be for the error of each part."""
     zones = [nested.base.quantizer.dead_zone, *(tables.zone for tables in nested.refinements)]
     shrinks = [nested.base.quantizer.shrink, *(tables.shrink for tables in nested.refinements)]
     span = range(steps[0], steps[-1] + OCTAVE * MAX_REFINEMENTS + 1, OCTAVE // 4)
-    single = np.array([_single_error(pool, step, family) for step in span])
+    single = np.array([_single_error(pool, step, family) for step in track(span)])
     found: list[list[float]] = [[] for _ in shrinks]
     for step in steps:
         errors = np.zeros(len(shrinks))

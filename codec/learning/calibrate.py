@@ -17,7 +17,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure, round_trip
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.learned_sections import build_profile
-from cuvee.codec.learning.moments import SINKS, Moments, add_sample, add_text, need_tokens, new_moments
+from cuvee.codec.learning.moments import SINKS, Moments, add_sample, add_text, need_tokens, new_moments, tokens_needed
 from cuvee.codec.learning.progress import tracked
 from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, TokenSums, learn_token_model
 from cuvee.codec.models.fingerprint import model_fingerprint
@@ -62,7 +62,8 @@ def calibrate(
             whose shapes may differ (see `cuvee.calibration.mixture`). An eighth of the sequences of each kind (2 to 32)
             is held out to measure the curve, kind by kind.
         group: the layers or heads that share one basis: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"heads:n"`,
-            `"all"`, or `"auto"`: as many layers as `flops` and the number of tokens allow (`choose_group`).
+            `"all"`, or `"auto"`: as many layers as `flops` and the number of tokens allow (`choose_group`), or with
+            little text a unit or a head.
         more_text: `[N, T]` int64, more sequences for what needs a forward pass only: prediction from tokens, and
             covariances (`cuvee.calibration.more_text`). Sequences that are held out are left out.
         predict_tokens: learn to predict the cache from its tokens, if there is enough text: 32 tokens per number of
@@ -112,8 +113,11 @@ def calibrate(
     if group == "auto":
         budget = flops or (CPU_FLOPS if model.device.type == "cpu" else GPU_FLOPS)
         group, why = choose_group(layout, seen, budget, tensor_parallel)
+        for smaller in ("head",) if tensor_parallel else ("unit", "head"):
+            if seen < (need := tokens_needed(layout, group)):
+                group, why = smaller, f"{group} needs {need} cached tokens to learn from, the text has {seen}"
         _log.info("group=%r: %s", group, why)
-    need_tokens(layout, group, seen)
+    need_tokens(layout, group, seen, sum(len(batch) for batch, _ in learning))
     token_model = None
     if predict_tokens:
         token_model = _learn_tokens(model, layout, group, [*(batch for batch, _ in learning), *reading], progress)
@@ -129,7 +133,9 @@ def calibrate(
             with torch.no_grad():
                 chunks = prefill(model, batch.to(model.device), layout, device)
             add_text(moments, layout, chunks, batch, predicted)
-    profile = build_profile(layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, token_model)
+    profile = build_profile(
+        layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, token_model, progress
+    )
     measured = {name: tokens for name, tokens in testing.items() if name is not None} or testing[None]
     return measure(profile, model, measured, prefix=prefix, batch_size=MEASURE_BATCH, progress=progress)
 

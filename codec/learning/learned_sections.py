@@ -15,6 +15,7 @@ from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.class_predictor import TokenSample, learn_classes, learn_predictors
 from cuvee.codec.learning.moments import SINK_EXCESS, SINKS, Moments
+from cuvee.codec.learning.progress import tracked
 from cuvee.codec.learning.token_model import TokenModel
 from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.profile import Profile
@@ -36,10 +37,11 @@ def build_profile(
     metrics_of: Callable[[Moments], list[torch.Tensor]],
     model: str | None,
     tokens: TokenModel | None = None,
+    progress: bool = False,
 ) -> Profile:
     """Learn bases, scales, sinks and tables from the sums; with `tokens`, those of what tokens do not predict."""
     bases, deviations = [], []
-    for section in moments:
+    for section in tracked(moments, "learning bases", progress):
         pairs = zip(section.covariances(), metrics_of(section), strict=True)
         maps = []
         for covariance, metric in pairs:
@@ -55,16 +57,18 @@ def build_profile(
         raise ProfileError("samples: must vary, and the loss must depend on them, or there is nothing to learn")
     built = [base_section(m, maps, unit) for m, maps in zip(moments, bases, strict=True)]
     if all(run.gradient is not None for m in moments for run in m.sample):
-        built, samples = _with_classes(moments, built, layout, tokens)
+        built, samples = _with_classes(moments, built, layout, tokens, progress)
     else:
         samples = _family_samples(moments, built)
-    family = fit_family(samples, FAMILY_STEPS)
-    nested = fit_nested(samples, NESTED_STEPS, family)
+    family = fit_family(samples, FAMILY_STEPS, track=lambda rounds: tracked(rounds, "learning tables", progress))
+    nested = fit_nested(
+        samples, NESTED_STEPS, family, track=lambda steps: tracked(steps, "learning refinements", progress)
+    )
     if tokens is not None:
         built = [with_tokens(section, tokens, index) for index, section in enumerate(built)]
     return Profile(
         layout, group, source, family, tuple(built), min_step_index=MIN_STEP_INDEX, model=model,
-        token_table=None if tokens is None else tokens.table, nested=nested,
+        token_table=None if tokens is None else tokens.table, nested=nested, text_tokens=moments[0].count,
     )  # fmt: skip
 
 
@@ -127,12 +131,16 @@ def with_tokens(section: SectionProfile, tokens: TokenModel, index: int) -> Sect
 
 
 def _with_classes(
-    moments: list[Moments], sections: list[SectionProfile], layout: KVLayout, tokens: TokenModel | None
+    moments: list[Moments],
+    sections: list[SectionProfile],
+    layout: KVLayout,
+    tokens: TokenModel | None,
+    progress: bool,
 ) -> tuple[list[SectionProfile], list[tuple[F32, I16]]]:
     """Add predictors and class tables to the sections; return them and one (coefficients, scales) pair per class."""
     # A section that the loss does not depend on has no components, and its predictor would have no input.
     coded = [i for i, section in enumerate(sections) if len(section.scale)]
-    samples = [_token_sample(moments[i], sections[i], i, tokens) for i in coded]
+    samples = [_token_sample(moments[i], sections[i], i, tokens) for i in tracked(coded, "learning classes", progress)]
     scales = [sections[i].scale for i in coded]
     predictors = learn_predictors(samples, scales, [len(moments[i].section.layers(layout)) for i in coded])
     wanted = max(FAMILY_VALUES // max(sum(map(len, scales)), 1), 64)

@@ -240,14 +240,21 @@ def new_moments(layout: KVLayout, group: str, device: torch.device | str = "cpu"
     return [Moments(section, layout, limit, device) for section in partition(layout, group)]
 
 
-def need_tokens(layout: KVLayout, group: str, tokens: int) -> None:
-    """Raise ProfileError unless this many tokens suffice for the bases of a group."""
-    largest = max(size for section in partition(layout, group) for size in section.blocks)
-    need = TOKENS_PER_VALUE * largest
+def tokens_needed(layout: KVLayout, group: str) -> int:
+    """Return how many cached tokens the bases of a group need at least."""
+    return TOKENS_PER_VALUE * max(size for section in partition(layout, group) for size in section.blocks)
+
+
+def need_tokens(layout: KVLayout, group: str, tokens: int, sequences: int = 0) -> None:
+    """Raise ProfileError unless this many tokens, of so many sequences, suffice for the bases of a group."""
+    need = tokens_needed(layout, group)
     if tokens < need:
+        missing = -(-(need - tokens) * sequences // max(tokens, 1))  # an eighth more is held out
+        more = f"about {-(-8 * missing // 7)} more sequences like these" if missing else "more text"
+        smaller = "" if group == "head" else ", or a smaller group"
         raise ProfileError(
-            f"group: {group!r} spans {largest} values and must have at least {need} cached tokens to learn from, got "
-            f"{tokens}: give more text, or a smaller group"
+            f"group: {group!r} spans {need // TOKENS_PER_VALUE} values and must have at least {need} cached tokens to "
+            f"learn from, got {tokens}: give {more}{smaller}"
         )
 
 

@@ -282,7 +282,7 @@ class RunningMoments:
             built = [with_tokens(section, tokens, index) for index, section in enumerate(built)]
         return Profile(
             self.layout, self.group, "fitted", default_family(), tuple(built), min_step_index=MIN_STEP_INDEX,
-            model=model, token_table=None if tokens is None else tokens.table,
+            model=model, token_table=None if tokens is None else tokens.table, text_tokens=self.tokens,
         )  # fmt: skip
 
     def _token_model(self, embedding: torch.Tensor) -> TokenModel:

@@ -26,6 +26,7 @@ from cuvee.codec.entropy.family import (
     TABLES,
     Family,
     default_family,
+    deviation_of,
     make_family,
     step_value,
 )
@@ -76,6 +77,7 @@ class Profile:
         learned: one `SectionProfile` per section; empty for an unlearned profile.
         min_step_index: the smallest step index that the stored components serve.
         token_table: what it knows of the vocabulary, to predict from tokens; None if it does not.
+        text_tokens: how many cached tokens its bases were learned from; None if it was not recorded.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Profile:
         curve: Iterable[CurvePoint] = (),
         token_table: TokenTable | None = None,
         nested: NestedFamily | None = None,
+        text_tokens: int | None = None,
     ) -> None:
         self.layout = layout
         self.group = group
@@ -101,6 +104,7 @@ class Profile:
         self.model = model
         self.token_table = token_table
         self._nested = nested
+        self.text_tokens = text_tokens
         self._curve = Curve(curve)
         self.curve = self._curve.overall
         self.curves = self._curve.kinds
@@ -118,7 +122,33 @@ class Profile:
     def __repr__(self) -> str:
         layout = self.layout
         model = f"{layout.model_type}, {layout.num_layers} layers, {layout.values_per_token} values per token"
-        return f"Profile({model}; {self.source}, group {self.group!r}; {self._presets()})"
+        known = "".join(f"{fact}; " for fact in self.knowledge().values())
+        return f"Profile({model}; {known}{self.source}, group {self.group!r}; {self._presets()})"
+
+    def knowledge(self) -> dict[str, str]:
+        """Return for people how much a learned profile knows: its text, what ids predict, and where its curve ends."""
+        if not self.learned:
+            return {}
+        facts = {"text": "text not recorded" if self.text_tokens is None else f"learned from {self.text_tokens} tokens"}
+        share = self.predicted_share
+        facts["ids"] = "ids predict nothing" if share is None else f"ids predict {100 * share:.0f} % of the energy"
+        if self.curve:
+            finest, coarsest = self.curve[0], self.curve[-1]
+            facts["curve"] = f"curve from {finest.bits_per_value:.2f} to {coarsest.bits_per_value:.2f} bits per value"
+            if finest.kl is not None and coarsest.kl is not None:
+                facts["curve"] += f", KL {finest.kl:.2g} to {coarsest.kl:.2g}"
+        return facts
+
+    @property
+    def predicted_share(self) -> float | None:
+        """Share of the coefficients' energy, as the loss weighs it, that token ids predict; None without a table."""
+        if self.token_table is None:
+            return None
+        left, whole = (
+            sum(float(np.square(deviation_of(section.scale)).sum()) for section in self.learned_for(predicted))
+            for predicted in (True, False)
+        )
+        return max(1 - left / whole, 0.0) if whole else 0.0
 
     def _presets(self) -> str:
         """Return the bits per value of each preset that the curve reaches."""
@@ -154,7 +184,7 @@ class Profile:
         return Profile(
             self.layout, self.group, self.source, self.family, self.learned,
             min_step_index=self.min_step_index, model=self.model, curve=curve, token_table=self.token_table,
-            nested=self._nested,
+            nested=self._nested, text_tokens=self.text_tokens,
         )  # fmt: skip
 
     @property
@@ -201,7 +231,7 @@ class Profile:
         return Profile(
             layout, self.group, self.source, self.family, tuple(learned),
             min_step_index=self.min_step_index, model=self.model, curve=self.points, token_table=self.token_table,
-            nested=self._nested,
+            nested=self._nested, text_tokens=self.text_tokens,
         )  # fmt: skip
 
     # Prediction ------------------------------------------------------------------------------------------------
@@ -265,6 +295,7 @@ class Profile:
         digest = hashlib.blake2b(digest_size=ID_BYTES, person=b"cuvee-profile")
         layout = replace(self.layout, dtype="bfloat16")  # chunks of any dtype may be coded
         identity = {**self._metadata(), "layout": layout.fingerprint.hex(), "curve": None, "id": None}
+        identity.pop("text_tokens", None)  # which decoding does not depend on, and older files lack
         digest.update(_canonical(identity).encode())
         for name, array in sorted(self._arrays().items()):
             digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
@@ -302,9 +333,9 @@ class Profile:
         A ratio counts against caches of `dtype`, by default against 16 bits per value, whatever dtype the profile was
         learned in.
 
-        All requests but `step` are limits, and the result is the step closest to the limit: the coarsest step that
-        keeps a KL, the finest that keeps a size. If all steps of the curve keep the limit, it is an end of the curve;
-        if none does, an error.
+        All requests but `step` are limits on the curve, and the result is the step closest to the limit: the coarsest
+        step that keeps a KL, the finest that keeps a size. If all steps of the curve keep the limit, it is an end of
+        the curve; if none does, an error.
 
         `kl` is the mean over the kinds of text on the curve, or with `worst` the KL of the worst kind, which is also
         what a preset stands for. With `kind`, both are the KL of one kind. `plain` asks for chunks without token ids:
@@ -393,6 +424,7 @@ class Profile:
             "model": self.model,
             "features": 0 if self.token_table is None else self.token_table.features,
             "curve": [point.to_dict() for point in self.points],
+            **({} if self.text_tokens is None else {"text_tokens": self.text_tokens}),
         }
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -476,9 +508,11 @@ class Profile:
             read_section_profile(f"section.{i}", section, arrays, features) for i, section in enumerate(sections)
         )
         curve = [CurvePoint.from_dict(point) for point in data["curve"]]
-        min_step = data["min_step"]
+        min_step, text_tokens = data["min_step"], data.get("text_tokens")
         if type(min_step) is not int or not -MAX_STEP_INDEX <= min_step <= 8 * OCTAVE:
             raise FormatError(f"min_step: must be a step index, {-MAX_STEP_INDEX} … {8 * OCTAVE}")
+        if text_tokens is not None and (type(text_tokens) is not int or text_tokens < 0):
+            raise FormatError("text_tokens: must be a number of tokens")
         if not isinstance(data["source"], str) or not isinstance(data["model"], str | None):
             raise FormatError("source, model: must be names")
         if not learned and data["group"] != "unit":
@@ -486,6 +520,7 @@ class Profile:
         profile = cls(
             layout, data["group"], data["source"], family, learned,
             min_step_index=min_step, model=data["model"], curve=curve, token_table=table, nested=nested,
+            text_tokens=text_tokens,
         )  # fmt: skip
         return profile, data["id"]
 

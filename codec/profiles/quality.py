@@ -134,7 +134,8 @@ def one_request(
         raise InputError(f"kind: must be None unless kl= or a preset is asked for, got {kind!r} with {asked_for}")
     if name == "quality":
         if value not in PRESETS:
-            raise InputError(f"quality: must be one of {', '.join(PRESETS)}, got {value!r}")
+            hint = ": a limit in nats per token is kl=" if isinstance(value, int | float) else ""
+            raise InputError(f"quality: must be one of {', '.join(PRESETS)}, got {value!r}{hint}")
         return name, str(value)
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not (math.isfinite(number) and number > 0):
@@ -272,7 +273,7 @@ class Curve:
         return self.index_within("kl", most, self.expected_kl(kind, worst))
 
     def index_of_bits(self, bits: float) -> int:
-        """Return the finest step at which blobs take at most `bits` bits per value.
+        """Return the finest step at which blobs of the curve's texts take at most `bits` bits per value.
 
         Raises:
             ProfileError: every step takes more, or the size was not measured.

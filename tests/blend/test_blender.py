@@ -593,6 +593,7 @@ def test_the_record_counts_what_the_layers_were_given(build: Build) -> None:
         assert record.depth.dtype == torch.int64 and bool((record.depth[record.text] == LAYERS).all())
         assert int(record.depth[~record.text].sum()) == sum(record.computed)
         assert record.selector == repr(selector)
+        assert repr(record).startswith("BlendRecord(40 tokens, 26 cached in 5 segments, recomputed ")
         for part, (first, end) in zip(record.segments, ((0, 10), (10, 14), (14, 30), (30, 32), (32, 40)), strict=True):
             assert (part.start, part.end, part.cached, part.leading) == (first, end, first in (0, 14), first == 0)
             assert part.computed == tuple(int((record.depth[first:end] > n).sum()) for n in range(LAYERS))

@@ -26,6 +26,7 @@ from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.learned_sections import build_profile
 from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_text, normalized
+from cuvee.codec.learning.progress import listening
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, frozen
 from cuvee.codec.models.rope import rotate, unrotate
@@ -544,6 +545,37 @@ def test_the_largest_group_within_budget_and_text() -> None:
         assert group == "all" or f"cached tokens to learn from, the text has {tokens}" in why
     assert choose_group(layout, 1535, 1e9)[1] == "all needs 1536 cached tokens to learn from, the text has 1535"
     assert choose_group(no_rope(24), 0, 1) == ("layer", "it spans all layers")
+
+
+@pytest.mark.parametrize(("sequences", "group"), [(6, "unit"), (4, "head"), (16, "layer")])
+def test_auto_falls_back_to_what_little_text_supports(
+    sequences: int, group: str, tiny_model: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    model = tiny_model("llama")
+    tokens = torch.randint(3, 61, (sequences, 40), generator=torch.Generator().manual_seed(0))
+    assert calibrate.calibrate(model, tokens, progress=False).group == group
+    assert f"group='{group}'" in caplog.text
+
+
+def test_no_part_of_learning_is_silent(tiny_model: Callable[..., Any]) -> None:
+    model, seen = tiny_model("llama"), dict[str, int]()
+    tokens = torch.randint(3, 61, (6, 40), generator=torch.Generator().manual_seed(0))
+    with listening(lambda what, done, total: seen.__setitem__(what, total)):
+        calibrate.calibrate(model, tokens, "head", progress=False)
+    building = [f"learning {what}" for what in ("bases", "classes", "tables", "refinements")]
+    assert list(seen) == ["calibrating", *building, "measuring"] and seen["learning bases"] == 2
+
+
+def test_too_little_text_says_how_many_sequences_are_missing(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama")
+    tokens = torch.randint(3, 61, (30, 10), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(
+        ProfileError, match=r"'head' spans 12 values .* got 3: give about (\d+) more sequences"
+    ) as raised:
+        calibrate.calibrate(model, tokens[:3], progress=False)
+    more = int(str(raised.value).split("about ")[1].split()[0])
+    assert calibrate.calibrate(model, tokens[: 3 + more], progress=False).group == "head"
 
 
 @pytest.mark.usefixtures("half_coded")

@@ -435,6 +435,16 @@ def test_lossy_refuses_what_is_not_finite(
                 assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+def test_the_repr_shows_what_was_asked_for_and_no_secret(layouts: Layouts, make_codec: MakeCodec) -> None:
+    codec = Codec(Profile.generic(layouts["gqa"]), "small", threads=3, key=b"k" * 16)
+    assert repr(codec) == (
+        f"Codec(quality=small, step:{codec.step_index}; backend 'auto', 3 threads, with a key; {codec.profile!r})"
+    )
+    assert repr(make_codec("gqa", "lossless")).startswith("Codec(quality=lossless; backend ")
+    with pytest.raises(InputError, match=r"got 0\.01: a limit in nats per token is kl="):
+        Codec(codec.profile, 0.01)  # type: ignore[arg-type]
+
+
 def test_values_too_many_steps_large(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
     chunk = make_chunk(layouts["gqa"], 10)
     chunk.values[1][3, 1, 2] = 1e12

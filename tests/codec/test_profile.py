@@ -651,6 +651,22 @@ def test_the_repr_shows_model_source_group_and_presets(fitted: Fitted, layouts: 
     coarse = measured.with_curve([point for point in longer if point.step_index >= 64])
     assert repr(coarse).endswith(f"group 'layer'; {sizes[2]} bits per value)")
     assert repr(measured.with_curve(longer[-1:])).endswith("group 'layer'; no presets)")
+    ends = "curve from 12.00 to 5.00 bits per value, KL 1.6e-05 to 0.26"
+    known = f"learned from {measured.text_tokens} tokens; ids predict nothing; {ends}; fitted, group 'layer'"
+    assert measured.text_tokens and f"; {known}; " in repr(measured)
+
+
+def test_how_much_text_there_was_is_kept_and_no_part_of_the_id(fitted: Fitted, tmp_path: Path) -> None:
+    profile = fitted("gqa", "head")
+    profile.save(tmp_path / "p")
+    again = Profile.load(tmp_path / "p")
+    assert again.text_tokens == profile.text_tokens == profile.with_curve([]).text_tokens
+    assert again.shard(0, 2).text_tokens == profile.text_tokens
+    # As a profile of an earlier build.
+    again.text_tokens = None
+    again.save(tmp_path / "p")
+    older = Profile.load(tmp_path / "p")
+    assert older.text_tokens is None and older.id == profile.id and "text not recorded" in repr(older)
 
 
 def test_limits_outside_the_curve(fitted: Fitted) -> None:

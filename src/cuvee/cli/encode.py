@@ -44,7 +44,12 @@ def encode(
         ),
     ] = None,
     kl: Annotated[float | None, typer.Option(help="Instead of a quality: at most this KL, in nats per token.")] = None,
-    bits: Annotated[float | None, typer.Option(help="Instead: at most this many bits per value.")] = None,
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead: about this many bits per value, on texts like the profile's at 256 tokens per chunk."
+        ),
+    ] = None,
     ratio: Annotated[float | None, typer.Option(help="Instead: at least this many times smaller.")] = None,
     step: Annotated[float | None, typer.Option(help="Instead: the quantizer step.")] = None,
     worst: Annotated[

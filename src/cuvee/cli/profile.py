@@ -275,6 +275,8 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         "model": profile.model,
         "layout": {**layout.to_dict(), "fingerprint": layout.fingerprint.hex()},
         "values_per_token": layout.values_per_token,
+        "text_tokens": profile.text_tokens,
+        "predicted_share": profile.predicted_share,
         "sections": [
             {
                 "first_layer": section.first_layer,
@@ -306,6 +308,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         "weights": profile.model or "not recorded",
         "source": profile.source,
         "group": f"{profile.group}: {len(profile.sections)} sections",
+        **profile.knowledge(),
     }
     console = make_console()
     grid = Table.grid(padding=(0, 2))
