@@ -6,15 +6,22 @@ starts at position 0.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from cuvee.codec.codec import check_tokens
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.support.arrays import I64
+from cuvee.codec.token_ids import NO_TOKEN
+
+_log = logging.getLogger(__name__)
 
 
 class CacheRows:
@@ -143,6 +150,25 @@ def _check_mask(attention_mask: object) -> None:
         raise InputError(f"attention_mask: must be a tensor [B, T], got {type(attention_mask).__name__}")
     if attention_mask.ndim != 2:
         raise InputError(f"attention_mask: must have shape [B, T], got {list(attention_mask.shape)}")
+
+
+def warn_of_padding(ids: I64) -> None:
+    """Warn if a row of `ids [B, T]`, given without a mask, begins with the same id twice: it may be padding.
+
+    Only the tokenizer knows which id pads. Rows of one id alone, and tokens without an id, are no sign of it.
+    """
+    alike = (ids[:, 0] == ids[:, min(1, ids.shape[1] - 1)]) & (ids[:, 0] != NO_TOKEN) & (ids != ids[:, :1]).any(1)
+    for id in np.unique(ids[alike, 0]).tolist():
+        _warn_of_padding(id)
+
+
+@cache
+def _warn_of_padding(id: int) -> None:
+    """Warn once per process and id."""
+    _log.warning(
+        "a row of input_ids begins with a run of the id %d: if that pads a left-padded batch, the padding is stored as "
+        "tokens. Pass attention_mask=, [B, T] of the cached tokens", id,
+    )  # fmt: skip
 
 
 def check_unpadded(keys: torch.Tensor) -> None:

@@ -38,7 +38,14 @@ from cuvee.codec.models.latents import append_units, layer_units
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
-from cuvee.integrations.cache_rows import CacheRows, bound_blobs, bound_rows, check_unpadded, row_paddings
+from cuvee.integrations.cache_rows import (
+    CacheRows,
+    bound_blobs,
+    bound_rows,
+    check_unpadded,
+    row_paddings,
+    warn_of_padding,
+)
 
 # Exact types: subclasses keep more state (quantized, indexed, recurrent) than keys and values.
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -80,7 +87,9 @@ def encode_cache(
         chunk_tokens: tokens per blob. The last blob of a row may hold fewer.
         attention_mask: [B, T] of a left-padded batch, which needs one. Padding is not stored. Positions must count from
             the first real token of each row, as `generate` counts them. A plain forward call counts columns instead,
-            unless it is given `position_ids`.
+            unless it is given `position_ids`. Without a mask, padding is refused where `generate` computed it: its keys
+            are alike. Of other padding, which cannot be told from tokens, a warning tells once, where a row of
+            `input_ids` begins with a run of one id.
         associated_data: for a codec with a key, the bytes that the blobs of each row are bound to, such as their name
             in a store (see `Codec.encode`); B entries. `decode_cache` needs the same entries.
 
@@ -98,8 +107,11 @@ def encode_cache(
     rows, _, width, _ = tensors[0][0].shape
     paddings = row_paddings(attention_mask, rows, width)
     ids = _row_ids(input_ids, paddings, width)
-    if attention_mask is None and layout.layers[0].rope is not None:
-        check_unpadded(tensors[0][0])
+    if attention_mask is None:
+        if layout.layers[0].rope is not None:
+            check_unpadded(tensors[0][0])
+        if ids is not None:
+            warn_of_padding(ids)
     bound = bound_rows(associated_data, rows)
     devices = {tensor.device for pair in tensors for tensor in pair}
     if len(devices) > 1 or not codec.on_device(*devices):
@@ -223,6 +235,8 @@ def save_cache(
         raise InputError(f"row: must be an int from 0 to {rows - 1}, got {row!r}")
     paddings = row_paddings(attention_mask, rows, width)
     ids, padding = _row_ids(input_ids, paddings, width), paddings[at]
+    if attention_mask is None and ids is not None:
+        warn_of_padding(ids[at : at + 1])
     write_cache_file(
         path,
         [keys[at, :, padding:].transpose(0, 1) for keys, _ in tensors],

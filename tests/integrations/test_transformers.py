@@ -219,6 +219,30 @@ def test_ids_that_are_not_those_of_the_cache(model: Any, predicts: Profile, tmp_
         encode_cache(codec, cache, ids.masked_fill(ids == ids.max(), VOCABULARY))
 
 
+def test_a_run_of_one_id_at_the_beginning_of_a_row_is_reported_once(
+    model: Any, layout: KVLayout, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plain forward pass counts columns, so that keys of padding look like those of tokens."""
+    codec, ids = lossless_codec(layout), prompt(2)
+    ids[:, 1] = (ids[:, 0] + 1) % VOCABULARY
+    cache = prefill(model, ids)
+    encode_cache(codec, cache, ids)
+    assert not caplog.records
+    padded, mask = ids.clone(), torch.ones(2, TOKENS, dtype=torch.int64)
+    padded[1, :3], mask[1, :3] = 7, 0
+    cache = prefill(model, padded)
+    encode_cache(codec, cache, padded, attention_mask=mask)
+    encode_cache(codec, cache, torch.full_like(ids, 5))  # no row of padding alone
+    encode_cache(codec, cache, padded.masked_fill(mask == 0, NO_TOKEN))
+    save_cache(cache, tmp_path / "one", row=0, input_ids=padded)
+    assert not caplog.records
+    for _ in range(2):
+        encode_cache(codec, cache, padded)
+        save_cache(cache, tmp_path / "one", row=1, input_ids=padded)
+    (record,) = caplog.records
+    assert "begins with a run of the id 7" in record.message and "attention_mask=" in record.message
+
+
 def test_device_is_the_one_asked_for(model: Any, layout: KVLayout) -> None:
     codec = lossless_codec(layout)
     blobs = encode_cache(codec, prefill(model, prompt(1)))
