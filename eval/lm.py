@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.data.corpus import model_path
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.codec.models.dtypes import TORCH_DTYPES, value_bits
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.profiles.profile import Profile
@@ -113,6 +113,8 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         ('cuvee', 256)
     """
 
+    last_summary: ClassVar[str | None] = None  # of the last evaluation that ended in this process
+
     def __init__(
         self,
         pretrained: str | os.PathLike[str] | PreTrainedModel,
@@ -184,6 +186,18 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         """Bits per value of the caches coded so far, everything included; None before the first."""
         values = self._statistics.cached_tokens * self.layout.values_per_token
         return self._statistics.bits / values if values else None
+
+    @property
+    def summary(self) -> str:
+        """One line for people: what happened to the caches so far, and what size they had."""
+        bits, counted = self.bits_per_value, self._statistics
+        size = "nothing was cached"
+        if bits:
+            ratio = value_bits(self.layout.dtype) / bits
+            size = f"{bits:.2f} bits per value, {ratio:.1f}x smaller than caches in {self.layout.dtype}"
+        method = self._method
+        name = method.codec.described_quality if isinstance(method, CodecMethod) else repr(method)
+        return f"cuvee: {name}: {size} ({counted.contexts:,} contexts of {counted.cached_tokens:,} cached tokens)"
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -269,6 +283,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
                 "model_revision": self.revision,
                 "model_sha": "",
             }
+        type(self).last_summary = self.summary  # lm-eval's command asks for this once, when all is done
         figures = asdict(self._statistics)
         del figures["bits"]
         return {**info, "cuvee": {**self.configuration, "bits_per_value": self.bits_per_value, **figures}}

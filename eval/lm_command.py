@@ -6,11 +6,24 @@ import json
 import sys
 from pathlib import Path
 
-import cuvee.eval.lm  # noqa: F401, registers the model
 from cuvee.codec.errors import InputError
+from cuvee.eval.lm import CuveeLM  # which registers the model
 from cuvee.eval.tasks import TASKS_PATH
 
 __all__ = ["complete_arguments", "run_cli"]
+
+_HELP = """
+cuvee's own arguments:
+  --data DIR            the folder with the files of cuvee's tasks on public data
+  --model_args          of the model cuvee, which is the default; beside those of hf:
+    profile=FILE        a learned profile
+    quality=NAME        lossless, high, balanced (default with a profile) or small; or one of kl=, bits=, ratio=, step=
+    method=NAME         a baseline in place of a codec, such as fp8-e4m3
+    chunk_tokens=N      tokens coded together (default 256)
+    cache_dtype=DTYPE   dtype in which chunks are coded (default: the model's)
+    codec_backend=NAME  auto, numba, reference or triton
+    truncation=True     cut contexts that are too long at the left, in place of an error
+"""
 
 
 def run_cli(args: list[str]) -> int:
@@ -18,18 +31,23 @@ def run_cli(args: list[str]) -> int:
 
     As in lm-eval, the word `run` may be left out. If no model is named, `run` takes `cuvee`. All commands also look for
     tasks in cuvee's own folder, unless `--include_path` names another one. `--data DIR` names the folder with the files
-    of cuvee's tasks on public data.
+    of cuvee's tasks on public data. After a run with the model `cuvee`, the last line tells the quality, the bits per
+    value and the ratio.
 
     Args:
         args: without the program's name, such as `["--model_args", "pretrained=…,quality=balanced", "--tasks", "…"]`.
     """
     from lm_eval.__main__ import cli_evaluate
 
-    before = sys.argv
+    before, CuveeLM.last_summary = sys.argv, None
     sys.argv = ["lm-eval", *complete_arguments(args)]
     try:
         cli_evaluate()
+        if CuveeLM.last_summary is not None:
+            print(CuveeLM.last_summary)
     except SystemExit as exit_:
+        if not exit_.code and {"-h", "--help"} & {*args} and args[0] not in ("ls", "validate"):
+            print(_HELP)
         if isinstance(exit_.code, str):
             print(exit_.code, file=sys.stderr)
             return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -752,7 +753,10 @@ def test_the_command_line_runs_a_local_task(
         f"--include_path {tmp_path / 'tasks'} --output_path {tmp_path / 'out.json'}".split()
     )
     assert status == 0 and sys.argv is before and not asked
-    assert "orchard" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "orchard" in shown
+    last = shown.strip().splitlines()[-1]
+    assert re.fullmatch(r"cuvee: quality=lossless: [\d.]+ bits per value, [\d.]+x smaller .* \(2 contexts .*\)", last)
     (written,) = tmp_path.glob("out*.json")
     facts = json.loads(written.read_text())["config"]["cuvee"]
     assert facts["method"]["lossless"] and facts["chunk_tokens"] == 2 and facts["contexts"] == 2
@@ -783,6 +787,11 @@ def test_the_exit_status(
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: sys.exit(code))
     assert run_cli(["ls", "tasks"]) == status
     assert capsys.readouterr().err.strip() == (code if isinstance(code, str) else "")
+
+
+def test_the_help_names_our_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["run", "--help"]) == 0
+    assert re.search(r"--tasks.*--data DIR.*profile=FILE.*quality=NAME", capsys.readouterr().out, re.DOTALL)
 
 
 def test_the_model_is_registered() -> None:
