@@ -22,7 +22,10 @@ def test_profile_show(files: Files) -> None:
     data = json.loads(run("profile", "show", files.profile, "--json").stdout)
     assert data["id"] == profile.id.hex() and data["group"] == "layer" and len(data["sections"]) == 3
     assert data["bytes"] == files.profile.stat().st_size and len(data["curve"]) == len(profile.curve)
-    assert profile.id.hex() in run("profile", "show", files.profile).stdout
+    assert data["text_tokens"] == profile.text_tokens and data["predicted_share"] is None
+    shown = run("profile", "show", files.profile).stdout
+    assert profile.id.hex() in shown and f"learned from {profile.text_tokens} tokens" in shown
+    assert "ids predict nothing" in shown and "curve from" in shown
     fails("profile", "show", files.cache, match="not a cuvee profile")
 
 
