@@ -244,7 +244,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """Copy the tails of requests that have ended. The engine calls this at every step, with or without preemption,
         before it writes to any block. `start_load_kv` may come after the step has computed.
         """
-        self._working.save(_plan_of(kv_connector_metadata).last_saves)
+        plan = _plan_of(kv_connector_metadata)
+        self._working.begin_step(plan.step, plan.confirmed)
+        self._working.save(plan.last_saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads (synchronous loads are over on return), then compute this step's slice of blends."""
@@ -252,7 +254,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.start_loads(self._plan.loads, synchronous=not self._setup.options.load_async)
         self._working.drop(self._plan.drops)
         self._working.refine(self._plan.refines, self._plan.unrefined)
-        if self._blender is not None:
+        # vLLM's first model runner calls this after a forward that raised, too: other ranks may wait inside theirs.
+        if self._blender is not None and not self._working.failing:
             self._working.blend(self._plan.blends, self._plan.blend_tokens, self._blender)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -262,7 +265,10 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: a chunk spans all layers and is copied after the last one."""
 
     def wait_for_save(self) -> None:
-        """Copy the entries that this step completed."""
+        """Copy the entries that this step completed. vLLM's first model runner calls this in a `finally`: nothing is
+        copied after a forward that raised.
+        """
+        self._working.end_step()
         self._working.save(self._plan.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -184,6 +184,7 @@ class StepPlan:
         idle: the step computes no tokens; the engine only waits for loads.
         voids: requests that wait for a load which cannot begin, and the engine's blocks that it was to fill. The blocks
             are reported as invalid, so the request is computed.
+        confirmed: all ranks have ended this step and all steps before it.
     """
 
     step: int
@@ -197,6 +198,7 @@ class StepPlan:
     drops: list[str] = field(default_factory=list)
     idle: bool = False
     voids: dict[str, list[int]] = field(default_factory=dict)
+    confirmed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

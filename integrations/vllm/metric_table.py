@@ -116,7 +116,8 @@ METRICS: dict[str, Metric] = {
                "or in parts, an image has no name or no place in it, the salt is no string or too long, or an error.",
                "reason", _UNCACHED),
         Metric("unstored_requests", "counter", "Requests that asked not to be stored."),
-        Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting."),
+        Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting, or a step of the engine "
+               "has failed."),
         Metric("stores_out_of_window", "counter", "Chunks not stored because the engine has dropped a part of them "
                "from layers with a sliding window: it found them in its own cache."),
         Metric("tails_dropped", "counter", "Unfinished chunks dropped because too many chunks were waiting; with "

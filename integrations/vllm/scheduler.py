@@ -82,6 +82,7 @@ class SchedulerSide:
         self._own_store = own_store
         self._troubles: dict[str, tuple[int, int]] = {}  # errors and skipped operations by tier, as counted so far
         self._step = 0
+        self._confirmed = 0  # all ranks have ended this step and all steps before it
         self._guard = Guard(recorder)
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
@@ -212,7 +213,7 @@ class SchedulerSide:
         self._step += 1
         self._state.patience = PATIENCE
         loads, voids = self._loads.take_step()
-        plan = StepPlan(self._step, loads, voids=voids)
+        plan = StepPlan(self._step, loads, voids=voids, confirmed=self._confirmed)
         saves = self._saves.take_last()
         with self._guard("plan", partial(self._saves.forget, saves)):
             plan.last_saves = self._saves.unchanged(saves, output)
@@ -253,6 +254,9 @@ class SchedulerSide:
 
     def take(self, report: Report) -> None:
         """Learn what the workers report about the steps before."""
+        with self._guard("take"):
+            while report.steps.count(self._confirmed + 1) >= self._state.shards:
+                self._confirmed += 1
         with self._guard("take", partial(self._blends.drop_all, report.placed)):
             self._blends.take(report)
         for request_id in report.failed:

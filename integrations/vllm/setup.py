@@ -283,6 +283,9 @@ def _refuse_features(vllm_config: Any) -> None:
         f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})": (
             parallel.pipeline_parallel_size > 1
         ),
+        "external_launcher with several ranks, each with a scheduler of its own": (
+            parallel.distributed_executor_backend == "external_launcher" and parallel.tensor_parallel_size > 1
+        ),
         "context parallelism": max(
             getattr(parallel, "decode_context_parallel_size", 1), getattr(parallel, "prefill_context_parallel_size", 1)
         )

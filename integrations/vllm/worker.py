@@ -121,6 +121,24 @@ class WorkerSide:
 
     # In the order in which the engine calls them at a step.
 
+    def begin_step(self, step: int, confirmed: int) -> None:
+        """Note that the engine begins a step. Nothing has been computed yet.
+
+        Args:
+            step: its number.
+            confirmed: number of the last step that is known to have ended on all ranks, with all steps before it.
+        """
+        self._saves.begin_step(step, confirmed)
+
+    @property
+    def failing(self) -> bool:
+        """Whether this step's forward has raised; only until `end_step`."""
+        return self._saves.failing
+
+    def end_step(self) -> None:
+        """Note that this step's forward is over. If it has raised, nothing is stored from here on."""
+        self._saves.end_step()
+
     def void(self, loads: Mapping[str, Sequence[int]]) -> None:
         """Report loads that cannot begin as over: requests, and the blocks that are invalid."""
         self._loads.void(loads)
@@ -162,7 +180,9 @@ class WorkerSide:
         self._blends.advance(requests, tokens, blender)
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Copy the entries out of the pages now, encode and store them later; entries over budget are left out."""
+        """Copy the entries out of the pages now, encode and store them later; entries over budget are left out, and all
+        of them if the forward of this step or of an earlier one has raised.
+        """
         self._begin_step()
         self._saves.save(saves)
 
@@ -262,7 +282,7 @@ class WorkerSide:
         if any(lost.values()):
             logger.warning(
                 "cuvee: rank %d: %d chunks waited to be compressed and %d to be written when the engine stopped, and "
-                "were not within close_timeout=%g s: they are lost",
+                "were not within close_timeout=%g s, or other ranks may not have computed them: they are lost",
                 state.rank, lost["encode"], lost["store"], self._close_timeout,
             )  # fmt: skip
         state.recorder.record_store(state.store.counters())

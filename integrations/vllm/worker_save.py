@@ -4,6 +4,15 @@ A page that is being stored is copied before its step ends, so the engine may fr
 entries are copied together and encoded as a batch, and each is written to the store alone: a write that hangs holds up
 no other entry. The copies have a budget.
 
+Nothing is stored that a forward which raised may have left half computed, in this step or an earlier one:
+
+- A step that raises on this rank is seen here: either the engine calls us in a `finally`, or it never ends the step.
+  With asynchronous scheduling the engine runs the next step all the same, and a chunk of that may hold tokens of the
+  failed one. So from there on nothing is copied any more.
+- With several ranks, a peer that raises leaves this rank in a collective operation, which the peer's next step may
+  match: this rank then computes nonsense and does not notice. So copies wait until the scheduler has the output of
+  their step from all ranks (`StepPlan.confirmed`), usually for one step. What waits when the engine stops is lost.
+
 With `store_share`, each entry is copied and encoded alone, so that it can wait (`worker_paced`) and be dropped: of what
 waits, tails make room for chunks and segments, and a whole chunk takes the place of its own request's tail.
 """
@@ -11,7 +20,9 @@ waits, tails make room for chunks and segments, and a whole chunk takes the plac
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -66,7 +77,13 @@ class WorkerSaves:
         if pace is not None:
             self._paced = PacedSaves(state, pools, guard, pace, self._save_copied, self._release_copied)
         self._learner = learner
-        self._told = False  # that something was dropped
+        self._told = self._refused = False  # that something was dropped, that a step has failed
+        self._alone = state.shards == 1
+        self._ended = 0  # the last step that has ended well, as have all before it
+        self._due = 0  # what that must be for the pages to hold what they should
+        self._confirmed = 0
+        self._handled: BaseException | None = None  # what the engine's caller was handling before the step
+        self._unconfirmed: deque[tuple[int, Sequence[Save], PagedCache, Mark]] = deque()  # by step
         # The state's lock guards these.
         self._pending = 0  # bytes of copies
         self._sizes: dict[bytes, int] = {}  # bytes of each copy, by digest
@@ -75,9 +92,32 @@ class WorkerSaves:
         """Return how many entries are being stored, and the bytes of their copies; the state's lock is held."""
         return len(self._sizes), self._pending
 
+    def begin_step(self, step: int, confirmed: int) -> None:
+        """See `WorkerSide.begin_step`."""
+        self._handled = sys.exception()
+        self._due = step - 1  # more than has ended, if a step raised before we heard of it
+        self._confirmed = confirmed
+        self._submit_confirmed()
+
+    @property
+    def failing(self) -> bool:
+        """See `WorkerSide.failing`; an error that the engine's caller handles is none of the step's."""
+        return sys.exception() is not self._handled
+
+    def end_step(self) -> None:
+        """See `WorkerSide.end_step`."""
+        if self._ended == self._due and not self.failing:
+            self._ended += 1
+        self._due += 1
+        self._handled = None
+
     def save(self, saves: Sequence[Save]) -> None:
         """See `WorkerSide.save`."""
         if not saves:
+            return
+        if self._ended != self._due:
+            with self._guard("save"):
+                self._refuse(saves)
             return
         # A batch is one thread's work: a device takes all entries in one go, the CPU's threads share them. They are
         # dealt like cards, so that the first chunks of a prefix are the first to be stored. What waits for its share of
@@ -100,13 +140,34 @@ class WorkerSaves:
                 except OutOfMemoryError as error:
                     self._fail(batch, "encode", error)
                 else:
-                    if self._paced is None:
-                        self._pools.encoders.submit(self._save, batch, copy, Mark(copy.device))
-                    else:
-                        self._paced.add(CopiedSave(batch[0], copy, Mark(copy.device)))
+                    self._unconfirmed.append((self._ended, batch, copy, Mark(copy.device)))
+        self._submit_confirmed()
+
+    def _refuse(self, saves: Sequence[Save]) -> None:
+        """Book entries as not stored, because the engine's pages may not hold them."""
+        with self._state.lock:
+            self._state.report.unsaved |= {save.entry.digest for save in saves} - self._sizes.keys()
+        self._state.recorder.count("stores_skipped", len(saves))
+        if not self._refused:
+            self._refused = True
+            logger.error(
+                "cuvee: rank %d: step %d of the engine has failed, so nothing that it has computed since is stored; "
+                "start the engine anew", self._state.rank, self._ended + 1,
+            )  # fmt: skip
+
+    def _submit_confirmed(self) -> None:
+        """Have those copies encoded whose tokens all ranks have computed."""
+        while self._unconfirmed and self._unconfirmed[0][0] <= (self._ended if self._alone else self._confirmed):
+            _, batch, copy, ready = self._unconfirmed.popleft()
+            with self._guard("save", partial(self._release, batch)):
+                if self._paced is None:
+                    self._pools.encoders.submit(self._save, batch, copy, ready)
+                else:
+                    self._paced.add(CopiedSave(batch[0], copy, ready))
 
     def finish(self) -> None:
         """Encode what waits for its share of a core at once; nothing is admitted any more."""
+        self._unconfirmed.clear()
         if self._paced is not None:
             self._paced.finish()
 

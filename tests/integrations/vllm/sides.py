@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -253,6 +254,7 @@ class Bench:
         permuted: bool = False,
         groups: tuple[LayerGroup, ...] = (),
         tells: bool = False,
+        shards: int = 1,
         **options: Any,
     ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
@@ -260,8 +262,8 @@ class Bench:
         profile = profile or _profile_for(asked)
         self.codec = Codec(profile, **asked)
         self.setup = Setup(
-            self.options, LAYOUT, profile, self.codec.quality_name, BLOCK, 1, True, True, True, groups=groups,
-            tells=tells,
+            self.options, LAYOUT, profile, self.codec.quality_name, BLOCK, shards, True, True, True,
+            groups=groups, tells=tells,
         )  # fmt: skip
         self.store = store or DictStore()
         self.recorder = Recorder()
@@ -286,6 +288,15 @@ class Bench:
 
     def saves(self, blocks: list[int], chunks: range) -> list[Save]:
         return [Save(TENANT, self.chunk(c).within(blocks, BLOCK)) for c in chunks]
+
+    def step(
+        self, number: int, saves: list[Save], last: Sequence[Save] = (), error: BaseException | None = None,
+        confirmed: int = 0,
+    ) -> None:  # fmt: skip
+        """A step in the order of vLLM's first model runner, with a forward that raises `error`."""
+        with _connector_output(self.worker, StepPlan(number, saves=saves, last_saves=list(last), confirmed=confirmed)):
+            if error is not None:
+                raise error
 
     def chunk(self, at: int) -> Entry:
         """Chunk number `at` of the sequence."""
@@ -363,6 +374,18 @@ class Bench:
 
     def counts(self) -> dict[str, Any]:
         return _flat(self.recorder)
+
+
+@contextmanager
+def _connector_output(worker: WorkerSide, plan: StepPlan) -> Iterator[None]:
+    """Call a worker as `KVConnectorModelRunnerMixin._get_kv_connector_output` calls its connector."""
+    worker.begin_step(plan.step, plan.confirmed)
+    worker.save(plan.last_saves)
+    try:
+        yield
+    finally:
+        worker.end_step()
+        worker.save(plan.saves)
 
 
 def _slots(blocks: list[int], start: int, end: int) -> torch.Tensor:

@@ -168,6 +168,7 @@ class SmallEngine:
         for request, before, count in planned:
             request.num_computed_tokens = before + count
         worker = self.worker
+        worker.begin_step(plan.step, plan.confirmed)
         worker.save(plan.last_saves)
         worker.void(plan.voids)
         worker.start_loads(plan.loads, synchronous=not self.bench.options.load_async)
@@ -176,6 +177,7 @@ class SmallEngine:
         for request, before, count in planned:
             blocks = self.blocks[request.request_id]
             self.write(request.all_token_ids, request.cache_salt, blocks, before, before + count)
+        worker.end_step()
         worker.save(plan.saves)
         arrived = worker.take_arrived(0.002 if plan.idle else 0.0)
         invalid = worker.take_invalid_blocks()

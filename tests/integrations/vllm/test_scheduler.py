@@ -606,6 +606,15 @@ def test_metrics_of_the_workers_arrive(desk: Callable[..., Desk]) -> None:
     assert d.recorder.totals()["stored_bytes", ""] == 7
 
 
+def test_a_step_is_confirmed_once_all_ranks_have_ended_it_and_all_before(desk: Callable[..., Desk]) -> None:
+    d = desk(shards=2)
+    confirmed = []
+    for steps in ([], [1, 1], [], [2, 2, 3, 3], [4, 5, 5], [6, 6]):  # the report of a rank's fourth step is missing
+        d.side.take(Report(steps))
+        confirmed.append(d.plan().confirmed)
+    assert confirmed == [0, 1, 1, 3, 3, 3]
+
+
 def test_what_could_not_be_stored_is_stored_the_next_time(desk: Callable[..., Desk]) -> None:
     d, first, second = desk(), make_request("a"), make_request("b")
     d.matched(first)

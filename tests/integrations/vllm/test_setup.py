@@ -87,7 +87,7 @@ def _engine(
         },
         "parallel": {
             "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
-            "prefill_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1, "distributed_executor_backend": "uni",
         },
         "cache": {"cache_dtype": "auto", "enable_prefix_caching": True},
         "scheduler": {"max_num_batched_tokens": 2048},
@@ -302,6 +302,11 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ({"parallel__pipeline_parallel_size": 2}, UnsupportedModelError, "pipeline parallelism"),
         ({"parallel__decode_context_parallel_size": 2}, UnsupportedModelError, "context parallelism"),
         ({"parallel__prefill_context_parallel_size": 2}, UnsupportedModelError, "context parallelism"),
+        (
+            {"parallel__distributed_executor_backend": "external_launcher", "parallel__tensor_parallel_size": 2},
+            UnsupportedModelError,
+            "external_launcher with several ranks",
+        ),
         ({"parallel__tensor_parallel_size": 3}, InputError, "KV heads of layer 0"),
         ({"speculative": SimpleNamespace()}, UnsupportedModelError, "speculative decoding"),
         ({"model__is_encoder_decoder": True}, UnsupportedModelError, "encoder-decoder"),

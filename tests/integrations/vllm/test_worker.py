@@ -15,7 +15,7 @@ from tests.codec.test_paged import permuted
 from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import wait_until
-from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, make_pages
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, make_pages, poison
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -646,6 +646,96 @@ def test_long_loads_come_in_several_fetches(bench: Callable[..., Bench], monkeyp
     del b.store.entries[b.key(4)]
     b.worker.start_loads([b.load(blocks, 0, 8 * CHUNK)], synchronous=True)
     assert b.worker.take_invalid_blocks() == set(blocks[8:])
+
+
+class Ended(BaseException):
+    """What the handler of a signal may raise."""
+
+
+@pytest.mark.parametrize("share", [{}, {"store_share": 1.0}], ids=["at once", "paced"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError(), torch.OutOfMemoryError(), SystemExit(1), KeyboardInterrupt(), GeneratorExit(), Ended()]
+)
+def test_nothing_is_stored_of_a_step_whose_forward_raised_nor_of_later_ones(
+    error: BaseException, share: dict[str, Any], bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With asynchronous scheduling there are later ones. The end of a request, too, may be copied then."""
+    b, blocks = bench(**share), list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.step(1, b.saves(blocks, range(2)))
+    b.drain()
+    good = dict(b.store.entries)
+    with pytest.raises(type(error)):
+        b.step(2, [*b.saves(blocks, range(2, 4)), b.save_segment(blocks, 5, 20)], error=error)
+    b.step(3, b.saves(blocks, range(4, 6)), [b.save_tail(blocks, 6 * CHUNK + BLOCK)])
+    b.step(4, b.saves(blocks, range(6, 8)))
+    b.drain()
+    assert b.store.entries == good and set(good) == {b.key(0), b.key(1)}
+    unsaved = b.worker.report(4).unsaved
+    assert set(b.digests[2:]) < unsaved and len(unsaved) == 8 and not set(b.digests[:2]) & unsaved
+    assert b.counts()["stores_skipped"] == 8
+    assert caplog.text.count("step 2 of the engine has failed") == 1
+
+
+@pytest.mark.parametrize("heard", ["nothing", "its beginning"])
+def test_a_step_that_never_ends_counts_as_one_that_raised(heard: str, bench: Callable[..., Bench]) -> None:
+    """vLLM's second model runner calls nothing any more after an error, or nothing at all."""
+    b, blocks = bench(), list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.step(1, b.saves(blocks, range(1)))
+    if heard == "its beginning":
+        b.worker.begin_step(2, 0)
+    b.step(3, b.saves(blocks, range(1, 8)), [b.save_tail(blocks, BLOCK)])
+    b.drain()
+    assert set(b.store.entries) == {b.key(0)}
+
+
+def test_an_error_that_the_caller_of_the_engine_handles_is_none_of_the_step(bench: Callable[..., Bench]) -> None:
+    b, blocks = bench(), list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    try:
+        raise ValueError("of the caller")
+    except ValueError:
+        b.step(1, b.saves(blocks, range(2)))
+        with pytest.raises(RuntimeError):
+            b.step(2, b.saves(blocks, range(2, 8)), error=RuntimeError())
+    b.drain()
+    assert set(b.store.entries) == {b.key(0), b.key(1)}
+
+
+def test_the_engine_may_be_asked_whether_its_step_fails(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.worker.begin_step(1, 0)
+    said = [b.worker.failing]
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        said.append(b.worker.failing)
+        b.worker.begin_step(2, 0)
+        said.append(b.worker.failing)
+    assert said == [False, True, False]
+
+
+def test_several_ranks_store_only_what_all_of_them_have_computed(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    b, blocks = bench(shards=2), list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.step(1, b.saves(blocks, range(2)))
+    b.step(2, b.saves(blocks, range(2, 4)))
+    assert not b.store.entries and b.worker._saves.queued()[0] == 4
+    poison(b.cache)
+    b.step(3, b.saves(blocks, range(4, 5)), confirmed=1)
+    wait_until(lambda: len(b.store.entries) == 2, "the first step is stored")
+    b.worker.start_loads([b.load([20, 21, 22, 23], 0, 2 * CHUNK)], synchronous=True)
+    assert b.held([20, 21, 22, 23], 0, 2 * CHUNK)
+    b.fill(blocks, 8 * CHUNK)
+    # The tail of a request that ended with the third step waits for no other.
+    b.step(4, b.saves(blocks, range(5, 6)), [b.save_tail(blocks, 6 * CHUNK + BLOCK)], confirmed=3)
+    wait_until(lambda: len(b.store.entries) == 6, "three steps and a tail are stored")
+    b.worker.close()
+    assert set(b.store.entries) > {b.key(chunk) for chunk in range(5)} and b.key(5) not in b.store.entries
+    assert b.counts()["lost{encode}"] == 1 and "other ranks may not have computed them" in caplog.text
 
 
 def test_close_finishes_what_is_being_stored(bench: Callable[..., Bench]) -> None:
