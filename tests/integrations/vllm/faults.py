@@ -120,6 +120,39 @@ class FaultStore(DictStore):
             self.waiting -= 1
 
 
+HOW = ("RuntimeError", "OutOfMemoryError", "SystemExit", "KeyboardInterrupt", "SIGTERM")
+WHERE = ("before", "in", "after")  # a layer; in it, its attention has written K and V
+
+
+@contextmanager
+def failing(layer: Any, where: str, how: str, call: int = 1) -> Iterator[list[str]]:
+    """Let a layer's forward raise at its `call`th call. What it yields is no longer empty once it has."""
+    import torch
+
+    calls, raised = [0], list[str]()
+
+    def end(*_: object) -> None:
+        raise SystemExit(143)
+
+    def fail(*_: object) -> None:
+        calls[0] += 1
+        if calls[0] == call:
+            raised.append(how)
+            if how == "SIGTERM":
+                signal.raise_signal(signal.SIGTERM)
+            raise {"OutOfMemoryError": torch.OutOfMemoryError, "SystemExit": SystemExit,
+                   "KeyboardInterrupt": KeyboardInterrupt}.get(how, RuntimeError)(f"{where} a layer")  # fmt: skip
+
+    usual = signal.signal(signal.SIGTERM, end)
+    part = layer.mlp if where == "in" else layer
+    handle = part.register_forward_hook(fail) if where == "after" else part.register_forward_pre_hook(fail)
+    try:
+        yield raised
+    finally:
+        handle.remove()
+        signal.signal(signal.SIGTERM, usual)
+
+
 @dataclass(frozen=True, slots=True)
 class Answered:
     """An answer that is compared with the reference's at the end."""
@@ -223,6 +256,17 @@ class Driven:
         done = self.finish()
         for name in names:
             assert len(done[name].tokens) == max_tokens, f"{name}: {done.get(name)}"
+
+    @property
+    def layers(self) -> Any:
+        """Of the engine's model."""
+        return self.core.model_executor.driver_worker.worker.model_runner.model.model.layers
+
+    def revive(self) -> None:
+        """As if the engine had been started anew, after a step that failed."""
+        self.forget()
+        self.scheduling._known.clear()
+        self.working._saves._ended = self.scheduling._step
 
     def store_and_forget(self, *prompts: Sequence[int]) -> None:
         """Have prompts computed and stored, then forgotten by the engine."""
@@ -754,6 +798,50 @@ def chaos(engine: Driven) -> None:
     assert min(counted["failures", kind] for kind in ("load", "store", "lookup")) > 0, counted
 
 
+def forwards_raise(engine: Driven) -> None:
+    """A forward raises, anywhere in a layer: the store has nothing of that step, nor of any after it, and all that it
+    has is what it gets when the same is asked and no forward raises.
+    """
+    # Steps of a prompt of five chunks and most of a sixth: four chunks; one, and the prompt's tail; tokens, the sixth
+    # of which completes a chunk. Four chunks are stored by the second step, and six entries by the eighth.
+    whens = {"first": (1, 0), "second": (2, 4), "decoding": (8, 6), "loaded": (1, 0)}
+    kinds = [(layer, where, how) for layer in range(len(engine.layers)) for where in WHERE for how in HOW]
+    asked: list[tuple[str, list[int]]] = []
+    expected = 0
+    for number, (layer, where, how) in enumerate(kinds):
+        when = list(whens)[number % len(whens)]
+        prompt, (call, stored) = ids(CHUNKS * CHUNK + 58, f"forwards raise {number}"), whens[when]
+        asked.append((when, prompt))
+        before = 0
+        if when == "loaded":
+            engine.store_and_forget(prompt[: 2 * CHUNK + 1])
+            before = engine.totals().get(("loads", ""), 0)
+        with failing(engine.layers[layer], where, how, call) as raised:
+            name = engine.submit(prompt)
+            try:
+                while not raised:
+                    engine.step()
+            except (RuntimeError, SystemExit, KeyboardInterrupt) as error:
+                print(f"--- {when}, {where} layer {layer}, {how}: {type(error).__name__}", flush=True)
+            assert raised, f"{when}, {where} layer {layer}, {how}"
+        engine.abort(name)  # its tail is not stored either
+        engine.ask(ids(CHUNK + BLOCK + 1, f"after {number}"))  # the engine goes on
+        engine.settle()
+        assert when != "loaded" or engine.totals()["loads", ""] == before + 1
+        expected += 2 if when == "loaded" else stored
+        engine.revive()
+    kept = dict(engine.faults.entries)
+    assert len(kept) == expected, f"{len(kept)} entries of {expected}"
+    engine.faults.entries.clear()
+    for when, prompt in asked:
+        if when == "loaded":
+            engine.store_and_forget(prompt[: 2 * CHUNK + 1])
+        engine.ask(prompt)
+    engine.settle()
+    wrong = [key for key, blob in kept.items() if engine.faults.entries.get(key) != blob]
+    assert not wrong, f"{len(wrong)} of {len(kept)} entries are not what they should be"
+
+
 Scenarios = dict[str, Callable[[Driven], None]]
 INJECTED: Scenarios = {
     scenario.__name__: scenario
@@ -776,7 +864,7 @@ INJECTED: Scenarios = {
         chaos,
     )
 }
-ASYNC_ONLY: Scenarios = {scenario.__name__: scenario for scenario in (abort_during_load, abort_during_hanging_load)}
+ASYNC_ONLY: Scenarios = {scenario.__name__: scenario for scenario in (abort_during_load, abort_during_hanging_load, forwards_raise)}
 
 
 # Scenarios: files -------------------------------------------------------------------------------------------------
