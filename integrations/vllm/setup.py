@@ -52,6 +52,8 @@ class Setup:
         groups: layers that share a table of the engine's blocks; empty: all layers, and the engine keeps all tokens.
         tells: whether routers are told what is stored.
         learning: what is learned because there is no profile; None: nothing is.
+        alone: whether no other rank computes with this one: neither a tensor-parallel one, nor one of a data-parallel
+            engine, which may have experts for this one.
     """
 
     options: Options
@@ -67,6 +69,7 @@ class Setup:
     groups: tuple[LayerGroup, ...] = ()
     tells: bool = False
     learning: Learning | None = None
+    alone: bool = True
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -141,6 +144,7 @@ class Setup:
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
             groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)), learning,
+            shards == vllm_config.parallel_config.data_parallel_size == 1,
         )  # fmt: skip
         setup._check_target()
         return setup

@@ -10,8 +10,9 @@ Nothing is stored that a forward which raised may have left half computed, in th
   With asynchronous scheduling the engine runs the next step all the same, and a chunk of that may hold tokens of the
   failed one. So from there on nothing is copied any more.
 - With several ranks, a peer that raises leaves this rank in a collective operation, which the peer's next step may
-  match: this rank then computes nonsense and does not notice. So copies wait until the scheduler has the output of
-  their step from all ranks (`StepPlan.confirmed`), usually for one step. What waits when the engine stops is lost.
+  match; and vLLM looks for a peer with experts that has failed only when it takes a step's output. This rank then
+  computes nonsense and does not notice. So copies wait until the scheduler has the output of their step from all ranks
+  (`StepPlan.confirmed`), usually for one step. What waits when the engine stops is lost.
 
 With `store_share`, each entry is copied and encoded alone, so that it can wait (`worker_paced`) and be dropped: of what
 waits, tails make room for chunks and segments, and a whole chunk takes the place of its own request's tail.
@@ -78,7 +79,6 @@ class WorkerSaves:
             self._paced = PacedSaves(state, pools, guard, pace, self._save_copied, self._release_copied)
         self._learner = learner
         self._told = self._refused = False  # that something was dropped, that a step has failed
-        self._alone = state.shards == 1
         self._ended = 0  # the last step that has ended well, as have all before it
         self._due = 0  # what that must be for the pages to hold what they should
         self._confirmed = 0
@@ -157,7 +157,7 @@ class WorkerSaves:
 
     def _submit_confirmed(self) -> None:
         """Have those copies encoded whose tokens all ranks have computed."""
-        while self._unconfirmed and self._unconfirmed[0][0] <= (self._ended if self._alone else self._confirmed):
+        while self._unconfirmed and self._unconfirmed[0][0] <= (self._ended if self._state.alone else self._confirmed):
             _, batch, copy, ready = self._unconfirmed.popleft()
             with self._guard("save", partial(self._release, batch)):
                 if self._paced is None:

@@ -72,7 +72,7 @@ class WorkerState:
 
     Attributes:
         rank: tensor-parallel rank.
-        shards: number of ranks.
+        alone: whether no other rank computes with this one.
         chunk, block: tokens per chunk, and per block of the engine.
         timeout: seconds after which a load, or a call of the store, is given up.
         codec: of this rank.
@@ -97,7 +97,7 @@ class WorkerState:
     def __init__(self, setup: Setup, rank: int, codec: Codec, store: Store, recorder: Recorder) -> None:
         options = setup.options
         self.rank = rank
-        self.shards = setup.shards
+        self.alone = setup.alone
         self.chunk, self.block = options.chunk_tokens, setup.block_tokens
         self.timeout = options.load_timeout
         self.codec = codec

@@ -263,7 +263,7 @@ class Bench:
         self.codec = Codec(profile, **asked)
         self.setup = Setup(
             self.options, LAYOUT, profile, self.codec.quality_name, BLOCK, shards, True, True, True,
-            groups=groups, tells=tells,
+            groups=groups, tells=tells, alone=shards == 1,
         )  # fmt: skip
         self.store = store or DictStore()
         self.recorder = Recorder()

@@ -88,6 +88,7 @@ def _engine(
         "parallel": {
             "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1, "distributed_executor_backend": "uni",
+            "data_parallel_size": 1,
         },
         "cache": {"cache_dtype": "auto", "enable_prefix_caching": True},
         "scheduler": {"max_num_batched_tokens": 2048},
@@ -332,6 +333,13 @@ def test_a_profile_of_another_layout_is_refused(tmp_path: Path) -> None:
     _profile("head", replace(LAYOUT, max_positions=512)).save(tmp_path / "p")
     with pytest.raises(ProfileMismatchError):
         Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")}))
+
+
+@pytest.mark.parametrize("ranks", ["tensor", "data", ""])
+def test_whether_other_ranks_compute_with_this_one(ranks: str) -> None:
+    several: dict[str, Any] = {f"parallel__{ranks}_parallel_size": 2} if ranks else {}
+    heads = 1 if ranks == "tensor" else 2
+    assert Setup.of_engine(*_engine(specs=[_spec(num_kv_heads=heads)], **several)).alone is not bool(ranks)
 
 
 @pytest.mark.parametrize("group", ["head", "heads:2"])
