@@ -62,6 +62,9 @@ def encode_cache(
 ) -> list[bytes]:
     """Compress a transformers cache, on its own device if the codec serves it, else from a copy on the CPU.
 
+    A cache does not show whether the forward pass that filled it has ended. Do not encode one whose forward pass raised
+    or was interrupted: some of its layers may lack tokens.
+
         >>> import cuvee
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)

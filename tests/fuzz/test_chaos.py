@@ -15,6 +15,7 @@ def test_no_engine_ends_and_no_answer_is_another_one(tmp_path: Path) -> None:
     done = chaos.chaos(25.0, 7, tmp_path)
     asked, errors = done["requests"], done["errors by hook"]
     assert asked["answers"] > 100 and asked["preempted"] and asked["aborted"] and asked["blended"]
+    assert any(name.startswith("raised ") for name in asked)
     assert done["counted"]["loads"] > 10 and sum(done["faults of the store"].values()) > 50
     assert set(errors) >= chaos.NEEDED
 

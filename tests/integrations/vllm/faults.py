@@ -864,7 +864,9 @@ INJECTED: Scenarios = {
         chaos,
     )
 }
-ASYNC_ONLY: Scenarios = {scenario.__name__: scenario for scenario in (abort_during_load, abort_during_hanging_load, forwards_raise)}
+ASYNC_ONLY: Scenarios = {
+    scenario.__name__: scenario for scenario in (abort_during_load, abort_during_hanging_load, forwards_raise)
+}
 
 
 # Scenarios: files -------------------------------------------------------------------------------------------------
@@ -1310,9 +1312,7 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
         assert llm.reset_prefix_cache()
         return ask(prompt)[0]
 
-    def files() -> set[Path]:
-        return {path for path in Path(store).rglob("*") if path.is_file() and len(path.name) > 20}
-
+    files = partial(_files, store)
     others, stored = files(), int(count("stored_chunks")) + 2 * CHUNKS
     (first,) = ask(prompt)
     expected = tokens(first)
@@ -1344,6 +1344,16 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
         except Exception:
             record.note(name, traceback.format_exc())
 
+    # One after the other: then they are computed to the same bits.
+    lost, others = [prompt_of(f"killed {index}") for index in range(6)], files()
+    for one in lost:
+        ask(one)
+    stored += 2 * CHUNKS * len(lost)
+    wait_for(stored)
+    right = _blobs(store)
+    for path in files() - others:
+        path.unlink()
+    llm.reset_prefix_cache()
     workers = [child for child in psutil.Process().children(recursive=True) if "Worker" in " ".join(child.cmdline())]
     before = len(files())
 
@@ -1357,16 +1367,87 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
         killer.start()
         try:
             while True:
-                ask(*(prompt_of(f"killed {index}") for index in range(6)))
+                for one in lost:
+                    ask(one)
                 llm.reset_prefix_cache()
         except Exception as error:
             print(f"--- the engine without a worker: {type(error).__name__}: {error}", flush=True)
         killer.join(20)
-        record.note("rank_killed", "")
+        found = _blobs(store)
+        wrong = [key for key, blob in found.items() if blob != right.get(key)]
+        record.note("rank_killed", f"{len(wrong)} of {len(found)} entries are wrong" if wrong else "")
     except BaseException:
         record.note("rank_killed", traceback.format_exc())
     sys.stdout.flush()
     os._exit(0)  # vLLM's own exit waits for the dead
+
+
+def _fail_on_one_rank(worker: Any, store: str, enough: int) -> None:
+    """Let the second rank raise in the second step, behind all layers, once the step before is stored."""
+    model, calls = worker.model_runner.model.model, [0]
+
+    def fail(*_: object) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            wait_until(lambda: len(_files(store)) >= enough, "the step before is stored")
+            raise RuntimeError("on one rank")
+
+    if worker.rank == 1:
+        model.norm.register_forward_pre_hook(fail)
+
+
+def _files(store: str) -> set[Path]:
+    return {path for path in Path(store).rglob("*") if path.is_file() and len(path.name) > 20}
+
+
+def _blobs(store: str) -> dict[str, bytes | None]:
+    keys = [f"{path.parents[1].name}/{path.name}" for path in _files(store)]
+    return dict(zip(keys, open_store(f"file://{store}", guarded=False).get_many(keys), strict=True))
+
+
+def run_raising(model: Path, folder: Path, store: str) -> None:
+    """Two tensor-parallel ranks, one of which raises when both have computed their layers: neither stores that step,
+    and the step before is stored as by an engine that nothing befalls.
+    """
+    from vllm import SamplingParams
+
+    record, prompt = Record(folder), ids(CHUNKS * CHUNK + 58, "raising")
+    transfer = cuvee(f"file://{store}", chunk_tokens=CHUNK)
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "kv_transfer_config": transfer}
+    llm: Any = start_engine(model, **{**OPTIONS, **RANKS_OPTIONS, **ranks})
+
+    def ask(given: Sequence[int]) -> None:
+        parameters = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+        llm.generate([{"prompt_token_ids": list(given)}], parameters, use_tqdm=False)
+
+    def stored() -> bool:
+        ask([1])
+        return len(_files(store)) == 2 * (CHUNKS + 2)  # with one chunk more, and the prompt's tail
+
+    try:
+        ask(prompt)
+        wait_until(stored, "all is stored")
+        right = _blobs(store)
+        llm.reset_prefix_cache()
+        for path in _files(store):
+            path.unlink()
+        first = 2 * OPTIONS["max_num_batched_tokens"] // CHUNK
+        llm.collective_rpc(_fail_on_one_rank, args=(store, first))
+        try:
+            ask(prompt)
+        except Exception as error:
+            print(f"--- {type(error).__name__}", flush=True)
+        else:
+            raise AssertionError("the engine lives")
+        llm.llm_engine.engine_core.shutdown()
+        found = _blobs(store)
+        assert len(found) == first, f"{len(found)} entries"
+        wrong = [key for key, blob in found.items() if blob != right.get(key)]
+        record.note("rank_raises", f"{len(wrong)} entries are wrong" if wrong else "")
+    except Exception:
+        record.note("rank_raises", traceback.format_exc())
+    sys.stdout.flush()
+    os._exit(0)
 
 
 DISK: Scenarios = {
@@ -1387,7 +1468,7 @@ WITHOUT_REDIS = [
 ]
 WITH_REDIS = [f"{name}-{mode}" for name in REDIS for mode in MODES]
 RANKS = ("rank_deleted", "rank_truncated", "rank_garbage", "rank_killed")
-GROUPS: dict[str, Callable[..., None]] = {"served": run_served, "ranks": run_ranks}
+GROUPS: dict[str, Callable[..., None]] = {"served": run_served, "ranks": run_ranks, "raising": run_raising}
 
 
 def run_group(group: str, folder: Path, model: Path, *arguments: str, **variables: str) -> tuple[int | str, str]:
