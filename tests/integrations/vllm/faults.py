@@ -807,12 +807,11 @@ def forwards_raise(engine: Driven) -> None:
     whens = {"first": (1, 0), "second": (2, 4), "decoding": (8, 6), "loaded": (1, 0)}
     kinds = [(layer, where, how) for layer in range(len(engine.layers)) for where in WHERE for how in HOW]
     asked: list[tuple[str, list[int]]] = []
-    expected = 0
+    expected, before = 0, 0.0
     for number, (layer, where, how) in enumerate(kinds):
         when = list(whens)[number % len(whens)]
         prompt, (call, stored) = ids(CHUNKS * CHUNK + 58, f"forwards raise {number}"), whens[when]
         asked.append((when, prompt))
-        before = 0
         if when == "loaded":
             engine.store_and_forget(prompt[: 2 * CHUNK + 1])
             before = engine.totals().get(("loads", ""), 0)
