@@ -45,6 +45,7 @@ from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.probe import PageLayout, find_page_layout, verify_page_layout
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
+from cuvee.integrations.vllm.weights import Weights
 
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
 # of llvmlite's. So whatever imports Numba is imported later.
@@ -210,14 +211,16 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
         rank = get_tensor_model_parallel_rank()
         codec = self._setup.codec(rank)
-        worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder)
+        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
+        weights = Weights(next(iter(layers.values()), None), _named_weights)
+        worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, weights.digest)
         self._attach(worker, kv_caches)
         self._worker = worker
         self._cached_layers = tuple(kv_caches)
 
     def unregister_kv_caches(self) -> None:
         """Let go of the engine's pages before it gives their memory back (vLLM 0.33, sleep mode). See
-        `WorkerSide.detach`. A second call does nothing.
+        `WorkerSide.detach`. A second call does nothing. The engine has called `reset_cache` before.
         """
         if self._worker is not None:
             self._worker.detach()
@@ -226,8 +229,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         """Use the pages that the engine's layers have after it woke up. A second call does nothing.
 
-        What was stored before stays valid unless the weights have changed: then reset the prefix cache with
-        `reset_external`.
+        What was stored before is found again unless weights have changed by the next step (`WorkerSide.settle`).
         """
         if self._worker is not None and not self._worker.attached:
             layers = get_layers_from_vllm_config(self._vllm_config, Attention)
@@ -250,6 +252,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads (synchronous loads are over on return), then compute this step's slice of blends."""
+        self._working.settle(self._plan.step, self._plan.resets)
         self._working.void(self._plan.voids)
         self._working.start_loads(self._plan.loads, synchronous=not self._setup.options.load_async)
         self._working.drop(self._plan.drops)
@@ -433,6 +436,13 @@ def _line_breaks(blend: BlendOptions | None, model: Any) -> LineBreaks | None:
     from cuvee.blend.segmentation import LineBreaks
 
     return LineBreaks.of_tokenizer(cached_tokenizer_from_config(model))
+
+
+def _named_weights(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the parameters as vLLM enumerates them for its own checksums: some hold others."""
+    from vllm.model_executor.model_loader.weight_checksum import _weights
+
+    return _weights(model)
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

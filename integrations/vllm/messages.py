@@ -185,6 +185,7 @@ class StepPlan:
         voids: requests that wait for a load which cannot begin, and the engine's blocks that it was to fill. The blocks
             are reported as invalid, so the request is computed.
         confirmed: all ranks have ended this step and all steps before it.
+        resets: how often the engine has reset its cache since the last step.
     """
 
     step: int
@@ -199,6 +200,7 @@ class StepPlan:
     idle: bool = False
     voids: dict[str, list[int]] = field(default_factory=dict)
     confirmed: int = 0
+    resets: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ class Report:
         checked: tenant, cost and KL of each blend that was also computed exactly, from the first rank.
         stored: digests of chunks that are stored, once per rank, if routers are told.
         sums: what ranks have summed to learn a profile, at most one piece of each.
+        kept: numbers of steps before which all resets were those of sleeps and changed no weight, once per rank.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -269,6 +272,7 @@ class Report:
     checked: list[tuple[str, float, float]] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
     sums: list[SumsPiece] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
         """Merge the report of another rank into this one."""
@@ -280,6 +284,7 @@ class Report:
         self.blended += other.blended
         self.checked += other.checked
         self.sums += other.sums
+        self.kept += other.kept
         self.failed |= other.failed
         self.unsaved |= other.unsaved
         self.stored += other.stored

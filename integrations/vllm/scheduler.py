@@ -139,6 +139,8 @@ class SchedulerSide:
         tracked = self._track(request)
         if tracked is None or tracked.refused:
             return 0
+        if self._requests.waits(self._step):
+            return None
         tokens = self._loads.match(tracked, computed) if self._prefixes.worth_asking(request, computed) else 0
         return None if tokens is None else self._blends.match(tracked, computed, tokens)
 
@@ -213,7 +215,8 @@ class SchedulerSide:
         self._step += 1
         self._state.patience = PATIENCE
         loads, voids = self._loads.take_step()
-        plan = StepPlan(self._step, loads, voids=voids, confirmed=self._confirmed)
+        resets = self._requests.ask(self._step)
+        plan = StepPlan(self._step, loads, voids=voids, confirmed=self._confirmed, resets=resets)
         saves = self._saves.take_last()
         with self._guard("plan", partial(self._saves.forget, saves)):
             plan.last_saves = self._saves.unchanged(saves, output)
@@ -293,6 +296,10 @@ class SchedulerSide:
         with self._guard("take"):
             if self._learner is not None:
                 self._learner.take(report.sums)
+        with self._guard("take", self._stop):
+            if self._requests.settle(report):
+                logger.info("cuvee: the engine has slept and has the same weights: what was stored before is found")
+                self._readdress()
 
     # At any time -----------------------------------------------------------------------------------------------
 
@@ -309,6 +316,9 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Find nothing that was stored until now, because the weights may have changed. The store keeps its entries.
+
+        The engine also resets when it sleeps. Until the workers have said in the next step whether it slept and has the
+        same weights, no request is looked up; if it has, everything is found again.
 
         Returns:
             whether that succeeded. If not, nothing is loaded or stored until a reset succeeds: it may be of other
@@ -375,8 +385,12 @@ class SchedulerSide:
         self._loads.over(request_id)
 
     def _rename(self) -> None:
-        """Take another identity, also for requests that are under way."""
+        """Take another identity."""
         self._requests.rename()
+        self._readdress()
+
+    def _readdress(self) -> None:
+        """Give all requests that are under way names of the present identity."""
         if self._planner is not None:
             self._planner.identity = self._requests.identity
         for request_id, tracked in list(self._requests.tracked.items()):

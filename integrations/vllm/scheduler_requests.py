@@ -8,9 +8,11 @@ from typing import Any
 from uuid import uuid4
 
 from cuvee.codec.identity import Identity, Media, PrefixChain, Scope
+from cuvee.integrations.vllm.messages import Report
 from cuvee.integrations.vllm.request_params import may_store
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 
+_MOST_STEPS = 8  # that requests wait for the workers' word after a reset; the engine plans two ahead
 _LONGEST_NAME = 4096  # characters of a salt or of an image's id: they are hashed again for every key
 
 
@@ -23,7 +25,7 @@ class Requests:
         adapter_identity: names the weights of an adapter, by name and path.
 
     Attributes:
-        identity: as given, or with another model name after a reset.
+        identity: as given, or with another model name after a reset that was not that of a sleep.
         tracked: requests that are cached, by id.
         uncached: ids of requests that are neither loaded nor stored until they end.
     """
@@ -32,6 +34,9 @@ class Requests:
         self._state = state
         self._adapter_identity = adapter_identity
         self.identity = identity
+        self._left = identity  # that of the last step before the resets
+        self._resets = 0  # since the last step
+        self._asked = 0  # step in which the workers are asked about resets; 0: they have answered
         self.tracked: dict[str, Tracked] = {}
         self.uncached: set[str] = set()
 
@@ -50,8 +55,34 @@ class Requests:
         self.uncached.discard(request_id)
 
     def rename(self) -> None:
-        """Take another identity, under which nothing is stored yet."""
+        """Take another identity, under which nothing is stored yet, unless the workers say that this was a sleep."""
+        if not self._resets:
+            self._left = self.identity
+        self._resets, self._asked = self._resets + 1, 0
         self.identity = replace(self.identity, model=f"{self.identity.model} reset {uuid4().hex}")
+
+    def ask(self, step: int) -> int:
+        """Return how many resets since the last step the workers are asked about in this one."""
+        resets, self._resets = self._resets, 0
+        if resets:
+            self._asked = step
+        return resets
+
+    def waits(self, step: int) -> bool:
+        """Return whether the workers' answer about resets is still to come; `step` is the last planned one."""
+        return self._resets > 0 or (self._asked > 0 and step < self._asked + _MOST_STEPS)
+
+    def settle(self, report: Report) -> bool:
+        """Return to the identity from before the resets if all ranks say that only the engine slept, and return whether
+        that is so.
+        """
+        if not self._asked or self._asked not in report.steps:
+            return False
+        slept = report.kept.count(self._asked) == self._state.shards
+        self._asked = 0
+        if slept:
+            self.identity = self._left
+        return slept
 
     def why_uncached(self, request: Any) -> str:
         """Return why a request is not cached; empty: it may be.

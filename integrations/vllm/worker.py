@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -48,10 +48,22 @@ class WorkerSide:
         codec: of this rank.
         store: read and written.
         recorder: figures, drained into the reports.
+        weights: returns what is equal as long as the rank's weights are; None: that cannot be told.
     """
 
-    def __init__(self, setup: Setup, rank: int, codec: Codec, store: Store, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        rank: int,
+        codec: Codec,
+        store: Store,
+        recorder: Recorder,
+        weights: Callable[[], object | None] = lambda: None,
+    ) -> None:
         options = setup.options
+        self._read_weights = weights
+        self._weights = weights()  # those of what is stored
+        self._sleeps = 0  # since the last step
         self._close_timeout = options.close_timeout
         self._guard = Guard(recorder)
         self._state = WorkerState(setup, rank, codec, store, recorder)
@@ -85,6 +97,7 @@ class WorkerSide:
         """
         if self._state.cache is None:
             return
+        self._sleeps += 1
         self._loads.end_all()
         Mark(self._state.pages.device).wait()
         self._state.detach()
@@ -138,6 +151,25 @@ class WorkerSide:
     def end_step(self) -> None:
         """Note that this step's forward is over. If it has raised, nothing is stored from here on."""
         self._saves.end_step()
+
+    def settle(self, step: int, resets: int) -> None:
+        """Report whether what was stored before the resets since the last step is of the weights that the engine has.
+
+        It is if each reset was that of a sleep, and the weights are what they were when the last reset was settled.
+        """
+        sleeps, self._sleeps = self._sleeps, 0
+        if not resets:
+            return
+        with self._guard("start_loads"):
+            before, self._weights = self._weights, None
+            self._weights = self._read_weights()
+            if sleeps < resets:
+                return
+            if before is None or before != self._weights:
+                logger.info("cuvee: rank %d slept, and its weights are others now, or unknown", self._state.rank)
+                return
+            with self._state.lock:
+                self._state.report.kept.append(step)
 
     def void(self, loads: Mapping[str, Sequence[int]]) -> None:
         """Report loads that cannot begin as over: requests, and the blocks that are invalid."""

@@ -11,7 +11,6 @@ Hidden states and residual of vLLM's layers travel side by side, as one tensor `
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from cuvee.blend.runs import context_overhead
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.integrations.vllm.blending.executing import PagesExchange
+from cuvee.integrations.vllm.weights import owners_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers were checked against vLLM's prefill."""
@@ -210,16 +210,8 @@ def agree_over_ranks(well: bool) -> bool:
 
 
 def _owner_of(attention: Any) -> Any:
-    """Find the model that owns an attention module, because vLLM does not pass it to connectors."""
-    owners = [
-        each
-        for each in gc.get_objects()
-        # The type alone: some objects warn when their class is read.
-        if issubclass(type(each), torch.nn.Module)
-        and hasattr(each, "compute_logits")
-        and hasattr(getattr(each, "model", None), "layers")
-        and any(attention is part for part in each.modules())
-    ]
+    """Find the model that owns an attention module."""
+    owners = [each for each in owners_of(attention) if hasattr(getattr(each, "model", None), "layers")]
     if len({id(owner.model) for owner in owners}) != 1:
         raise UnsupportedModelError(
             f"blend: {len(owners)} models own the engine's attention layers; this version of vLLM cannot be blended "

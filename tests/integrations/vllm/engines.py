@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import pytest
 from tests.integrations.vllm.forking import run_forked
@@ -121,7 +121,7 @@ class Step:
         salt: `cache_salt` of the requests.
         params: `kv_transfer_params`, one for each prompt; none at all if empty.
         forget: empty the engine's own prefix cache before each submission.
-        sleeps: first give the connector's pages away and give it others, as vLLM 0.33 does when it sleeps and wakes up.
+        sleeps: let the engine sleep and wake up first; "changed": and change its weights in place meanwhile.
         until: repeat a request of one token until a counter has reached a value: (name, value).
     """
 
@@ -133,7 +133,7 @@ class Step:
     salt: str | None = None
     params: Sequence[Mapping[str, Any] | None] = ()
     forget: bool = False
-    sleeps: bool = False
+    sleeps: bool | Literal["changed"] = False
     until: tuple[str, float] | None = None
 
 
@@ -559,27 +559,41 @@ def _answer(llm: Any, prompts: Sequence[Sequence[int]], step: dict[str, Any]) ->
     return answers
 
 
-def _sleep(llm: Any) -> None:
-    """Call the connector as vLLM 0.33 does around its sleep, and meanwhile replace the engine's pages by noise."""
+def _sleep(llm: Any, changed: bool) -> None:
+    """Let an engine sleep and wake up: a worker on a CPU, which ignores both, calls the connector as vLLM 0.33's worker
+    on a GPU does. Meanwhile noise replaces the engine's pages, and some weights change if that is asked for.
+    """
     import torch
     from vllm.config import get_layers_from_vllm_config
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.model_executor.layers.attention import Attention
 
     connector = get_kv_transfer_group()
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    layers = get_layers_from_vllm_config(runner.vllm_config, Attention)
-    memory: dict[int, torch.Tensor] = {}  # layers share it
-    for _ in range(2):
-        connector.unregister_kv_caches()
-    for layer in layers.values():
-        old = layer.kv_cache
-        values = old.untyped_storage().nbytes() // old.element_size()
-        noise = memory.setdefault(old.untyped_storage().data_ptr(), torch.randn(values).to(old.dtype))
-        layer.kv_cache = new = noise.as_strided(old.shape, old.stride(), old.storage_offset())
-        runner.kv_caches = [new if cache is old else cache for cache in runner.kv_caches]
-    for _ in range(2):
-        connector.restore_kv_caches()
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    runner = worker.model_runner
+
+    def sleep(level: int = 1) -> None:
+        for _ in range(2):
+            connector.unregister_kv_caches()
+        memory: dict[int, torch.Tensor] = {}  # layers share it
+        for layer in get_layers_from_vllm_config(runner.vllm_config, Attention).values():
+            old = layer.kv_cache
+            values = old.untyped_storage().nbytes() // old.element_size()
+            noise = memory.setdefault(old.untyped_storage().data_ptr(), torch.randn(values).to(old.dtype))
+            layer.kv_cache = new = noise.as_strided(old.shape, old.stride(), old.storage_offset())
+            runner.kv_caches = [new if cache is old else cache for cache in runner.kv_caches]
+
+    def wake_up(tags: list[str] | None = None) -> None:
+        for _ in range(2 * (tags is None or "kv_cache" in tags)):
+            connector.restore_kv_caches()
+
+    worker.sleep, worker.wake_up = sleep, wake_up
+    llm.sleep(level=1)
+    assert llm.wake_up(tags=["weights"]) is False
+    if changed:
+        next(runner.model.parameters()).data[5] *= 1.5
+    assert llm.wake_up(tags=["kv_cache"]) is True
+    del worker.sleep, worker.wake_up
 
 
 def _wait_for(llm: Any, metric: str, least: float) -> None:
@@ -630,7 +644,7 @@ def run_steps(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
                 prompts.append(prompt)
         asked.append(prompts)
         if step["sleeps"]:
-            _sleep(llm)
+            _sleep(llm, step["sleeps"] == "changed")
         done.append(_answer(llm, prompts, step))
         if step["until"]:
             _wait_for(llm, *step["until"])

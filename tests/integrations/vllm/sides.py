@@ -255,6 +255,7 @@ class Bench:
         groups: tuple[LayerGroup, ...] = (),
         tells: bool = False,
         shards: int = 1,
+        weights: Callable[[], object] = lambda: None,
         **options: Any,
     ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
@@ -267,7 +268,7 @@ class Bench:
         )  # fmt: skip
         self.store = store or DictStore()
         self.recorder = Recorder()
-        self.worker = WorkerSide(self.setup, rank, self.codec, self.store, self.recorder)
+        self.worker = WorkerSide(self.setup, rank, self.codec, self.store, self.recorder, weights)
         self.cache = make_pages(LAYOUT, device or torch.device("cpu"), permuted)
         self.worker.attach(self.cache)
         noise = torch.randn(2, 3, 8 * CHUNK, 2, 16).bfloat16()

@@ -170,6 +170,7 @@ class SmallEngine:
         worker = self.worker
         worker.begin_step(plan.step, plan.confirmed)
         worker.save(plan.last_saves)
+        worker.settle(plan.step, plan.resets)
         worker.void(plan.voids)
         worker.start_loads(plan.loads, synchronous=not self.bench.options.load_async)
         worker.drop(plan.drops)

@@ -57,6 +57,7 @@ ANSWER = 70  # longer than a window: while it is decoded, layers drop the prompt
 TALK = Step([ids(100, 5)], max_tokens=ANSWER, forget=True)
 AGAIN = Step([[2, 0, ids(10, 6)]], forget=True)
 SLEPT = Step(PROMPTS, forget=True, sleeps=True)
+CHANGED = Step(PROMPTS[:1], sleeps="changed")
 LOADABLE = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
 DAMAGED = ("gemma3", "mistral")  # several groups of layers; one that drops tokens
 LOSSY: dict[str, dict[str, Any]] = {
@@ -111,7 +112,7 @@ def transfer(folder: Path, store: str, **options: Any) -> dict[str, Any]:
 def loaded(folder: Path, first_process: Mapping[str, Ran]) -> Mapping[str, Ran]:
     """Engines of another process, which find what the first one has stored."""
     engines = [
-        Engine(family, folder / family, [ALONE, TOGETHER, TALK, AGAIN, SLEPT], transfer(folder, family))
+        Engine(family, folder / family, [ALONE, TOGETHER, TALK, AGAIN, SLEPT, CHANGED], transfer(folder, family))
         for family in FAMILIES
     ]
     for family in DAMAGED:
@@ -170,13 +171,20 @@ def test_another_process_answers_the_same_from_the_store(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_after_a_sleep_other_pages_are_filled(
+def test_after_a_sleep_what_was_stored_before_is_loaded(
     family: str, first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]
 ) -> None:
-    """Those that the engine's layers have then: the pages from before are noise to nobody."""
+    """Into the pages that the engine's layers have then: those from before are noise to nobody."""
     reference, answers = first_process[f"reference-{family}"], loaded[family].steps[4]
     assert_same(answers, reference.steps[0], reference)
     assert [answer.cached for answer in answers] == LOADABLE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_a_sleep_in_which_weights_changed_nothing_is_loaded(family: str, loaded: Mapping[str, Ran]) -> None:
+    (answer,) = loaded[family].steps[5]
+    assert answer.cached == 0
+    assert_sound(loaded[family])
 
 
 def test_an_engine_that_keeps_all_tokens_loads_the_same_entries(

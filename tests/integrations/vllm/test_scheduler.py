@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, CHUNK, Bench, Desk, generate, make_request
 
 from cuvee.codec.format.keys import make_keys
 from cuvee.codec.identity import store_key
@@ -505,6 +505,129 @@ def test_reset_finds_nothing_that_was_there(desk: Callable[..., Desk]) -> None:
     assert len(d.store.entries) == 6
     saved = d.plan((request, 0, 100)).saves
     assert len(saved) == 6 and not {save.entry.digest for save in saved} & set(d.digests(request))
+
+
+class Ranks:
+    """A scheduler's side of two ranks and their workers, whose weights are `weights`."""
+
+    def __init__(self, d: Desk) -> None:
+        self.d = d
+        self.weights: list[object] = ["a", "a"]
+        self.benches = [Bench(rank, weights=lambda rank=rank: self.weights[rank]) for rank in range(2)]  # type: ignore[misc]
+
+    def sleep(self) -> None:
+        """As the engine does it: the reset comes first."""
+        self.d.side.reset()
+        for b in self.benches:
+            b.worker.detach()
+            b.worker.attach(b.cache)
+
+    def report(self, plan: StepPlan) -> Report:
+        """Execute a step that computes nothing."""
+        for b in self.benches:
+            b.worker.settle(plan.step, plan.resets)
+        report, other = (b.worker.report(plan.step) for b in self.benches)
+        report.add(other)
+        return report
+
+    def step(self) -> None:
+        self.d.side.take(self.report(self.d.plan()))
+
+    def do(self, *events: str) -> None:
+        """Steps, sleeps, resets, and other weights on the second rank."""
+        for event in events:
+            if event == "reset":
+                assert self.d.side.reset()
+            elif event.startswith("weights"):
+                self.weights[1] = event.removeprefix("weights ") if event != "weights unknown" else None
+            else:
+                getattr(self, event)()
+
+    def found(self, request: SimpleNamespace) -> int:
+        for _ in range(500):
+            tokens, _ = self.d.side.matched_tokens(request, 0)
+            if tokens is not None:
+                return tokens
+            self.step()
+        raise AssertionError("no answer")
+
+
+@pytest.fixture
+def ranks(desk: Callable[..., Desk]) -> Iterator[Ranks]:
+    made = Ranks(desk(shards=2))
+    yield made
+    for b in made.benches:
+        b.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        (["sleep"], True),
+        (["sleep", "step"], True),
+        (["sleep", "sleep"], True),
+        (["sleep", "step", "step", "sleep"], True),
+        (["reset"], False),
+        (["reset", "sleep"], False),
+        (["sleep", "reset"], False),
+        (["sleep", "step", "reset"], False),
+        (["reset", "step", "sleep"], False),
+        (["sleep", "weights b"], False),
+        (["weights b", "sleep"], False),  # updated in place, and nobody said so
+        (["weights b", "sleep", "step", "weights a", "sleep"], False),
+        (["sleep", "weights b", "weights a"], True),
+        (["sleep", "weights unknown"], False),
+        (["weights unknown", "reset", "step", "sleep"], False),
+    ],
+)
+def test_after_a_sleep_everything_is_found_if_all_ranks_have_the_same_weights(
+    ranks: Ranks, events: list[str], found: bool
+) -> None:
+    request = make_request()
+    ranks.d.put(request, 6)
+    assert ranks.found(request) == 96
+    ranks.do(*events)
+    assert ranks.found(request) == ranks.found(make_request("new")) == 96 * found
+
+
+def test_what_is_stored_after_a_reset_is_found_after_a_sleep(ranks: Ranks) -> None:
+    ranks.do("weights b", "reset", "step")
+    ranks.d.identity = ranks.d.side._requests.identity
+    ranks.d.put(make_request(), 6)
+    ranks.do("sleep")
+    assert ranks.found(make_request()) == 96
+
+
+def test_until_the_workers_have_said_whether_the_engine_slept_nothing_is_looked_up(ranks: Ranks) -> None:
+    d, request, saved = ranks.d, make_request(), make_request("saved")
+    d.put(request, 6)
+    ranks.do("sleep")
+    d.side.arrived(request)
+    for _ in range(3):  # planned ahead
+        assert d.side.matched_tokens(request, 0) == (None, False)
+        plan = d.plan()
+        assert plan.resets == (1 if plan.step == 1 else 0)
+    saves = d.plan((saved, 0, 100)).saves
+    assert not {save.entry.digest for save in saves} & set(d.digests(saved)), "of other weights, for all we know"
+    d.side.take(ranks.report(StepPlan(1, resets=1)))
+    assert ranks.found(request) == 96
+
+
+def test_a_reset_while_the_workers_answer_stays_one(ranks: Ranks) -> None:
+    request = make_request()
+    ranks.d.put(request, 6)
+    ranks.do("sleep")
+    report = ranks.report(ranks.d.plan())
+    assert report.kept == [1, 1]
+    ranks.do("reset")
+    ranks.d.side.take(report)
+    assert ranks.found(request) == 0
+
+
+def test_requests_do_not_wait_for_ever_for_workers_that_say_nothing(ranks: Ranks) -> None:
+    ranks.d.put(make_request(), 6)
+    ranks.do("sleep")
+    assert ranks.d.matched(make_request()) == (0, False)
 
 
 def test_what_was_computed_before_a_reset_is_not_stored_after_it(desk: Callable[..., Desk]) -> None:
