@@ -192,9 +192,14 @@ class Engine:
         self.manager.on_request_finished(context)
         self.forget()
 
+    def reset(self) -> None:
+        """Empty the primary tier as the engine does: vLLM 0.33 promotes nothing before it calls `on_reset_flushed`."""
+        self.manager.reset_cache()
+        getattr(self.manager, "on_reset_flushed", lambda: None)()
+
     def forget(self) -> None:
         """Empty the primary tier. What is in it afterwards is not a number."""
-        self.manager.reset_cache()
+        self.reset()
         self.view.fill_(-1)
 
     def lookup(self, numbers: Sequence[int], context: Any = None) -> int:

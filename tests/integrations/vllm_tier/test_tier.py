@@ -378,7 +378,7 @@ def test_draining_ends_all_jobs_and_reports_each(engine: Callable[..., Engine], 
     store.before = lambda operation: time.sleep(0.05) if operation == "put" else None
     for number in range(15):
         e.offload([number])
-    e.manager.reset_cache()  # asserts that no job is left
+    e.reset()  # asserts that no job is left
     assert not e.manager._jobs and not e.tier._jobs
     store.before = lambda operation: None
     e.view.fill_(-1)
