@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _ENGINE = "sglang-hicache"
 _SGLANGS_OWN = ("backend_name", "module_path", "class_name", "interface_v1")
+_MOST_MOVED = 1000
 _FEW_TOKENS = 16  # per page, below which index entries are a large part of what is stored
 
 
@@ -67,7 +69,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         self._guard = Guard(self._counts)
         self._attached: _Attached | None = None
         self._lock = Lock()
-        self._moved: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}  # pages, GB/s
+        self._moved = _moved()
 
     # Start and end --------------------------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         with self._lock:
-            moved, self._moved = self._moved, {"prefetch": [], "backup": []}
+            moved, self._moved = self._moved, _moved()
         return StorageMetrics(
             prefetch_pgs=[pages for pages, _ in moved["prefetch"]],
             backup_pgs=[pages for pages, _ in moved["backup"]],
@@ -220,6 +222,11 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         if attached is None:
             raise RuntimeError("no host pool is registered, or the backend was closed")
         return attached
+
+
+def _moved() -> dict[str, deque[tuple[int, float]]]:
+    """Return room for pages and GB/s of the last batches, which SGLang asks for only if its metrics are on."""
+    return {direction: deque(maxlen=_MOST_MOVED) for direction in ("prefetch", "backup")}
 
 
 def _names(keys: Sequence[str]) -> list[bytes]:

@@ -64,7 +64,7 @@ def _join_log() -> None:
     """Log to vLLM's handlers, unless the application configured logging itself."""
     ours, engine = logging.getLogger("cuvee"), logging.getLogger("vllm")
     if not ours.handlers and engine.handlers:
-        ours.handlers, ours.propagate = engine.handlers, False
+        ours.handlers, ours.propagate = list(engine.handlers), False
         ours.setLevel(engine.level)
 
 

@@ -5,7 +5,8 @@
 
 Recorders exchange plain dicts of numbers, which hold changes only. Their keys are `name|label|rank`: the label's value
 if the metric has a label, and the rank for a gauge that ranks add up. A histogram's label is the observed value to 3
-digits, and its number the count of that value; so all but gauges merge by addition, and no list grows with the load.
+digits, and its number the count of that value; so all but gauges merge by addition. Totals count observations by the
+upper edge of their bucket, so they do not grow with the load.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +81,10 @@ class Recorder:
         self._rank = rank
         self._lock = threading.Lock()
         self._totals: Data = {}
+        self._sums: dict[str, float] = {}  # of the values of histograms
         self._pending: Data = {}
-        self._stores: dict[tuple[str, str], float] = {}
+        self._ranks: set[str] = set()  # that have gauges of their own
+        self._stores: dict[str, dict[str, float]] = {}  # figures of tiers, as counted so far
         self._left_out: set[str] = set()
         self._tenants: set[str] = set()
 
@@ -144,21 +148,24 @@ class Recorder:
             if not _is_label(tier) or not is_dataclass(now):
                 self._leave_out("the name or the counters of a tier", tier)
                 continue
-            for field in fields(now):
-                given, gauge = getattr(now, field.name), _TIER_GAUGES.get(field.name)
-                value = _figure(given)
+            seen = self._stores.setdefault(tier, {})
+            for name in now.__dataclass_fields__:
+                given = getattr(now, name)
+                if type(given) is int and seen.get(name) == given:
+                    continue  # most often: the rest would take tens of microseconds of every step
+                value, gauge = _figure(given), _TIER_GAUGES.get(name)
                 if value is None:
                     if gauge is None or given is not None:
-                        self._leave_out(f"{field.name} of {tier}", given)
-                elif gauge is not None:
+                        self._leave_out(f"{name} of {tier}", given)
+                    continue
+                with self._lock:
+                    last, seen[name] = seen.get(name, 0), value
+                if gauge is not None:
                     self.gauge(gauge, value, tier)
-                else:
-                    with self._lock:
-                        last, self._stores[tier, field.name] = self._stores.get((tier, field.name), 0), value
-                    new = value - last if value >= last else value
-                    # Sums of integers may exceed the 64 bits that messages between processes have for them.
-                    name = _TIER_COUNTERS.get(field.name, field.name)
-                    self.count(name, new if new < _EXACT else float(new), tier)
+                    continue
+                new = value - last if value >= last else value
+                # Sums of integers may exceed the 64 bits that messages between processes have for them.
+                self.count(_TIER_COUNTERS.get(name, name), new if new < _EXACT else float(new), tier)
 
     def _leave_out(self, what: str, given: object) -> None:
         """Count an unusable figure of a store once, and log the first."""
@@ -185,16 +192,18 @@ class Recorder:
         """Return the changes since the last drain, or None; a gauge only if it changed, then for every rank."""
         with self._lock:
             data, self._pending = self._pending, {}
-            raw, stored = self._totals.get("raw_bytes||", 0), self._totals.get("stored_bytes||", 0)
             if "stored_bytes||" in data and self._rank == 0:
-                data["ratio||"] = self._totals["ratio||"] = raw / stored
-            changed = {key.rpartition("|")[0] for key in data if not key.endswith("|")}
-            data |= {key: value for key, value in self._totals.items() if key.rpartition("|")[0] in changed}
+                data["ratio||"] = self._totals["ratio||"] = (
+                    self._totals.get("raw_bytes||", 0) / self._totals["stored_bytes||"]
+                )
+            for gauge in {key.rpartition("|")[0] for key in data if not key.endswith("|")}:
+                keys = [f"{gauge}|{rank}" for rank in self._ranks]
+                data |= {key: self._totals[key] for key in keys if key in self._totals}
         return data or None
 
     def totals(self) -> dict[tuple[str, str], float]:
         """Return all figures since the start by name and label, as `collect`: of this process, whatever its rank, and
-        those it absorbed.
+        those it absorbed. The label of a histogram is the upper edge of a bucket.
         """
         with self._lock:
             return collect(self._totals)
@@ -225,10 +234,9 @@ class Recorder:
                 f"blended {figure('blends'):,} prompts of {figure('blended_tokens'):,} tokens: "
                 f"{figure('blend_reused_tokens'):,} reused, {figure('blend_recomputed_tokens'):,} of them recomputed"
             )
-        checks = {label: count for (name, label), count in totals.items() if name == "blend_kl"}
-        if checks:
-            mean = sum(float(kl) * count for kl, count in checks.items()) / sum(checks.values())
-            parts.append(f"{sum(checks.values()):,} blends were also computed exactly: KL {mean:.3g} nats on average")
+        if checks := sum(count for (name, _), count in totals.items() if name == "blend_kl"):
+            mean = self._sums["blend_kl"] / checks
+            parts.append(f"{checks:,} blends were also computed exactly: KL {mean:.3g} nats on average")
         if refused := split("blends_refused"):
             parts.append(f"not blended: {refused}")
         if figure("loads"):
@@ -254,7 +262,13 @@ class Recorder:
 
     def _add(self, metric: Metric, key: str, value: float) -> None:
         with self._lock:
-            self._totals[key] = _number(key, self._totals.get(key, 0) + value)
+            total = key
+            if metric.kind == "histogram":
+                observed = float(key.split("|")[1])
+                self._sums[metric.name] = self._sums.get(metric.name, 0) + observed * value
+                edges = (*metric.buckets, math.inf)
+                total = f"{metric.name}|{edges[bisect_left(edges, observed)]:g}|"
+            self._totals[total] = _number(key, self._totals.get(total, 0) + value)
             if metric.ranks == "sum" or self._rank == 0:
                 self._pending[key] = _number(key, self._pending.get(key, 0) + value)
 
@@ -262,6 +276,8 @@ class Recorder:
         with self._lock:
             if self._totals.get(key) != value:
                 self._totals[key] = self._pending[key] = value
+                if rank := key.rpartition("|")[2]:
+                    self._ranks.add(rank)
 
 
 _LOSSES = {

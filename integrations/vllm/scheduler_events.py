@@ -38,7 +38,8 @@ class SchedulerEvents:
         self._make = make
         # With the number of ranks that have not stored it yet.
         self._planned: OrderedDict[bytes, tuple[EventPair, int]] = OrderedDict()
-        self._stored: OrderedDict[bytes, EventPair] = OrderedDict()
+        # The events that report them as removed; the others hold the tokens.
+        self._stored: OrderedDict[bytes, Any] = OrderedDict()
         self._due: list[Any] = []
 
     def planned(self, request: Any, saves: Sequence[Save]) -> None:
@@ -63,7 +64,7 @@ class SchedulerEvents:
             self._planned[digest] = pair, missing - 1
             return
         self._due.append(pair.stored)
-        self._stored[digest] = pair
+        self._stored[digest] = pair.removed
         _bound(self._stored)
 
     def not_stored(self, digest: bytes) -> None:
@@ -72,9 +73,9 @@ class SchedulerEvents:
 
     def gone(self, digest: bytes) -> None:
         """Note that a lookup has missed an entry."""
-        pair = self._stored.pop(digest, None)
-        if pair is not None:
-            self._due.append(pair.removed)
+        removed = self._stored.pop(digest, None)
+        if removed is not None:
+            self._due.append(removed)
 
     def reset(self) -> None:
         """Note that nothing which was stored will be found."""

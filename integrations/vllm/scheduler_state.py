@@ -214,7 +214,7 @@ class KnownEntries:
             return True
         self._seen[digest] = now
         self._seen.move_to_end(digest)
-        if len(self._seen) > _KNOWN:
+        while len(self._seen) > _KNOWN or now - next(iter(self._seen.values())) >= _KNOWN_AGE:
             self._seen.popitem(last=False)
         return False
 

@@ -252,6 +252,15 @@ def test_without_the_prefix_only_lossless_pages_are_stored(
     assert r.prefetch(tokens, at, passes_prefix=False) == stored
 
 
+def test_figures_that_nobody_asks_for_do_not_pile_up(rank: Callable[..., Rank]) -> None:
+    """SGLang asks for them only if its metrics are on."""
+    r = rank()
+    at = r.alloc(1)
+    for _ in range(1100):
+        r.back_up(TOKENS[:16], at, [])
+    assert len(r.backend.get_stats().backup_pgs) == 1000
+
+
 def test_the_figures_are_those_of_sglang(rank: Callable[..., Rank]) -> None:
     r = rank()
     tokens, at = TOKENS[:64], r.alloc(4)

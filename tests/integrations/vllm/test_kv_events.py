@@ -109,6 +109,13 @@ def test_without_routers_nothing_is_collected(desk: Callable[..., Desk]) -> None
     assert d.side.take_events() == []
 
 
+def test_the_tokens_of_what_was_reported_are_not_kept(desk: Callable[..., Desk]) -> None:
+    d = desk(make_events=make)
+    d.side.take(Report(stored=planned(d, make_request(tokens=2 * CHUNK + 9))))
+    assert not d.side._events._planned
+    assert list(d.side._events._stored.values()) == ["-0", f"-{CHUNK}"]
+
+
 def test_what_is_remembered_is_bounded(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_events, "_MOST", 2)
     d = desk(make_events=make)

@@ -73,6 +73,34 @@ def test_a_histogram_is_counted_by_value() -> None:
     assert recorder.drain() == {"load_seconds|0.0123|": 2, "load_seconds|2.5|": 1, "load_seconds|0|": 1}
 
 
+def test_what_is_kept_does_not_grow_with_the_observations() -> None:
+    """Nor does a drain walk through it, and the mean is still that of the values."""
+    worker, scheduler = Recorder(), Recorder()
+    for index in range(50_000):
+        worker.count("blend_kl", 1e-6 * 1.0004**index)
+        if index % 1000 == 0:
+            scheduler.absorb(worker.drain() or {})
+    scheduler.absorb(worker.drain() or {})
+    buckets = METRICS["blend_kl"].buckets
+    for recorder in (worker, scheduler):
+        totals = recorder.totals()
+        assert set(totals) == {("blend_kl", f"{edge:g}") for edge in (*buckets, math.inf)}
+        assert sum(totals.values()) == 50_000
+        assert totals["blend_kl", "0.001"] == pytest.approx(math.log(10) / math.log(1.0004), rel=1e-2)
+        mean = sum(1e-6 * 1.0004**index for index in range(50_000)) / 50_000
+        assert float(recorder.summary().partition("KL ")[2].split()[0]) == pytest.approx(mean, rel=1e-2)
+
+    class Walked(dict[str, float]):
+        def __iter__(self) -> Any:
+            raise AssertionError("walked through")
+
+        items = keys = values = __iter__
+
+    worker._totals = Walked(worker._totals)
+    worker.gauge("queue_depth", 3)
+    assert worker.drain() == {"queue_depth||0": 3} and worker.drain() is None
+
+
 def test_a_gauge_travels_when_it_changes() -> None:
     recorder = Recorder()
     recorder.gauge("queue_depth", 0)
@@ -181,6 +209,16 @@ def test_counts_what_a_store_did_in_between() -> None:
     counters["disk"].queued = 4
     recorder.record_store(counters)
     assert recorder.drain() == {"hits|memory|": 2, "store_queue_depth|disk|0": 4}
+
+
+def test_an_idle_store_costs_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    counters = {"disk": TierCounters(hits=7, queued=0, entries=5), "redis": TierCounters(puts=1)}
+    recorder.record_store(counters)
+    looked_at = []
+    monkeypatch.setattr("cuvee.integrations.vllm.metrics._figure", lambda given: looked_at.append(given))
+    recorder.record_store({tier: replace(now) for tier, now in counters.items()})
+    assert looked_at == [None, None, None], "sizes that are not known"
 
 
 def test_every_figure_of_a_tier_is_a_metric() -> None:

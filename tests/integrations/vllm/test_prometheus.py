@@ -290,6 +290,23 @@ def check_from_the_scheduler_to_the_text_and_the_log() -> None:
     assert len(lines) == 1  # nothing came
 
 
+def check_our_log_has_a_list_of_handlers_of_its_own() -> None:
+    """What the application adds to our logger does not hear vLLM as well."""
+    import logging
+
+    connector = importlib.import_module("cuvee.integrations.vllm.connector")
+    ours, engine = logging.getLogger("cuvee"), logging.getLogger("vllm")
+    shared, own = logging.NullHandler(), logging.NullHandler()
+    engine.addHandler(shared)
+    ours.handlers = []
+    connector._join_log()
+    assert shared in ours.handlers == engine.handlers
+    ours.addHandler(own)
+    assert own not in engine.handlers
+    engine.removeHandler(shared)
+    ours.handlers = []
+
+
 def check_several_api_processes_add_up() -> None:
     from prometheus_client import CollectorRegistry, multiprocess, values
 

@@ -420,6 +420,16 @@ def test_what_a_lookup_found_is_known(desk: Callable[..., Desk]) -> None:
     assert chunks_of(d.plan((request, 0, 100)).saves) == [3, 4, 5]
 
 
+def test_what_is_believed_no_more_is_not_kept(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    known = d.side._known
+    for second in range(200):
+        d.now += 1
+        assert not known.check(b"%d" % second)
+    assert known.check(b"140") and not known.check(b"139")
+    assert len(known._seen) == 61
+
+
 def test_generated_tokens_are_stored_as_they_become_known(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request(tokens=30)
     d.matched(request)
@@ -619,6 +629,8 @@ def test_a_reset_while_the_workers_answer_stays_one(ranks: Ranks) -> None:
     ranks.do("sleep")
     report = ranks.report(ranks.d.plan())
     assert report.kept == [1, 1]
+    ranks.d.identity = ranks.d.side._requests.identity
+    ranks.d.put(request, 6)  # since the sleep
     ranks.do("reset")
     ranks.d.side.take(report)
     assert ranks.found(request) == 0
