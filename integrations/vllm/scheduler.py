@@ -249,7 +249,9 @@ class SchedulerSide:
                 looked_at += prefill_quantities(before, prompt)[1]
                 self._targets.computes(tracked, before, after, self._step)
                 tracked.computed = after
-                if self._state.stores and not tracked.unstored:
+                if self._state.stores and tracked.unstored:
+                    self._state.not_stored(tracked.unstored, scheduled)
+                elif self._state.stores:
                     saves = self._saves.completed(tracked, before, after, output.kv_connector_block_state)
                     plan.saves += saves
                     self._events.planned(tracked.request, saves)
@@ -398,7 +400,8 @@ class SchedulerSide:
                 tracked.forget_lookups()
                 tracked.chain = self._requests.chain(tracked.request)
                 tracked.lookup, tracked.found, tracked.end, tracked.saved = None, NOTHING, 0, 0
-                tracked.unstored |= tracked.request.num_computed_tokens > 0
+                if tracked.request.num_computed_tokens > 0:
+                    tracked.unstored = tracked.unstored or "reset"
                 self._blends.rename(tracked)
 
     def _stop(self) -> None:

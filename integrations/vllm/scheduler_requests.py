@@ -43,7 +43,7 @@ class Requests:
     def begin(self, request: Any) -> Tracked:
         """Track a new request."""
         stores = may_store(request.kv_transfer_params)
-        tracked = Tracked(request, self.tenant(request), self.chain(request), unstored=not stores)
+        tracked = Tracked(request, self.tenant(request), self.chain(request), unstored="" if stores else "asked")
         if not stores:
             self._state.recorder.count("unstored_requests")
         self.tracked[request.request_id] = tracked

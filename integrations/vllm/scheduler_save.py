@@ -49,6 +49,7 @@ class SchedulerSaves:
             block_state: the engine's table of blocks.
         """
         request, chunk, block = tracked.request, self._state.chunk, self._state.block
+        self._leave_out(tracked, before, after)
         segments = self._segments(tracked, after, block_state)
         done = min(after, self._storable(tracked)) // chunk
         first = min(tracked.saved, before // chunk)  # fewer than saved: a load failed, or the request was preempted
@@ -84,7 +85,9 @@ class SchedulerSaves:
         overwritten = set(output.new_block_ids_to_zero or ())
         overwritten.update(block for copied in output.kv_cache_block_copies or () for block in copied)
         kept = [save for save in saves if all(map(overwritten.isdisjoint, save.entry.tables))]
-        self.forget([save for save in saves if save not in kept])
+        lost = [save for save in saves if save not in kept]
+        self.forget(lost)
+        self._state.not_stored("overwritten", sum(save.entry.tokens for save in lost))
         return kept
 
     def forget(self, saves: Sequence[Save]) -> None:
@@ -96,6 +99,14 @@ class SchedulerSaves:
         """Forget what is stored and what was to be."""
         self._known.clear()
         self._last.clear()
+
+    def _leave_out(self, tracked: Tracked, before: int, after: int) -> None:
+        """Count what a step computes and cannot be stored."""
+        exact = None if tracked.segmented is None else tracked.segmented.exact
+        last = self._state.addressed(after)
+        end = last if exact is None else min(last, exact)
+        self._state.not_stored("positions", after - max(last, before))
+        self._state.not_stored("blended", last - max(end, before))
 
     def _segments(self, tracked: Tracked, after: int, block_state: Any) -> list[Save]:
         """Return a prompt's new segments whose last token this step or an earlier one computes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,18 @@ from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
+
+logger = logging.getLogger(__name__)
+
+UNSTORED = {
+    "asked": "their request asks for that",
+    "positions": "they are beyond the last position of the model by its configuration, so they are not loaded either",
+    "blended": "they follow a blend, so their KV is not exact",
+    "quality": "they follow tokens that were loaded at less than the stored quality",
+    "reset": "they follow tokens that were computed before a reset",
+    "overwritten": "the engine overwrites them before they can be copied",
+}
+"""Why tokens that have KV are not stored."""
 
 PATIENCE = 1e-3  # seconds that a step of the engine waits for lookups in total, before it goes on and asks again
 # Share of `lookup_timeout` after which a call hangs. Each call asks for few keys, however many a lookup needs.
@@ -78,8 +91,7 @@ class Tracked:
         settled: the answer was judged and counted; the engine may ask again.
         refused: nothing is loaded for it any more, because that was too slow or failed once.
         declined: its prefix is quicker to compute than to load.
-        unstored: nothing of it is stored: it asks for that, it follows from a coarser cache, or it computed some tokens
-            before a reset.
+        unstored: why nothing of it is stored, of `UNSTORED`; empty: it is stored.
         saved: number of chunks that need not be stored (again).
         segmented: the segments of it that may be blended.
         blend: the blend offered to the engine last, and the position where that ends.
@@ -97,7 +109,7 @@ class Tracked:
     settled: bool = False
     refused: bool = False
     declined: bool = False
-    unstored: bool = False
+    unstored: str = ""
     saved: int = 0
     segmented: Segmented | None = None
     blend: Blend | None = None
@@ -148,6 +160,17 @@ class SchedulerState:
         self.recorder = recorder
         self.clock = clock
         self.patience = PATIENCE
+        self._told: set[str] = set()
+
+    def not_stored(self, reason: str, tokens: int) -> None:
+        """Count tokens that are not stored for a reason of `UNSTORED`, and log each reason once."""
+        if tokens <= 0:
+            return
+        self.recorder.count("unstored_tokens", tokens, reason)
+        if reason not in self._told:
+            self._told.add(reason)
+            level = logging.WARNING if reason in ("positions", "overwritten") else logging.INFO
+            logger.log(level, "cuvee: %d tokens are not stored: %s (logged once)", tokens, UNSTORED[reason])
 
     def enable(self, enabled: bool) -> None:
         """Load and store what the engine's role allows, or nothing."""

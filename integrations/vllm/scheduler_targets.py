@@ -188,7 +188,7 @@ class SchedulerTargets:
         first = (delivery.start + sum(delivery.tokens[:at])) // self._state.block
         recipe = canonical(first.to_bytes(8, "little"), bytes(delivery.parts))
         set_apart(tracked.request, first, hashlib.blake2b(recipe, digest_size=32, person=b"cuvee-parts").digest())
-        tracked.unstored = True
+        tracked.unstored = "quality"
 
     def _settle(self, targeted: Targeted) -> None:
         """Note that a first token is there."""

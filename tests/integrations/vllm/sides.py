@@ -199,6 +199,10 @@ class Desk:
             )
         )
 
+    def unstored(self) -> dict[str, float]:
+        """Tokens that are not stored, by reason."""
+        return {label: value for (name, label), value in self.recorder.totals().items() if name == "unstored_tokens"}
+
     def lookups(self) -> dict[str, float]:
         return {label: value for (name, label), value in self.recorder.totals().items() if name == "lookups"}
 

@@ -563,6 +563,7 @@ def test_of_a_blend_only_what_is_before_it_is_stored(desk: Callable[..., Desk], 
     planned = blend(d, request)
     assert planned.end == leading + 29
     saves = all_saves(d, request, planned.end)
+    assert d.unstored() == {"blended": request.num_tokens - 1 - planned.end}
     assert segments_of(saves) == [(leading + 29, 21)], "FIRST was reused"
     saves = [save for save in saves if not is_segment(save)]
     assert all(save.entry.end <= leading for save in saves)
@@ -935,7 +936,7 @@ def test_what_was_blended_before_a_reset_stays_apart(desk: Callable[..., Desk]) 
     d.side.reset()
     assert d.side.told(request) == told == {"blended": True, "reused_tokens": 29, "cost": 0.15}
     request.num_computed_tokens = 0  # preempted
-    d.side._requests.tracked["r"].unstored = False
+    d.side._requests.tracked["r"].unstored = ""
     assert d.matched(request) == (0, False)
     assert_exact(all_saves(d, request, 0), 30, (59, 21))
 

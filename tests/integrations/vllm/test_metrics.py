@@ -215,8 +215,8 @@ def test_an_idle_store_costs_a_comparison(monkeypatch: pytest.MonkeyPatch) -> No
     recorder = Recorder()
     counters = {"disk": TierCounters(hits=7, queued=0, entries=5), "redis": TierCounters(puts=1)}
     recorder.record_store(counters)
-    looked_at = []
-    monkeypatch.setattr("cuvee.integrations.vllm.metrics._figure", lambda given: looked_at.append(given))
+    looked_at: list[Any] = []
+    monkeypatch.setattr("cuvee.integrations.vllm.metrics._figure", looked_at.append)
     recorder.record_store({tier: replace(now) for tier, now in counters.items()})
     assert looked_at == [None, None, None], "sizes that are not known"
 

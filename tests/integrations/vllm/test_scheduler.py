@@ -454,11 +454,19 @@ def test_generated_tokens_may_be_left_out(desk: Callable[..., Desk]) -> None:
     assert d.plan((request, 32, 1), new=False).saves == []
 
 
-def test_positions_past_the_limit_are_not_stored(desk: Callable[..., Desk]) -> None:
+def test_positions_past_the_limit_are_not_stored(desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
+    """They are counted, prompt and answer, and the log tells it once."""
     d, request = desk(), make_request(tokens=4096 + 40)
     d.matched(request)
-    saves = d.plan((request, 0, 4136)).saves
+    saves = [*d.plan((request, 0, 4090)).saves, *d.plan((request, 4090, 46), new=False).saves]
     assert len(saves) == 4096 // CHUNK
+    assert d.unstored() == {"positions": 40}
+    for at in range(4136, 4140):
+        generate(request, 1)
+        d.plan((request, at, 1), new=False)
+    assert d.unstored() == {"positions": 44}
+    assert caplog.text.count("are not stored") == 1
+    assert "40 tokens are not stored: they are beyond the last position of the model" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -587,7 +595,6 @@ def ranks(desk: Callable[..., Desk]) -> Iterator[Ranks]:
         (["weights b", "sleep", "step", "weights a", "sleep"], False),
         (["sleep", "weights b", "weights a"], True),
         (["sleep", "weights unknown"], False),
-        (["weights unknown", "reset", "step", "sleep"], False),
     ],
 )
 def test_after_a_sleep_everything_is_found_if_all_ranks_have_the_same_weights(
@@ -600,12 +607,13 @@ def test_after_a_sleep_everything_is_found_if_all_ranks_have_the_same_weights(
     assert ranks.found(request) == ranks.found(make_request("new")) == 96 * found
 
 
-def test_what_is_stored_after_a_reset_is_found_after_a_sleep(ranks: Ranks) -> None:
-    ranks.do("weights b", "reset", "step")
+@pytest.mark.parametrize(("weights", "found"), [("b", 96), ("unknown", 0)])
+def test_what_is_stored_after_a_reset_is_found_after_a_sleep(ranks: Ranks, weights: str, found: int) -> None:
+    ranks.do(f"weights {weights}", "reset", "step")
     ranks.d.identity = ranks.d.side._requests.identity
     ranks.d.put(make_request(), 6)
     ranks.do("sleep")
-    assert ranks.found(make_request()) == 96
+    assert ranks.found(make_request()) == found
 
 
 def test_until_the_workers_have_said_whether_the_engine_slept_nothing_is_looked_up(ranks: Ranks) -> None:
@@ -649,6 +657,7 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(desk: Callable[
     d.plan((running, 0, 40))
     d.side.reset()
     assert d.plan((running, 40, 60), new=False).saves == []
+    assert d.unstored() == {"reset": 60}
     assert len(d.plan((waiting, 0, 100)).saves) == 6
 
 
@@ -667,7 +676,7 @@ def test_a_request_may_ask_not_to_be_stored(
     assert d.plan((request, 108, 19), new=False).saves == []
     d.side.finished(request, d.tables[0])
     assert d.plan().last_saves == []
-    assert d.recorder.totals()["unstored_requests", ""] == 1
+    assert d.recorder.totals()["unstored_requests", ""] == 1 and d.unstored() == {"asked": 76 + 19}
     # What is not clear is not stored, and the client is told.
     assert bool(caplog.text) is (store is not False) and len(caplog.text) < 1000
     assert ("store: must be true or false" in caplog.text) is (store is not False)

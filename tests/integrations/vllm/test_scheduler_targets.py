@@ -215,6 +215,7 @@ def test_what_is_computed_after_poor_chunks_is_not_stored(desk: Callable[..., De
     loading(d, request)
     d.side.take(ended(request, (3, 1, 3, 3)))
     assert not d.plan((request, 4 * CHUNK, 100 - 4 * CHUNK)).saves
+    assert d.unstored() == {"quality": 100 - 4 * CHUNK}
     d.side.finished(request, d.tables[0])
     assert not d.plan().last_saves
 

@@ -208,6 +208,7 @@ def test_blocks_that_are_overwritten_before_the_step_are_not_stored(desk: Callab
         d.side.finished(request, BLOCKS)
         saves = d.plan(overwritten=overwritten).last_saves
         assert places(saves) == ([] if request is first else [(1, 32)]), "block 111 holds its end, 112 does not"
+        assert d.unstored() == {"overwritten": 32}
 
 
 def test_what_was_computed_before_a_reset_is_in_no_tail(desk: Callable[..., Desk]) -> None:
