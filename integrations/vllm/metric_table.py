@@ -117,9 +117,9 @@ METRICS: dict[str, Metric] = {
                "or in parts, an image has no name or no place in it, the salt is no string or too long, or an error.",
                "reason", _UNCACHED),
         Metric("unstored_requests", "counter", "Requests that asked not to be stored."),
-        Metric("unstored_tokens", "counter", "Tokens that were computed and are not stored: their request asks for that, "
-               "they are beyond the model's positions, behind a blend, behind tokens loaded at less than the stored "
-               "quality or computed before a reset, or they are overwritten too soon.", "reason", _UNSTORED),
+        Metric("unstored_tokens", "counter", "Tokens that were computed and are not stored: their request asks for "
+               "that, they are beyond the model's positions, behind a blend, behind tokens loaded at less than the "
+               "stored quality or computed before a reset, or they are overwritten too soon.", "reason", _UNSTORED),
         Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting, or a step of the engine "
                "has failed."),
         Metric("stores_out_of_window", "counter", "Chunks not stored because the engine has dropped a part of them "

@@ -168,7 +168,7 @@ class SchedulerSide:
         tracked.computed = 0  # any blocks it had before were other ones
         if tokens:
             self._blends.allocate(tracked, blocks)
-            aim = self._targets.loading(tracked, blocks, self._queued(tracked), self._rates.prefill)
+            aim = self._targets.loading(tracked, blocks, partial(self._queued, tracked), self._rates.prefill)
             self._loads.allocate(tracked, blocks, tokens, others, aim)
 
     def _queued(self, tracked: Tracked) -> int:

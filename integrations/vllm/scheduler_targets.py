@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cuvee.codec.errors import InputError
@@ -68,14 +68,14 @@ class SchedulerTargets:
             tracked.targeted = Targeted(target, self._state.clock() - waited)
 
     def loading(
-        self, tracked: Tracked, blocks: Sequence[int], queued: int, prefill: tuple[float, float, float]
+        self, tracked: Tracked, blocks: Sequence[int], queued: Callable[[], int], prefill: tuple[float, float, float]
     ) -> Aim | None:
         """Return what a load aims at that is about to begin; None: it restores everything.
 
         Args:
             tracked: the request.
             blocks: the engine's for it.
-            queued: tokens that the engine computes first.
+            queued: counts the tokens that the engine computes first, over all requests.
             prefill: what computing costs, as in `Aim`.
         """
         self._unrefine(tracked.request.request_id)
@@ -87,7 +87,7 @@ class SchedulerTargets:
             return None
         deadline = targeted.target.deadline
         left = None if deadline is None else targeted.arrived + deadline - self._state.clock()
-        return Aim(left, targeted.target.kl_max, tracked.request.num_tokens - tracked.end, queued, prefill)
+        return Aim(left, targeted.target.kl_max, tracked.request.num_tokens - tracked.end, queued(), prefill)
 
     def computes(self, tracked: Tracked, before: int, after: int, step: int) -> None:
         """Note that a step computes a request's tokens `before … after`."""

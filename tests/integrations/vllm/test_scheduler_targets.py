@@ -177,6 +177,15 @@ def test_a_target_is_false_if_it_asks_for_nothing() -> None:
     assert not LoadTarget() and LoadTarget(kl_max=0.0) and LoadTarget(deadline=1.0)
 
 
+def test_without_a_target_no_request_is_counted(desk: Callable[..., Desk]) -> None:
+    """A burst of requests would take the square of their number."""
+    d, counted = desk(), []
+    d.side._queued = lambda tracked: counted.append(tracked.request.request_id) or 5  # type: ignore[method-assign, func-returns-value]
+    assert loading(d, asking(name="a")).aim is None
+    aim = loading(d, asking(name="b", deadline_ms=5000)).aim
+    assert aim is not None and aim.queued == 5 and counted == ["b"]
+
+
 # What was delivered --------------------------------------------------------------------------------------------------
 
 
