@@ -369,17 +369,18 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         logger.info("cuvee: closed after %s", self.counters())
 
     def _account(self, entries: Iterable[tuple[ObjectKey, int]]) -> None:
-        """Tell LMCache of entries that it does not know, or knows with another size."""
+        """Tell LMCache of entries that it does not know, or knows with another size, and that those are gone which no
+        longer fit in the account. The store keeps them.
+        """
         with self._accounting:
             new = [(key, size) for key, size in entries if self._sizes.get(key) != size]
             former = [(key, self._sizes.pop(key)) for key, _ in new if key in self._sizes]
             self._sizes.update(new)
-            for tell, told in ((self._notify_keys_deleted, former), (self._notify_keys_stored, new)):
+            surplus = [self._sizes.popitem(last=False) for _ in range(len(self._sizes) - _ACCOUNTED)]
+            forget = self._notify_keys_deleted
+            for tell, told in ((forget, former), (self._notify_keys_stored, new), (forget, surplus)):
                 if told:
                     tell([key for key, _ in told], [size for _, size in told])
-            surplus = list(itertools.islice(self._sizes, max(len(self._sizes) - _ACCOUNTED, 0)))
-        if surplus:
-            self.delete(surplus)
 
     def _touch(self, keys: list[ObjectKey]) -> None:
         """Tell LMCache that entries were used."""

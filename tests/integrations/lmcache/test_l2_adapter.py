@@ -713,18 +713,27 @@ def test_lists_of_other_lengths_fail_the_task(memory: Callable[..., Memory]) -> 
     assert result_of(lambda: m.adapter.query_load_result(task)).popcount() == 0
 
 
-def test_the_least_used_objects_are_deleted_if_there_are_too_many(
+def test_the_least_used_objects_are_forgotten_if_there_are_too_many(
     memory: Callable[..., Memory], store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """LMCache counts them no more. The store, which others may share, keeps them, and they can be loaded."""
     monkeypatch.setattr(real(PLUGIN["module_path"]), "_ACCOUNTED", 3)
     m = memory()
     m.save([1])
     m.save([2, 3])
     m.load([1])
+    gone: list[Any] = []
+    m.adapter.register_listener(
+        SimpleNamespace(
+            on_l2_keys_stored=lambda *_: None,
+            on_l2_keys_accessed=lambda *_: None,
+            on_l2_keys_deleted=lambda keys, *_: gone.extend(keys),
+        )
+    )
     m.save([4])
-    wait_for(lambda: len(store.entries) == 3)
-    wait_for(lambda: not m.adapter._deleting)
-    assert m.found([1, 2, 3, 4]) == [1, 3, 4]
+    assert gone == [object_key(2)] and len(m.adapter._sizes) == 3
+    assert not m.adapter._deleting and len(store.entries) == 4
+    assert m.load([2]) == [2] and m.found([1, 2, 3, 4]) == [1, 2, 3, 4]
 
 
 def test_signed_chunks_need_the_secret(memory: Callable[..., Memory], tmp_path: Path) -> None:
