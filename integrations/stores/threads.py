@@ -135,7 +135,10 @@ class ThreadPool:
         self._alive += 1
 
     def _run(self, number: int) -> None:
-        self._begin()
+        try:
+            self._begin()
+        except Exception:
+            _log.exception("%s: a thread could not be prepared; it works all the same", self._name)
         while self._step(number):
             pass
 

@@ -63,7 +63,7 @@ class Tier:
             self._warn(
                 "full",
                 "the write-behind queue is full (%s bytes): entries arrive faster than the tier stores them. Entries "
-                "are dropped for this tier until it catches up; a larger max_queue_bytes drops fewer.",
+                "are dropped for this tier until it catches up. In Python, TieredStore takes a larger max_queue_bytes.",
                 f"{self._max_bytes:,}",
             )
         else:

@@ -228,3 +228,15 @@ print("end")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "end\n"
+
+
+def test_a_thread_that_cannot_be_prepared_works_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """One that ended without a word would be missing for ever, and `dismiss` would wait for it."""
+
+    def begin() -> None:
+        raise PermissionError("no other priority")
+
+    pool = ThreadPool(1, "unprepared", begin=begin)
+    assert [pool.submit(pow, 2, power).result(LONG) for power in range(3)] == [1, 2, 4]
+    assert pool.dismiss(LONG)
+    assert caplog.text.count("could not be prepared") == 1
