@@ -442,7 +442,8 @@ def _named_weights(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]
     """Return the parameters as vLLM enumerates them for its own checksums: some hold others."""
     from vllm.model_executor.model_loader.weight_checksum import _weights
 
-    return _weights(model)
+    named: Iterable[tuple[str, torch.Tensor]] = _weights(model)
+    return named
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

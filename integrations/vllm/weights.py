@@ -89,7 +89,7 @@ def _factors() -> torch.Tensor:
 
 def _sum(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Return an int64 that changes if one word does, and fails to with a chance of 2^-63 if several do."""
-    dense = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))  # spares most copies
+    dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))  # spares copies
     data = dense.contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for piece in data.split(8 * _WORDS):

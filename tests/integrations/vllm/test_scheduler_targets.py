@@ -16,6 +16,7 @@ from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.load_target import LoadTarget
 from cuvee.integrations.vllm.messages import Delivery, Load, Report
+from cuvee.integrations.vllm.scheduler_state import Tracked
 
 LOSSY = {"quality": None, "step": 0.25, "refinements": 2}
 
@@ -179,8 +180,14 @@ def test_a_target_is_false_if_it_asks_for_nothing() -> None:
 
 def test_without_a_target_no_request_is_counted(desk: Callable[..., Desk]) -> None:
     """A burst of requests would take the square of their number."""
-    d, counted = desk(), []
-    d.side._queued = lambda tracked: counted.append(tracked.request.request_id) or 5  # type: ignore[method-assign, func-returns-value]
+    d = desk()
+    counted: list[str] = []
+
+    def queued(tracked: Tracked) -> int:
+        counted.append(tracked.request.request_id)
+        return 5
+
+    d.side._queued = queued  # type: ignore[method-assign]
     assert loading(d, asking(name="a")).aim is None
     aim = loading(d, asking(name="b", deadline_ms=5000)).aim
     assert aim is not None and aim.queued == 5 and counted == ["b"]

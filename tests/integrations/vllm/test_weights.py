@@ -21,9 +21,8 @@ class Model(torch.nn.Module):
         self.attention = torch.nn.Linear(3, 5)
         self.transposed = torch.nn.Parameter(torch.randn(4, 7).bfloat16().t())
         self.bytes = torch.nn.Parameter(torch.arange(29, dtype=torch.uint8), requires_grad=False)
-        self.packed = torch.nn.Module()
-        self.packed.weight = torch.nn.Parameter(torch.empty(0))
-        self.packed.cpu_linear = lambda x: x
+        self.packed = torch.nn.ParameterDict({"weight": torch.empty(0)})
+        vars(self.packed)["cpu_linear"] = lambda x: x
 
     def compute_logits(self) -> None:
         pass
