@@ -128,6 +128,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._blender: PageBlender | None = None
         self._cached_layers: tuple[str, ...] = ()
+        self._weights: Weights  # from `register_kv_caches` on
         rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
         self._recorder = Recorder(rank)
         self._guard = Guard(self._recorder)
@@ -212,8 +213,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_tensor_model_parallel_rank()
         codec = self._setup.codec(rank)
         layers = get_layers_from_vllm_config(self._vllm_config, Attention)
-        weights = Weights(next(iter(layers.values()), None), _named_weights)
-        worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, weights.digest)
+        self._weights = Weights(next(iter(layers.values()), None), _named_weights)
+        worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, self._weights.digest)
         self._attach(worker, kv_caches)
         self._worker = worker
         self._cached_layers = tuple(kv_caches)
@@ -360,7 +361,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         layers = get_layers_from_vllm_config(self._vllm_config, Attention)
         names = sorted(kv_caches, key=extract_layer_index)
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        model = LoadedModel(self._vllm_config, pages.layout, {name: layers[name] for name in names}, spec)
+        attention = {name: layers[name] for name in names}
+        model = LoadedModel(self._vllm_config, pages.layout, attention, spec, self._weights.models)
         rows = min(MOST_ROWS, least_slice(self._setup.step_tokens))
         runs.prepare()
         correction.prepare(pages)

@@ -301,7 +301,7 @@ class SchedulerSide:
         with self._guard("take", self._stop):
             if self._requests.settle(report):
                 logger.info("cuvee: the engine has slept and has the same weights: what was stored before is found")
-                self._readdress()
+                self._readdress(found=True)
 
     # At any time -----------------------------------------------------------------------------------------------
 
@@ -389,10 +389,10 @@ class SchedulerSide:
     def _rename(self) -> None:
         """Take another identity."""
         self._requests.rename()
-        self._readdress()
+        self._readdress(found=False)
 
-    def _readdress(self) -> None:
-        """Give all requests that are under way names of the present identity."""
+    def _readdress(self, found: bool) -> None:
+        """Give all requests that are under way names of the present identity, under which something is `found`."""
         if self._planner is not None:
             self._planner.identity = self._requests.identity
         for request_id, tracked in list(self._requests.tracked.items()):
@@ -403,6 +403,8 @@ class SchedulerSide:
                 if tracked.request.num_computed_tokens > 0:
                     tracked.unstored = tracked.unstored or "reset"
                 self._blends.rename(tracked)
+                if found and not tracked.request.num_computed_tokens:  # it waits for this
+                    self._blends.ask(tracked)
 
     def _stop(self) -> None:
         """Load and store nothing."""

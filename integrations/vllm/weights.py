@@ -1,4 +1,4 @@
-"""Tells whether an engine still has the weights that it had: after a sleep, what was stored before may be of others."""
+"""Finds an engine's model, and tells whether its weights have changed: then what was stored before is of others."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ _WORDS = 1 << 20  # of 8 bytes, summed at a time: 8 MB of the device's memory
 _BASE = 6364136223846793005
 
 
-def owners_of(layer: torch.nn.Module | None) -> list[Any]:
-    """Return the models that own a layer, because vLLM does not pass its model to connectors. To be called before vLLM
-    freezes its garbage collector, which hides them.
-    """
+def _owners_of(layer: torch.nn.Module | None) -> list[Any]:
+    """Return the models that own a layer, because vLLM does not pass its model to connectors."""
     return [
         each
         for each in gc.get_objects()
@@ -35,15 +33,22 @@ def owners_of(layer: torch.nn.Module | None) -> list[Any]:
 class Weights:
     """The weights of the models that own a layer, adapters apart.
 
+    To be made when pages are registered: later vLLM freezes its garbage collector, which hides the models.
+
     Args:
         layer: of the model.
         parameters: yields the names and tensors of a model's parameters.
     """
 
     def __init__(self, layer: torch.nn.Module | None, parameters: Callable[[torch.nn.Module], Any]) -> None:
-        self._models = [weakref.ref(model) for model in owners_of(layer)]
+        self._models = [weakref.ref(model) for model in _owners_of(layer)]
         self._parameters = parameters
         self._warned = False
+
+    @property
+    def models(self) -> list[Any]:
+        """The models that are still there."""
+        return [model for ref in self._models if (model := ref()) is not None]
 
     def digest(self) -> Digest | None:
         """Return what is equal as long as the weights are; None, logged once: that cannot be told.
@@ -52,7 +57,7 @@ class Weights:
         read them at the speed of its memory, where a cryptographic digest would take seconds for each gigabyte.
         """
         try:
-            digest = tuple(part for model in self._models for part in _digest(model(), self._parameters))
+            digest = tuple(part for model in self.models for part in _digest(model, self._parameters))
             if digest:
                 return digest
             raise LookupError("the engine's model was not found")
@@ -66,9 +71,7 @@ class Weights:
             return None
 
 
-def _digest(model: torch.nn.Module | None, parameters: Callable[[torch.nn.Module], Any]) -> list[object]:
-    if model is None:
-        raise LookupError("the engine's model is gone")
+def _digest(model: torch.nn.Module, parameters: Callable[[torch.nn.Module], Any]) -> list[object]:
     # On a CPU vLLM packs the weights of a linear layer into this function, and makes another one for other weights.
     packed = {name: part.cpu_linear for name, part in model.named_modules() if hasattr(part, "cpu_linear")}
     digest: list[object] = [*packed.items()]

@@ -27,7 +27,6 @@ from cuvee.blend.runs import context_overhead
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.integrations.vllm.blending.executing import PagesExchange
-from cuvee.integrations.vllm.weights import owners_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers were checked against vLLM's prefill."""
@@ -62,12 +61,15 @@ class LoadedModel:
         layout: of this rank.
         attention: the engine's attention modules by name, in layer order.
         spec: of its only KV cache group.
+        owners: models that own these modules.
 
     Raises:
         UnsupportedModelError: its layers were not checked, or cannot be found.
     """
 
-    def __init__(self, vllm_config: Any, layout: KVLayout, attention: dict[str, Any], spec: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, layout: KVLayout, attention: dict[str, Any], spec: Any, owners: Sequence[Any]
+    ) -> None:
         family = vllm_config.model_config.hf_text_config.model_type
         if family not in FAMILIES:
             raise UnsupportedModelError(
@@ -77,7 +79,7 @@ class LoadedModel:
         self.layout = layout
         self.names = list(attention)
         self.attention = list(attention.values())
-        self.owner = _owner_of(self.attention[0])
+        self.owner = _owner_with_layers(owners)
         self.decoder = self.owner.model
         self.layers = list(self.decoder.layers)
         for index, (layer, module) in enumerate(zip(self.layers, self.attention, strict=True)):
@@ -209,15 +211,14 @@ def agree_over_ranks(well: bool) -> bool:
     return bool(worst)
 
 
-def _owner_of(attention: Any) -> Any:
-    """Find the model that owns an attention module."""
-    owners = [each for each in owners_of(attention) if hasattr(getattr(each, "model", None), "layers")]
-    if len({id(owner.model) for owner in owners}) != 1:
+def _owner_with_layers(owners: Sequence[Any]) -> Any:
+    decoders = [owner for owner in owners if hasattr(getattr(owner, "model", None), "layers")]
+    if len({id(owner.model) for owner in decoders}) != 1:
         raise UnsupportedModelError(
-            f"blend: {len(owners)} models own the engine's attention layers; this version of vLLM cannot be blended "
+            f"blend: {len(decoders)} models own the engine's attention layers; this version of vLLM cannot be blended "
             "with"
         )
-    return owners[0]
+    return decoders[0]
 
 
 @contextmanager

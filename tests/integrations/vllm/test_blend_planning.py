@@ -928,6 +928,16 @@ def test_reset_finds_no_segment_that_was_there(desk: Callable[..., Desk]) -> Non
     assert d.matched(ask(d, "t")) == (65, True), "what was stored since is found"
 
 
+def test_after_a_sleep_the_segments_of_a_request_that_waited_are_found(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    d.side.reset()
+    request = ask(d)
+    plan = d.plan()
+    d.side.take(Report([plan.step], kept=[plan.step]))
+    assert d.matched(request) == (65, True)
+
+
 def test_what_was_blended_before_a_reset_stays_apart(desk: Callable[..., Desk]) -> None:
     d = desk()
     request = exact_prompt(d)

@@ -231,6 +231,7 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
             [
                 Step([[*LONG, *QUESTION]], max_tokens=1, until=("vllm:cuvee_stored_segments", 5)),
                 Step([MOVED], forget=True, logprobs=-1),
+                Step([MOVED], forget=True, logprobs=-1, sleeps=True),
             ],
             {**SLICED, **connector(folder / "content-store", cost=1)},
         ),
@@ -407,6 +408,13 @@ def test_a_document_is_found_by_its_content(first: Results) -> None:
     assert distance(found, exact) < NOISE
     assert found.told is not None
     assert found.told["cuvee"]["reused_tokens"] > len(LONG) / 2
+
+
+def test_after_a_sleep_what_was_stored_before_is_blended(first: Results) -> None:
+    (before,), (after,) = first["by content"].steps[1:]
+    assert distance(after, before) < NOISE
+    assert before.told is not None and after.told is not None
+    assert after.told["cuvee"]["reused_tokens"] >= before.told["cuvee"]["reused_tokens"]
 
 
 def test_blended_requests_survive_preemption(first: Results) -> None:
