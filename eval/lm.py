@@ -113,7 +113,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         ('cuvee', 256)
     """
 
-    last_summary: ClassVar[str | None] = None  # of the last evaluation that ended in this process
+    last_summary: ClassVar[str] = ""  # of the last evaluation that ended in this process
 
     def __init__(
         self,

@@ -39,11 +39,11 @@ def run_cli(args: list[str]) -> int:
     """
     from lm_eval.__main__ import cli_evaluate
 
-    before, CuveeLM.last_summary = sys.argv, None
+    before, CuveeLM.last_summary = sys.argv, ""
     sys.argv = ["lm-eval", *complete_arguments(args)]
     try:
         cli_evaluate()
-        if CuveeLM.last_summary is not None:
+        if CuveeLM.last_summary:
             print(CuveeLM.last_summary)
     except SystemExit as exit_:
         if not exit_.code and {"-h", "--help"} & {*args} and args[0] not in ("ls", "validate"):

@@ -436,7 +436,7 @@ def test_lossy_refuses_what_is_not_finite(
 
 
 def test_the_repr_shows_what_was_asked_for_and_no_secret(layouts: Layouts, make_codec: MakeCodec) -> None:
-    codec = Codec(Profile.generic(layouts["gqa"]), "small", threads=3, key=b"k" * 16)
+    codec = make_codec("gqa", "layer", quality="small", threads=3, key=b"k" * 16)
     assert repr(codec) == (
         f"Codec(quality=small, step:{codec.step_index}; backend 'auto', 3 threads, with a key; {codec.profile!r})"
     )
