@@ -373,8 +373,8 @@ class CuveeLM(HFLM):  # type: ignore[misc]
             others = sorted(name for name, value in given.items() if value is not None and name not in _GENERATION)
             if others:
                 raise InputError(
-                    f"gen_kwargs: must be among those that generate() applies after a filled cache "
-                    f"({', '.join(sorted(_GENERATION))}), got {', '.join(others)} from {_name(request)}: leave it out"
+                    f"gen_kwargs: must work after a filled cache, got {', '.join(others)} from {_name(request)}: leave "
+                    f"it out ({', '.join(sorted(_GENERATION))} work)"
                 )
             wanted = given["max_gen_toks"]
             if wanted >= self.max_length:
