@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -51,9 +50,12 @@ _PAGES = 512  # read of one file
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 # Files besides the weights that determine a token's KV, including a checkpoint's code.
-_CONFIGS = ("config.json", "params.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json", "*.py")
+_CONFIGS = (
+    "config.json", "params.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json", "*.py",
+    "*processor_config.json",
+)  # fmt: skip
 # Entries about a file's writer and origin, and the path of an adapter's base model.
-_VOLATILE = {
+VOLATILE = {
     "transformers_version", "_name_or_path", "_commit_hash", "peft_version", "base_model_name_or_path", "revision",
 }  # fmt: skip
 # Files that map text to token ids. Not tokenizer_config.json: a chat template changes which tokens a prompt has, which
@@ -81,11 +83,7 @@ def checkpoint_identity(path: str | Path, *, revision: str | None = None) -> str
     root = _resolve(path, revision)
     digest = hashlib.blake2b(digest_size=16, person=b"cuvee-weights")
     digest.update(canonical(b"1"))
-    for file in _files(root, _CONFIGS):
-        data = file.read_bytes()
-        digest.update(
-            canonical(b"config", file.name.encode(), _canonical_json(file, data) if file.suffix == ".json" else data)
-        )
+    _add_configs(digest, root)
     weights = _weights(root)
     if not weights:
         raise InputError(
@@ -97,6 +95,28 @@ def checkpoint_identity(path: str | Path, *, revision: str | None = None) -> str
         name = file.name.encode() if root.is_dir() else b""
         digest.update(canonical(b"weights", name, _sampled_digest(file)))
     return digest.hexdigest()
+
+
+def configuration_identity(path: str | Path, *, revision: str | None = None) -> str:
+    """Return the identity of a folder's configuration and code, without weights: 32 hex digits.
+
+    Args and Raises as `checkpoint_identity`, weights apart.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"cuvee-config")
+    _add_configs(digest, _resolve(path, revision))
+    return digest.hexdigest()
+
+
+def file_identity(path: str | Path) -> str:
+    """Return the identity of a small file, byte for byte: 32 hex digits.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        return hashlib.blake2b(Path(path).read_bytes(), digest_size=16, person=b"cuvee-file1").hexdigest()
+    except OSError as error:
+        raise InputError(f"model: must name files that can be read, got {path} ({error.strerror})") from error
 
 
 def tokenizer_identity(path: str | Path, *, revision: str | None = None) -> str:
@@ -164,24 +184,19 @@ def _load_config(path: str | Path, revision: str | None = None) -> Any:
     return AutoConfig.from_pretrained(path, revision=revision, local_files_only=True, trust_remote_code=False)
 
 
-def name_of_weights(weights: str, compute: str, quantization: str, overrides: str, dummy: str) -> str:
+def name_of_weights(weights: str, dtype: torch.dtype, options: Mapping[str, Any] | None = None) -> str:
     """Name the weights as an engine uses them: `Identity.model` of its blobs.
 
     Args:
         weights: `checkpoint_identity` of the model, or the user's name for it.
-        compute: dtype of its computation, as torch writes it.
-        quantization: method of its quantized weights, or "None".
-        overrides: the engine's changes to the model's configuration, as JSON.
-        dummy: seed of random weights that are in no file, or "".
+        dtype: of its computation.
+        options: the engine's, as JSON values (`engine_config`).
     """
-    parts = {
-        "weights": weights, "compute": compute, "quantization": quantization, "overrides": overrides, "dummy": dummy,
-    }  # fmt: skip
-    return json.dumps(parts, sort_keys=True)
+    return json.dumps({"weights": weights, "dtype": str(dtype), "options": options or {}}, sort_keys=True)
 
 
 def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = None, tokenizer: bool = True) -> Identity:
-    """Return the identity of the blobs of an engine on one rank, whose options do not change the model.
+    """Return the identity of the blobs of an engine on one rank, whose options that matter have their defaults.
 
     With it, `cuvee.blend.ChunkCache` and the connector find each other's segments in one store.
 
@@ -197,7 +212,7 @@ def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = No
     """
     layout = codec.profile.layout
     return Identity(
-        model=name_of_weights(model_id or checkpoint_identity(path), str(layout.torch_dtype), "None", "{}", ""),
+        model=name_of_weights(model_id or checkpoint_identity(path), layout.torch_dtype),
         tokenizer=tokenizer_identity(path) if tokenizer else "",
         layout=layout.fingerprint,
         profile=b"" if codec.lossless else codec.profile.id,
@@ -205,43 +220,23 @@ def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = No
     )
 
 
-@dataclass(slots=True)
-class _Adapter:
-    """The content of an adapter's folder when it was first read."""
+def checkpoint_files(path: str | Path) -> tuple[Path, list[Path]]:
+    """Return the folder of a checkpoint, or its single file, and the files that make its identity.
 
-    files: tuple[tuple[str, int, int, int], ...]
-    identity: str
-
-
-_adapters: dict[str, _Adapter] = {}
-_reported: set[tuple[str, str]] = set()
-
-
-def adapter_identity(name: str, path: str) -> str:
-    """Return the identity of a LoRA adapter in this process: its name and its folder's content. Later calls are cheap.
-
-    Two adapters must never share KV. So if the content is unknown, every call returns a new identity: nothing is found,
-    nothing is shared, and one warning says so. This applies to a folder that cannot be read (tried again at every
-    call), and to one that changed since this process first read it: the engine may run the old or the new weights.
-
-    Args:
-        name: of the adapter, as in requests.
-        path: its folder, or a hub id in the local cache.
+    Args and Raises as `checkpoint_identity`, which also raises where there are no weights.
     """
-    try:
-        folder = _resolve(path, None)
-        files = tuple(
-            (file.name, (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino)
-            for file in (*_files(folder, _CONFIGS), *_weights(folder))
-        )
-        known = _adapters.get(path)
-        if known is None:
-            known = _adapters[path] = _Adapter(files, checkpoint_identity(folder))
-        if known.files != files:
-            return _unshared(name, path, "its files changed since they were first read; restart the engine")
-    except (InputError, OSError) as error:
-        return _unshared(name, path, str(error))
-    return canonical(name.encode("utf-8", "surrogatepass"), known.identity.encode()).hex()
+    root = _resolve(path, None)
+    return root, [*_files(root, _CONFIGS), *_weights(root)]
+
+
+def changed_since(path: str | Path, time: int) -> Path | None:
+    """Return a file of a checkpoint that was written or put there since a time, in nanoseconds since the epoch.
+
+    None: none was, or the path is a hub id, whose files never change.
+    """
+    if not Path(path).exists():
+        return None
+    return next((file for file in checkpoint_files(path)[1] if file.stat().st_ctime_ns > time), None)
 
 
 def check_profile(profile: Profile, path: str | Path, *, revision: str | None = None) -> str:
@@ -403,6 +398,15 @@ def _weights(root: Path) -> list[Path]:
     return _files(root, ("*.safetensors",)) or _files(root, _OTHER_WEIGHTS)
 
 
+def _add_configs(digest: Any, root: Path) -> None:
+    """Add the files besides the weights to a digest."""
+    for file in _files(root, _CONFIGS):
+        data = file.read_bytes()
+        digest.update(
+            canonical(b"config", file.name.encode(), _canonical_json(file, data) if file.suffix == ".json" else data)
+        )
+
+
 def _canonical_json(file: Path, data: bytes) -> bytes:
     """Return JSON in one spelling, without entries that differ between copies of a checkpoint."""
 
@@ -411,7 +415,7 @@ def _canonical_json(file: Path, data: bytes) -> bytes:
             return [clean(item) for item in value]
         if not isinstance(value, dict):
             return value
-        kept = {key: clean(item) for key, item in value.items() if key not in _VOLATILE}
+        kept = {key: clean(item) for key, item in value.items() if key not in VOLATILE}
         if "torch_dtype" in kept:  # the name until transformers 5
             kept.setdefault("dtype", kept.pop("torch_dtype"))
         return kept
@@ -531,11 +535,3 @@ def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tu
             data = b"".join(os.pread(stream.fileno(), width, tensor.begin + width * at) for at in positions)
             samples.append((name, tensor.shape, torch.frombuffer(bytearray(data), dtype=dtype)))
     return samples
-
-
-def _unshared(name: str, path: str, reason: str) -> str:
-    """Return a new identity, and log the reason once."""
-    if (name, path) not in _reported:
-        _reported.add((name, path))
-        logger.warning("cuvee: KV of adapter %r (%s) is neither shared nor found again: %s", name, path, reason)
-    return f"unshared-{secrets.token_hex(16)}"

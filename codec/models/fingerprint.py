@@ -40,8 +40,8 @@ def fingerprint_samples(parameters: Iterable[tuple[str, tuple[int, ...], torch.T
 def model_fingerprint(model: PreTrainedModel) -> str:
     """Return the fingerprint of the weights: hexadecimal BLAKE2b over each parameter's name, shape and 256 values.
 
-    It does not hash every byte, since a 70B model has 140 GB. Two fine-tunes differ in almost every value. An adapter of
-    PEFT that is not merged counts: its weights, its scaling, and whether it is active.
+    It does not hash every byte, since a 70B model has 140 GB. Two fine-tunes differ in almost every value. An adapter
+    of PEFT that is not merged counts: its weights, its scaling, and whether it is active.
     """
     weights = (
         (name, tuple(p.shape), p.detach().reshape(-1)[sampled_positions(p.numel()).to(p.device)])

@@ -111,9 +111,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._guard = Guard(self._counts)
         self._pages = PageStores(
             options, layout,
-            lambda: name_of_weights(
-                options.model_id or checkpoint_identity(path), str(layout.torch_dtype), "None", "{}", ""
-            ),
+            lambda: name_of_weights(options.model_id or checkpoint_identity(path), layout.torch_dtype),
             checkpoint=(path, None), engine=_ENGINE, page_tokens=options.chunk_tokens, counts=self._counts,
             positions=False, lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
         )  # fmt: skip

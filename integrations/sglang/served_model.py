@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_server_args
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_config, read_layout
+from cuvee.integrations.engine_config import sglang_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +22,14 @@ class ServedModel:
     Attributes:
         path: folder or hub id of the checkpoint.
         revision: of a hub id.
-        quantization: SGLang's `--quantization`.
         overrides: SGLang's `--json-model-override-args`, parsed.
-        dummy: SGLang's `--random-seed` if the weights are in no file (`--load-format dummy`), else "".
+        server_args: SGLang's; None: none are known in this process.
     """
 
     path: str
     revision: str | None = None
-    quantization: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
-    dummy: str = ""
+    server_args: Any = None
 
     @classmethod
     def find(cls, model: str | None, served_name: str | None) -> ServedModel:
@@ -52,8 +51,7 @@ class ServedModel:
             raise InputError("model: must be the folder or hub id of the served checkpoint, got none")
         if args is None:
             return cls(path)
-        dummy = str(args.random_seed) if args.load_format == "dummy" else ""
-        return cls(path, args.revision, args.quantization, json.loads(args.json_model_override_args or "{}"), dummy)
+        return cls(path, args.revision, json.loads(args.json_model_override_args or "{}"), args)
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
         """Return the layout of the whole model's cache, whose values have `dtype`.
@@ -80,9 +78,8 @@ class ServedModel:
             layout: of the cache.
 
         Raises:
-            InputError: as `checkpoint_identity`.
+            InputError: as `checkpoint_identity` and `set_options`.
         """
-        return name_of_weights(
-            model_id or checkpoint_identity(self.path, revision=self.revision), str(layout.torch_dtype),
-            str(self.quantization), json.dumps(self.overrides, sort_keys=True), self.dummy,
-        )  # fmt: skip
+        options = None if self.server_args is None else sglang_options(self.server_args, named=model_id is not None)
+        weights = model_id or checkpoint_identity(self.path, revision=self.revision)
+        return name_of_weights(weights, layout.torch_dtype, options)

@@ -16,7 +16,7 @@ import multiprocessing
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
@@ -108,7 +109,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        from cuvee.integrations.checkpoint import adapter_identity
+        from cuvee.integrations.adapters import Adapters, watch_loads
         from cuvee.integrations.vllm.scheduler import SchedulerSide
         from cuvee.integrations.vllm.setup import Setup, stop_advice
 
@@ -136,9 +137,14 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             model = vllm_config.model_config
             self._setup.check_profile(model.model, model.revision)
             identity = self._setup.identity(vllm_config)
+            if self._setup.changed_while_loading(vllm_config):
+                self._setup = replace(self._setup, loads=False, stores=False)
+            adapters = Adapters()
+            if vllm_config.lora_config is not None:
+                watch_loads(adapters, Executor)
             hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or self._setup.block_tokens
             self._scheduler = SchedulerSide(
-                self._setup, identity, self._store, self._recorder, adapter_identity, own_store=backend != "uni",
+                self._setup, identity, self._store, self._recorder, adapters, own_store=backend != "uni",
                 separator=_separator(self._setup.options.blend, model),
                 breaks=_line_breaks(self._setup.options.blend, model),
                 make_events=event_maker(self._store.name, hash_tokens) if self._setup.tells else None,

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.metrics import Data, merge
+
+if TYPE_CHECKING:  # the connector imports this module before whatever imports Numba may be
+    from cuvee.integrations.adapters import AdapterFiles
 
 Kind = Literal["chunk", "tail", "segment"]
 
@@ -156,6 +159,7 @@ class Save:
         following: number of tokens after them in the prompt, whose cache is likely to be restored with theirs.
         request: id of the request that computes it; empty if the request has ended. A tail that waits to be encoded is
             dropped when the same request stores the whole chunk.
+        adapter: the files of its adapter, without which it is not stored; None: it has none.
     """
 
     tenant: str
@@ -163,6 +167,7 @@ class Save:
     token_ids: list[int] | None = None
     following: int = 0
     request: str = ""
+    adapter: AdapterFiles | None = None
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05
 _KL_BUCKETS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
 _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend")
-_UNCACHED = ("embeddings", "streamed", "media", "salt", "error")
+_UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "error")
 _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
     "start_loads", "load", "refine", "blend", "drop", "save", "store", "take_arrived", "report", "close", "learn",
@@ -114,7 +114,8 @@ METRICS: dict[str, Metric] = {
         Metric("contained", "counter", "Errors inside the connector that were kept from the engine, by the hook it "
                "called; affected tokens are computed, or not stored.", "entry", _ENTRIES),
         Metric("uncached", "counter", "Requests that are neither loaded nor stored: the prompt is given as embeddings "
-               "or in parts, an image has no name or no place in it, the salt is no string or too long, or an error.",
+               "or in parts, it is not known what an image holds or where it is, the salt is no string or too long, an "
+               "adapter's files cannot be read or have changed, or an error.",
                "reason", _UNCACHED),
         Metric("unstored_requests", "counter", "Requests that asked not to be stored."),
         Metric("unstored_tokens", "counter", "Tokens that were computed and are not stored: their request asks for "

@@ -24,6 +24,7 @@ from typing import Any
 
 from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.identity import Identity
+from cuvee.integrations.adapters import Adapters
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.loading import prefill_quantities
 from cuvee.integrations.stores import Store
@@ -56,7 +57,7 @@ class SchedulerSide:
         identity: of its blobs.
         store: looked into, never read from.
         recorder: takes the figures of all ranks.
-        adapter_identity: names the weights of an adapter, by name and path.
+        adapters: of the engine.
         own_store: no worker has this store object, so its troubles are counted here.
         clock: seconds, monotonic.
         separator: token ids of blending's separator, if it has one.
@@ -70,7 +71,7 @@ class SchedulerSide:
         identity: Identity,
         store: Store,
         recorder: Recorder,
-        adapter_identity: Callable[[str, str], str],
+        adapters: Adapters,
         own_store: bool = False,
         clock: Callable[[], float] = time.monotonic,
         separator: Sequence[int] | None = None,
@@ -95,7 +96,7 @@ class SchedulerSide:
             )  # fmt: skip
         known = KnownEntries(state)
         self._known = known
-        self._requests = Requests(state, identity, adapter_identity)
+        self._requests = Requests(state, identity, adapters)
         self._rates = Rates(state, None if self._planner is None else self._planner.pays)
         self._events = SchedulerEvents(setup.shards, make_events)
         self._prefixes = PrefixLookups(state, self._lookups, known, self._events)

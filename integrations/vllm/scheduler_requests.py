@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from cuvee.codec.identity import Identity, Media, PrefixChain, Scope
+from cuvee.integrations.adapters import AdapterFiles, Adapters
+from cuvee.integrations.vllm.media_names import MediaNames
 from cuvee.integrations.vllm.messages import Report
 from cuvee.integrations.vllm.request_params import may_store
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 
+logger = logging.getLogger(__name__)
+
 _MOST_STEPS = 8  # that requests wait for the workers' word after a reset; the engine plans two ahead
-_LONGEST_NAME = 4096  # characters of a salt or of an image's id: they are hashed again for every key
+_LONGEST_NAME = 4096  # characters of a salt or of an image's id, which servers take from clients
 
 
 class Requests:
@@ -22,7 +26,7 @@ class Requests:
     Args:
         state: of the scheduler's side.
         identity: of the engine's blobs.
-        adapter_identity: names the weights of an adapter, by name and path.
+        adapters: of the engine.
 
     Attributes:
         identity: as given, or with another model name after a reset that was not that of a sleep.
@@ -30,20 +34,24 @@ class Requests:
         uncached: ids of requests that are neither loaded nor stored until they end.
     """
 
-    def __init__(self, state: SchedulerState, identity: Identity, adapter_identity: Callable[[str, str], str]) -> None:
+    def __init__(self, state: SchedulerState, identity: Identity, adapters: Adapters) -> None:
         self._state = state
-        self._adapter_identity = adapter_identity
+        self._adapters = adapters
         self.identity = identity
         self._left = identity  # that of the last step before the resets
         self._resets = 0  # since the last step
         self._asked = 0  # step in which the workers are asked about resets; 0: they have answered
         self.tracked: dict[str, Tracked] = {}
         self.uncached: set[str] = set()
+        self._media_names = MediaNames()
+        self._warned: set[str] = set()
+        self._scopes: dict[str, tuple[Scope, AdapterFiles | None]] = {}  # of requests that may be cached, by id
 
     def begin(self, request: Any) -> Tracked:
-        """Track a new request."""
+        """Track a new request that may be cached."""
         stores = may_store(request.kv_transfer_params)
-        tracked = Tracked(request, self.tenant(request), self.chain(request), unstored="" if stores else "asked")
+        adapter, unstored = self._scopes[request.request_id][1], "" if stores else "asked"
+        tracked = Tracked(request, self.tenant(request), self.chain(request), unstored=unstored, adapter=adapter)
         if not stores:
             self._state.recorder.count("unstored_requests")
         self.tracked[request.request_id] = tracked
@@ -52,6 +60,7 @@ class Requests:
     def end(self, request_id: str) -> None:
         """Forget a request."""
         self.tracked.pop(request_id, None)
+        self._scopes.pop(request_id, None)
         self.uncached.discard(request_id)
 
     def rename(self) -> None:
@@ -89,20 +98,25 @@ class Requests:
 
         A request is not cached if its tokens do not determine its KV, or its tenant is unclear.
         """
+        # Of every request: vLLM keeps the encoder's outputs and an adapter's weights for later ones.
+        media, lora, adapter = [self._media(request, item) for item in request.mm_features], request.lora_request, None
+        if lora is not None:
+            adapter = self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path)
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return "embeddings"
         if request.resumable:  # a session with streamed input: tokens that were hashed may be replaced
             return "streamed"
-        # Servers take the salt and the names of images from clients unchecked.
+        # Servers take the salt from clients unchecked.
         salt = request.cache_salt
         if salt is not None and not (isinstance(salt, str) and len(salt) <= _LONGEST_NAME):
             return "salt"
-        for item in request.mm_features:
-            start, tokens, name = item.mm_position.offset, item.mm_position.length, item.identifier
-            if not (isinstance(start, int) and isinstance(tokens, int) and isinstance(name, str)):
-                return "media"
-            if not (0 <= start < start + tokens <= request.num_prompt_tokens and 0 < len(name) <= _LONGEST_NAME):
-                return "media"
+        known = [item for item in media if item is not None]
+        if len(known) < len(media):
+            return "media"
+        if lora is not None and adapter is None:
+            return "adapter"
+        name = "" if adapter is None else adapter.identity(lora.lora_name)
+        self._scopes[request.request_id] = Scope(self.tenant(request), name, tuple(known)), adapter
         return ""
 
     def tenant(self, request: Any) -> str:
@@ -110,11 +124,29 @@ class Requests:
         return request.cache_salt or self._state.options.tenant
 
     def chain(self, request: Any) -> PrefixChain:
-        """Return the chain of digests of a request's prefixes."""
-        lora = request.lora_request
-        media = tuple(
-            Media(item.mm_position.offset, item.mm_position.offset + item.mm_position.length, item.identifier)
-            for item in request.mm_features
-        )
-        adapter = "" if lora is None else self._adapter_identity(lora.lora_name, lora.lora_path)
-        return PrefixChain(self.identity, Scope(self.tenant(request), adapter, media), self._state.chunk)
+        """Return the chain of digests of the prefixes of a request that may be cached."""
+        return PrefixChain(self.identity, self._scopes[request.request_id][0], self._state.chunk)
+
+    def _media(self, request: Any, item: Any) -> Media | None:
+        """Return an item of a request; None: it has no place in the prompt, or no name that tells its content."""
+        start, tokens, name = item.mm_position.offset, item.mm_position.length, item.identifier
+        if not (isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME):
+            return None
+        content = self._media_names.name(item)
+        if not (isinstance(start, int) and isinstance(tokens, int)):
+            return None
+        if not 0 <= start < start + tokens <= request.num_prompt_tokens:
+            return None
+        if not content or not self._state.encodes:
+            self._warn(
+                "media",
+                "a request is not cached, because what its images hold is not known here: a client gave two images one "
+                "name, another engine encoded them, or they are in shared memory (--mm-processor-cache-type shm)",
+            )
+            return None
+        return Media(start, start + tokens, content)
+
+    def _warn(self, about: str, message: str, *values: Any) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            logger.warning(f"cuvee: {message} (said once)", *values)

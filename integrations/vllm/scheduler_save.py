@@ -164,14 +164,14 @@ class SchedulerSaves:
         request = tracked.request
         following = max(request.num_prompt_tokens - entry.end, 0)
         if not self._state.wants_ids:
-            return Save(tracked.tenant, entry, following=following, request=request.request_id)
+            return Save(tracked.tenant, entry, None, following, request.request_id, tracked.adapter)
         ids = list(request.all_token_ids[entry.start : entry.end])
         for item in request.mm_features:  # their cache does not follow from the ids of their placeholders
             first = max(item.mm_position.offset, entry.start)
             end = min(item.mm_position.offset + item.mm_position.length, entry.end)
             for at in range(first, end):
                 ids[at - entry.start] = NO_TOKEN
-        return Save(tracked.tenant, entry, ids, following, request.request_id)
+        return Save(tracked.tenant, entry, ids, following, request.request_id, tracked.adapter)
 
     def _storable(self, tracked: Tracked) -> int:
         """Return how many of a request's tokens may be stored once they have KV: those before the first inexact one."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuvee.codec.identity import PrefixChain, store_key
+from cuvee.integrations.adapters import AdapterFiles
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
@@ -97,6 +98,7 @@ class Tracked:
         blend: the blend offered to the engine last, and the position where that ends.
         targeted: what its loads aim at; None: they restore all that is found.
         target_refused: why they do not aim at what it asked for; empty if nothing is refused.
+        adapter: the files of its adapter; None: it has none.
     """
 
     request: Any
@@ -116,6 +118,7 @@ class Tracked:
     blend_end: int = 0
     targeted: Targeted | None = None
     target_refused: str = ""
+    adapter: AdapterFiles | None = None
 
     def forget_lookups(self) -> None:
         """Cancel the request's lookups: no one waits for them any more."""
@@ -136,6 +139,7 @@ class SchedulerState:
         positions: number of positions the model has; None: no limit.
         tails: whether tails are stored (see `scheduler_save`).
         parts: of how many parts the store has its chunks at best.
+        encodes: as in `Setup`.
         wants_ids: whether the codec predicts a part of the cache from token ids, or a profile is learned from them.
         shards: number of ranks.
         store: looked into, never read from.
@@ -152,6 +156,7 @@ class SchedulerState:
         self.block = setup.block_tokens
         self.windows = setup.windows
         self.positions = setup.layout.max_positions
+        self.encodes = setup.encodes
         self.parts = 1 + setup.options.refinements
         self.wants_ids = setup.predicts or setup.learning is not None
         self.shards = setup.shards

@@ -5,7 +5,6 @@ Models and features of vLLM that cuvee does not support are refused here, by nam
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,13 @@ from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.checkpoint import (
+    changed_since,
     checkpoint_identity,
     name_of_weights,
     refuse_other_weights,
     tokenizer_identity,
 )
+from cuvee.integrations.engine_config import vllm_options
 from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
@@ -33,6 +34,8 @@ from cuvee.integrations.vllm.layer_groups import LayerGroup, block_tokens, read_
 from cuvee.integrations.vllm.learning import Learning
 
 logger = logging.getLogger(__name__)
+
+_NANOSECONDS = 19  # digits of a time since the epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Setup:
         learning: what is learned because there is no profile; None: nothing is.
         alone: whether no other rank computes with this one: neither a tensor-parallel one, nor one of a data-parallel
             engine, which may have experts for this one.
+        encodes: whether the engine encodes images itself. What it takes from another engine it knows by name alone.
     """
 
     options: Options
@@ -70,6 +74,7 @@ class Setup:
     tells: bool = False
     learning: Learning | None = None
     alone: bool = True
+    encodes: bool = True
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -145,6 +150,7 @@ class Setup:
             bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
             groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)), learning,
             shards == vllm_config.parallel_config.data_parallel_size == 1,
+            not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
         )  # fmt: skip
         setup._check_target()
         return setup
@@ -164,16 +170,36 @@ class Setup:
     def identity(self, vllm_config: Any) -> Identity:
         """Return the identity of this engine's blobs: everything but tokens that determines their content. Reads the
         checkpoint's files.
+
+        Raises:
+            InputError: files that cannot be read, or an option that processes write differently (`set_options`).
         """
-        model = vllm_config.model_config
+        model, named = vllm_config.model_config, self.options.model_id
+        options = vllm_options(vllm_config, named=named is not None)
+        logger.info("cuvee: options of the engine that are part of the keys: %s", options or "none")
         return Identity(
-            model=_model_identity(model, str(vllm_config.load_config.load_format), self.options),
+            model=name_of_weights(
+                named or checkpoint_identity(model.model, revision=model.revision), model.dtype, options
+            ),
             tokenizer=_tokenizer(model),
             layout=self.layout.fingerprint,
             profile=b"" if self.quality == LOSSLESS else self.profile.id,
             quality=self.quality,
             shards=self.shards,
         )
+
+    def changed_while_loading(self, vllm_config: Any) -> bool:
+        """Return, and log, whether the checkpoint's files may be others than those that the engine has read: some are
+        newer than its configuration.
+        """
+        began, path = str(vllm_config.instance_id), vllm_config.model_config.model  # vLLM's id is a time
+        file = changed_since(path, int(began)) if began.isdecimal() and len(began) == _NANOSECONDS else None
+        if file is not None:
+            logger.warning(
+                "cuvee: nothing is stored or loaded, because %s changed while the engine started: its weights may be "
+                "others than those in %s now; restart it", file, path,
+            )  # fmt: skip
+        return file is not None
 
     def check_profile(self, model_path: str, revision: str | None = None) -> None:
         """Refuse a profile that was calibrated on other weights than those in `model_path`, a folder or a hub id.
@@ -324,19 +350,6 @@ def _check_heads(layout: KVLayout, specs: Sequence[Any], shards: int) -> None:
                 f"layer {index}: the engine caches {spec.num_kv_heads} heads of {spec.head_size}, the model's "
                 f"configuration says {layer.kv_heads} of {layer.head_dim}"
             )
-
-
-def _model_identity(model: Any, load_format: str, options: Options) -> str:
-    """Name the weights as this engine uses them."""
-    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {"": str(model.hf_overrides)}
-    return name_of_weights(
-        options.model_id or checkpoint_identity(model.model, revision=model.revision),
-        str(model.dtype),
-        str(model.quantization),
-        json.dumps(overrides, sort_keys=True, default=str),
-        # Weights that are in no file.
-        str(model.seed) if load_format.endswith("dummy") else "",
-    )
 
 
 def _tokenizer(model: Any) -> str:

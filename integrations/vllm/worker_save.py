@@ -35,6 +35,7 @@ from cuvee.codec.identity import tenant_id
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.part_keys import part_key
 from cuvee.codec.token_ids import NO_TOKEN
+from cuvee.integrations.adapters import AdapterFolders
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.save_queue import CopiedSave, urgency
@@ -84,6 +85,8 @@ class WorkerSaves:
         self._confirmed = 0
         self._handled: BaseException | None = None  # what the engine's caller was handling before the step
         self._unconfirmed: deque[tuple[int, Sequence[Save], PagedCache, Mark]] = deque()  # by step
+        self._folders = AdapterFolders()
+        self._changed: set[str] = set()  # folders of adapters that were warned of
         # The state's lock guards these.
         self._pending = 0  # bytes of copies
         self._sizes: dict[bytes, int] = {}  # bytes of each copy, by digest
@@ -113,6 +116,7 @@ class WorkerSaves:
 
     def save(self, saves: Sequence[Save]) -> None:
         """See `WorkerSide.save`."""
+        saves = self._of_current_adapters(saves)
         if not saves:
             return
         if self._ended != self._due:
@@ -164,6 +168,26 @@ class WorkerSaves:
                     self._pools.encoders.submit(self._save, batch, copy, ready)
                 else:
                     self._paced.add(CopiedSave(batch[0], copy, ready))
+
+    def _of_current_adapters(self, saves: Sequence[Save]) -> Sequence[Save]:
+        """Return the saves whose adapters' files are those that named them; report the others. The engine has read an
+        adapter's weights by now, which may have been after the request was named.
+        """
+        kept = [save for save in saves if save.adapter is None]
+        if len(kept) == len(saves):
+            return saves
+        with self._guard("save"):
+            named = {save.adapter for save in saves if save.adapter is not None}
+            stale = {files for files in named if not self._folders.holds(files)}
+            kept = [save for save in saves if save.adapter not in stale]
+            for path in {files.path for files in stale} - self._changed:
+                self._changed.add(path)
+                logger.warning("cuvee: KV of an adapter is not stored, because the files in %s have changed", path)
+            if stale:
+                self._state.recorder.count("stores_skipped", len(saves) - len(kept))
+        with self._state.lock:
+            self._state.report.unsaved.update(save.entry.digest for save in saves if save not in kept)
+        return kept
 
     def finish(self) -> None:
         """Encode what waits for its share of a core at once; nothing is admitted any more."""

@@ -16,12 +16,14 @@ scheduler calls the tier, which returns at once and works on threads of its own:
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition
+from types import FrameType
 from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -35,8 +37,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from cuvee.codec.errors import UnsupportedModelError
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_config, read_layout
+from cuvee.integrations.engine_config import vllm_options
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.pages import Counts, PageStores
 from cuvee.integrations.pages.uniform import check_uniform
@@ -84,7 +87,8 @@ class CuveeTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._options = given = TierOptions.from_dict(options)
         config = offloading_spec.config
-        path = given.model or str(config.model.name)
+        path, engine = given.model or str(config.model.name), _engine_config()
+        _refuse_names(engine, given)
         layout = read_layout(path, cache_dtype(config))
         _check_model(path)
         check_uniform(layout)
@@ -98,7 +102,9 @@ class CuveeTier(SecondaryTierManager):
         stores = PageStores(
             given, layout,
             lambda: name_of_weights(
-                given.model_id or checkpoint_identity(path), str(layout.torch_dtype), "None", "{}", ""
+                given.model_id or checkpoint_identity(path),
+                layout.torch_dtype if engine is None else engine.model_config.dtype,
+                None if engine is None else vllm_options(engine, named=given.model_id is not None),
             ),
             checkpoint=(path, None), engine=_ENGINE, page_tokens=shape.tokens, counts=self._counts, positions=False,
             lookup_timeout=given.lookup_timeout, load_timeout=given.load_timeout,
@@ -346,6 +352,40 @@ class _Ended:
     job: _Job
     good: list[bytes]
     failed: list[bytes]
+
+
+def _engine_config() -> Any:
+    """Return vLLM's configuration, which it does not tell a tier: its connector, which makes the tier, was given it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_locals.get("vllm_config") is None:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["vllm_config"]
+
+
+def _refuse_names(engine: Any, options: TierOptions) -> None:
+    """Refuse an engine in which vLLM's names of chunks do not tell what the chunks hold.
+
+    Raises:
+        InputError: the user must say what the names do not, in `model_id`.
+        UnsupportedModelError: images, which clients may name, and which vLLM counts if nothing else needs their names.
+    """
+    if engine is None:
+        if options.model_id is None:
+            raise InputError(
+                "model_id: must be a name that changes with the weights and the engine's options, which this vLLM does "
+                "not tell, got none"
+            )
+        return
+    if engine.model_config.supports_multimodal_inputs:
+        raise UnsupportedModelError(
+            "CuveeTier does not support images and other media, whose names clients may choose: pass "
+            "--language-model-only to vLLM, or use CuveeConnector"
+        )
+    if engine.lora_config is not None and options.model_id is None:
+        raise InputError(
+            "model_id: must be a name that changes with the adapters' files, of which vLLM tells a tier only names and "
+            "paths, got none: set it, or do not serve adapters (enable_lora)"
+        )
 
 
 def _check_model(path: str) -> None:

@@ -1,13 +1,12 @@
-"""Names of checkpoints, tokenizers and adapters on disk, and whether a profile belongs to a checkpoint."""
+"""Names of checkpoints and tokenizers on disk, and whether a profile belongs to a checkpoint."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from cuvee.codec.models.fingerprint import model_fingerprint, sampled_positions
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations import checkpoint
 from cuvee.integrations.checkpoint import (
-    adapter_identity,
     check_profile,
     checkpoint_identity,
     read_layout,
@@ -54,14 +52,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("socket.getaddrinfo", refuse)
     monkeypatch.setattr("socket.socket.connect", refuse)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No adapter was asked for yet."""
-    yield
-    checkpoint._adapters.clear()
-    checkpoint._reported.clear()
 
 
 def edit_json(file: Path, **changes: Any) -> None:
@@ -378,88 +368,6 @@ def test_vocabulary_files_count_and_nothing_else(tmp_path: Path, name: str) -> N
     assert len(names) == 2 and "" not in names
 
 
-# Adapters ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    path = tmp_path / "adapter"
-    path.mkdir()
-    (path / "adapter_config.json").write_text('{"r": 8, "base_model_name_or_path": "/models/a"}')
-    write_safetensors(path / "adapter_model.safetensors", [("lora_A", 100), ("lora_B", 100)])
-    return path
-
-
-def test_an_adapter_is_its_name_and_content(adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    name = adapter_identity("sql", str(adapter))
-    copy = tmp_path / "replica"
-    shutil.copytree(adapter, copy)
-    edit_json(copy / "adapter_config.json", base_model_name_or_path="/elsewhere")
-    assert adapter_identity("sql", str(copy)) == adapter_identity("sql", str(adapter)) == name
-    assert adapter_identity("sqm", str(adapter)) != name
-    assert adapter_identity("\ud800", str(adapter)) != name
-    changes: list[Callable[[Path], None]] = [
-        lambda path: overwrite(path / "adapter_model.safetensors", 250, b"\x01"),
-        lambda path: edit_json(path / "adapter_config.json", r=16),
-    ]
-    for index, change in enumerate(changes):
-        other = tmp_path / f"other{index}"
-        shutil.copytree(adapter, other)
-        change(other)
-        assert adapter_identity("sql", str(other)) != name
-    assert not caplog.records
-
-
-def test_an_adapter_is_read_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    real = checkpoint_identity
-
-    def counted(path: Path) -> str:
-        calls.append(path)
-        return real(path)
-
-    monkeypatch.setattr(checkpoint, "checkpoint_identity", counted)
-    assert len({adapter_identity("sql", str(adapter)) for _ in range(3)}) == len(calls) == 1
-    (adapter / "README.md").write_text("hello")
-    adapter_identity("sql", str(adapter))
-    assert len(calls) == 1
-
-
-def test_an_adapter_that_cannot_be_read_shares_nothing(
-    adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    missing = tmp_path / "late"
-    names = [adapter_identity("sql", str(missing)) for _ in range(3)]
-    assert len(set(names)) == 3
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "'sql'" in caplog.text and str(missing) in caplog.text and "neither shared" in caplog.text
-    shutil.copytree(adapter, missing)  # the engine has fetched it
-    assert adapter_identity("sql", str(missing)) == adapter_identity("sql", str(adapter)) not in names
-
-
-def test_an_adapter_without_or_with_damaged_weights_shares_nothing(adapter: Path) -> None:
-    for data in (b"damaged", None):
-        file = adapter / "adapter_model.safetensors"
-        file.unlink()
-        if data is not None:
-            file.write_bytes(data)
-        assert len({adapter_identity("sql", str(adapter)) for _ in range(2)}) == 2
-    assert adapter_identity("sql", str(file)) != adapter_identity("sql", str(file))
-
-
-def test_an_adapter_that_changes_on_disk_shares_nothing_from_then_on(
-    adapter: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = adapter / "adapter_model.safetensors"
-    first = adapter_identity("sql", str(adapter))
-    # The engine may run the old weights or the new ones.
-    overwrite(file, 250, b"\x01")
-    os.utime(file, ns=(1, 1))
-    names = [adapter_identity("sql", str(adapter)) for _ in range(3)]
-    assert len({first, *names}) == 4
-    assert len(caplog.records) == 1 and "restart the engine" in caplog.text
-
-
 # Profiles ----------------------------------------------------------------------------------------------------------
 
 
@@ -602,6 +510,67 @@ def test_sampled_positions_are_spread_over_any_tensor(values: int) -> None:
     if values:
         assert positions[-1] == values - 1 or values == 1
         assert len(set(positions.tolist())) == len(positions)
+
+
+class Fsdp(torch.nn.Module):
+    """A wrapper that names its model as FSDP does."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = model
+
+
+def compile_layers(model: Any) -> Any:
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    return Fsdp(model)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: torch.compile(model, backend="eager"),
+        torch.nn.DataParallel,  # `module.`, as DistributedDataParallel
+        Fsdp,
+        lambda model: torch.compile(torch.nn.DataParallel(Fsdp(model)), backend="eager"),
+        compile_layers,
+    ],
+)
+def test_a_wrapper_does_not_change_the_model(wrap: Callable[[Any], Any], tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama")
+    before = model_fingerprint(model)
+    wrapped = wrap(model)
+    assert [name for name, _ in wrapped.named_parameters()] != [
+        name for name, _ in tiny_model("llama").named_parameters()
+    ]
+    assert model_fingerprint(wrapped) == before
+
+
+def test_an_adapter_that_is_not_merged_is_part_of_the_model(tiny_model: Callable[..., Any]) -> None:
+    """Of each of these models the cache is another one, and so must the fingerprint be."""
+    peft = pytest.importorskip("peft")
+
+    def tuned(alpha: int = 8) -> Any:
+        torch.manual_seed(1)
+        kind = peft.LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(tiny_model("llama"), kind)
+
+    model = tuned()
+    found = {"base": model_fingerprint(tiny_model("llama")), "adapted": model_fingerprint(model)}
+    with model.disable_adapter():
+        found["disabled"] = model_fingerprint(model)
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    found["two"] = model_fingerprint(model)
+    model.set_adapter("other")
+    found["the other"] = model_fingerprint(model)
+    found["scaled"] = model_fingerprint(tuned(alpha=16))
+    merged = tuned().merge_and_unload()
+    found["merged"] = model_fingerprint(merged)
+    assert len(set(found.values())) == len(found), found
+    assert model_fingerprint(tuned()) == found["adapted"]
+    compiled: Any = torch.compile(tuned(), backend="eager")
+    assert model_fingerprint(compiled) == found["adapted"]
+    inner = tuned()
+    assert model_fingerprint(inner.base_model.model) == found["adapted"], "the same without PEFT's outer classes"
 
 
 def test_the_fingerprint_of_a_large_tensor() -> None:

@@ -551,10 +551,9 @@ def test_the_profile_of_the_model_is_taken_from_a_collection(
 
 def test_the_model_is_what_the_engine_serves(rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights, and all that SGLang changes about them, are in the names of pages."""
-    args = SimpleNamespace(
-        model_path=str(bundled_model_path()), revision=None, quantization=None, json_model_override_args="{}",
-        load_format="auto", random_seed=1,
-    )  # fmt: skip
+    from msgspec.structs import force_setattr
+
+    args = real("sglang.srt.server_args").ServerArgs(model_path=str(bundled_model_path()))
     monkeypatch.setattr("cuvee.integrations.sglang.served_model.get_server_args", lambda: args)
     by_option, tokens = rank(), TOKENS[:64]
     by_option.back_up(tokens, by_option.alloc(4), [])
@@ -562,14 +561,16 @@ def test_the_model_is_what_the_engine_serves(rank: Callable[..., Rank], monkeypa
     assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 4
     assert rank({**served, "model_id": "mine"}).backend.batch_exists(by_option.hashes(tokens)) == 0
     for name, value in (
-        ("quantization", "fp8"), ("load_format", "dummy"),
+        ("quantization", "fp8"), ("load_format", "dummy"), ("mm_process_config", {"image": {"max_pixels": 4}}),
         ("json_model_override_args", json.dumps({"rms_norm_eps": 0.5})),
     ):  # fmt: skip
         before = getattr(args, name)
-        setattr(args, name, value)
+        force_setattr(args, name, value)
         assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 0, name
-        setattr(args, name, before)
-    args.json_model_override_args = json.dumps({"num_key_value_heads": 4})
+        force_setattr(args, name, before)
+    force_setattr(args, "port", 7)
+    assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 4, "which says nothing about the cache"
+    force_setattr(args, "json_model_override_args", json.dumps({"num_key_value_heads": 4}))
     with pytest.raises(UnsupportedModelError, match="must hold 4 heads"):
         rank(served)
 

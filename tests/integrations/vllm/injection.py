@@ -23,7 +23,8 @@ HOOKS = (*SCHEDULER_HOOKS, *WORKER_HOOKS, *dict.fromkeys(THREADS.values()))
 # Inner calls, by side. Left out: what contains errors itself, and what puts things right (`_give_up`, `_end`).
 SCHEDULER = (
     "_arrive", "_match", "_allocate", "_track", "_requests.why_uncached", "_requests.tenant", "_requests.chain",
-    "_requests._adapter_identity", "_loads.match", "_loads._is_loaded_by_another", "_loads._prefix", "_loads.allocate",
+    "_requests._adapters.find", "_requests._media_names.name", "_loads.match",
+    "_loads._is_loaded_by_another", "_loads._prefix", "_loads.allocate",
     "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_rates.pays", "_state.usable",
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
     "_prefixes._tail_sizes", "_prefixes._answer", "_prefixes._find", "_lookups._contains", "_lookups.begin",

@@ -23,6 +23,7 @@ from cuvee.codec.identity import Identity, PrefixChain, Scope, content_digest, s
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache, PageOrder, PermutedPages
 from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.adapters import AdapterFiles, Adapters
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.messages import Blend, Entry, Load, Save, StepPlan
@@ -36,6 +37,25 @@ BLOCK, CHUNK, BLOCKS = 8, 16, 24
 LAYOUT = KVLayout("synthetic", (LayerLayout(2, 16, 16, Rope((1.0,) * 8)),) * 3, "bfloat16", 4096)
 TENANT = "somebody"
 IDENTITY = Identity("model", "tokenizer", b"l" * 16, b"", "lossless")
+
+
+def image(name: Any = "cat", start: Any = 0, tokens: Any = 4, content: str | None = None) -> SimpleNamespace:
+    """A multimodal item by vLLM's name for it, with what the encoder is given: its content, by default the name."""
+    pixels = torch.tensor([ord(letter) for letter in (repr(name) if content is None else content)])
+    return SimpleNamespace(
+        identifier=name, modality="image", mm_position=SimpleNamespace(offset=start, length=tokens),
+        data={"pixel_values": SimpleNamespace(data=pixels)},
+    )  # fmt: skip
+
+
+LORA = SimpleNamespace(lora_int_id=1, lora_name="x", lora_path="p")
+
+
+class NamedAdapters(Adapters):
+    """Adapters whose names and paths tell their content; they have no files."""
+
+    def find(self, number: int, name: str, path: str) -> AdapterFiles | None:
+        return AdapterFiles(path, f"{name}@{path}")
 
 
 def make_request(
@@ -119,7 +139,7 @@ class Desk:
         setup = Setup(opts, LAYOUT, profile, quality, BLOCK, shards, loads, stores, prefix_caching, groups=groups)
         self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
-            setup, self.identity, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now,
+            setup, self.identity, self.store, self.recorder, NamedAdapters(), own_store, lambda: self.now,
             separator, breaks, make_events,
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from tests.integrations.vllm.injection import kept
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, IDENTITY, LAYOUT, Bench, generate, make_request
 
 from cuvee.codec.paged import PagedCache
+from cuvee.integrations.adapters import Adapters
 from cuvee.integrations.vllm.messages import Blend, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
@@ -90,9 +91,7 @@ class SmallEngine:
         self.store, self.worker = self.bench.store, self.bench.worker
         self.cache: PagedCache = self.bench.cache
         self.recorder = Recorder()
-        self.side = SchedulerSide(
-            self.bench.setup, IDENTITY, self.store, self.recorder, lambda name, path: name, own_store=True
-        )
+        self.side = SchedulerSide(self.bench.setup, IDENTITY, self.store, self.recorder, Adapters(), own_store=True)
         self.blender = _Blender(self)
         self.free = list(range(BLOCKS))
         self.blocks: dict[str, list[int]] = {}

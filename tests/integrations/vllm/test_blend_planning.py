@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Desk, generate, image, make_request
 
 from cuvee.blend.segmentation import ContentChunker, LineBreaks
 from cuvee.codec.identity import store_key
@@ -630,8 +630,7 @@ def test_a_failed_load_of_the_prefix_is_no_refused_blend(desk: Callable[..., Des
 
 # What is refused -----------------------------------------------------------------------------------------------------
 
-LORA = SimpleNamespace(lora_name="x", lora_path="p")
-IMAGE = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=2, length=4))
+IMAGE = image(start=2)
 REFUSALS = [
     ("adapter", {"lora_request": LORA}),
     ("media", {"mm_features": [IMAGE]}),

@@ -16,7 +16,7 @@ import pytest
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.injection import POINTS, Injector
-from tests.integrations.vllm.sides import Bench, Desk, make_request
+from tests.integrations.vllm.sides import Bench, Desk, image, make_request
 from tests.integrations.vllm.small_engine import SmallEngine
 
 from cuvee.integrations.guard import Guard
@@ -140,7 +140,12 @@ def _loads(e: SmallEngine) -> float:
 
 
 # Calls that these days do not make: there are other tests of them.
-NEVER = {"s._requests._adapter_identity", "s._state.store.overdue", "s._rates._break_even.worth_loading"}
+NEVER = {
+    "s._requests._adapters.find",
+    "s._requests._media_names.name",
+    "s._state.store.overdue",
+    "s._rates._break_even.worth_loading",
+}
 
 
 @pytest.mark.parametrize("point", [name for name in POINTS if name not in {"s._load_is_over", "s._blends.drop"}])
@@ -195,7 +200,7 @@ def test_what_follows_an_error_may_fail_too(contained: Contained, monkeypatch: p
 
 
 def _item(name: Any = "x", start: Any = 3, tokens: Any = 8) -> SimpleNamespace:
-    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=start, length=tokens))
+    return image(name, start, tokens)
 
 
 MEDIA: dict[str, list[SimpleNamespace]] = {
@@ -300,11 +305,8 @@ def test_transfer_parameters_of_any_kind_are_harmless(at: int, engine: Callable[
 def test_odd_adapters_are_harmless(
     adapter: tuple[Any, Any], engine: Callable[..., SmallEngine], contained: Contained
 ) -> None:
-    from cuvee.integrations.checkpoint import adapter_identity
-
     e = engine()
-    e.side._requests._adapter_identity = adapter_identity
-    e.submit("r", A, lora_request=SimpleNamespace(lora_name=adapter[0], lora_path=adapter[1]))
+    e.submit("r", A, lora_request=SimpleNamespace(lora_int_id=1, lora_name=adapter[0], lora_path=adapter[1]))
     e.submit("s", A)
     e.run()
     assert sorted(e.done) == ["r", "s"]

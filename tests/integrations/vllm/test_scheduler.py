@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integrations.vllm.sides import BLOCK, CHUNK, Bench, Desk, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Bench, Desk, generate, image, make_request
 
 from cuvee.codec.format.keys import make_keys
 from cuvee.codec.identity import store_key
@@ -122,10 +122,10 @@ def test_tenant_of_requests_without_salt(desk: Callable[..., Desk]) -> None:
 def test_adapters_and_media_do_not_share(desk: Callable[..., Desk]) -> None:
     d = desk()
     d.put(make_request(), 6)
-    lora = SimpleNamespace(lora_name="x", lora_path="p")
-    image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=20, length=4))
-    assert d.matched(make_request("a", lora_request=lora))[0] == 0
-    assert d.matched(make_request("b", mm_features=[image]))[0] == 16, "the chunk before the image is the same"
+    assert d.matched(make_request("a", lora_request=LORA))[0] == 0
+    assert d.matched(make_request("b", mm_features=[image(start=20)]))[0] == 16, (
+        "the chunk before the image is the same"
+    )
 
 
 @pytest.mark.parametrize(

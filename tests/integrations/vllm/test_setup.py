@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -67,13 +67,21 @@ def _spec(kind: type[FullAttentionSpec] = FullAttentionSpec, **changes: Any) -> 
     return kind(**{**fields, **changes})
 
 
+def _options(part: str, fields: dict[str, Any]) -> Any:
+    """A dataclass by the name of vLLM's, whose fields have these defaults."""
+    kind = "".join(word.capitalize() for word in part.split("_")) + "Config"
+    return make_dataclass(
+        kind, [(name, Any, field(default_factory=lambda v=value: v)) for name, value in fields.items()]
+    )()
+
+
 def _engine(
     specs: list[FullAttentionSpec] | None = None,
     layers: int = 2,
     extra: dict[str, Any] | None = None,
     names: list[str] | None = None,
     **changes: Any,
-) -> tuple[SimpleNamespace, SimpleNamespace]:
+) -> tuple[Any, SimpleNamespace]:
     """vLLM's `VllmConfig` and `KVCacheConfig`, with changes to any part by `part__name`.
 
     Each spec is a group's; the layers are dealt out to the groups in turn.
@@ -83,7 +91,7 @@ def _engine(
             "model": "folder", "tokenizer": "folder", "skip_tokenizer_init": False, "revision": None,
             "tokenizer_revision": None,
             "hf_text_config": CONFIG, "is_encoder_decoder": False, "runner_type": "generate", "dtype": torch.bfloat16,
-            "quantization": None, "hf_overrides": {}, "seed": 0,
+            "quantization": None, "hf_overrides": {}, "seed": 0, "hf_config": CONFIG,
         },
         "parallel": {
             "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
@@ -96,19 +104,17 @@ def _engine(
         "kv_transfer": {"kv_connector_extra_config": extra or {}, "is_kv_consumer": True, "is_kv_producer": True},
     }  # fmt: skip
     speculative, lora = changes.pop("speculative", None), changes.pop("lora", None)
+    made = {part: _options(part, fields) for part, fields in parts.items()}
     for name, value in changes.items():
-        part, _, field = name.partition("__")
-        parts[part][field] = value
+        part, _, option = name.partition("__")
+        setattr(made[part], option, value)
     names = [f"model.layers.{index}" for index in range(layers)] if names is None else names
     specs = specs or [_spec()]
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names[at :: len(specs)]) for at, spec in enumerate(specs)]
-    config = SimpleNamespace(
-        **{f"{name}_config": SimpleNamespace(**fields) for name, fields in parts.items()},
-        speculative_config=speculative,
-        kv_events_config=None,
-        lora_config=lora,
-        instance_id=secrets.token_hex(8),
-    )
+    config = _options("vllm", {
+        **{f"{name}_config": part for name, part in made.items()}, "speculative_config": speculative,
+        "kv_events_config": None, "lora_config": lora, "instance_id": secrets.token_hex(8),
+    })  # fmt: skip
     return config, SimpleNamespace(kv_cache_groups=groups)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integrations.vllm.sides import BLOCK, Desk, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, LAYOUT, LORA, Desk, generate, image, make_request
 
 from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
@@ -318,14 +318,12 @@ def test_tails_are_not_shared_across_tenants_adapters_and_media(desk: Callable[.
     d, request = desk(), make_request(tokens=60)
     d.put_tails(request, 24, 48, tenant="alice")
     d.put_tails(request, 24, 48)
-    image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=30, length=4))
-    lora = SimpleNamespace(lora_name="x", lora_path="p")
     for name, changes, found in (
         ("a", {"cache_salt": "alice"}, 48),
         ("b", {"cache_salt": "bob"}, 0),
         ("c", {}, 48),
-        ("d", {"lora_request": lora}, 0),
-        ("e", {"mm_features": [image]}, 24),  # the tail before the image is the same
+        ("d", {"lora_request": LORA}, 0),
+        ("e", {"mm_features": [image(start=30)]}, 24),  # the tail before the image is the same
     ):
         assert d.matched(make_request(name, tokens=60, **changes))[0] == found, name
 

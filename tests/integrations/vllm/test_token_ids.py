@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.integrations.vllm.sides import CHUNK, LAYOUT, Bench, Desk, make_request
+from tests.integrations.vllm.sides import CHUNK, LAYOUT, Bench, Desk, image, make_request
 from tests.predicting import predicting
 
 from cuvee.codec.chunk import KVChunk
@@ -40,11 +39,6 @@ def desk() -> Iterator[Callable[..., Desk]]:
     yield make
     for each in made:
         each.side.close()
-
-
-def image(first: int, tokens: int) -> SimpleNamespace:
-    """A multimodal item of a request."""
-    return SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=first, length=tokens))
 
 
 def sent(saves: list[Save]) -> dict[tuple[str, int], list[int] | None]:
@@ -82,7 +76,7 @@ def test_segments_are_sent_with_their_ids(desk: Callable[..., Desk]) -> None:
 
 def test_a_part_of_an_image_has_no_id(desk: Callable[..., Desk]) -> None:
     """The id of its placeholder says nothing about its cache."""
-    d, request = desk(), make_request(tokens=60, mm_features=[image(10, 12), image(30, 4), image(52, 8)])
+    d, request = desk(), make_request(tokens=60, mm_features=[image("a", 10, 12), image("b", 30), image("c", 52, 8)])
     expected = list(request.prompt_token_ids)
     for first, end in ((10, 22), (30, 34), (52, 60)):
         expected[first:end] = [NO_TOKEN] * (end - first)

@@ -14,6 +14,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,17 @@ def wait_for(true: Callable[[], Any], timeout: float = 60.0) -> None:
         time.sleep(0.002)
 
 
+@cache
+def engine_config() -> Any:
+    """vLLM's configuration of the bundled model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return real("vllm.engine.arg_utils").EngineArgs(
+            model=MODEL, dtype="bfloat16", block_size=BLOCK, enforce_eager=True, skip_tokenizer_init=True,
+            max_model_len=512,
+        ).create_engine_config()  # fmt: skip
+
+
 def offloading_config(tier: dict[str, Any], **changes: Any) -> Any:
     """vLLM's description of an engine to its offloading, by default of one rank of the bundled model.
 
@@ -122,13 +134,19 @@ def offloading_config(tier: dict[str, Any], **changes: Any) -> Any:
 class Engine:
     """vLLM's scheduler side with our tier, and what its scheduler and workers would do.
 
+    Args:
+        tier, changes: as in `offloading_config`; `engine` is vLLM's configuration, by default `engine_config`.
+
     Attributes:
-        config, spec, manager: of vLLM.
+        engine, config, spec, manager: of vLLM.
         tier: ours, made by its factory.
         layout: of the model.
     """
 
     def __init__(self, tier: dict[str, Any], **changes: Any) -> None:
+        # A tier finds it in the frame that makes it, as in vLLM's connector.
+        vllm_config = changes.pop("engine") if "engine" in changes else engine_config()
+        self.engine = vllm_config
         self.config = offloading_config(tier, **changes)
         self.spec = real("vllm.v1.kv_offload.factory").OffloadingSpecFactory.create_spec(self.config)
         self.manager = self.spec.get_manager()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.integrations.readme_tables import check_options, rows
 from tests.integrations.vllm.engines import need_vllm
-from tests.integrations.vllm_tier.real_tiers import MODEL, TIER, offloading_config, real
+from tests.integrations.vllm_tier.real_tiers import MODEL, TIER, engine_config, offloading_config, real
 
 from cuvee.integrations.pages import Counts
 from cuvee.integrations.vllm_tier.chunk_rows import LAYOUTS
@@ -42,6 +42,8 @@ def test_the_command_is_what_vllm_takes(tmp_path: Path) -> None:
     assert factory.get_connector_class(transfer).__name__ == "OffloadingConnector"
     extra["secondary_tiers"] = [{**tier, "store": f"file://{tmp_path}", "profile": None, "model": MODEL}]
     extra["cpu_bytes_to_use"] = 1 << 20
+    vllm_config = engine_config()  # a tier finds it in the frame that makes it
+    assert vllm_config is not None
     spec = real("vllm.v1.kv_offload.factory").OffloadingSpecFactory.create_spec(offloading_config({}, extra=extra))
     manager = spec.get_manager()
     assert type(manager.secondary_tiers[0]).__name__ == "CuveeTier"

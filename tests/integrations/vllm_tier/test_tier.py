@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -580,6 +582,39 @@ def test_the_model_is_in_the_names(engine: Callable[..., Engine], tmp_path: Path
     assert engine(where, blocks=4).lookup([1]) == 0
     assert engine(where, dtype="float16").lookup([1]) == 0
     assert engine(where).load([1]) == 1
+
+
+def test_the_engines_options_are_in_the_names(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    """Although vLLM tells a tier the model's path alone."""
+    where = {"store": f"file://{tmp_path}/store"}
+    plain = engine(where)
+    plain.save([1])
+
+    def other(option: str, value: Any) -> Any:
+        changed = copy.copy(plain.engine)
+        changed.model_config = copy.copy(changed.model_config)
+        setattr(changed.model_config, option, value)
+        return changed
+
+    assert engine(where, engine=other("seed", 7)).lookup([1]) == 1, "it is listed"
+    assert engine(where, engine=other("hf_overrides", {"rms_norm_eps": 0.5})).lookup([1]) == 0
+    with pytest.raises(InputError, match=r"^model_config\.model_class_overrides: must .* 'model_id'"):
+        engine(where, engine=other("model_class_overrides", print))
+    assert engine({**where, "model_id": "mine"}, engine=other("model_class_overrides", print)).lookup([1]) == 0
+
+
+def test_names_that_do_not_tell_the_content_are_refused(engine: Callable[..., Engine]) -> None:
+    adapters, images = copy.copy(engine().engine), copy.copy(engine().engine)
+    adapters.lora_config = real("vllm.config").LoRAConfig()
+    with pytest.raises(InputError, match="model_id: must be a name that changes with the adapters' files"):
+        engine(engine=adapters)
+    engine({"model_id": "mine"}, engine=adapters)
+    images.model_config = SimpleNamespace(supports_multimodal_inputs=True)
+    with pytest.raises(UnsupportedModelError, match="does not support images"):
+        engine({"model_id": "mine"}, engine=images)
+    with pytest.raises(InputError, match="model_id: must be a name that changes with the weights and the engine's"):
+        engine(engine=None)
+    engine({"model_id": "mine"}, engine=None)
 
 
 def test_signed_chunks_need_the_secret(engine: Callable[..., Engine], tmp_path: Path) -> None:
