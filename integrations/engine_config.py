@@ -391,7 +391,8 @@ def _text(plain: Any) -> str:
 
 def _other_config(model: Any, path: str | None) -> Any:
     """Return the identity of a configuration that is read from another place than the checkpoint."""
-    return LEFT_OUT if path in (None, "", model.model) else configuration_identity(str(path), revision=model.revision)
+    revision = getattr(model, "_hf_config_revision", None) or model.revision
+    return LEFT_OUT if path in (None, "", model.model) else configuration_identity(str(path), revision=revision)
 
 
 def _length(config: Any, most: int | None) -> Any:

@@ -63,7 +63,12 @@ def test_a_name_that_stood_for_two_images_is_not_trusted_again() -> None:
 def test_an_image_that_is_repeated_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
     real = media_names._hexdigest
-    monkeypatch.setattr(media_names, "_hexdigest", lambda value: (read.append(value), real(value))[1])
+
+    def counted(value: Any) -> str:
+        read.append(value)
+        return real(value)
+
+    monkeypatch.setattr(media_names, "_hexdigest", counted)
     names, cat = MediaNames(), item(pixels=torch.zeros(3))
     assert len({names.name(cat) for _ in range(3)}) == len(read) == 1
     del cat, read[:]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
+from copy import copy
 from dataclasses import field, make_dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -70,9 +72,8 @@ def _spec(kind: type[FullAttentionSpec] = FullAttentionSpec, **changes: Any) -> 
 def _options(part: str, fields: dict[str, Any]) -> Any:
     """A dataclass by the name of vLLM's, whose fields have these defaults."""
     kind = "".join(word.capitalize() for word in part.split("_")) + "Config"
-    return make_dataclass(
-        kind, [(name, Any, field(default_factory=lambda v=value: v)) for name, value in fields.items()]
-    )()
+    made = [(name, Any, field(default_factory=partial(copy, value))) for name, value in fields.items()]
+    return make_dataclass(kind, made)()
 
 
 def _engine(
