@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integrations.vllm.sides import BLOCK, LAYOUT, LORA, Desk, generate, image, make_request
+from tests.integrations.vllm.sides import BLOCK, LORA, Desk, generate, image, make_request
 
 from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
