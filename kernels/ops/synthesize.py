@@ -57,6 +57,9 @@ class SynthesisConfig:
 
 
 HIP_STAGES = 2  # as many as fit the 64 KB of shared memory of AMD's multiprocessors
+# Older releases of Triton let tensor cores read what asynchronous copies have brought without the fence that makes it
+# visible to them (mended in 3.7.1). With one stage, nothing is copied asynchronously.
+FENCED = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 8)
 # `synthesis_config` chooses among these by shape alone; callers may pass a measured choice instead.
 SYNTHESIS_CONFIGS = (
     SynthesisConfig(256, 64, 8, 3),  # long sums: the fewest bytes per product from L2
@@ -256,8 +259,15 @@ def synthesize(
         BLOCK_R=chosen.block_r, ELEMENT=ELEMENTS[cache.element], UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned,
         PAIRS=tiles.pairs, PRECISION=product_precision(y.dtype, cache.element), CLASSED=order is not None,
         PREDICTED=center_rows is not None, num_warps=chosen.num_warps, enable_fp_fusion=True,
-        num_stages=min(chosen.num_stages, HIP_STAGES) if torch.version.hip else chosen.num_stages,
+        num_stages=_stages(chosen),
     )  # fmt: skip
+
+
+def _stages(config: SynthesisConfig) -> int:
+    """Return how many steps of the sum are under way at once on this device, with this Triton."""
+    if torch.version.hip:
+        return min(config.num_stages, HIP_STAGES)
+    return config.num_stages if FENCED else 1
 
 
 def default_config(dtype: torch.dtype, batch: ChunkBatch, cache: CacheView) -> SynthesisConfig:
@@ -276,9 +286,8 @@ def _synthesis_spec(
         **({"CLASSED": True} if classed else _PLAIN), **({"PREDICTED": True} if predicted else _UNPREDICTED),
     }  # fmt: skip
     hip = {"num_stages": min(config.num_stages, HIP_STAGES), "constants": {"PRECISION": "ieee"}}
-    return _spec(
-        name, _synthesize, constants, config.num_warps, config.num_stages, changes={"gfx942": hip}, y=y, basis=y
-    )
+    stages = config.num_stages if FENCED else 1
+    return _spec(name, _synthesize, constants, config.num_warps, stages, changes={"gfx942": hip}, y=y, basis=y)
 
 
 SPECS: tuple[KernelSpec, ...] = (

@@ -27,6 +27,7 @@ from cuvee.codec.stages.reference import transform as codec
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import dense_rows
 from cuvee.kernels.jobs import BlockField, JobField, Status, TileField
+from cuvee.kernels.ops import synthesize as synthesize_module
 from cuvee.kernels.ops.analyze import analyze, gather
 from cuvee.kernels.ops.arguments import ChunkBatch, RotationTables
 from cuvee.kernels.ops.pages import contiguity, place_row
@@ -746,3 +747,12 @@ def test_choice_of_config() -> None:
             for tokens in (1, 16, 17, 64, 128, 256):
                 config = synthesis_config(dtype, torch.float16, rank, tokens)
                 assert config in SYNTHESIS_CONFIGS and (tokens > 16 or config.block_t == 16)
+
+
+def test_a_triton_without_the_fence_copies_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator finds the missing fence where such a Triton is installed; here, that the launch avoids it."""
+    launched: list[int] = []
+    for fenced in (True, False):
+        monkeypatch.setattr(synthesize_module, "FENCED", fenced)
+        launched += [synthesize_module._stages(config) for config in SYNTHESIS_CONFIGS]
+    assert launched == [config.num_stages for config in SYNTHESIS_CONFIGS] + [1] * len(SYNTHESIS_CONFIGS)
