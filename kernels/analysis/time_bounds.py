@@ -51,12 +51,14 @@ class Machine:
     tensor: float
 
 
-# Multiprocessors, memory and products: NVIDIA's data sheets ("H200 Tensor Core GPU", SXM; "A100 Tensor Core GPU", SXM,
+# Multiprocessors, memory and products: NVIDIA's data sheets ("H200 Tensor Core GPU" and "H100 Tensor
+# Core GPU", SXM; "A100 Tensor Core GPU", SXM,
 # 80 GB; "L4 Tensor Core GPU"; "HGX B200", one GPU of eight, whose multiprocessors and clock follow from its products).
 # Clocks: those at which the products of the data sheets come about. Data sheets do not give the second-level cache:
 # that of the A100 is the 5,120 bytes per clock of its white paper, the others are assumed.
 MACHINES = {
     "H200": Machine("sm_90", 132, 1.83, 5.5, 4.8, 989.0),
+    "H100": Machine("sm_90", 132, 1.83, 5.5, 3.35, 989.0),
     "A100": Machine("sm_80", 108, 1.41, 7.2, 2.04, 312.0),
     "L4": Machine("sm_80", 58, 2.04, 2.0, 0.3, 121.0),
     "B200": Machine("sm_100", 148, 1.85, 8.0, 8.0, 2250.0),

@@ -51,7 +51,6 @@ class State:
         self.kernels: dict[str, Kernel] = {}
         self.mutate: Callable[[str, str], str] | None = None
         self.places: dict[int, int] = {}
-        self.launches = 0
         self._lock = threading.Lock()
 
     def kernel(self, name: str, text: str) -> Kernel:
@@ -117,8 +116,9 @@ class _Launcher:
                 parameters.append(_bits(kind, value))
         # Triton appends two pointers to scratch memory, which no kernel here has.
         parameters += [0] * (len(kernel.encoded.entry.parameters) - len(parameters))
+        enter(launch_metadata)
         outcome = kernel.launch((x, y, z), parameters, memory, self.shared_bytes, current.options)
-        current.launches += 1
+        leave(launch_metadata)
         if outcome.totals:
             raise Faulty(kernel.name, outcome.totals, outcome.faults)
 

@@ -1,12 +1,14 @@
 """Hostile blobs on compiled kernels: with valid checksums, they make no kernel access other memory.
 
-The emulator raises at the first access outside of what a launch was given. CUVEE_PTX_MUTANTS says how many blobs.
+The emulator raises at the first access outside of what a launch was given; a GPU, at one outside of what its process
+has. CUVEE_PTX_MUTANTS says how many blobs.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from tests.emulation import KERNELS_RUN_ON
@@ -14,15 +16,27 @@ from tests.fuzz import blobs, parts
 from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.engine import case
 from tests.fuzz.parts import PartsTarget
-from tests.ptx.driver import state
+from triton import knobs
 
-pytestmark = pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(KERNELS_RUN_ON == "interpreter", reason=f"kernels run on: {KERNELS_RUN_ON}"),
+]
 COUNT = int(os.environ.get("CUVEE_PTX_MUTANTS", "96"))
 SEED = 11
 
 
+@pytest.fixture
+def launches() -> Iterator[list[object]]:
+    """An entry for every launch from now on."""
+    made: list[object] = []
+    knobs.runtime.launch_enter_hook.add(made.append)
+    yield made
+    knobs.runtime.launch_enter_hook.remove(made.append)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of damaged numbers on the CPU
-def test_forged_blobs_touch_nothing_else() -> None:
+def test_forged_blobs_touch_nothing_else(launches: list[object]) -> None:
     target = BlobTarget()
     target.warm_up()
     outcomes: Counter[str] = Counter()
@@ -33,12 +47,12 @@ def test_forged_blobs_touch_nothing_else() -> None:
             continue
         subject, blob = blobs.subjects()[data[0] % len(blobs.subjects())], data[1:]
         outcome, chunk = blobs._decoded(subject, blob, "numba")
-        before = state().launches
+        before = len(launches)
         try:
             blobs._compare(subject, blob, chunk, "triton")
         except AssertionError as error:
             raise AssertionError(f"seed {SEED}, number {number}, {subject.name}: {error}") from error
-        reached += state().launches > before
+        reached += len(launches) > before
         outcomes[outcome] += 1
     print(f"{COUNT} blobs, {reached} of them reached kernels: {dict(outcomes)}")
     # What the host refuses shows nothing of kernels.
@@ -47,7 +61,7 @@ def test_forged_blobs_touch_nothing_else() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_forged_parts_touch_nothing_else() -> None:
+def test_forged_parts_touch_nothing_else(launches: list[object]) -> None:
     """Bases and refinements that the CPU refuses are refused, and what it decodes is the same."""
     target = PartsTarget()
     outcomes: Counter[str] = Counter()
@@ -58,9 +72,9 @@ def test_forged_parts_touch_nothing_else() -> None:
             continue
         subject, own = parts.unpacked(data)
         outcome, want = parts._decoded(subject, own, "numba")
-        before = state().launches
+        before = len(launches)
         _, got = parts._decoded(subject, own, "triton")
-        reached += state().launches > before
+        reached += len(launches) > before
         outcomes[outcome] += 1
         assert (got is None) == (want is None), f"seed {SEED}, number {number}, {subject.name}: {outcome}"
         if got is not None and want is not None:

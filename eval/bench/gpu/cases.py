@@ -7,7 +7,7 @@ noise is logistic.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,8 +34,8 @@ __all__ = [
     "BITS",
     "DISTINCT",
     "GPU_FULL",
-    "GPU_QUICK",
-    "GPU_SHAPES",
+    "GPU_REHEARSAL",
+    "LOSSLESS",
     "MOST_ERROR",
     "RANK",
     "GpuCase",
@@ -54,13 +54,16 @@ DISTINCT = 4  # how many chunks differ; any further ones are copies
 MOST_ERROR = 0.2  # a unit with a larger relative error was not restored; quantization costs about 0.07
 
 
+LOSSLESS = "lossless"  # among the groups of a scope: no profile
+
+
 @dataclass(frozen=True, slots=True)
 class GpuScope:
-    """Scope of a run: the cases to measure, and the time limit.
+    """Scope of a run.
 
     Attributes:
-        shapes: models by name.
-        groups: of the profiles.
+        name, shape: of the model whose cache is coded.
+        groups: of the profiles, most important first; also `LOSSLESS`.
         chunks: how many chunks go through one call.
         tokens: tokens in a chunk.
         block_tokens: tokens in a block of the paged cache.
@@ -68,38 +71,29 @@ class GpuScope:
         effort: how long a figure may take.
         copy_bytes: how much the device copies.
         matrix: rows and columns in the matrix product.
-        prob_bits: resolutions of the tables for the entropy decoder alone.
-        rans_jobs: how many sections that one decodes at once.
-        synthesis_groups: on which groups of the first shape the configurations of the inverse transform are measured.
-        synthesis_chunks: and on how many chunks.
-        limit: after this many seconds no further case is started. The report names what is left out.
     """
 
-    shapes: Mapping[str, CacheShape]
+    name: str
+    shape: CacheShape
     groups: tuple[str, ...]
     chunks: tuple[int, ...]
     tokens: int = 256
     block_tokens: int = 16
     proof_tokens: int = 101
-    effort: Effort = field(default=Effort(0.2, 5, 50))
+    effort: Effort = field(default=Effort(0.1, 5, 30))
     copy_bytes: int = 2 << 30
     matrix: int = 8192
-    prob_bits: tuple[int, ...] = (10, 11, 12)
-    rans_jobs: int = 1024
-    synthesis_groups: tuple[str, ...] = ("head", "layer")
-    synthesis_chunks: tuple[int, ...] = (1, 16)
-    limit: float = 420.0
 
 
-GPU_SHAPES = {
-    "Llama-3.1-8B": CacheShape(32, 8, 128, 5e5),
-    "Qwen3-0.6B": CacheShape(28, 8, 128, 1e6),
-    "Llama-3.1-70B/TP4": CacheShape(80, 2, 128, 5e5),
-}
-GPU_FULL = GpuScope(GPU_SHAPES, ("head", "unit", "layer", "layers:2"), (1, 4, 16, 64))
-GPU_QUICK = GpuScope(
-    {"Llama-3.1-8B": GPU_SHAPES["Llama-3.1-8B"]}, ("head", "layer"), (1, 16), effort=Effort(0.05, 3, 20), rans_jobs=256
+# 256 to 16,384 tokens.
+GPU_FULL = GpuScope(
+    "Llama-3.1-8B", CacheShape(32, 8, 128, 5e5), ("head", LOSSLESS, "layer", "layers:2"), (1, 4, 16, 64)
 )
+# The emulator takes a second for a thousand values.
+GPU_REHEARSAL = GpuScope(
+    "tiny", CacheShape(2, 1, 16, 1e4), ("head", LOSSLESS, "layer", "layers:2"), (1, 2), tokens=8, block_tokens=4,
+    proof_tokens=9, effort=Effort(0.0, 1, 1), copy_bytes=1 << 16, matrix=16,
+)  # fmt: skip
 
 
 def spectrum(size: int) -> I16:
@@ -233,17 +227,18 @@ def stack(chunk: KVChunk) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GpuCase:
-    """A shape and a group, ready to be measured."""
+    """A group, ready to be measured."""
 
-    shape: str
     group: str
-    profile: Profile
     codec: Codec
     chunks: list[KVChunk]
 
 
-def make_case(name: str, group: str, scope: GpuScope, device: torch.device) -> GpuCase:
-    """Make the profile, the codec and the chunks."""
-    profile = synthetic_profile(scope.shapes[name].layout(), group, device)
+def make_case(group: str, scope: GpuScope, device: torch.device) -> GpuCase:
+    """Make the codec and the chunks."""
+    layout = scope.shape.layout()
+    profile = synthetic_profile(layout, "head" if group == LOSSLESS else group, device)
     chunks = synthetic_chunks(profile, min(DISTINCT, max(scope.chunks)), scope.tokens, device)
-    return GpuCase(name, group, profile, Codec(profile, step=1.0, backend="triton"), chunks)
+    if group == LOSSLESS:
+        return GpuCase(group, Codec(Profile.generic(layout), LOSSLESS, backend="triton"), chunks)
+    return GpuCase(group, Codec(profile, step=1.0, backend="triton"), chunks)

@@ -1,4 +1,4 @@
-"""Encode and decode of a paged cache as a caller sees them, and the stages inside."""
+"""Encode and decode of a paged cache as a caller sees them, the stages inside, and the kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.container import read_header, read_section
-from cuvee.eval.bench.gpu.cases import GpuCase, GpuScope, Pages
-from cuvee.eval.bench.gpu.ceilings import SYNTHESIS, Link, limits, stage_work
+from cuvee.eval.bench.gpu.cases import LOSSLESS, GpuCase, GpuScope, Pages
+from cuvee.eval.bench.gpu.ceilings import Link
 from cuvee.eval.bench.gpu.clock import Clock, turns
 from cuvee.eval.timing import Timing
 
@@ -18,15 +18,7 @@ __all__ = ["measure_case", "rates", "verify"]
 
 
 def measure_case(
-    clock: Clock,
-    case: GpuCase,
-    scope: GpuScope,
-    pages: Pages,
-    link: Link,
-    raw: Mapping[int, Timing],
-    incumbent: Mapping[int, float],
-    ceilings: Mapping[str, Any],
-    l2: int,
+    clock: Clock, case: GpuCase, scope: GpuScope, pages: Pages, link: Link, raw: Mapping[int, Timing], l2: int
 ) -> dict[str, Any]:
     """Time encode and decode with every number of chunks.
 
@@ -37,8 +29,6 @@ def measure_case(
         pages: with room for the largest number of chunks.
         link: for copying the compressed bytes.
         raw: time to copy the uncompressed cache, by number of chunks.
-        incumbent: seconds that CacheGen's decoder takes on the device, by number of chunks.
-        ceilings: from `measure_ceilings`.
         l2: bytes of the L2 cache.
 
     Raises:
@@ -60,9 +50,15 @@ def measure_case(
     def decode(at: slice) -> None:
         codec.decode_paged(blobs[at], pages.cache, pages.slots[at], starts[at]).check()
 
+    def check(restored: range) -> float:
+        error = pages.check(chunks, restored)
+        if case.group == LOSSLESS and error > 0:
+            raise CuveeError(f"a lossless cache came back with a relative error of {error:.3g}; nothing is reported")
+        return error
+
     pages.poison()
     first["decode"] = clock.once(lambda: decode(slice(0, regions)))
-    error = pages.check(chunks, range(regions))
+    error = check(range(regions))
     each = chunks[0].nbytes
     runs: list[dict[str, Any]] = []
     for count in scope.chunks:
@@ -71,24 +67,20 @@ def measure_case(
         compressed = sum(map(len, blobs[:count]))
         pages.fill(chunks)  # what was decoded before is quantized, and so easier to code
         if encode(parts[-1]) != blobs[parts[-1]]:
-            raise CuveeError(f"{case.shape}, group {case.group}: {count} chunks at once become other bytes")
+            raise CuveeError(f"group {case.group}: {count} chunks at once become other bytes")
         encodes = [partial(encode, part) for part in parts]
         decodes = [partial(decode, part) for part in parts]
-        work = stage_work(case.profile, scope.tokens * count, compressed)
-        whole, stages = clock.whole(encodes), clock.stages(encodes)
-        encoding = rates(whole, stages, count * each, compressed)
-        encoding["stage_limits"] = limits(work["encode"], stages, ceilings)
+        encoding = rates(clock.whole(encodes), clock.stages(encodes), count * each, compressed)
+        encoding["kernel_seconds"] = clock.kernels(encodes[0]) if count == scope.chunks[-1] else {}
         pages.poison()  # what the timed runs leave behind is checked
-        whole, stages = clock.whole(decodes), clock.stages(decodes)
-        decoding = rates(whole, stages, count * each, compressed)
-        decoding["stage_limits"] = limits(work["decode"], stages, ceilings)
-        pages.check(chunks, range(sets * count))
-        synthesis, flop = stages.get(SYNTHESIS), work["decode"][SYNTHESIS].flop
-        matrix = 1e12 * ceilings["matrix_tflop_per_s"]["median"]
-        device = decoding["device_seconds"]
+        whole = clock.whole(decodes)
+        decoding = rates(whole, clock.stages(decodes), count * each, compressed)
+        decoding["kernel_seconds"] = clock.kernels(decodes[0]) if count == scope.chunks[-1] else {}
+        check(range(sets * count))
         runs.append(
             {
                 "chunks": count,
+                "tokens": count * scope.tokens,
                 "sets": sets,
                 "raw_bytes": count * each,
                 "compressed_bytes": compressed,
@@ -102,21 +94,10 @@ def measure_case(
                     "decode_seconds": whole.to_dict(),
                     "speedup": raw[count].median / whole.median,
                 },
-                "incumbent": {
-                    "speedup": incumbent[count] / whole.median,
-                    "device_speedup": incumbent[count] / device if device else None,
-                },
-                "synthesis": {
-                    "flop": flop,
-                    "tflop_per_s": flop / synthesis.median / 1e12 if synthesis else None,
-                    "share_of_matrix_product": flop / synthesis.median / matrix if synthesis else None,
-                },
             }
         )
     return {
-        "shape": case.shape,
         "group": case.group,
-        "tokens": scope.tokens,
         "error": error,
         "first_call_seconds": first,
         "seconds": time.perf_counter() - began,

@@ -1,13 +1,10 @@
-"""Speed on a GPU: bytes to a paged bfloat16 cache and back, every stage, and what the machine could do at best.
+"""The step `speed`: bytes to a paged bfloat16 cache and back, beside what the machine could do at best.
 
-    ceilings    device copy, bfloat16 matrix product, copy from pinned memory, in the same run
-    codec       for each model shape, group and number of chunks: encode and decode as a caller sees them (from an
-                idle device, with checksums, copies and the final check), the stages inside by events of the device,
-                and how long those would take if they only moved their bytes and did their products
+    ceilings    device copy, bfloat16 matrix product, copy from pinned memory, noise of the clock
+    codec       for each group and number of chunks: encode and decode as a caller sees them (from an idle device, with
+                checksums, copies and the final check), the stages inside by events of the device, and the kernels
     restore     decode against copying the uncompressed cache from pinned memory
-    incumbent   a CacheGen-style decoder (`eval/baselines/cachegen.py`) on the same chunks
-    synthesis   the inverse transform in every configuration of its kernel
-    rans        the entropy decoder alone, at several table resolutions
+    rivals      device copies, casts to FP8, nvCOMP's ANS on the same cache
     compile     what Triton compiled, and how long that took
 
 Nothing is timed before it is proved right. A small cache goes through GPU and CPU in both directions; every full-size
@@ -18,148 +15,70 @@ cache, several take turns. 1 GB is 10**9 bytes.
 
 from __future__ import annotations
 
-import subprocess
-import time
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from rich.console import Console
 
-from cuvee.codec.errors import InputError
-from cuvee.eval.bench.gpu.cases import GPU_FULL, GPU_QUICK, GpuScope, Pages, make_case
+from cuvee.codec.errors import CuveeError
+from cuvee.eval.bench.gpu.cases import GPU_FULL, GPU_REHEARSAL, LOSSLESS, GpuScope, Pages, make_case
 from cuvee.eval.bench.gpu.ceilings import Link, measure_ceilings
 from cuvee.eval.bench.gpu.clock import Clock, compilations
 from cuvee.eval.bench.gpu.codec import measure_case
-from cuvee.eval.bench.gpu.incumbent import measure_incumbent
 from cuvee.eval.bench.gpu.proofs import prove_codec
-from cuvee.eval.bench.gpu.rans import measure_rans
-from cuvee.eval.bench.gpu.synthesis import measure_synthesis
-from cuvee.eval.machine import hardware
-from cuvee.eval.progress import timed_lines
+from cuvee.eval.bench.gpu.rivals import measure_rivals
 
-__all__ = ["describe_machine", "need_gpu", "run_gpu_bench"]
+__all__ = ["measure_speed", "run_step"]
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return the environment that figures depend on, with the GPU."""
-    gpu: dict[str, Any] = {}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        gpu = {
-            "gpu": properties.name,
-            "gpu_memory_bytes": properties.total_memory,
-            "multiprocessors": properties.multi_processor_count,
-            "l2_bytes": properties.L2_cache_size,
-            "capability": f"{properties.major}.{properties.minor}",
-            "driver": _driver(),
-            "cuda": torch.version.cuda,
-        }
-    return {**hardware(), "device": device.type, "triton": triton.__version__, **gpu}
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None
-
-
-def need_gpu() -> torch.device:
-    """Return the current GPU.
+def run_step(device: torch.device, save: Callable[[object], None], folder: Path) -> None:
+    """Measure and save.
 
     Raises:
-        InputError: torch sees none.
+        CuveeError: something did not come back as it went in. The other groups have been measured.
     """
-    if not torch.cuda.is_available():
-        raise InputError(
-            "device: must be a GPU that torch sees, got none; run this where `nvidia-smi` lists one, with a build of "
-            f"torch for CUDA (this is {torch.__version__}), or measure the CPU: cuvee bench cpu"
-        )
-    return torch.device("cuda", torch.cuda.current_device())
+    report = measure_speed(GPU_FULL if device.type == "cuda" else GPU_REHEARSAL, device, save)
+    if report["errors"]:
+        raise CuveeError("; ".join(f"{group}: {error}" for group, error in report["errors"].items()))
 
 
-def run_gpu_bench(
-    quick: bool = False,
-    progress: Console | None = None,
-    *,
-    scope: GpuScope | None = None,
-    device: torch.device | None = None,
-) -> dict[str, Any]:
-    """Run the benchmark.
-
-    Args:
-        quick: measure fewer cases, and repeat them less.
-        progress: where to list what is being measured; None for nowhere.
-        scope: what to measure; default: `GPU_QUICK` or `GPU_FULL`.
-        device: where to measure; default: the GPU. On the CPU the kernels run in Triton's interpreter, if that is on,
-            which only shows that the benchmark works.
+def measure_speed(scope: GpuScope, device: torch.device, save: Callable[[object], None]) -> dict[str, Any]:
+    """Measure group after group, and save the report after each.
 
     Returns:
-        The report, as a dict for JSON.
-
-    Raises:
-        InputError: there is no GPU.
-        CuveeError: something did not come back as it went in, so nothing is reported.
+        The report, as a dict for JSON. `errors` names the groups in which something did not come back.
     """
-    device = device or need_gpu()
-    scope = scope or (GPU_QUICK if quick else GPU_FULL)
-    with compilations() as compiled:
-        report = _measure(quick, progress, scope, device)
-    kernels = sorted((entry for entry in compiled if not entry["cached"]), key=lambda entry: -entry["seconds"])
-    seconds = sum(entry["seconds"] for entry in kernels)
-    report["compile"] = {"seconds": seconds, "cached": len(compiled) - len(kernels), "kernels": kernels}
-    return report
-
-
-def _measure(quick: bool, progress: Console | None, scope: GpuScope, device: torch.device) -> dict[str, Any]:
-    began, say = time.perf_counter(), timed_lines(progress)
     clock = Clock(device, scope.effort)
-    report: dict[str, Any] = {"quick": quick, "hardware": describe_machine(device), "scope": asdict(scope)}
-    l2 = report["hardware"].get("l2_bytes", 0)
-    proofs = report["proofs"] = []
-    for (heads, size), shape in {(s.heads, s.size): s for s in scope.shapes.values()}.items():
-        for group in scope.groups:
-            say(f"proof: {heads} x {size}, group {group}")
-            proofs.append({"heads": heads, "size": size, "group": group, **prove_codec(shape, group, scope, device)})
-    say("ceilings")
-    ceilings = report["ceilings"] = measure_ceilings(clock, scope)
-    say("entropy decoder alone")
-    report["rans"] = measure_rans(clock, scope)
-    for part in ("link", "incumbent", "codec", "synthesis", "skipped"):
-        report[part] = []
-
-    def late() -> bool:
-        return time.perf_counter() - began > scope.limit
-
-    for name, shape in scope.shapes.items():
-        layout = shape.layout()
-        pages = Pages(layout, max(scope.chunks), scope.tokens, scope.block_tokens, device)
-        each = scope.tokens * layout.bytes_per_token
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    report: dict[str, Any] = {"scope": asdict(scope), "proofs": [], "codec": [], "errors": {}}
+    with compilations() as compiled:
+        report["ceilings"] = measure_ceilings(clock, scope)
+        save(report)
+        pages = Pages(scope.shape.layout(), max(scope.chunks), scope.tokens, scope.block_tokens, device)
+        each = scope.tokens * pages.cache.layout.bytes_per_token
         link = Link(clock, max(scope.chunks) * each)
         raw = {count: link.measure(count * each) for count in scope.chunks}
-        for count, timing in raw.items():
-            entry = {"shape": name, "chunks": count, "raw_bytes": count * each}
-            report["link"].append({**entry, "gb_per_s": timing.per_second(count * each / 1e9)})
+        report["link"] = [
+            {"chunks": count, "raw_bytes": count * each, "gb_per_s": timing.per_second(count * each / 1e9)}
+            for count, timing in raw.items()
+        ]
         for group in scope.groups:
-            if late():
-                report["skipped"].append({"shape": name, "group": group})
-                continue
-            say(f"{name}, group {group}: profile")
-            case = make_case(name, group, scope, device)
-            if group == scope.groups[0]:
-                say(f"{name}: CacheGen-style decoder")
-                one = case.chunks[0]
-                report["incumbent"].append(measure_incumbent(clock, name, one, scope, pages, link, raw, l2))
-            say(f"{name}, group {group}")
-            theirs = {run["chunks"]: run["seconds"]["whole"]["median"] for run in report["incumbent"][-1]["runs"]}
-            report["codec"].append(measure_case(clock, case, scope, pages, link, raw, theirs, ceilings, l2))
-            if name == next(iter(scope.shapes)) and group in scope.synthesis_groups:
-                say(f"{name}, group {group}: configurations of the inverse transform")
-                report["synthesis"] += measure_synthesis(clock, case, scope, pages, l2, late)
-        del pages, link
-    report["seconds"] = time.perf_counter() - began
+            print(f"group {group}", flush=True)
+            try:
+                if group != LOSSLESS:
+                    report["proofs"].append({"group": group, **prove_codec(scope.shape, group, scope, device)})
+                case = make_case(group, scope, device)
+                report["codec"].append(measure_case(clock, case, scope, pages, link, raw, l2))
+            except CuveeError as error:
+                report["errors"][group] = str(error)
+            else:
+                if "rivals" not in report:
+                    pages.fill(case.chunks)
+                    report["rivals"] = measure_rivals(clock, scope, pages, l2)
+            kernels = sorted((entry for entry in compiled if not entry["cached"]), key=lambda own: -own["seconds"])
+            seconds = sum(entry["seconds"] for entry in kernels)
+            report["compile"] = {"seconds": seconds, "cached": len(compiled) - len(kernels), "kernels": kernels}
+            save(report)
     return report

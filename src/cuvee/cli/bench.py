@@ -1,4 +1,4 @@
-"""`cuvee bench`: measure speed and memory on this machine's CPU, on its GPU, or in a serving engine."""
+"""`cuvee bench`: measure speed and memory on this machine's CPU, or in a serving engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _ENGINE = "cuvee bench engine"
 _MOVED = {
-    "--device": "cuvee bench cpu` or `cuvee bench gpu",
+    "--device": "cuvee bench cpu` or `python -m cuvee.eval.bench.gpu",
     "--engine": _ENGINE,
     "--model": f"{_ENGINE} --model MODEL",
     "-m": f"{_ENGINE} --model MODEL",
@@ -360,23 +360,6 @@ def bench_deadlines(
         (lambda report, console: print(deadlines_markdown(report), end="")) if markdown else print_deadlines_report,
         out, force, as_json,
     )  # fmt: skip
-
-
-@app.command("gpu")
-def bench_gpu(
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: two minutes.")] = False,
-    out: ReportFile = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Measure encoding and decoding on a GPU, the limits of the GPU, and a CacheGen-style decoder.
-
-    Example: cuvee bench gpu --out gpu.json
-    """
-    from cuvee.eval.bench.gpu.gpu_bench import run_gpu_bench
-    from cuvee.eval.bench.gpu.gpu_tables import print_gpu_report
-
-    _measure(lambda progress: run_gpu_bench(quick, progress), print_gpu_report, out, force, as_json)
 
 
 @app.command("engine")

@@ -222,7 +222,7 @@ def test_without_constriction_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_gpu_bench_needs_no_constriction() -> None:
-    code = "import sys; sys.modules['constriction'] = None; import cuvee.eval.bench.gpu.gpu_bench, cuvee.cli"
+    code = "import sys; sys.modules['constriction'] = None; import cuvee.eval.bench.gpu.__main__, cuvee.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -62,7 +62,7 @@ COMMANDS = sorted(set(commands(typer.main.get_command(app))) - {"eval"})  # lm-e
 
 def test_the_commands() -> None:
     assert COMMANDS == [
-        "bench blend", "bench clients", "bench cpu", "bench deadlines", "bench engine", "bench gpu", "bench loading",
+        "bench blend", "bench clients", "bench cpu", "bench deadlines", "bench engine", "bench loading",
         "bench pages", "bench parts", "bench rag", "bench refinements", "blend-report", "compare", "decode", "demo",
         "encode", "inspect", "kernels", "profile learn", "profile pull", "profile push", "profile show", "report",
         "store clear", "store delete-tenant", "store info", "tasks",
@@ -97,8 +97,8 @@ def test_the_example_of_a_command_is_right(command: str) -> None:
         ("report --allow-different", "--allow-different", "cuvee compare OLD.json NEW.json --allow-different"),
         ("report --quick --blend", "--blend", "cuvee blend-report"),
         ("report --multidoc x.jsonl -o r", "--multidoc", "cuvee blend-report --multidoc FILE.jsonl"),
-        ("bench --device cpu", "--device", "cuvee bench cpu` or `cuvee bench gpu"),
-        ("bench --quick --device=cuda --json", "--device", "cuvee bench cpu` or `cuvee bench gpu"),
+        ("bench --device cpu", "--device", "cuvee bench cpu` or `python -m cuvee.eval.bench.gpu"),
+        ("bench --quick --device=cuda --json", "--device", "cuvee bench cpu` or `python -m cuvee.eval.bench.gpu"),
         ("bench --quick --engine --store memory://", "--engine", "cuvee bench engine"),
         ("bench --store memory:// --engine", "--store", "cuvee bench engine --store URL"),
         ("bench --model m --engine", "--model", "cuvee bench engine --model MODEL"),

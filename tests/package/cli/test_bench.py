@@ -17,7 +17,7 @@ from cuvee.eval.bench.engine.scope import ENGINE_FULL, ENGINE_QUICK
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the benchmarks are asked for, instead of running them."""
     made: list[tuple[Any, ...]] = []
-    for kind in ("cpu", "gpu", "engine", "pages", "parts"):
+    for kind in ("cpu", "engine", "pages", "parts"):
 
         def measure(*args: Any, kind: str = kind) -> dict[str, Any]:
             made.append((kind, *args[:-1]))
@@ -54,8 +54,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ),
         ("parts", ("parts", (0.4, 0.6, 0.8, 1.0), 0.5, False)),
         ("parts --exponent 0 --exponent 2 --budget 0.1 --quick", ("parts", (0.0, 2.0), 0.1, True)),
-        ("gpu", ("gpu", False)),
-        ("gpu --quick", ("gpu", True)),
         ("engine", ("engine", ENGINE_FULL, None, (), None, (), ())),
         (
             "engine --quick --model m --store file:///a --store file:///b --profile m.safetensors",
@@ -102,7 +100,7 @@ def test_a_report_is_not_replaced_without_force(tmp_path: Path, calls: list[tupl
     path = tmp_path / "bench.json"
     run("bench", "--out", path)
     assert json.loads(path.read_text()) == {"kind": "cpu"}
-    fails("bench", "gpu", "--out", path, match="--force")
-    assert len(calls) == 1, "the GPU was not measured"
-    run("bench", "gpu", "--out", path, "--force")
-    assert json.loads(path.read_text()) == {"kind": "gpu"}
+    fails("bench", "pages", "--out", path, match="--force")
+    assert len(calls) == 1, "pages were not measured"
+    run("bench", "pages", "--out", path, "--force")
+    assert json.loads(path.read_text()) == {"kind": "pages"}

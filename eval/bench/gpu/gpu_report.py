@@ -1,0 +1,175 @@
+"""The results of all steps as Markdown and as one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cuvee.codec.support.files import write_atomically
+
+__all__ = ["PICTURE", "REPORT", "draw_speed", "gpu_markdown", "write_report"]
+
+REPORT, PICTURE = "report.md", "speed.png"
+
+
+def write_report(data: Mapping[str, Any], folder: Path) -> None:
+    """Write the Markdown, and the picture if there is anything to draw."""
+    write_atomically(folder / REPORT, gpu_markdown(data).encode())
+    if _result(data, "speed").get("codec"):
+        draw_speed(_result(data, "speed"), folder / PICTURE)
+
+
+def gpu_markdown(data: Mapping[str, Any]) -> str:
+    """Return the report: each step's status, then what it found, as far as it came."""
+    lines = [f"# cuvee on {_device_line(data)}", "", "| step | status | seconds | limit |", "|---|---|---|---|"]
+    for name, step in data["steps"].items():
+        lines.append(f"| {name} | {step['status']} | {step['seconds']:.0f} | {step['limit']:.0f} |")
+    for name, show in (("tests", _tests), ("speed", _speed), ("bounds", _bounds), ("model", _model)):
+        if result := _result(data, name):
+            lines += ["", f"## {name.capitalize()}", "", *show(result)]
+    for name, step in data["steps"].items():
+        if step.get("said"):
+            lines += ["", f"## The end of what `{name}` printed", "", "```", step["said"].rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _result(data: Mapping[str, Any], step: str) -> dict[str, Any]:
+    return data["steps"].get(step, {}).get("result") or {}
+
+
+def _device_line(data: Mapping[str, Any]) -> str:
+    machine = _result(data, "machine").get("hardware", {})
+    if not machine:
+        return str(data["about"]["device"])
+    where = machine.get("gpu") or f"emulated PTX, {machine['cpu']}"
+    return (
+        f"{where}; driver {machine.get('driver')}, CUDA {machine.get('cuda')}, torch {machine['torch']}, "
+        f"Triton {machine['triton']}, Python {machine['python']}; commit {machine['commit']}, {machine['date']}"
+    )
+
+
+def _tests(found: Mapping[str, Any]) -> list[str]:
+    counted = ", ".join(
+        f"{found[name]} {name.replace('_', ' ')}" for name in ("passed", "failed", "skipped", "not_run")
+    )
+    lines = [f"{found['collected']} tests of kernels: {counted}."]
+    for test, text in found["failures"].items():
+        lines += ["", f"### {test}", "", "```", text.rstrip(), "```"]
+    if found["more_failures"]:
+        lines += ["", "Also failed: " + ", ".join(found["more_failures"])]
+    return lines
+
+
+def _speed(found: Mapping[str, Any]) -> list[str]:
+    ceilings = found["ceilings"]
+    lines = [
+        f"Device copy {ceilings['copy_gb_per_s']['median']:,.0f} GB/s (read and written), bfloat16 product "
+        f"{ceilings['matrix_tflop_per_s']['median']:,.0f} TFLOP/s. Two medians of the same copy lie "
+        f"{ceilings['noise']:.2%} apart, its 20th and 80th percentiles {ceilings['spread']:.2%}. GB/s count the "
+        "uncompressed bfloat16 cache, from an idle device to an idle device, the host's work included; `device`: "
+        "the launches alone. In brackets: from the 20th to the 80th percentile.",
+        "",
+        "| group | tokens | bits/value | encode | device | decode | device | copy from the host, ms | decode, ms |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for entry in found["codec"]:
+        for run in entry["runs"]:
+            restore = run["restore"]
+            lines.append(
+                f"| {entry['group']} | {run['tokens']:,} | {run['bits_per_value']:.2f} | "
+                f"{_spread(run['encode']['gb_per_s'])} | {_number(run['encode']['device_gb_per_s'])} | "
+                f"{_spread(run['decode']['gb_per_s'])} | {_number(run['decode']['device_gb_per_s'])} | "
+                f"{1e3 * restore['raw_copy_seconds']['median']:.2f} | "
+                f"{1e3 * restore['decode_seconds']['median']:.2f} |"
+            )
+    for rival in found.get("rivals", []):
+        if "error" in rival:
+            lines.append(f"| {rival['rival']} | {rival['tokens']:,} | {rival['error']} | | | | | | |")
+        else:
+            lines.append(
+                f"| {rival['rival']} | {rival['tokens']:,} | {rival['bits_per_value']:.2f} | "
+                f"{_spread(rival['encode'])} | | {_spread(rival['decode'])} | | | |"
+            )
+    for proof in found["proofs"]:
+        lines += [
+            "",
+            f"Proved, group {proof['group']}: bytes equal after the integers; {proof['levels_moved']:.2%} of the "
+            f"levels differ by one, values by {proof['difference']:.4f}.",
+        ]
+    lines += ["", *(f"**{group} is wrong**: {error}" for group, error in found["errors"].items())]
+    if "compile" in found:
+        lines.append(
+            f"Triton compiled {len(found['compile']['kernels'])} kernels in {found['compile']['seconds']:.0f} s."
+        )
+    return lines
+
+
+def _bounds(found: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"Picoseconds per value: at least, by the model of an {found['machine']} from executed PTX, and as measured.",
+        "",
+        "| coding | kernel | limit | at least | measured | share |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["kernels"]:
+        share = "" if row["share"] is None else f"{row['share']:.0%}"
+        lines.append(
+            f"| {row['way']}, {row['group']} | `{row['kernel']}` | {row['limit']} | {row['least']:.2f} | "
+            f"{_number(row['measured'], 2)} | {share} |"
+        )
+    return lines
+
+
+def _model(found: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"{found['model']}; a cache of {found['prefix']:,} tokens, group `{found['group']}`, {found['quality']}.",
+        "",
+    ]
+    learned = found["calibrate"]
+    lines.append(f"- `calibrate`, {learned['sequences']} x {learned['length']} tokens: {learned['seconds']:.1f} s")
+    for where in ("device", "cpu"):
+        if own := found.get(where):
+            lines.append(
+                f"- coded on the {where}: KL {own['kl']:.5f}, {own['bits_per_value']:.3f} bits per value, "
+                f"top-1 {own['top1']:.2%}"
+            )
+    if own := found.get("restore"):
+        seconds = {name: own[f"{name}_seconds"]["median"] for name in ("encode", "decode", "recompute")}
+        taken = ", ".join(f"{name} {1e3 * median:.2f} ms" for name, median in seconds.items())
+        lines.append(f"- {taken}: computing takes {own['recompute_over_restore']:.2f} times as long as decoding")
+    return lines
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _spread(rate: Mapping[str, float]) -> str:
+    return f"{rate['median']:,.1f} ({rate['p20']:,.1f} to {rate['p80']:,.1f})"
+
+
+def draw_speed(found: Mapping[str, Any], path: Path) -> None:
+    """Draw encode and decode over tokens, beside the rivals."""
+    from cuvee.eval.plots import BLUE, GREEN, PURPLE, VERMILION, add_title, new_figure, save_figure, styled
+
+    with styled():
+        figure = new_figure(3.4)
+        panels: Sequence[Any] = figure.subplots(1, 2, sharey=True)
+        for axes, way in zip(panels, ("encode", "decode"), strict=True):
+            for color, entry in zip((BLUE, VERMILION, GREEN, PURPLE), found["codec"], strict=False):
+                x = [run["tokens"] for run in entry["runs"]]
+                axes.plot(x, [run[way]["gb_per_s"]["median"] for run in entry["runs"]], "o-", color=color,
+                          label=entry["group"])  # fmt: skip
+            good = [rival for rival in found.get("rivals", []) if "error" not in rival]
+            for name, dashes in zip(dict.fromkeys(rival["rival"] for rival in good), ("--", ":", "-."), strict=False):
+                own = [rival for rival in good if rival["rival"] == name]
+                axes.plot(
+                    [r["tokens"] for r in own], [r[way]["median"] for r in own], dashes, color="#777777", label=name
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xlabel("tokens in a call")
+            add_title(axes, way, f"GB/s of bfloat16, a cache of the shape of {found['scope']['name']}")
+        panels[0].legend(fontsize=7.5, frameon=False)
+        save_figure(figure, path)

@@ -1,0 +1,156 @@
+"""The step `model`: a trained model on the device. Its profile, the cache of a long prompt, KL, restoring it.
+
+The model is SmolLM2, as far as it was carried (`make gpu-carry`), or else the bundled one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cuvee
+from cuvee.codec.codec import Codec
+from cuvee.codec.data.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_text, load_bundled_model
+from cuvee.codec.models.forward import frozen, prefill
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.profile import Profile
+from cuvee.eval.bench.gpu.clock import Clock
+from cuvee.eval.bench.gpu.packed_model import load_packed
+from cuvee.eval.quality import CodecMethod, QualityBench, spans
+from cuvee.eval.timing import Effort
+
+__all__ = ["CARRIED", "ModelScope", "measure_model", "run_step"]
+
+CARRIED = Path("out/carry")
+QUALITY = "balanced"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelScope:
+    """What is measured.
+
+    Attributes:
+        length, sequences: of the text that the profile is learned from.
+        prefix: tokens in the cache, at most; the model's positions and the text may allow fewer.
+        scored: tokens after it.
+        chunk_tokens: tokens coded together.
+        effort: how long a timing may take.
+    """
+
+    length: int = 512
+    sequences: int = 24
+    prefix: int = 4096
+    scored: int = 256
+    chunk_tokens: int = 256
+    effort: Effort = field(default=Effort(1.0, 5, 30))
+
+
+# The first layers alone: the emulator decodes a thousand values in a second.
+_REHEARSAL = ModelScope(128, 16, 64, 32, 32, Effort(0.0, 1, 1))
+_LAYERS = 1
+
+
+def run_step(device: torch.device, save: Callable[[object], None], folder: Path) -> None:
+    """Measure and save."""
+    model, texts, title = _load()
+    rehearsed = device.type != "cuda"
+    if rehearsed:
+        model.model.layers = model.model.layers[:_LAYERS]
+        model.config.num_hidden_layers = _LAYERS
+        title += "; rehearsed on the first of them"
+    measure_model(model, texts, title, _REHEARSAL if rehearsed else ModelScope(), device, save)
+
+
+def _load() -> tuple[Any, dict[str, torch.Tensor], str]:
+    folders = sorted(path for path in CARRIED.glob("*") if path.is_dir())
+    if any((folder / "config.json").exists() for folder in folders):
+        return load_packed(folders)
+    model, tokenizer = load_bundled_model()
+    texts = {name: torch.tensor(tokenizer(bundled_text(name)).input_ids) for name in TEXTS}
+    return model, texts, "books-3m, the bundled model"
+
+
+def measure_model(
+    model: Any,
+    texts: dict[str, torch.Tensor],
+    title: str,
+    scope: ModelScope,
+    device: torch.device,
+    save: Callable[[object], None],
+) -> dict[str, Any]:
+    """Calibrate on the device; code the cache of a prompt there; compare its KL with the CPU's, and restore it.
+
+    Args:
+        model: in float32, on the CPU.
+        texts: ids of tokens by the names of the bundled texts.
+        title: of the model.
+        scope: sizes.
+        device: where kernels run.
+        save: called with the report whenever it has grown.
+    """
+    clock = Clock(device, scope.effort)
+    prompt = torch.cat([texts[name] for name in EVALUATION_TEXTS])
+    prefix = min(scope.prefix, model.config.max_position_embeddings - scope.scored, len(prompt) - scope.scored)
+    report: dict[str, Any] = {"model": title, "prefix": prefix, "quality": QUALITY, "group": "head"}
+    learned = torch.cat([texts[name] for name in CALIBRATION_TEXTS])
+    count = min(scope.sequences, len(learned) // scope.length)
+    sequences = learned[: count * scope.length].view(count, scope.length)
+    model.to(device)
+    began = time.perf_counter()
+    profile = cuvee.calibrate(model, sequences, "head", progress=False)
+    report["calibrate"] = {"sequences": count, "length": scope.length, "seconds": time.perf_counter() - began}
+    save(report)
+    tokens = prompt[None, : prefix + scope.scored]
+    report["device"] = _quality(model, tokens, prefix, profile, scope, "triton", device)
+    save(report)
+    report["restore"] = _restore(clock, model, tokens[:, :prefix], profile, scope)
+    save(report)
+    report["cpu"] = _quality(model.to("cpu").float(), tokens, prefix, profile, scope, "numba", torch.device("cpu"))
+    report["kl_difference"] = report["device"]["kl"] - report["cpu"]["kl"]
+    save(report)
+    return report
+
+
+def _quality(
+    model: Any, tokens: torch.Tensor, prefix: int, profile: Profile, scope: ModelScope, backend: str,
+    device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
+    """The KL and the size after the cache was coded where the model is."""
+    bench = QualityBench(model, tokens, prefix, dtype="bfloat16", device=device)
+    method = CodecMethod(Codec(profile, QUALITY, backend=backend))
+    found = bench.run(QUALITY, method, scope.chunk_tokens).to_dict()
+    kept = ("kl", "nll", "top1", "bits_per_value", "ratio", "encode_seconds", "decode_seconds")
+    return {name: found[name] for name in kept}
+
+
+def _restore(clock: Clock, model: Any, tokens: torch.Tensor, profile: Profile, scope: ModelScope) -> dict[str, Any]:
+    """Seconds to encode and to decode the cache of `tokens [1, T]` in place, and to compute it again in bfloat16."""
+    model = model.bfloat16()
+    layout = replace(profile.layout, dtype="bfloat16")
+    tokens = tokens.to(clock.device)
+    with frozen(model), torch.no_grad():
+        (chunk,) = prefill(model, tokens, layout, clock.device)
+        compute = clock.whole([partial(prefill, model, tokens, layout, clock.device)])
+    cut = spans(chunk.tokens, scope.chunk_tokens)
+    cache = PagedCache.of_chunk(chunk)
+    slots = [torch.arange(begin, end, device=clock.device) for begin, end in cut]
+    starts = [begin for begin, _ in cut]
+    codec = Codec(profile, QUALITY, backend="triton")
+    blobs = codec.encode_paged(cache, slots, starts)
+    encode = clock.whole([lambda: codec.encode_paged(cache, slots, starts)])
+    decode = clock.whole([lambda: codec.decode_paged(blobs, cache, slots, starts).check()])
+    return {
+        "tokens": chunk.tokens,
+        "raw_bytes": chunk.nbytes,
+        "compressed_bytes": sum(map(len, blobs)),
+        "encode_seconds": encode.to_dict(),
+        "decode_seconds": decode.to_dict(),
+        "recompute_seconds": compute.to_dict(),
+        "recompute_over_restore": compute.median / decode.median,
+    }

@@ -1,0 +1,269 @@
+"""The day a GPU is there: steps in processes, what is carried, what comes back; all of it is rehearsed nightly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.eval.bench.gpu import carry, steps
+from cuvee.eval.bench.gpu.__main__ import STEPS, main
+from cuvee.eval.bench.gpu.gpu_report import gpu_markdown, write_report
+from cuvee.eval.bench.gpu.packed_model import load_packed, pack_tensors, unpack_q4_1, unpack_q8_0
+from cuvee.eval.bench.gpu.steps import Step, check_returned, read_results, run_steps
+
+ROOT = Path(__file__).parents[3]
+SAVE = "import json,pathlib,sys,time; save=lambda d: pathlib.Path(sys.argv[1]).write_text(json.dumps(d))\n"
+
+
+def step(name: str, code: str, seconds: float = 60.0) -> Step:
+    return Step(name, seconds, (sys.executable, "-S", "-c", SAVE + code))
+
+
+def run(made: list[Step], folder: Path, about: str = "one") -> tuple[dict[str, Any], list[str]]:
+    told: list[str] = []
+    data = run_steps(made, folder, {"device": about}, told.append, lambda data: write_report(data, folder))
+    assert read_results(folder) == json.loads(json.dumps(data))
+    return data["steps"], told
+
+
+def test_a_step_that_fails_or_hangs_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    child = "import subprocess; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+    made = [
+        step("good", "save({'a': 1})"),
+        step("bad", "save({'b': 2}); print('last words'); sys.exit(3)"),
+        step("killed", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"),
+        step("slow", f"save({{'c': 3}})\n{child}time.sleep(60)", seconds=1.5),
+        step("last", "save({'d': 4})"),
+    ]
+    found, told = run(made, tmp_path)
+    assert [entry["status"] for entry in found.values()] == ["done", "failed", "failed", "cut", "done"]
+    assert [entry["result"] for entry in found.values()] == [{"a": 1}, {"b": 2}, None, {"c": 3}, {"d": 4}]
+    assert found["bad"]["said"] == "last words\n" and "said" not in found["good"]
+    assert "last words" in (tmp_path / steps.LOG).read_text() and len(told) == 10
+    text = (tmp_path / "report.md").read_text()
+    assert "| slow | cut |" in text and "last words" in text
+
+
+def test_a_cut_of_everything_loses_no_step(tmp_path: Path) -> None:
+    """What the machine has found when it is taken away is on the disk, the running step's share included."""
+    code = (
+        "from cuvee.eval.bench.gpu.steps import Step, run_steps; import sys; from pathlib import Path\n"
+        f"save = {SAVE!r}\n"
+        "own = lambda code: (sys.executable, '-S', '-c', save + code)\n"
+        "made = [Step('one', 60, own('save(1)')), Step('two', 60, own('save(2); time.sleep(60)'))]\n"
+        "run_steps(made, Path(sys.argv[1]), {}, print, print)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.DEVNULL)
+    try:
+        while (read_results(tmp_path).get("steps", {}).get("two") or {}).get("result") != 2:
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    found = read_results(tmp_path)["steps"]
+    assert found["one"]["status"] == "done" and found["two"]["status"] == "running"
+
+
+def test_what_has_ended_well_is_not_run_again(tmp_path: Path) -> None:
+    count = f"pathlib.Path({str(tmp_path / 'count')!r}).open('a').write('x')"
+    broken, mended = step("two", "sys.exit(1)"), step("two", "save(2)")
+    run([step("one", f"{count}; save(1)"), broken], tmp_path / "out")
+    found, told = run([step("one", f"{count}; save(1)"), mended], tmp_path / "out")
+    assert told[0] == "one: done before" and (tmp_path / "count").read_text() == "x"
+    assert [entry["status"] for entry in found.values()] == ["done", "done"]
+    run([step("one", f"{count}; save(1)")], tmp_path / "out", about="another machine")
+    assert (tmp_path / "count").read_text() == "xx"
+    (tmp_path / "out" / steps.RESULTS).write_text("{damaged")
+    run([step("one", f"{count}; save(1)")], tmp_path / "out", about="another machine")
+    assert (tmp_path / "count").read_text() == "xxx"
+
+
+def test_a_report_that_fails_ends_no_step(tmp_path: Path) -> None:
+    def show(data: dict[str, Any]) -> None:
+        raise KeyError("half a result")
+
+    told: list[str] = []
+    data = run_steps([step("a", "save(1)"), step("b", "save(2)")], tmp_path, {}, told.append, show)
+    assert [entry["status"] for entry in data["steps"].values()] == ["done", "done"]
+    assert any("half a result" in line for line in told)
+
+
+def test_what_comes_back_keeps_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_LOG_BYTES", 1000)
+    run([step("loud", "print('x' * 5000); print('the end'); save(1)")], tmp_path)
+    sizes = check_returned(tmp_path)
+    assert sizes.keys() == {"results.json", "log.txt", "report.md"} and sizes["log.txt"] < 1100
+    assert (tmp_path / steps.LOG).read_text().startswith("\n=== loud")
+    assert (tmp_path / steps.LOG).read_text().endswith("the end\n")
+    for number in range(6):
+        (tmp_path / f"more-{number}").touch()
+    with pytest.raises(InputError, match="at most 8 files"):
+        check_returned(tmp_path)
+
+
+def test_the_limits_are_eight_minutes() -> None:
+    assert sum(limit for _, limit in STEPS.values()) <= 8 * 60 - 10
+    assert STEPS["tests"][1] <= 3 * 60
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_remedy_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path / "out")]) == 1
+    assert "--device emulated" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_failures_are_shown_in_full() -> None:
+    result = {
+        "collected": 9, "passed": 5, "failed": 1, "skipped": 0, "not_run": 3, "seconds_by_file": {},
+        "failures": {"tests/kernels/test_rans.py::test_x": "E   CUDA error: an illegal memory access"},
+        "more_failures": [],
+    }  # fmt: skip
+    entry = {"status": "cut", "seconds": 180.0, "limit": 180, "result": result}
+    text = gpu_markdown({"about": {"device": "cuda"}, "steps": {"tests": entry}})
+    assert "5 passed, 1 failed, 0 skipped, 3 not run" in text and "an illegal memory access" in text
+
+
+def test_a_test_that_faults_or_hangs_costs_one_process(tmp_path: Path) -> None:
+    """pytest-xdist starts another process for the tests that are left; each failure is named once."""
+    (tmp_path / "test_device.py").write_text(
+        "import os, time, pytest\n"
+        "pytestmark = pytest.mark.gpu\n"
+        "def test_a(): pass\n"
+        "def test_b(): raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "def test_c(): assert not os.environ.get('POISON')\n"
+        "def test_d(): time.sleep(60)\n"
+        "def test_e(): pass\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
+    code = (
+        "import json, sys, torch; from pathlib import Path; from tests.kernels import device_step as own\n"
+        "own.FULL = ('test_device.py',)\n"
+        "own.os.cpu_count = lambda: 2\n"
+        "own.run_step(torch.device('cuda'), lambda d: Path('found.json').write_text(json.dumps(d)), Path())"
+    )
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": paths, "CUVEE_TEST_SECONDS": "2"},
+    )  # fmt: skip
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (found["collected"], found["passed"], found["failed"], found["not_run"]) == (5, 3, 2, 0), done.stdout
+    fault, hang = (found["failures"][f"test_device.py::test_{name}"] for name in "bd")
+    assert "illegal memory access" in fault and "crashed" in hang
+
+
+# What is carried -------------------------------------------------------------------------------------------------
+
+
+def test_files_fill_folders_in_order(tmp_path: Path) -> None:
+    files = []
+    for number, size in enumerate((5, 4, 3, 8, 1)):
+        files.append(tmp_path / str(number))
+        files[-1].write_bytes(bytes(size))
+    with pytest.raises(InputError, match=r"^3: must fit into 7 bytes"):
+        carry.fill_folders(files, tmp_path / "out", 7)
+    assert all(path.exists() for path in files)
+    folders = carry.fill_folders(files, tmp_path / "out", 9)
+    assert [sorted(path.name for path in folder.iterdir()) for folder in folders] == [["0", "1"], ["2"], ["3", "4"]]
+
+
+def test_the_tree_is_what_git_does_not_ignore(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="git checkout"):
+        carry.tree_bytes(tmp_path)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / ".gitignore").write_text("out/\n")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "large").write_bytes(bytes(1000))
+    (tmp_path / "new").write_bytes(bytes(10))
+    assert carry.tree_bytes(tmp_path) == 10 + len("out/\n")
+
+
+def test_a_wheel_loses_what_is_not_needed(tmp_path: Path) -> None:
+    whole = tmp_path / "a-1-py3-none-any.whl"
+    with zipfile.ZipFile(whole, "w") as archive:
+        for name in ("a/x.cpython-311.so", "a/x.cpython-312.so", "a/bin/tool", "a-1.dist-info/RECORD"):
+            archive.writestr(name, "1")
+    (tmp_path / "out").mkdir()
+    with zipfile.ZipFile(carry.trim_wheel(whole, tmp_path / "out", ("cpython-311", "/bin/"))) as archive:
+        assert archive.namelist() == ["a/x.cpython-312.so", "a-1.dist-info/RECORD"]
+
+
+def blocks(rows: int, columns: int, size: int, seed: int) -> Any:
+    made = np.random.default_rng(seed).integers(0, 256, (rows, columns // 32 * size), np.uint8)
+    scales = np.random.default_rng(seed + 1).normal(0, 0.01, (rows * columns // 32, 2)).astype(np.float16)
+    flat = made.reshape(-1, size)
+    flat[:, :2] = scales[:, :1].view(np.uint8)
+    if size == 20:
+        flat[:, 2:4] = scales[:, 1:].copy().view(np.uint8)
+    return made
+
+
+@pytest.mark.parametrize(("unpack", "size", "kind"), [(unpack_q4_1, 20, "Q4_1"), (unpack_q8_0, 34, "Q8_0")])
+def test_blocks_hold_what_the_format_says(unpack: Any, size: int, kind: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    coded = blocks(3, 64, size, 0)
+    want = gguf.quants.dequantize(coded, gguf.GGMLQuantizationType[kind])
+    assert torch.equal(unpack(coded.reshape(-1, size)).view(3, 64), torch.from_numpy(want))
+
+
+def packed(folder: Path, layers: int) -> None:
+    """A model of 64 channels whose first layers are there."""
+    config = {
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 3, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    folder.mkdir()
+    about = {"config": config, "all_tokens": 100, "kept": [1, 5, 7], "texts": {"orchard": [0, 1, 2, 1]}}
+    (folder / "config.json").write_text(json.dumps(about))
+    norm = np.ones(64, np.float32).view(np.uint8)
+    pack_tensors(folder / "vocabulary.xz", [blocks(3, 64, 34, 1), norm])
+    shapes = ((64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96))
+    for layer in range(layers):
+        matrices = [blocks(*shape, 20, 10 * layer + index) for index, shape in enumerate(shapes)]
+        pack_tensors(folder / f"layer-{layer:02d}.xz", [norm, norm, *matrices])
+
+
+def test_the_layers_that_were_carried_make_a_model(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="gpu-carry"):
+        load_packed([])
+    one, two = tmp_path / "1", tmp_path / "2"
+    packed(one, 3)
+    two.mkdir()
+    (one / "layer-02.xz").rename(two / "layer-02.xz")
+    model, texts, title = load_packed([one, two])
+    assert model.config.num_hidden_layers == 3 and title.startswith("SmolLM2-135M-Instruct, 3 of 3 layers, 3 of 100")
+    assert model(texts["orchard"][None]).logits.shape == (1, 4, 3)
+    (one / "layer-01.xz").unlink()  # the third is of no use without the second
+    first, _, title = load_packed([one, two])
+    assert first.config.num_hidden_layers == 1 and "1 of 3 layers" in title
+    for name, weight in first.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]) and torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.nightly
+def test_the_rehearsal(tmp_path: Path) -> None:
+    """Every step ends well on the emulator, as it is run where the GPU is."""
+    command = [sys.executable, "-m", "cuvee.eval.bench.gpu", "--device", "emulated", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(("src", "."))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    data = read_results(tmp_path)["steps"]
+    assert list(data) == list(STEPS)
+    assert data["tests"]["result"]["passed"] > 50 and data["tests"]["result"]["failed"] == 0
+    assert [entry["group"] for entry in data["speed"]["result"]["codec"]] == ["head", "lossless", "layer", "layers:2"]
+    assert data["model"]["result"]["device"]["kl"] == pytest.approx(data["model"]["result"]["cpu"]["kl"], rel=0.1)
+    assert any(row["measured"] for row in data["bounds"]["result"]["kernels"])
+    assert check_returned(tmp_path).keys() == {"results.json", "report.md", "speed.png", "log.txt"}
