@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -111,7 +112,7 @@ def measure_model(
     save(report)
     report["restore"] = _restore(clock, model, tokens[:, :prefix], profile, scope)
     save(report)
-    report["cpu"] = _quality(model.to("cpu").float(), tokens, prefix, profile, scope, "numba", torch.device("cpu"))
+    report["cpu"] = _quality(model.to("cpu"), tokens, prefix, profile, scope, "numba", torch.device("cpu"))
     report["kl_difference"] = report["device"]["kl"] - report["cpu"]["kl"]
     save(report)
     return report
@@ -131,7 +132,9 @@ def _quality(
 
 def _restore(clock: Clock, model: Any, tokens: torch.Tensor, profile: Profile, scope: ModelScope) -> dict[str, Any]:
     """Seconds to encode and to decode the cache of `tokens [1, T]` in place, and to compute it again in bfloat16."""
-    model = model.bfloat16()
+    model = deepcopy(model)
+    for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay as they are
+        parameter.data = parameter.data.bfloat16()
     layout = replace(profile.layout, dtype="bfloat16")
     tokens = tokens.to(clock.device)
     with frozen(model), torch.no_grad():

@@ -37,17 +37,20 @@ def run(made: list[Step], folder: Path, about: str = "one") -> tuple[dict[str, A
 
 
 def test_a_step_that_fails_or_hangs_takes_nothing_from_the_others(tmp_path: Path) -> None:
-    child = "import subprocess; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+    child = "import subprocess; child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
     made = [
         step("good", "save({'a': 1})"),
         step("bad", "save({'b': 2}); print('last words'); sys.exit(3)"),
         step("killed", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"),
-        step("slow", f"save({{'c': 3}})\n{child}time.sleep(60)", seconds=1.5),
+        step("slow", f"{child}save(child.pid)\ntime.sleep(60)", seconds=1.5),
         step("last", "save({'d': 4})"),
     ]
     found, told = run(made, tmp_path)
     assert [entry["status"] for entry in found.values()] == ["done", "failed", "failed", "cut", "done"]
-    assert [entry["result"] for entry in found.values()] == [{"a": 1}, {"b": 2}, None, {"c": 3}, {"d": 4}]
+    pid = found["slow"]["result"]
+    assert [entry["result"] for entry in found.values()] == [{"a": 1}, {"b": 2}, None, pid, {"d": 4}]
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z", "what a step starts is killed"
     assert found["bad"]["said"] == "last words\n" and "said" not in found["good"]
     assert "last words" in (tmp_path / steps.LOG).read_text() and len(told) == 10
     text = (tmp_path / "report.md").read_text()
