@@ -151,25 +151,40 @@ def _spread(rate: Mapping[str, float]) -> str:
 
 def draw_speed(found: Mapping[str, Any], path: Path) -> None:
     """Draw encode and decode over tokens, beside the rivals."""
-    from cuvee.eval.plots import BLUE, GREEN, PURPLE, VERMILION, add_title, new_figure, save_figure, styled
+    from cuvee.eval.plots import (
+        BLUE,
+        GREEN,
+        PURPLE,
+        VERMILION,
+        add_title,
+        new_figure,
+        plain_log_ticks,
+        save_figure,
+        styled,
+    )
 
+    rivals: dict[str, list[Any]] = {}
+    for rival in found.get("rivals", []):
+        if "error" not in rival:
+            rivals.setdefault(rival["rival"], []).append(rival)
     with styled():
         figure = new_figure(3.4)
         panels: Sequence[Any] = figure.subplots(1, 2, sharey=True)
         for axes, way in zip(panels, ("encode", "decode"), strict=True):
+            tokens: list[int] = []
             for color, entry in zip((BLUE, VERMILION, GREEN, PURPLE), found["codec"], strict=False):
-                x = [run["tokens"] for run in entry["runs"]]
-                axes.plot(x, [run[way]["gb_per_s"]["median"] for run in entry["runs"]], "o-", color=color,
-                          label=entry["group"])  # fmt: skip
-            good = [rival for rival in found.get("rivals", []) if "error" not in rival]
-            for name, dashes in zip(dict.fromkeys(rival["rival"] for rival in good), ("--", ":", "-."), strict=False):
-                own = [rival for rival in good if rival["rival"] == name]
-                axes.plot(
-                    [r["tokens"] for r in own], [r[way]["median"] for r in own], dashes, color="#777777", label=name
-                )
+                tokens = [run["tokens"] for run in entry["runs"]]
+                speeds = [run[way]["gb_per_s"]["median"] for run in entry["runs"]]
+                axes.plot(tokens, speeds, "o-", color=color, label=entry["group"])
+            for (name, own), dashes in zip(rivals.items(), ("--", ":", "-."), strict=False):
+                speeds = [rival[way]["median"] for rival in own]
+                axes.plot([rival["tokens"] for rival in own], speeds, dashes, color="#777777", label=name)
             axes.set_xscale("log", base=2)
+            axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+            axes.minorticks_off()
             axes.set_yscale("log")
+            plain_log_ticks(axes)
             axes.set_xlabel("tokens in a call")
-            add_title(axes, way, f"GB/s of bfloat16, a cache of the shape of {found['scope']['name']}")
-        panels[0].legend(fontsize=7.5, frameon=False)
+            add_title(axes, way, "GB/s of bfloat16")
+        figure.legend(*panels[1].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
         save_figure(figure, path)

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels.device_step import MOST_FAILURES, MOST_TEXT
 
 from cuvee.codec.errors import InputError
 from cuvee.eval.bench.gpu import carry, steps
 from cuvee.eval.bench.gpu.__main__ import STEPS, main
 from cuvee.eval.bench.gpu.gpu_report import gpu_markdown, write_report
 from cuvee.eval.bench.gpu.packed_model import load_packed, pack_tensors, unpack_q4_1, unpack_q8_0
-from cuvee.eval.bench.gpu.steps import Step, check_returned, read_results, run_steps
+from cuvee.eval.bench.gpu.steps import MOST_BYTES, Step, check_returned, read_results, run_steps
 
 ROOT = Path(__file__).parents[3]
 SAVE = "import json,pathlib,sys,time; save=lambda d: pathlib.Path(sys.argv[1]).write_text(json.dumps(d))\n"
@@ -114,6 +115,16 @@ def test_what_comes_back_keeps_the_limits(tmp_path: Path, monkeypatch: pytest.Mo
         check_returned(tmp_path)
 
 
+def test_the_longest_failures_come_back(tmp_path: Path) -> None:
+    failures = {f"tests/kernels/test_x.py::test_{number}": "E\n" * (MOST_TEXT // 2) for number in range(MOST_FAILURES)}
+    counts = dict.fromkeys(("collected", "passed", "failed", "skipped", "not_run"), 999)
+    result = {**counts, "seconds_by_file": {}, "failures": failures, "more_failures": []}
+    found = tmp_path / "found.json"
+    found.write_text(json.dumps(result))
+    run([step("tests", f"save(json.loads(pathlib.Path({str(found)!r}).read_text()))")], tmp_path / "out")
+    assert 6e6 < check_returned(tmp_path / "out")["results.json"] < MOST_BYTES
+
+
 def test_the_limits_are_eight_minutes() -> None:
     assert sum(limit for _, limit in STEPS.values()) <= 8 * 60 - 10
     assert STEPS["tests"][1] <= 3 * 60
@@ -140,11 +151,13 @@ def test_failures_are_shown_in_full() -> None:
 def test_a_test_that_faults_or_hangs_costs_one_process(tmp_path: Path) -> None:
     """pytest-xdist starts another process for the tests that are left; each failure is named once."""
     (tmp_path / "test_device.py").write_text(
-        "import os, time, pytest\n"
+        "import builtins, time, pytest\n"
         "pytestmark = pytest.mark.gpu\n"
         "def test_a(): pass\n"
-        "def test_b(): raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
-        "def test_c(): assert not os.environ.get('POISON')\n"
+        "def test_b():\n"
+        "    builtins.LOST = True\n"
+        "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "def test_c(): assert not hasattr(builtins, 'LOST')\n"
         "def test_d(): time.sleep(60)\n"
         "def test_e(): pass\n"
     )
@@ -172,14 +185,14 @@ def test_a_test_that_faults_or_hangs_costs_one_process(tmp_path: Path) -> None:
 
 def test_files_fill_folders_in_order(tmp_path: Path) -> None:
     files = []
-    for number, size in enumerate((5, 4, 3, 8, 1)):
+    for number, size in enumerate((5, 4, 1, 8, 9)):
         files.append(tmp_path / str(number))
         files[-1].write_bytes(bytes(size))
     with pytest.raises(InputError, match=r"^3: must fit into 7 bytes"):
         carry.fill_folders(files, tmp_path / "out", 7)
     assert all(path.exists() for path in files)
     folders = carry.fill_folders(files, tmp_path / "out", 9)
-    assert [sorted(path.name for path in folder.iterdir()) for folder in folders] == [["0", "1"], ["2"], ["3", "4"]]
+    assert [sorted(path.name for path in folder.iterdir()) for folder in folders] == [["0", "1"], ["2", "3"], ["4"]]
 
 
 def test_the_tree_is_what_git_does_not_ignore(tmp_path: Path) -> None:
