@@ -75,7 +75,7 @@ class Living(Driven):
         self.answers: list[tuple[Asked, Answer]] = []
         self.counts: Counter[str] = Counter()
 
-    def ask(self, ids: Sequence[int], version: int = 0, lora: Any = None, name: str | None = None) -> None:
+    def add(self, ids: Sequence[int], version: int = 0, lora: Any = None, name: str | None = None) -> None:
         """Add a request; one with an image's name is not compared, since vLLM trusts the name."""
         from vllm import SamplingParams
 
@@ -90,7 +90,7 @@ class Living(Driven):
         self.engine.add_request(request, prompt, parameters, lora_request=lora)
         self.waiting[request] = Asked(self.kind, tuple(ids), version if name is None else -1)
 
-    def finish(self, steps: int = 10_000) -> None:
+    def advance(self, steps: int = 10_000) -> None:
         """Step until all requests have ended, or so often."""
         while self.engine.has_unfinished_requests() and steps:
             steps -= 1
@@ -156,23 +156,23 @@ def live(kind: str, folder: Path, store: DictStore, dice: random.Random, until: 
             chosen = dice.choice([*loaded, number])
             lora = engine.lora(chosen, folder / "served")
             if chosen in loaded:
-                engine.ask(ids, loaded[chosen], lora)
+                engine.add(ids, loaded[chosen], lora)
             else:
                 after = dice.choice(VERSIONS) if dice.random() < 0.4 else deployed
-                engine.ask(ids, after, lora)
+                engine.add(ids, after, lora)
                 if after != deployed:  # between arrival and the first step, in which it is read
                     deployed = after
                     deploy(folder, deployed)
-                engine.finish(1)
+                engine.advance(1)
                 loaded[chosen] = after
         elif kind == "images":
-            engine.ask(ids, dice.choice(VERSIONS), name="mine" if dice.random() < 0.4 else None)
+            engine.add(ids, dice.choice(VERSIONS), name="mine" if dice.random() < 0.4 else None)
         else:
-            engine.ask(ids)
+            engine.add(ids)
         if dice.random() < 0.6:
-            engine.finish()
+            engine.advance()
             engine.llm.reset_prefix_cache()
-    engine.finish()
+    engine.advance()
     time.sleep(0.3)  # what is being stored
     engine.close()
     return engine
@@ -189,8 +189,8 @@ def compare(folder: Path, answers: Sequence[tuple[Asked, Answer]]) -> float:
         for asked in dict.fromkeys(asked for asked, _ in ours):
             adapter = kind == "adapters" and asked.version
             path = folder / f"adapter{asked.version}"
-            reference.ask(asked.ids, asked.version, reference.lora(asked.version, path) if adapter else None)
-            reference.finish()
+            reference.add(asked.ids, asked.version, reference.lora(asked.version, path) if adapter else None)
+            reference.advance()
             right[asked] = reference.answers[-1][1]
         reference.close()
         for asked, answer in ours:

@@ -240,5 +240,5 @@ def make_case(group: str, scope: GpuScope, device: torch.device) -> GpuCase:
     profile = synthetic_profile(layout, "head" if group == LOSSLESS else group, device)
     chunks = synthetic_chunks(profile, min(DISTINCT, max(scope.chunks)), scope.tokens, device)
     if group == LOSSLESS:
-        return GpuCase(group, Codec(Profile.generic(layout), LOSSLESS, backend="triton"), chunks)
+        return GpuCase(group, Codec(Profile.unlearned(layout), LOSSLESS, backend="triton"), chunks)
     return GpuCase(group, Codec(profile, step=1.0, backend="triton"), chunks)
