@@ -302,13 +302,13 @@ FORKED = """
 import os, sys, threading
 import torch
 import cuvee.codec.cpu.backend
-from cuvee import Codec, KVChunk, KVLayout, Profile
+from cuvee import Codec, KVChunk, KVLayout, fit
 from cuvee.codec.layout import LayerLayout
 cuvee.codec.cpu.backend.PARALLEL_VALUES = 1
 layout = KVLayout("tiny", (LayerLayout(2, 16, 16, None),) * 4, "float32", None)
 chunk = KVChunk([torch.randn(300, 2, 16) for _ in range(4)], [torch.randn(300, 2, 16) for _ in range(4)], layout)
 for quality in ("lossless", "balanced"):
-    codec = Codec(Profile.unlearned(layout), quality, threads=2)
+    codec = Codec(fit(layout, [chunk]), quality, threads=2)
     blob = codec.encode(chunk)
     want = codec.decode(blob)
     assert sum(thread.name.startswith("cuvee") for thread in threading.enumerate()) >= 1

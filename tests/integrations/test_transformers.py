@@ -505,7 +505,8 @@ def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[...
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
 def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: Any, layout: KVLayout) -> None:
     """Calibrated in float32, served in bfloat16: the blob's own dtype decides."""
-    codec = Codec(codec_profile.Profile.unlearned(layout), quality)
+    profile = fitted_to(layout)
+    codec = Codec(profile, quality)
     narrow: Any = DynamicCache()
     for index, layer in enumerate(prefill(model, prompt(1)).layers):
         narrow.update(layer.keys.bfloat16(), layer.values.bfloat16(), index)
@@ -516,8 +517,9 @@ def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: A
         if quality == "lossless":
             assert torch.equal(ours.keys, theirs.keys)
             assert torch.equal(ours.values, theirs.values)
-    other = Codec(codec_profile.Profile.unlearned(replace(layout, dtype="bfloat16")), quality)
-    assert other.profile.id == codec.profile.id
+    short = replace(layout, dtype="bfloat16")
+    other = codec_profile.Profile(short, profile.group, profile.source, profile.family, profile.learned)
+    assert other.id == profile.id
 
 
 # A cache on a device ----------------------------------------------------------------------------------------------
@@ -536,7 +538,7 @@ def both(layout: KVLayout) -> Callable[..., Both]:
     """both(quality) -> Both."""
 
     def make(quality: str, **changes: Any) -> Both:
-        profile = codec_profile.Profile.unlearned(layout)
+        profile = fitted_to(layout)
         return Both(Codec(profile, quality, **changes), Codec(profile, quality, backend="triton", **changes))
 
     return make

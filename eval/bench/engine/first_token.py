@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.eval.bench.engine.process import Engine
 from cuvee.eval.bench.engine.ratios import crossing, paired, spread
 from cuvee.eval.bench.engine.scope import (
@@ -207,7 +206,7 @@ def _verdict(
     return {
         "name": variant.name,
         "quality": variant.quality,
-        "profile": None if variant.quality == LOSSLESS else profile,
+        "profile": profile,
         "store": variant.store.partition(":")[0],
         "load_async": variant.load_async,
         "pays_from_tokens": crossing([entry["tokens"] for entry in lengths], ratios),

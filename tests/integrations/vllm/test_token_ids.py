@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import fitted_to
 from tests.integrations.vllm.sides import CHUNK, LAYOUT, Bench, Desk, image, make_request
 from tests.predicting import predicting
 
@@ -91,7 +92,7 @@ def test_a_part_of_an_image_has_no_id(desk: Callable[..., Desk]) -> None:
     assert request.all_token_ids == request.prompt_token_ids, "the engine's list is left alone"
 
 
-@pytest.mark.parametrize("options", [{"quality": "lossless", "step": None}, {"profile": Profile.unlearned(LAYOUT)}])
+@pytest.mark.parametrize("options", [{"quality": "lossless", "step": None}, {"profile": fitted_to(LAYOUT)}])
 def test_ids_that_are_of_no_use_are_not_sent(desk: Callable[..., Desk], options: dict[str, Any]) -> None:
     d, request = desk(**options), make_request(tokens=45)
     d.matched(request)
