@@ -266,12 +266,12 @@ class SchedulerSide:
         with self._guard("take", partial(self._blends.drop_all, report.placed)):
             self._blends.take(report)
         for request_id in report.failed:
-            with self._guard("take", partial(self._give_up, request_id)):
+            with self._guard("take", partial(self._give_up_known, request_id)):
                 self._refuse(request_id)
             with self._guard("take"):
                 self._blends.drop(request_id)
         for delivery in report.delivered:
-            with self._guard("take", partial(self._give_up, delivery.request)):
+            with self._guard("take", partial(self._give_up_known, delivery.request)):
                 self._targets.delivered(delivery)
         with self._guard("take"):
             self._targets.executed(report.steps)
@@ -375,6 +375,11 @@ class SchedulerSide:
             tracked.forget_lookups()
         if not known:
             self._recorder.count("uncached", label=reason)
+
+    def _give_up_known(self, request_id: str) -> None:
+        """Give a request up that a report names, unless it has ended meanwhile: nobody would forget it any more."""
+        if request_id in self._requests.tracked:
+            self._give_up(request_id)
 
     def _refuse(self, request_id: str) -> None:
         """Load nothing more for a request whose load failed, because it would only fail again."""

@@ -149,8 +149,8 @@ class Setup:
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
             groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)), learning,
-            shards == vllm_config.parallel_config.data_parallel_size == 1,
-            not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
+            alone=shards == vllm_config.parallel_config.data_parallel_size == 1,
+            encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
         )  # fmt: skip
         setup._check_target()
         return setup

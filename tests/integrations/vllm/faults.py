@@ -841,6 +841,31 @@ def forwards_raise(engine: Driven) -> None:
     assert not wrong, f"{len(wrong)} of {len(kept)} entries are not what they should be"
 
 
+def forward_raises_before_a_blend(engine: Driven) -> None:
+    """vLLM calls us after a forward that raised, too. No slice of a blend is computed then: another rank may hang in
+    its forward, and would not take part.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    called: list[bool] = []
+    with failing(engine.layers[0], "in", "RuntimeError", 2) as raised:
+        connector._blender, engine.working.blend = engine, lambda *_: called.append(bool(raised))
+        name = engine.submit(prompt_of("before a blend"))
+        try:
+            while not raised:
+                engine.step()
+        except RuntimeError:
+            print("--- raised", flush=True)
+        finally:
+            connector._blender = None
+            del engine.working.blend
+    engine.abort(name)
+    engine.ask([1], max_tokens=1)
+    engine.revive()
+    assert called and not any(called), called
+
+
 Scenarios = dict[str, Callable[[Driven], None]]
 INJECTED: Scenarios = {
     scenario.__name__: scenario
@@ -864,7 +889,8 @@ INJECTED: Scenarios = {
     )
 }
 ASYNC_ONLY: Scenarios = {
-    scenario.__name__: scenario for scenario in (abort_during_load, abort_during_hanging_load, forwards_raise)
+    scenario.__name__: scenario
+    for scenario in (abort_during_load, abort_during_hanging_load, forwards_raise, forward_raises_before_a_blend)
 }
 
 

@@ -750,6 +750,21 @@ def test_metrics_of_the_workers_arrive(desk: Callable[..., Desk]) -> None:
     assert d.recorder.totals()["stored_bytes", ""] == 7
 
 
+def test_an_error_about_a_request_that_has_ended_leaves_nothing(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, contained: list[tuple[str, BaseException]]
+) -> None:
+    d, requests = desk(), [make_request("gone"), make_request("here")]
+    for request in requests:
+        d.side.arrived(request)
+    d.side.finished(requests[0], [])
+    monkeypatch.setattr(d.side, "_refuse", lambda name: 1 / 0)
+    d.side.take(Report(failed={"gone", "here"}))
+    assert len(contained) == 2
+    assert d.side._requests.uncached == {"here"}
+    d.side.finished(requests[1], [])
+    assert not d.side._requests.uncached
+
+
 def test_a_step_is_confirmed_once_all_ranks_have_ended_it_and_all_before(desk: Callable[..., Desk]) -> None:
     d = desk(shards=2)
     confirmed = []
