@@ -413,8 +413,9 @@ class SchedulerSide:
                     self._blends.ask(tracked)
 
     def _stop(self) -> None:
-        """Load and store nothing."""
+        """Load and store nothing until a reset succeeds, also if it is that of a sleep."""
         self._state.enable(False)
+        self._requests.rename()
         for request_id in list(self._requests.tracked):
             self._give_up(request_id)
 

@@ -25,7 +25,7 @@ def _owners_of(layer: torch.nn.Module | None) -> list[Any]:
         for each in gc.get_objects()
         # The type alone: some objects warn when their class is read.
         if issubclass(type(each), torch.nn.Module)
-        and hasattr(each, "compute_logits")
+        and hasattr(type(each), "compute_logits")
         and any(layer is part for part in each.modules())
     ]
 
