@@ -124,7 +124,8 @@ def place(
         if rows is not None:
             own = unit.of(x)
             own = own if unit.is_value else rotation.apply(own, layout.layers[unit.layer].rope, at)
-            rows.write(saturated(own, rows.memory.dtype), at)
+            limit = torch.finfo(rows.memory.dtype).max
+            rows.write(own.clamp_(-limit, limit), at)  # neither is a view of what the caller gave
 
 
 def move_keys(
