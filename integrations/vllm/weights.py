@@ -73,7 +73,8 @@ class Weights:
 
 def _digest(model: torch.nn.Module, parameters: Callable[[torch.nn.Module], Any]) -> list[object]:
     # On a CPU vLLM packs the weights of a linear layer into this function, and makes another one for other weights.
-    packed = {name: part.cpu_linear for name, part in model.named_modules() if hasattr(part, "cpu_linear")}
+    modules = model.named_modules()
+    packed = {name: weakref.ref(part.cpu_linear) for name, part in modules if hasattr(part, "cpu_linear")}
     digest: list[object] = [*packed.items()]
     factors: dict[torch.device, torch.Tensor] = {}
     for name, tensor in parameters(model):

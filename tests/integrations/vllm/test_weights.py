@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -78,6 +79,14 @@ def test_other_weights_of_another_kind_count(model: Model, change: Callable[[Mod
     before = of_model.digest()
     change(model)
     assert before != of_model.digest() is not None
+
+
+def test_packed_weights_that_were_replaced_are_not_kept(model: Model) -> None:
+    before = of(model).digest()
+    old = weakref.ref(vars(model.packed)["cpu_linear"])
+    vars(model.packed)["cpu_linear"] = lambda x: x
+    gc.collect()
+    assert old() is None and before != of(model).digest()
 
 
 def test_what_cannot_be_told_is_logged_once(model: Model, caplog: pytest.LogCaptureFixture) -> None:
