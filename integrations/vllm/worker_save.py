@@ -191,7 +191,6 @@ class WorkerSaves:
 
     def finish(self) -> None:
         """Encode what waits for its share of a core at once; nothing is admitted any more."""
-        self._unconfirmed.clear()
         if self._paced is not None:
             self._paced.finish()
 
