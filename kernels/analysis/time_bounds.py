@@ -52,8 +52,8 @@ class Machine:
 
 
 # Multiprocessors, memory and products: NVIDIA's data sheets ("H200 Tensor Core GPU" and "H100 Tensor Core GPU", SXM;
-# "A100 Tensor Core GPU", SXM, 80 GB; "L4 Tensor Core GPU"; "HGX B200", one GPU of eight, whose multiprocessors and clock
-# follow from its products).
+# "A100 Tensor Core GPU", SXM, 80 GB; "L4 Tensor Core GPU"; "HGX B200", one GPU of eight, whose multiprocessors and
+# clock follow from its products).
 # Clocks: those at which the products of the data sheets come about. Data sheets do not give the second-level cache:
 # that of the A100 is the 5,120 bytes per clock of its white paper, the others are assumed.
 MACHINES = {
