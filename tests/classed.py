@@ -26,8 +26,9 @@ def with_classes(
     """A learned profile whose predictors choose the class of a token by its position, on every backend alike.
 
     The token at `start` + i costs what `weights` i says, by default all kinds of things; later ones are of the coarsest
-    class. The predictors read the first component, or `every` one: a shard drops predictors that read none of its own.
-    With `keep_id`, blobs are those of the given profile, whose decoders read the classes and need no predictor.
+    class. The predictors read the second component, with which an encoder saves no product, or `every` one: a shard
+    drops predictors that read none of its own. With `keep_id`, blobs are those of the given profile, whose decoders
+    read the classes and need no predictor.
     """
     given: Any = 2.0 ** (7 * np.arange(start, MAX_SINKS) % 12 - 6) if weights is None else weights
     weight = torch.as_tensor(given, dtype=torch.float64).numpy()
@@ -36,10 +37,12 @@ def with_classes(
     sinks = np.concatenate([np.zeros(start), np.minimum(octaves, _COARSEST)]).astype(np.float32)
     learned = []
     for section in profile.learned:
-        count = len(section.scale) if every else min(len(section.scale), 1)
+        rows = len(section.scale)
+        components = np.arange(rows, dtype=np.int32)[slice(None) if every else slice(min(1, rows - 1), 2)]
+        count = len(components)
         nothing = np.zeros(count, np.float32)
         predictor = Predictor(
-            np.arange(count, dtype=np.int32), np.ones(count, np.float32), nothing, nothing, 0.0, _COARSEST, sinks,
+            components, np.ones(count, np.float32), nothing, nothing, 0.0, _COARSEST, sinks,
             np.zeros(count + 1, np.float32), np.empty(0, np.float32),
         )  # fmt: skip
         learned.append(replace(section, predictor=predictor))

@@ -21,7 +21,7 @@ from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from tests.conftest import fitted_to
+from tests.conftest import fitted_to, synthetic_chunk
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -31,6 +31,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.data.bundled import bundled_text, load_bundled_model
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
@@ -447,7 +448,7 @@ def test_the_bundled_model_goes_by_its_name(tmp_path: Path) -> None:
 
 def test_a_profile_is_loaded_and_used(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
     layout = llama(method=Uncompressed()).layout
-    profile = fitted_to(layout)
+    profile = fit(layout, [synthetic_chunk(layout, 60, seed) for seed in range(4)])
     profile.save(tmp_path / "p.safetensors")
     lm = llama(profile=str(tmp_path / "p.safetensors"), step=1)
     assert isinstance(lm.method, CodecMethod)
