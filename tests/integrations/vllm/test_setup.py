@@ -583,3 +583,21 @@ def test_the_advice_for_the_end_fits_how_the_engine_was_started(
 ) -> None:
     said = stop_advice(program, in_process)
     assert said is None if advice is None else said is not None and advice in said
+
+
+def test_a_checkpoint_that_changes_while_the_engine_starts_is_not_used(
+    model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's id is the time at which it read its configuration; the weights were read some time after."""
+
+    def changed(path: Path | str, began: str) -> bool:
+        config, cache = _engine(model__model=str(path))
+        config.instance_id = began
+        return Setup.of_engine(config, cache).changed_while_loading(config)
+
+    newest = max(file.stat().st_ctime_ns for file in model_path.iterdir())
+    assert not changed(model_path, str(newest)) and not caplog.messages
+    assert changed(model_path, str(newest - 10**9))
+    assert str(model_path) in caplog.text and "restart it" in caplog.text
+    assert not changed(model_path, "a1b2c"), "another version's id tells no time"
+    assert not changed("org/model", str(newest - 10**9)), "what a hub id stands for never changes"
