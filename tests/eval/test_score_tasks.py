@@ -42,11 +42,13 @@ def config(**changes: Any) -> TasksConfig:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(books: Books, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two tasks: one of ours without a context apart from its question, and line retrieval, which has one."""
-    out = tmp_path_factory.mktemp("tasks") / "new" / "scores.json"
+    folder = tmp_path_factory.mktemp("tasks")
+    out, profile = folder / "new" / "scores.json", folder / "books.safetensors"
+    books.profile.save(profile)
     tasks = ("cuvee_kv_8", "cuvee_lines_100")
-    made = run_tasks(config(tasks=tasks, metadata=("lines=10",)), out, QUIET, "cuvee tasks …")
+    made = run_tasks(config(tasks=tasks, profile=str(profile), metadata=("lines=10",)), out, QUIET, "cuvee tasks …")
     assert json.loads(out.read_text()) == json.loads(json.dumps(made))
     return made
 
@@ -207,9 +209,14 @@ def test_a_codec_may_be_asked_for_a_number(books: Books, tmp_path: Path) -> None
     assert 2 < scores["bits=3"] < 4
 
 
-def test_what_a_profile_does_not_reach_is_found_out_before_anything_is_scored(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="curve"):  # nothing was learned: there is none
-        run_tasks(config(variants=("destroyed", "kl=0.001")), tmp_path / "o.json", QUIET)
+def test_what_a_profile_does_not_reach_is_found_out_before_anything_is_scored(books: Books, tmp_path: Path) -> None:
+    books.profile.with_curve([]).save(tmp_path / "p.safetensors")
+    with pytest.raises(ProfileError, match="curve"):
+        run_tasks(
+            config(profile=str(tmp_path / "p.safetensors"), variants=("destroyed", "kl=0.001")),
+            tmp_path / "o.json",
+            QUIET,
+        )
     assert not (tmp_path / "o.json").exists()
 
 
