@@ -943,10 +943,10 @@ def test_names_must_be_strings(model: Any, name: str) -> None:
 
 def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:
     """And are not stored."""
-    with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
     store = Shelf()
     library = make(model, store, codec=lossy(model))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
     with pytest.raises(CuveeError):
         library.get_or_compute(TOKENS)
     assert not store and library.counters == ChunkCounters()

@@ -33,7 +33,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_every_launch_compiles(report: Any) -> None:
     # Each launcher's reference stood in for it, with the arguments of the launch, and the outcome is right.
-    assert report["launchers"] == 28
+    assert report["launchers"] == 25
     for case, error in report["right"].items():
         assert error < (2**-6 if case.startswith("bfloat16") else 2**-9), case
     names = {name for compiled in report["compiled"].values() for name in compiled}
