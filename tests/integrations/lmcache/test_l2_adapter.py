@@ -39,7 +39,7 @@ from tests.recognizing import cached, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.identity import tenant_id
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.learning.calibrate import calibrate
@@ -857,9 +857,9 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path, memory: Callable[
         ({"model": "/nowhere"}, InputError, "model: must be a folder or hub id"),
         ({"stores": "x"}, InputError, "adapter_params: has no option 'stores'"),
         ({"store": "nowhere://"}, InputError, "url: must begin"),
-        ({"quality": "balanced"}, InputError, "quality: must be 'lossless', got .*needs the positions"),
-        ({"step": 0.5}, InputError, "quality: must be 'lossless'"),
-        ({"bits": 4}, ProfileError, "curve"),
+        ({"quality": "balanced"}, InputError, "quality: must be quality='lossless' with an unlearned profile"),
+        ({"step": 0.5}, InputError, "step: must be quality='lossless' with an unlearned profile"),
+        ({"bits": 4}, InputError, "bits: must be quality='lossless' with an unlearned profile"),
         ({"profile": __file__}, FormatError, "is not a safetensors file"),
         ({"dtype": "float8"}, InputError, "dtype: must be one of bfloat16"),
         ({"capacity_gb": 0}, InputError, "capacity_gb: must be a number above 0"),

@@ -532,7 +532,7 @@ def test_engines_that_are_not_supported_do_not_start(
         ({"stores": "x"}, InputError, "secondary_tiers: has no option 'stores'"),
         ({"store": "nowhere://"}, InputError, "url: must begin"),
         ({"model": "/nowhere"}, InputError, "model: must be a folder or hub id"),
-        ({"quality": "balanced"}, InputError, "quality: must be 'lossless', got .*needs the positions"),
+        ({"quality": "balanced"}, InputError, "quality: must be quality='lossless' with an unlearned profile"),
         ({"locality": "here"}, InputError, "locality: must be LOCAL or REMOTE"),
         ({"max_waiting": 0}, InputError, "max_waiting: must be a whole number"),
         ({"waiting_timeout": 0}, InputError, "waiting_timeout: must be a number above 0"),
