@@ -538,11 +538,11 @@ class Both:
 
 @pytest.fixture
 def both(layout: KVLayout) -> Callable[..., Both]:
-    """both(quality) -> Both."""
+    """both("lossless" or a step) -> Both."""
 
-    def make(quality: str, **changes: Any) -> Both:
-        profile = fitted_to(layout)
-        return Both(Codec(profile, quality, **changes), Codec(profile, quality, backend="triton", **changes))
+    def make(quality: str | float, **changes: Any) -> Both:
+        asked = {"step": quality} if isinstance(quality, float) else {"quality": quality}
+        return Both(*(Codec(fitted_to(layout), **asked, **changes, backend=name) for name in ("numba", "triton")))
 
     return make
 
@@ -588,10 +588,10 @@ def filled(
     return cache
 
 
-@pytest.mark.parametrize(("dtype", "quality"), [(torch.float32, "lossless"), (torch.bfloat16, "high")])
+@pytest.mark.parametrize(("dtype", "quality"), [(torch.float32, "lossless"), (torch.bfloat16, 2.0**-7)])
 def test_a_cache_on_a_device_is_coded_there_in_one_batch(
     dtype: torch.dtype,
-    quality: str,
+    quality: str | float,
     device: torch.device,
     model: Any,
     layout: KVLayout,
@@ -619,9 +619,9 @@ def test_a_cache_on_a_device_is_coded_there_in_one_batch(
             assert bool((a[1, :, :2] == 0).all())
             if quality == "lossless":
                 assert torch.equal(a.cpu(), exact)
-            else:  # the rounding of float32 sums, seen through that of the dtype
-                torch.testing.assert_close(a.cpu(), b, rtol=2**-7, atol=1e-5)
-                assert float((c.float() - exact.float()).norm()) < 0.1 * float(exact.float().norm())
+            else:  # products of devices are rounded differently, which may also move a level
+                for one in (a.cpu(), c):
+                    assert float((one.float() - b.float()).norm()) < 2**-6 * float(b.float().norm())
 
 
 def test_a_static_cache_is_read_where_it_is(
@@ -751,7 +751,7 @@ def test_damaged_blobs_on_the_way_to_a_device(
 def test_bad_caches_on_a_device(
     device: torch.device, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
 ) -> None:
-    codec = both("high").device
+    codec = both(0.1).device
     with pytest.raises(InputError, match=r"^chunk_tokens: must be"):
         encode_cache(codec, filled(layout, 1, 3, torch.float32, device), chunk_tokens=0)
     with pytest.raises(InputError, match=r"must be float32 as the layout says, got torch\.float64"):

@@ -26,7 +26,7 @@ from tests.integrations.sglang.real_sglang import (
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.data.bundled import bundled_model_path
-from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.models.rope import rotate
@@ -465,7 +465,7 @@ def test_damaged_entries_are_misses(rank: Callable[..., Rank], tmp_path: Path) -
         ({"model": "/nowhere"}, {}, InputError, "model: must be a folder or hub id"),
         ({"model": None}, {"model_name": None}, InputError, "model: must be the folder"),
         ({"profile": __file__}, {}, FormatError, "is not a safetensors file"),
-        ({"kl": 0.1}, {}, ProfileError, "curve"),
+        ({"kl": 0.1}, {}, InputError, "kl: must be quality='lossless' with an unlearned profile"),
         ({}, {"pp_size": 2}, UnsupportedModelError, "pipeline parallelism"),
         ({}, {"attn_cp_size": 2}, UnsupportedModelError, "context parallelism"),
         ({}, {"should_split_heads": True}, UnsupportedModelError, "tp_lcm_size"),
