@@ -40,8 +40,8 @@ class _CpuUnlessNamed(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_CpuUnlessNamed,
-    help="Measure speed and memory: on the CPU (the default), on a GPU, of an engine's pages, of a full store, of "
-    "loads with a deadline, in vLLM, or with other people's benchmarks.",
+    help="Measure speed and memory: on the CPU (the default), of a full store, of loads with a deadline, in vLLM, "
+    "or with other people's benchmarks.",
 )
 
 
@@ -133,44 +133,6 @@ def bench_cpu(
             quick, tuple(models or ()), counts, tuple(only or ()), tuple(profiles or ()), progress
         ),
         (lambda report, console: print(cpu_markdown(report), end="")) if markdown else print_cpu_report,
-        out, force, as_json,
-    )  # fmt: skip
-
-
-@app.command("pages")
-def bench_pages(
-    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="Whose cache to keep.")] = "books-3m",
-    profile: Annotated[
-        Path | None,
-        typer.Option("--profile", help="Profile of this model; without it, lossless alone.", show_default=False),
-    ] = None,
-    page_tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--page-tokens", min=1, show_default=False, help="Tokens per page. Repeatable. Default: 16, 64 and 256."
-        ),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Half as many tokens, and fewer turns.")] = False,
-    out: ReportFile = None,
-    force: Force = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Measure keeping an engine's pages: cuvee beside a plain copy and zstd, by page size and arrangement.
-
-    The pages lie in memory as SGLang's host pool has them. zstd comes with cuvee[eval].
-
-    Example: cuvee bench pages --model smollm2 --profile smollm2.safetensors
-    """
-    from cuvee.eval.bench.pages.pages_bench import PAGE_TOKENS, run_pages_bench
-    from cuvee.eval.bench.pages.pages_tables import pages_markdown, print_pages_report
-
-    if markdown and as_json:
-        raise typer.BadParameter("give --markdown or --json, not both")
-    sizes = tuple(page_tokens or PAGE_TOKENS)
-    _measure(
-        lambda progress: run_pages_bench(model, profile, sizes, quick, progress),
-        (lambda report, console: print(pages_markdown(report), end="")) if markdown else print_pages_report,
         out, force, as_json,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from cuvee.eval.bench.engine.scope import ENGINE_FULL, ENGINE_QUICK
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the benchmarks are asked for, instead of running them."""
     made: list[tuple[Any, ...]] = []
-    for kind in ("cpu", "engine", "pages", "parts"):
+    for kind in ("cpu", "engine", "parts"):
 
         def measure(*args: Any, kind: str = kind) -> dict[str, Any]:
             made.append((kind, *args[:-1]))
@@ -46,11 +46,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         (
             "cpu --only stages --only comparison --model smollm2 --profile p.safetensors",
             ("cpu", False, ("smollm2",), (1, 2), ("stages", "comparison"), (Path("p.safetensors"),)),
-        ),
-        ("pages", ("pages", "books-3m", None, (16, 64, 256), False)),
-        (
-            "pages -m smollm2 --profile p --page-tokens 64 --page-tokens 128 --quick",
-            ("pages", "smollm2", Path("p"), (64, 128), True),
         ),
         ("parts", ("parts", (0.4, 0.6, 0.8, 1.0), 0.5, False)),
         ("parts --exponent 0 --exponent 2 --budget 0.1 --quick", ("parts", (0.0, 2.0), 0.1, True)),
@@ -81,13 +76,6 @@ def test_the_cpu_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list
     assert len(calls) == 1
 
 
-def test_the_pages_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
-    monkeypatch.setattr("cuvee.eval.bench.pages.pages_tables.pages_markdown", lambda report: f"# {report['kind']}\n")
-    assert run("bench", "pages", "--markdown").stdout == "# pages\n"
-    assert "not both" in misused("bench", "pages", "--markdown", "--json")
-    assert "--page-tokens" in misused("bench", "pages", "--page-tokens", "0")
-
-
 def test_the_parts_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
     monkeypatch.setattr("cuvee.eval.bench.parts.parts_tables.parts_markdown", lambda report: f"# {report['kind']}\n")
     assert run("bench", "parts", "--markdown").stdout == "# parts\n"
@@ -100,7 +88,7 @@ def test_a_report_is_not_replaced_without_force(tmp_path: Path, calls: list[tupl
     path = tmp_path / "bench.json"
     run("bench", "--out", path)
     assert json.loads(path.read_text()) == {"kind": "cpu"}
-    fails("bench", "pages", "--out", path, match="--force")
-    assert len(calls) == 1, "pages were not measured"
-    run("bench", "pages", "--out", path, "--force")
-    assert json.loads(path.read_text()) == {"kind": "pages"}
+    fails("bench", "engine", "--out", path, match="--force")
+    assert len(calls) == 1, "the engine was not measured"
+    run("bench", "engine", "--out", path, "--force")
+    assert json.loads(path.read_text()) == {"kind": "engine"}
