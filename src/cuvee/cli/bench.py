@@ -40,8 +40,8 @@ class _CpuUnlessNamed(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_CpuUnlessNamed,
-    help="Measure speed and memory: on the CPU (the default), of a full store, of loads with a deadline, in vLLM, "
-    "or with other people's benchmarks.",
+    help="Measure speed and memory: on the CPU (the default), of loads with a deadline, in vLLM, or with other "
+    "people's benchmarks.",
 )
 
 
@@ -133,42 +133,6 @@ def bench_cpu(
             quick, tuple(models or ()), counts, tuple(only or ()), tuple(profiles or ()), progress
         ),
         (lambda report, console: print(cpu_markdown(report), end="")) if markdown else print_cpu_report,
-        out, force, as_json,
-    )  # fmt: skip
-
-
-@app.command("parts")
-def bench_parts(
-    exponents: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--exponent",
-            min=0,
-            show_default=False,
-            help="Exponent of the documents' popularity. Repeatable. Default: 0.4, 0.6, 0.8 and 1.",
-        ),
-    ] = None,
-    budget: Annotated[
-        float, typer.Option(min=0.01, max=1, help="The store's size, over that of all documents in `high`.")
-    ] = 0.5,
-    quick: Annotated[bool, typer.Option("--quick", help="A fifth of the requests.")] = False,
-    out: ReportFile = None,
-    force: Force = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Measure what a store that is too small serves, and at which KL: chunks in parts beside whole chunks.
-
-    Example: cuvee bench parts --budget 0.25
-    """
-    from cuvee.eval.bench.parts.parts_bench import EXPONENTS, run_parts_bench
-    from cuvee.eval.bench.parts.parts_tables import parts_markdown, print_parts_report
-
-    if markdown and as_json:
-        raise typer.BadParameter("give --markdown or --json, not both")
-    _measure(
-        lambda progress: run_parts_bench(tuple(exponents or EXPONENTS), budget, quick, progress),
-        (lambda report, console: print(parts_markdown(report), end="")) if markdown else print_parts_report,
         out, force, as_json,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from cuvee.eval.bench.engine.scope import ENGINE_FULL, ENGINE_QUICK
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the benchmarks are asked for, instead of running them."""
     made: list[tuple[Any, ...]] = []
-    for kind in ("cpu", "engine", "parts"):
+    for kind in ("cpu", "engine"):
 
         def measure(*args: Any, kind: str = kind) -> dict[str, Any]:
             made.append((kind, *args[:-1]))
@@ -47,8 +47,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             "cpu --only stages --only comparison --model smollm2 --profile p.safetensors",
             ("cpu", False, ("smollm2",), (1, 2), ("stages", "comparison"), (Path("p.safetensors"),)),
         ),
-        ("parts", ("parts", (0.4, 0.6, 0.8, 1.0), 0.5, False)),
-        ("parts --exponent 0 --exponent 2 --budget 0.1 --quick", ("parts", (0.0, 2.0), 0.1, True)),
         ("engine", ("engine", ENGINE_FULL, None, (), None, (), ())),
         (
             "engine --quick --model m --store file:///a --store file:///b --profile m.safetensors",
@@ -74,14 +72,6 @@ def test_the_cpu_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list
     assert "--threads" in misused("bench", "cpu", "--threads", "0")
     assert "--only" in misused("bench", "cpu", "--only", "stages", "--against", "HEAD")
     assert len(calls) == 1
-
-
-def test_the_parts_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
-    monkeypatch.setattr("cuvee.eval.bench.parts.parts_tables.parts_markdown", lambda report: f"# {report['kind']}\n")
-    assert run("bench", "parts", "--markdown").stdout == "# parts\n"
-    assert "not both" in misused("bench", "parts", "--markdown", "--json")
-    assert "--budget" in misused("bench", "parts", "--budget", "0")
-    assert "--exponent" in misused("bench", "parts", "--exponent", "-1")
 
 
 def test_a_report_is_not_replaced_without_force(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:

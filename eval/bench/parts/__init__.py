@@ -1,1 +1,0 @@
-"""What a store that is too small serves: chunks in parts beside whole chunks."""
