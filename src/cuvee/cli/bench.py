@@ -137,33 +137,6 @@ def bench_cpu(
     )  # fmt: skip
 
 
-@app.command("refinements")
-def bench_refinements(
-    profile: Annotated[Path, typer.Option("--profile", help="Profile of this model.", show_default=False)],
-    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="Whose caches to encode.")] = "books-3m",
-    quality: Annotated[str, typer.Option("--quality", help="Of all parts together.")] = "high",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sequences and turns.")] = False,
-    out: ReportFile = None,
-    force: Force = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Measure a base and its refinements beside blobs of one quality: bits at the same KL, and time.
-
-    Example: cuvee bench refinements --model smollm2 --profile smollm2.safetensors
-    """
-    from cuvee.eval.bench.refinements.refinements_bench import run_refinements_bench
-    from cuvee.eval.bench.refinements.refinements_tables import print_refinements_report, refinements_markdown
-
-    if markdown and as_json:
-        raise typer.BadParameter("give --markdown or --json, not both")
-    _measure(
-        lambda progress: run_refinements_bench(model, profile, quality, quick, progress),
-        (lambda report, console: print(refinements_markdown(report), end="")) if markdown else print_refinements_report,
-        out, force, as_json,
-    )  # fmt: skip
-
-
 @app.command("loading")
 def bench_loading(
     loads: Annotated[

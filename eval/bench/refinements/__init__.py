@@ -1,1 +1,0 @@
-"""`cuvee bench refinements`."""
