@@ -92,7 +92,6 @@ class Engine:
         chunk_tokens: int = CHUNK,
         blend: Mapping[str, Any] | None = None,
         raw_files: Path | None = None,
-        decide: str = "always",
         more: Mapping[str, Any] | None = None,
     ) -> None:
         """Start an engine, and wait until it is up.
@@ -104,7 +103,6 @@ class Engine:
             profile: of the model, for the connector.
             chunk_tokens: of the connector.
             blend: the connector's options of that name; None: it does not blend.
-            decide: the connector's option of that name.
             more: other options of the connector.
             raw_files: a folder where vLLM's ExampleConnector keeps what it stores, instead of a variant.
         """
@@ -122,7 +120,7 @@ class Engine:
                 "load_async": variant.load_async,
                 "chunk_tokens": chunk_tokens,
                 "threads": os.cpu_count() or 1,
-                "decide": decide,
+                "decide": "always",
                 **(more or {}),
             }
             limits = {"store_share": variant.store_share, "store_niceness": variant.store_niceness}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cuvee.cli.files import check_absent, write_file
-from cuvee.cli.options import Force, Json, Metadata, ReportFile, TaskData, any_version, refuse_moved
+from cuvee.cli.options import Force, Json, ReportFile, refuse_moved
 from cuvee.cli.output import make_console, print_json
 
 if TYPE_CHECKING:
@@ -373,61 +373,6 @@ def bench_blend(
         return report
 
     _measure(run, print_blend_report, out, force, as_json)
-
-
-@app.command("rag")
-def bench_rag(
-    model: Annotated[
-        Path, typer.Option("--model", "-m", help="Folder of the checkpoint, or smollm2.", show_default=False)
-    ],
-    data: TaskData = None,
-    metadata: Metadata = None,
-    questions: Annotated[int, typer.Option(min=8, help="Prompts, one after the other.")] = 60,
-    paragraphs: Annotated[int, typer.Option(min=1, help="Different paragraphs in the traffic.")] = 60,
-    passages: Annotated[int, typer.Option(min=1, help="Paragraphs per prompt.")] = 6,
-    seed: Annotated[int, typer.Option(min=0, help="Of the traffic.")] = 0,
-    blend: Annotated[
-        str, typer.Option(metavar="JSON", help='Options of blending, such as \'{"kl": 0.005, "mean_tokens": 64}\'.')
-    ] = "{}",
-    quality: Annotated[str, typer.Option(help="Quality of what is stored.")] = "lossless",
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Profile of this model, for a lossy quality.", show_default=False)
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the traffic to this file (.svg, .png).", show_default=False)
-    ] = None,
-    out: ReportFile = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:  # fmt: skip
-    """Measure blends on retrieval traffic in vLLM, beside the engine's own prefix cache.
-
-    Questions of XQuAD come with paragraphs in any order, some of which are popular. Parts come from the traffic alone.
-
-    Example: cuvee bench rag --model smollm2 --plot rag.svg
-    """
-    from cuvee.eval.bench.engine.rag_bench import RagScope, draw_rag_report, print_rag_report, run_rag_bench
-    from cuvee.eval.plots import save_figure
-    from cuvee.integrations.vllm.blending.blend_options import BlendOptions
-
-    if plot is not None:
-        check_absent(plot, force)
-    try:
-        options = json.loads(blend)
-    except ValueError as error:
-        raise typer.BadParameter(f"--blend takes a JSON object, got {blend!r}: {error}") from None
-    BlendOptions.from_json(options)
-    scope = RagScope(questions, paragraphs, passages, quality=quality, blend=tuple(options.items()), seed=seed)
-    checkpoint = _checkpoint(model)
-    folder, other = None if data is None else str(data), any_version(metadata or ())
-
-    def run(progress: Console) -> dict[str, Any]:
-        report = run_rag_bench(scope, checkpoint, folder, profile, other, progress)
-        if plot is not None:
-            save_figure(draw_rag_report(report), plot)
-        return report
-
-    _measure(run, print_rag_report, out, force, as_json)
 
 
 @app.command("clients")
