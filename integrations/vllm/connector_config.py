@@ -29,8 +29,6 @@ class Options(CodingOptions):
         store_generated: also store generated tokens: the next turn of a conversation begins with them.
         store_niceness: how far threads that store give way to others, 0 to 19, as the `nice` of Linux: of a core that
             others want all the time, they get a third at 3, a tenth at 10 and 1.4 % at 19.
-        store_share: seconds of CPU time per second that each rank may spend on encoding and writing while the engine is
-            busy; what waits is encoded later, tails last. None: no limit.
         max_pending_mb: budget for uncompressed chunks that wait to be stored, in 10^6 bytes; beyond it chunks are not
             stored.
         lookup_timeout: seconds that a request waits to learn whether it is cached.
@@ -63,7 +61,6 @@ class Options(CodingOptions):
     decide: str = "measured"
     store_generated: bool = True
     store_niceness: int = 0
-    store_share: float | None = None
     max_pending_mb: float = 1024
     lookup_timeout: float = 2.0
     load_timeout: float = 30.0
@@ -90,7 +87,6 @@ class Options(CodingOptions):
                 f"store_niceness: must be a whole number from 0 to {LOWEST_PRIORITY}, got {self.store_niceness!r}"
             )
         self._check_positive("max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout")
-        self._check_positive("store_share", optional=True)
         self._check_counts("learn_tokens")
         self._check_switches("learn_tenants")
         self._check_positive("learn_share", "learn_max_mb")

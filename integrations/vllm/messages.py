@@ -157,8 +157,7 @@ class Save:
         token_ids: ids of its tokens, NO_TOKEN for a part of an image or another medium; None if the codec predicts
             nothing from them, and nothing is learned from them.
         following: number of tokens after them in the prompt, whose cache is likely to be restored with theirs.
-        request: id of the request that computes it; empty if the request has ended. A tail that waits to be encoded is
-            dropped when the same request stores the whole chunk.
+        request: id of the request that computes it; empty if the request has ended, since another may have its id then.
         adapter: the files of its adapter, without which it is not stored; None: it has none.
     """
 

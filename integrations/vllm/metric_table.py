@@ -125,12 +125,6 @@ METRICS: dict[str, Metric] = {
                "has failed."),
         Metric("stores_out_of_window", "counter", "Chunks not stored because the engine has dropped a part of them "
                "from layers with a sliding window: it found them in its own cache."),
-        Metric("tails_dropped", "counter", "Unfinished chunks dropped because too many chunks were waiting; with "
-               "store_share."),
-        Metric("tails_superseded", "counter", "Unfinished chunks that were not compressed because their request "
-               "finished the chunk meanwhile; with store_share."),
-        Metric("deferred_seconds", "counter", "Seconds that chunks waited for their share of a core (store_share), "
-               "summed over chunks and ranks."),
         Metric("learned_tokens", "counter", "Tokens whose KV was summed to learn a profile, on the first rank.",
                ranks="first"),
         Metric("learning_seconds", "counter", "Seconds of CPU time spent on learning a profile, of all ranks."),

@@ -286,7 +286,6 @@ _LOSSES = {
     "store_skipped": "operations skipped while a store was down",
     "dropped": "chunks dropped by a store",
     "stores_skipped": "chunks not stored because too many waited",
-    "tails_dropped": "tails dropped because too many chunks waited",
     "lost": "chunks lost because the engine stopped before they were stored",
 }
 
@@ -309,7 +308,7 @@ def interval_figures(data: Mapping[str, float]) -> dict[str, int | float]:
     if ("queue_depth", "") in figures:
         line["queue depth"] = total("queue_depth")
     line["failures"] = total("failures", "store_errors", "corrupt")
-    line["not stored"] = total("stores_skipped", "tails_dropped", "dropped", "store_skipped")
+    line["not stored"] = total("stores_skipped", "dropped", "store_skipped")
     return line
 
 

@@ -140,7 +140,7 @@ class SchedulerSaves:
         held = len(blocks) * self._state.block
         end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, held)
         tails = self._tail(tracked, min(end, self._storable(tracked)), blocks, others)
-        # The request stores nothing more. Without its id, no later request of this id can supersede the tail.
+        # The request stores nothing more, and another one may get its id.
         return [replace(tail, request="") for tail in tails]
 
     def _tail(self, tracked: Tracked, end: int, blocks: Sequence[int], others: Sequence[Sequence[int]]) -> list[Save]:

@@ -26,7 +26,6 @@ from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.messages import Load, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.integrations.vllm.store_pace import StorePace
 from cuvee.integrations.vllm.worker_blend import Blender, WorkerBlends
 from cuvee.integrations.vllm.worker_learn import TrafficSums
 from cuvee.integrations.vllm.worker_load import WorkerLoads
@@ -70,12 +69,11 @@ class WorkerSide:
         self._pools = WorkerPools(options.threads, options.load_timeout, options.store_niceness)
         self._loads = WorkerLoads(self._state, self._pools, self._guard)
         self._blends = WorkerBlends(self._state, self._loads, self._guard)
-        self._pace = None if options.store_share is None else StorePace(options.store_share)
         budget = int(options.max_pending_mb * 1e6)
         self._learner: TrafficSums | None = None
         if setup.learning is not None:
             self._learner = TrafficSums(setup.learning, rank, options, recorder, self._guard, self._pools.learner)
-        self._saves = WorkerSaves(self._state, self._pools, self._guard, budget, self._pace, self._learner)
+        self._saves = WorkerSaves(self._state, self._pools, self._guard, budget, self._learner)
 
     def attach(self, cache: PagedCache) -> None:
         """Use the engine's pages; nothing can be loaded or stored before.
@@ -180,7 +178,6 @@ class WorkerSide:
 
         In both cases the engine learns of it by `take_arrived`, and counts no block as cached before.
         """
-        self._begin_step()
         self._loads.start(loads, synchronous)
 
     def drop(self, requests: Sequence[str]) -> None:
@@ -215,14 +212,7 @@ class WorkerSide:
         """Copy the entries out of the pages now, encode and store them later; entries over budget are left out, and all
         of them if the forward of this step or of an earlier one has raised.
         """
-        self._begin_step()
         self._saves.save(saves)
-
-    def _begin_step(self) -> None:
-        """Note that the engine is in a step; the first call after a report begins one."""
-        if self._pace is not None:
-            with self._guard("save"):
-                self._pace.begin_step()
 
     def take_arrived(self, patience: float = 0.0) -> set[str]:
         """Return the requests whose loads ended since the last call, successfully or not. Gives up loads past their
@@ -248,9 +238,6 @@ class WorkerSide:
         than its figures.
         """
         state = self._state
-        if self._pace is not None:
-            with self._guard("report"):
-                self._pace.end_step()
         with state.lock:
             report, state.report = state.report, Report()
             queued, pending = self._saves.queued()
@@ -276,8 +263,6 @@ class WorkerSide:
             state.closed = True
             jobs = self._loads.under_way()
         with self._guard("close"):
-            self._saves.finish()
-        with self._guard("close"):
             pools.fetchers.dismiss(0, cancel=True)
         for job in jobs:
             with job.lock:  # not while pages are written: the engine is about to free them
@@ -291,8 +276,6 @@ class WorkerSide:
             pools.refiners.dismiss(0, cancel=True)
         with self._guard("close"):
             pools.coders.dismiss()
-        with self._guard("close"):
-            pools.pacer.dismiss(self._close_timeout)
         with self._guard("close"):
             pools.encoders.dismiss(self._close_timeout)
         with self._guard("close"):

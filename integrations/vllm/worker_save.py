@@ -13,9 +13,6 @@ Nothing is stored that a forward which raised may have left half computed, in th
   match; and vLLM looks for a peer with experts that has failed only when it takes a step's output. This rank then
   computes nonsense and does not notice. So copies wait until the scheduler has the output of their step from all ranks
   (`StepPlan.confirmed`), usually for one step. What waits when the engine stops is lost.
-
-With `store_share`, each entry is copied and encoded alone, so that it can wait (`worker_paced`) and be dropped: of what
-waits, tails make room for chunks and segments, and a whole chunk takes the place of its own request's tail.
 """
 
 from __future__ import annotations
@@ -38,10 +35,7 @@ from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.adapters import AdapterFolders
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.messages import Entry, Save
-from cuvee.integrations.vllm.save_queue import CopiedSave, urgency
-from cuvee.integrations.vllm.store_pace import StorePace
 from cuvee.integrations.vllm.worker_learn import TrafficSums
-from cuvee.integrations.vllm.worker_paced import PacedSaves
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark, refuse_capture, send
 
@@ -58,7 +52,6 @@ class WorkerSaves:
         pools: threads of the worker.
         guard: contains errors.
         budget: bytes of copies that may wait to be stored.
-        pace: when entries may be encoded; None: at once.
         learner: sums what is encoded; None: nothing is learned.
     """
 
@@ -68,18 +61,14 @@ class WorkerSaves:
         pools: WorkerPools,
         guard: Guard,
         budget: int,
-        pace: StorePace | None = None,
         learner: TrafficSums | None = None,
     ) -> None:
         self._state = state
         self._pools = pools
         self._guard = guard
         self._budget = budget
-        self._paced: PacedSaves | None = None
-        if pace is not None:
-            self._paced = PacedSaves(state, pools, guard, pace, self._save_copied, self._release_copied)
         self._learner = learner
-        self._told = self._refused = False  # that something was dropped, that a step has failed
+        self._refused = False  # whether it was said that a step has failed
         self._ended = 0  # the last step that has ended well, as have all before it
         self._due = 0  # what that must be for the pages to hold what they should
         self._confirmed = 0
@@ -124,19 +113,14 @@ class WorkerSaves:
                 self._refuse(saves)
             return
         # A batch is one thread's work: a device takes all entries in one go, the CPU's threads share them. They are
-        # dealt like cards, so that the first chunks of a prefix are the first to be stored. What waits for its share of
-        # a core waits alone.
+        # dealt like cards, so that the first chunks of a prefix are the first to be stored.
         batches = 1
         with self._guard("save"):
             for operation in ("contains", "put"):
                 self._state.store.overdue(operation, self._state.timeout)
             on_device = self._state.codec.on_device(self._state.pages.device)
             batches = 1 if on_device else self._pools.encoders.threads
-        if self._paced is not None:
-            saves = sorted(saves, key=urgency)  # a tail of this step takes no chunk's place
         admitted = self._admit(saves)
-        if self._paced is not None:
-            batches = len(admitted)
         for batch in filter(None, (admitted[first::batches] for first in range(batches))):
             with self._guard("save", partial(self._release, batch)):
                 try:
@@ -164,10 +148,7 @@ class WorkerSaves:
         while self._unconfirmed and self._unconfirmed[0][0] <= (self._ended if self._state.alone else self._confirmed):
             _, batch, copy, ready = self._unconfirmed.popleft()
             with self._guard("save", partial(self._release, batch)):
-                if self._paced is None:
-                    self._pools.encoders.submit(self._save, batch, copy, ready)
-                else:
-                    self._paced.add(CopiedSave(batch[0], copy, ready))
+                self._pools.encoders.submit(self._save, batch, copy, ready)
 
     def _of_current_adapters(self, saves: Sequence[Save]) -> Sequence[Save]:
         """Return the saves whose adapters' files are those that named them; report the others. The engine has read an
@@ -189,68 +170,26 @@ class WorkerSaves:
             self._state.report.unsaved.update(save.entry.digest for save in saves if save not in kept)
         return kept
 
-    def finish(self) -> None:
-        """Encode what waits for its share of a core at once; nothing is admitted any more."""
-        if self._paced is not None:
-            self._paced.finish()
-
     def _admit(self, saves: Sequence[Save]) -> list[Save]:
         """Return the saves that are not under way already and fit the budget, and charge it; report the others."""
         admitted: list[Save] = []
-        counts = {"stores_skipped": 0, "tails_dropped": 0, "tails_superseded": 0}
+        skipped = 0
         for save in saves:
             with self._guard("save", partial(self._release, [save])):
                 size, digest = self._bytes(save.entry), save.entry.digest
                 with self._state.lock:
                     if digest in self._sizes:  # another request has the same prefix
                         continue
-                    self._make_room(save, size, counts)
                     if self._state.closed or self._pending + size > self._budget:
                         self._state.report.unsaved.add(digest)
-                        counts["stores_skipped"] += 1
+                        skipped += 1
                         continue
                     self._pending += size
                     self._sizes[digest] = size
                     admitted.append(save)
-        for name, count in counts.items():
-            with self._guard("save"):
-                if count:
-                    self._state.recorder.count(name, count)
-        if self._paced is not None and (counts["stores_skipped"] or counts["tails_dropped"]) and not self._told:
-            self._told = True
-            logger.warning(
-                "cuvee: store_share: more waits to be stored than max_pending_mb holds, so tails are dropped, and "
-                "chunks are not stored if that does not suffice (said once)"
-            )
+        with self._guard("save"):
+            self._state.recorder.count("stores_skipped", skipped)
         return admitted
-
-    def _make_room(self, save: Save, size: int, counts: dict[str, int]) -> None:
-        """Drop waiting tails for an entry of `size` bytes if that lets it in, and count them by why they are dropped: a
-        whole chunk supersedes tails of its own request in any case, and like a segment takes the place of others if
-        there is no room. The state's lock is held.
-        """
-        if self._paced is None or self._state.closed or save.entry.kind == "tail":
-            return
-        queue = self._paced.queue
-        free = self._budget - self._pending
-        superseded = queue.superseded_by(save)
-        free += sum(self._sizes[tail.entry.digest] for tail in superseded)
-        dropped: list[Save] = []
-        if free < size:
-            for tail in queue.droppable():
-                if tail not in superseded:
-                    dropped.append(tail)
-                    free += self._sizes[tail.entry.digest]
-                if free >= size:
-                    break
-            else:
-                return  # all of them would be dropped in vain
-        gone = {tail.entry.digest for tail in superseded + dropped}
-        queue.remove(gone)
-        self._pending -= sum(self._sizes.pop(digest) for digest in gone)
-        self._state.report.unsaved |= gone
-        counts["tails_superseded"] += len(superseded)
-        counts["tails_dropped"] += len(dropped)
 
     def _copy(self, batch: Sequence[Save]) -> PagedCache:
         """Copy the entries' tokens, one entry after the other, into a cache of one block.
@@ -268,12 +207,6 @@ class WorkerSaves:
         slots = [send(torch.cat(parts), pages.device) for parts in each]
         with allocations(f"copying {len(slots[0])} tokens"):
             return pages.copy(*slots) if self._state.grouped is None else self._state.grouped.copy(slots)
-
-    def _save_copied(self, copied: CopiedSave) -> None:
-        self._save([copied.save], copied.copy, copied.ready)
-
-    def _release_copied(self, copied: CopiedSave) -> None:
-        self._release([copied.save])
 
     def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
         with self._guard("store", partial(self._release, batch)):
@@ -348,13 +281,8 @@ class WorkerSaves:
         return {at: blob for each in which for at, blob in self._encode(batch, copy, [each]).items()}
 
     def _write(self, save: Save, parts: tuple[bytes, ...]) -> None:
-        begun = time.thread_time()
         with self._guard("store", partial(self._release, [save])):
             self._try_to_write(save, parts)
-        if self._paced is not None:
-            with self._guard("store"):
-                # Without what a store does in threads of its own, to compress or to write behind.
-                self._paced.charge(time.thread_time() - begun)
 
     def _try_to_write(self, save: Save, parts: tuple[bytes, ...]) -> None:
         store, key = self._state.store, self._key(save)

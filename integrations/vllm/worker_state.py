@@ -36,7 +36,6 @@ class WorkerPools:
         coders: open and decode blobs.
         encoders: encode copies of pages.
         writers: write to the store.
-        pacer: one thread, which hands entries to the encoders when their time has come (`store_share`).
         learner: one thread, which sums what a profile is learned from.
         refiners: one thread, which fetches and decodes what refines loads that are over.
     """
@@ -58,7 +57,6 @@ class WorkerPools:
         self.writers = pool(threads, "write", store_niceness)
         self.fetchers = pool(_FETCHERS, "fetch")
         self.coders = pool(threads, "decode")
-        self.pacer = pool(1, "pace", patience=math.inf)  # its one job lasts as long as the engine
         self.refiners = pool(1, "refine", LOWEST_PRIORITY)
         self.learner = pool(1, "learn", LOWEST_PRIORITY, math.inf)  # it rests between its jobs
 

@@ -5,8 +5,7 @@
                    computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit);
                    and the same with a store of raw files, vLLM's own ExampleConnector
     storing        throughput of a batch of new prompts, with and without storing their caches, and with storing that
-                   may take a share of a core while the engine computes (store_shares), or gives way to it
-                   (store_nicenesses)
+                   gives way to the engine (store_nicenesses)
 
     this process --commands--> engine A: no connector
                  --commands--> engine B: lossless, file store …    each in a process of its own, one works at a time
@@ -22,7 +21,6 @@ weights: it is as fast as a real one of the same shape, but its KV is not real, 
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import time
@@ -67,7 +65,6 @@ def run_engine_bench(
     model: Path | None = None,
     stores: Sequence[str] = (),
     profile: Path | None = None,
-    store_shares: Sequence[float] = (),
     store_nicenesses: Sequence[int] = (),
     progress: Console | None = None,
 ) -> dict[str, Any]:
@@ -78,9 +75,8 @@ def run_engine_bench(
         model: checkpoint for `first token` and `storing`; None for random weights of `scope.shape`.
         stores: URLs of stores to load from, besides memory and files. What is put there stays there.
         profile: of `model`, for its lossy engines; None: there are none.
-        store_shares: values of the connector's option `store_share` to measure storing with, besides storing without a
-            limit.
-        store_nicenesses: the same for `store_niceness`.
+        store_nicenesses: values of the connector's option `store_niceness` to measure storing with, besides its
+            default.
         progress: where to list what is being measured; None for nowhere.
 
     Returns:
@@ -88,8 +84,8 @@ def run_engine_bench(
 
     Raises:
         ImportError: vLLM is not installed.
-        InputError: a length is not a multiple of the chunk, or exceeds the model's positions; a share is not above 0;
-            a niceness is not 0 … 19; or a profile of random weights.
+        InputError: a length is not a multiple of the chunk, or exceeds the model's positions; a niceness is not 0 … 19;
+            or a profile of random weights.
         ProfileMismatchError: the profile is of another model.
         CuveeError: an engine failed, or gave an answer that it should not have, so nothing is reported.
     """
@@ -98,8 +94,6 @@ def run_engine_bench(
     began, load, say = time.perf_counter(), os.getloadavg()[1], timed_lines(progress)
     if any(length < CHUNK or length % CHUNK for length in scope.lengths):
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
-    if any(not 0 < share < math.inf for share in store_shares):
-        raise InputError(f"store_shares: must be numbers above 0, got {', '.join(map(str, store_shares))}")
     if any(not 0 <= niceness <= LOWEST_PRIORITY for niceness in store_nicenesses):
         shown = ", ".join(map(str, store_nicenesses))
         raise InputError(f"store_nicenesses: must be numbers from 0 to {LOWEST_PRIORITY}, got {shown}")
@@ -148,7 +142,7 @@ def run_engine_bench(
             report["first_token"] = measure_first_token(
                 scope, report["model"], engines, chosen, say, None if profile is None else profile.name
             )
-            limited = _limited(chosen, store_shares, store_nicenesses)
+            limited = _limited(chosen, store_nicenesses)
             if limited:  # memory may not hold them besides those that only load
                 for name in [RAW_FILES, *(variant.name for variant in chosen if variant.filled_by is not None)]:
                     if name in engines:
@@ -180,18 +174,17 @@ def _start(
     engine.start(model, options, variant, profile=profile if lossy else None)
 
 
-def _limited(
-    variants: Sequence[EngineVariant], shares: Sequence[float], nicenesses: Sequence[int]
-) -> list[EngineVariant]:
-    """Return the variants with a file store again for each share and each niceness, with stores of their own."""
-    limits: list[tuple[str, dict[str, Any]]] = [(f"share {share:g}", {"store_share": share}) for share in shares]
-    limits += [(f"niceness {niceness}", {"store_niceness": niceness}) for niceness in nicenesses]
+def _limited(variants: Sequence[EngineVariant], nicenesses: Sequence[int]) -> list[EngineVariant]:
+    """Return the variants with a file store again for each niceness, with stores of their own."""
     return [
-        replace(variant, name=f"{variant.name}, {limit}", store=f"{variant.store}-{limit.replace(' ', '')}", **options)
-        for limit, options in limits
+        replace(
+            variant, name=f"{variant.name}, niceness {niceness}", store=f"{variant.store}-niceness{niceness}",
+            store_niceness=niceness,
+        )
+        for niceness in nicenesses
         for variant in variants
         if variant.store.startswith("file:") and variant.filled_by is None
-    ]
+    ]  # fmt: skip
 
 
 def _vllm_version() -> str:

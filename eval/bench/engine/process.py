@@ -19,8 +19,7 @@ __all__ = ["FOLLOWING", "Engine", "EngineAnswer"]
 FOLLOWING = {"logits_processors": ["cuvee.eval.bench.engine.following:Follower"]}
 """Options of an engine that is to be asked with `follow`."""
 
-# In which an engine with `store_share` is taken for idle, which it is after a second without a step at the latest, and
-# then stores without a limit.
+# In which an engine takes no step, so that threads that give way to it store at full speed.
 _IDLE_SECONDS = 2.0
 
 
@@ -123,8 +122,8 @@ class Engine:
                 "decide": "always",
                 **(more or {}),
             }
-            limits = {"store_share": variant.store_share, "store_niceness": variant.store_niceness}
-            extra |= {name: value for name, value in limits.items() if value is not None}
+            if variant.store_niceness is not None:
+                extra["store_niceness"] = variant.store_niceness
             if profile is not None:
                 extra["profile"] = str(profile)
             if blend is not None:

@@ -83,7 +83,7 @@ class EngineVariant:
         store: a URL, in which `{folder}` stands for a temporary folder.
         load_async: the connector's option of that name.
         filled_by: another variant, which fills the store that both share. Then this one has no misses.
-        store_share, store_niceness: the connector's options of these names.
+        store_niceness: the connector's option of that name.
     """
 
     name: str
@@ -91,13 +91,12 @@ class EngineVariant:
     store: str
     load_async: bool = True
     filled_by: str | None = None
-    store_share: float | None = None
     store_niceness: int | None = None
 
     @property
     def defers(self) -> bool:
         """Whether it stores more when the engine is idle."""
-        return self.store_share is not None or self.store_niceness is not None
+        return self.store_niceness is not None
 
 
 VARIANTS = (

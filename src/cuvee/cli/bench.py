@@ -284,15 +284,6 @@ def bench_engine(
             help="Profile of the model, for its lossy engines. Without one, there are none.",
         ),
     ] = None,
-    store_shares: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--store-share",
-            metavar="CORES",
-            show_default=False,
-            help="Also measure storing with at most this share of a core. Repeatable.",
-        ),
-    ] = None,
     store_nicenesses: Annotated[
         list[int] | None,
         typer.Option(
@@ -321,9 +312,9 @@ def bench_engine(
     if lengths:
         scope = replace(scope, lengths=tuple(sorted(set(lengths))))
     checkpoint = None if model is None else _checkpoint(model)
-    limits = tuple(store_shares or ()), tuple(store_nicenesses or ())
+    nicenesses = tuple(store_nicenesses or ())
     _measure(
-        lambda progress: run_engine_bench(scope, checkpoint, stores or (), profile, *limits, progress),
+        lambda progress: run_engine_bench(scope, checkpoint, stores or (), profile, nicenesses, progress),
         print_engine_report, out, force, as_json,
     )  # fmt: skip
 

@@ -285,13 +285,13 @@ def test_an_engine_that_defers_is_left_idle_to_store(
             return call(*arguments)
 
         monkeypatch.setattr(engine, "_call", noted)
-        for limits in ({"store_share": 0.5}, {"store_niceness": 0}, {"store_niceness": 19}, {}):
-            engine.start(tmp_path, {}, replace(VARIANTS[0], **limits))
+        for niceness in (0, 19, None):
+            engine.start(tmp_path, {}, replace(VARIANTS[0], store_niceness=niceness))
             extra = called.pop()[1]["kv_transfer_config"]["kv_connector_extra_config"]
-            assert {name: extra[name] for name in ("store_share", "store_niceness") if name in extra} == limits
+            assert extra.get("store_niceness") == niceness
             engine.settle(1)
             engine.idle()
-            assert [arguments[-1] for arguments in called] == ([2.0] * 2 if limits else [0.0] * 2)
+            assert [arguments[-1] for arguments in called] == ([0.0] * 2 if niceness is None else [2.0] * 2)
             called.clear()
 
 
@@ -306,12 +306,11 @@ def test_a_closed_engine_is_gone_and_may_be_closed_again(child: Callable[[str], 
 
 def test_storing_is_measured_for_every_limit() -> None:
     memory, shared = VARIANTS[-1], VARIANTS[1]
-    limited = run._limited([VARIANTS[0], shared, memory], [0.1, 2.0], [19])
-    assert [(variant.name, variant.store_share, variant.store_niceness) for variant in limited] == [
-        ("lossless, file, share 0.1", 0.1, None), ("lossless, file, share 2", 2.0, None),
-        ("lossless, file, niceness 19", None, 19),
+    limited = run._limited([VARIANTS[0], shared, memory], [1, 19])
+    assert [(variant.name, variant.store_niceness) for variant in limited] == [
+        ("lossless, file, niceness 1", 1), ("lossless, file, niceness 19", 19),
     ]  # fmt: skip
-    assert len({variant.store for variant in (VARIANTS[0], *limited)}) == 4, "no engine finds what another one stored"
+    assert len({variant.store for variant in (VARIANTS[0], *limited)}) == 3, "no engine finds what another one stored"
 
 
 @pytest.mark.parametrize("niceness", [-1, 20])
@@ -319,13 +318,6 @@ def test_a_niceness_that_linux_does_not_have_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(run, "find_spec", lambda _: True)
     with pytest.raises(InputError, match="store_nicenesses: must be numbers from 0 to 19"):
         run_engine_bench(SMALL, store_nicenesses=[19, niceness])
-
-
-@pytest.mark.parametrize("share", [0.0, -1.0, math.nan, math.inf])
-def test_a_share_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    monkeypatch.setattr(run, "find_spec", lambda _: True)
-    with pytest.raises(InputError, match="store_shares: must be numbers above 0"):
-        run_engine_bench(SMALL, store_shares=[0.1, share])
 
 
 @pytest.mark.parametrize(

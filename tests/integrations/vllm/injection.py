@@ -16,8 +16,7 @@ from cuvee.integrations.vllm.worker import WorkerSide
 SCHEDULER_HOOKS = ("arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset")
 WORKER_HOOKS = ("void", "start_loads", "drop", "blend", "save", "take_arrived", "take_invalid_blocks", "report")
 THREADS = {"cuvee-lookup": "lookup", "cuvee-load": "load", "cuvee-fetch": "load", "cuvee-decode": "load",
-           "cuvee-encode": "store", "cuvee-write": "store",
-           "cuvee-pace": "store"}  # fmt: skip
+           "cuvee-encode": "store", "cuvee-write": "store"}  # fmt: skip
 HOOKS = (*SCHEDULER_HOOKS, *WORKER_HOOKS, *dict.fromkeys(THREADS.values()))
 
 # Inner calls, by side. Left out: what contains errors itself, and what puts things right (`_give_up`, `_end`).
@@ -48,11 +47,6 @@ WORKER = (
     "_state.store.overdue", "_state.store.counters", "_state.store.contains", "_state.store.get_many",
     "_state.store.put", "_state.store.delete", "_state.codec.encode_paged", "_state.codec.decode_paged",
     "_state.codec.open_expected", "_state.codec.on_device",
-)  # fmt: skip
-# With `store_share`.
-PACED = (
-    "_pace.begin_step", "_pace.end_step", "_pace.charge", "_pace.wait", "_saves._make_room", "_saves._paced.add",
-    "_saves._paced.charge", "_saves._paced._try_to_step", "_saves._paced._hindrance", "_pools.pacer.submit",
 )  # fmt: skip
 CHAIN = ("digests", "tails")
 # Tables that are empty once all requests have ended, by side.
@@ -104,7 +98,6 @@ class Injector:
                 self._replace(hooked, name, self._hook(name, getattr(hooked, name)))
         owners: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
             ("s", side, SCHEDULER), ("w", worker, WORKER), ("c", PrefixChain, CHAIN),
-            ("p", worker, PACED if worker._pace is not None else ()),
         )  # fmt: skip
         for letter, owner, points in owners:
             for point in points:

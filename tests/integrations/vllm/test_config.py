@@ -30,7 +30,7 @@ def test_everything_can_be_set() -> None:
         {
             "store": ["memory://", "file:///x"], "profile": "p.cuvee", "ratio": 8, "chunk_tokens": 128,
             "min_tokens": 512, "load_async": False, "decide": "always", "store_generated": False, "tenant": "t",
-            "model_id": "m", "check_model": False, "threads": 1, "store_niceness": 10, "store_share": 0.25,
+            "model_id": "m", "check_model": False, "threads": 1, "store_niceness": 10,
             "max_pending_mb": 1.5, "lookup_timeout": 1, "load_timeout": 2.5, "close_timeout": 5,
             "key_env": ["SECRET", "OLD_SECRET"],
         }
@@ -38,7 +38,7 @@ def test_everything_can_be_set() -> None:
     assert options.store == ("memory://", "file:///x")
     assert options.codec_quality == {"ratio": 8}
     assert options.key_env == ("SECRET", "OLD_SECRET") and options.key_file is None
-    assert options.least_tokens == 512 and options.store_niceness == 10 and options.store_share == 0.25
+    assert options.least_tokens == 512 and options.store_niceness == 10
     assert hash(options) is not None, "stores are shared by their URLs"
 
 
@@ -78,13 +78,6 @@ def test_everything_can_be_set() -> None:
         ({"store_niceness": 20}, "store_niceness: must be a whole number from 0 to 19, got 20"),
         ({"store_niceness": True}, "store_niceness: must be a whole number from 0 to 19, got True"),
         ({"store_niceness": 1.5}, "store_niceness: must be a whole number from 0 to 19, got 1.5"),
-        ({"store_share": 0}, "store_share: must be a number above 0, or left out, got 0"),
-        ({"store_share": -0.1}, "store_share: must be a number above 0, or left out, got -0.1"),
-        ({"store_share": float("nan")}, "store_share: must be a number above 0"),
-        ({"store_share": float("inf")}, "store_share: must be a number above 0"),
-        ({"store_share": True}, "store_share: must be a number above 0"),
-        ({"store_share": "0.1"}, "store_share: must be a number above 0"),
-        ({"store_share": [0.1]}, "store_share: must be a number above 0"),
         ({"max_pending_mb": 0}, "max_pending_mb: must be a number above 0"),
         ({"lookup_timeout": -1}, "lookup_timeout: must be a number above 0"),
         ({"lookup_timeout": float("nan")}, "lookup_timeout: must be a number above 0"),

@@ -135,7 +135,6 @@ def test_all_threads_of_a_worker_are_on_free_cores(monkeypatch: pytest.MonkeyPat
             side._pools.writers,
             side._pools.fetchers,
             side._pools.coders,
-            side._pools.pacer,
         ):
             assert pool.submit(os.sched_getaffinity, 0).result() == free
         bench.store_all()

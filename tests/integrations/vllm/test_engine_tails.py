@@ -3,9 +3,7 @@
 reference       no connector                    the answers
 stored          connector                       a prompt of 511 tokens, and a conversation's first turn
 ids             a profile that predicts         what is stored holds the ids of prompt and answer, and nothing private
-waiting         a share of almost nothing       what `stored` stores, but when the engine stops
 loaded          another process                 both again, and the turns after
-after waiting   another process                 what `waiting` has stored
 """
 
 from __future__ import annotations
@@ -85,13 +83,10 @@ def learned(folder: Path, model: Path) -> Profile:
 
 @pytest.fixture(scope="module")
 def engines(folder: Path, model: Path, learned: Profile) -> dict[str, Ran]:
-    """What the engines did, the last two in a process of their own."""
+    """What the engines did, the last in a process of its own."""
     options = {"block_size": BLOCK, "max_model_len": 1024}
-
-    def ours(store: str, **more: float) -> dict[str, object]:
-        transfer = cuvee(f"file://{folder / store}", chunk_tokens=CHUNK, min_tokens=BLOCK, **more)
-        return {**options, "kv_transfer_config": transfer}
-
+    transfer = cuvee(f"file://{folder / 'store'}", chunk_tokens=CHUNK, min_tokens=BLOCK)
+    ours = {**options, "kv_transfer_config": transfer}
     stored = replace(FIRST, until=("vllm:cuvee_stored_tails", TAILS))
     lossy = {"quality": None, "step": 0.05, "profile": str(folder / "profile")}
     with_ids = cuvee(f"file://{folder / 'ids-store'}", chunk_tokens=64, min_tokens=32, **lossy)
@@ -104,11 +99,10 @@ def engines(folder: Path, model: Path, learned: Profile) -> dict[str, Ran]:
         [
             Engine("reference", model, [FIRST, SECOND, THIRD, AGAIN], options),
             # So few blocks that what ended is overwritten by the step that stores its tail.
-            Engine("stored", model, [stored], {**ours("store"), "num_gpu_blocks_override": 24, "max_model_len": 640}),
+            Engine("stored", model, [stored], {**ours, "num_gpu_blocks_override": 24, "max_model_len": 640}),
             Engine(
                 "ids", model, [told, private], {"block_size": 32, "max_model_len": 256, "kv_transfer_config": with_ids}
             ),
-            Engine("waiting", model, [FIRST], ours("waiting-store", store_share=1e-6)),
         ],
     )
     # A turn's tail is stored when it has ended; the next one waits for that. The prompt of 571 tokens ends in the block
@@ -119,14 +113,7 @@ def engines(folder: Path, model: Path, learned: Profile) -> dict[str, Ran]:
         replace(THIRD, until=("vllm:cuvee_stored_tails", 5)),
         AGAIN,
     ]
-    second = run_engines(
-        folder / "second",
-        [
-            Engine("loaded", model, more, ours("store")),
-            Engine("after waiting", model, [AGAIN], ours("waiting-store")),
-        ],
-        forked=False,
-    )
+    second = run_engines(folder / "second", [Engine("loaded", model, more, ours)], forked=False)
     return {**first, **second}
 
 
@@ -165,19 +152,6 @@ def test_each_turn_of_a_conversation_loads_the_turns_before(engines: dict[str, R
 
 def test_a_superseded_tail_is_still_found_by_the_prompt_that_ends_there(engines: dict[str, Ran]) -> None:
     assert [answer.cached for answer in engines["loaded"].steps[3]] == [480, 288, 64]
-
-
-def test_what_waits_is_stored_when_the_engine_stops(engines: dict[str, Ran]) -> None:
-    """With `store_share`, what a busy engine leaves waiting."""
-    stored, loaded = engines["waiting"], engines["after waiting"]
-    answers = [[answer.tokens for answer in ran.steps[0]] for ran in (engines["reference"], stored, loaded)]
-    assert answers[0] == answers[1] == answers[2]
-    assert stored.metric("vllm:cuvee_stored_chunks") <= 1 and stored.metric("vllm:cuvee_stored_tails") == 0
-    assert stored.metric("vllm:cuvee_tails_superseded") == 1, "511 tokens became 551"
-    for name in ("failures", "contained", "stores_skipped", "tails_dropped"):
-        assert stored.metric(f"vllm:cuvee_{name}") == 0, name
-    # All but the tail in whose place the whole chunk is stored; a prompt that ends inside that chunk cannot load it.
-    assert [answer.cached for answer in loaded.steps[0]] == [CHUNK, 288, 64]
 
 
 def test_an_engine_stores_the_ids_of_prompt_and_answer(engines: dict[str, Ran], folder: Path, learned: Profile) -> None:

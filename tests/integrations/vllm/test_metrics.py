@@ -454,7 +454,6 @@ def test_every_reason_not_to_blend_has_a_name() -> None:
         ("store_skipped", "redis", "2 operations skipped while a store was down"),
         ("dropped", "memory", "2 chunks dropped by a store"),
         ("stores_skipped", "", "2 chunks not stored because too many waited"),
-        ("tails_dropped", "", "2 tails dropped because too many chunks waited"),
         ("lost", "encode", "2 chunks lost because the engine stopped before they were stored"),
     ],
 )

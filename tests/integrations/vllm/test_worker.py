@@ -652,15 +652,14 @@ class Ended(BaseException):
     """What the handler of a signal may raise."""
 
 
-@pytest.mark.parametrize("share", [{}, {"store_share": 1.0}], ids=["at once", "paced"])
 @pytest.mark.parametrize(
     "error", [RuntimeError(), torch.OutOfMemoryError(), SystemExit(1), KeyboardInterrupt(), GeneratorExit(), Ended()]
 )
 def test_nothing_is_stored_of_a_step_whose_forward_raised_nor_of_later_ones(
-    error: BaseException, share: dict[str, Any], bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+    error: BaseException, bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
     """With asynchronous scheduling there are later ones. The end of a request, too, may be copied then."""
-    b, blocks = bench(**share), list(range(16))
+    b, blocks = bench(), list(range(16))
     b.fill(blocks, 8 * CHUNK)
     b.step(1, b.saves(blocks, range(2)))
     b.drain()

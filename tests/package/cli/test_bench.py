@@ -47,14 +47,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             "cpu --only stages --only comparison --model smollm2 --profile p.safetensors",
             ("cpu", False, ("smollm2",), (1, 2), ("stages", "comparison"), (Path("p.safetensors"),)),
         ),
-        ("engine", ("engine", ENGINE_FULL, None, (), None, (), ())),
+        ("engine", ("engine", ENGINE_FULL, None, (), None, ())),
         (
             "engine --quick --model m --store file:///a --store file:///b --profile m.safetensors",
-            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"], Path("m.safetensors"), (), ()),
+            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"], Path("m.safetensors"), ()),
         ),
         (
-            "engine --length 4096 --length 512 --store-share 0.1 --store-share 2 --store-niceness 19",
-            ("engine", replace(ENGINE_FULL, lengths=(512, 4096)), None, (), None, (0.1, 2.0), (19,)),
+            "engine --length 4096 --length 512 --store-niceness 0 --store-niceness 19",
+            ("engine", replace(ENGINE_FULL, lengths=(512, 4096)), None, (), None, (0, 19)),
         ),
     ],
 )
