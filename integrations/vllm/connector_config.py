@@ -43,7 +43,6 @@ class Options(CodingOptions):
             Requests may name another.
         refine_later: while a request runs whose load left refinements out because of its deadline, add them to its
             pages, between steps.
-        tenant_metrics: count what each tenant stores and loads; each tenant adds its own time series.
         kv_events: report chunks in the store with vLLM's KV events, if these are on.
         blend: reuse cached segments at any position and recompute some of their tokens, so that answers are
             approximations (`cuvee.integrations.vllm.blending.blend_options.BlendOptions`). None: never.
@@ -69,7 +68,6 @@ class Options(CodingOptions):
     deadline_ms: float | None = None
     kl_max: float | None = None
     refine_later: bool = False
-    tenant_metrics: bool = False
     kv_events: bool = True
     blend: BlendOptions | None = None
     learn_tokens: int = 40_000
@@ -79,7 +77,7 @@ class Options(CodingOptions):
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
-        self._check_switches("load_async", "store_generated", "refine_later", "tenant_metrics", "kv_events")
+        self._check_switches("load_async", "store_generated", "refine_later", "kv_events")
         if self.min_tokens is not None:
             self._check_counts("min_tokens")
         if type(self.store_niceness) is not int or not 0 <= self.store_niceness <= LOWEST_PRIORITY:

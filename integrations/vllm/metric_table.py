@@ -132,10 +132,6 @@ METRICS: dict[str, Metric] = {
                "because another engine had published one.", "result", _LEARNED),
         Metric("lost", "counter", "Chunks that waited for compression or to be written when the engine stopped, and "
                "were not stored within close_timeout.", "where", ("encode", "store")),
-        Metric("tenant_stored_bytes", "counter", "Compressed bytes that a tenant stored, of all ranks; with "
-               "tenant_metrics. The label is the tenant's part of the store keys.", "tenant"),
-        Metric("tenant_loaded_tokens", "counter", "Tokens that a tenant loaded instead of computing; with "
-               "tenant_metrics.", "tenant", ranks="first"),
         Metric("hits", "counter", "Chunks found in a tier of the store.", "tier"),
         Metric("misses", "counter", "Chunks not found in a tier of the store.", "tier"),
         Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),

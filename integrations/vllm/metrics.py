@@ -31,9 +31,6 @@ logger = logging.getLogger(__name__)
 
 Data = dict[str, float]
 
-MOST_TENANTS = 1000  # with separate figures, so that clients cannot make the recorder grow
-OTHER_TENANTS = "others"
-
 _MOST = 1 << 63  # figures are below this, which every message and every client can hold
 _EXACT = 1 << 53  # floats are exact up to here
 _LONGEST_TIER = 64
@@ -86,7 +83,6 @@ class Recorder:
         self._ranks: set[str] = set()  # that have gauges of their own
         self._stores: dict[str, dict[str, float]] = {}  # figures of tiers, as counted so far
         self._left_out: set[str] = set()
-        self._tenants: set[str] = set()
 
     def count(self, name: str, value: float = 1, label: str = "") -> None:
         """Add `value` to a counter, or one observation of `value` seconds to a histogram.
@@ -102,20 +98,6 @@ class Recorder:
             self._add(metric, f"{name}|{value:.3g}|", 1)
         elif value:
             self._add(metric, f"{name}|{label}|", value)
-
-    def count_tenant(self, name: str, value: float, tenant: str) -> None:
-        """Add `value` to a counter of a tenant; `OTHER_TENANTS` stands for all beyond the first `MOST_TENANTS`.
-
-        Args:
-            name: of a counter whose label is `tenant`.
-            value: as in `count`.
-            tenant: `cuvee.codec.identity.tenant_id` of it; a cache salt is as good as a secret.
-        """
-        with self._lock:
-            if tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
-                tenant = OTHER_TENANTS
-            self._tenants.add(tenant)
-        self.count(name, value, tenant)
 
     def gauge(self, name: str, value: float, label: str = "") -> None:
         """Set a gauge.

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.identity import tenant_id
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.decision import BlendCost, load_work
 from cuvee.integrations.vllm.messages import Delivery, Load
@@ -306,8 +305,6 @@ class WorkerLoads:
         recorder.count("loads")
         recorder.count("load_seconds", time.monotonic() - job.begun)
         recorder.count("loaded_tokens", done - load.start)
-        if self._state.tenant_metrics:
-            recorder.count_tenant("tenant_loaded_tokens", done - load.start, tenant_id(load.tenant))
         if done < load.end:
             if job.went_as_planned:
                 recorder.count("computed_by_plan", load.end - done)

@@ -28,7 +28,6 @@ from itertools import islice
 import torch
 
 from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
-from cuvee.codec.identity import tenant_id
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.part_keys import part_key
 from cuvee.codec.token_ids import NO_TOKEN
@@ -297,10 +296,7 @@ class WorkerSaves:
             if self._state.predicts and save.token_ids is not None and NO_TOKEN in save.token_ids:
                 recorder.count("stored_without_ids")
             recorder.count("raw_bytes", self._bytes(save.entry))
-            stored = sum(map(len, parts[:kept]))
-            recorder.count("stored_bytes", stored)
-            if self._state.tenant_metrics:
-                recorder.count_tenant("tenant_stored_bytes", stored, tenant_id(save.tenant))
+            recorder.count("stored_bytes", sum(map(len, parts[:kept])))
             for number, part in enumerate(parts):
                 self._state.figures.observe(save.entry.tokens, number, len(part))
         self._saved(save, kept > 0)

@@ -78,7 +78,6 @@ class WorkerState:
         store: read and written.
         recorder: figures, drained into the reports.
         tells: whether to report what is stored.
-        tenant_metrics: whether to count per tenant.
         predicts: whether the codec predicts from token ids.
         parts: most parts that an entry has; 1: entries are whole blobs.
         refines: whether parts that a load left out are added while its request runs.
@@ -103,7 +102,6 @@ class WorkerState:
         self.store = store
         self.recorder = recorder
         self.tells = setup.tells
-        self.tenant_metrics = options.tenant_metrics
         self.predicts = setup.predicts
         self.parts = 1 + codec.refinements
         self.refines = options.refine_later

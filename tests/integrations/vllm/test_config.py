@@ -67,7 +67,6 @@ def test_everything_can_be_set() -> None:
         ({"load_async": 1}, "load_async: must be true or false"),
         ({"store_generated": "yes"}, "store_generated: must be true or false"),
         ({"check_model": None}, "check_model: must be true or false"),
-        ({"tenant_metrics": 1}, "tenant_metrics: must be true or false"),
         ({"chunk_tokens": 0}, "chunk_tokens: must be a whole number"),
         ({"chunk_tokens": 2.0}, "chunk_tokens: must be a whole number"),
         ({"chunk_tokens": True}, "chunk_tokens: must be a whole number"),

@@ -264,7 +264,7 @@ def test_salts_that_are_no_text_are_not_cached(salt: Any, engine: Callable[..., 
 
 @pytest.mark.parametrize("salt", ["", " ", "\ud800", "\0", "|", "../..", "x" * 4096])
 def test_salts_of_any_text_are_cached(salt: str, engine: Callable[..., SmallEngine]) -> None:
-    e = engine(tenant_metrics=True)
+    e = engine()
     e.submit("r", B, cache_salt=salt)
     e.run()
     e.submit("again", [*B, 1], cache_salt=salt)

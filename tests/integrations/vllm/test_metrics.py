@@ -54,18 +54,6 @@ def test_drains_what_came_since_the_last_time() -> None:
     assert recorder.totals() == {("loads", ""): 4, ("lookups", "hit"): 1}
 
 
-def test_tenants_beyond_the_most_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.vllm.metrics.MOST_TENANTS", 2)
-    recorder = Recorder()
-    for tenant in ("a", "b", "c", "a", "d"):
-        recorder.count_tenant("tenant_stored_bytes", 5, tenant)
-    recorder.count_tenant("tenant_loaded_tokens", 7, "e")
-    assert recorder.totals() == {
-        ("tenant_stored_bytes", "a"): 10, ("tenant_stored_bytes", "b"): 5, ("tenant_stored_bytes", "others"): 10,
-        ("tenant_loaded_tokens", "others"): 7,
-    }  # fmt: skip
-
-
 def test_a_histogram_is_counted_by_value() -> None:
     recorder = Recorder()
     for seconds in (0.0123456, 0.0123449, 2.5, 0.0):

@@ -20,7 +20,7 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.format.container import verify_tag
-from cuvee.codec.identity import store_key, tenant_id
+from cuvee.codec.identity import store_key
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes.lossless import LosslessScheme
@@ -76,21 +76,6 @@ def test_pages_that_no_strides_describe_are_stored_and_restored(bench: Callable[
     after = b.cache.read(rest.flatten(), 0)
     assert all(map(torch.equal, after.keys + after.values, before.keys + before.values))
     assert not b.worker.take_invalid_blocks() and b.counts()["stored_chunks"] == 8
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_what_tenants_store_and_load_is_counted_where_it_is_asked_for(bench: Callable[..., Bench], asked: bool) -> None:
-    b = bench(tenant_metrics=True) if asked else bench()
-    b.store_all(3)
-    b.worker.start_loads([b.load(list(range(10, 16)), 0, 3 * CHUNK)], synchronous=True)
-    counts = {name: value for name, value in b.counts().items() if name.startswith("tenant_")}
-    name = tenant_id(TENANT)
-    assert TENANT not in name
-    if asked:
-        stored, tokens = b.counts()["stored_bytes"], 3 * CHUNK
-        assert counts == {f"tenant_stored_bytes{{{name}}}": stored, f"tenant_loaded_tokens{{{name}}}": tokens}
-    else:
-        assert counts == {}
 
 
 def test_a_load_leaves_tokens_before_its_start_alone(bench: Callable[..., Bench]) -> None:
