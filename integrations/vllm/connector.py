@@ -263,7 +263,6 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.void(self._plan.voids)
         self._working.start_loads(self._plan.loads, synchronous=not self._setup.options.load_async)
         self._working.drop(self._plan.drops)
-        self._working.refine(self._plan.refines, self._plan.unrefined)
         # vLLM's first model runner calls this after a forward that raised, too: other ranks may wait inside theirs.
         if self._blender is not None and not self._working.failing:
             self._working.blend(self._plan.blends, self._plan.blend_tokens, self._blender)

@@ -41,8 +41,6 @@ class Options(CodingOptions):
         kl_max: most nats per token that what is loaded for a prompt may lose in the mean, what is computed instead
             counting as 0; with `worst`, on the worst kind of text. None: whatever the parts lose that the store has.
             Requests may name another.
-        refine_later: while a request runs whose load left refinements out because of its deadline, add them to its
-            pages, between steps.
         kv_events: report chunks in the store with vLLM's KV events, if these are on.
         blend: reuse cached segments at any position and recompute some of their tokens, so that answers are
             approximations (`cuvee.integrations.vllm.blending.blend_options.BlendOptions`). None: never.
@@ -67,7 +65,6 @@ class Options(CodingOptions):
     refinements: int = 0
     deadline_ms: float | None = None
     kl_max: float | None = None
-    refine_later: bool = False
     kv_events: bool = True
     blend: BlendOptions | None = None
     learn_tokens: int = 40_000
@@ -77,7 +74,7 @@ class Options(CodingOptions):
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
-        self._check_switches("load_async", "store_generated", "refine_later", "kv_events")
+        self._check_switches("load_async", "store_generated", "kv_events")
         if self.min_tokens is not None:
             self._check_counts("min_tokens")
         if type(self.store_niceness) is not int or not 0 <= self.store_niceness <= LOWEST_PRIORITY:
@@ -92,8 +89,6 @@ class Options(CodingOptions):
             raise InputError(f"learn_share: must be at most 1, because one thread learns, got {self.learn_share!r}")
         if type(self.refinements) is not int or not 0 <= self.refinements < MAX_PARTS:
             raise InputError(f"refinements: must be 0 … {MAX_PARTS - 1}, got {self.refinements!r}")
-        if self.refine_later and not self.refinements:
-            raise InputError("refine_later: must be left out without refinements, got true with refinements=0")
         if self.load_target:
             name = "kl_max" if self.deadline_ms is None else "deadline_ms"
             if not self.load_async:

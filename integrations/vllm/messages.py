@@ -182,8 +182,6 @@ class StepPlan:
         blends: requests whose prefix and segments all ranks have placed: recompute, in this order. A request stays in
             the list until a report says that its load is over.
         blend_tokens: number of tokens that this step may compute for all blends.
-        refines: requests that this step computes, to whose pages refinements may be added that came after their loads.
-        unrefined: requests that end, or lose the blocks of their loads.
         drops: requests that are not blended after all, because a rank failed or the request ended.
         idle: the step computes no tokens; the engine only waits for loads.
         voids: requests that wait for a load which cannot begin, and the engine's blocks that it was to fill. The blocks
@@ -198,8 +196,6 @@ class StepPlan:
     last_saves: list[Save] = field(default_factory=list)
     blends: list[str] = field(default_factory=list)
     blend_tokens: int = 0
-    refines: list[str] = field(default_factory=list)
-    unrefined: list[str] = field(default_factory=list)
     drops: list[str] = field(default_factory=list)
     idle: bool = False
     voids: dict[str, list[int]] = field(default_factory=dict)

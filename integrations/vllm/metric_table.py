@@ -38,7 +38,7 @@ _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend")
 _UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "error")
 _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
-    "start_loads", "load", "refine", "blend", "drop", "save", "store", "take_arrived", "report", "close", "learn",
+    "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close", "learn",
 )  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "quality", "failed")
 _TARGETS = ("parameters", "engine", "profile")
@@ -95,8 +95,6 @@ METRICS: dict[str, Metric] = {
                "deleted, and their chunks loaded without them."),
         Metric("loaded_at", "counter", "Tokens loaded from so many parts of their chunks, of all ranks; with "
                "refinements, a deadline or kl_max.", "parts", ("1", "2", "3")),
-        Metric("refined_tokens", "counter", "Tokens to which refinements were added while their request ran, of all "
-               "ranks; with refine_later."),
         Metric("load_kl", "histogram", "Nats per token that a load's tokens are expected to lose in the mean, computed "
                "ones counting as 0; with refinements, a deadline or kl_max.", ranks="first", buckets=_KL_BUCKETS),
         Metric("computed_by_plan", "counter", "Tokens in the store that were computed because of a deadline or of "

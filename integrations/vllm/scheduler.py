@@ -150,7 +150,6 @@ class SchedulerSide:
         `others` are its blocks in further groups of layers.
         """
         first = self._loads.take_promise(request.request_id) // self._state.block
-        self._targets.holds(request.request_id, blocks)
 
         def give_up() -> None:
             if tokens:  # the engine waits for them
@@ -169,7 +168,7 @@ class SchedulerSide:
         tracked.computed = 0  # any blocks it had before were other ones
         if tokens:
             self._blends.allocate(tracked, blocks)
-            aim = self._targets.loading(tracked, blocks, partial(self._queued, tracked), self._rates.prefill)
+            aim = self._targets.loading(tracked, partial(self._queued, tracked), self._rates.prefill)
             self._loads.allocate(tracked, blocks, tokens, others, aim)
 
     def _queued(self, tracked: Tracked) -> int:
@@ -227,7 +226,6 @@ class SchedulerSide:
             plan.blends = ready
         plan.idle = not output.total_num_scheduled_tokens and not plan.blends
         plan.drops = self._blends.take_drops()
-        plan.refines, plan.unrefined = self._targets.refining(output.num_scheduled_tokens)
         with self._guard("plan"):
             self._plan_requests(plan, output)
         return plan

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuvee.codec.errors import InputError
@@ -43,9 +43,6 @@ class SchedulerTargets:
         # Of each request's last load, also if the request is not cached any more: who asked, and what ranks delivered.
         self._loading: dict[str, Tracked] = {}
         self._delivered: dict[str, list[Delivery]] = {}
-        self._blocks: dict[str, list[int]] = {}  # that each of these requests had when its load began
-        self._refining: set[str] = set()  # those whose loads left out parts
-        self._unrefined: list[str] = []
         self._due: dict[int, list[Targeted]] = {}  # whose first token a step computes
         self._warned: set[str] = set()
 
@@ -67,20 +64,15 @@ class SchedulerTargets:
             waited = max(time.time() - request.arrival_time, 0.0)
             tracked.targeted = Targeted(target, self._state.clock() - waited)
 
-    def loading(
-        self, tracked: Tracked, blocks: Sequence[int], queued: Callable[[], int], prefill: tuple[float, float, float]
-    ) -> Aim | None:
+    def loading(self, tracked: Tracked, queued: Callable[[], int], prefill: tuple[float, float, float]) -> Aim | None:
         """Return what a load aims at that is about to begin; None: it restores everything.
 
         Args:
             tracked: the request.
-            blocks: the engine's for it.
             queued: counts the tokens that the engine computes first, over all requests.
             prefill: what computing costs, as in `Aim`.
         """
-        self._unrefine(tracked.request.request_id)
         self._loading[tracked.request.request_id] = tracked
-        self._blocks[tracked.request.request_id] = list(blocks)
         self._delivered.pop(tracked.request.request_id, None)
         targeted = tracked.targeted
         if targeted is None or targeted.first_token is not None:  # preempted after its first token: there is no hurry
@@ -108,7 +100,6 @@ class SchedulerTargets:
         """
         tracked = self._loading.get(delivery.request)
         if tracked is None:  # the request has ended
-            self._unrefined.append(delivery.request)
             return
         self._delivered.setdefault(delivery.request, []).append(delivery)
         if not delivery.complete:
@@ -116,33 +107,10 @@ class SchedulerTargets:
             # What is computed may be better than what the store has of it.
             tracked.saved = min(tracked.saved, (delivery.start + sum(delivery.tokens)) // self._state.chunk)
         self._keep_apart(tracked, delivery)
-        if self._state.options.refine_later and min(delivery.parts, default=self._state.parts) < self._state.parts:
-            self._refining.add(delivery.request)
-
-    def holds(self, request_id: str, blocks: Sequence[int]) -> None:
-        """Note the blocks that a request has now. If its load filled others, or in another order, they are not refined:
-        what is ready would be written in the wrong places.
-        """
-        if request_id in self._refining:
-            filled = self._blocks[request_id]
-            if list(blocks[: len(filled)]) != filled:
-                self._unrefine(request_id)
-
-    def refining(self, scheduled: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return which of the requests that a step computes may be refined, and which are not refined any more."""
-        unrefined, self._unrefined = self._unrefined, []
-        return [name for name in scheduled if name in self._refining] if self._refining else [], unrefined
-
-    def _unrefine(self, request_id: str) -> None:
-        if request_id in self._refining:
-            self._refining.remove(request_id)
-            self._unrefined.append(request_id)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        self._unrefine(request_id)
         self._loading.pop(request_id, None)
-        self._blocks.pop(request_id, None)
         self._delivered.pop(request_id, None)
 
     def told(self, tracked: Tracked) -> dict[str, Any] | None:

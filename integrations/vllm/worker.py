@@ -184,17 +184,6 @@ class WorkerSide:
         """Give up blends whose segments are placed, because another rank failed or the request has ended."""
         self._loads.drop(requests)
 
-    def refine(self, requests: Sequence[str], ended: Sequence[str]) -> None:
-        """Add refinements to the pages of requests that this step computes, as far as they have come after the load.
-
-        Runs in the engine's thread, before the step reads pages.
-
-        Args:
-            requests: that hold the blocks which their loads filled.
-            ended: requests that no longer do.
-        """
-        self._loads.refine(requests, ended)
-
     def blend(self, requests: Sequence[str], tokens: int, blender: Blender) -> None:
         """Compute this step's slice of what these requests' blends leave to be computed, one blend after the other.
 
@@ -272,8 +261,6 @@ class WorkerSide:
         with self._guard("close"):
             if self._learner is not None:
                 self._learner.close()
-        with self._guard("close"):
-            pools.refiners.dismiss(0, cancel=True)
         with self._guard("close"):
             pools.coders.dismiss()
         with self._guard("close"):

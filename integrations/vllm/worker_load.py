@@ -15,7 +15,6 @@ from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.decision import BlendCost, load_work
 from cuvee.integrations.vllm.messages import Delivery, Load
 from cuvee.integrations.vllm.worker_planned import PlannedLoads
-from cuvee.integrations.vllm.worker_refine import WorkerRefinements
 from cuvee.integrations.vllm.worker_restore import LateError, LoadJob, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark
@@ -38,7 +37,6 @@ class WorkerLoads:
         self._guard = guard
         self._restorer = Restorer(state, pools)
         self._planned = PlannedLoads(state, pools, self._restorer)
-        self._refinements = WorkerRefinements(state, pools, self._restorer, guard)
         # The state's lock guards these tables.
         self._jobs: dict[str, LoadJob] = {}
         self._arrived: set[str] = set()
@@ -119,16 +117,10 @@ class WorkerLoads:
         for job in jobs:
             with self._guard("drop"):
                 self.abandon(job)
-        self._refinements.drop_all()
 
     def under_way(self) -> list[LoadJob]:
         """Return the loads under way; the state's lock is held."""
         return list(self._jobs.values())
-
-    def refine(self, requests: Sequence[str], ended: Sequence[str]) -> None:
-        """See `WorkerSide.refine`."""
-        self._refinements.drop(ended)
-        self._refinements.write(requests)
 
     def drop(self, requests: Sequence[str]) -> None:
         """See `WorkerSide.drop`."""
@@ -173,8 +165,6 @@ class WorkerLoads:
         # Without the lock, because the store may hang; and before the end, so that the entry can be stored again.
         self._restorer.discard(job)
         with job.lock:
-            if not job.over:  # first: once the engine hears of the end, it may say that the request has ended
-                self._refinements.begin(load, job.poor)
             self.end(job)
 
     def _place(self, job: LoadJob) -> None:

@@ -33,7 +33,7 @@ from cuvee.integrations.loading import (
 )
 from cuvee.integrations.vllm.messages import Aim, Entry
 from cuvee.integrations.vllm.metric_table import PARTS
-from cuvee.integrations.vllm.worker_restore import LoadJob, Planned, PoorEntry, Restorer
+from cuvee.integrations.vllm.worker_restore import LoadJob, Planned, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 
 logger = logging.getLogger(__name__)
@@ -273,18 +273,4 @@ class _Run:
                 self._loads.restorer.count(entry)
                 job.valid_until = max(job.valid_until, min(entry.end, load.end))
             job.parts = self._levels[: start.chunks]
-            job.poor = self._poor_entries(start.chunks)
             job.planned = Planned(self._lost, tuple(poor))
-
-    def _poor_entries(self, chunks: int) -> list[PoorEntry]:
-        """Return the restored entries that the store may have more parts of, where these are to be added later."""
-        if not self._state.refines:
-            return []
-        poor = []
-        for at in range(chunks):
-            level = self._levels[at]
-            if level < self._state.parts and at not in self._incomplete:
-                parts = tuple(part for part in self._parts[at][:level] if part is not None)
-                keys = tuple(part_key(self._keys[at], number) for number in range(level, self._state.parts))
-                poor.append(PoorEntry(self._entries[at], parts, keys))
-        return poor

@@ -67,21 +67,6 @@ class Planned:
     poor: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PoorEntry:
-    """An entry that was restored from fewer parts than it may have.
-
-    Attributes:
-        entry: with its blocks.
-        parts: those that the load had, from the base on.
-        keys: store keys of the others, in order.
-    """
-
-    entry: Entry
-    parts: tuple[bytes, ...]
-    keys: tuple[str, ...]
-
-
 @dataclass(slots=True)
 class LoadJob:
     """A load under way.
@@ -98,7 +83,6 @@ class LoadJob:
         computed, compute_seconds: tokens that were recomputed, and the engine loop's seconds for them.
         bad: store keys of entries that are not sound, and the first part of each that is not.
         parts: of how many parts each of the prefix's entries was restored, in order.
-        poor: restored entries to which parts can be added later.
         planned: what a plan expects of the restored entries, once it has decided that they will do.
     """
 
@@ -115,7 +99,6 @@ class LoadJob:
     bad: list[tuple[str, int]] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
     planned: Planned | None = None
-    poor: list[PoorEntry] = field(default_factory=list)
 
     @property
     def went_as_planned(self) -> bool:
@@ -287,14 +270,6 @@ class Restorer:
         pages.write(self._decode_apart(blob, start), [send(at, device) for at in slots])
         Mark(device).wait()  # the engine reads the pages on another stream once it hears that the load is over
         return self._parts_of(blob)
-
-    def decode_apart(self, load: Load, entry: Entry, parts: Sequence[bytes]) -> PagedCache:
-        """Decode all tokens of one entry of a load from these parts into a dense cache, on this thread and its stream.
-
-        Raises:
-            CuveeError: as `place`.
-        """
-        return self._decode_apart(self._open(load.tenant, entry, parts), entry.start)
 
     def _decode_apart(self, blob: OpenBlob, start: int) -> PagedCache:
         cache = self._state.pages

@@ -37,7 +37,6 @@ class WorkerPools:
         encoders: encode copies of pages.
         writers: write to the store.
         learner: one thread, which sums what a profile is learned from.
-        refiners: one thread, which fetches and decodes what refines loads that are over.
     """
 
     def __init__(self, threads: int, patience: float, store_niceness: int = 0) -> None:
@@ -57,7 +56,6 @@ class WorkerPools:
         self.writers = pool(threads, "write", store_niceness)
         self.fetchers = pool(_FETCHERS, "fetch")
         self.coders = pool(threads, "decode")
-        self.refiners = pool(1, "refine", LOWEST_PRIORITY)
         self.learner = pool(1, "learn", LOWEST_PRIORITY, math.inf)  # it rests between its jobs
 
     def use_free_cores(self) -> None:
@@ -80,7 +78,6 @@ class WorkerState:
         tells: whether to report what is stored.
         predicts: whether the codec predicts from token ids.
         parts: most parts that an entry has; 1: entries are whole blobs.
-        refines: whether parts that a load left out are added while its request runs.
         figures: what parts take and lose.
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
@@ -104,7 +101,6 @@ class WorkerState:
         self.tells = setup.tells
         self.predicts = setup.predicts
         self.parts = 1 + codec.refinements
-        self.refines = options.refine_later
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
         self.figures = PartFigures(codec, values, options.worst)
         self.lock = threading.Lock()
