@@ -303,12 +303,12 @@ class WorkerSaves:
 
     def _fail(self, saves: Sequence[Save], kind: str, error: Exception) -> None:
         """Count entries that are not stored, and log why."""
-        self._release(saves)
         if isinstance(error, CuveeError):
             logger.warning("cuvee: %d chunks were not stored: %s", len(saves), error)
         else:
             logger.error("cuvee: %d chunks were not stored", len(saves), exc_info=error)
         self._state.recorder.count("failures", len(saves), kind)
+        self._release(saves)  # last: whoever waits for the end of a save finds it counted
 
     def _release(self, saves: Sequence[Save]) -> None:
         """Book these entries as not stored. Entries that are booked already stay as they are."""
