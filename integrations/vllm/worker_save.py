@@ -67,7 +67,7 @@ class WorkerSaves:
         self._guard = guard
         self._budget = budget
         self._learner = learner
-        self._refused = False  # whether it was said that a step has failed
+        self._refused = self._full = False  # whether it was said that a step has failed, or that too much waits
         self._ended = 0  # the last step that has ended well, as have all before it
         self._due = 0  # what that must be for the pages to hold what they should
         self._confirmed = 0
@@ -186,8 +186,15 @@ class WorkerSaves:
                     self._pending += size
                     self._sizes[digest] = size
                     admitted.append(save)
-        with self._guard("save"):
-            self._state.recorder.count("stores_skipped", skipped)
+        if skipped:
+            with self._guard("save"):
+                self._state.recorder.count("stores_skipped", skipped)
+            if not (self._full or self._state.closed):
+                self._full = True
+                logger.warning(
+                    "cuvee: rank %d: chunks are not stored, because those that wait to be stored fill max_pending_mb "
+                    "(said once; stores_skipped counts them)", self._state.rank,
+                )  # fmt: skip
         return admitted
 
     def _copy(self, batch: Sequence[Save]) -> PagedCache:

@@ -597,19 +597,20 @@ def test_what_is_there_already_is_not_encoded_again(bench: Callable[..., Bench])
     assert b.counts()["stored_chunks"] == 4 and not b.worker.report(2).unsaved
 
 
-def test_copies_have_a_budget(bench: Callable[..., Bench]) -> None:
+def test_copies_have_a_budget(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     size = CHUNK * LAYOUT.bytes_per_token
     b = bench(max_pending_mb=2.5 * size / 1e6)
     go = threading.Event()
     b.store.before = lambda operation: _wait(go)
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
-    b.worker.save(b.saves(blocks, range(4)))
+    b.worker.save(b.saves(blocks, range(3)))
+    b.worker.save(b.saves(blocks, range(3, 4)))
     go.set()
     b.drain()
     assert set(b.store.entries) == {b.key(0), b.key(1)}
     assert b.worker.report(1).unsaved == {b.digests[2], b.digests[3]}
-    assert b.counts()["stores_skipped"] == 2
+    assert b.counts()["stores_skipped"] == 2 and caplog.text.count("fill max_pending_mb") == 1
     b.worker.save(b.saves(blocks, range(2, 4)))
     b.drain()
     assert len(b.store.entries) == 4, "the budget is free again"
