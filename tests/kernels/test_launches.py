@@ -37,7 +37,7 @@ def test_every_launch_compiles(report: Any) -> None:
     for case, error in report["right"].items():
         assert error < (2**-6 if case.startswith("bfloat16") else 2**-9), case
     names = {name for compiled in report["compiled"].values() for name in compiled}
-    assert {"_decode_kernel", "_encode_kernel", "_synthesize", "_analyze", "_merge_planes", "_place_channels"} <= names
+    assert {"_decode_kernel", "_encode_kernel", "_synthesize", "_analyze", "_merge_planes"} <= names
     assert {"_decode_classes_kernel", "_encode_classes_kernel", "_dequantize_classes", "_quantize_classes"} <= names
     assert {"_quantize_refinements", "_place_levels", "_reconstruct"} <= names
 
