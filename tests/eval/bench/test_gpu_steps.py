@@ -171,7 +171,7 @@ def test_a_test_that_faults_or_hangs_costs_one_process(tmp_path: Path) -> None:
     paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": paths, "CUVEE_TEST_SECONDS": "2"},
+        env={**os.environ, "PYTHONPATH": paths, "CUVEE_TEST_SECONDS": "10"},
     )  # fmt: skip
     found = json.loads((tmp_path / "found.json").read_text())
     assert done.returncode == 1, done.stdout + done.stderr
