@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import fitted_to
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from cuvee.codec.chunk import KVChunk
@@ -327,7 +328,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ),
         ({"extra": {"chunks": 48}}, InputError, "no option 'chunks'"),
         ({"extra": {"quality": "best"}}, InputError, "best"),
-        ({"extra": {"kl": 0.1}}, ProfileError, "curve"),
+        ({"extra": {"kl": 0.1}}, InputError, "kl: must be quality='lossless' with an unlearned profile"),
         ({"extra": {"key_env": "CUVEE_NOT_SET"}}, InputError, "CUVEE_NOT_SET is not set"),
     ],
 )
@@ -537,11 +538,18 @@ def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> N
     assert identity() != base
 
 
-@pytest.mark.parametrize("extra", [{}, {"quality": "high"}, {"quality": "lossless"}, {"model_id": "mine"}])
+@pytest.mark.parametrize("extra", [{}, {"step": 1.0}, {"quality": "lossless"}, {"model_id": "mine"}])
 @pytest.mark.parametrize("tokenizer", [True, False])
 def test_the_library_names_blobs_as_a_plain_engine_does(
-    checkpoint: Callable[..., None], monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], tokenizer: bool
+    checkpoint: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    extra: dict[str, Any],
+    tokenizer: bool,
 ) -> None:
+    if "step" in extra:
+        fitted_to(Setup.of_engine(*_engine()).layout).save(tmp_path / "p")
+        extra = {**extra, "profile": str(tmp_path / "p")}
     for name in ("checkpoint_identity", "tokenizer_identity"):
         monkeypatch.setattr(checkpoint_module, name, getattr(setup, name))
     config, cache = _engine(extra=extra, model__skip_tokenizer_init=not tokenizer)

@@ -28,7 +28,7 @@ def test_the_demo_measures_and_draws(small: None, tmp_path: Path) -> None:
     fp8 = next(entry for entry in found["baselines"] if entry["name"] == "FP8 e4m3")
     sizes = {entry["name"]: entry["bits_per_value"] for entry in found["presets"]["layer"]}
     assert list(sizes) == list(PRESET_KL) and fp8["bits_per_value"] > 2 * sizes["balanced"] > 2 * sizes["small"]
-    assert {entry["name"] for entry in found["presets"]["none"]} == {"lossless", "balanced"}
+    assert {entry["name"] for entry in found["presets"]["none"]} == {"lossless"}
     said = found["continuation"]
     assert said["raw_bytes"] > 5 * said["blob_bytes"] and said["exact"] and 0 <= said["agreeing"] <= said["tokens"]
     # The report and the progress are on standard error.
