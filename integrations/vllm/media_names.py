@@ -20,10 +20,13 @@ import torch
 
 from cuvee.codec.identity import canonical
 
+_new_digest: Any  # blake3 comes with vLLM; only tests do without
 try:
-    from blake3 import blake3 as new_digest
-except ImportError:  # it comes with vLLM; only tests do without
-    new_digest = hashlib.blake2b  # type: ignore[assignment, misc]
+    import blake3
+except ImportError:
+    _new_digest = hashlib.blake2b
+else:
+    _new_digest = blake3.blake3
 
 _KNOWN = 1 << 16  # names of vLLM's that are remembered, more than its encoder cache and its pages hold images
 
@@ -69,7 +72,7 @@ class MediaNames:
 
 def _hexdigest(value: Any) -> str:
     """Return the digest of nested tensors, arrays, numbers and texts; empty if there is anything else among them."""
-    digest = new_digest()
+    digest = _new_digest()
     try:
         for part in _parts(value):
             digest.update(part)
