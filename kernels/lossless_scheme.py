@@ -14,7 +14,7 @@ from cuvee.codec.backends import DecodeRequest, EncodeRequest
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, raw_bit_tables
 from cuvee.codec.errors import FormatError
-from cuvee.codec.format.container import Reader
+from cuvee.codec.format.coded_part import Reader
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.sections import partition

@@ -19,7 +19,7 @@ from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.errors import InputError
-from cuvee.codec.format.container import write_streams
+from cuvee.codec.format.coded_part import write_streams
 from cuvee.codec.profiles.nested_coding import NestedSection
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.streams import Streams, stream_count
 from cuvee.codec.entropy.token_classes import WINDOW
-from cuvee.codec.format.container import CodedPart
+from cuvee.codec.format.coded_part import CodedPart
 from cuvee.codec.support.lazy import lazy
 
 
@@ -16,7 +16,7 @@ class IndexedPart:
     """The coded part of a section, with the places of any tokens' streams and escapes.
 
     Args:
-        part: the result of `container.read_coded`.
+        part: the result of `coded_part.read_coded`.
         tokens: T, the columns of the matrix in which escapes are numbered.
 
     Attributes:

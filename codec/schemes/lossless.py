@@ -13,7 +13,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coding_plan import NO_ESCAPES
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.format.container import write_streams
+from cuvee.codec.format.coded_part import write_streams
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles_around
 from cuvee.codec.schemes import overlap

@@ -23,7 +23,7 @@ from cuvee.codec.entropy.token_classes import (
     default_class_frequencies,
 )
 from cuvee.codec.errors import ProfileError
-from cuvee.codec.format.container import write_streams
+from cuvee.codec.format.coded_part import write_streams
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.implementations import get_stages

@@ -28,7 +28,7 @@ from cuvee.codec.entropy.token_classes import (
     default_class_frequencies,
 )
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileError
-from cuvee.codec.format.container import CodedPart, Reader, read_coded, write_streams
+from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded, write_streams
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.stages.implementations import Stages, get_stages
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes, rans_decode_classes, stream_rows

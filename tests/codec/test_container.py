@@ -21,18 +21,8 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, KeyMismatchError, VersionError
-from cuvee.codec.format.container import (
-    MAX_TOKENS,
-    Reader,
-    Scheme,
-    inspect,
-    read_coded,
-    read_header,
-    read_section,
-    verify_tag,
-    write_blob,
-    write_streams,
-)
+from cuvee.codec.format.coded_part import Reader, read_coded, write_streams
+from cuvee.codec.format.container import MAX_TOKENS, Scheme, inspect, read_header, read_section, verify_tag, write_blob
 from cuvee.codec.format.keys import MIN_KEY_BYTES, Key, make_keys
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache

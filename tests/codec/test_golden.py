@@ -44,7 +44,8 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family
 from cuvee.codec.entropy.token_classes import WINDOW, class_frequencies, class_table
-from cuvee.codec.format.container import Header, Reader, inspect, read_coded, read_header, read_section
+from cuvee.codec.format.coded_part import Reader, read_coded
+from cuvee.codec.format.container import Header, inspect, read_header, read_section
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile

@@ -17,7 +17,7 @@ from cuvee.codec.entropy.family import coding_plan, default_family, scale_codes,
 from cuvee.codec.entropy.streams import Streams, stream_count
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.format.container import CodedPart, write_streams
+from cuvee.codec.format.coded_part import CodedPart, write_streams
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.stages.compiled.coder_steps import decode_alike_steps, decode_steps
 from cuvee.codec.stages.compiled.compiler import compiled

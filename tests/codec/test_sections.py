@@ -23,7 +23,7 @@ from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.entropy.family import default_family, step_value
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.codec.errors import CorruptError, FormatError
-from cuvee.codec.format.container import write_streams
+from cuvee.codec.format.coded_part import write_streams
 from cuvee.codec.stages.implementations import get_stages
 from cuvee.codec.stages.reference.sections import Coefficients, padded, read_part
 from cuvee.codec.stages.reference.symbols_by_class import class_runs

@@ -29,7 +29,8 @@ from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.format.container import Reader, Scheme, inspect, read_header, write_blob, write_streams
+from cuvee.codec.format.coded_part import Reader, write_streams
+from cuvee.codec.format.container import Scheme, inspect, read_header, write_blob
 from cuvee.codec.format.keys import Key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit

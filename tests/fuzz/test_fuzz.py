@@ -131,7 +131,7 @@ def test_a_missing_check_of_lengths_is_found(monkeypatch: pytest.MonkeyPatch) ->
         view: memoryview = self._view[self._at - count : self._at]
         return view
 
-    monkeypatch.setattr("cuvee.codec.format.container.Reader.take", take)
+    monkeypatch.setattr("cuvee.codec.format.coded_part.Reader.take", take)
     assert "Error" in first_finding(BlobTarget(), 300)
 
 

@@ -30,7 +30,7 @@ from cuvee.codec.entropy.family import default_family
 from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL, WINDOW, ClassedPlan, class_frequencies, class_table
 from cuvee.codec.errors import CorruptError, FormatError, ProfileError
-from cuvee.codec.format.container import CodedPart, Reader, read_coded
+from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.block_map import BlockMap

@@ -1,4 +1,4 @@
-"""Parse the coded part of a section in compiled loops, with the checks of `container.read_coded`."""
+"""Parse the coded part of a section in compiled loops, with the checks of `coded_part.read_coded`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ import torch
 
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.errors import FormatError
-from cuvee.codec.format.container import CodedPart, Reader, read_coded
+from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.reference.rans import rans_decode

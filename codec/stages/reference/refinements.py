@@ -30,7 +30,7 @@ from cuvee.codec.entropy.nested import (
     refine,
 )
 from cuvee.codec.errors import CorruptError, FormatError
-from cuvee.codec.format.container import Reader, read_coded
+from cuvee.codec.format.coded_part import Reader, read_coded
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.profiles.nested_coding import NestedCoding, NestedSection, PartPlan
 from cuvee.codec.stages.reference import symbols

@@ -18,7 +18,7 @@ from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import step_value
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.errors import FormatError
-from cuvee.codec.format.container import CodedPart, Reader, read_coded
+from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.reference.rans import rans_decode

@@ -9,7 +9,8 @@ import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.format.container import Reader, read_coded, read_header, read_section, write_streams
+from cuvee.codec.format.coded_part import Reader, read_coded, write_streams
+from cuvee.codec.format.container import read_header, read_section
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.reference import rans, symbols
 from cuvee.codec.support.arrays import I32

@@ -11,7 +11,7 @@ import torch
 from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams
 from cuvee.codec.entropy.tables import CoderTables, EntropyTables
-from cuvee.codec.format.container import write_streams
+from cuvee.codec.format.coded_part import write_streams
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8, U32
 from cuvee.kernels.jobs import JobField, PlanField, Status
