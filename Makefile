@@ -56,7 +56,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 $(PYTHON); do \
 	"$$p" -c pass 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup model demo check quick compat test lint format docs dist report bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten clean
+.PHONY: help setup model demo check quick compat test costs lint format docs dist report bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -167,6 +167,9 @@ ptx: setup compiler  ## the kernels' tests on PTX of all targets, programs and w
 		$(THREADS) CUVEE_KERNELS=ptx CUVEE_PTX_TARGET=$$target CUVEE_PTX_SEED=$(SEED) \
 			$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/kernels tests/ptx $(PYTEST_ARGS); \
 	done
+
+costs: setup  ## what the kernels cost, compiled without a GPU: registers, spills, instructions; against their budgets
+	PYTHONPATH=src:. $(BIN)/python -m tests.kernels.costs $(COSTS_ARGS)
 
 nightly: setup compiler  ## the tests that take longer than all others together
 	$(THREADS) $(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)

@@ -485,11 +485,10 @@ def launchers(stand_in: Callable[[str, Callable[..., None]], Any]) -> Iterator[t
     """Yield (module, name, stand-in) for every place where the backend calls a launcher."""
     from tests.kernels import naive
 
-    from cuvee.kernels import class_predictor, lossless_scheme, outgoing, plans, transform_scheme
-    from cuvee.kernels.analysis.static_costs import MODULES
+    from cuvee.kernels import class_predictor, lossless_scheme, ops, outgoing, plans, transform_scheme
 
     users = [plans, class_predictor, outgoing, transform_scheme, lossless_scheme]
-    kernels = [import_module(name) for name in MODULES]
+    kernels = [import_module(module.name) for module in iter_modules(ops.__path__, f"{ops.__name__}.")]
     for module in iter_modules(naive.__path__, f"{naive.__name__}."):
         references = import_module(module.name)
         for key, reference in list(vars(references).items()):

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     BLOCK_BASIS,
     BLOCK_COLUMN,
@@ -43,7 +42,7 @@ from cuvee.kernels.ops.pages import (
     token_offsets,
     turn_pairs,
 )
-from cuvee.kernels.ops.transform import _PLAIN, _UNPREDICTED, _classed_columns, _spec, _unpacked
+from cuvee.kernels.ops.transform import _classed_columns, _unpacked
 
 GATHER_TOKENS = 64
 ANALYSIS_ROWS, ANALYSIS_TOKENS, ANALYSIS_COLUMNS = 128, 64, 32  # a step of `analyze`: what fits registers
@@ -220,28 +219,3 @@ def analyze(
 def analysis_tokens(max_tokens: int) -> int:
     """Return the tokens that a program of `analyze` takes at a time."""
     return int(min(max(triton.next_power_of_2(max_tokens), 16), ANALYSIS_TOKENS))
-
-
-def _analysis_spec(name: str, classed: bool) -> KernelSpec:
-    constants = {
-        "BLOCK_T": ANALYSIS_TOKENS, "BLOCK_R": ANALYSIS_ROWS, "BLOCK_K": ANALYSIS_COLUMNS, "PRECISION": "tf32x3",
-        **({"CLASSED": True} if classed else _PLAIN),
-    }  # fmt: skip
-    hip = {"gfx942": {"constants": {"PRECISION": "ieee"}}}
-    return _spec(name, _analyze, constants, 8, changes=hip, y="*fp32", basis="*fp32")
-
-
-def _gather_spec(name: str, predicted: bool) -> KernelSpec:
-    constants = {
-        "BLOCK_T": GATHER_TOKENS, "ELEMENT": tl.bfloat16, "UNIT_STRIDE": True, "ALIGNED": True, "PAIRS": 64,
-        **({"PREDICTED": True} if predicted else _UNPREDICTED),
-    }  # fmt: skip
-    return _spec(name, _gather, constants, 4)
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    _gather_spec("gather", False),
-    _gather_spec("gather predicted", True),
-    _analysis_spec("analyze", False),
-    _analysis_spec("analyze classes", True),
-)

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_CLASS_STATE,
@@ -200,36 +199,3 @@ def write_coded(
         STREAMS=_WRITE_STREAMS, WORDS=_WRITE_WORDS, ESCAPES=_WRITE_ESCAPES, BLOCK=_WRITE_PRECEDING,
         enable_fp_fusion=True,
     )  # fmt: skip
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    KernelSpec(
-        "count_words",
-        _count_kernel,
-        {"jobs": "*i64", "lengths": "*u32", "totals": "*i64"},
-        {"BLOCK": 256},
-        divisible=("jobs", "lengths", "totals"),
-    ),
-    KernelSpec(
-        "write_coded",
-        _write_kernel,
-        {
-            "jobs": "*i64",
-            "plans": "*i64",
-            "words": "*u16",
-            "states": "*u32",
-            "lengths": "*u32",
-            "escape_index": "*u32",
-            "escape_value": "*i32",
-            "class_words": "*u16",
-            "out16": "*u16",
-            "out32": "*u32",
-            "blocks": "i32",
-        },
-        {"STREAMS": _WRITE_STREAMS, "WORDS": _WRITE_WORDS, "ESCAPES": _WRITE_ESCAPES, "BLOCK": _WRITE_PRECEDING},
-        divisible=(
-            "jobs", "plans", "words", "states", "lengths", "escape_index", "escape_value", "class_words", "out16",
-            "out32",
-        ),
-    ),
-)  # fmt: skip

@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_ESCAPE_COUNT,
@@ -40,7 +39,6 @@ from cuvee.kernels.ops.arguments import DevicePlans
 from cuvee.kernels.ops.pages import rounded
 from cuvee.kernels.ops.symbols import (
     _RUN,
-    _TABLES,
     _TOKENS,
     ESCAPE,
     FLOAT_FIELDS,
@@ -48,7 +46,6 @@ from cuvee.kernels.ops.symbols import (
     SHRINK_ONE,
     _half,
     _low_bits,
-    _spec,
 )
 
 _ROWS, _GROUPS = 8, _TOKENS // _RUN  # of a tile
@@ -236,14 +233,3 @@ def dequantize(
 def escape_programs(max_rows: int, max_tokens: int) -> int:
     """Return the programs for a job's escape list: at least one, as the list of a job without rows is checked too."""
     return int(min(triton.cdiv(max(max_rows, 1) * max_tokens, CELLS), MAX_GRID))
-
-
-_DECODE = {**_TABLES, "steps": "*fp32", "planes": "*u8", "y": "*bf16", "found": "*i32"}
-_PLACE = {"data": "*u32", **_DECODE, "status": "*i32"}
-_TILE = {"ROWS": _ROWS, "GROUPS": _GROUPS, "RUN": _RUN}
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    _spec("dequantize", _dequantize, _DECODE, _TILE, 80),
-    _spec("place_escapes", _place_escapes, _PLACE, {"ENTRIES": ENTRIES}, 48),
-)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.tables import SYMBOLS
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     ELEMENTS,
     TILE_HEAD,
@@ -78,22 +77,3 @@ def _constants(tiles: TileTable, cache: CacheView, dtype: torch.dtype) -> dict[s
         "DTYPE": ELEMENTS[dtype], "ELEMENT": ELEMENTS[cache.element], "WORD": WORDS[dtype.itemsize],
         "UNIT_STRIDE": cache.unit_stride, "ALIGNED": cache.aligned, "PAIRS": tiles.pairs, "TOKENS": TOKENS,
     }  # fmt: skip
-
-
-_TABLES = dict.fromkeys(("table", "jobs", "chunks", "tiles", "places"), "*i64")
-_LLAMA = {
-    "DTYPE": tl.bfloat16,
-    "ELEMENT": tl.bfloat16,
-    "WORD": tl.uint16,
-    "UNIT_STRIDE": True,
-    "ALIGNED": True,
-    "PAIRS": 64,
-    "TOKENS": TOKENS,
-}
-_READ = {**_TABLES, "scales": "*fp32", "slots": "*i64"}
-_END = {"status": "*i32", "sections": "i32", "first_section": "i32"}
-
-
-def _spec(name: str, kernel: Any, signature: dict[str, str], options: dict[str, Any], **constants: Any) -> KernelSpec:
-    pointers = tuple(argument for argument, kind in signature.items() if kind.startswith("*"))
-    return KernelSpec(name, kernel, signature, constants, WARPS, options=options, divisible=pointers)

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
     CHUNK_FIRST,
@@ -30,9 +29,6 @@ from cuvee.kernels.jobs import (
 )
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.lossless import (
-    _END,
-    _LLAMA,
-    _READ,
     BYTE_FIELDS,
     BYTE_HEAD_DIM,
     BYTE_PLANE,
@@ -43,7 +39,6 @@ from cuvee.kernels.ops.lossless import (
     _constants,
     _half_channels,
     _multiple,
-    _spec,
     _words,
 )
 from cuvee.kernels.ops.pages import (
@@ -215,20 +210,3 @@ def merge_planes(
         FACTOR=4 if even else 1, MOVED=moved, **_constants(tiles, cache, dtype), num_warps=WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
-
-
-_ROTATIONS = dict.fromkeys(("source_cos", "source_sin", "cos", "sin"), "*fp32")
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    _spec("decoding_tables", _decoding_tables, {"freq": "*u16", "decoding": "*u32"}, {}),
-    _spec(
-        "merge_planes",
-        _merge_planes,
-        {"data": "*u8", "planes": "*u8", **_READ, **_ROTATIONS, **_END, "angles": "i32"},
-        {"enable_fp_fusion": False},
-        **_LLAMA,
-        FACTOR=4,
-        MOVED=True,
-    ),
-)

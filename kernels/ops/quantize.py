@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_FIELDS,
@@ -26,7 +25,6 @@ from cuvee.kernels.jobs import (
 )
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.symbols import (
-    _TABLES,
     _TOKENS,
     DEAD_ZONE,
     ESCAPE,
@@ -37,7 +35,6 @@ from cuvee.kernels.ops.symbols import (
     SHIFT,
     _half,
     _low_bits,
-    _spec,
 )
 
 BEYOND = tl.constexpr(float(1 << 30))  # steps; what is larger, or NaN, has no int32 level
@@ -268,25 +265,3 @@ def list_escapes(
             y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, planes, starts, index, value,
             total, max_rows, ROWS=_BLOCK_ROWS, TOKENS=_TOKENS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-_SOURCE = {"y": "*fp32", **_TABLES, "inverses": "*fp32"}
-_CODED = {
-    "limits": "*fp32",
-    "tables": "*i32",
-    "freq": "*u16",
-    "reach": "*i32",
-    "planes": "*u8",
-    "counts": "*i32",
-    "status": "*i32",
-}
-_QUANTIZE = {**_SOURCE, **_CODED}
-_LIST = {**_SOURCE, "planes": "*u8", "starts": "*i64", "index": "*u32", "value": "*i32"}
-_SIZES = {"max_rows": "i32"}
-_BLOCK = {"ROWS": _BLOCK_ROWS, "TOKENS": _TOKENS}
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    _spec("quantize", _quantize, _QUANTIZE, _BLOCK, 128, _SIZES),
-    _spec("list_escapes", _list_escapes, _LIST, _BLOCK, 128, {"total": "i32", **_SIZES}),
-)

@@ -20,7 +20,6 @@ import triton.language as tl
 from cuvee.codec.entropy.streams import LOWER_BOUND
 from cuvee.codec.entropy.tables import SYMBOLS, CoderTables, EntropyTables
 from cuvee.codec.support.arrays import U32
-from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_FIELDS,
@@ -361,50 +360,3 @@ def rans_encode(planes: torch.Tensor, coding: StreamJobs, entries: torch.Tensor,
         planes, coding.jobs, coding.plans, coding.tables, entries.view(torch.int64), streams.words, streams.states,
         streams.lengths, blocks, LANES=LANES, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    KernelSpec(
-        "rans_decode",
-        _decode_kernel,
-        {
-            "data16": "*u16",
-            "data32": "*u32",
-            "jobs": "*i64",
-            "plans": "*i64",
-            "tables": "*i32",
-            "decoding": "*u32",
-            "planes": "*u8",
-            "status": "*i32",
-            "blocks": "i32",
-        },
-        {"PROB_BITS": 12, "LANES": 32, "BLOCK": PRECEDING},
-        num_warps=1,
-        options={"maxnreg": 40},
-        divisible=("data16", "data32", "jobs", "plans", "tables", "decoding", "planes", "status"),
-        symbol_access="store8",
-        budgets={"sm_90": Budget(instructions_per_symbol=42, registers=40, spilled_bytes=0)},
-        changes={"gfx942": {"constants": {"LANES": 64}}},
-    ),
-    KernelSpec(
-        "rans_encode",
-        _encode_kernel,
-        {
-            "planes": "*u8",
-            "jobs": "*i64",
-            "plans": "*i64",
-            "tables": "*i32",
-            "coding": "*i64",
-            "words": "*u16",
-            "states": "*u32",
-            "lengths": "*u32",
-            "blocks": "i32",
-        },
-        {"LANES": 32},
-        num_warps=1,
-        divisible=("planes", "jobs", "plans", "tables", "coding", "words", "states", "lengths"),
-        symbol_access="load8",
-        budgets={"sm_90": Budget(instructions_per_symbol=34, registers=64, spilled_bytes=0)},
-        changes={"gfx942": {"constants": {"LANES": 64}}},
-    ),
-)

@@ -23,7 +23,6 @@ import triton.language as tl
 from cuvee.codec.entropy.nested import CONTEXTS, ESCAPED
 from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.codec.support.arrays import I32, I64
-from cuvee.kernels.analysis.kernel_spec import Access, Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,
@@ -319,54 +318,3 @@ def rans_encode_classes(
         planes, coding.jobs, coding.plans, coding.tables, entries.view(torch.int64), classes, streams.words,
         streams.states, streams.lengths, blocks, LANES=LANES, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-# --- compiled ahead of time
-
-_POINTERS = {
-    "data16": "*u16", "data32": "*u32", "jobs": "*i64", "plans": "*i64", "tables": "*i32", "decoding": "*u32",
-    "coding": "*i64", "classes": "*u8", "planes": "*u8", "out": "*u8", "words": "*u16", "states": "*u32",
-    "lengths": "*u32", "status": "*i32", "found": "*i32",
-}  # fmt: skip
-
-
-def _spec(name: str, kernel: object, constants: dict[str, int | None], budget: Budget, **types: str) -> KernelSpec:
-    names: list[str] = kernel.arg_names  # type: ignore[attr-defined]
-    pointers = {n: (_POINTERS | types)[n] for n in names if n in _POINTERS and n not in constants}
-    decodes = "decoding" in pointers
-    stores: dict[str, Access] = {"*u8": "store8", "*i32": "store32"}
-    return KernelSpec(
-        name,
-        kernel,
-        {**pointers, "blocks": "i32"},
-        constants,
-        num_warps=1,
-        options={"maxnreg": 40} if decodes else None,
-        divisible=tuple(n for n in pointers if n != "classes"),
-        symbol_access=stores[pointers["out"]] if decodes else "load8",
-        budgets={"sm_90": budget},
-        changes={"gfx942": {"constants": {"LANES": 64}}},
-    )
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    _spec(
-        "rans_decode_classes",
-        _decode_classes_kernel,
-        {"PROB_BITS": 12, "LANES": 32, "BLOCK": PRECEDING, "found": None},
-        Budget(instructions_per_symbol=42, registers=40, spilled_bytes=0),
-    ),
-    _spec(
-        "rans_refine",
-        _decode_classes_kernel,
-        {"PROB_BITS": 12, "LANES": 32, "BLOCK": PRECEDING},
-        Budget(instructions_per_symbol=66, registers=40, spilled_bytes=0),
-        out="*i32",
-    ),
-    _spec(
-        "rans_encode_classes",
-        _encode_classes_kernel,
-        {"LANES": 32},
-        Budget(instructions_per_symbol=36, registers=64, spilled_bytes=0),
-    ),
-)

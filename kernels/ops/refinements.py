@@ -12,15 +12,12 @@ These escapes are counted here, and listed by `list_escapes_classes`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL
 from cuvee.codec.entropy.nested import CONTEXT_BITS, CONTEXTS, ESCAPED, KINDS, MOST
-from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,
@@ -345,34 +342,3 @@ def reconstruct(
             jobs, plans.plans, row_maps, plans.row_floats, plans.steps, classes, levels, y, depth,
             ROWS=_ROWS, COLUMNS=MIN_DEPTH, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-# --- compiled ahead of time
-
-_POINTERS = {
-    "jobs": "*i64", "plans": "*i64", "row_maps": "*i32", "row_floats": "*fp32", "zones": "*fp32", "inverses": "*fp32",
-    "steps": "*fp32", "classes": "*u8", "planes": "*u8", "levels": "*i32", "y": "*fp32", "counts": "*i32",
-    "status": "*i32", "found": "*i32", "data": "*u32", "row_ints": "*i32",
-}  # fmt: skip
-_SIZES = ("count", "max_rows", "apart", "limit", "depth")
-_TILE = {"ROWS": _ROWS, "COLUMNS": MIN_DEPTH}
-
-
-def _spec(name: str, kernel: Any, constants: dict[str, int], registers: int, **types: str) -> KernelSpec:
-    pointers = {n: (_POINTERS | types)[n] for n in kernel.arg_names if n in _POINTERS}
-    return KernelSpec(
-        name,
-        kernel,
-        {**pointers, **{n: "i32" for n in kernel.arg_names if n in _SIZES}},
-        constants,
-        options={"enable_fp_fusion": False},
-        divisible=tuple(n for n in pointers if n != "classes"),
-        budgets={"sm_90": Budget(registers=registers, spilled_bytes=0)},
-    )
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    _spec("quantize_refinements", _quantize_refinements, {**_TILE, "PARTS": 3}, 128),
-    _spec("place_levels", _place_levels, {"ENTRIES": ENTRIES}, 48),
-    _spec("reconstruct", _reconstruct, _TILE, 80, y="*bf16"),
-)

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
     CHUNK_FIRST,
@@ -30,9 +29,6 @@ from cuvee.kernels.jobs import (
 )
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
 from cuvee.kernels.ops.lossless import (
-    _END,
-    _LLAMA,
-    _READ,
     BYTE_FIELDS,
     BYTE_HEAD_DIM,
     BYTE_PLANE,
@@ -43,7 +39,6 @@ from cuvee.kernels.ops.lossless import (
     _constants,
     _half_channels,
     _multiple,
-    _spec,
     _words,
 )
 from cuvee.kernels.ops.pages import (
@@ -310,23 +305,3 @@ def split_planes(
         batch.status, batch.sections, batch.first_section, FACTOR=4 if even else 1,
         **_constants(tiles, cache, dtype), num_warps=WARPS, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    _spec("sum_bytes", _sum_bytes, {**_READ, "sums": "*i64", **_END}, {}, **_LLAMA),
-    _spec(
-        "count_symbols",
-        _count_symbols,
-        {**_READ, "sums": "*i64", "references": "*u8", "counts": "*i32", **_END},
-        {},
-        **_LLAMA,
-    ),
-    _spec(
-        "split_planes",
-        _split_planes,
-        {**_READ, "references": "*u8", "planes": "*u8", "out": "*u8", **_END},
-        {},
-        **_LLAMA,
-        FACTOR=4,
-    ),
-)

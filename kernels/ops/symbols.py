@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import triton
 import triton.language as tl
 
 from cuvee.codec.entropy import coding_plan
-from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 
 ESCAPE = tl.constexpr(coding_plan.ESCAPE)
 
@@ -49,25 +46,3 @@ def _low_bits(row_ints, component, mask):  # type: ignore[no-untyped-def]
     """Return how many low bits of components have a separate plane, and the plane; -1: none."""
     at = row_ints + component * INT_FIELDS
     return tl.load(at + SHIFT, mask=mask, other=0), tl.load(at + LOW_PLANE, mask=mask, other=-1)
-
-
-_TABLES = {"jobs": "*i64", "plans": "*i64", "row_floats": "*fp32", "row_ints": "*i32"}
-
-
-def _spec(
-    name: str,
-    kernel: Any,
-    pointers: dict[str, str],
-    constants: dict[str, Any],
-    registers: int,
-    sizes: dict[str, str] | None = None,
-) -> KernelSpec:
-    return KernelSpec(
-        name,
-        kernel,
-        {**pointers, **(sizes or {})},
-        constants,
-        options={"enable_fp_fusion": False},
-        divisible=tuple(pointers),
-        budgets={"sm_90": Budget(registers=registers, spilled_bytes=0)},
-    )

@@ -12,8 +12,6 @@ escapes it writes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,6 @@ import triton.language as tl
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL
 from cuvee.codec.entropy.nested import CONTEXT_BITS, ESCAPED
 from cuvee.codec.entropy.token_classes import WINDOW
-from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_CLASS_STATE,
@@ -416,42 +413,3 @@ def list_escapes_classes(
             y, jobs, plans.plans, plans.row_floats, plans.row_ints, zones, plans.inverses, classes, planes, starts,
             index, value, total, max_rows, ROWS=_BLOCK_ROWS, COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-# --- compiled ahead of time
-
-_POINTERS = {
-    "data": "*u32", "jobs": "*i64", "plans": "*i64", "row_maps": "*i32", "row_floats": "*fp32", "row_ints": "*i32",
-    "steps": "*fp32", "inverses": "*fp32", "limits": "*fp32", "tables": "*i32", "freq": "*u16", "reach": "*i32",
-    "classes": "*u8", "planes": "*u8", "y": "*fp32", "counts": "*i32", "status": "*i32", "found": "*i32",
-    "zones": "*fp32",
-    "starts": "*i64", "index": "*u32", "value": "*i32",
-}  # fmt: skip
-_SIZES = ("depth", "total", "max_rows")
-
-
-def _spec(name: str, kernel: Any, constants: dict[str, int | None], registers: int, **types: str) -> KernelSpec:
-    pointers = {n: (_POINTERS | types)[n] for n in kernel.arg_names if n in _POINTERS and n not in constants}
-    sizes = {n: "i32" for n in kernel.arg_names if n in _SIZES}
-    return KernelSpec(
-        name,
-        kernel,
-        {**pointers, **sizes},
-        constants,
-        options={"enable_fp_fusion": False},
-        divisible=tuple(n for n in pointers if n != "classes"),
-        budgets={"sm_90": Budget(registers=registers, spilled_bytes=0)},
-    )
-
-
-_BLOCK: dict[str, int | None] = {"ROWS": _BLOCK_ROWS, "COLUMNS": WINDOW}
-
-SPECS: tuple[KernelSpec, ...] = (
-    _spec("dequantize_classes", _dequantize_classes, {"ROWS": _ROWS, "COLUMNS": MIN_DEPTH}, 80, y="*bf16"),
-    _spec("place_escapes_classes", _place_escapes_classes, {"ENTRIES": ENTRIES}, 48, y="*bf16"),
-    _spec("unpack_classes", _dequantize_classes, {"ROWS": _ROWS, "COLUMNS": MIN_DEPTH}, 80, y="*i32"),
-    _spec("unpack_escapes_classes", _place_escapes_classes, {"ENTRIES": ENTRIES}, 48, y="*i32"),
-    _spec("quantize_classes", _quantize_classes, _BLOCK, 128),
-    _spec("list_escapes_classes", _list_escapes_classes, {**_BLOCK, "zones": None}, 128),
-    _spec("list_escapes_parts", _list_escapes_classes, _BLOCK, 128),
-)

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
     CHUNK_FIRST,
@@ -41,7 +40,7 @@ from cuvee.kernels.ops.pages import (
     token_offsets,
     turn_pairs,
 )
-from cuvee.kernels.ops.transform import _PLAIN, _UNPREDICTED, _WINDOW, _classed_columns, _spec, _unpacked
+from cuvee.kernels.ops.transform import _WINDOW, _classed_columns, _unpacked
 
 MAX_GROUP = 32  # tiles that run together: all of a section of two layers of 8 heads
 
@@ -273,28 +272,3 @@ def _stages(config: SynthesisConfig) -> int:
 def default_config(dtype: torch.dtype, batch: ChunkBatch, cache: CacheView) -> SynthesisConfig:
     """Return the config of a launch without one: blocks may have any number of components."""
     return synthesis_config(dtype, cache.element, 1 << 16, batch.max_tokens, cache.aligned)
-
-
-def _synthesis_spec(
-    name: str, dtype: torch.dtype, element: torch.dtype, max_rank: int, classed: bool = False, predicted: bool = False
-) -> KernelSpec:
-    config = synthesis_config(dtype, element, max_rank, 256)
-    y = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
-    constants = {
-        "BLOCK_T": config.block_t, "BLOCK_R": config.block_r, "ELEMENT": ELEMENTS[element], "UNIT_STRIDE": True,
-        "ALIGNED": True, "PAIRS": 64, "PRECISION": product_precision(dtype, element),
-        **({"CLASSED": True} if classed else _PLAIN), **({"PREDICTED": True} if predicted else _UNPREDICTED),
-    }  # fmt: skip
-    hip = {"num_stages": min(config.num_stages, HIP_STAGES), "constants": {"PRECISION": "ieee"}}
-    stages = config.num_stages if FENCED else 1
-    return _spec(name, _synthesize, constants, config.num_warps, stages, changes={"gfx942": hip}, y=y, basis=y)
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    _synthesis_spec("synthesize layer", torch.bfloat16, torch.bfloat16, 1400),
-    _synthesis_spec("synthesize classes", torch.bfloat16, torch.bfloat16, 1400, True),
-    _synthesis_spec("synthesize predicted", torch.bfloat16, torch.bfloat16, 1400, True, True),
-    _synthesis_spec("synthesize head", torch.bfloat16, torch.bfloat16, 128),
-    _synthesis_spec("synthesize class heads", torch.bfloat16, torch.bfloat16, 128, True),
-    _synthesis_spec("synthesize float16", torch.float32, torch.float16, 1400),
-)

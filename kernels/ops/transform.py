@@ -5,14 +5,11 @@ The M *columns* of x, of the means and of the bases are a section's values in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
     CHUNK_FIRST,
@@ -92,39 +89,3 @@ def rotation_tables(
 
 def _unpacked(order: TokenOrder | None) -> tuple[torch.Tensor | None, ...]:
     return (None, None, None) if order is None else (order.classes, order.order, order.block_ranks)
-
-
-_TABLES = dict.fromkeys(("jobs", "tiles", "blocks", "chunks", "slots", "places"), "*i64")
-_ARRAYS = dict.fromkeys(("x", "means", "cos", "sin", "scales", "inv_freq", "scaling"), "*fp32")
-_RUNS = dict.fromkeys(("sections", "first_section", "tile_count", "chunk_count", "token_blocks", "rank_blocks"), "i32")
-_SIZES = dict.fromkeys(("group", "sinks", "columns", "width", "first_column", "angles"), "i32")
-_COLUMNS = {"classes": "*u8", "order": "*u8", "block_ranks": "*i32"}
-_TYPES = {**_TABLES, **_ARRAYS, **_RUNS, **_SIZES, **_COLUMNS, "status": "*i32", "center_rows": "*i32"}
-_UNPREDICTED = {"center_rows": None, "PREDICTED": False}
-_PLAIN = {**dict.fromkeys(_COLUMNS), "CLASSED": False}
-# Sizes of Llama-3.1-8B that are multiples of 16.
-_DIVISIBLE = ("x", "y", "basis", "means", "cos", "sin", "tiles", "columns", "width", "first_column", "angles")
-
-
-def _spec(
-    name: str, kernel: object, constants: Mapping[str, object], num_warps: int, num_stages: int = 3,
-    options: Mapping[str, object] | None = None, changes: Mapping[str, Mapping[str, object]] | None = None,
-    **types: str,
-) -> KernelSpec:  # fmt: skip
-    names: list[str] = kernel.arg_names  # type: ignore[attr-defined]
-    signature = {n: (_TYPES | types)[n] for n in names if n not in constants}
-    divisible = tuple(n for n in names if n in _DIVISIBLE)
-    return KernelSpec(
-        name, kernel, signature, constants, num_warps, num_stages, options, divisible, changes=changes or {}
-    )
-
-
-SPECS: tuple[KernelSpec, ...] = (
-    _spec(
-        "rotation_tables",
-        _rotation_tables,
-        {"POSITION": int(ChunkField.TARGET), "INVERSE": False, "BLOCK_T": TABLE_TOKENS, "BLOCK_A": 64},
-        4,
-        options={"enable_fp_fusion": False},
-    ),
-)

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of all kernels: what the disassembly says, the budgets, and the command line around it."""
+"""Ahead-of-time compilation of all kernels: what the disassembly says, the budgets, and `make costs`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ import json
 import platform
 import re
 import shutil
-from contextlib import redirect_stderr
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from filelock import FileLock
-from typer.testing import CliRunner, Result
-
-from cuvee.cli import app
-from cuvee.cli.kernels import Target
-from cuvee.codec.errors import CuveeError, InputError
-from cuvee.kernels.analysis import static_costs
-from cuvee.kernels.analysis.disassembly import (
+from tests.kernels.costs import __main__ as command
+from tests.kernels.costs import static_costs
+from tests.kernels.costs.disassembly import (
     INSTRUCTION_KINDS,
     Instruction,
     disassembler,
@@ -32,16 +26,20 @@ from cuvee.kernels.analysis.disassembly import (
     parse_sass,
     read_cubin,
 )
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
-from cuvee.kernels.analysis.loops import describe_loops, innermost_loops
-from cuvee.kernels.analysis.static_costs import check, report
+from tests.kernels.costs.kernel_spec import KernelSpec
+from tests.kernels.costs.loops import describe_loops, innermost_loops
+from tests.kernels.costs.static_costs import check, report
+from tests.kernels.costs.time_bounds import MACHINES, counts
+
+import cuvee
+from cuvee.codec.errors import CuveeError, InputError
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
 Report = dict[str, Any]
 
-# Every kernel takes a minute and a half for each target: `cuvee kernels` compiles them for all four.
+# Every kernel takes a minute and a half for each target: `make costs` compiles them for all four.
 MEASURED = ("sm_90", "gfx942")
 
 # A loop that ptxas unrolled four times, with the rest in a loop of its own; parts before it and padding are left out.
@@ -168,7 +166,7 @@ decode:                                 ; @decode
 
 TOY = """
 import triton, triton.language as tl
-from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
+from tests.kernels.costs.kernel_spec import Budget, KernelSpec
 
 @triton.jit
 def count(x, out, n, BLOCK: tl.constexpr):
@@ -218,7 +216,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """
     import triton
 
-    package = Path(static_costs.__file__).parents[2]
+    package = Path(cuvee.__file__).parent
     sources = sorted(source for name in ("codec", "kernels") for source in (package / name).rglob("*.py"))
     assert len(sources) > 80
     digest = hashlib.sha256(f"{platform.python_version()} {triton.__version__}".encode())
@@ -245,9 +243,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Report:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
         patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
-        with redirect_stderr(StringIO()) as shown:
-            found = report(["gfx942", "sm_90"], ["static_toys"], progress=True)
-    found["progress"] = shown.getvalue().splitlines()
+        found = report(["gfx942", "sm_90"], "static_toys")
     assert not (folder / "cache").exists()  # what is found there might be stale
     return found
 
@@ -436,14 +432,6 @@ def test_small_kernels(toys: Report) -> None:
     assert toy(toys, "straight", "gfx942")["num_warps"] == 1 and toy(toys, "choose", "sm_90")["num_warps"] == 2
 
 
-def test_progress_is_shown_as_lines_where_there_is_no_terminal(toys: Report) -> None:
-    assert len(toys["kernels"]) == 12
-    assert [re.sub(r", \d+ s left$", "", line) for line in toys["progress"]] == [
-        f"compiling kernels: {done} of 12" for done in (2, 3, 4, 5, 6, 8, 9, 10, 11, 12)
-    ]
-    assert toys["progress"][-1].endswith(", 0 s left")
-
-
 def test_faults_of_small_kernels(toys: Report) -> None:
     wrong = check(toys)
     assert [line.split(":")[0] for line in wrong] == [
@@ -490,7 +478,7 @@ def test_every_kernel_compiles(measured: Report) -> None:
 @pytest.mark.slow
 def test_entropy_coding_compiles_for_every_target() -> None:
     others = [target for target in static_costs.TARGETS if target not in MEASURED]
-    compiled = report(others, ["cuvee.kernels.ops.rans"])
+    compiled = report(others, names=["rans_decode", "rans_encode"])
     assert compiled["targets"] == others and len(compiled["kernels"]) >= 2 * len(others)
     assert {e["error"] for e in compiled["kernels"]} == {None} and check(compiled) == []
 
@@ -511,15 +499,17 @@ def decode_on_sm_90(measured: Report) -> Report:
 
 
 def test_modules_that_are_missing_or_at_odds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CuveeError, match=r"sm_80 failed: .*No module named 'cuvee\.kernels\.none'"):
-        report(["sm_80"], ["cuvee.kernels.none"])
+    with pytest.raises(CuveeError, match=r"sm_80 failed: .*No module named 'none_such'"):
+        report(["sm_80"], "none_such")
+    with pytest.raises(CuveeError, match=r"kernels: must be in SPECS of tests\.kernels\.costs\.specs, got none"):
+        static_costs._specs(static_costs.MODULE, ["none"])
     (tmp_path / "static_twice.py").write_text(TOY + "SPECS += SPECS[:1]\n")
     (tmp_path / "static_target.py").write_text(TOY + "SPECS = (KernelSpec('k', **COUNT, budgets={'sm_9': Budget()}),)")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(CuveeError, match="two kernels are called 'count'"):
-        static_costs._specs(["static_twice"])
+        static_costs._specs("static_twice")
     with pytest.raises(CuveeError, match=r"budgets of k: must be among sm_80,.*, got 'sm_9'"):
-        static_costs._specs(["static_target"])
+        static_costs._specs("static_target")
 
 
 def test_a_spec_may_differ_between_targets() -> None:
@@ -533,71 +523,65 @@ def test_a_spec_may_differ_between_targets() -> None:
     assert (here.constants, here.options, here.num_warps) == ({"A": 1, "B": 2}, {"p": 1}, 4)
 
 
-# --- the command line
-
-
-def run(*args: str, code: int, width: int = 200) -> Result:
-    done = CliRunner(env={"COLUMNS": str(width)}).invoke(app, ["kernels", *args])
-    assert done.exit_code == code, (done.output, done.exception)
-    return done
+# --- the command
 
 
 @pytest.fixture
-def canned(measured: Report, monkeypatch: pytest.MonkeyPatch) -> Report:
-    """Replace the command's report by one of one kernel, which tests may change."""
-    data = copy.deepcopy(measured)
-    data["kernels"] = [e for e in data["kernels"] if e["kernel"] == "rans_decode"]
-    asked: list[list[str]] = []
+def canned(toys: Report, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """Replace the command's report by the toys', which tests may change."""
+    data = copy.deepcopy(toys)
+    data["kernels"] = [e for e in data["kernels"] if e["error"] is None]
 
-    def get(targets: list[str], progress: bool) -> Report:
-        assert progress
-        asked.append(list(targets))
+    def get(targets: list[str], names: list[str]) -> Report:
+        data["asked"] = list(targets), list(names)
         return data
 
-    monkeypatch.setattr(static_costs, "report", get)
-    data["asked"] = asked
+    monkeypatch.setattr(command, "report", get)
     return data
 
 
-@pytest.mark.slow
-def test_json(canned: Report) -> None:
-    done = run("--json", "--target", "sm_90", "--target", "gfx942", code=0)
-    data = json.loads(done.stdout)
-    assert data["asked"] == [["sm_90", "gfx942"]] and done.stderr == ""
-    assert data["violations"] == [] and data["kernels"] == canned["kernels"]
+def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr("sys.argv", ["costs", *args])
+    return command.main()
+
+
+def test_json(canned: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--json", "--target", "sm_90", "--target", "gfx942", "count") == 1
+    shown = capsys.readouterr()
+    data = json.loads(shown.out)
+    assert canned["asked"] == (["sm_90", "gfx942"], ["count"]) and data["kernels"] == canned["kernels"]
+    assert shown.err.splitlines() == [f"error: {line}" for line in data["violations"]] and data["violations"]
     assert set(data["versions"]) == {"cuvee", "triton", "python"}
 
 
-@pytest.mark.slow
-def test_the_table_fits_80_columns(canned: Report, measured: Report) -> None:
-    canned["kernels"] = [{"kernel": "bad", "target": "sm_80", "error": "at 1:2\n no"}, *measured["kernels"]]
-    done = run(code=1, width=80)
-    assert done.stderr.startswith("error: bad on sm_80 does not compile: no\n")
-    lines = done.stdout.splitlines()
-    assert canned["asked"] == [list(static_costs.TARGETS)]
-    assert max(map(len, lines)) <= 80
-    entry = decode_on_sm_90(canned)
-    rows = [line.split() for line in lines]
-    (row,) = [row for row in rows if row[:2] == ["rans_decode", "sm_90"]]
-    each = f"{entry['loop']['instructions_per_symbol']:.1f}"
-    assert row[2:6] == [str(entry["loop"]["instructions"]), each, str(entry["registers"]), "0"]
-    assert ["bad", "sm_80", "failed"] in rows
-    assert len(rows) > len(canned["kernels"]) and all(e["kernel"] in done.stdout for e in canned["kernels"])
+def test_the_table_fits_80_columns(
+    canned: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    canned["kernels"] = [toy(canned, "count", "sm_90")]
+    assert run(monkeypatch) == 0 and canned["asked"] == (list(static_costs.TARGETS), [])
+    canned["kernels"].append({"kernel": "bad", "target": "sm_80", "error": "at 1:2\n no"})
+    assert run(monkeypatch) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "error: bad on sm_80 does not compile: no\n"
+    lines = shown.out.splitlines()
+    assert max(map(len, lines)) <= 80 and lines[-1].split() == ["bad", "sm_80", "failed"]
+    entry, loop = canned["kernels"][0], canned["kernels"][0]["loop"]
+    each = f"{loop['instructions_per_symbol']:.1f}"
+    assert lines[-2].split()[2:6] == [str(loop["instructions"]), each, str(entry["registers"]), "0"]
 
 
-@pytest.mark.slow
-def test_a_broken_budget_ends_in_exit_code_1(canned: Report) -> None:
-    canned["kernels"][0]["budget"] = {"registers": 10}
-    done = run("--json", code=1)
-    (line,) = json.loads(done.stdout)["violations"]
-    assert done.stderr == f"error: {line}\n"
-    assert re.fullmatch(r"rans_decode on sm_90: registers \d+, at most 10 allowed", line)
+def test_the_model_is_shown(
+    canned: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {k for found in counts().values() for way in ("encode", "decode") for k in found[way]}
+    entry = toy(canned, "count", "sm_90")
+    canned["kernels"] = [{**entry, "kernel": name, "expansion": 2.0, "integer_share": 0.5} for name in names]
+    assert run(monkeypatch, "--model") == 0 and canned["asked"][0] == ["sm_90"]
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*MACHINES, "rans_decode", "lossless"))
 
 
 def test_an_unknown_target_is_named_with_the_choices() -> None:
-    done = run("--target", "sm_70", code=2)
-    assert "--target" in done.stderr and all(target in done.stderr for target in ("sm_70", *static_costs.TARGETS))
-    assert tuple(Target) == static_costs.TARGETS
     with pytest.raises(InputError, match="targets: must be among sm_80, sm_90, sm_100, gfx942, got 'sm_70'"):
         report(["sm_70"])
 
@@ -606,11 +590,11 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("TRITON_CUOBJDUMP_PATH", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "x.py")))
-    done = run("--target", "sm_90", code=1)
-    assert done.stderr.startswith("error: no cuobjdump") and done.stderr.count("\n") == 1
+    with pytest.raises(CuveeError, match="no cuobjdump"):
+        report(["sm_90"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    done = run("--target", "gfx942", code=1)
-    assert done.stderr.startswith("error: the kernels need Triton") and done.stderr.count("\n") == 1
+    with pytest.raises(ImportError, match="the kernels need Triton"):
+        report(["gfx942"])
 
 
 def test_the_disassembler_may_be_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

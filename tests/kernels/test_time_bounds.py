@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from tests.emulation import KERNELS_RUN_ON
-from tests.kernels import counting
-from typer.testing import CliRunner
+from tests.emulation import KERNELS_RUN_ON, TARGET
+from tests.kernels.costs import counting
+from tests.kernels.costs.disassembly import Instruction, parse_ptx
+from tests.kernels.costs.loops import expansion, innermost_loops
+from tests.kernels.costs.time_bounds import LIMITS, MACHINES, Count, Machine, bounds, counts, model
 
-from cuvee.cli import app
 from cuvee.codec.errors import CuveeError
-from cuvee.kernels.analysis import static_costs, time_bounds
-from cuvee.kernels.analysis.disassembly import Instruction, parse_ptx
-from cuvee.kernels.analysis.loops import expansion, innermost_loops
-from cuvee.kernels.analysis.time_bounds import LIMITS, MACHINES, Count, Machine, bounds, counts, model
 
-TARGETS = ("sm_80", "sm_90", "sm_100")
 # How far a count may lie from the one in the file. Sectors depend on where arrays begin, and on a CPU some begin within
 # a sector.
 ROOM = dict.fromkeys(("sectors", "transfers", "through"), 1.15)
@@ -38,37 +32,32 @@ MOST = {
 }  # fmt: skip
 
 
-def machine() -> Machine:
-    """Return a machine of round numbers: a clock of all multiprocessors is a picosecond."""
-    return Machine("sm_90", 1000, 1.0, 1.0, 1.0, 1.0)
+MACHINE = Machine(1000, 1.0, 1.0, 1.0, 1.0)  # of round numbers: a clock of all multiprocessors is a picosecond
 
 
-def report_of(target: str) -> dict[str, Any]:
+def report_of_all() -> dict[str, Any]:
     """Return a report of all counted kernels, each twice as long as its PTX; see `static_costs.report`."""
-    names = {k for found in counts(target).values() for way in ("encode", "decode") for k in found[way]}
-    return {"kernels": [{"kernel": k, "target": target, "expansion": 2.0, "integer_share": 0.5} for k in names]}
+    names = {k for found in counts().values() for way in ("encode", "decode") for k in found[way]}
+    return {"kernels": [{"kernel": k, "target": "sm_90", "expansion": 2.0, "integer_share": 0.5} for k in names]}
 
 
-@pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason="the emulator counts, which runs no kernels here")
+@pytest.mark.skipif((KERNELS_RUN_ON, TARGET) != ("ptx", "sm_90"), reason="the emulator of sm_90 runs no kernels here")
 @pytest.mark.parametrize("scheme", ["head", "head, classes", "lossless"])
 def test_kernels_do_no_more_than_was_counted(scheme: str) -> None:
-    from tests.ptx.driver import state
-
-    now, told = counting.count(scheme), counts(state().target)[scheme]
+    now, told = counting.count(scheme), counts()[scheme]
     assert now["values"] == told["values"] and now["bits"] == pytest.approx(told["bits"], rel=0.01)
     for way in ("encode", "decode"):
         assert now[way].keys() == told[way].keys()
         for kernel, own in now[way].items():
-            for name in Count.__slots__:
-                had = getattr(told[way][kernel], name)
-                room = ROOM.get(name, 1.02)
-                # Where it has become less, `python -m tests.kernels.counting` writes the file anew.
-                assert had / room - 1e-4 <= own[name] <= had * room + 1e-4, (scheme, way, kernel, name, own[name], had)
+            for field in fields(Count):
+                had, room = getattr(told[way][kernel], field.name), ROOM.get(field.name, 1.02)
+                # Where it has become less, `python -m tests.kernels.costs.counting` writes the file anew.
+                found = own[field.name]
+                assert had / room - 1e-4 <= found <= had * room + 1e-4, (scheme, way, kernel, field.name, found, had)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_counts_keep_to_the_budgets(target: str) -> None:
-    found = counts(target)
+def test_counts_keep_to_the_budgets() -> None:
+    found = counts()
     assert found.keys() == counting.LAYERS.keys()
     for (scheme, way, kernel, name), most in MOST.items():
         # A decoded symbol is a byte written.
@@ -78,15 +67,13 @@ def test_counts_keep_to_the_budgets(target: str) -> None:
         for way in ("encode", "decode"):
             for kernel, count in own[way].items():
                 assert 27 <= count.lanes <= 32, (scheme, kernel)
-                # A histogram adds where symbols say. Rows that go on to tensor memory are loaded with conflicts.
-                free = kernel not in ("count_symbols", "decoding_tables") and (
-                    target != "sm_100" or not kernel.startswith("analyze")
-                )
+                # A histogram adds where symbols say.
+                free = kernel not in ("count_symbols", "decoding_tables")
                 assert count.passes <= count.least_passes * (1 if free else 2), (scheme, kernel)
 
 
 def test_the_longest_time_is_the_bound() -> None:
-    nothing = Count(*[0.0] * len(Count.__slots__))
+    nothing = Count(*[0.0] * len(fields(Count)))
     for changed, limit, ps in (
         ({"instructions": 8.0}, "issue", 8 * 3 / 4),
         ({"transfers": 3.0, "passes": 2.0}, "L1", 5.0),
@@ -94,15 +81,15 @@ def test_the_longest_time_is_the_bound() -> None:
         ({"written": 5.0}, "DRAM", 5.0),
         ({"flops": 7.0}, "tensor", 7.0),
     ):
-        found = bounds(replace(nothing, **changed), 0.0, 3.0, 0.1, machine())
+        found = bounds(replace(nothing, **changed), 0.0, 3.0, 0.1, MACHINE)
         assert tuple(found) == LIMITS and max(found, key=lambda name: found[name]) == limit
         assert found[limit] == pytest.approx(ps)
-    assert bounds(replace(nothing, instructions=8.0), 0.0, 1.0, 0.75, machine())["integer"] == pytest.approx(3.0)
-    assert bounds(nothing, 4.0, 1.0, 0.5, machine())["DRAM"] == pytest.approx(4.0)
+    assert bounds(replace(nothing, instructions=8.0), 0.0, 1.0, 0.75, MACHINE)["integer"] == pytest.approx(3.0)
+    assert bounds(nothing, 4.0, 1.0, 0.5, MACHINE)["DRAM"] == pytest.approx(4.0)
 
 
 def test_kernels_add_up() -> None:
-    rows = model(report_of("sm_90"), ("H200",))
+    rows = model(report_of_all(), ("H200",))
     assert {(row["scheme"], row["way"]) for row in rows} == {
         (s, w) for s in counting.LAYERS for w in ("encode", "decode")
     }
@@ -111,7 +98,7 @@ def test_kernels_add_up() -> None:
         assert row["gb_per_s"] == pytest.approx(2000 / row["ps"])
     (decode,) = (row for row in rows if (row["scheme"], row["way"]) == ("head", "decode"))
     own = {kernel["kernel"]: kernel["bounds"] for kernel in decode["kernels"]}
-    found = counts("sm_90")["head"]
+    found = counts()["head"]
     # Dequantizing reads what the entropy coder wrote, which read the blob.
     read = found["decode"]["rans_decode"].written
     wrote = found["decode"]["dequantize"].written
@@ -120,21 +107,10 @@ def test_kernels_add_up() -> None:
 
 
 def test_what_a_report_lacks_is_said() -> None:
-    report = report_of("sm_90")
+    report = report_of_all()
     report["kernels"] = [entry for entry in report["kernels"] if entry["kernel"] != "dequantize"]
     with pytest.raises(CuveeError, match="the report says nothing of dequantize on sm_90"):
         model(report, ("H200",))
-    with pytest.raises(CuveeError, match="no counts for gfx942"):
-        counts("gfx942")
-
-
-def test_counts_that_do_not_parse_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(time_bounds, "__file__", str(tmp_path / "time_bounds.py"))
-    for text in (None, "{", '{"sm_90": {"head": {"encode": {"a": {"lanes": 1}}, "decode": {}}}}'):
-        if text is not None:
-            (tmp_path / "counts.json").write_text(text)
-        with pytest.raises(CuveeError, match="no counts for sm_90"):
-            counts("sm_90")
 
 
 PTX = """
@@ -179,22 +155,3 @@ def test_expansion_allows_for_unrolling() -> None:
     assert expansion(loop(10, 0), loop(5, 0)) == 2.0
     straight = [Instruction(at, "integer") for at in range(6)]
     assert expansion(straight, straight[:4]) == 1.5
-
-
-def test_command_shows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = {"kernels": [entry for target in TARGETS for entry in report_of(target)["kernels"]], "versions": {}}
-    asked: list[list[str]] = []
-
-    def report(targets: list[str], progress: bool) -> dict[str, Any]:
-        asked.append(targets)
-        return both
-
-    monkeypatch.setattr(static_costs, "report", report)
-    monkeypatch.setattr(static_costs, "check", lambda data: [])
-    shown = CliRunner().invoke(app, ["kernels", "--model"])
-    assert shown.exit_code == 0 and asked == [sorted(TARGETS)]
-    assert all(name in shown.output for name in (*MACHINES, "rans_decode", "synthesize", "lossless"))
-    read = json.loads(CliRunner().invoke(app, ["kernels", "--model", "--json"]).output)
-    assert len(read["model"]) == len(MACHINES) * len(counting.LAYERS) * 2
-    wrong = CliRunner().invoke(app, ["kernels", "--model", "--target", "sm_90"])
-    assert wrong.exit_code != 0 and "target: must be left out with --model" in wrong.output

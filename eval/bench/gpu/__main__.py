@@ -33,7 +33,7 @@ STEPS = {
     "tests": ("tests.kernels.device_step", 180),
     "speed": ("cuvee.eval.bench.gpu.gpu_bench", 120),
     "model": ("cuvee.eval.bench.gpu.model_step", 90),
-    "bounds": ("cuvee.eval.bench.gpu.bounds_step", 60),
+    "bounds": ("tests.kernels.costs.bounds_step", 60),
 }
 EMULATED_SECONDS = 1800  # of each step: a shared machine may be slow, and nothing waits for it
 

@@ -21,7 +21,6 @@ from cuvee.cli import (
     demo,
     encode,
     inspect,
-    kernels,
     profile,
     report,
     store,
@@ -68,7 +67,6 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )(lm_eval.evaluate)
 app.command()(tasks.tasks)
-app.command()(kernels.kernels)
 app.add_typer(profile.app, name="profile")
 app.add_typer(bench.app, name="bench")
 app.add_typer(store.app, name="store")

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 import triton
+from tests.kernels.costs.bounds_step import compare_kernels
+from tests.kernels.costs.time_bounds import LIMITS
 
 from cuvee.codec.codec import Codec, PendingDecode
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.paged import PagedCache
 from cuvee.eval.bench.gpu import gpu_bench, proofs
-from cuvee.eval.bench.gpu.bounds_step import compare_kernels
 from cuvee.eval.bench.gpu.cases import (
     BITS,
     GPU_FULL,
@@ -44,7 +45,6 @@ from cuvee.eval.bench.gpu.gpu_report import gpu_markdown, write_report
 from cuvee.eval.bench.gpu.proofs import check_difference, prove_codec, recode
 from cuvee.eval.bench.shapes import CacheShape
 from cuvee.eval.timing import Effort, Timing
-from cuvee.kernels.analysis.time_bounds import LIMITS
 
 SHAPE = GPU_REHEARSAL.shape
 TINY = replace(GPU_REHEARSAL, groups=("layer", LOSSLESS))

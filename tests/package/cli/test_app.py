@@ -63,7 +63,7 @@ COMMANDS = sorted(set(commands(typer.main.get_command(app))) - {"eval"})  # lm-e
 def test_the_commands() -> None:
     assert COMMANDS == [
         "bench blend", "bench clients", "bench cpu", "bench deadlines", "bench engine", "bench loading",
-        "blend-report", "compare", "decode", "demo", "encode", "inspect", "kernels", "profile learn", "profile pull",
+        "blend-report", "compare", "decode", "demo", "encode", "inspect", "profile learn", "profile pull",
         "profile push", "profile show", "report", "store clear", "store delete-tenant", "store info", "tasks",
     ]  # fmt: skip
     for group in ("", "bench", "profile", "store"):

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cuvee.kernels.analysis.disassembly import INSTRUCTION_KINDS, Instruction
+from tests.kernels.costs.disassembly import INSTRUCTION_KINDS, Instruction
 
 
 def innermost_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:

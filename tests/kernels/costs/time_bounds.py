@@ -1,4 +1,4 @@
-"""Lower bounds of the time that kernels take, computed without a GPU: `cuvee kernels --model`.
+"""Lower bounds of the time that kernels take on Hopper, computed without a GPU: `make costs` with `--model`.
 
     counts.json            work of each kernel per value: executed PTX, sectors, passes over shared memory, FLOPs
     static_costs.report    machine instructions per PTX instruction, and the share of integer instructions
@@ -8,9 +8,9 @@ A kernel takes at least the longest of the times that its instructions, its inte
 and shared memory, its second-level cache, its memory and its tensor cores need. The bounds leave out
 latency, cache misses on loads, and launches that do not fill the device; only a GPU can measure those.
 
-`counts.json` was counted on one chunk of 256 tokens of Llama-3.1-8B's shape, bfloat16, whose spectrum falls by 2.5 %
-per component, at 1.4 bits per value with a profile. `python -m tests.kernels.counting` counts again; tests compare the
-kernels with the file.
+`counts.json` was counted for sm_90 on one chunk of 256 tokens of Llama-3.1-8B's shape, bfloat16, whose spectrum falls
+by 2.5 % per component, at 1.4 bits per value. `python -m tests.kernels.costs.counting` counts again; a test compares
+the kernels with the file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from cuvee.codec.errors import CuveeError
 
+TARGET = "sm_90"
 LIMITS = ("issue", "integer", "L1", "L2", "DRAM", "tensor")
 SECTOR = 32  # bytes
 ELEMENT = 2  # bytes of a value of bfloat16
@@ -32,18 +33,8 @@ _INTEGER = 2  # likewise, of the pipe for additions, logic, shifts and compariso
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A GPU.
+    """A GPU: multiprocessors, clock in GHz, TB/s of second-level cache and memory, TFLOP/s of bfloat16 products."""
 
-    Attributes:
-        target: the target whose counts and machine instructions represent the GPU.
-        multiprocessors: their number.
-        clock: GHz.
-        l2: TB/s from the second-level cache to all multiprocessors.
-        dram: TB/s.
-        tensor: TFLOP/s of dense products of bfloat16.
-    """
-
-    target: str
     multiprocessors: int
     clock: float
     l2: float
@@ -51,18 +42,9 @@ class Machine:
     tensor: float
 
 
-# Multiprocessors, memory and products: NVIDIA's data sheets ("H200 Tensor Core GPU" and "H100 Tensor Core GPU", SXM;
-# "A100 Tensor Core GPU", SXM, 80 GB; "L4 Tensor Core GPU"; "HGX B200", one GPU of eight, whose multiprocessors and
-# clock follow from its products).
-# Clocks: those at which the products of the data sheets come about. Data sheets do not give the second-level cache:
-# that of the A100 is the 5,120 bytes per clock of its white paper, the others are assumed.
-MACHINES = {
-    "H200": Machine("sm_90", 132, 1.83, 5.5, 4.8, 989.0),
-    "H100": Machine("sm_90", 132, 1.83, 5.5, 3.35, 989.0),
-    "A100": Machine("sm_80", 108, 1.41, 7.2, 2.04, 312.0),
-    "L4": Machine("sm_80", 58, 2.04, 2.0, 0.3, 121.0),
-    "B200": Machine("sm_100", 148, 1.85, 8.0, 8.0, 2250.0),
-}
+# NVIDIA's data sheets "H200 Tensor Core GPU" and "H100 Tensor Core GPU", SXM. The clock is that at which their products
+# come about; the second-level cache is assumed, as data sheets do not give it.
+MACHINES = {"H200": Machine(132, 1.83, 5.5, 4.8, 989.0), "H100": Machine(132, 1.83, 5.5, 3.35, 989.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +53,18 @@ class Count:
 
     Attributes:
         instructions: PTX instructions that warps run.
-        lanes: how many of 32 lanes take part in an instruction, on average.
-        requests: accesses of warps to global memory.
-        sectors: sectors of 32 bytes that the requests touch; `least_sectors`: the least that their bytes need.
+        sectors: sectors of 32 bytes that accesses to global memory touch.
         through: sectors that the first-level cache always passes on: of stores, atomics, asynchronous copies.
-        transfers: clocks of the first-level cache for the requests, at four sectors per clock.
+        transfers: clocks of the first-level cache for these accesses, at four sectors per clock.
         written: bytes stored to global memory.
         passes: clocks of shared memory; `least_passes`: the same without bank conflicts.
         barriers: barriers that warps meet.
         flops: operations of tensor cores; those of TF32 count twice, as they take twice as long as bfloat16.
+        lanes: how many of 32 lanes take part in an instruction, on average.
     """
 
     instructions: float
-    lanes: float
-    requests: float
     sectors: float
-    least_sectors: float
     through: float
     transfers: float
     written: float
@@ -94,6 +72,7 @@ class Count:
     least_passes: float
     barriers: float
     flops: float
+    lanes: float
 
 
 # The kernels whose output each kernel reads. These bytes come from memory in launches whose arrays exceed the
@@ -107,25 +86,16 @@ _READS = {
 }  # fmt: skip
 
 
-def counts(target: str) -> dict[str, dict[str, Any]]:
-    """What was counted for a target: by scheme `values`, `bits` per value, and `encode` and `decode`: Count by kernel.
-
-    Raises:
-        CuveeError: nothing was, or the file is missing or at fault.
-    """
-    try:
-        read = json.loads(Path(__file__).with_name("counts.json").read_text())[target]
-        return {
-            scheme: {
-                **found,
-                **{way: {name: Count(**own) for name, own in found[way].items()} for way in ("encode", "decode")},
-            }
-            for scheme, found in read.items()
+def counts() -> dict[str, dict[str, Any]]:
+    """What was counted: by scheme `values`, `bits` per value, and `encode` and `decode`: Count by kernel."""
+    read = json.loads(Path(__file__).with_name("counts.json").read_text())
+    return {
+        scheme: {
+            **found,
+            **{way: {name: Count(**own) for name, own in found[way].items()} for way in ("encode", "decode")},
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CuveeError(
-            f"kernels/analysis/counts.json has no counts for {target}: {error!r}; reinstall cuvee"
-        ) from error
+        for scheme, found in read.items()
+    }
 
 
 def bounds(count: Count, read: float, expansion: float, integer: float, machine: Machine) -> dict[str, float]:
@@ -154,7 +124,7 @@ def model(report: Mapping[str, Any], names: Sequence[str] = tuple(MACHINES)) -> 
     """Bounds of every kernel, and of encoding and decoding as a whole: their kernels one after the other.
 
     Args:
-        report: from `static_costs.report`, for the targets of the machines.
+        report: from `static_costs.report`, for TARGET.
         names: names of MACHINES.
 
     Returns:
@@ -169,13 +139,13 @@ def model(report: Mapping[str, Any], names: Sequence[str] = tuple(MACHINES)) -> 
     out = []
     for name in names:
         machine = MACHINES[name]
-        for scheme, found in counts(machine.target).items():
+        for scheme, found in counts().items():
             for way in ("decode", "encode"):
                 kernels = []
                 for kernel, count in found[way].items():
-                    entry = compiled.get((kernel, machine.target))
+                    entry = compiled.get((kernel, TARGET))
                     if entry is None or not entry.get("expansion"):
-                        raise CuveeError(f"the report says nothing of {kernel} on {machine.target}")
+                        raise CuveeError(f"the report says nothing of {kernel} on {TARGET}")
                     read = _read(kernel, found, way)
                     limits = bounds(count, read, entry["expansion"], entry["integer_share"], machine)
                     longest = max(limits, key=lambda limit: limits[limit])

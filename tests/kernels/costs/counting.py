@@ -1,6 +1,6 @@
-"""Counting of the kernels' work on a chunk of Llama-3.1-8B's shape in the emulator: `kernels/analysis/counts.json`.
+"""Counting of the kernels' work on a chunk of Llama-3.1-8B's shape in the emulator: `counts.json`.
 
-    python -m tests.kernels.counting            # counts all schemes for all targets and writes the file
+    python -m tests.kernels.costs.counting            # counts all schemes for sm_90 and writes the file
 
 The chunk has 256 tokens of two layers (one where a section is a layer), 8 heads of 128, bfloat16. Its spectrum falls by
 2.5 % per component, and a profile's step is one at which this takes about 1.4 bits per value.
@@ -9,9 +9,6 @@ The chunk has 256 tokens of two layers (one where a section is a layer), 8 heads
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +21,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.rope import rotate
@@ -33,7 +31,7 @@ from cuvee.codec.support.arrays import I64, U8
 from cuvee.kernels.jobs import JobField
 from cuvee.kernels.transform_scheme import TransformDevice
 
-FILE = Path(__file__).parents[2] / "kernels" / "analysis" / "counts.json"
+FILE = Path(__file__).with_name("counts.json")
 TOKENS, HEADS, DIM = 256, 8, 128
 LAYERS = {"head": 2, "head, classes": 2, "layer": 1, "lossless": 2}
 # Kernels by the names of their specs; those that are compiled in several ways are told apart by the scheme.
@@ -98,7 +96,7 @@ def count(scheme: str) -> dict[str, Any]:
 
     Returns:
         `values` of the chunk, `bits` per value, and `encode` and `decode`: what each kernel did per value, by the names
-        of `cuvee.kernels.analysis.time_bounds.Count`.
+        of `time_bounds.Count`.
     """
     layers = LAYERS[scheme]
     layout = _layout(layers)
@@ -160,8 +158,8 @@ def counted() -> Iterator[list[Ran]]:
 def _summary(kernel: Ran, values: int) -> dict[str, float]:
     """A kernel's row, per value."""
     out = dict.fromkeys(
-        ("instructions", "requests", "sectors", "least_sectors", "through", "transfers", "written", "passes",
-         "least_passes", "barriers", "flops"), 0.0
+        ("instructions", "sectors", "through", "transfers", "written", "passes", "least_passes", "barriers", "flops"),
+        0.0,
     )  # fmt: skip
     lanes = 0
     for index, code in enumerate(kernel.codes):
@@ -170,9 +168,7 @@ def _summary(kernel: Ran, values: int) -> dict[str, float]:
         out["instructions"] += runs
         lanes += counts["lanes"]
         if op.endswith(".global") or op == "cp.async":
-            out["requests"] += counts["requests"]
             out["sectors"] += units
-            out["least_sectors"] += counts["least"]
             out["through"] += units if op in _THROUGH else 0
             out["transfers"] += max(counts["requests"], units / 4)
             if op == "st.global":
@@ -195,21 +191,28 @@ def _summary(kernel: Ran, values: int) -> dict[str, float]:
     return {**made, "lanes": round(lanes / max(1.0, out["instructions"]), 2)}
 
 
+def _lines(found: Mapping[str, Any]) -> str:
+    """Return the file: a line for each kernel."""
+    schemes = []
+    for scheme, own in found.items():
+        ways = ",\n".join(
+            f'  "{way}": {{\n'
+            + ",\n".join(f"   {json.dumps(name)}: {json.dumps(kernel)}" for name, kernel in own[way].items())
+            + "\n  }"
+            for way in ("encode", "decode")
+        )
+        schemes.append(f' {json.dumps(scheme)}: {{"values": {own["values"]}, "bits": {own["bits"]},\n{ways}\n }}')
+    return "{\n" + ",\n".join(schemes) + "\n}\n"
+
+
 def _main() -> None:
-    """Count for the target of CUVEE_PTX_TARGET and print it; without one, for all, and write the file."""
+    """Count all schemes and write the file."""
     from tests import emulation
 
-    target = os.environ.get("CUVEE_PTX_TARGET")
-    if target:
-        emulation.start()
-        print(json.dumps({scheme: count(scheme) for scheme in LAYERS}))
-        return
-    found: dict[str, Mapping[str, Any]] = {}
-    for target in ("sm_100", "sm_90", "sm_80"):
-        environment = {**os.environ, "CUVEE_PTX_TARGET": target}
-        command = [sys.executable, "-m", __spec__.name]
-        found[target] = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    if (emulation.KERNELS_RUN_ON, emulation.TARGET) != ("ptx", "sm_90"):
+        raise CuveeError(f"counts are those of PTX for sm_90, kernels run on {emulation.KERNELS_RUN_ON} here")
+    emulation.start()
+    FILE.write_text(_lines({scheme: count(scheme) for scheme in LAYERS}))
 
 
 if __name__ == "__main__":

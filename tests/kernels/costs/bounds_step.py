@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.kernels.costs.static_costs import report
+from tests.kernels.costs.time_bounds import MACHINES, TARGET, model
 
 from cuvee.codec.errors import InputError
 from cuvee.eval.bench.gpu.steps import read_results
-from cuvee.kernels.analysis.static_costs import report
-from cuvee.kernels.analysis.time_bounds import MACHINES, model
 
 __all__ = ["compare_kernels", "machine_for", "run_step"]
 
@@ -26,7 +26,7 @@ def run_step(device: torch.device, save: Callable[[object], None], folder: Path)
     """Compile the kernels for their static costs, and save the table."""
     speed = (read_results(folder).get("steps", {}).get("speed") or {}).get("result") or {}
     name = machine_for(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-    rows = model(report([MACHINES[name].target]), (name,))
+    rows = model(report([TARGET]), (name,))
     save({"machine": name, "kernels": compare_kernels(rows, speed)})
 
 
@@ -39,7 +39,7 @@ def compare_kernels(rows: list[dict[str, Any]], speed: Mapping[str, Any]) -> lis
     """Return a row for each kernel of each coding that was modeled.
 
     Args:
-        rows: from `cuvee.kernels.analysis.time_bounds.model`, for one machine.
+        rows: from `tests.kernels.costs.time_bounds.model`, for one machine.
         speed: result of the step `speed`; {} if there is none.
 
     Returns:

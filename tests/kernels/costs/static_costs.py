@@ -2,7 +2,7 @@
 
 `report` compiles all kernels for some targets and lists each kernel's registers, spills, shared memory, code size, and
 the instructions of its main innermost loop; for a loop over symbols, also the instructions per symbol of each lane.
-`check` compares a report with the kernels' budgets. The command is `cuvee kernels`.
+`check` compares a report with the kernels' budgets. `python -m tests.kernels.costs` shows it.
 
 Each target is compiled in a process of its own, where Triton's interpreter is off and Triton's cache is empty. The
 interpreter would replace kernels where they are defined.
@@ -21,37 +21,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
+
+from tests.kernels.costs.disassembly import disassembler, parse_ptx, read_amdgcn, read_cubin
+from tests.kernels.costs.kernel_spec import KernelSpec
+from tests.kernels.costs.loops import describe_loops, expansion, innermost_loops
 
 import cuvee
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.learning.progress import tracked
-from cuvee.kernels.analysis.disassembly import disassembler, parse_ptx, read_amdgcn, read_cubin
-from cuvee.kernels.analysis.kernel_spec import KernelSpec
-from cuvee.kernels.analysis.loops import describe_loops, expansion, innermost_loops
 
-MODULES = tuple(
-    f"cuvee.kernels.ops.{name}"
-    for name in (
-        "rans",
-        "rans_by_class",
-        "coded_part",
-        "dequantize",
-        "quantize",
-        "symbols_by_class",
-        "refinements",
-        "transform",
-        "analyze",
-        "synthesize",
-        "merge_planes",
-        "split_planes",
-    )
-)
+ROOT = Path(__file__).parents[3]
+MODULE = "tests.kernels.costs.specs"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 # The most bytes that a thread block may have. From sm_90 on this includes the KiB that the system reserves, which a
@@ -135,48 +120,43 @@ def _with_causes(error: BaseException) -> str:
     return text if error.__cause__ is None else f"{text}\n{_with_causes(error.__cause__)}"
 
 
-def _specs(modules: Sequence[str]) -> list[KernelSpec]:
-    specs: list[KernelSpec] = [spec for module in modules for spec in importlib.import_module(module).SPECS]
+def _specs(module: str, names: Sequence[str] = ()) -> list[KernelSpec]:
+    specs: list[KernelSpec] = list(importlib.import_module(module).SPECS)
     twice = [name for name, count in Counter(spec.name for spec in specs).items() if count > 1]
     if twice:
-        raise CuveeError(f"two kernels are called {twice[0]!r}; rename one in its module's SPECS")
+        raise CuveeError(f"two kernels are called {twice[0]!r}; rename one in SPECS of {module}")
     for spec in specs:
         _check_targets(f"budgets of {spec.name}", tuple(spec.budgets))
         _check_targets(f"changes of {spec.name}", tuple(spec.changes))
-    return specs
+    if unknown := set(names) - {spec.name for spec in specs}:
+        raise InputError(f"kernels: must be in SPECS of {module}, got {', '.join(sorted(unknown))}")
+    return [spec for spec in specs if not names or spec.name in names]
 
 
 def _main() -> None:
-    """Compile for one target; write Triton's version and the entries to a file, as JSON.
-
-    After each compiled kernel, prints the number of all kernels: `_compile_apart` counts the lines.
-    """
+    """Compile for one target; write Triton's version and the entries to a file, as JSON."""
     import triton
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", required=True)
-    parser.add_argument("--modules", required=True, nargs="+")
+    parser.add_argument("--module", required=True)
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("names", nargs="*")
     given = parser.parse_args()
-    specs, entries = _specs(given.modules), []
-    for spec in specs:
-        entries.append(_measure(spec, given.target))
-        print(len(specs), flush=True)
+    entries = [_measure(spec, given.target) for spec in _specs(given.module, given.names)]
     given.out.write_text(json.dumps({"triton": triton.__version__, "entries": entries}))
 
 
 # Reports -------------------------------------------------------------------------------------------------------------
 
 
-def report(
-    targets: Sequence[str] = TARGETS, modules: Sequence[str] = MODULES, progress: bool = False
-) -> dict[str, Any]:
-    """Compile all kernels.
+def report(targets: Sequence[str] = TARGETS, module: str = MODULE, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Compile kernels.
 
     Args:
         targets: one or more of TARGETS.
-        modules: names of the modules whose `SPECS` to compile.
-        progress: show on standard error how many kernels have been compiled.
+        module: the module whose `SPECS` to compile.
+        names: of the specs; none: all.
 
     Returns:
         a dict that JSON can hold: `versions`, `targets`, and `kernels`, an entry per kernel and target. An entry has
@@ -188,7 +168,7 @@ def report(
     Raises:
         InputError: an unknown target.
         ImportError: Triton is not installed.
-        CuveeError: there is no disassembler, or a module is missing or faulty.
+        CuveeError: there is no disassembler, or the module is missing or faulty.
     """
     _check_targets("targets", targets)
     if importlib.util.find_spec("triton") is None:
@@ -196,11 +176,8 @@ def report(
     if any(target.startswith("sm_") for target in targets):
         disassembler()
     targets = tuple(dict.fromkeys(targets))
-    messages: SimpleQueue[int | None] = SimpleQueue()
     with ThreadPoolExecutor(min(len(targets), os.cpu_count() or 1)) as pool:
-        futures = [pool.submit(_compile_apart, target, modules, messages) for target in targets]
-        _show_progress(messages, len(targets), progress)
-        found = [future.result() for future in futures]
+        found = list(pool.map(partial(_compile_apart, module=module, names=names), targets))
     return {
         "versions": {
             "cuvee": cuvee.__version__,
@@ -212,61 +189,28 @@ def report(
     }
 
 
-def _show_progress(messages: SimpleQueue[int | None], targets: int, progress: bool) -> None:
-    """Show how far `_compile_apart` has come with all targets, until the last one has ended."""
-
-    def compiled() -> Iterator[int]:
-        ended = 0
-        while ended < targets:
-            message = messages.get()
-            if message is None:
-                ended += 1
-            else:
-                yield message
-
-    done = compiled()
-    kernels = next(done, 0)
-    for number in tracked(range(kernels * targets), "compiling kernels", progress):
-        if number and next(done, None) is None:
-            break
-
-
 def _check_targets(what: str, targets: Sequence[str]) -> None:
     for target in targets:
         if target not in TARGETS:
             raise InputError(f"{what}: must be among {', '.join(TARGETS)}, got {target!r}")
 
 
-def _compile_apart(
-    target: str, modules: Sequence[str], messages: SimpleQueue[int | None]
-) -> tuple[str, list[dict[str, Any]]]:
-    """Return Triton's version and the entries of one target.
-
-    Puts into `messages` the number of kernels whenever one of them has been compiled, and None at the end.
-    """
+def _compile_apart(target: str, module: str, names: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
+    """Return Triton's version and the entries of one target."""
     with tempfile.TemporaryDirectory(prefix="cuvee-kernels-") as folder:
-        out, errors = Path(folder, "out.json"), Path(folder, "errors.txt")
-        paths = [str(Path(cuvee.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        out = Path(folder, "out.json")
+        paths = [str(Path(cuvee.__file__).parents[1]), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             "TRITON_CACHE_DIR": folder,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
         environment.pop("TRITON_INTERPRET", None)
-        # -P: a folder `kernels` in the current directory must not be taken for an installed package.
-        command = [sys.executable, "-P", "-m", __name__, "--target", target, "--out", str(out), "--modules", *modules]
-        try:
-            with (
-                errors.open("w") as stderr,
-                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
-            ):
-                for line in process.stdout or ():
-                    messages.put(int(line))
-        finally:
-            messages.put(None)
-        if process.returncode:
-            written = [line for line in errors.read_text().splitlines() if line.strip()]
-            raise CuveeError(f"compiling for {target} failed: {(written or [f'exit code {process.returncode}'])[-1]}")
+        command = [sys.executable, "-P", "-m", __name__, "--target", target, "--out", str(out), "--module", module]
+        done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            written = [line for line in done.stderr.splitlines() if line.strip()]
+            raise CuveeError(f"compiling for {target} failed: {(written or [f'exit code {done.returncode}'])[-1]}")
         read = json.loads(out.read_text())
         return read["triton"], read["entries"]
 
