@@ -36,7 +36,7 @@ class Coding:
         step_index: 0 for lossless.
         dtype: the blob's, of the values.
         predicted: whether the blob holds token ids, from which a part of the cache is predicted.
-        refinements: how many refinements follow the base, at whose step the coding begins; None: the blob is no base.
+        refinements: 1 if a base, whose step index this is, comes with a refinement; otherwise 0.
     """
 
     profile: Profile
@@ -44,7 +44,7 @@ class Coding:
     step_index: int
     dtype: str
     predicted: bool = False
-    refinements: int | None = None
+    refinements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class DecodeRequest:
         start: position that the first token of `span` gets.
         number: of the blob in its call, for messages.
         token_ids: of all tokens of the blob, `[T]`; None if it holds none.
-        refinements: bytes and header of each refinement of the blob that is decoded with it.
+        refinements: bytes and header of the refinement that is decoded with the blob, if there is one.
     """
 
     blob: bytes | memoryview
@@ -160,7 +160,7 @@ class Backend(Protocol):
         ...
 
     def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> list[list[bytes]]:
-        """Return the sections of each chunk: those of the base first, then those of each refinement.
+        """Return the sections of each chunk: those of the base first, then those of its refinement.
 
         All requests have one cache.
 

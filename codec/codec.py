@@ -30,7 +30,7 @@ from cuvee.codec.backends import (
 )
 from cuvee.codec.chunk import KVChunk, check_following
 from cuvee.codec.entropy.family import OCTAVE
-from cuvee.codec.entropy.nested import MAX_REFINEMENTS
+from cuvee.codec.entropy.residuals import FINER, MAX_REFINEMENTS
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileMismatchError, allocations
 from cuvee.codec.format.container import (
@@ -114,14 +114,11 @@ class ExpectedPart:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """How chunks are coded: the scheme, the step index, which is 0 without loss, and the refinements of a base.
-
-    The step index of a base is its own; each refinement's is an octave smaller. `refinements` is None for other blobs.
-    """
+    """How chunks are coded: the scheme, the step index of the base, 0 without loss, and the number of refinements."""
 
     scheme: Scheme
     step_index: int
-    refinements: int | None = None
+    refinements: int = 0
 
     @property
     def name(self) -> str:
@@ -156,9 +153,9 @@ class Codec:
             the profile was learned in. The codec takes chunks of every dtype either way.
         backend: `"auto"` (by the tensors' device), `"numba"` or `"reference"` on the CPU, `"triton"` on a GPU.
         threads: sections coded at the same time, in chunks of a million values or more. Default: the number of CPUs.
-        refinements: 1 or 2 to encode with `encode_parts` a base and as many refinements, each a blob of its own. Each
-            refinement halves the quantizer's steps: it lowers the KL to a fourth, roughly. The quality is that of all
-            parts together, which take about as many bytes as one blob of it. Needs a learned profile. Default: 0.
+        refinements: 1 to encode with `encode_parts` a base and a refinement, each a blob of its own. The quality is
+            that of both together, which take a few percent more bytes than one blob of it; the base alone has four
+            times the quantizer step, and about twelve times the KL. Needs a learned profile. Default: 0.
         key: 16 to 64 secret bytes; blobs then carry an authentication tag, and only blobs with a valid tag decode. Or
             several secrets: the first writes the tag, and a tag of any is accepted. `associated_data=` binds a blob to
             its place. Such a codec cannot be pickled, because the bytes would hold the secret.
@@ -221,8 +218,8 @@ class Codec:
                     f"refinements: must be 0 without loss, got {refinements}, and a quality that is lossless with this "
                     "profile"
                 )
-            self._setting = _in_parts(profile, self._setting, refinements)
-            self._plain_setting = _in_parts(profile, self._plain_setting, refinements)
+            self._setting = _in_parts(self._setting, refinements)
+            self._plain_setting = _in_parts(self._plain_setting, refinements)
             self.step_index = self._setting.step_index
         self.threads = threads or os.cpu_count() or 1
         self._backend_name = check_backend(backend)
@@ -300,7 +297,7 @@ class Codec:
         """The quality as it stands in the keys of a store: equal names of one profile mean equal blobs.
 
         `"lossless"`, or `"step:<index>"`, followed by `",plain:<index>"` or `",plain:lossless"` if chunks without token
-        ids are coded in another way, and by `",parts:<number>"` if chunks are encoded as a base and refinements.
+        ids are coded in another way, and by `",parts:2"` if chunks are encoded as a base and a refinement.
         """
         parts = f",parts:{self.refinements + 1}" if self.refinements else ""
         if self._plain_setting == self._setting or self.profile.token_table is None:
@@ -310,10 +307,10 @@ class Codec:
     def part_count(self, ids: bool) -> int:
         """Return how many parts chunks have, with or without token ids: without loss, there is only one."""
         setting = self._setting if ids or self.profile.token_table is None else self._plain_setting
-        return 1 + (setting.refinements or 0)
+        return 1 + setting.refinements
 
     def expected_parts(self, worst: bool = False) -> tuple[ExpectedPart, ...]:
-        """Return what to expect of chunks with token ids from their base, and from the base with each refinement.
+        """Return what to expect of chunks with token ids from their base, and from the base with its refinement.
 
         Args:
             worst: the KL is that of the worst kind of text, not the mean.
@@ -329,8 +326,7 @@ class Codec:
         """
         if self.lossless:
             return (ExpectedPart(0.0, None),)
-        offsets = self.profile.nested.offsets if self.refinements else (0,)
-        steps = [self.step_index - OCTAVE * part + int(offsets[part]) for part in range(self.refinements + 1)]
+        steps = [self.step_index - FINER * part for part in range(self.refinements + 1)]
         return tuple(ExpectedPart(self.profile.kl_at(step, worst), self.profile.bits_at(step)) for step in steps)
 
     @property
@@ -360,11 +356,11 @@ class Codec:
         return self._encode_chunk(chunk, tokens, associated_data)[0]
 
     def encode_parts(self, chunk: KVChunk, *, tokens: object = None, associated_data: bytes = b"") -> tuple[bytes, ...]:
-        """Compress a chunk into a base and refinements, each a blob of its own. Needs a codec with `refinements=`.
+        """Compress a chunk into a base and a refinement, each a blob of its own. Needs a codec with `refinements=1`.
 
-        The base decodes alone. With the first refinement, or the first two, it decodes at a better quality, so whoever
-        keeps or sends the parts can leave out the last ones. A refinement fits only the base that it was made with. A
-        chunk without token ids that is coded without loss (`quality_name`) is one part.
+        The base decodes alone, and with its refinement at the codec's quality, so whoever keeps or sends the parts can
+        leave out the second. A refinement fits only the base that it was made with. A chunk without token ids that is
+        coded without loss (`quality_name`) is one part.
 
         Args:
             chunk: see `encode`.
@@ -379,13 +375,11 @@ class Codec:
             >>> from cuvee import Codec, KVChunk, KVLayout, LayerLayout, fit
             >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 2, "float32", max_positions=None)
             >>> chunks = [KVChunk(torch.randn(2, 64, 2, 8), torch.randn(2, 64, 2, 8), layout) for _ in range(8)]
-            >>> codec = Codec(fit(layout, chunks), "high", refinements=2)
-            >>> base, *refinements = codec.encode_parts(chunks[0])
-            >>> errors = [
-            ...     float((codec.decode(base, refinements=refinements[:n]).keys[0] - chunks[0].keys[0]).square().mean())
-            ...     for n in range(3)
-            ... ]
-            >>> errors[0] > errors[1] > errors[2]
+            >>> codec = Codec(fit(layout, chunks), "high", refinements=1)
+            >>> base, refinement = codec.encode_parts(chunks[0])
+            >>> coarse, fine = (codec.decode(base, refinements=own) for own in ([], [refinement]))
+            >>> coarse_error, fine_error = ((own.keys[0] - chunks[0].keys[0]).abs().mean() for own in (coarse, fine))
+            >>> bool(fine_error < coarse_error / 2)
             True
         """
         self._check_parts()
@@ -404,8 +398,8 @@ class Codec:
     def _check_parts(self) -> None:
         if not self.refinements:
             raise InputError(
-                "refinements: must be 1 or 2 in a codec that encodes parts, got 0: make the Codec with refinements=, "
-                "or call encode() or encode_paged()"
+                "refinements: must be 1 in a codec that encodes parts, got 0: make the Codec with refinements=1, or "
+                "call encode() or encode_paged()"
             )
 
     def _check_whole(self) -> None:
@@ -437,8 +431,8 @@ class Codec:
                 chunk that is returned holds these tensors. After an error their contents are undefined. Default: new
                 tensors.
             device: where the chunk is restored; with `out`, that is the device of its tensors.
-            refinements: of a base, the first refinements that `encode_parts` returned with it, in order. For an
-                `OpenBlob`, `open` takes them.
+            refinements: of a base, none, or the one that `encode_parts` returned with it. For an `OpenBlob`, `open`
+                takes it.
             associated_data: the bytes that the blob was bound to when it was encoded; for an `OpenBlob`, `open` takes
                 them.
             max_tokens: refuse to restore more, because a small blob may claim a huge cache. For blobs from others,
@@ -489,7 +483,8 @@ class Codec:
         Raises:
             FormatError, VersionError, CorruptError, KeyMismatchError, ProfileMismatchError: as `decode`. CorruptError
                 also for a refinement of another blob.
-            InputError: `associated_data` without a key; `blob` is not bytes; refinements of a blob that is no base.
+            InputError: `associated_data` without a key; `blob` is not bytes; more than one refinement, or one of a blob
+                that is no base.
 
         Example:
             >>> import torch
@@ -517,26 +512,25 @@ class Codec:
         refinements: Sequence[bytes | memoryview],
         associated_data: bytes,
     ) -> tuple[tuple[bytes | memoryview, Header], ...]:
-        """Verify refinements, each against the part before it."""
+        """Verify a refinement against its base."""
         if len(refinements) > (MAX_REFINEMENTS if header.is_base else 0):
             what = f"at most {MAX_REFINEMENTS} for a base" if header.is_base else "none for a blob that is no base"
             raise InputError(f"refinements: must be {what}, got {len(refinements)}")
         found = []
-        for number, given in enumerate(refinements, 1):
+        for given in refinements:
             finer = plain_bytes(given)
             own = read_header(finer)
             verify_tag(finer, own, self._keys, associated_data)
             if own.scheme is not Scheme.REFINEMENT or own.profile != header_digest(blob, header):
-                raise CorruptError(f"refinement {number}: must be of the part before it, got one of another")
+                raise CorruptError("refinement: must be of this base, got one of another")
             shape = (own.dtype, own.tokens, own.start, own.values_per_token, own.layout, len(own.section_bytes))
             expected = (
                 header.dtype, header.tokens, header.start, header.values_per_token, header.layout,
                 len(header.section_bytes),
             )  # fmt: skip
-            if shape != expected or own.step_index != header.step_index - OCTAVE:
-                raise FormatError(f"refinement {number}: must have the tokens of its base at half the step")
+            if shape != expected or own.step_index != header.step_index - FINER:
+                raise FormatError("refinement: must have the tokens of its base at a quarter of the step")
             found.append((finer, own))
-            blob, header = finer, own
         return tuple(found)
 
     def open_expected(
@@ -574,7 +568,7 @@ class Codec:
         setting = self._setting_for(header.token_id_bytes > 0)
         wanted = (
             tokens, header.start if start is None else start, dtype, setting.scheme, setting.step_index,
-            setting.refinements is not None,
+            setting.refinements > 0,
         )  # fmt: skip
         if found != wanted:
             raise CorruptError(f"blob: must hold {_described(*wanted)}, got {_described(*found)}")
@@ -651,7 +645,7 @@ class Codec:
         following: Sequence[int] | None = None,
         associated_data: Sequence[bytes] | None = None,
     ) -> list[tuple[bytes, ...]]:
-        """Compress chunks straight out of a serving engine's cache into bases and refinements, in one call.
+        """Compress chunks straight out of a serving engine's cache into bases and their refinements, in one call.
 
         Args:
             cache: see `encode_paged`.
@@ -771,7 +765,7 @@ class Codec:
     ) -> list[bytes]:
         """Write the sections of all parts of a chunk to blobs."""
         setting = self._setting_for(request.token_ids is not None)
-        parts = 1 + (setting.refinements or 0)
+        parts = 1 + setting.refinements
         count = len(sections) // parts
         names = bytes(ID_BYTES) if setting.scheme is Scheme.LOSSLESS else self.profile.id
         blobs: list[bytes] = []
@@ -781,10 +775,10 @@ class Codec:
             blobs.append(
                 write_blob(
                     Scheme.REFINEMENT if part else setting.scheme, layout.dtype, request.tokens, request.start,
-                    setting.step_index - OCTAVE * part, layout.values_per_token, layout.fingerprint, names,
+                    setting.step_index - FINER * part, layout.values_per_token, layout.fingerprint, names,
                     sections[part * count : (part + 1) * count], self._keys[0] if self._keys else None, associated_data,
                     b"" if part else self._ids_to_store(request.token_ids),
-                    is_base=part == 0 and setting.refinements is not None,
+                    is_base=part == 0 and setting.refinements > 0,
                 )
             )  # fmt: skip
         return blobs
@@ -896,8 +890,8 @@ class Codec:
             return Coding(self.profile, header.scheme, 0, header.dtype)
         if not self.profile.learned:
             raise FormatError(f"header: must be lossless for an unlearned profile, got {header.scheme.name.lower()}")
-        refinements = len(opened.refinements) if header.is_base else None
-        self.profile.check_step_index(header.step_index - OCTAVE * (refinements or 0))
+        refinements = len(opened.refinements)
+        self.profile.check_step_index(header.step_index - FINER * refinements)
         predicted = header.token_id_bytes > 0
         return Coding(self.profile, header.scheme, header.step_index, header.dtype, predicted, refinements)
 
@@ -1040,21 +1034,21 @@ def _choose_setting(
     return _Setting(Scheme.TRANSFORM, profile.resolve(**request, kind=kind, worst=worst, dtype=dtype, plain=plain))
 
 
-def _in_parts(profile: Profile, setting: _Setting, refinements: int) -> _Setting:
-    """Return the setting of a base whose last refinement has the error of a blob with `setting`.
+def _in_parts(setting: _Setting, refinements: int) -> _Setting:
+    """Return the setting of a base that has, with its refinement, the error of a blob with `setting`.
 
     Chunks that are coded without loss are one part.
     """
     if setting.scheme is Scheme.LOSSLESS:
         return setting
-    step_index = setting.step_index - int(profile.nested.offsets[refinements])
-    finest = min(max(step_index, profile.min_step_index), 8 * OCTAVE - OCTAVE * refinements)
-    return _Setting(setting.scheme, finest + OCTAVE * refinements, refinements)
+    return _Setting(setting.scheme, min(setting.step_index + FINER * refinements, 8 * OCTAVE), refinements)
 
 
 def _check_refinements(refinements: object, profile: Profile) -> None:
     if type(refinements) is not int or not 0 <= refinements <= MAX_REFINEMENTS:
         raise InputError(f"refinements: must be 0 … {MAX_REFINEMENTS}, got {refinements!r}")
+    if refinements:
+        raise InputError(f"refinements: must be 0 as long as no stage codes them, got {refinements}")
     if refinements and not profile.learned:
         raise InputError(
             f"refinements: must be 0 with an unlearned profile, got {refinements}: learn a profile to use them"

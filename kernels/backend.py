@@ -20,7 +20,6 @@ import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest, register
 from cuvee.codec.entropy.family import Family
-from cuvee.codec.entropy.nested import RefinementCoder
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import Scheme
 from cuvee.codec.paged import PagedCache
@@ -72,10 +71,7 @@ class DeviceScheme(Protocol):
         requests: Sequence[EncodeRequest],
         first_chunk: int,
     ) -> list[list[bytes]]:
-        """Return the encoded sections of each chunk, which lie at `slots`; chunks count from `first_chunk`.
-
-        Those of a base come before those of its refinements.
-        """
+        """Return the encoded sections of each chunk, which lie at `slots`; chunks count from `first_chunk`."""
         ...
 
 
@@ -95,7 +91,7 @@ class TritonBackend:
         self.devices: tuple[str, ...] = ("cuda", "cpu") if interpreted else ("cuda",)
         self.workspace_bytes = workspace_bytes
         self._schemes: OrderedDict[tuple[Any, ...], DeviceScheme] = OrderedDict()
-        self._tables: OrderedDict[tuple[int, int, torch.device], tuple[Family, FamilyTables]] = OrderedDict()
+        self._tables: OrderedDict[tuple[int, torch.device], tuple[Family, FamilyTables]] = OrderedDict()
         self._held: list[tuple[Mark, tuple[object, ...]]] = []  # marks of work in flight, and the objects that it reads
         self.after_fork()
         tell_after_fork(self)
@@ -152,7 +148,7 @@ class TritonBackend:
     def _scheme(self, coding: Coding, cache: PagedCache) -> DeviceScheme:
         # A bfloat16 product is as precise as a bfloat16 or FP8 cache; float16 has a longer mantissa.
         product = torch.bfloat16 if cache.dtype == torch.bfloat16 or cache.scaled else torch.float32
-        how = (coding.scheme, coding.step_index, coding.dtype, coding.predicted, coding.refinements)
+        how = (coding.scheme, coding.step_index, coding.dtype, coding.predicted)
         key = (coding.profile.id, how, cache.device, product)
         with self._making:
             if key not in self._schemes:
@@ -167,17 +163,14 @@ class TritonBackend:
         device, layout = cache.device, replace(coding.profile.layout, dtype=coding.dtype)
         if coding.scheme is Scheme.LOSSLESS:
             return LosslessDevice(layout, Geometry(layout, partition(layout, "unit"), device), device)
-        plan = TransformPlan(coding.profile, coding.step_index, device, product, coding.predicted, coding.refinements)
-        coders = coding.profile.nested.coders if coding.refinements else ()
-        return TransformDevice(coding, plan, self._family_tables(plan.family, device, coders))
+        plan = TransformPlan(coding.profile, coding.step_index, device, product, coding.predicted)
+        return TransformDevice(coding, plan, self._family_tables(plan.family, device))
 
-    def _family_tables(
-        self, family: Family, device: torch.device, refinements: Sequence[RefinementCoder] = ()
-    ) -> FamilyTables:
-        key = (id(family), len(refinements), device)
+    def _family_tables(self, family: Family, device: torch.device) -> FamilyTables:
+        key = (id(family), device)
         if key not in self._tables:
             # The entry keeps the family alive, so its id stays unique.
-            self._tables[key] = (family, FamilyTables.of(family, device, refinements))
+            self._tables[key] = (family, FamilyTables.of(family, device))
             if len(self._tables) > MAX_SCHEMES:
                 self._tables.popitem(last=False)
         return self._tables[key][1]

@@ -1,4 +1,4 @@
-"""Incoming blobs, with their refinements: verify them, pack them for the device, find their parts.
+"""Incoming blobs: verify them, pack them for the device, find their parts.
 
 The host checks what it can without touching every byte twice: checksums, and that the parts of each coded section
 fill it exactly (`FORMAT.md`). What only the streams themselves can tell, the kernels flag in `Status`.
@@ -35,10 +35,7 @@ class Incoming:
 
     Attributes:
         upload: the arrays to send; add to it before `pack`.
-        parts: blobs of each chunk: 1, or a base and its refinements.
-        count: jobs of each part, chunks * sections.
-        jobs: int64 `[parts * count, len(JobField)]`: those of all blobs or bases, chunk-major, then those of the first
-            refinements, and so on.
+        jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
         chunks: int64 `[chunks, len(ChunkField)]`.
         slots: int64, slots of all chunks in a row.
         max_tokens: tokens of the longest chunk.
@@ -53,47 +50,36 @@ class Incoming:
         self.chunks = chunk_table(
             [h.tokens for h in headers], [h.start for h in headers], [chunk.blob_start for chunk in chunks]
         )
-        blobs = [[(chunk.blob, chunk.header), *chunk.refinements] for chunk in chunks]
-        self.parts, self.count = len(blobs[0]), len(chunks) * len(sections)
-        of_part = np.zeros((self.count, len(JobField)), np.int64)
-        of_part[:, JobField.CHUNK] = np.repeat(np.arange(len(chunks)), len(sections))
-        of_part[:, JobField.TOKENS] = np.repeat(self.chunks[:, ChunkField.TOKENS], len(sections))
-        self.jobs = np.tile(of_part, (self.parts, 1))
+        self.jobs = np.zeros((len(chunks) * len(sections), len(JobField)), np.int64)
+        self.jobs[:, JobField.CHUNK] = np.repeat(np.arange(len(chunks)), len(sections))
+        self.jobs[:, JobField.TOKENS] = np.repeat(self.chunks[:, ChunkField.TOKENS], len(sections))
         self.slots = join([chunk.every_slot for chunk in chunks])
         self.max_tokens = int(self.chunks[:, ChunkField.TOKENS].max())
         self._sections = sections
         self.upload = Upload()
-        # The jobs of each part are an array of their own: what kernels are given begins at a multiple of 16 bytes.
-        self._at_jobs = [self.upload.add(of_part) for _ in range(self.parts)]
+        self._at_jobs = self.upload.add(self.jobs)
         self._at_chunks = self.upload.add(self.chunks)
         self._memory = CacheMemory.of(cache)
         self._at_memory = {name: self.upload.add(array) for name, array in self._memory.named().items()}
         self.views: list[memoryview] = []
         self._begin: list[int] = []
         self._names: list[str] = []
-        flat = [(part, blob, header) for part in range(self.parts) for blob, header in (own[part] for own in blobs)]
         verified = for_each(
-            lambda each: read_sections(each[1], each[2], sections), flat, sum(len(blob) for _, blob, _ in flat)
+            lambda chunk: read_sections(chunk.blob, chunk.header, sections), chunks, sum(len(c.blob) for c in chunks)
         )
-        for number, ((part, blob, header), views) in enumerate(zip(flat, verified, strict=True)):
+        for chunk, views in zip(chunks, verified, strict=True):
             size = sum(map(len, views))
-            offset = header.section_offset(sections.start)
-            at = self.upload.add(memoryview(blob)[offset : offset + size])
-            name = f"blob {chunks[number % len(chunks)].number}"
-            name = f"refinement {part} of {name}" if part else name
+            offset = chunk.header.section_offset(sections.start)
+            at = self.upload.add(memoryview(chunk.blob)[offset : offset + size])
             for index, view in zip(sections, views, strict=True):
                 self.views.append(view)
                 self._begin.append(at)
-                self._names.append(f"section {index} of {name}")
+                self._names.append(f"section {index} of blob {chunk.number}")
                 at += len(view)
 
-    def of_part(self, part: int) -> I64:
-        """Return the jobs of a part, a view."""
-        return self.jobs[part * self.count : (part + 1) * self.count]
-
-    def device_jobs(self, sent: Packed, part: int = 0) -> torch.Tensor:
-        """Return the jobs of a part on the device, given the upload there."""
-        return sent.view(self._at_jobs[part], self.of_part(part))
+    def device_jobs(self, sent: Packed) -> torch.Tensor:
+        """Return the jobs on the device, given the upload there."""
+        return sent.view(self._at_jobs, self.jobs)
 
     def chunk_batch(self, sent: Packed, status: torch.Tensor) -> ChunkBatch:
         """Return the chunks in the form that launches take.
@@ -178,15 +164,9 @@ class Incoming:
         return packed, classed
 
     def place(self, packed: Packed, plans: I64) -> tuple[int, int]:
-        """Assign places to the jobs, see `place_jobs`, and copy the jobs into the buffer.
-
-        Refinements need no planes: they change the levels of their base.
-        """
-        sizes = place_jobs(self.of_part(0), plans)
-        for part, at in enumerate(self._at_jobs):
-            own = self.of_part(part)
-            own[:, [JobField.LEVELS, JobField.STRIDE]] = self.of_part(0)[:, [JobField.LEVELS, JobField.STRIDE]]
-            packed.host(at, own)[:] = own
+        """Assign places to the jobs, see `place_jobs`, and copy the jobs into the buffer."""
+        sizes = place_jobs(self.jobs, plans)
+        packed.host(self._at_jobs, self.jobs)[:] = self.jobs
         return sizes
 
 

@@ -1,7 +1,7 @@
 """Descriptor tables of the kernels: one launch handles many chunks, layers and groups.
 
 All are int64 `[rows, FIELDS]` on the device; each enumeration names the fields of a row. A *job* is one coded part: one
-section of one chunk, or of one of its refinements. A *plan* says how the components of a section are coded
+section of one chunk. A *plan* says how the components of a section are coded
 (`CodingPlan` on the device). A *chunk* is a run of tokens and where they go. A *place* is one unit (K or V of a layer)
 in memory. A *tile* is a piece of one head that a program produces or reads: up to `PAIRS` pairs of dimensions that RoPE
 turns together.
@@ -45,7 +45,7 @@ class JobField(IntEnum):
     COLUMNS = 17  # in `classes` and `order`: the job's tokens in coding order
     CLASS_WORDS = 18  # in `class_words`: the stream of its classes (encoding)
     CLASS_WORD_COUNT = 19
-    CLASS_STATE = 20  # initial state of that stream; 0: it stands in the base of a refinement (encoding)
+    CLASS_STATE = 20  # initial state of that stream
 
 
 class PlanField(IntEnum):
@@ -115,7 +115,7 @@ class Status(IntFlag):
     """Errors that a kernel found in a job; flags may add up."""
 
     STREAMS = 1  # a stream did not end in its initial state with all its words read
-    ESCAPES = 2  # the list of escapes and the ESCAPE bytes disagree, or a level is too large to be refined
+    ESCAPES = 2  # the list of escapes and the ESCAPE bytes disagree
     NOT_FINITE = 4  # the cache holds NaN or infinite values
     TOO_LARGE = 8  # a coefficient is MAX_LEVEL steps or more
     SLOT = 16  # a slot beyond the cache

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.coefficients import tokens_per_stream
@@ -52,7 +51,7 @@ def place_streams(jobs: I64, plans: I64, class_planes: I64 | None = None) -> Non
         jobs: with PLAN, TOKENS, PER_STREAM and CLASS_PLAN; STREAMS, STATES, LENGTHS, WORDS and LONG_LENGTHS are
             written.
         plans: `[Q, len(PlanField)]`.
-        class_planes: of the finest class that each job's section serves, in its part; None: no tokens have classes.
+        class_planes: of the finest class that each job's section serves; None: no tokens have classes.
     """
     planes = plans[jobs[:, JobField.PLAN], PlanField.PLANES]
     if class_planes is not None:
@@ -97,13 +96,12 @@ def encode_planes(
 
     Args:
         jobs: int64 `[J, len(JobField)]` on the host, with `place_jobs` and `place_streams` done. The columns of a job
-            whose CLASS_PLAN is above 0 have classes. It has a stream of them if CLASS_STATE is above 0; otherwise it is
-            one of a refinement, whose base has it.
+            whose CLASS_PLAN is above 0 have classes.
         plans: int64 `[Q, len(PlanField)]` on the host.
         coding: the same on the device; see `stream_jobs`.
         entries: uint32 `[K, 256, 2]`, see `rans.coding_table`.
         planes: uint8, all byte planes.
-        status: int32, of the first jobs: those of all chunks' sections.
+        status: int32, of the jobs.
         sections: of each chunk, for messages.
         first_chunk: number of the first chunk, for messages.
         counts: int32 `[J, max_rows]` escapes of each row; None: there are none.
@@ -133,14 +131,11 @@ def encode_planes(
             rans_encode_classes(planes, coding, entries, classes, streams)
         count_words(coding, streams.lengths, totals)
     escaped = torch.zeros_like(totals) if counts is None else counts.sum(1, dtype=torch.int64)
-    flags = status.long() if len(status) == len(jobs) else functional.pad(status.long(), (0, len(jobs) - len(status)))
-    sizes = Download(torch.stack([totals, escaped, flags])).wait()
-    numbers = range(first_chunk, first_chunk + len(status) // len(sections))
-    raise_status(sizes[2][: len(status)].astype(np.int32), sections, numbers)
+    sizes = Download(torch.stack([totals, escaped, status.long()])).wait()
+    numbers = range(first_chunk, first_chunk + len(jobs) // len(sections))
+    raise_status(sizes[2].astype(np.int32), sections, numbers)
 
     jobs = jobs.copy()
-    classed &= jobs[:, JobField.CLASS_STATE] > 0
-    jobs[~classed, JobField.CLASS_PLAN] = 0  # so that the part is written without classes
     jobs[:, JobField.WORD_COUNT], jobs[:, JobField.ESCAPE_COUNT] = sizes[0], sizes[1]
     jobs[:, JobField.ESCAPES], listed = running_offsets(sizes[1])
     of_classes = np.where(classed, class_bytes(jobs[:, JobField.CLASS_WORD_COUNT]), 0)

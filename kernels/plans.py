@@ -12,12 +12,9 @@ import torch
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family, coding_plan, step_value
-from cuvee.codec.entropy.nested import RefinementCoder, RefinementTables
-from cuvee.codec.entropy.tables import CoderTables
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES, ClassedPlan
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.profiles.nested_coding import NestedCoding
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import Section
@@ -27,7 +24,6 @@ from cuvee.kernels.centers import TokenCenters
 from cuvee.kernels.jobs import I64, PlanField
 from cuvee.kernels.ops.arguments import CodableBytes, DecodingTables, DevicePlans, RotationTables
 from cuvee.kernels.ops.rans import coding_table, decoding_table
-from cuvee.kernels.ops.rans_by_class import pack_route
 from cuvee.kernels.ops.symbols import level_limit
 from cuvee.kernels.ops.transform import rotation_tables
 from cuvee.kernels.tiles import lay_out_tiles
@@ -40,12 +36,12 @@ ANGLE_ALIGNMENT = 4  # columns of a rotation table: the widest load of a thread
 
 @dataclass(frozen=True, slots=True)
 class FamilyTables:
-    """The entropy tables of a family on the device, and after them those of refinements.
+    """The entropy tables of a family on the device.
 
     Attributes:
         decoding: for decoding.
         entries: uint32 `[K, 256, 2]`, for encoding (`rans.coding_table`).
-        codable: for quantizing; the family's alone.
+        codable: for quantizing.
     """
 
     decoding: DecodingTables
@@ -53,32 +49,13 @@ class FamilyTables:
     codable: CodableBytes
 
     @classmethod
-    def of(cls, family: Family, device: torch.device, refinements: Sequence[RefinementCoder] = ()) -> FamilyTables:
-        """Copy the tables of a family, and those of the refinements of its blobs, to a device."""
+    def of(cls, family: Family, device: torch.device) -> FamilyTables:
+        """Copy the tables of a family to a device."""
         tables = family.tables
-        encoding: list[CoderTables] = [tables, *(own.encoding for own in refinements)]
-        arrays = (
-            np.concatenate([decoding_table(own) for own in (tables, *(own.decoding for own in refinements))]),
-            np.concatenate([coding_table(own) for own in encoding]),
-            tables.freq,
-            tables.reach,
-        )
+        arrays = (decoding_table(tables), coding_table(tables), tables.freq, tables.reach)
         decoding, entries, freq, reach = (torch.from_numpy(array).to(device) for array in arrays)
         gaps = bool((tables.reach[:, 0] > tables.reach[:, 1]).any())
         return cls(DecodingTables(decoding, tables.prob_bits), entries, CodableBytes(freq, None if gaps else reach))
-
-
-@dataclass(frozen=True, slots=True)
-class RefinementPlan:
-    """What differs where a plan is one of a refinement.
-
-    Attributes:
-        tables: of the refinement.
-        first_table: where its entropy tables begin in `FamilyTables`.
-    """
-
-    tables: RefinementTables
-    first_table: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +82,6 @@ class PlanArrays:
         family: Family,
         steps: Sequence[float],
         rows_of: Sequence[npt.NDArray[np.intp]] | None = None,
-        refinements: Sequence[RefinementPlan | None] | None = None,
     ) -> PlanArrays:
         """Return the arrays of plans that share a family.
 
@@ -114,7 +90,6 @@ class PlanArrays:
             family: gives the quantizer.
             steps: step of each plan.
             rows_of: for each plan, the row of coefficients of each component; None: consecutive rows.
-            refinements: for each plan, the refinement whose plan it is; None: no plan is one of a refinement.
         """
         table = np.zeros((len(plans), len(PlanField)), np.int64)
         tables: list[npt.NDArray[Any]] = []
@@ -126,16 +101,12 @@ class PlanArrays:
             rows = len(plan.shift)
             places = np.arange(rows) if rows_of is None else rows_of[index]
             table[index, : PlanField.ROW_MAP] = (plan.planes, rows, plane, row, places.max(initial=-1) + 1)
-            refinement = None if refinements is None else refinements[index]
-            tables.append(plan.tables.astype(np.int32) + (0 if refinement is None else refinement.first_table))
+            tables.append(plan.tables.astype(np.int32))
             low = np.full(rows, -1, np.int32)
             low[plan.wide] = rows + np.arange(len(plan.wide))
             ints.append(np.stack([plan.shift, low, places, np.zeros(rows)], axis=1).astype(np.int32))
             at = plan.level_table
-            if refinement is None:
-                floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
-            else:
-                floats.append(refinement.tables.shrink[at])
+            floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
             plane += plan.planes
             row += rows
         return cls(
@@ -252,13 +223,10 @@ class TransformPlan:
         device: where the arrays go.
         product: dtype of the inverse transform's matrix product, bfloat16 or float32.
         predicted: whether the blobs hold token ids.
-        refinements: how many refinements follow the blobs, which are bases; None: they are none.
 
     Attributes:
         learned: how the profile's sections are coded.
         family: whose tables and quantizer the blobs have.
-        nested: how bases and their refinements are coded; None: the blobs are no bases.
-        parts: of each chunk: 1, or a base and its refinements.
         geometry: the tiles of its sections.
         coding: of each section, on the host.
         arrays: the plans of tokens without classes as flat arrays, on the host; `device_plans` on the device.
@@ -272,20 +240,12 @@ class TransformPlan:
         device: torch.device,
         product: torch.dtype,
         predicted: bool = False,
-        refinements: int | None = None,
     ) -> None:
         self.profile, self.step_index = profile, step_index
         self.learned = profile.learned_for(predicted)
         self.predicted = predicted
-        self.nested: NestedCoding | None = None
-        if refinements is None:
-            self.family = profile.family
-            self.coding = tuple(SectionCoding(section, step_index) for section in self.learned)
-        else:
-            self.family = profile.nested.base
-            self.nested = NestedCoding(self.learned, profile.nested, step_index, refinements)
-            self.coding = self.nested.base.sections
-        self.parts = 1 + (refinements or 0)
+        self.family = profile.family
+        self.coding = tuple(SectionCoding(section, step_index) for section in self.learned)
         self.device, self.product = device, product
         self.geometry = Geometry(profile.layout, profile.sections, device)
         self.arrays = PlanArrays.of([own.plan for own in self.coding], self.family, step_index)
@@ -322,21 +282,16 @@ class ClassTables:
     """Tables of a `TransformPlan` for tokens that have classes.
 
     A class has the leading components of each block. To keep the components of all classes in the same rows, the
-    coefficients of a section are laid out for the finest class that is served; coarser classes leave rows unused. Of a
-    base and its refinements the last part has most components: all parts share its rows.
+    coefficients of a section are laid out for the finest class that is served; coarser classes leave rows unused.
 
     Attributes:
-        arrays: the plans of all sections without classes, then of class k of section s in row S + 16 s + k, then those
-            of the refinements, 16 S rows each, on the host; `device_plans` on the device. Classes that are not served
-            have no planes.
+        arrays: the plans of all sections without classes, then of class k of section s in row S + 16 s + k, on the
+            host; `device_plans` on the device. Classes that are not served have no planes.
         row_maps: int32 at `PlanField.ROW_MAP`: which component of the class each row of coefficients holds, or -1.
-        routes: int32 at `PlanField.TABLES`: `rans_by_class.pack_route` of each component of a refinement.
-        zones: float32 at `PlanField.ROW`: `RefinementTables.zone` of each component of a refinement.
         block_ranks: int32 `[blocks, 16]` components of each block by class.
         maps: the bases, as deep as the finest class needs them.
         finest: int64 `[S]` finest class of each section that is served.
         planes: int64 `[S, 16]` of each section's classes; its maximum over the classes is P of the format.
-        most_planes: int64 `[parts, S]`: P of each part of a section.
         bits: float64 `[S, 16]` that a token of each class is expected to take.
         usual: int64 `[S]` the finest class that is no rarity, which tells how large a chunk is as a rule.
         slots: uint32 `[S, 4096]` of the tables that code the classes.
@@ -344,51 +299,33 @@ class ClassTables:
     """
 
     def __init__(self, plan: TransformPlan) -> None:
-        coding, nested = plan.coding, plan.nested
-        if nested is None:
-            parts = [[(own.classed, own.class_ranks)] for own in coding]
-        else:
-            parts = [[(part.classed, part.class_ranks) for part in own.parts] for own in nested.sections]
-        for classed, _ in (part for of_section in parts for part in of_section):
+        coding = plan.coding
+        for own in coding:
             # The kernels rely on this: they size their scratch for the finest class that occurs.
-            for falling in (classed.rows[classed.finest :], classed.planes[classed.finest :]):
+            for falling in (own.classed.rows[own.classed.finest :], own.classed.planes[own.classed.finest :]):
                 if np.any(np.diff(falling) > 0):
                     raise ProfileError("profile: codes more components of coarser tokens than of finer ones")
-        last = [of_section[-1] for of_section in parts]
-        deepest = [class_ranks[classed.finest] for classed, class_ranks in last]
+        deepest = [own.class_ranks[own.classed.finest] for own in coding]
         flat = _Flat(plan)
-        for number in range(plan.parts):
-            for of_section, ranks in zip(parts, deepest, strict=True):
-                flat.add(*of_section[number], ranks, number)
+        for own, ranks in zip(coding, deepest, strict=True):
+            flat.add(own.classed, own.class_ranks, ranks)
         self.arrays = flat.arrays()
-        first = len(coding)
-        # A base leaves rows to its refinements, and they must read zeros there.
-        self.arrays.plans[first:, PlanField.EXTENT] = np.tile(
-            self.arrays.plans[-CLASSES * first :, PlanField.EXTENT], plan.parts
-        )
-        # An encoder measures all parts in the steps of the base.
-        for part in range(1, plan.parts):
-            own = slice(first * (1 + CLASSES * part), first * (1 + CLASSES * (part + 1)))
-            self.arrays.inverses[own] = self.arrays.inverses[first : first * (1 + CLASSES)] * np.float32(2**part)
         self.device_plans = self.arrays.to(plan.device)
-        self.row_maps, self.routes, self.zones = (
-            torch.from_numpy(array).to(plan.device) for array in (flat.row_maps(), flat.routes(), flat.zones())
-        )
-        ranks_by_class = [np.array(class_ranks, np.int32).T for _, class_ranks in last]
+        self.row_maps = torch.from_numpy(flat.row_maps()).to(plan.device)
+        ranks_by_class = [np.array(own.class_ranks, np.int32).T for own in coding]
         self.block_ranks = torch.from_numpy(np.ascontiguousarray(np.concatenate(ranks_by_class))).to(plan.device)
         self.maps = LinearMaps(plan.geometry, plan.learned, deepest, plan.device, plan.product)
         self.finest = np.array([own.classed.finest for own in coding], np.int64)
         self.planes = np.stack([own.classed.planes for own in coding]).astype(np.int64)
-        self.most_planes = np.array([[classed.planes.max() for classed, _ in own] for own in parts], np.int64).T
         self.bits = np.stack([own.classed.entropy(plan.family.tables) for own in coding])
         tables = [own.class_table for own in coding]
         self.slots = np.concatenate([table.slots for table in tables])
         self.freq = np.concatenate([table.freq for table in tables])
         self.usual = np.maximum((self.freq[:, :CLASSES] >= USUAL_FREQUENCY).argmax(1), self.finest)
 
-    def rows(self, sections: Numbers, classes: Numbers | int = 0, part: int = 0) -> Numbers:
-        """Return the rows of `plans` for class `classes` of each of `sections`, in a part of them."""
-        rows: Numbers = len(self.finest) * (1 + CLASSES * part) + sections * CLASSES + classes
+    def rows(self, sections: Numbers, classes: Numbers | int = 0) -> Numbers:
+        """Return the rows of `plans` for class `classes` of each of `sections`."""
+        rows: Numbers = len(self.finest) + sections * CLASSES + classes
         return rows
 
 
@@ -397,23 +334,14 @@ class _Flat:
 
     def __init__(self, plan: TransformPlan) -> None:
         self._family = plan.family
-        self._of_parts: list[RefinementPlan | None] = [None]
-        first = len(plan.family.tables)
-        for number in range(1, plan.parts):
-            nested = plan.profile.nested
-            self._of_parts.append(RefinementPlan(nested.refinements[number - 1], first))
-            first += len(nested.coders[number - 1].decoding)
         self._plans = [own.plan for own in plan.coding]
         self._steps = [step_value(plan.step_index)] * len(self._plans)
         self._rows = [np.arange(len(own.shift)) for own in self._plans]
-        self._refinements: list[RefinementPlan | None] = [None] * len(self._plans)
         self._unclassed = len(self._plans)
         self._row_maps: list[npt.NDArray[np.int32]] = []
 
-    def add(
-        self, classed: ClassedPlan, class_ranks: Sequence[Sequence[int]], deepest: Sequence[int], number: int
-    ) -> None:
-        """Add the plans of a section's classes in part `number`. Each block has `deepest` rows for components."""
+    def add(self, classed: ClassedPlan, class_ranks: Sequence[Sequence[int]], deepest: Sequence[int]) -> None:
+        """Add the plans of a section's classes. Each block has `deepest` rows for components."""
         begin = np.cumsum(deepest) - deepest
         for k, ranks in enumerate(class_ranks):
             rows = np.concatenate([first + np.arange(rank) for first, rank in zip(begin, ranks, strict=True)])
@@ -423,11 +351,10 @@ class _Flat:
             self._plans.append(classed.plans[k] or coding_plan(np.empty(0, np.int32)))
             self._steps.append(float(classed.steps[k]))
             self._rows.append(rows)
-            self._refinements.append(self._of_parts[number])
 
     def arrays(self) -> PlanArrays:
         """Return the plans, with the places of their row maps."""
-        arrays = PlanArrays.at_steps(self._plans, self._family, self._steps, self._rows, self._refinements)
+        arrays = PlanArrays.at_steps(self._plans, self._family, self._steps, self._rows)
         ends = np.cumsum([len(row_map) for row_map in self._row_maps])
         starts = ends - [len(row_map) for row_map in self._row_maps]
         arrays.plans[self._unclassed :, PlanField.ROW_MAP] = starts
@@ -436,21 +363,3 @@ class _Flat:
     def row_maps(self) -> npt.NDArray[np.int32]:
         """See `ClassTables.row_maps`."""
         return np.concatenate(self._row_maps)
-
-    def routes(self) -> npt.NDArray[np.int32]:
-        """See `ClassTables.routes`."""
-        routes = [
-            np.zeros(plan.planes, np.int32)
-            if refinement is None
-            else pack_route(rows, plan.tables + np.int64(refinement.first_table))
-            for plan, rows, refinement in zip(self._plans, self._rows, self._refinements, strict=True)
-        ]
-        return np.concatenate(routes)
-
-    def zones(self) -> npt.NDArray[np.float32]:
-        """See `ClassTables.zones`."""
-        zones = [
-            np.zeros(len(plan.shift), np.float32) if refinement is None else refinement.tables.zone[plan.level_table]
-            for plan, refinement in zip(self._plans, self._refinements, strict=True)
-        ]
-        return np.concatenate(zones)

@@ -6,12 +6,6 @@
 
 Sections whose tokens have classes and sections whose tokens have none go through kernels of their own, each of which
 leaves the other's jobs out; a batch may hold both.
-
-The tokens of a base with refinements have classes. Each part of a section is a job: those of the bases come first, then
-those of the first refinements, and so on. All parts share the rows of coefficients.
-
-    decode   rans_decode_classes --> dequantize_classes, to levels --> rans_refine, place_levels --> reconstruct
-    encode   quantize_classes, quantize_refinements --> rans_encode_classes, of all parts
 """
 
 from __future__ import annotations
@@ -26,8 +20,7 @@ import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
 from cuvee.codec.entropy.coefficients import tokens_per_stream
-from cuvee.codec.entropy.token_classes import CLASSES
-from cuvee.codec.errors import FormatError, InputError
+from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import choose_classes
 from cuvee.codec.support.arrays import U8, U16
@@ -44,8 +37,7 @@ from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable, TokenO
 from cuvee.kernels.ops.dequantize import dequantize
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.rans import rans_decode
-from cuvee.kernels.ops.rans_by_class import rans_decode_classes, rans_refine
-from cuvee.kernels.ops.refinements import place_levels, quantize_refinements, reconstruct
+from cuvee.kernels.ops.rans_by_class import rans_decode_classes
 from cuvee.kernels.ops.symbols_by_class import MIN_DEPTH, dequantize_classes, list_escapes_classes, quantize_classes
 from cuvee.kernels.ops.synthesize import SynthesisConfig, synthesis_config, synthesize
 from cuvee.kernels.outgoing import check_size, encode_planes, place_streams, stream_jobs, tokens_per_stream_of
@@ -55,7 +47,6 @@ from cuvee.kernels.upload import Packed, send_arrays
 from cuvee.kernels.workspace import place_jobs, running_offsets, zeros
 
 MODE_BYTE = 9  # offset in a section of the byte that tells whether its tokens have classes
-_LEVEL_BYTES = 4  # of a level, while refinements are decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +57,7 @@ class TransformBatch:
         tiles, class_tiles: offset in `packed`, and contents; None: all tiles.
         columns: offsets in `packed` of the columns' classes and of their order, and what is as long.
         centers: offset in `packed`, and contents, of each of `CenterArrays`; None: nothing is predicted.
-        classed: `[J]` which jobs' tokens have classes, of all blobs or bases.
+        classed: `[J]` which jobs' tokens have classes.
     """
 
     incoming: Incoming
@@ -93,12 +84,12 @@ class SynthesisLaunch:
 
 
 class TransformDevice:
-    """Codes chunks with a learned profile at one step, or as bases and refinements.
+    """Codes chunks with a learned profile at one step.
 
     Args:
         coding: whose profile and step.
         plan: the same on the device.
-        tables: the entropy tables on the device, of the plan's family and of its refinements.
+        tables: the entropy tables on the device, of the plan's family.
     """
 
     def __init__(self, coding: Coding, plan: TransformPlan, tables: FamilyTables) -> None:
@@ -117,32 +108,30 @@ class TransformDevice:
 
     def decode_bytes(self, tokens: int) -> int:
         """Return the scratch memory that decoding a chunk of this many tokens usually takes, in bytes."""
-        (plans, *_), _ = self._usual_plans()
-        width = self._plan.product.itemsize + (_LEVEL_BYTES if self._plan.parts > 1 else 0)
-        sizes = plans[:, PlanField.PLANES].sum() + width * plans[:, PlanField.EXTENT].sum()
+        plans, _ = self._usual_plans()
+        sizes = plans[:, PlanField.PLANES].sum() + self._plan.product.itemsize * plans[:, PlanField.EXTENT].sum()
         return int(tokens * sizes) + self._center_bytes(tokens)
 
     def _center_bytes(self, tokens: int) -> int:
         """Return the scratch memory that the centers of tokens take, in bytes, if no two of the tokens are alike."""
         return 0 if self._plan.token_centers is None else CENTER_BYTES * tokens * self._plan.geometry.tiles.columns
 
-    def _usual_plans(self) -> tuple[list[I64], int]:
-        """Return a usual plan per section of each part, and how many components per token choosing classes reads."""
+    def _usual_plans(self) -> tuple[I64, int]:
+        """Return a usual plan per section, and how many components per token choosing classes reads."""
         plan, predictor = self._plan, self._predictor
-        if predictor is None and plan.nested is None:
-            return [plan.arrays.plans], 0
+        if predictor is None:
+            return plan.arrays.plans, 0
         tables, sections = plan.classes, np.arange(len(self.sections))
-        plans = [tables.arrays.plans[tables.rows(sections, tables.usual, part)] for part in range(plan.parts)]
-        return plans, 0 if predictor is None else len(predictor.sections) * predictor.components
+        plans = tables.arrays.plans[tables.rows(sections, tables.usual)]
+        return plans, len(predictor.sections) * predictor.components
 
     def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> TransformBatch:
         """Verify the sections of these blobs that contain any of `layers`, and pack the arrays for the device."""
         plan, sections = self._plan, touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)
-        jobs, index = incoming.of_part(0), np.tile(np.asarray(sections), len(chunks))
+        jobs, index = incoming.jobs, np.tile(np.asarray(sections), len(chunks))
         jobs[:, JobField.PLAN] = index
-        views = incoming.views[: incoming.count]
-        classed = np.array([len(view) > MODE_BYTE and view[MODE_BYTE] != 0 for view in views])
+        classed = np.array([len(view) > MODE_BYTE and view[MODE_BYTE] != 0 for view in incoming.views])
         jobs[classed, JobField.COLUMNS], count = running_offsets(jobs[classed, JobField.TOKENS])
         # Each array begins at a multiple of 16 bytes, because kernels are compiled for that alignment.
         blank = np.zeros(count, np.uint8)
@@ -156,20 +145,13 @@ class TransformDevice:
         tiles = (incoming.upload.add(own), own) if some else None
         class_tiles = None
         class_planes: I64 | None = None
-        part_planes = plan.arrays.plans[index, PlanField.PLANES]
-        if plan.parts > 1 or classed.any():
-            class_planes = plan.classes.most_planes[0, index]
+        if classed.any():
+            class_planes = plan.classes.planes[index].max(1)
             if some:
                 own = of_layers(plan.classes.maps.tiles, layers)
                 class_tiles = (incoming.upload.add(own), own)
-        if plan.parts > 1:
-            # A refinement does not repeat the classes of its base.
-            class_planes = np.concatenate([class_planes, np.full((plan.parts - 1) * len(index), -1)])
-            part_planes = np.concatenate([part_planes, plan.classes.most_planes[1:, index].ravel()])
-        packed, classed = incoming.read(plan.device, part_planes, None, None, class_planes)
-        classed = classed[: incoming.count]
-        if plan.parts > 1 and not classed.all():
-            raise FormatError(f"{incoming.name(int(np.argmin(classed)))}: must have token classes to be refined")
+        planes_of = plan.arrays.plans[index, PlanField.PLANES]
+        packed, classed = incoming.read(plan.device, planes_of, None, None, class_planes)
         plans = plan.arrays.plans
         if classed.any():
             plans = plan.classes.arrays.plans
@@ -177,8 +159,6 @@ class TransformDevice:
             sorted_columns = self._read_classes(data.view(np.uint16), jobs, which, index[which], incoming)
             for offset, array in zip(columns[:2], sorted_columns, strict=True):
                 packed.host(offset, array)[:] = array
-        for part in range(1, plan.parts):
-            self._read_refinement(incoming, part, index)
         planes, coefficients = incoming.place(packed, plans)
         return TransformBatch(
             incoming, sections, packed, tiles, class_tiles, columns, centers, classed, planes, coefficients
@@ -194,25 +174,6 @@ class TransformDevice:
         jobs[which, JobField.PLAN] = tables.rows(sections, (counts > 0).argmax(1))
         return columns, order
 
-    def _read_refinement(self, incoming: Incoming, part: int, sections: I64) -> None:
-        """Check the jobs of a refinement against those of their bases, and fill in their plans."""
-        jobs, bases = incoming.of_part(part), incoming.of_part(0)
-        wrong = jobs[:, JobField.PER_STREAM] != bases[:, JobField.PER_STREAM]
-        if wrong.any():
-            job = int(np.argmax(wrong))
-            raise FormatError(
-                f"{incoming.name(part * incoming.count + job)}: must have {bases[job, JobField.PER_STREAM]} tokens per "
-                f"stream, as what it refines, got {jobs[job, JobField.PER_STREAM]}"
-            )
-        self._refine_plans(jobs, bases, sections, part)
-
-    def _refine_plans(self, jobs: I64, bases: I64, sections: I64, part: int) -> None:
-        """Fill in the fields of the jobs of a refinement that depend on the classes of their bases."""
-        jobs[:, JobField.COLUMNS] = bases[:, JobField.COLUMNS]
-        jobs[:, JobField.CLASS_PLAN] = self._plan.classes.rows(sections, 0, part)
-        finest = bases[:, JobField.PLAN] - bases[:, JobField.CLASS_PLAN]
-        jobs[:, JobField.PLAN] = jobs[:, JobField.CLASS_PLAN] + finest
-
     def launch(self, batch: TransformBatch) -> torch.Tensor:
         """Decode a batch. Return the status of its jobs, int32 on the device."""
         plan = self._plan
@@ -221,9 +182,9 @@ class TransformDevice:
         plans = plan.classes.device_plans if classed else plan.device_plans
         with stage("upload"):
             sent = batch.packed.send(device)
-        incoming, host_jobs = batch.incoming, batch.incoming.of_part(0)
+        incoming, host_jobs = batch.incoming, batch.incoming.jobs
         jobs = incoming.device_jobs(sent)
-        status, *found = zeros(1 + plan.parts, len(host_jobs), device)
+        status, found = zeros(2, len(host_jobs), device)
         planes = torch.empty(batch.planes, dtype=torch.uint8, device=device)
         y = torch.empty(batch.coefficients, dtype=plan.product, device=device)
         max_tokens = incoming.max_tokens
@@ -232,7 +193,6 @@ class TransformDevice:
         if plain:
             launches.append(self._synthesis(batch, sent, max_tokens))
         order = None
-        levels = y if plan.parts == 1 else torch.empty(batch.coefficients, dtype=torch.int32, device=device)
         if classed:
             classes, tokens = (sent.view(offset, batch.columns[2]) for offset in batch.columns[:2])
             order = TokenOrder(classes, tokens, plan.classes.block_ranks)
@@ -248,21 +208,14 @@ class TransformDevice:
         with stage("dequantize"):
             if plain:
                 dequantize(
-                    sent.bytes, jobs, plans, planes, y, status, found[0],
+                    sent.bytes, jobs, plans, planes, y, status, found,
                     max_rows=int(plan.arrays.plans[:, PlanField.ROWS].max()), max_tokens=max_tokens,
                 )  # fmt: skip
             if order is not None:
                 deepest = plan.classes.arrays.plans[host_jobs[batch.classed, JobField.PLAN], PlanField.EXTENT]
                 max_rows, depth = int(deepest.max()), max(launches[-1].config.block_t, MIN_DEPTH)
                 dequantize_classes(
-                    sent.bytes, jobs, plans, plan.classes.row_maps, order.classes, planes, levels, status,
-                    found[0], max_rows, max_tokens, depth,
-                )  # fmt: skip
-        if order is not None and plan.parts > 1:
-            with stage("refine"):
-                self._refine(incoming, sent, order, levels, status, found, max_rows)
-                reconstruct(
-                    levels, incoming.device_jobs(sent, plan.parts - 1), plans, plan.classes.row_maps, order.classes, y,
+                    sent.bytes, jobs, plans, plan.classes.row_maps, order.classes, planes, y, status, found,
                     max_rows, max_tokens, depth,
                 )  # fmt: skip
         means, center_rows = plan.means, None
@@ -278,27 +231,6 @@ class TransformDevice:
                     center_rows,
                 )  # fmt: skip
         return status
-
-    def _refine(
-        self,
-        incoming: Incoming,
-        sent: Packed,
-        order: TokenOrder,
-        levels: torch.Tensor,
-        status: torch.Tensor,
-        found: Sequence[torch.Tensor],
-        max_rows: int,
-    ) -> None:
-        """Refine the levels of bases in place, by each refinement in turn."""
-        tables = self._plan.classes
-        for part in range(1, self._plan.parts):
-            jobs = incoming.device_jobs(sent, part)
-            coding = stream_jobs(incoming.of_part(part), jobs, tables.device_plans.plans, tables.routes)
-            rans_refine(sent.bytes, coding, self._tables.decoding, order.classes, levels, status, found[part])
-            place_levels(
-                sent.bytes, jobs, tables.device_plans, tables.row_maps, order.classes, levels, status, found[part],
-                CLASSES * len(self.sections), part, max_rows, incoming.max_tokens,
-            )  # fmt: skip
 
     def _synthesis(
         self, batch: TransformBatch, sent: Packed, max_tokens: int, order: TokenOrder | None = None
@@ -317,7 +249,7 @@ class TransformDevice:
     def encode_bytes(self, tokens: int) -> int:
         """Return the scratch memory that encoding a chunk of this many tokens usually takes, in bytes."""
         plans, leading = self._usual_plans()
-        rows, planes = int(plans[0][:, PlanField.EXTENT].sum()), int(np.stack(plans)[:, :, PlanField.PLANES].sum())
+        rows, planes = int(plans[:, PlanField.EXTENT].sum()), int(plans[:, PlanField.PLANES].sum())
         sizes = 4 * (self._plan.geometry.tiles.columns + rows + ARRAYS * leading) + 3 * planes
         return tokens * sizes + self._center_bytes(tokens)
 
@@ -328,7 +260,7 @@ class TransformDevice:
         requests: Sequence[EncodeRequest],
         first_chunk: int,
     ) -> list[list[bytes]]:
-        """Return the encoded sections of each chunk, part by part; chunks count from `first_chunk`.
+        """Return the encoded sections of each chunk; chunks count from `first_chunk`.
 
         Waits for the device twice, and once more where a predictor is asked.
         """
@@ -382,15 +314,13 @@ class TransformDevice:
         if classes is not None:
             host_plans, plans = plan.classes.arrays.plans, plan.classes.device_plans
             host |= self._set_classes(jobs, classes)
-            class_planes = np.tile(plan.classes.most_planes[:, None], (1, len(slots), 1)).ravel()
-        of_part = len(jobs)
-        host["jobs"] = jobs = self._with_refinements(jobs)
+            class_planes = np.tile(plan.classes.planes.max(1), len(slots))
+        host["jobs"] = jobs
         check_size(jobs, host_plans)
-        plane_bytes, coefficients = place_jobs(jobs, host_plans, plan.parts)
+        plane_bytes, coefficients = place_jobs(jobs, host_plans)
         place_streams(jobs, host_plans, class_planes)
         part = send_arrays(host, device)
-        all_jobs, own_classes = part["jobs"], part.get("classes")
-        device_jobs = all_jobs[:of_part]
+        device_jobs, own_classes = part["jobs"], part.get("classes")
         order = None
         if own_classes is not None:
             order = TokenOrder(own_classes, part["order"], plan.classes.block_ranks)
@@ -398,9 +328,7 @@ class TransformDevice:
         max_rows = int(host_plans[jobs[:, JobField.PLAN], PlanField.ROWS].max())
         y = torch.empty(coefficients, dtype=torch.float32, device=device)
         planes = torch.empty(plane_bytes, dtype=torch.uint8, device=device)
-        # Escapes of refinements are added up; the others are written.
-        make = torch.empty if plan.parts == 1 else torch.zeros
-        counts = make(len(jobs), max_rows, dtype=torch.int32, device=device)
+        counts = torch.empty(len(jobs), max_rows, dtype=torch.int32, device=device)
         used: list[tuple[LinearMaps, TokenOrder | None]] = [(plan.maps, None)] if plain else []
         if order is not None:
             used.append((plan.classes.maps, order))
@@ -419,37 +347,18 @@ class TransformDevice:
                 quantize_classes(
                     y, device_jobs, plans, self._tables.codable, own_classes, planes, counts, status, max_rows
                 )
-                if plan.parts > 1:
-                    quantize_refinements(
-                        y, all_jobs, plans, plan.classes.row_maps, plan.classes.zones, own_classes, planes, counts,
-                        status, plan.parts, int(host_plans[jobs[:, JobField.PLAN], PlanField.EXTENT].max()), max_tokens,
-                    )  # fmt: skip
 
         def escapes(starts: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
             if plain:
                 list_escapes(y, device_jobs, plans, planes, starts, index, value, max_rows)
             if own_classes is not None:
-                zones = plan.classes.zones if plan.parts > 1 else None
-                list_escapes_classes(y, all_jobs, plans, own_classes, planes, starts, index, value, max_rows, zones)
+                list_escapes_classes(y, device_jobs, plans, own_classes, planes, starts, index, value, max_rows)
 
         parts = encode_planes(
-            jobs, host_plans, stream_jobs(jobs, all_jobs, plans.plans, plans.tables), self._tables.entries, planes,
+            jobs, host_plans, stream_jobs(jobs, device_jobs, plans.plans, plans.tables), self._tables.entries, planes,
             status, self.sections, first_chunk, counts, escapes, own_classes, part.get("class_words"),
         )  # fmt: skip
-        return [
-            [section for first in range(at, len(parts), of_part) for section in parts[first : first + count]]
-            for at in range(0, of_part, count)
-        ]
-
-    def _with_refinements(self, jobs: I64) -> I64:
-        """Return the jobs of the bases, followed by those of each refinement; without refinements, the jobs."""
-        parts = [jobs]
-        for part in range(1, self._plan.parts):
-            own = jobs.copy()
-            self._refine_plans(own, jobs, np.arange(len(jobs)) % len(self.sections), part)
-            own[:, [JobField.CLASS_WORD_COUNT, JobField.CLASS_STATE]] = 0
-            parts.append(own)
-        return np.concatenate(parts)
+        return [parts[at : at + count] for at in range(0, len(parts), count)]
 
     def _choose(
         self,
@@ -476,8 +385,6 @@ class TransformDevice:
             if told is not None and section in asked:
                 first = int(chunks[chunk, ChunkField.FIRST])
                 own = told[asked[section], first : first + int(chunks[chunk, ChunkField.TOKENS])]
-            if own is None and self._plan.nested is not None:
-                own = choose_classes(torch.zeros(int(row[JobField.TOKENS])), 0)
             if own is None:
                 continue
             tables = self._plan.classes

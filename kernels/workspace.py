@@ -24,13 +24,12 @@ def batches(weights: Sequence[int], limit: int, most: int) -> Iterator[slice]:
         yield slice(start, len(weights))
 
 
-def place_jobs(jobs: I64, plans: I64, parts: int = 1) -> tuple[int, int]:
+def place_jobs(jobs: I64, plans: I64) -> tuple[int, int]:
     """Assign every job a place among the byte planes and the coefficients.
 
     Args:
         jobs: `[J, len(JobField)]` with PLAN and TOKENS; PLANES, LEVELS and STRIDE are written.
         plans: `[Q, len(PlanField)]`.
-        parts: how many parts `jobs` is made of, a base and its refinements: they share their coefficients.
 
     Returns:
         the sizes of the planes (bytes) and of the coefficients (elements).
@@ -40,9 +39,7 @@ def place_jobs(jobs: I64, plans: I64, parts: int = 1) -> tuple[int, int]:
     stride = -(-tokens // ALIGNMENT) * ALIGNMENT
     jobs[:, JobField.STRIDE] = stride
     jobs[:, JobField.PLANES], planes = running_offsets(plan[:, PlanField.PLANES] * tokens, ALIGNMENT)
-    base = len(jobs) // parts
-    levels, coefficients = running_offsets((plan[:, PlanField.EXTENT] * stride)[:base], ALIGNMENT)
-    jobs[:, JobField.LEVELS] = np.tile(levels, parts)
+    jobs[:, JobField.LEVELS], coefficients = running_offsets(plan[:, PlanField.EXTENT] * stride, ALIGNMENT)
     return planes, coefficients
 
 

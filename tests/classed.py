@@ -49,7 +49,7 @@ def with_classes(
     made = Profile(
         profile.layout, profile.group, profile.source, profile.family, tuple(learned),
         min_step_index=profile.min_step_index, model=profile.model, curve=profile.points,
-        token_table=profile.token_table, nested=profile._nested,
+        token_table=profile.token_table,
     )  # fmt: skip
     if keep_id:
         made.__dict__["id"] = profile.id

@@ -7,20 +7,18 @@ All stages work on tiles of tokens, so that float arrays never exceed a tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL, CodingPlan, Escapes, too_large_error
 from cuvee.codec.entropy.family import Family, step_value
-from cuvee.codec.entropy.nested import NestedFamily
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.coded_part import write_streams
-from cuvee.codec.profiles.nested_coding import NestedSection
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 from cuvee.codec.support.arrays import F32, U8
@@ -77,18 +75,6 @@ def _side_by_side(parts: list[U8], tokens: int) -> U8:
     return joined
 
 
-def _joined(tiles: Sequence[tuple[U8, Escapes]], tokens: int) -> tuple[U8, Escapes]:
-    """Join the planes and the escapes of all tiles."""
-    if len(tiles) == 1:
-        return tiles[0]
-    starts = np.cumsum([0, *(planes.shape[1] for planes, _ in tiles)])
-    escapes = [
-        _renumber(listed, planes.shape[1], tokens, int(start))
-        for (planes, listed), start in zip(tiles, starts[:-1], strict=True)
-    ]
-    return _side_by_side([planes for planes, _ in tiles], tokens), _merge(escapes)
-
-
 @dataclass(frozen=True, slots=True)
 class ClassedSection:
     """A section to encode whose tokens have classes.
@@ -103,21 +89,6 @@ class ClassedSection:
 
     pieces: Iterable[Piece]
     plan: ClassedPlan
-    class_table: EntropyTables
-
-
-@dataclass(frozen=True, slots=True)
-class RefinedSection:
-    """A section to encode as a base and its refinements.
-
-    Attributes:
-        pieces: as of `ClassedSection`; the rows of a column are those of its class in the last part.
-        coding: how the parts are coded.
-        class_table: the table that codes the classes.
-    """
-
-    pieces: Iterable[Piece]
-    coding: NestedSection
     class_table: EntropyTables
 
 
@@ -174,53 +145,6 @@ class CoefficientCoder:
                 packed, escapes, self.stages.encode_classed(packed, self.family.tables), strict=True
             )
         ]
-
-    def encode_refined(
-        self, sections: Sequence[RefinedSection], family: NestedFamily, tokens: int
-    ) -> list[tuple[bytes, ...]]:
-        """Encode several sections; return the base and the refinements of each.
-
-        Raises:
-            InputError: a coefficient is too many steps large.
-        """
-        packed: list[list[ClassedPlanes]] = []
-        escapes: list[list[Escapes]] = []
-        for section in sections:
-            plans = section.coding.parts[1:]
-            if plans:
-                _check_escape_numbers(int(plans[-1].classed.rows[plans[-1].classed.finest]), tokens)
-            tiles: list[list[tuple[U8, Escapes]]] = []
-
-            def pieces(
-                section: RefinedSection = section, tiles: list[list[tuple[U8, Escapes]]] = tiles
-            ) -> Iterator[Piece]:
-                for classes, columns, y in section.pieces:
-                    tiles.append(self.stages.to_refinements(y, columns, section.coding, family))
-                    yield classes, columns, section.coding.of_base(y, columns)
-
-            first = ClassedSection(pieces(), section.coding.parts[0].classed, section.class_table)
-            base, listed = self._to_planes(first, tokens)
-            parts, of_parts = [base], [listed]
-            for own, plan in zip(zip(*tiles, strict=True), plans, strict=True):
-                planes, larger = _joined(own, tokens)
-                # Its streams are those of the base, so that both are cut at the same tokens.
-                parts.append(replace(base, planes=planes, plan=plan.classed))
-                of_parts.append(larger)
-            packed.append(parts)
-            escapes.append(of_parts)
-        coders = [self.family.tables, *(own.encoding for own in family.coders)]
-        by_part = [
-            self.stages.encode_classed(list(planes), tables)
-            for planes, tables in zip(zip(*packed, strict=True), coders, strict=False)
-        ]
-        out: list[tuple[bytes, ...]] = []
-        for parts, of_parts, coded in zip(packed, escapes, zip(*by_part, strict=True), strict=True):
-            written: list[bytes] = []
-            for part, listed, (streams, class_stream) in zip(parts, of_parts, coded, strict=True):
-                deepest, own_classes = int(part.plan.planes.max()), None if written else class_stream
-                written.append(write_streams(streams, listed, deepest, part.tokens_per_stream, own_classes))
-            out.append(tuple(written))
-        return out
 
     def _to_planes(self, section: ClassedSection, tokens: int) -> tuple[ClassedPlanes, Escapes]:
         """Quantize and pack a section: everything before its entropy coding."""

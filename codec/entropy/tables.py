@@ -19,27 +19,7 @@ MAX_PROB_BITS = 12  # a decode slot packs symbol (8) | frequency (12) | slot - c
 SYMBOLS = 256
 
 
-class CoderTables:
-    """What an encoder reads of tables: for each byte a frequency, and where its interval begins.
-
-    Args:
-        freq: `[tables, 256]` uint16.
-        cumulative: likewise, where the interval of each byte begins.
-        prob_bits: probability resolution: intervals lie within `2**prob_bits`.
-    """
-
-    def __init__(self, freq: U16, cumulative: U16, prob_bits: int) -> None:
-        self.freq = freq
-        self.cumulative = cumulative
-        self.prob_bits = prob_bits
-
-    @lazy
-    def coders(self) -> U32:
-        """`[tables, 256]` uint32, each byte's numbers for an encoder: `cumulative << 16 | frequency`."""
-        return self.cumulative.astype(np.uint32) << np.uint32(16) | self.freq
-
-
-class EntropyTables(CoderTables):
+class EntropyTables:
     """A family of frequency tables.
 
     Args:
@@ -64,10 +44,17 @@ class EntropyTables(CoderTables):
                 f"frequency table {bad[0]}: must add up to 2**{prob_bits} with two or more symbols, got other counts"
             )
         before = np.cumsum(wide, axis=1) - wide  # the sum of the frequencies of all smaller bytes
-        super().__init__(np.ascontiguousarray(wide, np.uint16), np.ascontiguousarray(before, np.uint16), prob_bits)
+        self.freq: U16 = np.ascontiguousarray(wide, np.uint16)
+        self.cumulative: U16 = np.ascontiguousarray(before, np.uint16)
+        self.prob_bits = prob_bits
 
     def __len__(self) -> int:
         return len(self.freq)
+
+    @lazy
+    def coders(self) -> U32:
+        """`[tables, 256]` uint32, each byte's numbers for an encoder: `cumulative << 16 | frequency`."""
+        return self.cumulative.astype(np.uint32) << np.uint32(16) | self.freq
 
     @lazy
     def slots(self) -> U32:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from cuvee.codec.entropy.family import OCTAVE, deviation_of, fit_family, scale_codes, scale_index, step_value
-from cuvee.codec.entropy.nested import fit_nested
 from cuvee.codec.entropy.token_classes import class_step_index
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout
@@ -25,7 +24,6 @@ from cuvee.codec.support.arrays import F32, I16
 
 FAMILY_VALUES = 2_000_000  # coefficients per step that the tables are fitted on
 FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))
-NESTED_STEPS = tuple(range(-3 * OCTAVE, 1, OCTAVE))  # of the finest part: those that people choose
 MIN_STEP_INDEX = -8 * OCTAVE
 
 
@@ -61,14 +59,11 @@ def build_profile(
     else:
         samples = _family_samples(moments, built)
     family = fit_family(samples, FAMILY_STEPS, track=lambda rounds: tracked(rounds, "learning tables", progress))
-    nested = fit_nested(
-        samples, NESTED_STEPS, family, track=lambda steps: tracked(steps, "learning refinements", progress)
-    )
     if tokens is not None:
         built = [with_tokens(section, tokens, index) for index, section in enumerate(built)]
     return Profile(
         layout, group, source, family, tuple(built), min_step_index=MIN_STEP_INDEX, model=model,
-        token_table=None if tokens is None else tokens.table, nested=nested, text_tokens=moments[0].count,
+        token_table=None if tokens is None else tokens.table, text_tokens=moments[0].count,
     )  # fmt: skip
 
 

@@ -30,7 +30,6 @@ from cuvee.codec.entropy.family import (
     make_family,
     step_value,
 )
-from cuvee.codec.entropy.nested import NestedFamily, default_nested_family, read_nested
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
 from cuvee.codec.format.container import MAX_SECTIONS, MAX_STEP_INDEX
 from cuvee.codec.layout import KVLayout
@@ -92,7 +91,6 @@ class Profile:
         model: str | None = None,
         curve: Iterable[CurvePoint] = (),
         token_table: TokenTable | None = None,
-        nested: NestedFamily | None = None,
         text_tokens: int | None = None,
     ) -> None:
         self.layout = layout
@@ -103,7 +101,6 @@ class Profile:
         self.min_step_index = min_step_index
         self.model = model
         self.token_table = token_table
-        self._nested = nested
         self.text_tokens = text_tokens
         self._curve = Curve(curve)
         self.curve = self._curve.overall
@@ -184,7 +181,7 @@ class Profile:
         return Profile(
             self.layout, self.group, self.source, self.family, self.learned,
             min_step_index=self.min_step_index, model=self.model, curve=curve, token_table=self.token_table,
-            nested=self._nested, text_tokens=self.text_tokens,
+            text_tokens=self.text_tokens,
         )  # fmt: skip
 
     @property
@@ -231,7 +228,7 @@ class Profile:
         return Profile(
             layout, self.group, self.source, self.family, tuple(learned),
             min_step_index=self.min_step_index, model=self.model, curve=self.points, token_table=self.token_table,
-            nested=self._nested, text_tokens=self.text_tokens,
+            text_tokens=self.text_tokens,
         )  # fmt: skip
 
     # Prediction ------------------------------------------------------------------------------------------------
@@ -245,7 +242,7 @@ class Profile:
         """A profile without a token table, and without a curve, that codes all chunks as this one without token ids."""
         return Profile(
             self.layout, self.group, self.source, self.family, self.learned_for(False),
-            min_step_index=self.min_step_index, model=self.model, nested=self._nested,
+            min_step_index=self.min_step_index, model=self.model,
         )  # fmt: skip
 
     @lazy
@@ -281,11 +278,6 @@ class Profile:
         """Leave out the caches of predictions, which are made anew where the profile is unpickled."""
         caches = ("predictions", "predicted_coefficients")
         return {name: value for name, value in self.__dict__.items() if name not in caches}
-
-    @property
-    def nested(self) -> NestedFamily:
-        """The family of bases and refinements; one that needs no data if the profile has learned none."""
-        return default_nested_family() if self._nested is None else self._nested
 
     # Identity --------------------------------------------------------------------------------------------------
 
@@ -435,8 +427,6 @@ class Profile:
             "family.rounding": quantizer.rounding,
             "family.shrink": quantizer.shrink,
         }
-        if self._nested is not None:
-            arrays |= self._nested.arrays()
         if self.token_table is not None:
             arrays["tokens.embedding"] = self.token_table.packed()
             arrays["tokens.row_scale"] = self.token_table.row_scale.numpy()
@@ -500,7 +490,6 @@ class Profile:
             raise FormatError("family.freq: has the wrong dtype")
         quantizer = Quantizer(arrays["family.dead_zone"], arrays["family.rounding"], arrays["family.shrink"])
         family = make_family(freq, quantizer)
-        nested = read_nested(arrays) if "nested.freq" in arrays else None
         features = data["features"]
         table = None if features == 0 else read_token_table(features, arrays)
         sections = partition(layout, data["group"]) if is_learned else ()
@@ -519,7 +508,7 @@ class Profile:
             raise FormatError(f"group: must be 'unit' in a profile without learned sections, got {data['group']!r}")
         profile = cls(
             layout, data["group"], data["source"], family, learned,
-            min_step_index=min_step, model=data["model"], curve=curve, token_table=table, nested=nested,
+            min_step_index=min_step, model=data["model"], curve=curve, token_table=table,
             text_tokens=text_tokens,
         )  # fmt: skip
         return profile, data["id"]

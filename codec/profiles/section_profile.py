@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
-from cuvee.codec.entropy.family import OCTAVE, TABLES, coding_plan, scale_codes
-from cuvee.codec.entropy.nested import CONTEXTS
+from cuvee.codec.entropy.family import coding_plan, scale_codes
 from cuvee.codec.entropy.token_classes import (
     CLASS_UNITS,
     CLASSES,
@@ -37,7 +36,7 @@ class SectionProfile:
     Attributes:
         basis: the maps between values and components.
         scale: `[R]` int16, the scale of each component, block after block.
-        predictor: chooses the class of a token; without it, tokens have none, and those of refinements are neutral.
+        predictor: chooses the class of a token; without it, tokens have none.
         class_freq: `[16]` uint16 frequencies that code the classes.
         class_scale: `[16]` int16, in 1/64 octaves: how much wider than `scale` the components of each class are.
         token_map: predicts the section's values from tokens; None in a profile without a token table, like the next.
@@ -108,23 +107,6 @@ class SectionProfile:
             except ProfileError:
                 plans.append(None)
         return ClassedPlan(plans, step_index)
-
-    def refinement_plan(self, step_index: int, refinement: int) -> ClassedPlan:
-        """Return the coding plan of every class in a refinement of a base of this step index.
-
-        A component has one plane and no low bits, however wide it is: the coarser levels are known. The plan serves the
-        classes that the base serves. Its tables are numbered as in `RefinementCoder`.
-
-        Raises:
-            ProfileError: the step is too fine for all classes.
-        """
-        plans: list[CodingPlan | None] = []
-        for k, base in enumerate(self.classed_plan(step_index).plans):
-            codes = self._class_codes(step_index - OCTAVE * refinement, k)
-            table = np.minimum(codes[codes >= 0], TABLES - 1).astype(np.uint16)
-            plan = CodingPlan(table, np.zeros(len(table), np.uint8), table * np.uint16(CONTEXTS))
-            plans.append(None if base is None else plan)
-        return ClassedPlan(plans, step_index - OCTAVE * refinement)
 
     def _class_codes(self, step_index: int, token_class: int) -> npt.NDArray[np.int32]:
         return scale_codes(self.scale, class_step_index(step_index, token_class) - int(self.class_scale[token_class]))

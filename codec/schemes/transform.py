@@ -15,13 +15,10 @@ import torch
 
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder, RefinedSection
-from cuvee.codec.entropy.family import OCTAVE
-from cuvee.codec.errors import ProfileError
-from cuvee.codec.profiles.nested_coding import NestedCoding
+from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
-from cuvee.codec.profiles.step_coding import SectionCoding, StepCoding
+from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
 from cuvee.codec.schemes import overlap
 from cuvee.codec.stages.compiled.arena import Arena
@@ -44,30 +41,21 @@ _arena = Arena()
 
 
 class TransformScheme:
-    """Codes sections with a learned profile at one step, or as a base and its refinements.
+    """Codes sections with a learned profile at one step.
 
     Args:
         profile: the profile.
-        step_index: the blob's, or the base's.
+        step_index: the blob's.
         predicted: whether the blob holds token ids.
         stages: the stages to call.
-        refinements: how many refinements follow the base; None: the blob is no base.
     """
 
-    def __init__(
-        self, profile: Profile, step_index: int, predicted: bool, stages: Stages, refinements: int | None = None
-    ) -> None:
+    def __init__(self, profile: Profile, step_index: int, predicted: bool, stages: Stages) -> None:
         self._profile = profile
         self._sections = profile.sections
         coefficients = self._predicted_coefficients if predicted else None
-        learned, family = profile.learned_for(predicted), profile.family
-        self._nested: NestedCoding | None = None
-        if refinements is None:
-            self._coding = StepCoding(learned, family, step_index, coefficients)
-        else:
-            self._nested = NestedCoding(learned, profile.nested, step_index, refinements, coefficients)
-            self._coding, family = self._nested.base, profile.nested.base
-        self._coder = CoefficientCoder(stages, family, step_index)
+        self._coding = StepCoding(profile.learned_for(predicted), profile.family, step_index, coefficients)
+        self._coder = CoefficientCoder(stages, profile.family, step_index)
         self._stages = stages
         self._inverses: dict[tuple[int, Products], Any] = {}
         self._tiles = [tile_tokens(section, profile.layout) for section in profile.sections]
@@ -79,8 +67,6 @@ class TransformScheme:
 
     def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
         """See `SectionScheme.encode`."""
-        if self._nested is not None:
-            return self._encode_nested(self._nested, chunk, numbers, unrotation)
         coded: dict[int, bytes] = {}
         classed: list[int] = []
         for index in numbers:
@@ -102,20 +88,6 @@ class TransformScheme:
             )
             coded |= zip(classed[batch], self._coder.encode_classes(sections, chunk.tokens), strict=True)
         return [(coded[index],) for index in numbers]
-
-    def _encode_nested(
-        self, nested: NestedCoding, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation
-    ) -> list[tuple[bytes, ...]]:
-        """Return the base and the refinements of each section. Its tokens have classes, whether predicted or not."""
-        out: list[tuple[bytes, ...]] = []
-        for batch in self._batches(numbers, chunk.tokens):
-            sections = [
-                RefinedSection(self._columns(chunk, index, unrotation), nested.sections[index], coding.class_table)
-                for index in numbers[batch]
-                for coding in (self._coding.sections[index],)
-            ]
-            out += self._coder.encode_refined(sections, nested.family, chunk.tokens)
-        return out
 
     def _centered(self, chunk: KVChunk, index: int, unrotation: Rotation) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the section's values minus their means and predictions, tile by tile."""
@@ -148,7 +120,7 @@ class TransformScheme:
         for at, x in self._centered(chunk, index, unrotation):
             ids = None if chunk.token_ids is None else chunk.token_ids[at]
             classes, leading = coding.classes(x, chunk.start, at, finer, self._stages.predict_classes, ids)
-            class_ranks = self._class_ranks(index)
+            class_ranks = coding.class_ranks
             rows = sum(class_ranks[classes.min()])
             columns, ordered, y = self._stages.arrange(classes, x, leading, rows)
             known = 0 if leading is None else min(len(leading), rows)
@@ -173,11 +145,12 @@ class TransformScheme:
         tile = max(self._tiles)
         for run in self._batches([index for index, _ in parts], min(tile, tokens)):
             batch = parts[run]
-            indexed = self._index(batch, tokens)
+            sections = [(index, data) for index, (data,) in batch]
+            indexed = self._stages.index_sections(self._coding, sections, tokens)
             for at in tiles_around(span, tile, tokens):
                 inside, rows = overlap(at, span)
                 wanted = slice(at.start + inside.start, at.start + inside.stop)
-                decoded = self._decode(indexed, at, products.coefficients)
+                decoded = self._stages.decode_sections(indexed, at, products.coefficients)
                 for (index, _), columns in zip(batch, decoded, strict=True):
                     section = self._sections[index]
                     out = _arena.tensor("x", columns.y.shape[2] * section.values, columns.y.dtype)
@@ -187,24 +160,6 @@ class TransformScheme:
                     order = columns.order - inside.start
                     own = self._predictions(index, request.token_ids, request.header.start, wanted)
                     self._stages.place(x, mean, section, layout, rotation, rows, keys, values, order, own)
-
-    @property
-    def _refined(self) -> bool:
-        """Whether refinements are decoded: a base alone is decoded as any blob is."""
-        return self._nested is not None and self._nested.refinements > 0
-
-    def _index(self, parts: Sequence[tuple[int, tuple[memoryview, ...]]], tokens: int) -> Any:
-        """Read sections, once for all of their tiles."""
-        if self._nested is not None and self._refined:
-            return self._stages.index_refined(self._nested, parts, tokens)
-        return self._stages.index_sections(self._coding, [(index, data) for index, (data,) in parts], tokens)
-
-    def _decode(self, indexed: Any, at: slice, dtype: torch.dtype) -> list[Coefficients]:
-        return (self._stages.decode_refined if self._refined else self._stages.decode_sections)(indexed, at, dtype)
-
-    def _class_ranks(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Return the number of components per block of each class, in the last part of a section."""
-        return self._coding.sections[index].class_ranks if self._nested is None else self._nested.ranks(index)
 
     def _batches(self, numbers: Sequence[int], columns: int) -> Iterator[slice]:
         """Yield runs of sections whose planes fit the cache together; a larger section is its own run."""
@@ -225,7 +180,7 @@ class TransformScheme:
         if tile.classes is None:
             yield slice(0, width), [min(padded(rank), pad) for rank in coding.ranks]
             return
-        for run, ranks in product_runs(tile.classes, self._class_ranks(index)):
+        for run, ranks in product_runs(tile.classes, coding.class_ranks):
             yield run, [min(padded(rank), pad) for rank in ranks]
 
     def _inverse(self, index: int, products: Products) -> Any:
@@ -233,22 +188,11 @@ class TransformScheme:
         key = (index, products)
         if key not in self._inverses:
             coding = self._coding.sections[index]
-            rank = max(*self._class_ranks(index)[coding.classed.finest], *coding.ranks)
+            rank = max(*coding.class_ranks[coding.classed.finest], *coding.ranks)
             self._inverses[key] = self._stages.prepare_inverse(
-                coding.learned.basis.inverse, rank, products, self._expected_shares(index)
+                coding.learned.basis.inverse, rank, products, coding.expected_shares(self._coding.family.tables)
             )
         return self._inverses[key]
-
-    def _expected_shares(self, index: int) -> Sequence[F32]:
-        """Return the expected shares of coefficients that are not zero, in the last part of a section."""
-        coding, tables = self._coding.sections[index], self._profile.family.tables
-        if self._nested is None or not self._refined:
-            return coding.expected_shares(tables)
-        finer = self._coding.step_index - OCTAVE * self._nested.refinements
-        try:
-            return SectionCoding(coding.learned, finer).expected_shares(tables)
-        except ProfileError:  # a plain blob cannot be as fine as a base with many refinements
-            return coding.expected_shares(tables)
 
 
 def product_runs(classes: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:

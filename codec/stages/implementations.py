@@ -14,14 +14,12 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coding_plan import CodingPlan, Escapes, Quantizer
-from cuvee.codec.entropy.nested import NestedFamily
 from cuvee.codec.entropy.streams import Streams
-from cuvee.codec.entropy.tables import CoderTables, EntropyTables
+from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.class_predictor import PredictClasses
-from cuvee.codec.profiles.nested_coding import NestedCoding, NestedSection
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import StepCoding
@@ -31,7 +29,6 @@ from cuvee.codec.stages.compiled import class_predictor as compiled_class_predic
 from cuvee.codec.stages.compiled import product as compiled_product
 from cuvee.codec.stages.compiled import rans as compiled_rans
 from cuvee.codec.stages.compiled import rans_by_class as compiled_rans_by_class
-from cuvee.codec.stages.compiled import refinements as compiled_refinements
 from cuvee.codec.stages.compiled import sections as compiled_sections
 from cuvee.codec.stages.compiled import symbols as compiled_symbols
 from cuvee.codec.stages.compiled import symbols_by_class as compiled_symbols_by_class
@@ -44,7 +41,6 @@ from cuvee.codec.stages.reference import (
     product,
     rans,
     rans_by_class,
-    refinements,
     sections,
     symbols,
     symbols_by_class,
@@ -53,7 +49,6 @@ from cuvee.codec.stages.reference import (
 )
 from cuvee.codec.stages.reference.byte_planes import BytePlane
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
-from cuvee.codec.stages.reference.refinements import SectionParts
 from cuvee.codec.stages.reference.sections import Coefficients
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
@@ -104,13 +99,10 @@ class Stages:
     synthesize: Callable[[torch.Tensor, Any, Iterable[tuple[slice, Sequence[int]]], torch.Tensor], torch.Tensor]
     predict_classes: PredictClasses
     arrange: Callable[[U8, torch.Tensor, torch.Tensor | None, int], tuple[U8, torch.Tensor, torch.Tensor]]
-    encode_classed: Callable[[Sequence[ClassedPlanes], CoderTables], list[tuple[Streams, Streams]]]
+    encode_classed: Callable[[Sequence[ClassedPlanes], EntropyTables], list[tuple[Streams, Streams]]]
     to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
     index_sections: Callable[[StepCoding, Sequence[tuple[int, memoryview]], int], Any]
     decode_sections: Callable[[Any, slice, torch.dtype], list[Coefficients]]
-    to_refinements: Callable[[F32, U8, NestedSection, NestedFamily], list[tuple[U8, Escapes]]]
-    index_refined: Callable[[NestedCoding, Sequence[SectionParts], int], Any]
-    decode_refined: Callable[[Any, slice, torch.dtype], list[Coefficients]]
     split_unit: Callable[[torch.Tensor], list[BytePlane]]
     index_layers: Callable[[Sequence[memoryview], Sequence[LayerLayout], torch.dtype, int], Any]
     decode_layers: Callable[[Any, slice, slice, Sequence[Rows | None], Sequence[Rows | None], int], None]
@@ -135,9 +127,6 @@ _STAGES = (
         symbols_by_class.to_planes,
         sections.index_sections,
         sections.decode_sections,
-        refinements.to_refinements,
-        refinements.index_refined,
-        refinements.decode_refined,
         byte_planes.split_unit,
         byte_planes.index_layers,
         byte_planes.decode_layers,
@@ -160,9 +149,6 @@ _STAGES = (
         compiled_symbols_by_class.to_planes,
         compiled_sections.index_sections,
         compiled_sections.decode_sections,
-        compiled_refinements.to_refinements,
-        compiled_refinements.index_refined,
-        compiled_refinements.decode_refined,
         compiled_byte_planes.split_unit,
         compiled_byte_planes.index_layers,
         compiled_byte_planes.decode_layers,

@@ -112,7 +112,7 @@ class DevicePlans:
         plans: int64 `[Q, len(PlanField)]`.
         tables: int32: entropy table of each plane, at `PlanField.TABLES`.
         row_floats: float32 `[components, 4]`, from `PlanField.ROW` on: shrinkage of level 1, shrinkage of higher
-            levels, dead zone, rounding; the last two in steps. Of a refinement: its four shrinkages.
+            levels, dead zone, rounding; the last two in steps.
         row_ints: int32 `[components, 4]`, likewise: shift, plane of the low bits or -1, row of coefficients, which is
             read only where tokens have classes, and zero.
         steps: float32 `[Q]`: quantizer step.
@@ -149,7 +149,7 @@ class StreamJobs:
     Attributes:
         jobs: int64 `[J, len(JobField)]`.
         plans: int64 `[Q, len(PlanField)]`; PLANES and TABLES are read.
-        tables: int32: entropy table of each plane, at `PlanField.TABLES`; or, for `rans_refine`, where levels are, too.
+        tables: int32: entropy table of each plane, at `PlanField.TABLES`.
         max_streams: STREAMS of the job that has most.
     """
 

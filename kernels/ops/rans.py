@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.streams import LOWER_BOUND
-from cuvee.codec.entropy.tables import SYMBOLS, CoderTables, EntropyTables
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
 from cuvee.codec.support.arrays import U32
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
@@ -238,7 +238,7 @@ def decoding_table(tables: EntropyTables) -> U32:
     return out
 
 
-def coding_table(tables: CoderTables) -> U32:
+def coding_table(tables: EntropyTables) -> U32:
     """Return the encoder's lookup tables: `[K, 256, 2]` uint32 of frequency << 16 | cumulative, and the reciprocal.
 
     The reciprocal of a frequency f is m = min(floor(2**32 / f), 2**32 - 1), 0 for a byte that cannot be coded. Then

@@ -16,12 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL
-from cuvee.codec.entropy.nested import CONTEXT_BITS, ESCAPED
 from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
-    JOB_CLASS_STATE,
     JOB_COLUMNS,
     JOB_ESCAPE_COUNT,
     JOB_ESCAPES,
@@ -47,9 +44,6 @@ from cuvee.kernels.ops.quantize import _has_escapes, _level, _within
 from cuvee.kernels.ops.symbols import DEAD_ZONE, ESCAPE, FLOAT_FIELDS, INT_FIELDS, SHIFT, SHRINK_ONE, Y_ROW, _half
 
 NO_LOW_BITS = tl.constexpr(-1 << 32)  # a shift of 0 and plane -1, as `_two` reads them
-
-_MAX_LEVEL = tl.constexpr(MAX_LEVEL)
-REFINEMENT_ESCAPE = tl.constexpr(ESCAPED & ((1 << CONTEXT_BITS) - 1))  # the byte that tells of one; its context is 0
 
 _ROWS = 16  # tile of `dequantize_classes`
 MIN_DEPTH = 64  # columns
@@ -119,8 +113,7 @@ def _dequantize_classes(  # type: ignore[no-untyped-def]
     component = _of_row(row_maps, plan, PLAN_ROW_MAP, row, inside & (row < extent), -1)
     exists = component >= 0
     at_row = tl.load(plan + PLAN_ROW).to(tl.int32) + component
-    if y.dtype.element_ty != tl.int32:
-        shrink_one, shrink_more = _shrinkage(row_floats, at_row, exists)
+    shrink_one, shrink_more = _shrinkage(row_floats, at_row, exists)
     shift, low_plane = _low_bits(row_ints, at_row, exists)
     half = _half(shift)
     d = _signed(tl.load(planes + component.to(tl.int64) * tokens + column, mask=exists, other=0))
@@ -131,11 +124,8 @@ def _dequantize_classes(  # type: ignore[no-untyped-def]
     d = (d << shift) + (low.to(tl.int32) - half)
     out = y + row.to(tl.int64) * stride + column
     written = (row < extent) & (column < stride)
-    if y.dtype.element_ty == tl.int32:
-        tl.store(out, d, mask=written)
-    else:
-        value = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index))
-        tl.store(out, rounded(value, y.dtype.element_ty), mask=written)
+    value = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index))
+    tl.store(out, rounded(value, y.dtype.element_ty), mask=written)
     tl.atomic_add(found + index, escapes, mask=escapes > 0, sem="relaxed")
 
 
@@ -179,20 +169,11 @@ def _place_escapes_classes(  # type: ignore[no-untyped-def]
         y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=valid, other=0).to(tl.int64)
         d = tl.load(entries + count + entry, mask=valid, other=0).to(tl.int32, bitcast=True)
         low = tl.load(planes + low_plane * tokens + column, mask=valid & (low_plane >= 0), other=0)
-        listed_value = d
         d = (d << shift) + (low.to(tl.int32) - _half(shift))
         out = y + y_row * stride + column
-        if y.dtype.element_ty == tl.int32:
-            # abs(-2**31) wraps; unsigned it is above any limit.
-            limit = (tl.full([ENTRIES], _MAX_LEVEL, tl.int32) >> shift).to(tl.uint32)
-            beyond = tl.abs(listed_value).to(tl.uint32, bitcast=True) > limit
-            beyond = tl.max((valid & beyond).to(tl.int32), 0)
-            tl.atomic_or(status + index, STATUS_ESCAPES, mask=beyond > 0, sem="relaxed")
-            tl.store(out, d, mask=valid)
-        else:
-            shrink_one, shrink_more = _shrinkage(row_floats, component, valid)
-            back = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index, mask=valid, other=0.0))
-            tl.store(out, rounded(back, y.dtype.element_ty), mask=valid)
+        shrink_one, shrink_more = _shrinkage(row_floats, component, valid)
+        back = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index, mask=valid, other=0.0))
+        tl.store(out, rounded(back, y.dtype.element_ty), mask=valid)
 
 
 def dequantize_classes(
@@ -213,8 +194,7 @@ def dequantize_classes(
 
     Of each run of `depth` columns, the rows up to the extent of its first column's class are written, zero where a
     column has no component. The coefficients are those of `codec/stages/reference/symbols_by_class.py`, rounded to the
-    dtype of `y`. Those of a job whose status gets `Status.ESCAPES` are arbitrary. Where `y` is int32, it gets levels in
-    place of coefficients, for refinements; and a level beyond `MAX_LEVEL`, which could overflow, gets that status, too.
+    dtype of `y`. Those of a job whose status gets `Status.ESCAPES` are arbitrary.
 
     Args:
         data: as for `dequantize.dequantize`.
@@ -223,7 +203,7 @@ def dequantize_classes(
         row_maps: int32, from PlanField.ROW_MAP on the component of each row of coefficients, or -1.
         classes: uint8 below 16: `TokenOrder.classes`.
         planes: as for `dequantize.dequantize`.
-        y: likewise, or int32.
+        y: likewise.
         status: likewise.
         found: likewise.
         max_rows: the largest extent of a plan.
@@ -327,7 +307,7 @@ def quantize_classes(
 
 @triton.jit(do_not_specialize=["total", "max_rows"])
 def _list_escapes_classes(  # type: ignore[no-untyped-def]
-    y, jobs, plans, row_floats, row_ints, zones, inverses, classes, planes, starts, index, value, total, max_rows,
+    y, jobs, plans, row_floats, row_ints, inverses, classes, planes, starts, index, value, total, max_rows,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
@@ -350,9 +330,6 @@ def _list_escapes_classes(  # type: ignore[no-untyped-def]
     planes += tl.load(job + JOB_PLANES)
     y += tl.load(job + JOB_LEVELS)
     first_cell = row.to(tl.int64)[:, None] * tokens
-    refines = False
-    if zones is not None:
-        refines = tl.load(job + JOB_CLASS_STATE) == 0
     for start in range(0, tokens, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = column < tokens
@@ -360,15 +337,12 @@ def _list_escapes_classes(  # type: ignore[no-untyped-def]
         plan = plans + plan_index * PLAN_FIELDS
         own = has[:, None] & inside & (row[:, None] < tl.load(plan + PLAN_ROWS))
         byte = tl.load(planes + first_cell + column, mask=own, other=0)
-        escaped = byte == (ESCAPE if zones is None else tl.where(refines, REFINEMENT_ESCAPE, ESCAPE))
+        escaped = byte == ESCAPE
         marks = escaped.to(tl.int32)
         if tl.max(tl.max(marks, 1), 0) > 0:
             # So few that each looks up its own component.
             component = tl.load(plan + PLAN_ROW) + row[:, None]
             dead_zone, rounding = _thresholds(row_floats, component, escaped)
-            if zones is not None:
-                zone = tl.load(zones + component, mask=escaped, other=0.0)
-                dead_zone, rounding = tl.where(refines, zone, dead_zone), tl.where(refines, 1.0 - zone, rounding)
             ints = row_ints + component * INT_FIELDS
             shift = tl.load(ints + SHIFT, mask=escaped, other=0)
             y_row = tl.load(ints + Y_ROW, mask=escaped, other=0)
@@ -391,25 +365,23 @@ def list_escapes_classes(
     index: torch.Tensor,
     value: torch.Tensor,
     max_rows: int,
-    zones: torch.Tensor | None = None,
 ) -> None:
     """List the escapes of jobs whose tokens have classes, each job's in rising order; see `quantize.list_escapes`.
 
     Args:
         y: as for `quantize_classes`.
-        jobs: likewise; with `zones`, those with CLASS_STATE 0 are of refinements.
+        jobs: likewise.
         plans: likewise.
         classes: likewise.
-        planes: as `quantize_classes` wrote them, and `quantize_refinements`.
+        planes: as `quantize_classes` wrote them.
         starts: int64 `[J, max_rows]`: where a row's escapes begin, the sum of all counts before it.
         index: uint32 `[E]`; gets row * T + column.
         value: int32 `[E]`; gets the number in place of the ESCAPE byte.
         max_rows: rows of the largest job.
-        zones: as for `quantize_refinements`; None: no job is one of a refinement.
     """
     total = len(index)
     if total:
         _list_escapes_classes[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-            y, jobs, plans.plans, plans.row_floats, plans.row_ints, zones, plans.inverses, classes, planes, starts,
+            y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, classes, planes, starts,
             index, value, total, max_rows, ROWS=_BLOCK_ROWS, COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

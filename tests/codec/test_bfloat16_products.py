@@ -15,12 +15,8 @@ from tests.cpus import multiply
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.family import OCTAVE
-from cuvee.codec.errors import ProfileError
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.section_basis import SectionBasis
-from cuvee.codec.profiles.step_coding import SectionCoding
-from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.stages import products
 from cuvee.codec.stages.implementations import get_stages
 from cuvee.codec.stages.products import Products, products_for
@@ -195,32 +191,3 @@ def test_expected_shares_are_those_of_a_cache(
         actual[: len(rows)] = rows
         assert share.mean() == pytest.approx(actual[: len(share)].mean(), abs=0.1)
         assert np.abs(share - actual[: len(share)]).mean() < 0.15
-
-
-def test_a_base_with_refinements_expects_what_all_parts_hold_together(books: Books) -> None:
-    stages = get_stages("numba")
-    plain = TransformScheme(books.profile, -64, False, stages)
-    refined = TransformScheme(books.profile, 0, False, stages, refinements=1)
-    base = TransformScheme(books.profile, 0, False, stages, refinements=0)
-    (of_plain,), (of_refined,), (of_base,) = (each._expected_shares(0) for each in (plain, refined, base))
-    assert np.array_equal(of_plain, of_refined)
-    assert of_base.sum() < of_plain.sum()
-
-
-def test_a_base_may_have_refinements_finer_than_any_plain_blob(books: Books) -> None:
-    stages = get_stages("numba")
-    step_index = next(step for step in range(0, -2000, -8) if not _can_be_coded(books, step))
-    refined = TransformScheme(books.profile, step_index, False, stages, refinements=1)
-    base = TransformScheme(books.profile, step_index, False, stages, refinements=0)
-    for index in range(len(books.profile.sections)):
-        (of_refined,), (of_base,) = refined._expected_shares(index), base._expected_shares(index)
-        assert of_refined.sum() >= of_base.sum() > 0
-
-
-def _can_be_coded(books: Books, step_index: int) -> bool:
-    try:
-        for section in books.profile.learned:
-            SectionCoding(section, step_index - OCTAVE)
-    except ProfileError:
-        return False
-    return True

@@ -563,7 +563,7 @@ def test_no_part_of_learning_is_silent(tiny_model: Callable[..., Any]) -> None:
     tokens = torch.randint(3, 61, (6, 40), generator=torch.Generator().manual_seed(0))
     with listening(lambda what, done, total: seen.__setitem__(what, total)):
         calibrate.calibrate(model, tokens, "head", progress=False)
-    building = [f"learning {what}" for what in ("bases", "classes", "tables", "refinements")]
+    building = [f"learning {what}" for what in ("bases", "classes", "tables")]
     assert list(seen) == ["calibrating", *building, "measuring"] and seen["learning bases"] == 2
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cuvee.codec.entropy.nested import MAX_REFINEMENTS
+from cuvee.codec.entropy.residuals import MAX_REFINEMENTS
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import store_key
 from cuvee.codec.part_keys import MAX_PARTS, part_key, part_number

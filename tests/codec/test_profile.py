@@ -518,7 +518,7 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
         arguments = {
             "layout": profile.layout, "group": profile.group, "source": profile.source, "family": profile.family,
             "learned": profile.learned, "min_step_index": profile.min_step_index, "model": profile.model,
-            "nested": profile.nested, **changes,
+            **changes,
         }  # fmt: skip
         return Profile(**arguments)
 
@@ -554,8 +554,6 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
         changed(family=replace(profile.family, quantizer=replace(quantizer, rounding=1 - quantizer.rounding))),
         changed(family=replace(profile.family, quantizer=replace(quantizer, dead_zone=1 - quantizer.dead_zone))),
         changed(family=fitted("gqa", "head").family),
-        changed(nested=fitted("gqa", "head").nested),
-        changed(nested=None),
     ]
     assert others[0].id == profile.id
     ids = [other.id for other in others]
@@ -571,9 +569,7 @@ def test_the_id_forgives_the_last_bit_of_a_frequency(fitted: Fitted) -> None:
         layers.append(replace(layer, rope=replace(layer.rope, inv_freq=nudged)))
     layout = replace(profile.layout, layers=tuple(layers))
     assert layout != profile.layout
-    other = Profile(
-        layout, profile.group, profile.source, profile.family, profile.learned, nested=profile.nested
-    )  # fmt: skip
+    other = Profile(layout, profile.group, profile.source, profile.family, profile.learned)
     assert other.id == profile.id
     other.check_layout(profile.layout)
 
@@ -607,9 +603,7 @@ def test_ratios_count_the_dtype_of_the_cache_and_not_that_of_the_profile(fitted:
     profile = fitted("gqa", "layer")
     for learned_in in ("float32", "bfloat16"):
         layout = replace(profile.layout, dtype=learned_in)
-        own = Profile(
-            layout, "layer", "fitted", profile.family, profile.learned, curve=CURVE, nested=profile.nested
-        )  # fmt: skip
+        own = Profile(layout, "layer", "fitted", profile.family, profile.learned, curve=CURVE)
         assert own.id == profile.id
         assert own.resolve(ratio=4.0) == own.resolve(bits=4.0) == 0
         assert own.resolve(ratio=4.0, dtype="float16") == own.resolve(ratio=4.0, dtype="bfloat16") == 0

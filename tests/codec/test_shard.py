@@ -223,7 +223,6 @@ def test_ids(rich: Profile, tmp_path: Path) -> None:
         rich.family,
         rich.learned,
         min_step_index=rich.min_step_index,
-        nested=rich.nested,
     )
     assert other.shard(3, 8).id == ids[3]
     # Copies of a head are one profile, so that one rank's blobs serve the other.

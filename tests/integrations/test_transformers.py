@@ -520,7 +520,6 @@ def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: A
     short = replace(layout, dtype="bfloat16")
     other = codec_profile.Profile(
         short, profile.group, profile.source, profile.family, profile.learned, min_step_index=profile.min_step_index,
-        nested=profile._nested,
     )  # fmt: skip
     assert other.id == profile.id
 

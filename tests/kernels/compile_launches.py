@@ -97,7 +97,6 @@ def main(target: str) -> None:
         ("irregular", "layers:2"),
         ("bfloat16", "layer classes"),
         ("float16", "head classes"),
-        ("bfloat16", "layer parts"),
         ("bfloat16", "layer tokens"),
         ("bfloat16", "lossless"),
         ("interleaved", "lossless"),
@@ -109,16 +108,12 @@ def main(target: str) -> None:
         profile = predicting(profile) if extra == "tokens" else profile
         profile = with_classes(profile) if extra == "classes" else profile
         quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}
-        quality |= {"refinements": 2} if extra == "parts" else {}
         cpu, gpu = Codec(profile, **quality), Codec(profile, backend="triton", **quality)
         first = len(compiled)
         chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 50, 41))]
         ids = [torch.randint(VOCABULARY, (chunk.tokens,)) if extra == "tokens" else None for chunk in chunks]
-        if extra == "parts":
-            blob, *finer = gpu.encode_parts(chunks[0])
-        else:
-            blob, finer = gpu.encode(chunks[0], tokens=ids[0]), []
-        want, got = (codec.decode(blob, 100, refinements=finer) for codec in (cpu, gpu))
+        blob = gpu.encode(chunks[0], tokens=ids[0])
+        want, got = (codec.decode(blob, 100) for codec in (cpu, gpu))
         error = max(
             float((a.float() - b.float()).abs().max() / a.float().abs().max())
             for a, b in zip([*want.keys, *want.values], [*got.keys, *got.values], strict=True)
@@ -130,11 +125,7 @@ def main(target: str) -> None:
         before = len(compiled)
         pages = conftest.dense_pages(layout, chunks)
         slots = list(torch.arange(128).split([37, 50, 41]))
-        if extra == "parts":
-            parts = [gpu.encode_parts(chunk) for chunk in chunks]
-            blobs: list[Any] = [gpu.open(base, refinements=finer) for base, *finer in parts]
-        else:
-            blobs = gpu.encode_paged(pages, slots, [5, 5, 5], tokens=ids)
+        blobs = gpu.encode_paged(pages, slots, [5, 5, 5], tokens=ids)
         gpu.decode_paged(blobs, pages, slots, [90, 200, 300]).check()
         report["again"][case] = compiled[before:]
     print(json.dumps(report))

@@ -20,7 +20,7 @@ def plain_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuvee.kernels import lossless_scheme, outgoing, transform_scheme
 
     for home in (rans, rans_by_class):
-        for name in ("rans_decode", "rans_encode", "rans_decode_classes", "rans_encode_classes", "rans_refine"):
+        for name in ("rans_decode", "rans_encode", "rans_decode_classes", "rans_encode_classes"):
             reference = getattr(home, f"{name}_reference", None)
             for user in (lossless_scheme, outgoing, transform_scheme):
                 if reference is not None and hasattr(user, name):

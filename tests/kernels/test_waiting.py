@@ -185,35 +185,6 @@ def test_a_decode_in_batches_is_checked_with_one_wait(late: LateDevice, monkeypa
     assert_same(target, case.decoded(blobs))
 
 
-def test_refinements_cost_launches_alone(late: LateDevice) -> None:
-    case, codec, target = Case("learned", 2, 3), codec_of("learned", 2, refinements=2), pages(layout_of(2), CUDA)
-    keys, values = ([unit.to(CUDA) for unit in units] for units in (case.chunks[1].keys, case.chunks[1].values))
-    chunk = KVChunk(keys, values, case.layout, 0)
-    for _ in range(2):
-        late.entries.clear()
-        mine = codec.encode_parts(chunk)
-    encoding = late.counts()
-    for kind in ("wait", "to device", "to host"):
-        assert encoding[kind] == ENCODING["learned"][kind]
-    parts = [codec.encode_parts(each) for each in case.chunks]
-    parts[1] = mine
-    opened = [codec.open(base, refinements=finer) for base, *finer in parts]
-    for _ in range(2):
-        late.entries.clear()
-        pending = codec.decode_paged(opened, target, case.slots)
-    # Each refinement has a launch for its symbols and one for its escapes; one makes coefficients of the levels, which
-    # take an array.
-    budget = DECODING["learned"]
-    expected = {**budget, "launch": budget["launch"] + 2 * 2 + 1, "allocate": budget["allocate"] + 1}
-    found = late.counts()
-    del found["record"]
-    assert found == expected
-    assert elsewhere(pending.check) is None
-    want = pages(case.layout, torch.device("cpu"))
-    codec.decode_paged(opened, want, case.host_slots).check()
-    assert_same(target, want)
-
-
 # In which order ---------------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,6 @@ from llvmlite import ir
 from numba.core import types
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL
-from cuvee.codec.entropy.family import TABLES_PER_OCTAVE
-from cuvee.codec.entropy.nested import CONTEXTS
 from cuvee.codec.stages.compiled.simd import (
     BYTES,
     FLOATS,
@@ -30,8 +28,9 @@ _LOWER_BOUND = 1 << 16
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
-def _slot(code: Code, alike: bool, slots: Any, place: Any) -> Any:
+def _slot(code: Code, alike: bool, place: Any) -> Any:
     """Return the decode table's entries at these places of the table of each lane."""
+    slots = code.data(5)
     if alike:
         first = code.builder.mul(code.integer(4, types.int64), INT64(4))
         return code.gather(code.builder.gep(slots, [first]), INT32, place, 4)
@@ -39,74 +38,11 @@ def _slot(code: Code, alike: bool, slots: Any, place: Any) -> Any:
     return code.gather(slots, INT32, code.builder.add(base, place), 4)
 
 
-def _slot_fields(builder: Any, slot: Any, high: Any) -> tuple[Any, Any]:
-    """Return the states before words are read, and the symbols, of entries of a decode table."""
-    frequency = builder.and_(builder.lshr(slot, constant(12)), constant(0xFFF))
-    moved = builder.add(builder.mul(frequency, high), builder.and_(slot, constant(0xFFF)))
-    return moved, builder.lshr(slot, constant(24))
-
-
-def _contextual_slot(
-    code: Code, alike: bool, place: Any, high: Any, context_of: Any, prob_bits: Any
-) -> tuple[Any, Any]:
-    """Do the same for tables that contexts select.
-
-    Four decode tables take 64 KB, more than the first cache. Where no symbol but 0, 1 and -1 can occur, two numbers say
-    as much as a table.
-    """
-    builder = code.builder
-    tables, cuts = (code.data(5, member) for member in range(2))
-    first_cut = builder.shl(INT32(TABLES_PER_OCTAVE * CONTEXTS), prob_bits)
-    if alike:
-        base = code.integer(4, types.uint32)
-        few = builder.icmp_unsigned(">=", base, first_cut)
-    else:
-        base = code.load(code.pointer(4, 3, 4), VECTOR, 4)
-        few = builder.icmp_unsigned(">=", base, code.splat(first_cut))
-        few = builder.icmp_unsigned("==", builder.bitcast(few, INT16), INT16(-1))
-    with builder.if_else(few) as (by_cuts, by_table):
-        with by_cuts:
-            if alike:
-                own = builder.gep(cuts, [builder.zext(builder.shl(builder.lshr(base, prob_bits), INT32(2)), INT64)])
-                cut = None
-                for number in reversed(range(CONTEXTS)):
-                    one = builder.load(
-                        builder.bitcast(builder.gep(own, [INT64(4 * number)]), INT32.as_pointer()), align=4
-                    )
-                    known = builder.icmp_unsigned("==", context_of, constant(number))
-                    cut = code.splat(one) if cut is None else builder.select(known, code.splat(one), cut)
-            else:
-                cut = code.gather(cuts, INT32, builder.add(builder.lshr(base, code.splat(prob_bits)), context_of), 4)
-            first, second = builder.and_(cut, constant(0xFFFF)), builder.lshr(cut, constant(16))
-            not_zero, negative = (builder.icmp_unsigned(">=", place, edge) for edge in (first, second))
-            begin = builder.select(negative, second, builder.select(not_zero, first, constant(0)))
-            total = code.splat(builder.shl(INT32(1), prob_bits))
-            end = builder.select(negative, total, builder.select(not_zero, second, first))
-            moved_by_cuts = builder.add(builder.mul(builder.sub(end, begin), high), builder.sub(place, begin))
-            symbol_by_cuts = builder.select(negative, constant(-1), builder.zext(not_zero, VECTOR))
-            end_of_cuts = builder.block
-        with by_table:
-            place = builder.add(place, builder.shl(context_of, code.splat(prob_bits)))
-            moved_by_table, symbol_by_table = _slot_fields(builder, _slot(code, alike, tables, place), high)
-            end_of_table = builder.block
-    merged = []
-    for left, right in ((moved_by_cuts, moved_by_table), (symbol_by_cuts, symbol_by_table)):
-        phi = builder.phi(VECTOR)
-        phi.add_incoming(left, end_of_cuts)
-        phi.add_incoming(right, end_of_table)
-        merged.append(phi)
-    return merged[0], merged[1]
-
-
-def _decoding(alike: bool, contextual: bool = False, second: bool = False) -> Any:
+def _decoding(alike: bool, second: bool) -> Any:
     """Make the step for lanes that share a table, or have tables of their own.
 
     Steps come in pairs, because gathering words is slow. The first of two reads two words of each stream, which are all
     that two symbols can need, and the `second` takes what the first has left.
-
-    If it is `contextual`, each lane's table follows the one named by as many tables as the byte says that the symbol
-    replaces in `out`. Bytes of inactive lanes must not name a table that does not exist. `slots` is then a pair: the
-    decode tables, and `RefinementCoder.cuts`.
     """
 
     @spelled_out
@@ -142,12 +78,9 @@ def _decoding(alike: bool, contextual: bool = False, second: bool = False) -> An
             mask = code.splat(builder.sub(builder.shl(INT32(1), prob_bits), INT32(1)))
             place = builder.and_(v, mask)
             high = builder.lshr(v, code.splat(prob_bits))
-            if contextual:
-                context_of = builder.zext(code.load(code.pointer(11, 12, 1), BYTES, 1), VECTOR)
-                moved, symbols = _contextual_slot(code, alike, place, high, context_of, prob_bits)
-            else:
-                slot = _slot(code, alike, code.data(5), place)
-                moved, symbols = _slot_fields(builder, slot, high)
+            slot = _slot(code, alike, place)
+            frequency = builder.and_(builder.lshr(slot, constant(12)), constant(0xFFF))
+            moved = builder.add(builder.mul(frequency, high), builder.and_(slot, constant(0xFFF)))
             taking = code.taking(10)
             need = builder.and_(builder.icmp_unsigned("<", moved, constant(_LOWER_BOUND)), taking)
             if second:
@@ -170,7 +103,7 @@ def _decoding(alike: bool, contextual: bool = False, second: bool = False) -> An
             after = builder.select(need, builder.or_(builder.shl(moved, constant(16)), word), moved)
             code.store(builder.select(taking, after, v), state, 4)
             code.store(builder.add(read, builder.zext(need, VECTOR)), next_word, 4)
-            code.store(builder.trunc(symbols, BYTES), code.pointer(11, 12, 1), 1)
+            code.store(builder.trunc(builder.lshr(slot, constant(24)), BYTES), code.pointer(11, 12, 1), 1)
             return context.get_dummy_value()
 
         return signature, generate
@@ -179,10 +112,8 @@ def _decoding(alike: bool, contextual: bool = False, second: bool = False) -> An
 
 
 # Each a pair of steps that take turns.
-decode_steps, decode_alike_steps, decode_context_steps, decode_alike_context_steps = (
-    tuple(_decoding(alike, contextual, second) for second in (False, True))
-    for contextual in (False, True)
-    for alike in (False, True)
+decode_steps, decode_alike_steps = (
+    tuple(_decoding(alike, second) for second in (False, True)) for alike in (False, True)
 )
 
 

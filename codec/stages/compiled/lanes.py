@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuvee.codec.stages.compiled.coder_steps import (
-    decode_alike_context_steps,
     decode_alike_steps,
-    decode_context_steps,
     decode_steps,
     encode_alike_step,
     encode_step,
@@ -127,7 +125,7 @@ def _bad_stream(slot, q, groups, ends, x, at):  # type: ignore[no-untyped-def]
     return -1
 
 
-def _turn(step: Any, alike_step: Any, contextual: bool) -> Any:
+def _turn(step: Any, alike_step: Any) -> Any:
     """Make the function that decodes one plane of each group in flight."""
 
     @inlined
@@ -136,9 +134,6 @@ def _turn(step: Any, alike_step: Any, contextual: bool) -> Any:
             own = slot[q]
             plane, active, to, first = own[_PLANE], own[_ACTIVE], own[_TO], q * np.uint64(WIDTH)
             words, count = own[_WORDS], own[_COUNT]
-            if contextual and active < WIDTH:
-                for lane in range(WIDTH):
-                    spare[lane] = out[to + lane] if lane < active else np.uint8(0)
             if own[_ALIKE]:
                 table = tables[np.uint64(own[_OWN] + plane)]
                 if active == WIDTH:
@@ -159,87 +154,78 @@ def _turn(step: Any, alike_step: Any, contextual: bool) -> Any:
     return turn
 
 
-def _decoding(steps_of: Any, alike_steps_of: Any, contextual: bool) -> Any:
-    """Make the loop over steps, which take contexts if it is `contextual`: see `coder_steps.decode_context_steps`."""
-    first_turn, second_turn = (
-        _turn(step, alike_step, contextual) for step, alike_step in zip(steps_of, alike_steps_of, strict=True)
-    )
+_first_turn, _second_turn = (
+    _turn(step, alike_step) for step, alike_step in zip(decode_steps, decode_alike_steps, strict=True)
+)
 
-    @compiled
-    def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, tables, slots, bits, out):  # type: ignore[no-untyped-def]
-        """Decode groups of streams.
 
-        Args:
-            groups: int64 `[G, 6]`, the fields named above; see `list_groups`.
-            sections: int64 `[S, 8]`, the fields named above.
-            states: uint32, the first state of each stream.
-            starts: uint32, the first word of each stream, counted from its section's first word.
-            ends: uint32, the word after the stream's last.
-            data: uint8, holds the words.
-            classes: uint8, the class of each column of each section, rising within windows.
-            planes: int32, planes of a column of each class, falling from class to class.
-            tables: uint32, where in `slots` the table of each plane begins.
-            slots: uint32, decode tables, see `EntropyTables.slots`; with contexts a pair of these and
-                `RefinementCoder.cuts`.
-            bits: probability bits of the tables.
-            out: uint8, receives the planes. Bytes below a column's last plane are not written. In the planes of a
-                refinement are the contexts, which the symbols replace.
+@compiled
+def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, tables, slots, bits, out):  # type: ignore[no-untyped-def]
+    """Decode groups of streams.
 
-        Returns:
-            -1, or the number of a damaged stream.
-        """
-        x = np.zeros(FLIGHT * WIDTH, np.uint32)
-        at = np.zeros(FLIGHT * WIDTH, np.uint32)
-        ahead = np.empty(FLIGHT * WIDTH, np.uint32)
-        base = np.zeros(FLIGHT * WIDTH, np.uint32)
-        of_class = np.zeros(FLIGHT * WIDTH, np.uint32)  # where the tables of each lane's class begin
-        spare = np.empty(WIDTH, np.uint8)
-        slot = np.zeros((FLIGHT, _SLOT_FIELDS), np.int64)
-        q: Any  # mypy takes Numba's integers for Python's
-        flying = following = np.int64(0)
-        while True:
-            q = np.int64(0)
-            while q < flying or (q < FLIGHT and following < len(groups)):
-                if q == flying:
+    Args:
+        groups: int64 `[G, 6]`, the fields named above; see `list_groups`.
+        sections: int64 `[S, 8]`, the fields named above.
+        states: uint32, the first state of each stream.
+        starts: uint32, the first word of each stream, counted from its section's first word.
+        ends: uint32, the word after the stream's last.
+        data: uint8, holds the words.
+        classes: uint8, the class of each column of each section, rising within windows.
+        planes: int32, planes of a column of each class, falling from class to class.
+        tables: uint32, where in `slots` the table of each plane begins.
+        slots: uint32, decode tables, see `EntropyTables.slots`.
+        bits: probability bits of the tables.
+        out: uint8, receives the planes. Bytes below a column's last plane are not written.
+
+    Returns:
+        -1, or the number of a damaged stream.
+    """
+    x = np.zeros(FLIGHT * WIDTH, np.uint32)
+    at = np.zeros(FLIGHT * WIDTH, np.uint32)
+    ahead = np.empty(FLIGHT * WIDTH, np.uint32)
+    base = np.zeros(FLIGHT * WIDTH, np.uint32)
+    of_class = np.zeros(FLIGHT * WIDTH, np.uint32)  # where the tables of each lane's class begin
+    spare = np.empty(WIDTH, np.uint8)
+    slot = np.zeros((FLIGHT, _SLOT_FIELDS), np.int64)
+    q: Any  # mypy takes Numba's integers for Python's
+    flying = following = np.int64(0)
+    while True:
+        q = np.int64(0)
+        while q < flying or (q < FLIGHT and following < len(groups)):
+            if q == flying:
+                _load(slot, q, following, groups, sections, states, starts, x, at)
+                following += 1
+                flying += 1
+            while slot[q, _PLANE] == slot[q, _STOP] and not _next_planes(
+                slot, q, groups, sections, classes, planes, of_class
+            ):
+                bad = _bad_stream(slot, q, groups, ends, x, at)
+                if bad >= 0:
+                    return bad
+                if following < len(groups):
                     _load(slot, q, following, groups, sections, states, starts, x, at)
                     following += 1
-                    flying += 1
-                while slot[q, _PLANE] == slot[q, _STOP] and not _next_planes(
-                    slot, q, groups, sections, classes, planes, of_class
-                ):
-                    bad = _bad_stream(slot, q, groups, ends, x, at)
-                    if bad >= 0:
-                        return bad
-                    if following < len(groups):
-                        _load(slot, q, following, groups, sections, states, starts, x, at)
-                        following += 1
-                        continue
-                    flying -= 1
-                    if q == flying:
-                        break
-                    for field in range(_SLOT_FIELDS):
-                        slot[q, field] = slot[flying, field]
-                    for lane in range(WIDTH):
-                        x[q * WIDTH + lane] = x[flying * WIDTH + lane]
-                        at[q * WIDTH + lane] = at[flying * WIDTH + lane]
-                        of_class[q * WIDTH + lane] = of_class[flying * WIDTH + lane]
-                q += 1
-            if not flying:
-                return -1
-            steps = slot[0, _STOP] - slot[0, _PLANE]
-            for q in range(1, flying):
-                steps = min(steps, slot[q, _STOP] - slot[q, _PLANE])
-            for _ in range(steps // 2):
-                first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
-                second_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
-            for _ in range(steps % 2):
-                first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
-
-    return decode_lanes
-
-
-decode_lanes = _decoding(decode_steps, decode_alike_steps, contextual=False)
-decode_context_lanes = _decoding(decode_context_steps, decode_alike_context_steps, contextual=True)
+                    continue
+                flying -= 1
+                if q == flying:
+                    break
+                for field in range(_SLOT_FIELDS):
+                    slot[q, field] = slot[flying, field]
+                for lane in range(WIDTH):
+                    x[q * WIDTH + lane] = x[flying * WIDTH + lane]
+                    at[q * WIDTH + lane] = at[flying * WIDTH + lane]
+                    of_class[q * WIDTH + lane] = of_class[flying * WIDTH + lane]
+            q += 1
+        if not flying:
+            return -1
+        steps = slot[0, _STOP] - slot[0, _PLANE]
+        for q in range(1, flying):
+            steps = min(steps, slot[q, _STOP] - slot[q, _PLANE])
+        for _ in range(steps // 2):
+            _first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
+            _second_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
+        for _ in range(steps % 2):
+            _first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
 
 
 # Fields of a group that is being encoded.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams, stream_count
-from cuvee.codec.entropy.tables import CoderTables
+from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES, WINDOW
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
@@ -81,7 +81,7 @@ def _encode(  # type: ignore[no-untyped-def]
     return collect_words(log, begins, lengths, words)
 
 
-def encode_classed(sections: Sequence[ClassedPlanes], tables: CoderTables) -> list[tuple[Streams, Streams]]:
+def encode_classed(sections: Sequence[ClassedPlanes], tables: EntropyTables) -> list[tuple[Streams, Streams]]:
     """See `cuvee.codec.stages.reference.rans_by_class.encode_classed`."""
     count, tokens = len(sections), len(sections[0].columns)
     per_stream = np.array([own.tokens_per_stream for own in sections])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams, check_streams, stream_count, stream_error
-from cuvee.codec.entropy.tables import CoderTables, EntropyTables
+from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan, windows
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.stages.reference.rans import rans_decode, rans_encode
@@ -34,7 +34,7 @@ def stream_rows(tokens: int, tokens_per_stream: int) -> Iterator[tuple[slice, sl
 
 
 def rans_encode_classes(
-    planes: U8, classes: U8, plan: ClassedPlan, tables: CoderTables, tokens_per_stream: int
+    planes: U8, classes: U8, plan: ClassedPlan, tables: EntropyTables, tokens_per_stream: int
 ) -> Streams:
     """Encode planes `[P, T]` uint8 whose columns have the given classes.
 
@@ -87,7 +87,7 @@ class ClassedPlanes:
     tokens_per_stream: int
 
 
-def encode_classed(sections: Sequence[ClassedPlanes], tables: CoderTables) -> list[tuple[Streams, Streams]]:
+def encode_classed(sections: Sequence[ClassedPlanes], tables: EntropyTables) -> list[tuple[Streams, Streams]]:
     """Encode sections of one chunk; return for each the streams of its planes and the stream of its classes.
 
     Args:
@@ -126,7 +126,6 @@ def rans_decode_classes(
     plan: ClassedPlan,
     tables: EntropyTables,
     tokens_per_stream: int,
-    contexts: U8 | None = None,
 ) -> U8:
     """Invert `rans_encode_classes`, given the same arguments.
 
@@ -134,9 +133,8 @@ def rans_decode_classes(
         streams: what it returned.
         classes: as given to it.
         plan: as given to it.
-        tables: as given to it, or for a refinement `RefinementCoder.decoding`.
+        tables: as given to it.
         tokens_per_stream: as given to it.
-        contexts: `[P, T]` uint8, of a refinement, what is added to the number of each symbol's table.
 
     Returns:
         `[P, T]` uint8, where P is the number of planes of the finest class; zero below a column's last plane.
@@ -159,8 +157,6 @@ def rans_decode_classes(
             x = state[stream]
             low = (x & np.uint64((1 << tables.prob_bits) - 1)).astype(np.int64)
             table = plan.tables[own[active], step].astype(np.int64)
-            if contexts is not None:
-                table += contexts[step, active + columns.start]
             slot = tables.slots[table, low].astype(np.uint64)
             out[step, active + columns.start] = slot >> np.uint64(24)
             x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> bits) + (slot & np.uint64(0xFFF))

@@ -37,7 +37,7 @@ from rich.console import Console
 
 from cuvee.codec.data.bundled import EVALUATION_TEXTS
 from cuvee.codec.data.corpus import read_corpus, spread_sequences
-from cuvee.codec.entropy.nested import MAX_REFINEMENTS
+from cuvee.codec.entropy.residuals import MAX_REFINEMENTS
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.learning.sequences import reread

@@ -66,10 +66,9 @@ def _spec(
     )  # fmt: skip
 
 
-def _coder(name: str, kernel: Any, most: int, classed: bool) -> KernelSpec:
+def _coder(name: str, kernel: Any, most: int) -> KernelSpec:
     decodes = "decode" in name
     constants: dict[str, Any] = {"PROB_BITS": 12, "LANES": 32, "BLOCK": rans.PRECEDING} if decodes else {"LANES": 32}
-    constants |= {"found": None} if decodes and classed else {}
     return _spec(
         name, kernel, constants, num_warps=1, options={"maxnreg": 40} if decodes else None,
         access="store8" if decodes else "load8", changes={"gfx942": {"constants": {"LANES": 64}}},
@@ -145,10 +144,10 @@ _ENTRIES = {"ENTRIES": dequantize.ENTRIES}
 _ROTATE = {"POSITION": int(ChunkField.TARGET), "INVERSE": False, "BLOCK_T": transform.TABLE_TOKENS, "BLOCK_A": 64}
 
 SPECS: tuple[KernelSpec, ...] = (
-    _coder("rans_decode", rans._decode_kernel, 42, False),
-    _coder("rans_encode", rans._encode_kernel, 34, False),
-    _coder("rans_decode_classes", rans_by_class._decode_classes_kernel, 42, True),
-    _coder("rans_encode_classes", rans_by_class._encode_classes_kernel, 36, True),
+    _coder("rans_decode", rans._decode_kernel, 42),
+    _coder("rans_encode", rans._encode_kernel, 34),
+    _coder("rans_decode_classes", rans_by_class._decode_classes_kernel, 42),
+    _coder("rans_encode_classes", rans_by_class._encode_classes_kernel, 36),
     _spec("count_words", coded_part._count_kernel, {"BLOCK": 256}),
     _spec("write_coded", coded_part._write_kernel, _WRITE),
     _symbols("dequantize", dequantize._dequantize, 80, _TILE, y="*bf16"),
@@ -158,7 +157,7 @@ SPECS: tuple[KernelSpec, ...] = (
     _symbols("dequantize_classes", classes._dequantize_classes, 80, _COLUMNS, y="*bf16"),
     _symbols("place_escapes_classes", classes._place_escapes_classes, 48, _ENTRIES, y="*bf16"),
     _symbols("quantize_classes", classes._quantize_classes, 128, _WINDOWS, y="*fp32"),
-    _symbols("list_escapes_classes", classes._list_escapes_classes, 128, {**_WINDOWS, "zones": None}, y="*fp32"),
+    _symbols("list_escapes_classes", classes._list_escapes_classes, 128, _WINDOWS, y="*fp32"),
     _spec("rotation_tables", transform._rotation_tables, _ROTATE, options={"enable_fp_fusion": False},
           divisible=_BIG_ALIGNED),
     _gather("gather", False),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams
-from cuvee.codec.entropy.tables import CoderTables, EntropyTables
+from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.format.coded_part import write_streams
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8, U32
@@ -97,11 +95,10 @@ def rans_decode_reference(
         planes[job[JobField.PLANES] :][: steps * tokens] = torch.from_numpy(out.ravel()).to(planes.device)
 
 
-def coder_tables(entries: torch.Tensor) -> CoderTables:
+def coder_tables(entries: torch.Tensor) -> EntropyTables:
     """The tables that `coding_table` was made of."""
-    packed = entries.cpu().numpy()[:, :, 0]
-    freq, cumulative = (packed >> 16).astype(np.uint16), packed.astype(np.uint16)
-    return CoderTables(freq, cumulative, int(freq[0].sum()).bit_length() - 1)
+    freq = entries.cpu().numpy()[:, :, 0] >> 16
+    return EntropyTables(freq, int(freq[0].sum()).bit_length() - 1)
 
 
 def store_streams(found: Streams, job: list[int], region: int, streams: EncodedStreams) -> None:
@@ -119,8 +116,7 @@ def rans_encode_reference(
     planes: torch.Tensor, coding: StreamJobs, entries: torch.Tensor, streams: EncodedStreams
 ) -> None:
     """See `rans_encode`."""
-    # An encoder reads nothing else of them.
-    model, table_of = cast(EntropyTables, coder_tables(entries)), coding.tables.cpu().numpy().astype(np.uint16)
+    model, table_of = coder_tables(entries), coding.tables.cpu().numpy().astype(np.uint16)
     for job in coding.jobs.tolist():
         if job[JobField.CLASS_PLAN] > 0:
             continue

@@ -9,14 +9,11 @@ import numpy as np
 import torch
 from tests.kernels.naive.rans import Decoder, coder_tables, slots_of, store_streams
 
-from cuvee.codec.entropy.nested import CONTEXTS, ESCAPED
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.stages.reference import rans_by_class
-from cuvee.codec.stages.reference.refinements import refined
 from cuvee.codec.support.arrays import I32, U8, U16
 from cuvee.kernels.jobs import JobField, PlanField
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
-from cuvee.kernels.ops.rans_by_class import unpack_route
 
 
 @dataclass(frozen=True)
@@ -68,41 +65,6 @@ def rans_decode_classes_reference(
                 out[c, active + columns.start] = decoder.symbols(active + lanes.start, table)
         status[index] |= decoder.finish()
         planes[job[JobField.PLANES] :][:size] = torch.from_numpy(out.ravel()).to(planes.device)
-
-
-def rans_refine_reference(
-    data: torch.Tensor,
-    coding: StreamJobs,
-    decoding: DecodingTables,
-    classes: torch.Tensor,
-    levels: torch.Tensor,
-    status: torch.Tensor,
-    found: torch.Tensor,
-) -> None:
-    """See `rans_refine`."""
-    raw, slot_of, routes = data.cpu().numpy(), slots_of(decoding), coding.tables.cpu().numpy()
-    plans = coding.plans.cpu().numpy()
-    for index, job in enumerate(coding.jobs.tolist()):
-        if job[JobField.CLASS_PLAN] <= 0:
-            continue
-        own, decoder = _classes_of(job, classes), Decoder(raw, job, slot_of)
-        tokens, stride = job[JobField.TOKENS], job[JobField.STRIDE]
-        rows = int(plans[job[JobField.PLAN], PlanField.EXTENT])
-        out = levels[job[JobField.LEVELS] :][: rows * stride].cpu().numpy().reshape(rows, stride)
-        of_class = plans[job[JobField.CLASS_PLAN] + np.arange(CLASSES)]
-        for lanes, columns in rans_by_class.stream_rows(tokens, job[JobField.PER_STREAM]):
-            plan = of_class[own[columns]]
-            for c in range(int(plan[:, PlanField.PLANES].max())):
-                active = np.flatnonzero(plan[:, PlanField.PLANES] > c)
-                row, table = unpack_route(routes[plan[active, PlanField.TABLES] + c])
-                at = row, active + columns.start
-                # What damaged streams left may wrap in abs().
-                context = np.minimum(np.abs(out[at]), CONTEXTS - 1) & (CONTEXTS - 1)
-                symbol = decoder.symbols(active + lanes.start, table + context).astype(np.int8)
-                found[index] += int((symbol == ESCAPED).sum())
-                out[at] = refined(out[at], symbol.astype(np.int32))
-        status[index] |= decoder.finish()
-        levels[job[JobField.LEVELS] :][: rows * stride] = torch.from_numpy(out.ravel()).to(levels.device)
 
 
 def rans_encode_classes_reference(

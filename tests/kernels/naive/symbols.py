@@ -36,8 +36,8 @@ class JobPart:
         self.rows, self.count = plan[PlanField.ROWS], plan[PlanField.PLANES]
         self.tables = plan[PlanField.TABLES]
         self.tokens = self.job[JobField.TOKENS]
-        components = self._components = slice(plan[PlanField.ROW], plan[PlanField.ROW] + self.rows)
-        self.floats, ints = host_array(plans.row_floats[components]), host_array(plans.row_ints[components])
+        components = slice(plan[PlanField.ROW], plan[PlanField.ROW] + self.rows)
+        self._floats, ints = host_array(plans.row_floats[components]), host_array(plans.row_ints[components])
         # The planes as `codec.symbols` orders them: high parts, then the low bits of the wide components.
         self.order = np.concatenate([np.arange(self.rows), ints[ints[:, 0] > 0, 1]])
         self.y_rows = torch.from_numpy(ints[:, 2].astype(np.int64))
@@ -48,13 +48,8 @@ class JobPart:
 
     @property
     def quantizer(self) -> Quantizer:
-        """That of the job's components; a refinement has none, but `floats` of its own."""
-        return Quantizer(self.floats[:, 2], self.floats[:, 3], self.floats[:, :2])
-
-    def zones(self, zones: torch.Tensor | None) -> Quantizer:
-        """That of first levels, in a refinement; see `ClassTables.zones`."""
-        own = self.floats[:, 0] if zones is None else host_array(zones[self._components])
-        return Quantizer(own, np.float32(1) - own, self.floats[:, :2])
+        """That of the job's components."""
+        return Quantizer(self._floats[:, 2], self._floats[:, 3], self._floats[:, :2])
 
     def plan(self, tables: torch.Tensor | None = None) -> CodingPlan:
         """The plan; without `tables` its entropy tables are all 0."""

@@ -9,13 +9,12 @@ import numpy.typing as npt
 import torch
 from tests.kernels.naive.symbols import JobPart, frequency_tables, high_parts, host_array
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, Escapes
+from cuvee.codec.entropy.coding_plan import ESCAPE, Escapes
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.stages.reference import symbols as codec
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
-from cuvee.kernels.ops.symbols_by_class import REFINEMENT_ESCAPE
 
 
 class ClassedPart:
@@ -69,7 +68,7 @@ def dequantize_classes_reference(
     max_tokens: int,
     depth: int,
 ) -> None:
-    """See `dequantize_classes`; the coefficients or levels of a job with a status are zero."""
+    """See `dequantize_classes`; the coefficients of a job with a status are zero."""
     words = host_array(data).view(np.uint32)
     for index, part in _parts(jobs, plans, classes):
         count, listed = part.job[JobField.ESCAPE_COUNT], words[part.job[JobField.ESCAPES] :]
@@ -90,10 +89,7 @@ def dequantize_classes_reference(
             except CorruptError:
                 matching = False
                 continue
-            if y.dtype == torch.int32:
-                limit = MAX_LEVEL >> plan.shift[local.index // np.uint32(width)].astype(np.int64)
-                matching &= not np.any(np.abs(local.value.astype(np.int64)) > limit)
-            back = levels if y.dtype == torch.int32 else codec.dequantize(levels, own.step, plan, own.quantizer)
+            back = codec.dequantize(levels, own.step, plan, own.quantizer)
             target[own.y_rows, at] = torch.from_numpy(back).to(y)
         found[index] = escaped
         if not matching or escaped != count:
@@ -140,21 +136,18 @@ def list_escapes_classes_reference(
     index: torch.Tensor,
     value: torch.Tensor,
     max_rows: int,
-    zones: torch.Tensor | None = None,
 ) -> None:
     """See `list_escapes_classes`."""
     for number, part in _parts(jobs, plans, classes):
-        refines = zones is not None and part.job[JobField.CLASS_STATE] == 0
         cells, values = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
         coded = host_array(part.planes(planes))
         for at, k in class_runs(part.columns):
             own = part.of(k)
             plan = own.plan()
             source = host_array(part.coefficients(y)[own.y_rows, at])
-            quantizer, escape = (own.quantizer, ESCAPE) if not refines else (own.zones(zones), REFINEMENT_ESCAPE.value)
-            levels = codec.quantize(source, own.coding_step, plan, quantizer)
+            levels = codec.quantize(source, own.coding_step, plan, own.quantizer)
             high = high_parts(levels, plan)
-            row, column = np.nonzero(coded[: own.rows, at] == escape)
+            row, column = np.nonzero(coded[: own.rows, at] == ESCAPE)
             cells.append(row * part.tokens + column + at.start)
             values.append(high[row, column])
         joined = np.concatenate(cells)
