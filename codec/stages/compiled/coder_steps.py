@@ -12,6 +12,7 @@ from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL
 from cuvee.codec.stages.compiled.simd import (
     BYTES,
     FLOATS,
+    HALVES,
     INT8,
     INT16,
     INT32,
@@ -260,8 +261,12 @@ def _encoding(alike: bool) -> Any:
             taking = code.taking(8)
             limit = builder.shl(frequency, code.splat(builder.sub(INT32(32), prob_bits)))
             full = builder.and_(builder.icmp_unsigned(">=", v, limit), taking)
-            # The next word overwrites the half beyond this one.
-            code.scatter(builder.shl(v, constant(16)) if sys.byteorder == "big" else v, code.data(9), to, full)
+            # In all lanes, without branches: a lane that is not full overwrites its word later.
+            low, words = builder.trunc(v, HALVES), code.data(9)
+            for lane in range(WIDTH):
+                place = builder.zext(builder.extract_element(to, INT32(lane)), INT64)
+                target = builder.gep(builder.bitcast(words, INT16.as_pointer()), [place])
+                builder.store(builder.extract_element(low, INT32(lane)), target, align=2)
             code.store(builder.add(to, builder.zext(full, VECTOR)), next_word, 4)
             v_ = builder.select(full, builder.lshr(v, constant(16)), v)
             # The quotient is below 2**20, so in float32 it is right or off by one.

@@ -78,14 +78,6 @@ class Code:
         every = ir.Constant(flags, [True] * WIDTH)
         return self.builder.call(function, [places, INT32(align), every, ir.Constant(VECTOR, ir.Undefined)])
 
-    def scatter(self, value: Any, pointer: Any, index: Any, which: Any) -> None:
-        """Store 32 bits to the 16-bit elements numbered by `index`, in the lanes `which`."""
-        places = self._places(pointer, INT16, index)
-        kind = ir.FunctionType(ir.VoidType(), [VECTOR, places.type, INT32, which.type])
-        name = f"llvm.masked.scatter.v{WIDTH}i32.v{WIDTH}p0"
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        self.builder.call(function, [value, places, INT32(2), which])
-
     def _places(self, pointer: Any, element: ir.IntType, index: Any) -> Any:
         places = ir.instructions.GEPInstr(
             self.builder.block, pointer, [index], inbounds=False, name="", source_etype=element
