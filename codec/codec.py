@@ -34,7 +34,10 @@ from cuvee.codec.entropy.residuals import FINER, MAX_REFINEMENTS
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileMismatchError, allocations
 from cuvee.codec.format.container import (
+    NO_DIGEST,
+    Contents,
     Header,
+    Kind,
     Scheme,
     header_digest,
     plain_bytes,
@@ -48,7 +51,7 @@ from cuvee.codec.format.container import (
 from cuvee.codec.format.keys import make_keys
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profiles.profile import ID_BYTES, Profile
+from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, one_request
 from cuvee.codec.profiles.recognition import IdCheck, Recognizer
 from cuvee.codec.stages.implementations import stage_names
@@ -513,20 +516,19 @@ class Codec:
         associated_data: bytes,
     ) -> tuple[tuple[bytes | memoryview, Header], ...]:
         """Verify a refinement against its base."""
-        if len(refinements) > (MAX_REFINEMENTS if header.is_base else 0):
-            what = f"at most {MAX_REFINEMENTS} for a base" if header.is_base else "none for a blob that is no base"
-            raise InputError(f"refinements: must be {what}, got {len(refinements)}")
+        if len(refinements) > (most := 0 if header.lossless else MAX_REFINEMENTS):
+            raise InputError(f"refinements: must be at most {most} of this blob, got {len(refinements)}")
         found = []
         for given in refinements:
             finer = plain_bytes(given)
             own = read_header(finer)
             verify_tag(finer, own, self._keys, associated_data)
-            if own.scheme is not Scheme.REFINEMENT or own.profile != header_digest(blob, header):
+            if own.kind is not Kind.REFINEMENT or own.refines != header_digest(blob):
                 raise CorruptError("refinement: must be of this base, got one of another")
-            shape = (own.dtype, own.tokens, own.start, own.values_per_token, own.layout, len(own.section_bytes))
+            shape = (own.dtype, own.tokens, own.start, own.values_per_token, own.layout, own.profile, own.schemes)
             expected = (
-                header.dtype, header.tokens, header.start, header.values_per_token, header.layout,
-                len(header.section_bytes),
+                header.dtype, header.tokens, header.start, header.values_per_token, header.layout, header.profile,
+                header.schemes,
             )  # fmt: skip
             if shape != expected or own.step_index != header.step_index - FINER:
                 raise FormatError("refinement: must have the tokens of its base at a quarter of the step")
@@ -564,12 +566,10 @@ class Codec:
         blob = plain_bytes(blob)
         header = read_header(blob)
         layout = self._check_header(header)
-        found = (header.tokens, header.start, header.dtype, header.scheme, header.step_index, header.is_base)
+        found = (header.tokens, header.start, header.dtype, header.schemes[0], header.step_index)
         setting = self._setting_for(header.token_id_bytes > 0)
-        wanted = (
-            tokens, header.start if start is None else start, dtype, setting.scheme, setting.step_index,
-            setting.refinements > 0,
-        )  # fmt: skip
+        first = header.start if start is None else start
+        wanted = (tokens, first, dtype, setting.scheme, setting.step_index)
         if found != wanted:
             raise CorruptError(f"blob: must hold {_described(*wanted)}, got {_described(*found)}")
         verify_tag(blob, header, self._keys, associated_data)
@@ -767,20 +767,18 @@ class Codec:
         setting = self._setting_for(request.token_ids is not None)
         parts = 1 + setting.refinements
         count = len(sections) // parts
-        names = bytes(ID_BYTES) if setting.scheme is Scheme.LOSSLESS else self.profile.id
-        blobs: list[bytes] = []
-        for part in range(parts):
-            if part:
-                names = header_digest(blobs[-1], read_header(blobs[-1]))
-            blobs.append(
-                write_blob(
-                    Scheme.REFINEMENT if part else setting.scheme, layout.dtype, request.tokens, request.start,
-                    setting.step_index - FINER * part, layout.values_per_token, layout.fingerprint, names,
-                    sections[part * count : (part + 1) * count], self._keys[0] if self._keys else None, associated_data,
-                    b"" if part else self._ids_to_store(request.token_ids),
-                    is_base=part == 0 and setting.refinements > 0,
-                )
-            )  # fmt: skip
+        contents = Contents(
+            dtype=layout.dtype, tokens=request.tokens, start=request.start, values_per_token=layout.values_per_token,
+            step_index=setting.step_index, schemes=(setting.scheme,) * count, layout=layout.fingerprint,
+            profile=NO_DIGEST if setting.scheme is Scheme.LOSSLESS else self.profile.id,
+        )  # fmt: skip
+        token_ids, key = self._ids_to_store(request.token_ids), self._keys[0] if self._keys else None
+        blobs = [write_blob(contents, sections[:count], token_ids=token_ids, key=key, associated_data=associated_data)]
+        if setting.refinements:
+            finer = replace(
+                contents, kind=Kind.REFINEMENT, step_index=setting.step_index - FINER, refines=header_digest(blobs[0])
+            )
+            blobs.append(write_blob(finer, sections[count:], key=key, associated_data=associated_data))
         return blobs
 
     def _restore(
@@ -886,14 +884,14 @@ class Codec:
 
     def _coding(self, opened: OpenBlob) -> Coding:
         header = opened.header
-        if header.scheme is Scheme.LOSSLESS:
-            return Coding(self.profile, header.scheme, 0, header.dtype)
+        if header.lossless:
+            return Coding(self.profile, Scheme.LOSSLESS, 0, header.dtype)
         if not self.profile.learned:
-            raise FormatError(f"header: must be lossless for an unlearned profile, got {header.scheme.name.lower()}")
+            raise FormatError("header: must be lossless for an unlearned profile, got a transform blob")
         refinements = len(opened.refinements)
         self.profile.check_step_index(header.step_index - FINER * refinements)
         predicted = header.token_id_bytes > 0
-        return Coding(self.profile, header.scheme, header.step_index, header.dtype, predicted, refinements)
+        return Coding(self.profile, Scheme.TRANSFORM, header.step_index, header.dtype, predicted, refinements)
 
     def _check_layers(self, layers: range) -> range:
         return _within("layers", layers, self.profile.layout.num_layers, "of the model")
@@ -932,18 +930,18 @@ class Codec:
         return associated_data
 
     def _check_header(self, header: Header) -> KVLayout:
-        if header.scheme is Scheme.REFINEMENT:
+        if header.kind is Kind.REFINEMENT:
             raise FormatError(
                 "blob: is a refinement, which decodes only with its base: pass it as refinements= of the base"
             )
         layout = self._layout(header.dtype)
         if header.layout != layout.fingerprint:
             raise ProfileMismatchError("blob: must hold a cache of the profile's model, got one of another model")
-        if header.scheme is not Scheme.LOSSLESS and header.profile != self.profile.id:
+        if not header.lossless and header.profile != self.profile.id:
             raise ProfileMismatchError(
                 f"blob: must be of profile {self.profile.id.hex()}, got profile {header.profile.hex()}"
             )
-        sections = len(self.profile.sections) if header.scheme is Scheme.TRANSFORM else layout.num_layers
+        sections = layout.num_layers if header.lossless else len(self.profile.sections)
         if len(header.section_bytes) != sections or header.values_per_token != layout.values_per_token:
             raise FormatError(f"header: must list {sections} sections, got {len(header.section_bytes)}")
         # The size of a section bounds its streams, and so the tokens and the memory that a header may claim.
@@ -1112,6 +1110,5 @@ def check_tokens(tokens: int, max_tokens: int | None) -> None:
         )
 
 
-def _described(tokens: int, start: int, dtype: str, scheme: Scheme, step_index: int, is_base: bool) -> str:
-    what = "base" if is_base else scheme.name.lower()
-    return f"{tokens} tokens from {start} on in {dtype}, {what}, step index {step_index}"
+def _described(tokens: int, start: int, dtype: str, scheme: Scheme, step_index: int) -> str:
+    return f"{tokens} tokens from {start} on in {dtype}, {scheme.name.lower()}, step index {step_index}"

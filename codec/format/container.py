@@ -22,10 +22,9 @@ from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatc
 from cuvee.codec.format.keys import KEY_ID_BYTES, Key
 
 MAGIC = b"cuve"
-VERSION = 3
+VERSION = 4
 FLAG_TAG = 1
 FLAG_TOKEN_IDS = 2
-FLAG_BASE = 4
 TAG_BYTES = 16
 DIGEST_BYTES = 16
 TRAILER_BYTES = KEY_ID_BYTES + TAG_BYTES
@@ -35,59 +34,85 @@ MAX_SECTION_BYTES = (1 << 31) - 1  # so that decoders find any word by a signed 
 MAX_STEP_INDEX = 1 << 10  # 16 octaves either way
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_VOCABULARY = 1 << 24  # ids take three bytes at most
+NO_DIGEST = bytes(DIGEST_BYTES)
 _ID_BYTES = (2, 3)  # bytes per token id
-_GENERIC = 2  # a scheme that needed no profile; it took twice the bits of a learned one
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
-_FIXED = struct.Struct("<4sBBBBIIIiII16s16sQ")
-_ENTRY = struct.Struct("<IQ")
+_FIXED = struct.Struct("<4sBBBBIIIiII16s16s16sQ")
+_COUNT = struct.Struct("<B16xI")  # flags and number of sections, from the offset of the flags on
+_FLAGS_AT = 7
+_ENTRY = struct.Struct("<IBQ")
 _CHECKSUM = struct.Struct("<Q")
 
 
+class Kind(IntEnum):
+    """What a blob holds."""
+
+    CHUNK = 0
+    REFINEMENT = 1  # what a chunk's blob left over
+
+
 class Scheme(IntEnum):
-    """The coding of the sections."""
+    """How a section is coded. In the table of contents, 0 is the token ids."""
 
-    LOSSLESS = 0
-    TRANSFORM = 1
-    REFINEMENT = 3
+    LOSSLESS = 1
+    TRANSFORM = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of a blob.
+_TOKEN_IDS = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a blob holds: all that a writer needs beside the bytes.
 
     Attributes:
-        scheme: the coding of the sections.
+        kind: a chunk, or a refinement of one.
         dtype: name of the cache's dtype.
         tokens: number of tokens in the chunk.
         start: position of the first token.
-        step_index: in units of 1/64 octave; 0 if the scheme has none.
         values_per_token: number of values per token, keys and values of all layers.
+        step_index: of the quantizer's step, in units of 1/64 octave; 0 without loss.
+        schemes: the coding of each section. All are equal.
         layout: fingerprint of the `KVLayout`, 16 bytes.
-        profile: id of the profile, 16 bytes; zero for lossless blobs. In a refinement, the digest of the header of the
-            part that it refines (`header_digest`).
+        profile: id of the profile, 16 bytes; zero without loss.
+        refines: in a refinement, the `header_digest` of the blob that it refines, 16 bytes; zero in a chunk.
+    """
+
+    kind: Kind = Kind.CHUNK
+    dtype: str
+    tokens: int
+    start: int
+    values_per_token: int
+    step_index: int = 0
+    schemes: tuple[Scheme, ...]
+    layout: bytes
+    profile: bytes = NO_DIGEST
+    refines: bytes = NO_DIGEST
+
+    @property
+    def lossless(self) -> bool:
+        """Whether all sections are coded without loss, which needs no profile."""
+        return Scheme.TRANSFORM not in self.schemes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header(Contents):
+    """The header of a blob: its contents, and where they lie.
+
+    Attributes:
         section_bytes: length of each section.
         section_hashes: xxh3-64 of each section.
         tagged: whether a key id and a keyed tag end the blob.
         token_id_bytes: length of the token ids, which precede the sections; 0 if the blob holds none.
         token_id_hash: xxh3-64 of the token ids; 0 if the blob holds none.
-        is_base: whether refinements may follow: all cells of the quantizer are one step wide.
     """
 
-    scheme: Scheme
-    dtype: str
-    tokens: int
-    start: int
-    step_index: int
-    values_per_token: int
-    layout: bytes
-    profile: bytes
     section_bytes: tuple[int, ...]
     section_hashes: tuple[int, ...]
     tagged: bool
     token_id_bytes: int = 0
     token_id_hash: int = 0
-    is_base: bool = False
 
     @property
     def header_bytes(self) -> int:
@@ -113,20 +138,21 @@ class BlobInfo:
     """The information in a blob that needs no profile.
 
     Attributes:
-        scheme: "lossless", "transform" or "refinement".
+        kind: "chunk" or "refinement".
+        scheme: "lossless" or "transform".
         version: format version.
-        dtype, tokens, start, values_per_token: the contents of the chunk; see `Header`.
+        dtype, tokens, start, values_per_token: the contents of the chunk; see `Contents`.
         step: quantizer step in the profile's units, or None for lossless.
-        layout_fingerprint, profile_id: in hexadecimal; profile_id is None for lossless and for a refinement, whose base
-            names it.
+        layout_fingerprint, profile_id, refines: in hexadecimal; profile_id is None for lossless, and refines is None
+            except for a refinement.
         section_bytes: length of each section, in order.
         token_id_bytes: length of the token ids; 0 if the blob holds none.
         header_bytes, total_bytes: length of the header and of the blob.
         raw_bytes: size of the uncompressed chunk.
         authenticated: whether the blob carries a keyed tag. `inspect` cannot verify it.
-        is_base: whether refinements may follow.
     """
 
+    kind: str
     scheme: str
     version: int
     dtype: str
@@ -136,13 +162,13 @@ class BlobInfo:
     step: float | None
     layout_fingerprint: str
     profile_id: str | None
+    refines: str | None
     section_bytes: tuple[int, ...]
     token_id_bytes: int
     header_bytes: int
     total_bytes: int
     raw_bytes: int
     authenticated: bool
-    is_base: bool
 
     @property
     def bits_per_value(self) -> float:
@@ -165,39 +191,42 @@ def _tag(key: Key, associated_data: bytes, *parts: bytes | memoryview) -> bytes:
 
 
 def write_blob(
-    scheme: Scheme,
-    dtype: str,
-    tokens: int,
-    start: int,
-    step_index: int,
-    values_per_token: int,
-    layout: bytes,
-    profile: bytes,
+    contents: Contents,
     sections: Sequence[bytes],
-    key: Key | None,
-    associated_data: bytes = b"",
-    token_ids: bytes = b"",
     *,
-    is_base: bool = False,
+    token_ids: bytes = b"",
+    key: Key | None = None,
+    associated_data: bytes = b"",
 ) -> bytes:
-    """Write the sections to a blob. A `key` adds an authentication tag over the blob and `associated_data`.
+    """Write the sections to a blob.
 
-    `token_ids` is what `write_token_ids` returned, or empty for a blob without them. The other arguments are those of
-    `Header`.
+    Args:
+        contents: what the header says of them.
+        sections: their bytes.
+        token_ids: what `write_token_ids` returned, or empty for a blob without them.
+        key: adds an authentication tag over the blob and `associated_data`.
+        associated_data: see `Codec.encode`.
+
+    Raises:
+        InputError: more tokens, sections or bytes than a blob can hold.
     """
-    if tokens > MAX_TOKENS:
-        raise InputError(f"tokens: must be at most {MAX_TOKENS} per chunk, got {tokens}: encode in pieces")
-    if start >= 1 << 32:
-        raise InputError(f"start: must be at most 2**32 - 1, the last position of a blob, got {start}")
+    if contents.tokens > MAX_TOKENS:
+        raise InputError(f"tokens: must be at most {MAX_TOKENS} per chunk, got {contents.tokens}: encode in pieces")
     if len(sections) > MAX_SECTIONS or any(len(section) > MAX_SECTION_BYTES for section in sections):
         raise InputError("chunk: must have sections below 2 GiB: encode fewer tokens at a time")
     parts = [token_ids, *sections] if token_ids else list(sections)
+    schemes = [_TOKEN_IDS, *contents.schemes] if token_ids else contents.schemes
     total = _header_bytes(len(sections), bool(token_ids)) + sum(map(len, parts)) + (TRAILER_BYTES if key else 0)
-    flags = (FLAG_TAG if key else 0) | (FLAG_TOKEN_IDS if token_ids else 0) | (FLAG_BASE if is_base else 0)
+    flags = (FLAG_TAG if key else 0) | (FLAG_TOKEN_IDS if token_ids else 0)
     head = _FIXED.pack(
-        MAGIC, VERSION, scheme, DTYPES.index(dtype), flags, tokens, start, values_per_token, step_index, len(sections),
-        0, layout, profile, total,
-    ) + b"".join(_ENTRY.pack(len(part), xxhash.xxh3_64_intdigest(part)) for part in parts)  # fmt: skip
+        MAGIC, VERSION, contents.kind, DTYPES.index(contents.dtype), flags, contents.tokens, contents.start,
+        contents.values_per_token, contents.step_index, len(sections), 0, contents.layout, contents.profile,
+        contents.refines, total,
+    )  # fmt: skip
+    head += b"".join(
+        _ENTRY.pack(len(part), scheme, xxhash.xxh3_64_intdigest(part))
+        for scheme, part in zip(schemes, parts, strict=True)
+    )
     head += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
     body = [head, *parts]
     if key:
@@ -231,16 +260,19 @@ def read_header(blob: bytes | memoryview) -> Header:
         InputError: `blob` is not bytes.
     """
     blob = plain_bytes(blob)
+    # A shorter blob of another version is still told by its version.
+    if len(blob) > len(MAGIC) and blob[: len(MAGIC)] == MAGIC and blob[len(MAGIC)] != VERSION:
+        version = blob[len(MAGIC)]
+        remedy = "encode the chunk again" if version < VERSION else "read it with the cuvee that wrote it"
+        raise VersionError(f"blob: has format version {version}; this build reads version {VERSION}: {remedy}")
     if len(blob) < _FIXED.size + _CHECKSUM.size:
         raise FormatError(f"blob: {len(blob)} bytes are too few for a cuvee blob: it is truncated or something else")
-    fixed = _FIXED.unpack_from(blob)
-    magic, version, scheme, dtype, flags, tokens, start, values, step_index, count, reserved, layout, profile, total = (
-        fixed
-    )
+    (
+        magic, _, kind, dtype, flags, tokens, start, values, step_index, count, reserved, layout, profile, refines,
+        total,
+    ) = _FIXED.unpack_from(blob)  # fmt: skip
     if magic != MAGIC:
         raise FormatError(f"not a cuvee blob: it begins with {magic!r} instead of {MAGIC!r}")
-    if version != VERSION:
-        raise VersionError(f"blob: has format version {version}; this build reads version {VERSION}")
     # The count gives the length of the table of contents, which is checked against the real length before it is read.
     has_ids = bool(flags & FLAG_TOKEN_IDS)
     header_bytes = _header_bytes(count, has_ids)
@@ -249,38 +281,35 @@ def read_header(blob: bytes | memoryview) -> Header:
     head = blob[: header_bytes - _CHECKSUM.size]
     if _CHECKSUM.unpack_from(blob, len(head))[0] != xxhash.xxh3_64_intdigest(head):
         raise CorruptError("header: its checksum does not match: the bytes are damaged")
-    if scheme == _GENERIC:
-        raise FormatError(
-            "header: must be of the scheme lossless, transform or refinement, got generic, which is no longer read: "
-            "encode the chunk again, lossless or with a learned profile"
-        )
-    if scheme not in iter(Scheme):
-        raise FormatError(f"header: has the unknown scheme {scheme}")
+    if kind not in iter(Kind):
+        raise FormatError(f"header: must be of kind 0 (a chunk) or 1 (a refinement), got {kind}")
     if dtype >= len(DTYPES):
         raise FormatError(f"header: has the unknown dtype {dtype}")
-    if flags & ~(FLAG_TAG | FLAG_TOKEN_IDS | FLAG_BASE) or reserved:
+    if flags & ~(FLAG_TAG | FLAG_TOKEN_IDS) or reserved:
         raise FormatError("header: has reserved bits that are not zero")
     if not 0 < tokens <= MAX_TOKENS:
         raise FormatError(f"header: must have 1 … {MAX_TOKENS} tokens, got {tokens}")
     if abs(step_index) > MAX_STEP_INDEX:
         raise FormatError(f"header: must have a step index of at most ±{MAX_STEP_INDEX}, got {step_index}")
-    if scheme == Scheme.LOSSLESS and (step_index or any(profile)):
-        raise FormatError("header: names a step or a profile in a lossless blob")
-    if flags & FLAG_BASE and scheme != Scheme.TRANSFORM:
-        raise FormatError(f"header: is that of a base, but of the scheme {scheme}, which has no refinements")
     if not count or not values:
         raise FormatError("header: must have sections and values")
-    entries = [_ENTRY.unpack_from(blob, _FIXED.size + i * _ENTRY.size) for i in range(count + has_ids)]
-    ids_bytes, ids_hash = entries.pop(0) if has_ids else (0, 0)
-    if has_ids and (scheme != Scheme.TRANSFORM or ids_bytes not in (tokens * width for width in _ID_BYTES)):
-        raise FormatError(f"header: lists {ids_bytes} bytes of token ids, which {tokens} tokens cannot have")
-    if any(length > MAX_SECTION_BYTES for length, _ in entries):
+    lengths, schemes, hashes = zip(
+        *(_ENTRY.unpack_from(blob, _FIXED.size + i * _ENTRY.size) for i in range(count + has_ids)), strict=True
+    )
+    if any(length > MAX_SECTION_BYTES for length in lengths):
         raise FormatError("header: lists a section that is not below 2 GiB")
+    if has_ids and (schemes[0] != _TOKEN_IDS or lengths[0] not in (tokens * width for width in _ID_BYTES)):
+        raise FormatError(f"header: lists {lengths[0]} bytes of token ids, which {tokens} tokens cannot have")
+    coded = schemes[has_ids:]
+    if coded[0] not in iter(Scheme) or any(scheme != coded[0] for scheme in coded):
+        raise FormatError(f"header: must list sections that are all of scheme 1 or all of scheme 2, got {set(coded)}")
     header = Header(
-        Scheme(scheme), DTYPES[dtype], tokens, start, step_index, values, layout, profile,
-        tuple(length for length, _ in entries), tuple(checksum for _, checksum in entries), bool(flags & FLAG_TAG),
-        ids_bytes, ids_hash, bool(flags & FLAG_BASE),
+        kind=Kind(kind), dtype=DTYPES[dtype], tokens=tokens, start=start, values_per_token=values,
+        step_index=step_index, schemes=tuple(map(Scheme, coded)), layout=layout, profile=profile, refines=refines,
+        section_bytes=lengths[has_ids:], section_hashes=hashes[has_ids:], tagged=bool(flags & FLAG_TAG),
+        token_id_bytes=lengths[0] if has_ids else 0, token_id_hash=hashes[0] if has_ids else 0,
     )  # fmt: skip
+    _check_names(header)
     if header.total_bytes != total:
         raise FormatError(f"header: says {total} bytes, but the sections add up to {header.total_bytes}")
     if len(blob) != total:
@@ -288,14 +317,33 @@ def read_header(blob: bytes | memoryview) -> Header:
     return header
 
 
-def header_digest(blob: bytes | memoryview, header: Header) -> bytes:
-    """Return the 16 bytes that a refinement of this blob names: BLAKE2b of header and table of contents.
+def _check_names(header: Header) -> None:
+    """Raise FormatError unless the header names a profile, a step, a base and token ids exactly where it may."""
+    if header.lossless:
+        if header.step_index or header.profile != NO_DIGEST:
+            raise FormatError("header: must name neither a step nor a profile in a lossless blob")
+        if header.token_id_bytes:
+            raise FormatError("header: must list no token ids in a lossless blob")
+    elif header.profile == NO_DIGEST:
+        raise FormatError("header: must name the profile of a blob that is not lossless")
+    if header.kind is Kind.CHUNK:
+        if header.refines != NO_DIGEST:
+            raise FormatError("header: must refine nothing in a chunk's blob")
+    elif header.lossless or header.token_id_bytes or header.refines == NO_DIGEST:
+        raise FormatError("header: must name what a refinement refines, with neither token ids nor lossless sections")
+
+
+def header_digest(blob: bytes | memoryview) -> bytes:
+    """Return the 16 bytes that a refinement of this blob names: BLAKE2b of its header, contents and checksum.
 
     The table of contents holds the checksums of all sections, so the digest commits to them, too.
+
+    Args:
+        blob: bytes of `write_blob`, or whose header was read.
     """
-    return hashlib.blake2b(
-        memoryview(blob)[: header.header_bytes], digest_size=DIGEST_BYTES, person=b"cuvee-refined"
-    ).digest()
+    flags, count = _COUNT.unpack_from(blob, _FLAGS_AT)
+    head = memoryview(blob)[: _header_bytes(count, bool(flags & FLAG_TOKEN_IDS))]
+    return hashlib.blake2b(head, digest_size=DIGEST_BYTES, person=b"cuvee-refined").digest()
 
 
 def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], associated_data: bytes = b"") -> None:
@@ -399,22 +447,22 @@ def inspect(blob: bytes | memoryview) -> BlobInfo:
         ('lossless', 64, 24576)
     """
     header = read_header(blob)
-    lossless = header.scheme is Scheme.LOSSLESS
     return BlobInfo(
-        scheme=header.scheme.name.lower(),
+        kind=header.kind.name.lower(),
+        scheme=header.schemes[0].name.lower(),
         version=VERSION,
         dtype=header.dtype,
         tokens=header.tokens,
         start=header.start,
         values_per_token=header.values_per_token,
-        step=None if lossless else step_value(header.step_index),
+        step=None if header.lossless else step_value(header.step_index),
         layout_fingerprint=header.layout.hex(),
-        profile_id=None if lossless or header.scheme is Scheme.REFINEMENT else header.profile.hex(),
+        profile_id=None if header.lossless else header.profile.hex(),
+        refines=header.refines.hex() if header.kind is Kind.REFINEMENT else None,
         section_bytes=header.section_bytes,
         token_id_bytes=header.token_id_bytes,
         header_bytes=header.header_bytes,
         total_bytes=header.total_bytes,
         raw_bytes=header.tokens * header.values_per_token * _ITEM_BYTES[header.dtype],
         authenticated=header.tagged,
-        is_base=header.is_base,
     )

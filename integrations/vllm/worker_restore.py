@@ -280,7 +280,7 @@ class Restorer:
 
     def _parts_of(self, blob: OpenBlob) -> int:
         """Return of how many parts an open entry is. A whole blob lacks nothing."""
-        return 1 + len(blob.refinements) if blob.header.is_base else self._state.parts
+        return self._state.parts if blob.header.lossless else 1 + len(blob.refinements)
 
     def _in_a_row(self, works: Iterable[Callable[[], T]]) -> tuple[list[T], CuveeError | None]:
         """Return the results up to the first work that failed, and its error. All works have ended on return, and also

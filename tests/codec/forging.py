@@ -17,8 +17,9 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 
-HEADER = 72  # bytes before the table of sections
-OFFSETS = {"version": 4, "scheme": 5, "dtype": 6, "tokens": 8, "start": 12, "values": 16, "step": 20, "count": 24}
+HEADER = 88  # bytes before the table of contents
+ENTRY = 13  # bytes for each section there
+OFFSETS = {"version": 4, "kind": 5, "dtype": 6, "tokens": 8, "start": 12, "values": 16, "step": 20, "count": 24}
 
 ROPE = Rope((1.0, 0.1, 0.01, 0.001))
 LAYOUT = KVLayout("tiny", (LayerLayout(1, 8, 8, ROPE), LayerLayout(2, 8, 8, ROPE)), "bfloat16", 4096)
@@ -34,16 +35,16 @@ def sections_of(blob: bytes) -> list[bytes]:
     return [blob[a:b] for a, b in pairwise(starts)]
 
 
-def reseal(blob: bytes, sections: list[bytes] | None = None, **fields: int) -> bytes:
-    """The blob with other header fields (`OFFSETS`) or sections, and with checksums and lengths made right again."""
+def reseal(blob: bytes, sections: list[bytes] | None = None, scheme: int | None = None, **fields: int) -> bytes:
+    """The blob with other header fields (`OFFSETS`), sections or scheme; checksums and lengths are made right again."""
     parts = sections_of(blob) if sections is None else sections
     head = bytearray(blob[:HEADER])
     for name, value in fields.items():
         width = 4 if name in ("tokens", "start", "values", "step", "count") else 1
         head[OFFSETS[name] : OFFSETS[name] + width] = (value & 0xFFFFFFFF).to_bytes(width, "little")
-    head[64:72] = (HEADER + 12 * len(parts) + 8 + sum(map(len, parts))).to_bytes(8, "little")
+    head[80:88] = (HEADER + ENTRY * len(parts) + 8 + sum(map(len, parts))).to_bytes(8, "little")
     for part in parts:
-        head += struct.pack("<IQ", len(part), xxh3_64_intdigest(part))
+        head += struct.pack("<IBQ", len(part), blob[HEADER + 4] if scheme is None else scheme, xxh3_64_intdigest(part))
     return bytes(head) + struct.pack("<Q", xxh3_64_intdigest(bytes(head))) + b"".join(parts)
 
 
@@ -56,7 +57,7 @@ def with_section(blob: bytes, section: bytes, index: int = 0) -> bytes:
 
 def reseal_header(blob: bytes, count: int) -> bytes:
     """The blob with the checksum of its header made right, whatever else that says; `count` sections are listed."""
-    end = HEADER + 12 * count
+    end = HEADER + ENTRY * count
     return blob[:end] + struct.pack("<Q", xxh3_64_intdigest(blob[:end])) + blob[end + 8 :]
 
 

@@ -7,7 +7,7 @@ import pickle
 import struct
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,17 @@ from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, KeyMismatchError, VersionError
 from cuvee.codec.format.coded_part import Reader, read_coded, write_streams
-from cuvee.codec.format.container import MAX_TOKENS, Scheme, inspect, read_header, read_section, verify_tag, write_blob
+from cuvee.codec.format.container import (
+    MAX_TOKENS,
+    Contents,
+    Kind,
+    Scheme,
+    inspect,
+    read_header,
+    read_section,
+    verify_tag,
+    write_blob,
+)
 from cuvee.codec.format.keys import MIN_KEY_BYTES, Key, make_keys
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
@@ -30,8 +40,8 @@ from cuvee.codec.profiles.profile import Profile
 
 KEY = b"0123456789abcdef"
 SECTIONS = (b"first section", b"", b"the third one\x00")
-FIXED = "<4sBBBBIIIiII16s16sQ"  # written here a second time, from FORMAT.md
-LAYOUT_ID, PROFILE_ID = bytes(range(16)), bytes(range(100, 116))
+FIXED = "<4sBBBBIIIiII16s16s16sQ"  # written here a second time, from FORMAT.md
+LAYOUT_ID, PROFILE_ID, BASE_ID = bytes(range(16)), bytes(range(100, 116)), bytes(range(200, 216))
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,8 @@ class Fields:
     """The header's fields in order; `seal` makes a blob of them, with right checksums whatever they say."""
 
     magic: bytes = b"cuve"
-    version: int = 3
-    scheme: int = 1
+    version: int = 4
+    kind: int = 0
     dtype: int = 0
     flags: int = 0
     tokens: int = 77
@@ -51,21 +61,23 @@ class Fields:
     reserved: int = 0
     layout: bytes = LAYOUT_ID
     profile: bytes = PROFILE_ID
+    refines: bytes = bytes(16)
     total: int | None = None
     lengths: tuple[int, ...] | None = None
+    schemes: tuple[int, ...] = (2, 2, 2)
 
     def seal(
         self, sections: tuple[bytes, ...] = SECTIONS, key: bytes | None = None, associated_data: bytes = b""
     ) -> bytes:
-        total = 72 + 12 * len(sections) + 8 + sum(map(len, sections)) + (24 if key else 0)
+        total = 88 + 13 * len(sections) + 8 + sum(map(len, sections)) + (24 if key else 0)
         head = struct.pack(
-            FIXED, self.magic, self.version, self.scheme, self.dtype, self.flags | bool(key), self.tokens, self.start,
-            self.values, self.step, self.count, self.reserved, self.layout, self.profile,
+            FIXED, self.magic, self.version, self.kind, self.dtype, self.flags | bool(key), self.tokens, self.start,
+            self.values, self.step, self.count, self.reserved, self.layout, self.profile, self.refines,
             total if self.total is None else self.total,
         )  # fmt: skip
         lengths = self.lengths or tuple(map(len, sections))
-        for length, section in zip(lengths, sections, strict=True):
-            head += struct.pack("<IQ", length, xxhash.xxh3_64_intdigest(section))
+        for length, scheme, section in zip(lengths, self.schemes, sections, strict=True):
+            head += struct.pack("<IBQ", length, scheme, xxhash.xxh3_64_intdigest(section))
         blob = head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)) + b"".join(sections)
         if key:
             blob += hashlib.blake2b(key=key, digest_size=8, person=b"cuvee-key-id").digest()
@@ -77,13 +89,17 @@ class Fields:
 GOOD = Fields()
 
 
-def written(key: bytes | None = None, **changes: Any) -> bytes:
-    arguments: dict[str, Any] = {
-        "scheme": Scheme.TRANSFORM, "dtype": "bfloat16", "tokens": 77, "start": 1234, "step_index": -65,
-        "values_per_token": 96, "layout": LAYOUT_ID, "profile": PROFILE_ID, "sections": SECTIONS,
-        "key": None if key is None else Key.of(key),
-    }  # fmt: skip
-    return write_blob(**{**arguments, **changes})
+CONTENTS = Contents(
+    dtype="bfloat16", tokens=77, start=1234, values_per_token=96, step_index=-65, schemes=(Scheme.TRANSFORM,) * 3,
+    layout=LAYOUT_ID, profile=PROFILE_ID,
+)  # fmt: skip
+LOSSLESS: dict[str, Any] = {"schemes": (Scheme.LOSSLESS,) * 3, "step_index": 0, "profile": bytes(16)}
+REFINEMENT: dict[str, Any] = {"kind": Kind.REFINEMENT, "refines": BASE_ID}
+
+
+def written(key: bytes | None = None, associated_data: bytes = b"", **changes: Any) -> bytes:
+    contents, own = replace(CONTENTS, **changes), None if key is None else Key.of(key)
+    return write_blob(contents, SECTIONS, key=own, associated_data=associated_data)
 
 
 # --- header
@@ -92,24 +108,20 @@ def written(key: bytes | None = None, **changes: Any) -> bytes:
 @pytest.mark.parametrize("key", [None, KEY])
 def test_the_bytes_are_those_of_the_specification(key: bytes | None) -> None:
     assert written(key) == GOOD.seal(key=key)
+    assert written(key, **REFINEMENT) == replace(GOOD, kind=1, refines=BASE_ID).seal(key=key)
+    assert written(key, **LOSSLESS) == replace(GOOD, step=0, profile=bytes(16), schemes=(1, 1, 1)).seal(key=key)
     if key:
         assert written(key, associated_data=b"its place") == GOOD.seal(key=key, associated_data=b"its place")
 
 
 @pytest.mark.parametrize("key", [None, KEY])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("scheme", [Scheme.TRANSFORM, Scheme.REFINEMENT])
-def test_header_round_trip(scheme: Scheme, dtype: str, key: bytes | None) -> None:
-    blob = written(key, scheme=scheme, dtype=dtype)
+@pytest.mark.parametrize("changes", [{}, LOSSLESS, REFINEMENT], ids=["transform", "lossless", "refinement"])
+def test_header_round_trip(changes: dict[str, Any], dtype: str, key: bytes | None) -> None:
+    blob, contents = written(key, dtype=dtype, **changes), replace(CONTENTS, dtype=dtype, **changes)
     header = read_header(blob)
-    assert (header.scheme, header.dtype, header.tokens, header.start, header.step_index) == (
-        scheme,
-        dtype,
-        77,
-        1234,
-        -65,
-    )
-    assert (header.values_per_token, header.layout, header.profile) == (96, LAYOUT_ID, PROFILE_ID)
+    assert {own.name: getattr(header, own.name) for own in fields(Contents)} == asdict(contents)
+    assert header.lossless == (changes is LOSSLESS)
     assert header.section_bytes == (13, 0, 14) and header.tagged == (key is not None)
     assert header.total_bytes == len(blob)
     for index, section in enumerate(SECTIONS):
@@ -120,19 +132,19 @@ def test_header_round_trip(scheme: Scheme, dtype: str, key: bytes | None) -> Non
 
 def test_inspect_tells_every_field_without_a_profile() -> None:
     info = inspect(written(KEY, dtype="float32"))
-    assert (info.scheme, info.version, info.dtype) == ("transform", 3, "float32")
+    assert (info.kind, info.scheme, info.version, info.dtype) == ("chunk", "transform", 4, "float32")
     assert (info.tokens, info.start, info.values_per_token) == (77, 1234, 96)
     assert info.step == pytest.approx(2 ** (-65 / 64))
-    assert (info.layout_fingerprint, info.profile_id) == (LAYOUT_ID.hex(), PROFILE_ID.hex())
-    assert (info.section_bytes, info.header_bytes) == ((13, 0, 14), 72 + 36 + 8)
-    assert info.total_bytes == 116 + 27 + 24 and info.authenticated
+    assert (info.layout_fingerprint, info.profile_id, info.refines) == (LAYOUT_ID.hex(), PROFILE_ID.hex(), None)
+    assert (info.section_bytes, info.header_bytes) == ((13, 0, 14), 88 + 39 + 8)
+    assert info.total_bytes == 135 + 27 + 24 and info.authenticated
     assert info.raw_bytes == 77 * 96 * 4
-    assert info.bits_per_value == pytest.approx(8 * 167 / (77 * 96))
-    assert info.ratio == pytest.approx(77 * 96 * 4 / 167)
+    assert info.bits_per_value == pytest.approx(8 * 186 / (77 * 96))
+    assert info.ratio == pytest.approx(77 * 96 * 4 / 186)
 
 
 def test_inspect_of_lossless_has_neither_step_nor_profile() -> None:
-    info = inspect(written(scheme=Scheme.LOSSLESS, profile=bytes(16), step_index=0))
+    info = inspect(written(**LOSSLESS))
     assert (info.scheme, info.step, info.profile_id, info.authenticated) == ("lossless", None, None, False)
     assert info.raw_bytes == 77 * 96 * 2
 
@@ -146,10 +158,15 @@ def test_inspect_survives_any_step(step: int) -> None:
 
 BROKEN: dict[str, Fields] = {
     "another magic": replace(GOOD, magic=b"cuvE"),
-    "scheme 4": replace(GOOD, scheme=4),
-    "a refinement that is a base": replace(GOOD, scheme=3, flags=4),
-    "a base of another scheme": replace(GOOD, scheme=2, flags=4),
-    "scheme 255": replace(GOOD, scheme=255),
+    "kind 2": replace(GOOD, kind=2),
+    "kind 255": replace(GOOD, kind=255),
+    "a refinement of nothing": replace(GOOD, kind=1),
+    "a refinement without loss": replace(GOOD, kind=1, refines=BASE_ID, step=0, profile=bytes(16), schemes=(1, 1, 1)),
+    "a chunk that refines": replace(GOOD, refines=BASE_ID),
+    "scheme 0": replace(GOOD, schemes=(0, 0, 0)),
+    "scheme 3": replace(GOOD, schemes=(3, 3, 3)),
+    "scheme 255 in the last section": replace(GOOD, schemes=(2, 2, 255)),
+    "sections of two schemes": replace(GOOD, schemes=(2, 1, 2)),
     "dtype 3": replace(GOOD, dtype=3),
     "reserved": replace(GOOD, reserved=1),
     "reserved, high bit": replace(GOOD, reserved=1 << 31),
@@ -160,16 +177,17 @@ BROKEN: dict[str, Fields] = {
     "no sections": replace(GOOD, count=0),
     "2**32 - 1 sections": replace(GOOD, count=2**32 - 1),
     "2**16 sections": replace(GOOD, count=1 << 16),
-    "total one less": replace(GOOD, total=142),
-    "total one more": replace(GOOD, total=144),
+    "total one less": replace(GOOD, total=161),
+    "total one more": replace(GOOD, total=163),
     "total huge": replace(GOOD, total=2**64 - 1),
     "section too long": replace(GOOD, lengths=(13, 0, 15)),
     "section of 4 GiB": replace(GOOD, lengths=(2**32 - 1, 0, 14)),
-    "section of 4 GiB, total agrees": replace(GOOD, lengths=(2**32 - 1, 0, 14), total=116 + 2**32 + 13),
+    "section of 4 GiB, total agrees": replace(GOOD, lengths=(2**32 - 1, 0, 14), total=135 + 2**32 + 13),
     "sections shorter": replace(GOOD, lengths=(12, 0, 14)),
-    "a profile where lossless has none": replace(GOOD, scheme=0, step=0),
-    "a step where lossless has none": replace(GOOD, scheme=0, profile=bytes(16)),
-} | {f"flag {bit}": replace(GOOD, flags=1 << bit) for bit in range(3, 8)}
+    "a profile where lossless has none": replace(GOOD, schemes=(1, 1, 1), step=0),
+    "a step where lossless has none": replace(GOOD, schemes=(1, 1, 1), profile=bytes(16)),
+    "no profile": replace(GOOD, profile=bytes(16)),
+} | {f"flag {bit}": replace(GOOD, flags=1 << bit) for bit in range(2, 8)}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -182,11 +200,11 @@ def test_broken_rules_are_refused_though_checksums_match(name: str) -> None:
 
 
 def test_a_section_ends_below_two_gibibytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    longest = replace(GOOD, lengths=(2**31, 0, 14), total=116 + 2**31 + 14)
+    longest = replace(GOOD, lengths=(2**31, 0, 14), total=135 + 2**31 + 14)
     with pytest.raises(FormatError, match="not below 2 GiB"):
         read_header(longest.seal())
     with pytest.raises(FormatError) as caught:
-        read_header(replace(longest, lengths=(2**31 - 1, 0, 14), total=116 + 2**31 + 13).seal())
+        read_header(replace(longest, lengths=(2**31 - 1, 0, 14), total=135 + 2**31 + 13).seal())
     assert "2 GiB" not in str(caught.value)  # but the bytes that are missing
     monkeypatch.setattr("cuvee.codec.format.container.MAX_SECTION_BYTES", 13)
     with pytest.raises(InputError, match="encode fewer tokens at a time"):
@@ -198,18 +216,20 @@ def test_the_limits_themselves_are_allowed(tokens: int) -> None:
     assert read_header(replace(GOOD, tokens=tokens).seal()).tokens == tokens
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 255])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 5, 255])
 def test_other_versions_are_refused_as_such(version: int) -> None:
-    with pytest.raises(VersionError, match=f"version {version}; this build reads version 3"):
+    remedy = "encode the chunk again" if version < 4 else "read it with the cuvee that wrote it"
+    with pytest.raises(VersionError, match=f"version {version}; this build reads version 4: {remedy}"):
         read_header(replace(GOOD, version=version).seal())
 
 
-def test_another_version_is_named_whatever_follows() -> None:
-    with pytest.raises(VersionError, match="version 4"):
-        read_header(b"cuve\x04" + b"\xff" * 200)
+@pytest.mark.parametrize("rest", [0, 67, 200])
+def test_another_version_is_named_whatever_follows(rest: int) -> None:
+    with pytest.raises(VersionError, match="version 3"):
+        read_header(b"cuve\x03" + b"\xff" * rest)
 
 
-@pytest.mark.parametrize("junk", [b"", b"cuve", b"cuve\x01", bytes(79), b"PK\x03\x04" + bytes(300)])
+@pytest.mark.parametrize("junk", [b"", b"cuve", b"cuve\x04", bytes(95), b"PK\x03\x04" + bytes(300)])
 def test_bytes_that_are_no_blob_are_refused(junk: bytes) -> None:
     with pytest.raises(FormatError):
         read_header(junk)
@@ -227,7 +247,7 @@ def test_every_truncation_and_any_tail_is_refused(key: bytes | None) -> None:
 
 def test_the_header_checksum_covers_header_and_contents() -> None:
     blob = written()
-    for at in range(72 + 36 + 8):
+    for at in range(88 + 39 + 8):
         for flip in (1, 0x80, 0xFF):
             changed = bytearray(blob)
             changed[at] ^= flip
@@ -252,7 +272,7 @@ def test_writing_refuses_what_reading_would() -> None:
     with pytest.raises(InputError, match="tokens"):
         written(tokens=MAX_TOKENS + 1)
     with pytest.raises(CuveeError):
-        written(sections=[b""] * ((1 << 16) + 1))
+        write_blob(CONTENTS, [b""] * ((1 << 16) + 1))
 
 
 # --- the keyed tag
@@ -324,13 +344,13 @@ def test_a_stripped_tag_does_not_make_a_blob_trusted() -> None:
 
 def test_tampering_with_right_checksums_is_found_by_the_tag() -> None:
     tag = written(KEY)[-16:]
-    for fields, sections in (
+    for changed, sections in (
         (replace(GOOD, start=1235), SECTIONS),
-        (replace(GOOD, profile=bytes(16)), SECTIONS),
+        (replace(GOOD, profile=BASE_ID), SECTIONS),
         (GOOD, (b"fIrst section", *SECTIONS[1:])),
         (GOOD, (SECTIONS[0][:-1], SECTIONS[0][-1:], SECTIONS[2])),
     ):
-        forged = fields.seal(sections, KEY)[:-16] + tag
+        forged = changed.seal(sections, KEY)[:-16] + tag
         read_header(forged)
         with pytest.raises(CorruptError, match="tag"):
             verified(forged, KEY)

@@ -312,7 +312,7 @@ def test_inspect_reads_the_vector(golden: Golden, name: str) -> None:
     scheme, dtype = name.split("-")
     info = inspect(golden.blob(name))
     written = "transform" if scheme in ("classes", "tokens") else scheme
-    assert (info.scheme, info.dtype, info.version) == (written, dtype, 3)
+    assert (info.scheme, info.dtype, info.version) == (written, dtype, 4)
     assert info.token_id_bytes == (2 * TOKENS if scheme == "tokens" else 0)
     assert (info.tokens, info.start, info.values_per_token) == (tokens_of(name), 0, 48)
     assert info.layout_fingerprint == replace(LAYOUT, dtype=dtype).fingerprint.hex()

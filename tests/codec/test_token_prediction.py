@@ -21,7 +21,7 @@ import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, _warn_of_no_ids
 from cuvee.codec.errors import CorruptError, FormatError, InputError
-from cuvee.codec.format.container import Scheme, inspect, read_header, read_token_ids, write_blob, write_token_ids
+from cuvee.codec.format.container import inspect, read_header, read_token_ids, write_blob, write_token_ids
 from cuvee.codec.identity import Identity
 from cuvee.codec.learning.token_model import MOST_FEATURES, TokenSums, learn_token_model
 from cuvee.codec.models.forward import prefill
@@ -239,7 +239,7 @@ def test_a_kl_that_no_step_keeps_without_ids_is_lossless_without_ids(
     assert codec.quality_name == "step:0,plain:lossless" and not codec.lossless
     blob = codec.encode(without_ids(chunk))
     assert equal(codec.decode(blob), chunk)
-    assert codec.open_expected(blob, tokens=TOKENS, start=0, dtype="float32").header.scheme is Scheme.LOSSLESS
+    assert codec.open_expected(blob, tokens=TOKENS, start=0, dtype="float32").header.lossless
     assert not equal(codec.decode(codec.encode(chunk)), chunk)
     names = {codec.quality_name, Codec(own, step=1.0).quality_name, Codec(own, "lossless").quality_name}
     assert names == {"step:0,plain:lossless", "step:0", "lossless"}
@@ -354,10 +354,7 @@ def forged(profile: Profile, blob: bytes, ids: bytes) -> bytes:
     sections = [
         blob[header.section_offset(i) : header.section_offset(i) + size] for i, size in enumerate(header.section_bytes)
     ]
-    return write_blob(
-        header.scheme, header.dtype, header.tokens, header.start, header.step_index, header.values_per_token,
-        header.layout, header.profile, sections, None, token_ids=ids,
-    )  # fmt: skip
+    return write_blob(header, sections, token_ids=ids)
 
 
 def test_forged_ids_are_refused(model: LlamaForCausalLM, profile: Profile, chunk: KVChunk) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 from tests.classed import with_classes
-from tests.codec.forging import HEADER, OFFSETS, codec_of, correlated_chunk, reseal, reseal_header, sections_of
+from tests.codec.forging import ENTRY, HEADER, OFFSETS, codec_of, correlated_chunk, reseal, reseal_header, sections_of
 from tests.codec.vectors import FOLDER as GOLDEN
 from tests.codec.vectors import KEY, golden_codec
 from tests.conftest import decoded_layers
@@ -30,7 +30,7 @@ from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.coded_part import Reader, write_streams
-from cuvee.codec.format.container import Scheme, inspect, read_header, write_blob
+from cuvee.codec.format.container import inspect, read_header, write_blob
 from cuvee.codec.format.keys import Key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
@@ -73,9 +73,9 @@ class Subject:
     key: bytes | None = None
 
     @property
-    def scheme(self) -> Scheme:
-        """The scheme of the blob."""
-        return read_header(self.blob).scheme
+    def lossless(self) -> bool:
+        """Whether the blob is lossless."""
+        return read_header(self.blob).lossless
 
     @property
     def profile(self) -> Profile:
@@ -139,7 +139,7 @@ def coded_at(subject: Subject, section: bytes, index: int) -> int:
     header = read_header(subject.blob)
     reader = Reader(memoryview(section))
     try:
-        if header.scheme is Scheme.LOSSLESS:
+        if header.lossless:
             layout = subject.profile.layout
             item = 2 if header.dtype != "float32" else 4
             layer = layout.layers[index]
@@ -302,7 +302,7 @@ def forged(dice: Dice, at: int) -> bytes:
     tables = profile.family.tables
     parts = []
     for index in range(len(header.section_bytes)):
-        if header.scheme is Scheme.LOSSLESS:
+        if header.lossless:
             layer = profile.layout.layers[index]
             part = _lossless_section(dice, layer, 2 if header.dtype != "float32" else 4, tokens)
         elif dice.chance(0.6):
@@ -313,10 +313,7 @@ def forged(dice: Dice, at: int) -> bytes:
     dice.mischief = True
     key = Key.of(subject.key) if subject.key is not None else None
     start = dice.pick((0, header.start, 4096 - tokens))
-    return write_blob(
-        header.scheme, header.dtype, tokens, start, header.step_index, header.values_per_token, header.layout,
-        header.profile, parts, key,
-    )  # fmt: skip
+    return write_blob(replace(header, tokens=tokens, start=start), parts, key=key)
 
 
 def _sealed(subject: Subject, blob: bytes, sections: list[bytes], **fields: int) -> bytes:
@@ -324,18 +321,13 @@ def _sealed(subject: Subject, blob: bytes, sections: list[bytes], **fields: int)
     if subject.key is None:
         return reseal(blob, sections, **fields)
     header = read_header(blob)
-    values = {
-        "tokens": header.tokens,
-        "start": header.start,
-        "step": header.step_index,
-        "values": header.values_per_token,
-    }
-    values |= {name: value for name, value in fields.items() if name in values}
-    step = values["step"] - (1 << 32) if values["step"] >= 1 << 31 else values["step"]
-    return write_blob(
-        header.scheme, header.dtype, min(values["tokens"], 1 << 24), values["start"], step, values["values"],
-        header.layout, header.profile, sections, Key.of(subject.key),
+    step = fields.get("step", header.step_index)
+    changed = replace(
+        header, tokens=min(fields.get("tokens", header.tokens), 1 << 24), start=fields.get("start", header.start),
+        values_per_token=fields.get("values", header.values_per_token),
+        step_index=step - (1 << 32) if step >= 1 << 31 else step,
     )  # fmt: skip
+    return write_blob(changed, sections, key=Key.of(subject.key))
 
 
 class BlobTarget:
@@ -396,10 +388,11 @@ class BlobTarget:
         """Change a field of the header or the table of contents, and correct the header's checksum."""
         out = bytearray(blob)
         count = len(read_header(blob).section_bytes)
-        end = HEADER + 12 * count
+        end = HEADER + ENTRY * count
         for _ in range(dice.small(3)):
             if dice.chance(0.5):
-                where, width = dice.pick([(where, 1) for where in OFFSETS.values()] + [(7, 1), (28, 4), (64, 8)])
+                more = [(7, 1), (28, 4), (64, 8), (80, 8), (HEADER + 4, 1)]
+                where, width = dice.pick([(where, 1) for where in OFFSETS.values()] + more)
             else:
                 where, width = dice.number(4, end - 8), dice.pick((1, 4, 8))
             value = int.from_bytes(out[where : where + width], "little")
@@ -480,13 +473,10 @@ def _compare(subject: Subject, blob: bytes, chunk: KVChunk | None, backend: str)
         raise Finding(f"{backend} {'refuses' if other is None else 'decodes'} what numba does not")
     if chunk is None or other is None:
         return
-    scheme = read_header(blob).scheme
-    if scheme is Scheme.TRANSFORM:
-        alike = backend != "reference" or agree(subject.profile, other, chunk)
+    if read_header(blob).lossless:
+        alike = _same(other, chunk, slice(0, chunk.tokens))
     else:
-        alike = (backend != "reference" and scheme is not Scheme.LOSSLESS) or _same(
-            other, chunk, slice(0, chunk.tokens)
-        )
+        alike = backend != "reference" or agree(subject.profile, other, chunk)
     if not alike:
         raise Finding(f"{backend} and numba decode different values")
 

@@ -26,12 +26,12 @@ from cuvee.codec.errors import (
     ProfileMismatchError,
     UnsupportedModelError,
 )
-from cuvee.codec.format.container import Scheme, inspect, read_header, write_blob
+from cuvee.codec.format.container import Contents, Scheme, inspect, read_header, write_blob
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.profiles import profile as codec_profile
-from cuvee.codec.profiles.profile import ID_BYTES, Profile
+from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache, load_cache, save_cache
 
@@ -735,8 +735,11 @@ def test_damaged_blobs_on_the_way_to_a_device(
         decode_cache(codecs.device, [blobs[0], blobs[1][:-1]], model.config, device)
     plain = both("lossless")
     huge = write_blob(
-        Scheme.LOSSLESS, "float32", 1 << 20, 0, 0, layout.values_per_token, layout.fingerprint, bytes(ID_BYTES),
-        [bytes(16)] * 2, None,
+        Contents(
+            dtype="float32", tokens=1 << 20, start=0, values_per_token=layout.values_per_token,
+            schemes=(Scheme.LOSSLESS,) * 2, layout=layout.fingerprint,
+        ),
+        [bytes(16)] * 2,
     )  # fmt: skip
     with pytest.raises(FormatError, match="sections that hold 1048576 tokens"):
         decode_cache(plain.device, [huge], model.config, device)

@@ -227,9 +227,6 @@ def _container_calls(blob: bytes) -> dict[str, Callable[[], object]]:
     header, sections = read_header(blob), [bytes(section) for section in read()]
 
     def write() -> None:
-        write_blob(
-            header.scheme, header.dtype, header.tokens, header.start, header.step_index, header.values_per_token,
-            header.layout, header.profile, sections, None,
-        )  # fmt: skip
+        write_blob(header, sections)
 
     return {"encode": write, "decode": read}

@@ -36,10 +36,11 @@ def inspect(
             ]
         )
         return
-    table = make_table("file", "scheme", "tokens", "dtype", "step", "token ids", "bytes", "bits/value", "ratio")
+    table = make_table("file", "kind", "scheme", "tokens", "dtype", "step", "token ids", "bytes", "bits/value", "ratio")
     for path, info in infos:
         table.add_row(
             str(path),
+            info.kind,
             info.scheme,
             f"{info.start} … {info.start + info.tokens - 1}",
             info.dtype,
