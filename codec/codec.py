@@ -531,7 +531,9 @@ class Codec:
                 header.schemes,
             )  # fmt: skip
             if shape != expected or own.step_index != header.step_index - FINER:
-                raise FormatError("refinement: must have the tokens of its base at a quarter of the step")
+                raise FormatError(
+                    "refinement: must have the tokens, layout and profile of its base, at a quarter of the step"
+                )
             found.append((finer, own))
         return tuple(found)
 
@@ -1045,8 +1047,6 @@ def _in_parts(setting: _Setting, refinements: int) -> _Setting:
 def _check_refinements(refinements: object, profile: Profile) -> None:
     if type(refinements) is not int or not 0 <= refinements <= MAX_REFINEMENTS:
         raise InputError(f"refinements: must be 0 … {MAX_REFINEMENTS}, got {refinements!r}")
-    if refinements:
-        raise InputError(f"refinements: must be 0 as long as no stage codes them, got {refinements}")
     if refinements and not profile.learned:
         raise InputError(
             f"refinements: must be 0 with an unlearned profile, got {refinements}: learn a profile to use them"

@@ -31,7 +31,7 @@ MAX_SCHEMES = 8  # kept: the first one, which is the codec's own, and the last o
 PARALLEL_VALUES = 1 << 20  # below this, starting threads takes longer than it saves
 SHARES = 3  # runs of sections per thread: a slow run delays a third of the thread's work
 
-_Key = tuple[bytes, Scheme, int, bool]
+_Key = tuple[bytes, Scheme, int, bool, int]
 
 
 class CpuBackend:
@@ -111,7 +111,7 @@ class CpuBackend:
         return lambda: None
 
     def _scheme(self, coding: Coding) -> SectionScheme:
-        key = (coding.profile.id, coding.scheme, coding.step_index, coding.predicted)
+        key = (coding.profile.id, coding.scheme, coding.step_index, coding.predicted, coding.refinements)
         # Looked up once: between a test and an access another thread may have evicted it.
         known = self._schemes.get(key)
         if known is not None:
@@ -120,7 +120,7 @@ class CpuBackend:
         if coding.scheme is Scheme.LOSSLESS:
             made: SectionScheme = LosslessScheme(profile.layout, self._stages)
         else:
-            made = TransformScheme(profile, coding.step_index, coding.predicted, self._stages)
+            made = TransformScheme(profile, coding.step_index, coding.predicted, self._stages, coding.refinements)
         # A scheme holds copies of the bases, so schemes of many steps must not pile up. The dict is replaced and never
         # changed: one of two threads may lose its addition, and makes the scheme again when it needs it next.
         own, *others = [*self._schemes.items(), (key, made)]

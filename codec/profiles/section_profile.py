@@ -12,6 +12,7 @@ import torch
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import coding_plan, scale_codes
+from cuvee.codec.entropy.residuals import WIDEST
 from cuvee.codec.entropy.token_classes import (
     CLASS_UNITS,
     CLASSES,
@@ -26,7 +27,7 @@ from cuvee.codec.profiles.class_predictor import Predictor, read_predictor
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.token_prediction import CoefficientMap, TokenMap, read_token_map
-from cuvee.codec.support.arrays import I16, U16
+from cuvee.codec.support.arrays import I16, I32, U16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,10 @@ class SectionProfile:
             at += size
         return tuple(ranks), np.concatenate(chosen)
 
-    def plan(self, step_index: int) -> tuple[tuple[int, ...], CodingPlan]:
-        """Return the ranks of the blocks and the coding plan at a step."""
+    def plan(self, step_index: int, residual: bool = False) -> tuple[tuple[int, ...], CodingPlan]:
+        """Return the ranks of the blocks and the coding plan at a step; `residual`: of a refinement."""
         ranks, chosen = self.select(step_index)
-        return ranks, coding_plan(scale_codes(self.scale[chosen], step_index))
+        return ranks, _plan_of(scale_codes(self.scale[chosen], step_index), residual)
 
     def class_ranks(self, step_index: int, token_class: int) -> tuple[int, ...]:
         """Return the number of components per block that tokens of a class code in a blob of this step index."""
@@ -93,8 +94,8 @@ class SectionProfile:
             at += size
         return tuple(ranks)
 
-    def classed_plan(self, step_index: int) -> ClassedPlan:
-        """Return the coding plan of every class in a blob of this step index.
+    def classed_plan(self, step_index: int, residual: bool = False) -> ClassedPlan:
+        """Return the coding plan of every class in a blob of this step index; `residual`: in a refinement.
 
         Raises:
             ProfileError: the step is too fine for all classes.
@@ -103,7 +104,7 @@ class SectionProfile:
         for k in range(CLASSES):
             codes = self._class_codes(step_index, k)
             try:
-                plans.append(coding_plan(codes[codes >= 0]))
+                plans.append(_plan_of(codes[codes >= 0], residual))
             except ProfileError:
                 plans.append(None)
         return ClassedPlan(plans, step_index)
@@ -148,6 +149,11 @@ class SectionProfile:
         if self.plain_scale is not None:
             arrays[f"{prefix}.plain_scale"] = self.plain_scale
         return arrays
+
+
+def _plan_of(codes: I32, residual: bool) -> CodingPlan:
+    """Return the plan of components of these scale codes; `residual`: of what a base left over of them."""
+    return coding_plan(np.minimum(codes, WIDEST) if residual else codes)
 
 
 def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp]:

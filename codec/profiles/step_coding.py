@@ -28,6 +28,7 @@ class SectionCoding:
         step_index: the blob's step index.
         coefficients: returns what tokens predict of the coefficients that the predictor reads; None if the blob holds
             no token ids. Only the encoder calls it, because for a large model the answer takes long to prepare.
+        residual: whether the blob is a refinement.
 
     Attributes:
         learned: as given.
@@ -39,16 +40,17 @@ class SectionCoding:
         learned: SectionProfile,
         step_index: int,
         coefficients: Callable[[], PredictionCache | None] | None = None,
+        residual: bool = False,
     ) -> None:
         self.learned = learned
         self._coefficients = coefficients
-        self.ranks, self.plan = learned.plan(step_index)
-        self._step_index = step_index
+        self.ranks, self.plan = learned.plan(step_index, residual)
+        self._step_index, self._residual = step_index, residual
 
     @lazy
     def classed(self) -> ClassedPlan:
         """The coding plan of each class."""
-        return self.learned.classed_plan(self._step_index)
+        return self.learned.classed_plan(self._step_index, self._residual)
 
     @lazy
     def class_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -153,6 +155,7 @@ class StepCoding:
         step_index: the blob's step index.
         coefficients: given a section's number, returns what tokens predict of the coefficients that its predictor reads
             (`Profile.predicted_coefficients`); None if the blob holds no token ids.
+        residual: whether the blob is a refinement.
 
     Attributes:
         sections: how each section is coded.
@@ -165,9 +168,10 @@ class StepCoding:
         family: Family,
         step_index: int,
         coefficients: Callable[[int], PredictionCache | None] | None = None,
+        residual: bool = False,
     ) -> None:
         self.sections = tuple(
-            SectionCoding(section, step_index, None if coefficients is None else partial(coefficients, index))
+            SectionCoding(section, step_index, None if coefficients is None else partial(coefficients, index), residual)
             for index, section in enumerate(learned)
         )
         self.family = family

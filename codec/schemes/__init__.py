@@ -33,7 +33,7 @@ class SectionScheme(Protocol):
         ...
 
     def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
-        """Return for each of the sections `numbers` its bytes: one part, or a base and its refinements.
+        """Return for each of the sections `numbers` its bytes: one part, or a base and its refinement.
 
         Args:
             chunk: the tokens, with their ids if the profile predicts from them.
@@ -53,7 +53,7 @@ class SectionScheme(Protocol):
         """Decode sections into rows.
 
         Args:
-            parts: number of each section, and its bytes: one part, or a base and its refinements.
+            parts: number of each section, and its bytes: one part, or a base and its refinement.
             request: the tokens to decode.
             keys: per layer the rows of the request's tokens; None for layers that are not decoded.
             values: the same for values.

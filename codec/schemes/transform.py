@@ -16,6 +16,8 @@ import torch
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
+from cuvee.codec.entropy.residuals import FINER
+from cuvee.codec.errors import CorruptError
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
 from cuvee.codec.profiles.step_coding import StepCoding
@@ -41,21 +43,28 @@ _arena = Arena()
 
 
 class TransformScheme:
-    """Codes sections with a learned profile at one step.
+    """Codes sections with a learned profile at one step, or as a base and its refinement.
 
     Args:
         profile: the profile.
-        step_index: the blob's.
+        step_index: the blob's, or the base's.
         predicted: whether the blob holds token ids.
         stages: the stages to call.
+        refinements: 1 if a section is a base and its refinement, otherwise 0.
     """
 
-    def __init__(self, profile: Profile, step_index: int, predicted: bool, stages: Stages) -> None:
+    def __init__(
+        self, profile: Profile, step_index: int, predicted: bool, stages: Stages, refinements: int = 0
+    ) -> None:
         self._profile = profile
         self._sections = profile.sections
         coefficients = self._predicted_coefficients if predicted else None
-        self._coding = StepCoding(profile.learned_for(predicted), profile.family, step_index, coefficients)
-        self._coder = CoefficientCoder(stages, profile.family, step_index)
+        learned, family = profile.learned_for(predicted), profile.family
+        self._coding = self._last = StepCoding(learned, family, step_index, coefficients)
+        if refinements:
+            self._last = StepCoding(learned, family, step_index - FINER, residual=True)
+        self._refined = refinements > 0
+        self._coder = CoefficientCoder(stages, family, step_index)
         self._stages = stages
         self._inverses: dict[tuple[int, Products], Any] = {}
         self._tiles = [tile_tokens(section, profile.layout) for section in profile.sections]
@@ -67,6 +76,8 @@ class TransformScheme:
 
     def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
         """See `SectionScheme.encode`."""
+        if self._refined:
+            return self._encode_refined(chunk, numbers, unrotation)
         coded: dict[int, bytes] = {}
         classed: list[int] = []
         for index in numbers:
@@ -88,6 +99,64 @@ class TransformScheme:
             )
             coded |= zip(classed[batch], self._coder.encode_classes(sections, chunk.tokens), strict=True)
         return [(coded[index],) for index in numbers]
+
+    def _encode_refined(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
+        """Return the base and the refinement of each section. All tokens have classes, whether predicted or not.
+
+        The coefficients of a section are kept until its base is coded: 4 bytes for each value.
+        """
+        out: list[tuple[bytes, ...]] = []
+        for batch in self._batches(numbers, chunk.tokens):
+            own = numbers[batch]
+            kept = [[(*of, y.copy()) for *of, y in self._columns(chunk, index, unrotation)] for index in own]
+            bases = self._coder.encode_classes(
+                [
+                    ClassedSection(
+                        [(classes, columns, self._of_base(index, columns, y)) for classes, columns, y in pieces],
+                        self._coding.sections[index].classed,
+                        self._coding.sections[index].class_table,
+                    )
+                    for index, pieces in zip(own, kept, strict=True)
+                ],
+                chunk.tokens,
+            )
+            for index, base, pieces in zip(own, bases, kept, strict=True):
+                # What a decoder will add to is taken off: the base goes through the decoder's own stages.
+                indexed = self._stages.index_sections(self._coding, [(index, memoryview(base))], chunk.tokens)
+                for at, (_, columns, y) in zip(tiles(chunk.tokens, self._tiles[index]), pieces, strict=True):
+                    (known,) = self._stages.decode_sections(indexed, at, torch.float32)
+                    self._take_off(index, columns, y, known.y.numpy())
+            refinements = self._coder.encode_classes(
+                [
+                    ClassedSection(pieces, self._last.sections[index].classed, self._last.sections[index].class_table)
+                    for index, pieces in zip(own, kept, strict=True)
+                ],
+                chunk.tokens,
+            )
+            out += zip(bases, refinements, strict=True)
+        return out
+
+    def _of_base(self, index: int, columns: U8, y: F32) -> F32:
+        """Return the rows that the base codes of a tile, given those that the refinement codes."""
+        ranks, deeper = (coding.sections[index].class_ranks for coding in (self._coding, self._last))
+        if len(deeper[0]) == 1:  # the leading ones
+            return y
+        out = np.zeros((sum(ranks[columns.min()]), len(columns)), np.float32)
+        for run, k in class_runs(columns):
+            to = first = 0
+            for rank, deep in zip(ranks[k], deeper[k], strict=True):
+                out[to : to + rank, run] = y[first : first + rank, run]
+                to, first = to + rank, first + deep
+        return out
+
+    def _take_off(self, index: int, columns: U8, y: F32, known: F32) -> None:
+        """Subtract from a tile's coefficients, in place, those `[blocks, pad, t]` that the base holds."""
+        ranks, deeper = (coding.sections[index].class_ranks for coding in (self._coding, self._last))
+        for run, k in class_runs(columns):
+            first = 0
+            for block, (rank, deep) in enumerate(zip(ranks[k], deeper[k], strict=True)):
+                y[first : first + rank, run] -= known[block, :rank, run]
+                first += deep
 
     def _centered(self, chunk: KVChunk, index: int, unrotation: Rotation) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the section's values minus their means and predictions, tile by tile."""
@@ -120,7 +189,7 @@ class TransformScheme:
         for at, x in self._centered(chunk, index, unrotation):
             ids = None if chunk.token_ids is None else chunk.token_ids[at]
             classes, leading = coding.classes(x, chunk.start, at, finer, self._stages.predict_classes, ids)
-            class_ranks = coding.class_ranks
+            class_ranks = self._last.sections[index].class_ranks
             rows = sum(class_ranks[classes.min()])
             columns, ordered, y = self._stages.arrange(classes, x, leading, rows)
             known = 0 if leading is None else min(len(leading), rows)
@@ -145,12 +214,14 @@ class TransformScheme:
         tile = max(self._tiles)
         for run in self._batches([index for index, _ in parts], min(tile, tokens)):
             batch = parts[run]
-            sections = [(index, data) for index, (data,) in batch]
-            indexed = self._stages.index_sections(self._coding, sections, tokens)
+            indexed = [
+                self._stages.index_sections(coding, [(index, parts_of[part]) for index, parts_of in batch], tokens)
+                for part, coding in enumerate((self._coding, self._last)[: 1 + self._refined])
+            ]
             for at in tiles_around(span, tile, tokens):
                 inside, rows = overlap(at, span)
                 wanted = slice(at.start + inside.start, at.start + inside.stop)
-                decoded = self._stages.decode_sections(indexed, at, products.coefficients)
+                decoded = self._decode(indexed, at, products.coefficients)
                 for (index, _), columns in zip(batch, decoded, strict=True):
                     section = self._sections[index]
                     out = _arena.tensor("x", columns.y.shape[2] * section.values, columns.y.dtype)
@@ -161,11 +232,30 @@ class TransformScheme:
                     own = self._predictions(index, request.token_ids, request.header.start, wanted)
                     self._stages.place(x, mean, section, layout, rotation, rows, keys, values, order, own)
 
+    def _decode(self, indexed: Sequence[Any], at: slice, dtype: torch.dtype) -> list[Coefficients]:
+        """Decode a tile of all parts, and add the coefficients of a base and its refinement."""
+        if not self._refined:
+            return self._stages.decode_sections(indexed[0], at, dtype)
+        bases = [
+            (base.order, base.classes, base.y.clone())  # `y` is valid until the next tile
+            for base in self._stages.decode_sections(indexed[0], at, torch.float32)
+        ]
+        out = []
+        refinements = self._stages.decode_sections(indexed[1], at, torch.float32)
+        for (order, classes, known), own in zip(bases, refinements, strict=True):
+            if classes is None or own.classes is None or not np.array_equal(order, own.order):
+                raise _class_error()
+            if not np.array_equal(classes, own.classes):
+                raise _class_error()
+            own.y[:, : known.shape[1]] += known
+            out.append(Coefficients(order, classes, own.y.to(dtype)))
+        return out
+
     def _batches(self, numbers: Sequence[int], columns: int) -> Iterator[slice]:
         """Yield runs of sections whose planes fit the cache together; a larger section is its own run."""
         first = size = 0
         for i, index in enumerate(numbers):
-            own = int(self._coding.sections[index].classed.planes.max()) * columns
+            own = int(self._last.sections[index].classed.planes.max()) * columns
             if first < i and size + own > BATCH_VALUES:
                 yield slice(first, i)
                 first, size = i, 0
@@ -176,7 +266,7 @@ class TransformScheme:
     def _product_runs(self, index: int, tile: Coefficients) -> Iterator[tuple[slice, Sequence[int]]]:
         """Yield the columns of each product, and how many rows of each block they need."""
         pad, width = tile.y.shape[1:]
-        coding = self._coding.sections[index]
+        coding = self._last.sections[index]
         if tile.classes is None:
             yield slice(0, width), [min(padded(rank), pad) for rank in coding.ranks]
             return
@@ -187,12 +277,16 @@ class TransformScheme:
         """Return a section's inverse maps as the stage `synthesize` takes them."""
         key = (index, products)
         if key not in self._inverses:
-            coding = self._coding.sections[index]
+            coding = self._last.sections[index]
             rank = max(*coding.class_ranks[coding.classed.finest], *coding.ranks)
             self._inverses[key] = self._stages.prepare_inverse(
                 coding.learned.basis.inverse, rank, products, coding.expected_shares(self._coding.family.tables)
             )
         return self._inverses[key]
+
+
+def _class_error() -> CorruptError:
+    return CorruptError("refinement: must have the token classes of its base, got other ones: the bytes are damaged")
 
 
 def product_runs(classes: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:
