@@ -3,8 +3,8 @@
     tokens ──> content key ──> store ── hit ──> blob
                                  └───── miss ─> model, codec ─> blob, which is stored
 
-A codec with refinements makes a base and refinements of a chunk. Each is an entry of its own, and a store that is full
-drops refinements first. A chunk then comes with those that are left.
+A codec with refinements makes a base and a refinement of a chunk. Each is an entry of its own, and a store that is full
+drops refinements first. A chunk then comes without.
 
 A chunk that is computed alone lacks the context that a prompt puts before it. If it is computed behind several typical
 contexts instead, all at the same positions, its keys and values can be averaged. The mean over contexts minimizes the
@@ -97,7 +97,7 @@ class ChunkCounters:
         rejected: entries that were damaged or did not match their key, and refinements that did not match their base.
             They were deleted, and chunks without a base recomputed.
         errors: failed operations of the store.
-        hits_by_parts: how many of the hits had one, two and three parts, which tells their quality; zeros if the codec
+        hits_by_parts: how many of the hits had one part and both, which tells their quality; zeros if the codec
             has no refinements.
     """
 

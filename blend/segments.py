@@ -27,7 +27,7 @@ class Segment:
         chunk: the tokens' cache: a blob, a `KVChunk`, or None for text. It may have been computed at any position. A
             chunk computed without a prefix starts at position 0, and only such a chunk is exact at the beginning of a
             prompt.
-        refinements: of the blob, if it is a base (`Codec.encode_parts`): the first ones, in order.
+        refinements: of the blob, if it is a base (`Codec.encode_parts`): none, or the one.
         associated_data: the bytes that a blob is bound to (`Codec.encode`); `ChunkCache.segment` fills it in.
 
     Raises:

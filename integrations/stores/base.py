@@ -3,7 +3,7 @@
 A key is `tenant/id`, both in lower-case hexadecimal; `cuvee.codec.identity.store_key` makes one. The tenant is part of
 the key so that all entries of a tenant can be found and deleted without an index.
 
-A chunk may be stored as **parts**: a base, and refinements that are useless without the parts before them. Each part is
+A chunk may be stored as **parts**: a base, and a refinement that is useless without it. Each part is
 an entry of its own, and its key says which part it is (`cuvee.codec.part_keys`). A store with a budget evicts
 refinements first: of all entries, the one with the largest age x `PART_WEIGHTS[number]` goes first.
 """
@@ -28,12 +28,10 @@ _TENANT = re.compile(r"[0-9a-f]{1,64}")
 MAX_ENTRY_BYTES = 512 << 20
 
 # How much sooner a part is evicted than a base that was used at the same time: the KL per byte that a base saves, over
-# what the part saves. On SmolLM2, .25, .59 and 1.13 bits per value leave a KL of .02, .005 and .001. So each bit of the
-# first refinement saves .044, and each bit of the second .0074. What a base saves is extrapolated, because a chunk
-# without one is computed, at a KL of 0. From the base to the first refinement, KL falls by a factor of e^4.1 per bit.
-# At this rate it would be .055 without any bits, and each bit of the base saves .14. In simulations, weights twice as
-# large served 0 to 7 % more tokens from a full store, at a mean KL that was 12 to 23 % higher.
-PART_WEIGHTS = (1, 3, 18)
+# what the part saves. On SmolLM2, .25 and 1.13 bits per value leave a KL of .02 and .001, so each bit of a refinement
+# saves .022. What a base saves is extrapolated, because a chunk without one is computed, at a KL of 0: the KL falls by
+# a factor of e^3.4 per bit, at which rate it would be .047 without any bits, and each bit of the base saves .11.
+PART_WEIGHTS = (1, 5)
 
 # Errors that concern one file rather than its disk: a folder or a FIFO in its place, or its permissions.
 UNUSABLE_ENTRY = frozenset(
@@ -149,15 +147,15 @@ class Store(ABC):
         """Return a snapshot by tier name."""
 
     def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
-        """Store the parts of a chunk: the base under `key`, and each refinement under its own key.
+        """Store the parts of a chunk: the base under `key`, and a refinement under its own key.
 
-        The base is written first. If a part is given up, those after it are not written. A crash in between leaves the
-        parts before it, which are usable. If older refinements remain beside a new base, they do not fit it: the codec
-        refuses them (`Codec.open`), and `delete_parts` with `first=1` removes them.
+        The base is written first. If it is given up, its refinement is not written. A crash in between leaves the
+        base, which is usable. If an older refinement remains beside a new base, it does not fit it: the codec refuses
+        it (`Codec.open`), and `delete_parts` with `first=1` removes it.
 
         Args:
             key: the key of the chunk, from `store_key`.
-            parts: the base and at most two refinements, in order, as `Codec.encode_parts` returns them.
+            parts: the base, and its refinement if there is one, as `Codec.encode_parts` returns them.
 
         Returns:
             The number of parts that were stored.
@@ -167,14 +165,14 @@ class Store(ABC):
             StoreError: the store failed.
         """
         if not 1 <= len(parts) <= MAX_PARTS:
-            raise InputError(f"parts: must be 1 … {MAX_PARTS}, the base and its refinements, got {len(parts)}")
+            raise InputError(f"parts: must be 1 or 2, the base and its refinement, got {len(parts)}")
         for number, part in enumerate(parts):
             if not self.put(part_key(key, number), part):
                 return number
         return len(parts)
 
     def get_parts(self, keys: Sequence[str], most: int = MAX_PARTS) -> list[tuple[bytes, ...]]:
-        """Return the usable parts of each chunk: its base and the refinements up to the first that is missing.
+        """Return the usable parts of each chunk: its base, and its refinement if both are there.
 
         All parts are requested by one `get_many`. A part that is missing counts as a miss.
 
@@ -199,7 +197,7 @@ class Store(ABC):
             >>> store.close()
         """
         if not 1 <= most <= MAX_PARTS:
-            raise InputError(f"most: must be 1 … {MAX_PARTS} parts, got {most}")
+            raise InputError(f"most: must be 1 or 2 parts, got {most}")
         blobs = self.get_many([part_key(key, number) for key in keys for number in range(most)])
         chunks: list[tuple[bytes, ...]] = []
         for at in range(0, len(blobs), most):
@@ -223,14 +221,14 @@ class Store(ABC):
 
         Args:
             key: the key of the chunk, from `store_key`.
-            first: 0 deletes the whole chunk, base first; 1 deletes its refinements.
+            first: 0 deletes the whole chunk, base first; 1 deletes its refinement.
 
         Raises:
             InputError: `first` is out of range, or `key` is not that of a chunk.
             StoreError: the store failed; some parts may remain.
         """
         if not 0 <= first < MAX_PARTS:
-            raise InputError(f"first: must be 0 … {MAX_PARTS - 1}, the number of a part, got {first}")
+            raise InputError(f"first: must be 0 or 1, the number of a part, got {first}")
         deleted = [self.delete(part_key(key, number)) for number in range(first, MAX_PARTS)]
         return any(deleted)
 

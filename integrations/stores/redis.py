@@ -8,7 +8,7 @@ With a budget, the server also keeps an index:
     cuvee:{b}:size        hash: entry -> its bytes
     cuvee:{b}:sums        hash: the bytes of all entries, the clock of lru, the cursor of the sweep, "counted"
     cuvee:{b}:lru:tenant  like lru, for one tenant; only if each tenant has a budget. Its bytes are in sums, too
-    cuvee:{b}:lru.1       the first refinements in lru once more; likewise lru.2, lru.1:tenant, lru.2:tenant
+    cuvee:{b}:lru.1       the refinements in lru once more; likewise lru.1:tenant
 
 `{b}` is the bucket. It is a hash tag, which keeps all of these keys in one slot of a cluster, as scripts require. A
 single server has bucket 0. A cluster has 64 buckets, chosen by a hash of the key, and each bucket gets 1/64 of the

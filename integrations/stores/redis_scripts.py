@@ -3,7 +3,7 @@
 A script runs atomically, so no other client sees a half-updated index.
 """
 
-from cuvee.codec.part_keys import MAX_PARTS, PART_MARK
+from cuvee.codec.part_keys import PART_MARK
 from cuvee.integrations.stores.base import PART_WEIGHTS
 
 _ACCOUNT = """
@@ -16,7 +16,7 @@ local function tenant_of(entry)
 end
 
 local function number_of(entry)
-  return tonumber(string.match(entry, '[0-9a-f]MARK$') or 0)
+  return string.match(entry, '[0-9a-f]MARK$') and 1 or 0
 end
 
 local function of_number(order, number)
@@ -95,11 +95,11 @@ for i = 4, #ARGV do
   end
 end
 
--- The largest age x weight is that of the oldest entry, or of the oldest of the first or of the second refinements.
+-- The largest age x weight is that of the oldest entry, or of the oldest refinement.
 local refined
 local function next_out(order)
   local oldest = redis.call('ZRANGE', order, 0, 0)[1]
-  if refined == nil then refined = redis.call('EXISTS', of_number(lru, 1), of_number(lru, 2)) > 0 end
+  if refined == nil then refined = redis.call('EXISTS', of_number(lru, 1)) > 0 end
   if not refined then return oldest end
   local clock, out, most = redis.call('HGET', sums, 'clock'), nil, -1
   local function consider(entry)
@@ -150,8 +150,7 @@ end
 return {evicted, tonumber(redis.call('HGET', sums, 'bytes') or 0), redis.call('HLEN', sizes),
         redis.call('HEXISTS', sums, 'counted')}
 """
-_MARK = f"{PART_MARK}([1-{MAX_PARTS - 1}])"
-ACCOUNT = _ACCOUNT.replace("WEIGHTS", ", ".join(map(str, PART_WEIGHTS))).replace("MARK", _MARK)
+ACCOUNT = _ACCOUNT.replace("WEIGHTS", ", ".join(map(str, PART_WEIGHTS))).replace("MARK", f"{PART_MARK}1")
 """Update the index for some entries, then evict entries until the budgets are met.
 
 KEYS: lru, size and sums of a bucket. ARGV: the prefix of its entries; the budget in bytes (-1: neither sweep nor

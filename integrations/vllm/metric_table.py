@@ -42,7 +42,7 @@ _ENTRIES = (
 )  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "quality", "failed")
 _TARGETS = ("parameters", "engine", "profile")
-PARTS = ("base", "refinement 1", "refinement 2")
+PARTS = ("base", "refinement")
 _LEARNED = ("published", "found", "failed")
 _UNSTORED = ("asked", "positions", "blended", "quality", "reset", "overwritten")
 _LEFT_OUT = ("number", "positions", "time")
@@ -94,7 +94,7 @@ METRICS: dict[str, Metric] = {
         Metric("bad_refinements", "counter", "Refinements that were damaged or belong to another base, of all ranks: "
                "deleted, and their chunks loaded without them."),
         Metric("loaded_at", "counter", "Tokens loaded from so many parts of their chunks, of all ranks; with "
-               "refinements, a deadline or kl_max.", "parts", ("1", "2", "3")),
+               "refinements, a deadline or kl_max.", "parts", ("1", "2")),
         Metric("load_kl", "histogram", "Nats per token that a load's tokens are expected to lose in the mean, computed "
                "ones counting as 0; with refinements, a deadline or kl_max.", ranks="first", buckets=_KL_BUCKETS),
         Metric("computed_by_plan", "counter", "Tokens in the store that were computed because of a deadline or of "

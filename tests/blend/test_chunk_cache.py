@@ -316,8 +316,8 @@ def test_a_store_that_gives_up_is_no_failure(model: Any, caplog: pytest.LogCaptu
 # Parts ---------------------------------------------------------------------------------------------------------------
 
 
-def refined(model: Any, refinements: int = 2, key: Any = None) -> Codec:
-    return Codec(fitted_codec(model).profile, step=0.1, refinements=refinements, key=key)
+def refined(model: Any, key: Any = None) -> Codec:
+    return Codec(fitted_codec(model).profile, step=0.1, refinements=1, key=key)
 
 
 def parts_in(store: MemoryStore) -> dict[str, tuple[bytes, ...]]:
@@ -326,32 +326,29 @@ def parts_in(store: MemoryStore) -> dict[str, tuple[bytes, ...]]:
     return dict(zip(keys, store.get_parts(keys), strict=True))
 
 
-@pytest.mark.parametrize("refinements", [1, 2])
-def test_a_chunk_comes_with_the_refinements_that_are_left(model: Any, refinements: int) -> None:
-    codec, store = refined(model, refinements), MemoryStore(10**6)
+def test_a_chunk_comes_with_the_parts_that_are_left(model: Any) -> None:
+    codec, store = refined(model), MemoryStore(10**6)
     library = make(model, store, codec=codec)
     made = library.segment(TOKENS)
-    assert isinstance(made.chunk, bytes) and len(made.refinements) == refinements
+    assert isinstance(made.chunk, bytes) and len(made.refinements) == 1
     ((key, stored),) = parts_in(store).items()
     assert stored == (made.chunk, *made.refinements) and library.get_or_compute(TOKENS) == made.chunk
-    for left in range(refinements, 0, -1):
-        assert store.delete(part_key(key, left))
-        found = library.segment(TOKENS)
-        assert (found.chunk, found.refinements) == (made.chunk, made.refinements[: left - 1])
-    counts = [*([1] * refinements), 1, 0, 0][:3]
-    assert library.counters == ChunkCounters(refinements + 1, 1, 1, hits_by_parts=tuple(counts))
+    assert store.delete(part_key(key, 1))
+    found = library.segment(TOKENS)
+    assert (found.chunk, found.refinements) == (made.chunk, ())
+    assert library.counters == ChunkCounters(2, 1, 1, hits_by_parts=(1, 1))
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("most", [1, 2])
 def test_no_more_parts_are_loaded_than_asked_for(model: Any, most: int) -> None:
     codec, store = refined(model), MemoryStore(10**6)
-    assert len(make(model, store, codec=codec).segment(TOKENS).refinements) == 2
+    assert len(make(model, store, codec=codec).segment(TOKENS).refinements) == 1
     library = make(model, store, codec=codec, parts=most)
     before = store.counters()["memory"].hits
     assert len(library.segment(TOKENS).refinements) == most - 1
     assert store.counters()["memory"].hits == before + most
     assert library.counters.hits_by_parts[most - 1] == 1
-    assert len(library.segment(OTHER).refinements) == 2, "computed ones come with all"
+    assert len(library.segment(OTHER).refinements) == 1, "computed ones come with all"
 
 
 def test_a_full_store_degrades_before_it_forgets(model: Any) -> None:
@@ -364,8 +361,7 @@ def test_a_full_store_degrades_before_it_forgets(model: Any) -> None:
         for number in range(7):
             library.get_or_compute([number, *TOKENS[1:]])
     assert (library.counters.hits, library.counters.misses) == (7, 7)
-    one, two, _ = library.counters.hits_by_parts
-    assert one > 0 and two > 0
+    assert min(library.counters.hits_by_parts) > 0
 
 
 @pytest.mark.parametrize("secret", [None, SECRETS[0]])
@@ -374,33 +370,30 @@ def test_a_refinement_that_is_not_of_its_base_is_deleted(model: Any, secret: byt
     library = make(model, store, codec=codec)
     made = library.segment(TOKENS)
     ((key, stored),) = parts_in(store).items()
-    base, first, second = stored
+    base, finer = stored
     chunk = codec.decode(base, associated_data=made.associated_data)
     # Of the same tokens, and bound to the same key. Only its values differ.
     doubled = KVChunk(chunk.keys, [2 * values for values in chunk.values], chunk.layout, 0, chunk.token_ids, 384)
     other = codec.encode_parts(doubled, associated_data=made.associated_data)
     cases = {
-        "header": (base, flipped(first, 30), second),
-        "section": (base, flipped(first, len(first) - 30), second),
-        "cut": (base, first[:-1], second),
-        "nothing": (base, b"", second),
-        "swapped": (base, second, first),
-        "the base again": (base, base, second),
-        "another chunk's": (base, other[1], second),
-        "the second is another chunk's": (base, first, other[2]),
-        "the base is new": (other[0], first, second),
+        "header": (base, flipped(finer, 30)),
+        "section": (base, flipped(finer, len(finer) - 30)),
+        "cut": (base, finer[:-1]),
+        "nothing": (base, b""),
+        "the base again": (base, base),
+        "another chunk's": (base, other[1]),
+        "the base is new": (other[0], finer),
     }
     for what, parts in cases.items():
         before = library.counters
         store.put_parts(key, parts)
-        expected = parts[: 2 if what == "the second is another chunk's" else 1]
         for _ in range(2):
             found = library.segment(TOKENS)
-            assert (found.chunk, *found.refinements) == expected, what
-        assert store.get_parts([key]) == [expected] and not store.contains([part_key(key, 2)])[0]
-        assert library.counters.rejected == before.rejected + 3 - len(expected)
+            assert (found.chunk, *found.refinements) == parts[:1], what
+        assert store.get_parts([key]) == [parts[:1]] and not store.contains([part_key(key, 1)])[0]
+        assert library.counters.rejected == before.rejected + 1
         assert library.counters.hits == before.hits + 2 and library.counters.misses == 1
-    assert library.counters.hits_by_parts == (16, 2, 0)
+    assert library.counters.hits_by_parts == (14, 0)
 
 
 def test_a_bad_base_takes_its_refinements_with_it(model: Any) -> None:
@@ -411,16 +404,16 @@ def test_a_bad_base_takes_its_refinements_with_it(model: Any) -> None:
     for bad in (flipped(stored[0], 30), stored[1], entry_of(model)):
         store.put(key, bad)
         assert library.segment(TOKENS).refinements == stored[1:] and store.get_parts([key]) == [stored]
-    assert library.counters == ChunkCounters(misses=4, stored=4, rejected=9)
+    assert library.counters == ChunkCounters(misses=4, stored=4, rejected=6)
 
 
 def test_parts_are_found_by_no_other_codec(model: Any) -> None:
     store, profile = MemoryStore(10**6), fitted_codec(model).profile
-    for codec in (refined(model), refined(model, 1), Codec(profile, step=0.1), Codec(profile, step=0.4)):
+    for codec in (refined(model), Codec(profile, step=0.1), Codec(profile, step=0.4)):
         library = make(model, store, codec=codec)
         library.get_or_compute(TOKENS)
         assert library.counters.misses == 1
-    assert len(parts_in(store)) == 4
+    assert len(parts_in(store)) == 3
 
 
 def test_a_store_that_fails_between_parts(model: Any) -> None:
@@ -428,20 +421,20 @@ def test_a_store_that_fails_between_parts(model: Any) -> None:
 
     class Failing(MemoryStore):
         def put(self, key: str, blob: bytes) -> bool:
-            if part_number(key) == 2:
+            if part_number(key):
                 raise StoreError("gone")
             return super().put(key, blob)
 
     library = make(model, Failing(10**6), codec=refined(model))
-    assert len(library.segment(TOKENS).refinements) == 2 and len(library.segment(TOKENS).refinements) == 1
-    assert library.counters == ChunkCounters(hits=1, misses=1, errors=1, hits_by_parts=(0, 1, 0))
+    assert len(library.segment(TOKENS).refinements) == 1 and not library.segment(TOKENS).refinements
+    assert library.counters == ChunkCounters(hits=1, misses=1, errors=1, hits_by_parts=(1, 0))
 
 
 def test_parts_need_a_codec_and_a_store_that_have_them(model: Any) -> None:
     with pytest.raises(InputError, match=r"^store: must have get_parts, put_parts and delete_parts .* got Shelf"):
         make(model, Shelf(), codec=refined(model))
-    for parts in (0, 4, True):
-        with pytest.raises(InputError, match=r"^parts: must be 1 … 3, the parts of the codec, got"):
+    for parts in (0, 3, True):
+        with pytest.raises(InputError, match=r"^parts: must be 1 … 2, the parts of the codec, got"):
             make(model, MemoryStore(100), codec=refined(model), parts=parts)
     with pytest.raises(InputError, match=r"^parts: must be None for a codec without refinements, got 1"):
         make(model, MemoryStore(100), parts=1)
@@ -455,13 +448,13 @@ def test_a_blend_uses_the_refinements(model: Any, secret: bytes | None) -> None:
     made = make(model, MemoryStore(10**6), codec=codec).segment(TOKENS)
     assert isinstance(made.chunk, bytes)
     blender, bound = Blender(model, codec, selector=Nothing()), made.associated_data
-    for count in range(3):
+    for count in range(2):
         given = made.refinements[:count]
         blended = blender.blend([Segment(TOKENS, made.chunk, refinements=given, associated_data=bound), Segment([3])])
         decoded = codec.decode(made.chunk, refinements=given, associated_data=bound)
         assert torch.equal(blended.logits, blender.blend([Segment(TOKENS, decoded), Segment([3])]).logits)
-    bad = Segment(TOKENS, made.chunk, refinements=made.refinements[1:], associated_data=bound)
-    with pytest.raises(CorruptError, match="refinement 1: must be of the part before it"):
+    bad = Segment(TOKENS, made.chunk, refinements=[made.chunk], associated_data=bound)
+    with pytest.raises(CorruptError, match="refinement: must be of this base"):
         blender.blend([bad, Segment([3])])
 
 

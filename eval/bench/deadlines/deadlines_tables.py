@@ -21,8 +21,8 @@ __all__ = ["deadlines_markdown", "draw_deadlines_report", "print_deadlines_repor
 
 NOTE = (
     "Medians over prompts. Met: of all deadlines; of possible: of those that loading all bases, or computing, would "
-    "meet by what was measured. Tokens by parts: loaded from one, two and three parts; the others of a prompt are "
-    "computed. KL in 1/1000 nats per token: measured with its standard error, and expected of all tokens."
+    "meet by what was measured. Tokens by parts: loaded from the base alone and from both parts; the others of a "
+    "prompt are computed. KL in 1/1000 nats per token: measured with its standard error, and expected of all tokens."
 )
 
 
@@ -47,7 +47,7 @@ def _preface(report: Mapping[str, Any]) -> str:
     machine = report["hardware"]
     line = machine_line(machine, f"vLLM {vllm_version(machine)}", f"torch {machine['torch']}")
     return (
-        f"{line}. {report['model']} in {report['dtype']}, {report['quality']} in three parts, {report['prompts']} "
+        f"{line}. {report['model']} in {report['dtype']}, {report['quality']} in two parts, {report['prompts']} "
         f"prompts of {report['tokens']} tokens, floor {report['kl_max']} nats per token, KL over {report['follow']} "
         f"tokens behind each. First token: {report['computing']['median']:.2f} s computed, "
         f"{report['own_cache']['median']:.2f} s with the prompt in vLLM's own cache."

@@ -219,7 +219,7 @@ LINKS = Link("fast", (1000 * MB,)), Link("middle", (2 * MB,)), Link("slow", (0.5
 SCOPE = DeadlinesScope(
     tokens=TOKENS, prompts=2, follow=FOLLOW, links=LINKS, stores=("http",), turns=2
 )  # fmt: skip
-SIZES = (20_000, 10_000, 30_000)
+SIZES = (20_000, 40_000)
 LOADED, LEAST, COMPUTED, HIT = 0.2, 0.06, 0.09, 0.05  # seconds
 
 
@@ -251,7 +251,7 @@ class Scripted:
     ) -> None:
         assert options["max_num_batched_tokens"] == TOKENS + QUESTION + FOLLOW and "logits_processors" in options
         if variant is not None:
-            assert (more, variant.quality, profile) == ({"refinements": 2, "kl_max": 0.02}, "high", Path("profile"))
+            assert (more, variant.quality, profile) == ({"refinements": 1, "kl_max": 0.02}, "high", Path("profile"))
             self._store = open_store(variant.store, guarded=False)
 
     def stop(self) -> None:
@@ -271,7 +271,7 @@ class Scripted:
             self._own.clear()
         known = tuple(prompt) in self._own
         self._own.add(tuple(prompt))
-        keys = [part_key(f"ab/{sum(prompt):06x}{chunk:02x}", part) for chunk in range(2) for part in range(3)]
+        keys = [part_key(f"ab/{sum(prompt):06x}{chunk:02x}", part) for chunk in range(2) for part in range(2)]
         there = keys[0] in self._stored
         told, kl = None, 0.0
         seconds = HIT if known else LOADED if there else COMPUTED
@@ -288,7 +288,7 @@ class Scripted:
             deadline = params["cuvee"]["deadline_ms"] / 1e3
             tight = deadline < LOADED
             seconds, kl = (0.15, 0.02) if tight else (LOADED, 0.001)
-            parts = [TOKENS, 0, 0] if tight else [0, 0, TOKENS]
+            parts = [TOKENS, 0] if tight else [0, TOKENS]
             told = {"cuvee": {"loaded_tokens": TOKENS, "parts": parts, "expected_kl": kl}}
         if read_into is not None:
             # Two tokens are likely. Moving q from one to the other costs ln(.5 / (.5 + q)) / 2 + ln(.5 / (.5 - q)) / 2.
@@ -326,7 +326,7 @@ def test_every_deadline_is_asked_for_over_every_link(scripted: type[Scripted]) -
     ]  # fmt: skip
     deadlines = {(each["of"], each["factor"]): each for each in fast["deadlines"]}
     half = deadlines[LOADING, 0.5]
-    assert half["deadline"]["median"] == LOADED / 2 and half["met"] == 0.0 and half["parts"] == [TOKENS, 0, 0]
+    assert half["deadline"]["median"] == LOADED / 2 and half["met"] == 0.0 and half["parts"] == [TOKENS, 0]
     assert half["expected_kl"] == pytest.approx(0.02) and half["kl_over_expected"] == pytest.approx(1.0, rel=1e-3)
     assert half["can_be_met"] == 2, "the least takes .06 s"
     by_slow = {(each["of"], each["factor"]): each for each in slow["deadlines"]}
@@ -348,7 +348,7 @@ def test_an_engine_of_another_version_is_an_error(scripted: type[Scripted], monk
         run_deadlines_bench(SCOPE, Path("model"), Path("profile"))
     monkeypatch.setattr(scripted, "stores_nothing", True)
     monkeypatch.setattr(deadlines_bench, "_SETTLE_SECONDS", 0.0)
-    with pytest.raises(CuveeError, match="the store has 0 parts of a prompt, expected 6"):
+    with pytest.raises(CuveeError, match="the store has 0 parts of a prompt, expected 4"):
         run_deadlines_bench(SCOPE, Path("model"), Path("profile"))
     monkeypatch.setattr(scripted, "strays", [1, 2, 3, 4])
     with pytest.raises(CuveeError, match="the engine generated other tokens"):
@@ -404,7 +404,7 @@ def test_a_real_engine(books: Any, tmp_path: Path) -> None:
     assert (whole["cached"], whole["deadline"]) == (512, None) and len(deadlines) == 4
     assert 0 < whole["kl"] < 0.1 and whole["nbytes"] > 10_000
     for load in deadlines:
-        assert len(load["parts"]) == 3 and sum(load["parts"]) == load["cached"]
+        assert len(load["parts"]) == 2 and sum(load["parts"]) == load["cached"]
         assert load["kl"] < 0.3 and load["expected_kl"] <= scope.kl_max
 
 
@@ -414,7 +414,7 @@ def test_a_real_engine(books: Any, tmp_path: Path) -> None:
 def load(link: str, of: str, deadline: float | None, seconds: float, **changes: Any) -> Load:
     own = {
         "store": "redis", "link": link, "prompt": 0, "of": of, "factor": 1.0 if of else 0.0, "deadline": deadline,
-        "seconds": seconds, "cached": 512, "parts": (256, 0, 256) if of else None,
+        "seconds": seconds, "cached": 512, "parts": (256, 256) if of else None,
         "expected_kl": 0.01 if of else None, "kl": 0.012, "nbytes": 500_000, "possible": 0.4,
     }  # fmt: skip
     return Load(**{**own, **changes})
@@ -427,12 +427,12 @@ def test_deadlines_that_cannot_be_met_do_not_count(tmp_path: Path) -> None:
         load("1 MB/s", LOADING, 0.5, 0.55),
         load("1 MB/s", LOADING, 0.3, 0.55, prompt=1),  # the bound takes .4 s
         load("4 MB/s", "", None, 0.4, kl=0.001),
-        load("4 MB/s", LOADING, 0.5, 0.3, parts=(0, 0, 0), expected_kl=0.0, kl=0.0),
+        load("4 MB/s", LOADING, 0.5, 0.3, parts=(0, 0), expected_kl=0.0, kl=0.0),
     ]
     report = report_of(loads, [[1.0, 3.0]], [0.1])
     own = report["groups"][0]["deadlines"][0]
     assert own["met"] == pytest.approx(1 / 3) and own["met_of_possible"] == 0.5 and own["can_be_met"] == 2
-    assert own["parts"] == [256, 0, 256] and own["kl_over_expected"] == pytest.approx(1.2)
+    assert own["parts"] == [256, 256] and own["kl_over_expected"] == pytest.approx(1.2)
     assert report["groups"][1]["deadlines"][0]["kl_over_expected"] is None, "nothing is expected to be lost"
     assert report["all"]["met"] == 0.5 and report["all"]["loads"] == 4
     report |= {

@@ -361,16 +361,16 @@ def test_parts_of_the_codec_decode_to_what_was_planned() -> None:
         return torch.randn(2, 64, 2, 8, generator=generator)
 
     made = [KVChunk(noise(), noise(), layout) for _ in range(8)]
-    codec = Codec(fit(layout, made), "high", refinements=2)
+    codec = Codec(fit(layout, made), "high", refinements=1)
     stored = [codec.encode_parts(chunk) for chunk in made[:3]]
     own = tuple(
-        ChunkParts(64, tuple(Part(len(part), kl, "net") for part, kl in zip(parts, KL, strict=True)))
+        ChunkParts(64, tuple(Part(len(part), kl, "net") for part, kl in zip(parts, KL[:2], strict=True)))
         for parts in stored
     )
     rate = sum(map(len, stored[0])) * 3 / 0.5  # all parts take .5 s
     drive = Drive(request(own, 0.4), steady(rate))
     _, start = drive.run()
-    assert start.chunks == 3 and len(set(start.parts)) > 1 and 1 < sum(start.parts) < 9
+    assert start.chunks == 3 and len(set(start.parts)) > 1 and 3 < sum(start.parts) < 6
     placed: dict[int, KVChunk] = {}
     for chunk, parts in decodes(drive):
         placed[chunk] = codec.decode(codec.open(stored[chunk][0], refinements=stored[chunk][1:parts]))

@@ -348,23 +348,22 @@ def test_a_forked_child_does_not_wait_for_the_parents_threads(kind: str, tmp_pat
 
 # --- parts ---
 
-PARTS = [b"base", b"first", b"second"]
+PARTS = [b"base", b"refinement"]
 
 
 def test_parts_are_entries_of_their_own(store: Store) -> None:
-    assert store.put_parts("ab/01", PARTS) == 3 and store.put_parts("ab/02", PARTS[:1]) == 1
+    assert store.put_parts("ab/01", PARTS) == 2 and store.put_parts("ab/02", PARTS[:1]) == 1
     assert store.get("ab/01") == b"base" and store.contains(["ab/01", "ab/02"]) == [True, True]
     keys = ["ab/02", "ab/01", "ab/03", "ab/01"]
     assert store.get_parts(keys) == [(b"base",), tuple(PARTS), (), tuple(PARTS)]
-    assert store.get_parts(keys, most=2) == [(b"base",), tuple(PARTS[:2]), (), tuple(PARTS[:2])]
     assert store.get_parts(["ab/01"], most=1) == [(b"base",)] and store.get_parts([]) == []
-    assert store.delete_parts("ab/01", first=2) and store.get_parts(["ab/01"]) == [tuple(PARTS[:2])]
+    assert store.delete_parts("ab/01", first=1) and store.get_parts(["ab/01"]) == [(b"base",)]
     assert store.delete_parts("ab/01") and not store.delete_parts("ab/01")
-    assert store.contains([part_key("ab/01", number) for number in range(3)]) == [False] * 3
-    assert store.put_parts("ab/04", PARTS) == 3 and store.delete_tenant("ab") == 4
+    assert store.contains([part_key("ab/01", number) for number in range(2)]) == [False] * 2
+    assert store.put_parts("ab/04", PARTS) == 2 and store.delete_tenant("ab") == 3
 
 
-@pytest.mark.parametrize(("lost", "left"), [(0, 0), (1, 1), (2, 2)])
+@pytest.mark.parametrize(("lost", "left"), [(0, 0), (1, 1)])
 def test_a_missing_part_ends_the_usable_ones(store: Store, lost: int, left: int) -> None:
     store.put_parts("ab/01", PARTS)
     assert store.delete(part_key("ab/01", lost))
@@ -374,12 +373,12 @@ def test_a_missing_part_ends_the_usable_ones(store: Store, lost: int, left: int)
 
 def test_parts_after_one_that_was_given_up_are_not_stored(tmp_path: Path) -> None:
     for store in (MemoryStore(10**6, max_entry=10), DiskStore(tmp_path / "small", max_entry=10)):
-        for at, kept in ((0, 0), (1, 1), (2, 2)):
-            parts = [b"part"] * 3
+        for at, kept in ((0, 0), (1, 1)):
+            parts = [b"part"] * 2
             parts[at] = bytes(11)
             assert store.put_parts(f"ab/0{at}", parts) == kept
-            assert store.contains([part_key(f"ab/0{at}", number) for number in range(3)]) == [
-                number < kept for number in range(3)
+            assert store.contains([part_key(f"ab/0{at}", number) for number in range(2)]) == [
+                number < kept for number in range(2)
             ]
 
 
@@ -394,11 +393,11 @@ class Dies(DiskStore):
         self.left -= 1
         return super()._write(*arguments) if self.left >= 0 else os._exit(9)
 
-Dies(sys.argv[1]).put_parts("ab/01", [b"base", b"first", b"second"])
+Dies(sys.argv[1]).put_parts("ab/01", [b"base", b"refinement"])
 """
 
 
-@pytest.mark.parametrize("written", [0, 1, 2])
+@pytest.mark.parametrize("written", [0, 1])
 def test_a_process_that_dies_between_parts_leaves_usable_ones(tmp_path: Path, written: int) -> None:
     done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path / "kv"), str(written)], timeout=60, check=False)
     assert done.returncode == 9
@@ -408,16 +407,16 @@ def test_a_process_that_dies_between_parts_leaves_usable_ones(tmp_path: Path, wr
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda store: store.put_parts("ab/01", []), "parts: must be 1 … 3, the base and its refinements, got 0"),
-        (lambda store: store.put_parts("ab/01", PARTS * 2), "parts: must be 1 … 3"),
+        (lambda store: store.put_parts("ab/01", []), "parts: must be 1 or 2, the base and its refinement, got 0"),
+        (lambda store: store.put_parts("ab/01", PARTS * 2), "parts: must be 1 or 2"),
         (lambda store: store.put_parts(part_key("ab/01", 1), PARTS), "key: must be that of a chunk"),
         (lambda store: store.put_parts("ab/" + "0" * 120, PARTS), "key: must be 'tenant/id', at most 64 and 128"),
-        (lambda store: store.get_parts(["ab/01"], most=0), "most: must be 1 … 3 parts, got 0"),
-        (lambda store: store.get_parts(["ab/01"], most=4), "most: "),
-        (lambda store: store.get_parts(["ab/01", part_key("ab/01", 2)]), "key: must be that of a chunk"),
+        (lambda store: store.get_parts(["ab/01"], most=0), "most: must be 1 or 2 parts, got 0"),
+        (lambda store: store.get_parts(["ab/01"], most=3), "most: "),
+        (lambda store: store.get_parts(["ab/01", part_key("ab/01", 1)]), "key: must be that of a chunk"),
         (lambda store: store.get_parts(["../ab"]), "key: must be 'tenant/id'"),
-        (lambda store: store.delete_parts("ab/01", first=3), "first: must be 0 … 2, the number of a part, got 3"),
-        (lambda store: store.delete_parts(part_key("ab/01", 2)), "key: must be that of a chunk"),
+        (lambda store: store.delete_parts("ab/01", first=2), "first: must be 0 or 1, the number of a part, got 2"),
+        (lambda store: store.delete_parts(part_key("ab/01", 1)), "key: must be that of a chunk"),
     ],
 )
 def test_arguments_of_parts_are_checked(store: Store, call: Callable[[Store], object], message: str) -> None:
@@ -440,7 +439,7 @@ def test_memory_evicts_the_largest_age_times_weight(tenants: bool) -> None:
     store = MemoryStore(2 * budget if tenants else budget, max_tenant_bytes=budget if tenants else None)
     names = ("aa", "bb") if tenants else ("aa",)
     clocks: dict[str, dict[str, int]] = {tenant: {} for tenant in names}  # key -> its last use
-    clock, evicted = dict.fromkeys(names, 0), {0: 0, 1: 0, 2: 0}
+    clock, evicted = dict.fromkeys(names, 0), {0: 0, 1: 0}
 
     def use(tenant: str, key: str) -> None:
         clock[tenant] += 1
@@ -449,7 +448,7 @@ def test_memory_evicts_the_largest_age_times_weight(tenants: bool) -> None:
     for _ in range(3000):
         tenant = random_.choice(names)
         held = clocks[tenant]
-        key = part_key(f"{tenant}/{random_.randrange(30):02x}", random_.randrange(3))
+        key = part_key(f"{tenant}/{random_.randrange(30):02x}", random_.randrange(2))
         if random_.random() < 0.5:
             if store.get(key) is not None:
                 use(tenant, key)
@@ -461,9 +460,9 @@ def test_memory_evicts_the_largest_age_times_weight(tenants: bool) -> None:
             del held[out]
         assert store.put(key, bytes(size - len(key)))
         use(tenant, key)
-        there = [part_key(f"{tenant}/{name:02x}", number) for name in range(30) for number in range(3)]
+        there = [part_key(f"{tenant}/{name:02x}", number) for name in range(30) for number in range(2)]
         assert {key for key, is_there in zip(there, store.contains(there), strict=True) if is_there} == held.keys()
-    assert evicted[2] > evicted[1] > evicted[0] > 0
+    assert evicted[1] > evicted[0] > 0
     assert store.counters()["memory"].evictions == sum(evicted.values())
 
 

@@ -18,7 +18,7 @@ from cuvee.integrations.vllm.load_target import LoadTarget
 from cuvee.integrations.vllm.messages import Delivery, Load, Report
 from cuvee.integrations.vllm.scheduler_state import Tracked
 
-LOSSY = {"quality": None, "step": 0.25, "refinements": 2}
+LOSSY = {"quality": None, "step": 0.25, "refinements": 1}
 
 
 @pytest.fixture
@@ -163,8 +163,8 @@ def test_targets_that_this_engine_cannot_aim_at_are_refused_by_name(
     [
         ({"deadline_ms": -1}, "deadline_ms: must be milliseconds"),
         ({"kl_max": "0.1"}, "kl_max: must be nats per token"),
-        ({"refinements": 3}, "refinements: must be 0 … 2"),
-        ({"refinements": True}, "refinements: must be 0 … 2"),
+        ({"refinements": 2}, "refinements: must be 0 … 1"),
+        ({"refinements": True}, "refinements: must be 0 … 1"),
         ({"deadline_ms": 5, "load_async": False}, "deadline_ms: must be left out with load_async=false"),
         ({"kl_max": 5, "blend": {}}, "kl_max: must be left out with blend"),
     ],

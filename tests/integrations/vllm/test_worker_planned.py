@@ -28,7 +28,7 @@ from cuvee.integrations.vllm.part_figures import PartFigures
 from cuvee.integrations.vllm.worker_planned import _Run
 from cuvee.integrations.vllm.worker_restore import LoadJob
 
-PARTS = 3
+PARTS = 2
 STEP = 0.25
 BLOCKS = list(range(16))
 PREFILL = (0.5, 0.0, 0.2)  # so slow that a busy machine loads all the same
@@ -164,30 +164,27 @@ def test_a_chunk_that_is_lossless_because_it_has_no_ids_is_whole(bench: Callable
 
 def test_a_load_takes_all_parts_that_are_there(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
-    del b.store.entries[keys_of(b, 1)[2]], b.store.entries[keys_of(b, 2)[1]]
+    del b.store.entries[keys_of(b, 2)[1]]
     delivery = delivered(run(b))
-    assert delivery == Delivery("r", 0, (CHUNK,) * 4, (3, 2, 1, 3), delivery.kl, True)
+    assert delivery == Delivery("r", 0, (CHUNK,) * 4, (2, 2, 1, 2), delivery.kl, True)
     assert [holds(b, chunk, parts) for chunk, parts in enumerate(delivery.parts)] == [True] * 4
-    assert delivery.kl == pytest.approx((2 * kls()[2] + kls()[1] + kls()[0]) / 4)
+    assert delivery.kl == pytest.approx((3 * kls()[1] + kls()[0]) / 4)
     counts = b.counts()
-    assert counts["loaded_at{3}"] == 2 * CHUNK and counts["loaded_at{1}"] == CHUNK
-    assert counts["fetched_parts{base}"] == 4 and counts["fetched_parts{refinement 2}"] == 2
+    assert counts["loaded_at{2}"] == 3 * CHUNK and counts["loaded_at{1}"] == CHUNK
+    assert counts["fetched_parts{base}"] == 4 and counts["fetched_parts{refinement}"] == 3
 
 
-@pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("planned", [None, aim()], ids=["load", "plan"])
 @pytest.mark.parametrize("how", ["damaged", "another's"])
-def test_a_bad_refinement_is_left_out_and_deleted(
-    bench: Callable[..., Bench], part: int, planned: Aim | None, how: str
-) -> None:
+def test_a_bad_refinement_is_left_out_and_deleted(bench: Callable[..., Bench], planned: Aim | None, how: str) -> None:
     b = stored(bench())
-    bad = keys_of(b, 1)[part]
+    bad = keys_of(b, 1)[1]
     blob = b.store.entries[bad]
-    b.store.entries[bad] = b.store.entries[keys_of(b, 3)[part]] if how != "damaged" else blob[:-9] + bytes(9)
+    b.store.entries[bad] = b.store.entries[keys_of(b, 3)[1]] if how != "damaged" else blob[:-9] + bytes(9)
     report = run(b, planned=planned)
     delivery = delivered(report)
-    assert delivery.parts == (3, part, 3, 3) and not report.failed
-    assert holds(b, 1, part) and holds(b, 0, 3)
+    assert delivery.parts == (2, 1, 2, 2) and not report.failed
+    assert holds(b, 1, 1) and holds(b, 0, 2)
     assert bad not in b.store.entries and keys_of(b, 1)[0] in b.store.entries
     assert b.counts()["bad_refinements"] == 1
 
@@ -200,7 +197,7 @@ def test_a_bad_base_ends_the_load_before_it_and_takes_its_refinements_along(
     blob = b.store.entries[keys_of(b, 2)[0]]
     b.store.entries[keys_of(b, 2)[0]] = blob[:-9] + bytes(9)
     report = run(b, planned=planned)
-    assert report.failed == {"r"} and delivered(report).parts == (3, 3)
+    assert report.failed == {"r"} and delivered(report).parts == (2, 2)
     assert b.worker.take_invalid_blocks() == set(BLOCKS[4:8])
     assert not set(keys_of(b, 2)) & set(b.store.entries)
     assert b.counts()["failures{load}"] == 1 and "bad_refinements" not in b.counts()
@@ -214,7 +211,7 @@ def test_parts_are_bound_to_their_place_and_older_secrets_are_tried(bench: Calla
     rotated.sequence = b.sequence
     for name, planned in (("load", None), ("plan", aim())):
         delivery = delivered(run(rotated, planned=planned, request=name))
-        assert delivery.parts == (3,) * 4
+        assert delivery.parts == (2,) * 4
     for number in range(PARTS):  # a copy from another place
         b.store.entries[keys_of(b, 0)[number]] = b.store.entries[keys_of(b, 1)[number]]
     assert delivered(run(b, planned=aim(), request="copied")).parts == ()
@@ -224,9 +221,9 @@ def test_a_bad_part_is_deleted_where_it_was_found(bench: Callable[..., Bench]) -
     """Under the key of an older secret."""
     b = stored(bench(codec={"key": bytes(16)}))
     rotated = bench(codec={"key": [bytes(range(16)), bytes(16)]}, store=b.store)
-    bad = keys_of(b, 1)[2]
+    bad = keys_of(b, 1)[1]
     b.store.entries[bad] = b.store.entries[bad][:-9] + bytes(9)
-    assert delivered(run(rotated, planned=aim())).parts == (3, 2, 3, 3)
+    assert delivered(run(rotated, planned=aim())).parts == (2, 1, 2, 2)
     assert bad not in b.store.entries
 
 
@@ -250,8 +247,8 @@ def test_an_error_that_is_not_of_the_bytes_deletes_nothing(
 def test_a_plan_with_time_loads_everything(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
     report = run(b, planned=aim())
-    assert delivered(report).parts == (3,) * 4 and delivered(report).complete
-    assert all(holds(b, chunk, 3) for chunk in range(4))
+    assert delivered(report).parts == (2,) * 4 and delivered(report).complete
+    assert all(holds(b, chunk, 2) for chunk in range(4))
     assert not report.failed and not report.loaded, "its time says nothing of the store"
     assert b.worker.take_invalid_blocks() == set()
     counts = b.counts()
@@ -260,14 +257,14 @@ def test_a_plan_with_time_loads_everything(bench: Callable[..., Bench]) -> None:
 
 def test_a_plan_without_a_deadline_is_carried_out(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
-    assert delivered(run(b, planned=aim(seconds=None, kl_max=0.002))).parts == (3,) * 4
+    assert delivered(run(b, planned=aim(seconds=None, kl_max=0.002))).parts == (2,) * 4
 
 
 def test_a_plan_makes_do_with_the_parts_that_are_there(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
-    del b.store.entries[keys_of(b, 1)[2]]
+    del b.store.entries[keys_of(b, 1)[1]]
     report = run(b, planned=aim())
-    assert delivered(report).parts == (3, 2, 3, 3) and not report.failed
+    assert delivered(report).parts == (2, 1, 2, 2) and not report.failed
     assert not report.unsaved, "it was not computed, so there is nothing better to store"
 
 
@@ -304,10 +301,10 @@ def test_a_floor_that_no_part_keeps_has_everything_computed(bench: Callable[...,
 def test_a_floor_that_a_poor_chunk_breaks_has_it_computed_and_stored_again(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
     for chunk in range(1, 4):
-        del b.store.entries[keys_of(b, chunk)[1]], b.store.entries[keys_of(b, chunk)[2]]
+        del b.store.entries[keys_of(b, chunk)[1]]
     report = run(b, planned=aim(kl_max=0.001))
     delivery = delivered(report)
-    assert delivery.kl is not None and delivery.kl <= 0.001 and delivery.parts == (3,)
+    assert delivery.kl is not None and delivery.kl <= 0.001 and delivery.parts == (2,)
     assert report.unsaved == set(b.digests[1:4])
     assert not report.failed
 
@@ -317,7 +314,7 @@ def test_a_chunk_that_is_gone_is_computed_with_all_behind_it(bench: Callable[...
     for key in keys_of(b, 1):
         del b.store.entries[key]
     report = run(b, planned=aim())
-    assert delivered(report).parts == (3,) and report.failed == {"r"}
+    assert delivered(report).parts == (2,) and report.failed == {"r"}
     assert b.worker.take_invalid_blocks() == set(BLOCKS[2:8])
     assert b.counts()["recomputed_tokens"] == 3 * CHUNK
 
@@ -394,12 +391,12 @@ def test_tokens_that_the_engine_has_do_not_count(bench: Callable[..., Bench]) ->
     del b.store.entries[keys_of(b, 0)[1]]
     half = CHUNK // 2
     load = b.load(BLOCKS, half, 2 * CHUNK)
-    load.aim = aim(kl_max=0.4 * kls()[0] + 0.6 * kls()[2])
+    load.aim = aim(kl_max=0.4 * kls()[0] + 0.6 * kls()[1])
     b.worker.start_loads([load], synchronous=False)
     b.wait()
     delivery = delivered(b.worker.report(1))
-    assert (delivery.start, delivery.tokens, delivery.parts) == (half, (half, CHUNK), (1, 3))
-    assert delivery.kl == pytest.approx((kls()[0] + 2 * kls()[2]) / 3)
+    assert (delivery.start, delivery.tokens, delivery.parts) == (half, (half, CHUNK), (1, 2))
+    assert delivery.kl == pytest.approx((kls()[0] + 2 * kls()[1]) / 3)
 
 
 def test_one_load_teaches_the_next(bench: Callable[..., Bench]) -> None:
@@ -417,26 +414,22 @@ def test_one_load_teaches_the_next(bench: Callable[..., Bench]) -> None:
 def test_figures_begin_with_the_curve_and_follow_what_is_seen() -> None:
     codec = Codec(profile(), step=STEP, refinements=PARTS - 1)
     figures = PartFigures(codec, values=96, worst=False)
-    parts = figures.expected(100, ["a", "b", "b"]).parts
-    assert [part.kl for part in parts] == pytest.approx(kls()) and [part.tier for part in parts] == [
-        "a",
-        "b",
-        "b",
-    ]
+    parts = figures.expected(100, ["a", "b"]).parts
+    assert [part.kl for part in parts] == pytest.approx(kls()) and [part.tier for part in parts] == ["a", "b"]
     for _ in range(3):
         figures.observe(100, 1, 777)
-    assert figures.expected(100, "abc").parts[1].nbytes == 777
-    assert figures.mean_kl([10, 30], [3, 1]) == pytest.approx((parts[2].kl + 3 * parts[0].kl) / 4)
-    assert figures.mean_kl([10, 30], [3]) == pytest.approx(parts[2].kl / 4), "what is computed loses nothing"
+    assert figures.expected(100, "ab").parts[1].nbytes == 777
+    assert figures.mean_kl([10, 30], [2, 1]) == pytest.approx((parts[1].kl + 3 * parts[0].kl) / 4)
+    assert figures.mean_kl([10, 30], [2]) == pytest.approx(parts[1].kl / 4), "what is computed loses nothing"
     assert figures.mean_kl([], []) is None
 
 
 def test_figures_without_a_curve_rank_the_parts() -> None:
     codec = Codec(profile().with_curve([]), step=STEP, refinements=PARTS - 1)
     figures = PartFigures(codec, values=96, worst=False)
-    ranks = [part.kl for part in figures.expected(10, "aaa").parts]
+    ranks = [part.kl for part in figures.expected(10, "aa").parts]
     assert ranks == sorted(ranks, reverse=True) and not figures.known
-    assert figures.mean_kl([10], [3]) is None
+    assert figures.mean_kl([10], [2]) is None
 
 
 class Parted(DictStore):
