@@ -23,6 +23,7 @@ SGLANG ?= sglang==0.5.23 orjson
 LMCACHE ?= lmcache==0.5.6
 JOBS   ?= 2
 PIP    := $(BIN)/python -m pip install
+BENCH ?= cpu
 # Of `make fuzz`, `make soak` and `make chaos`.
 SECONDS ?= 600
 SEED    ?= 0
@@ -149,8 +150,8 @@ dist: setup  ## source distribution and wheel, in dist, with their metadata chec
 report: setup  ## size, quality and task scores beside every baseline, with plots, in out/report
 	$(BIN)/cuvee report
 
-bench: setup  ## speed and size on this machine
-	$(BIN)/cuvee bench
+bench: setup  ## a benchmark: BENCH=cpu (default), engine, blend, clients, deadlines, turns; options in BENCH_ARGS
+	PYTHONPATH=src:. $(BIN)/python -m cuvee.eval.bench.$(BENCH) $(BENCH_ARGS)
 
 fuzz: setup  ## try to break what reads blobs, profiles, stores and files, for SECONDS (600) from SEED (0) on
 	$(THREADS) $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) $(FUZZ_ARGS)

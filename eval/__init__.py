@@ -9,7 +9,7 @@ The commands
     demo                 `cuvee demo`
     report               `cuvee report`, and `cuvee compare`
     blend_report         `cuvee blend-report`: what blending chunks loses and recovers
-    bench                `cuvee bench`: speed on a CPU, on a GPU, and in a serving engine
+    bench                benchmarks, run from a checkout: the codec on a CPU and on a GPU, vLLM, other people's clients
     score_tasks          `cuvee tasks`
     lm_command           `cuvee eval`
 

@@ -18,7 +18,7 @@ import cuvee
 
 __all__ = ["hardware", "machine_line", "torch_threads", "vllm_version"]
 
-_PACKAGES = ("torch", "numpy", "numba", "constriction", "transformers", "lm_eval")
+_PACKAGES = ("torch", "numpy", "numba", "transformers", "lm_eval")
 
 
 @contextmanager

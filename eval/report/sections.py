@@ -446,7 +446,7 @@ def _limits(report: ReportData) -> ReportSection:
             "With this many comparisons some differ by more than one standard error by chance alone."
         )
     if any(e["encode_gb_per_s"] is not None for e in report["quality"]):
-        says.append("Speeds are one pass on this machine, not a benchmark: the command cuvee bench makes one.")
+        says.append("Speeds are one pass on this machine, not a benchmark: make bench, in a checkout, is one.")
     return ReportSection("limits", "What the figures do not say", [ReportBlock("list", items=tuple(says))])
 
 

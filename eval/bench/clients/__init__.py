@@ -1,1 +1,1 @@
-"""Benchmarks that others wrote, run against vLLM's server with and without cuvee: see `run.py`."""
+"""Benchmarks that others wrote, run against vLLM's server with and without cuvee."""

@@ -6,8 +6,7 @@
 
 Variants of the server run one after the other, with the same requests. Ratios are to the variant without any cache.
 The report is written after every workload, so whatever ends the run, earlier variants are kept. A workload or a variant
-that fails is reported as failed, with its reason; the others continue. The report calls a variant an "arm", the key of
-the first release.
+that fails is reported as failed, with its reason; the others continue.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ from rich.console import Console
 
 from cuvee.codec.data.bundled import bundled_text
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.support.files import write_atomically, write_json
-from cuvee.eval.bench.clients.clients_tables import clients_markdown, draw_clients
+from cuvee.eval.bench.clients.clients_tables import show_clients
 from cuvee.eval.bench.clients.server import Server
 from cuvee.eval.bench.clients.variants import BASELINE, ServerVariant
 from cuvee.eval.bench.clients.workloads import Workload
+from cuvee.eval.bench.frame import save_report
 from cuvee.eval.machine import hardware
-from cuvee.eval.plots import save_figure
 from cuvee.eval.progress import timed_lines
 
 __all__ = ["COLD", "RESTART", "WARM", "ClientsRun", "run_clients"]
@@ -70,7 +68,7 @@ class ClientsRun:
 
 
 def run_clients(run: ClientsRun, progress: Console | None = None) -> dict[str, Any]:
-    """Run the benchmarks; writes `clients.json`, `clients.md`, `clients.svg`, and logs.
+    """Run the benchmarks; writes `data.json`, `report.md`, `plot.svg`, and logs.
 
     Raises:
         CuveeError: the variant without a cache failed, so that nothing can be compared.
@@ -84,17 +82,17 @@ def run_clients(run: ClientsRun, progress: Console | None = None) -> dict[str, A
         "server": list(run.server),
         "profile": None if run.profile is None else run.profile.name,
         "workloads": [workload.name for workload in run.workloads],
-        "arms": variants,
+        "variants": variants,
     }
     for variant in run.variants:
         found = variants[variant.name] = {"workloads": {workload.name: {} for workload in run.workloads}}
         try:
-            _run_variant(run, variant, found, say, lambda: _save(run.out, report))
+            _run_variant(run, variant, found, say, lambda: save_report(report, show_clients(report), run.out))
         except CuveeError as error:
             found["error"] = str(error)
             say(f"{variant.name}: {error}")
         _compare(found, variants[BASELINE])
-        _save(run.out, report)
+        save_report(report, show_clients(report), run.out)
         if variant.name == BASELINE and "error" in found:
             raise CuveeError(f"the server without a cache failed, so nothing can be compared: {found['error']}")
     return report
@@ -210,11 +208,3 @@ def _leading(answer: str, wanted: str) -> float:
     """The share of what is wanted that an answer begins with."""
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(answer, wanted, strict=False))
     return sum(1 for _ in alike) / max(len(wanted), 1)
-
-
-def _save(out: Path, report: Mapping[str, Any]) -> None:
-    write_json(out / "clients.json", report)
-    write_atomically(out / "clients.md", clients_markdown(report).encode())
-    figure = draw_clients(report)
-    if figure is not None:
-        save_figure(figure, out / "clients.svg")

@@ -1,53 +1,51 @@
-"""The report of the clients bench as Markdown, and as a plot."""
+"""The report of the clients bench as tables, and as a plot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cuvee.eval.documents import ReportBlock, ReportSection, ReportTable, markdown_document
-from cuvee.eval.machine import machine_line, vllm_version
+from cuvee.eval.bench.frame import Shown, machine_and_vllm
+from cuvee.eval.documents import ReportTable
 from cuvee.eval.plots import BLUE, GREEN, SOFT, new_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["clients_markdown", "draw_clients"]
+__all__ = ["draw_clients", "show_clients"]
 
 _COLORS = (SOFT, BLUE, GREEN)  # of the phases
 
 
-def clients_markdown(report: Mapping[str, Any]) -> str:
-    """Write the report as Markdown."""
-    machine = report["hardware"]
-    versions = (f"vLLM {vllm_version(machine)}", f"torch {machine['torch']}", f"lmcache-cli {machine['lmcache-cli']}")
+def show_clients(report: Mapping[str, Any]) -> Shown:
+    """Make the tables and the plot of a report, which may be unfinished."""
     preface = (
-        f"{machine_line(machine, *versions)}. Model {report['model']}. Arguments of the server: "
-        f"{' '.join(report['server'])}."
+        f"{machine_and_vllm(report)}, lmcache-cli {report['hardware']['lmcache-cli']}. Model {report['model']}. "
+        f"Arguments of the server: {' '.join(report['server'])}."
     )
     columns = [
         "variant ", "phase ", "first token, median, ms ", "of no cache ", "99th percentile, ms ", "of no cache ",
         "prompt tokens not computed ",
     ]  # fmt: skip
-    sections = []
+    tables = []
     for workload in report["workloads"]:
         rows = [
             [variant, phase, *_cells(measured)]
-            for variant, found in report["arms"].items()
+            for variant, found in report["variants"].items()
             for phase, measured in found["workloads"][workload].items()
         ]
-        sections.append(ReportSection("", workload, [ReportTable(columns, rows)]))
+        tables.append(ReportTable(columns, rows, workload))
     columns = ["variant ", "MB on disk ", "MB per 1,000 tokens ", "times smaller ", "answers as without a cache "]
-    rows = [[variant, *_sizes(found)] for variant, found in report["arms"].items()]
-    sections.append(ReportSection("", "Sizes and answers", [ReportTable(columns, rows)]))
-    failed = tuple(
-        f"{variant}: {' '.join(found['error'].splitlines()[:2])}"
-        for variant, found in report["arms"].items()
+    rows = [[variant, *_sizes(found)] for variant, found in report["variants"].items()]
+    tables.append(ReportTable(columns, rows, "Sizes and answers"))
+    failed = [
+        [variant, " ".join(found["error"].splitlines()[:2])]
+        for variant, found in report["variants"].items()
         if "error" in found
-    )
+    ]
     if failed:
-        sections.append(ReportSection("", "Failed", [ReportBlock("list", items=failed)]))
-    return markdown_document("Other people's benchmarks", [preface], sections, {})
+        tables.append(ReportTable(["variant ", "why "], failed, "Failed"))
+    return Shown("Other people's benchmarks", preface, tables, draw_clients(report))
 
 
 def _sizes(found: Mapping[str, Any]) -> list[str]:
@@ -82,7 +80,7 @@ def draw_clients(report: Mapping[str, Any]) -> Figure | None:
     phases = list(
         dict.fromkeys(
             phase
-            for found in report["arms"].values()
+            for found in report["variants"].values()
             for measured in found["workloads"].values()
             for phase, values in measured.items()
             if "p50_ratio" in values
@@ -90,7 +88,7 @@ def draw_clients(report: Mapping[str, Any]) -> Figure | None:
     )
     if not phases:
         return None
-    variants = list(report["arms"])
+    variants = list(report["variants"])
     with styled():
         figure = new_figure(1.2 + 0.28 * len(variants) * len(report["workloads"]))
         panels = figure.subplots(len(report["workloads"]), 1, sharex=True, squeeze=False)[:, 0]
@@ -98,7 +96,7 @@ def draw_clients(report: Mapping[str, Any]) -> Figure | None:
         for panel, workload in zip(panels, report["workloads"], strict=True):
             for number, phase in enumerate(phases):
                 ratios = [
-                    report["arms"][variant]["workloads"][workload].get(phase, {}).get("p50_ratio")
+                    report["variants"][variant]["workloads"][workload].get(phase, {}).get("p50_ratio")
                     for variant in variants
                 ]
                 places = [at + (number - (len(phases) - 1) / 2) * height for at in range(len(variants))]

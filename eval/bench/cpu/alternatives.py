@@ -27,7 +27,6 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.eval.bench.cpu.coders import import_constriction
 
 __all__ = [
     "ALTERNATIVES",
@@ -166,7 +165,7 @@ class Alternative:
         try:
             importlib.import_module(self.module)
         except ImportError:
-            return f"{self.package} is not installed: pip install {self.package}, or cuvee[eval]"
+            return f"{self.package} is not installed: pip install {self.package}"
         return None
 
 
@@ -275,7 +274,9 @@ class _Constriction:
     """constriction's AnsCoder over the high bytes."""
 
     def __init__(self, source: Part, target: Part) -> None:
-        self._stream: Any = import_constriction().stream
+        import constriction
+
+        self._stream: Any = constriction.stream
         self._source, self._target = source.words, target.words
         self._stored: tuple[npt.NDArray[Any], ...] = ()
 

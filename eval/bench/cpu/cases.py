@@ -6,8 +6,6 @@ reported elsewhere, on a real one.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 import cuvee
@@ -17,7 +15,7 @@ from cuvee.codec.models.rope import rotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.shapes import CacheShape
 
-__all__ = ["BACKEND", "CPU_SHAPES", "FIT_CHUNK", "LARGE", "SMALL", "cut_layers", "fit_profile", "make_chunk"]
+__all__ = ["BACKEND", "CPU_SHAPES", "FIT_CHUNK", "LARGE", "SMALL", "fit_profile", "make_chunk"]
 
 BACKEND = "numba"
 CPU_SHAPES = {
@@ -51,16 +49,3 @@ def fit_profile(layout: KVLayout, group: str) -> Profile:
     largest = values.get(group, layout.values_per_token // layout.num_layers)
     count = max(8 * largest // FIT_CHUNK, 3) + 3
     return cuvee.fit(layout, (make_chunk(layout, FIT_CHUNK, 1000 + seed) for seed in range(count)), group)
-
-
-def cut_layers(profile: Profile, layers: int) -> Profile:
-    """The first layers of a profile whose group is `layer`."""
-    return Profile(
-        replace(profile.layout, layers=profile.layout.layers[:layers]),
-        profile.group,
-        profile.source,
-        profile.family,
-        profile.learned[:layers],
-        min_step_index=profile.min_step_index,
-        curve=profile.curve,
-    )

@@ -1,26 +1,13 @@
-"""`cuvee bench cpu`: measure speed and memory of every stage, of whole encodes and decodes, their scaling, and
-alternatives on the same bytes.
+"""cuvee on a CPU beside what a user would take instead: memcpy, FP8, zstd, lz4 and constriction, on the same bytes.
 
-    stages      one core, one 256-token chunk: the time and the work of each stage beside the limits of that core
-    coders      rANS on one core beside constriction's AnsCoder and a vectorized decoder in torch: the same symbols,
-                the same quantized model
-    whole       Codec.encode and Codec.decode, with one thread and with all
-    scaling     over tokens and over layers
-    comparison  the codec beside memcpy, FP8, zstd, lz4 and constriction, in rounds: on the caches of real models, and
-                on a synthetic one of Llama-3.1-8B's shape
-    first_use   a fresh interpreter until its first decoded chunk
-    memory      the rise of a fresh process's peak, over the size of the raw chunk
-
-Nothing is timed before it is proved right. Times are medians, with the 20th and 80th percentiles; throughput counts
-the uncompressed bfloat16 cache, and 1 GB is 10**9 bytes.
+The caches are those that real models make of a text, and a synthetic one of Llama-3.1-8B's shape. Methods take turns in
+rounds, and ratios are taken within rounds.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Sequence
-from functools import cache
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,165 +15,97 @@ from rich.console import Console
 
 from cuvee.codec.data.corpus import BUNDLED_MODEL
 from cuvee.codec.data.real_model import REAL_MODEL, smollm2_at_hand
-from cuvee.codec.errors import InputError
-from cuvee.codec.profiles.profile import Profile
-from cuvee.eval.bench.cpu.alternatives import ALTERNATIVES
+from cuvee.eval.bench.cpu.alternatives import ALTERNATIVES, MEMCPY, ZSTD_METHOD
 from cuvee.eval.bench.cpu.caches import BenchCache, real_cache
-from cuvee.eval.bench.cpu.cases import BACKEND, CPU_SHAPES, LARGE, SMALL, cut_layers, fit_profile, make_chunk
-from cuvee.eval.bench.cpu.coders import compare_coders, import_constriction
+from cuvee.eval.bench.cpu.cases import CPU_SHAPES, LARGE, fit_profile, make_chunk
 from cuvee.eval.bench.cpu.comparison import COMPARED_TOKENS, check_threads, compare
-from cuvee.eval.bench.cpu.first_use import measure_first_use
-from cuvee.eval.bench.cpu.memory import MEMORY_TOKENS, measure_memory
-from cuvee.eval.bench.cpu.stages import measure_stages
-from cuvee.eval.bench.cpu.whole import measure_whole
-from cuvee.eval.machine import hardware, torch_threads
+from cuvee.eval.bench.frame import Shown
+from cuvee.eval.documents import ReportTable
+from cuvee.eval.formatting import format_bits, format_number
+from cuvee.eval.machine import hardware, machine_line, torch_threads
 from cuvee.eval.progress import timed_lines
-from cuvee.eval.timing import Effort
 
-__all__ = ["COMPARED_THREADS", "PARTS", "ROUNDS", "RUNS", "RUN_SECONDS", "run_cpu_bench"]
+__all__ = ["COMPARED_THREADS", "cpu_options", "measure_cpu", "run_cpu_bench", "show_cpu"]
 
-RUN_SECONDS = 0.25  # a call is repeated for this long …
-RUNS = (5, 40)  # … but at least and at most this often
-PARTS = ("coders", "stages", "whole", "scaling", "comparison", "first_use", "memory")
-STAGE_TOKENS = 256
 COMPARED_THREADS = (1, 2)
-ROUNDS, QUICK_ROUNDS = 15, 5  # of the comparison
-_COMPARED_PACKAGES = [method.package for method in ALTERNATIVES if method.package]
-FIRST_USES, QUICK_FIRST_USES = 5, 2  # processes
+ROUNDS, QUICK_ROUNDS = 15, 5
+_PACKAGES = [method.package for method in ALTERNATIVES if method.package]
+_WAYS = ("encode", "decode")
+_NOTE = (
+    "GB/s of bfloat16, by the number of threads, and how many times as fast the most threads are as the fewest. The "
+    "last columns: speed of decoding over that of memcpy and of cuvee at each quality, with the fewest threads, "
+    "within rounds. Small caches stay in the CPU's own, which makes memcpy faster than a large one would let it be. "
+    "error: of the values, root of squared error over squared values; 0 means bit for bit. It is not what a model "
+    "loses: cuvee's transform moves its error to where predictions do not depend on it. All restore into tensors that "
+    "exist. In chunks of less than a million values cuvee uses one thread. Where other processes use a core, torch's "
+    "threads wait for each other, and the columns of several threads mean little."
+)
+
+
+def cpu_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and no smollm2")
+    parser.add_argument(
+        "--model", "-m", action="append", metavar="MODEL", default=[],
+        help="compare on the cache of this model; repeatable (default: books-3m, and smollm2 if it is downloaded)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", action="append", type=Path, metavar="FILE", default=[],
+        help="measure a --model with this profile, and learn none; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", action="append", type=int, metavar="N", default=[], help="repeatable (default: 1 and 2)"
+    )
+
+
+def measure_cpu(arguments: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    """Run the benchmark with the options of a command line."""
+    threads = tuple(sorted(set(arguments.threads or COMPARED_THREADS)))
+    return run_cpu_bench(arguments.quick, arguments.model, threads, arguments.profile, progress)
 
 
 def run_cpu_bench(
     quick: bool = False,
     models: Sequence[str] = (),
     threads: Sequence[int] = COMPARED_THREADS,
-    parts: Sequence[str] = (),
     profiles: Sequence[Path] = (),
     progress: Console | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark.
 
     Args:
-        quick: measure fewer cases, and repeat them less.
-        models: whose caches to compare on, and to time stages on, by the names `load_model` takes. Default: compare on
-            books-3m, and on smollm2 if it has been downloaded, but not with `quick`, and time stages on synthetic
-            caches. What is left out is named in the report.
-        threads: of the comparison, rising.
-        parts: what to measure, among `PARTS`. Default: everything.
+        quick: fit profiles to few caches, in fewer rounds, and leave out smollm2 unless it is named.
+        models: whose caches to compare on, by the names `load_model` takes. Default: books-3m, and smollm2 if it has
+            been downloaded. What is left out is named in the report.
+        threads: rising.
         profiles: files with profiles for the models, for which none is learned then.
         progress: where to list what is being measured; None for nowhere.
 
     Returns:
-        The report, as a dict for JSON, with a key for each part.
+        The report, as a dict for JSON.
 
     Raises:
-        InputError: constriction is not installed; `threads` out of order or range; a part that does not exist; a model
-            that no profile is for.
+        InputError: `threads` out of order or range; a model that no profile is for.
         FormatError, VersionError: a file that is not a profile of this version.
         CuveeError: a round trip changed something, so nothing is reported.
         ImportError, OSError: a model that was asked for cannot be loaded, see `load_model`; a profile cannot be read.
     """
-    for part in parts:
-        if part not in PARTS:
-            raise InputError(f"parts: must be among {', '.join(PARTS)}, got {part!r}")
-    wanted = tuple(parts) or PARTS
-    if "coders" in wanted:
-        import_constriction()  # fail now if it is missing
     check_threads(threads)
-    effort = Effort(0.05, 3, 10) if quick else Effort(RUN_SECONDS, *RUNS)
-    began, say = time.perf_counter(), timed_lines(progress)
-    cases: list[tuple[str, str]] = [(SMALL, "layer"), (LARGE, "head")]
-    if not quick:
-        cases.insert(1, (SMALL, "all"))
+    say, rounds = timed_lines(progress), QUICK_ROUNDS if quick else ROUNDS
 
-    @cache
-    def fitted(shape: str, group: str) -> Profile:
-        say(f"a profile for {shape}, group {group}")
-        with torch_threads(1):
-            return fit_profile(CPU_SHAPES[shape].layout(), group)
-
-    @cache
     def of_model(model: str) -> BenchCache:
         say(f"{model}: its cache, and profiles")
         with torch_threads(1):
             return real_cache(model, quick, tuple(profiles))
 
-    report: dict[str, Any] = {"quick": quick, "hardware": hardware(*_COMPARED_PACKAGES), "backend": BACKEND}
-    if "coders" in wanted:
-        say("entropy coders")
-        report["coders"] = compare_coders(effort, 2048 if quick else 16384)
-    if "stages" in wanted:
-        chosen = [of_model(model) for model in models] or [
-            BenchCache(
-                shape, False, make_chunk(CPU_SHAPES[shape].layout(), STAGE_TOKENS), {group: fitted(shape, group)}
-            )
-            for shape, group in cases
-        ]
-        report["stages"] = _stages(effort, chosen, say)
-    if "whole" in wanted:
-        report["whole"] = []
-        for shape, group in cases:
-            for tokens in (64, 256) if quick else (64, 256, 1024):
-                profile = fitted(shape, group)
-                say(f"whole: {shape}, group {group}, {tokens} tokens")
-                for count in sorted({1, os.cpu_count() or 1}):
-                    entry = {"shape": shape, "group": group, **measure_whole(effort, profile, tokens, count)}
-                    report["whole"].append(entry)
-    if "scaling" in wanted:
-        say("scaling")
-        report["scaling"] = _scaling(effort, fitted(SMALL, "layer"), quick)
-    if "comparison" in wanted:
-        rounds = QUICK_ROUNDS if quick else ROUNDS
-        report["comparison"] = _compare_on_models(models, quick, threads, rounds, say, of_model)
-        large = make_chunk(CPU_SHAPES[LARGE].layout(), max(COMPARED_TOKENS))
-        synthetic = BenchCache(LARGE, False, large, {"head": fitted(LARGE, "head")})
-        report["comparison"] += _compare(synthetic, threads, rounds, say)
-    if "first_use" in wanted:
-        small = fitted(SMALL, "layer")
-        say("first use")
-        report["first_use"] = measure_first_use(small, 256, QUICK_FIRST_USES if quick else FIRST_USES)
-    if "memory" in wanted:
-        say("memory")
-        tokens = 512 if quick else MEMORY_TOKENS
-        report["memory"] = [
-            {"shape": shape, "group": group, **measure_memory(fitted(shape, group), tokens)}
-            for shape, group in cases
-            if not quick or shape == LARGE
-        ]
-    report["seconds"] = time.perf_counter() - began
-    return report
-
-
-def _stages(effort: Effort, caches: Sequence[BenchCache], say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Time the stages on each cache: with its profiles, and of a model, or of the last shape, without one."""
-    out = []
-    for cached in caches:
-        chunk = cached.chunk.slice(0, STAGE_TOKENS)
-        work = [(name, profile, "balanced") for name, profile in cached.profiles.items()]
-        if cached.real or cached is caches[-1]:
-            work.append(("lossless", Profile.unlearned(chunk.layout), "lossless"))
-        for name, profile, quality in work:
-            say(f"stages: {cached.name}, {name}")
-            out.append({"cache": cached.name, "profile": name, **measure_stages(effort, profile, quality, chunk)})
-    return out
-
-
-def _scaling(effort: Effort, small: Profile, quick: bool) -> dict[str, Any]:
-    lengths = (16, 256, 2048) if quick else (16, 64, 256, 1024, 4096, 16384)
-    return {
-        "tokens": {
-            "shape": SMALL,
-            "group": "layer",
-            "points": [measure_whole(effort, small, tokens, 1) for tokens in lengths],
-        },
-        "layers": {
-            "shape": f"{CPU_SHAPES[SMALL].heads} x {CPU_SHAPES[SMALL].size}",
-            "group": "layer",
-            "points": [
-                {"layers": layers, **measure_whole(effort, cut_layers(small, layers), 256, 1)}
-                for layers in ((1, 6) if quick else (1, 2, 4, 6))
-            ],
-        },
-    }
+    found = _compare_on_models(models, quick, threads, rounds, say, of_model)
+    say(f"{LARGE}: a profile")
+    layout = CPU_SHAPES[LARGE].layout()
+    with torch_threads(1):
+        profile = fit_profile(layout, "head")
+    synthetic = BenchCache(LARGE, False, make_chunk(layout, max(COMPARED_TOKENS)), {"head": profile})
+    found += _compare(synthetic, threads, rounds, say)
+    return {"quick": quick, "hardware": hardware(*_PACKAGES), "comparison": found}
 
 
 def _compare(
@@ -194,7 +113,7 @@ def _compare(
 ) -> list[dict[str, Any]]:
     out = []
     for tokens in COMPARED_TOKENS:
-        say(f"comparison: {cached.name}, {tokens} tokens")
+        say(f"{cached.name}, {tokens} tokens")
         out.append(compare(cached, tokens, threads, rounds))
     return out
 
@@ -228,3 +147,62 @@ def _compare_on_models(
             continue
         out += _compare(cached, threads, rounds, say)
     return out
+
+
+def show_cpu(report: Mapping[str, Any]) -> Shown:
+    """Make the tables of a report: one for each cache and number of tokens, and lossless coding over zstd."""
+    machine, entries = report["hardware"], report["comparison"]
+    preface = machine_line(machine, *(f"{title} {machine[title.lower()]}" for title in ("Python", "torch", "numba")))
+    tables = [_compared(entry) for entry in entries if "skipped" not in entry]
+    tables.append(_over_zstd(entries))
+    if left := [[entry["cache"], entry["skipped"]] for entry in entries if "skipped" in entry]:
+        tables.append(ReportTable(["cache ", "why "], left, "Left out"))
+    return Shown("The codec on a CPU", preface, [table for table in tables if table.rows])
+
+
+def _compared(entry: Mapping[str, Any]) -> ReportTable:
+    threads = entry["threads"]
+    several = [f"{threads[-1]}/{threads[0]}"] if len(threads) > 1 else []
+    columns = ["method ", "bits", "error"]
+    for what in ("enc", "dec"):
+        columns += [*(f"{what} {count}" for count in threads), *several]
+    columns += [f"/{name}" for name in (MEMCPY, "lossless", "balanced")]
+    made = f"profile {next(iter(entry['profiles'].values()))} by {', '.join(entry['profiles'])}"
+    made += "" if entry["real"] else ", synthetic cache"
+    others = entry["cores_used_by_others"]
+    made += "" if others is None else f"; others used {others:.1f} cores"
+    rows = [_method_row(method, entry["references"], len(columns)) for method in entry["methods"]]
+    return ReportTable(columns, rows, f"{entry['cache']}, {entry['tokens']} tokens ({made})", _NOTE)
+
+
+def _method_row(method: Mapping[str, Any], references: Sequence[str], columns: int) -> list[str]:
+    if "skipped" in method:
+        return [f"{method['method']}: skipped, {method['skipped']}", *[""] * (columns - 1)]
+    row = [method["method"], format_bits(method["bits_per_value"]), format_number(method["relative_error"], 2)]
+    for what in _WAYS:
+        row += [_speed(entry[f"{what}_gb_per_s"]["median"]) for entry in method["by_threads"]]
+        if method["most_over_fewest_threads"] is not None:
+            row.append(f"{method['most_over_fewest_threads'][what]['median']:.2f}")
+    return row + [format_number(method["by_threads"][0]["decode_over"][name]["median"], 2) for name in references]
+
+
+def _speed(gb_per_s: float) -> str:
+    return format_number(gb_per_s, 3 if gb_per_s >= 0.1 else 2)
+
+
+def _over_zstd(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
+    rows = [
+        [
+            f"{entry['cache']}, {entry['tokens']} tokens",
+            str(own["threads"]),
+            *(f"{own[what]['median']:.2f} ({own[what]['p20']:.2f}-{own[what]['p80']:.2f})" for what in _WAYS),
+            f"{own['bytes']:.3f}",
+        ]
+        for entry in entries
+        for own in entry.get("lossless_over_zstd") or ()
+    ]
+    note = (
+        "How many times as fast lossless coding is, within rounds: the median, and the 20th and 80th percentiles; and "
+        "its bytes over those of zstd."
+    )
+    return ReportTable(["cache ", "threads", *_WAYS, "bytes"], rows, f"cuvee lossless / {ZSTD_METHOD}", note)

@@ -1,6 +1,6 @@
-"""`cuvee bench deadlines`: deadlines met in vLLM, and what they cost in quality, behind links of known rates.
+"""Deadlines met in vLLM, and what they cost in quality, behind links of known rates.
 
-    prompts --> vLLM, CuveeConnector --> throttled proxy --> Redis, or an HTTP object store
+    prompts --> vLLM, CuveeConnector --> throttled proxy --> an HTTP object store
                       |                  1 … 64 MB/s, or stepping while a prompt is loaded
                       +--> first token, what was loaded, the KL that was expected; then a text, read token by token
 
@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,11 @@ from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.learning.sequences import reread
 from cuvee.codec.part_keys import MAX_PARTS
 from cuvee.eval.bench.deadlines.links import MB, Link, ThrottledProxy
-from cuvee.eval.bench.deadlines.stores import STORES, StoreServer, missing
+from cuvee.eval.bench.deadlines.object_server import ObjectServer
 from cuvee.eval.bench.engine.process import FOLLOWING, Engine, EngineAnswer
-from cuvee.eval.bench.engine.ratios import spread
 from cuvee.eval.bench.engine.scope import CHUNK, DTYPE, QUESTION, EngineVariant, conditions
+from cuvee.eval.bench.frame import need_vllm
+from cuvee.eval.bench.ratios import spread
 from cuvee.eval.progress import timed_lines
 
 __all__ = [
@@ -65,7 +65,6 @@ FASTEST = Link("unlimited", (math.inf,))
 _SPEEDS = 1, 4, 16, 64  # MB/s
 _STEPPING = (16, 1, 64, 4), 0.2  # MB/s, and the seconds of each
 _SETTLE_SECONDS = 60.0
-_BOUNDS = 0.001, 0.004  # of expected KL, between which loads are compared
 _LATE = 80  # percentile of turns
 _NO_TIME_MS = 0.001
 
@@ -83,7 +82,6 @@ class DeadlinesScope:
         dtype: in which the engine computes, and has its cache.
         texts: where prompts are from, by the names of `read_corpus`.
         links: what answers of the stores go over.
-        stores: names of `STORES`.
         factors: deadlines, over the time that loading everything takes, and over that of computing.
         turns: how often each prompt is computed, and the least of it loaded, to know what can be met.
         seed: of the order of deadlines, and of what is repeated.
@@ -100,7 +98,6 @@ class DeadlinesScope:
         *(Link(f"{speed} MB/s", (speed * MB,)) for speed in _SPEEDS),
         Link("stepping", tuple(speed * MB for speed in _STEPPING[0]), _STEPPING[1]),
     )
-    stores: tuple[str, ...] = tuple(STORES)
     factors: tuple[float, ...] = (0.5, 1.0, 2.0)
     turns: int = 3
     seed: int = 0
@@ -115,7 +112,7 @@ class Load:
     """One answer.
 
     Attributes:
-        store, link: names.
+        link: its name.
         prompt: its number.
         of: what the deadline is a multiple of; empty for a request without a deadline.
         factor: this multiple.
@@ -129,7 +126,6 @@ class Load:
         possible: seconds of the bound, see the module.
     """
 
-    store: str
     link: str
     prompt: int
     of: str
@@ -169,12 +165,11 @@ def run_deadlines_bench(
         The report, as a dict for JSON: `report_of`, the conditions, and all loads.
 
     Raises:
-        ImportError: vLLM is not installed, or what a store needs.
+        ImportError: vLLM is not installed, or what reads the object store.
         InputError: an argument is out of range, or the texts have too few tokens.
         CuveeError: an engine failed, or did not tell what a request with a deadline is to be told.
     """
-    if find_spec("vllm") is None:
-        raise ImportError("this benchmark needs vLLM: pip install vllm")
+    need_vllm()
     _check(scope)
     say, began = timed_lines(progress), time.perf_counter()
     texts = _texts(scope, model)
@@ -187,17 +182,15 @@ def run_deadlines_bench(
         engine.start(model, _options(scope))
         exact = _Exact.measured(engine, texts, scope, folder)
         engine.stop()
-        loads: list[Load] = []
-        for name in scope.stores:
-            with STORES[name](folder) as server, ThrottledProxy(server.port, FASTEST) as proxy:
-                say(f"{name}: storing")
-                more = {"refinements": MAX_REFINEMENTS, "kl_max": scope.kl_max}
-                variant = EngineVariant(name, scope.quality, server.url(proxy.port))
-                engine.start(model, _options(scope), variant, profile, more=more)
-                for text in texts:
-                    _store(engine, server, text, scope)
-                loads += _Loads(scope, name, engine, proxy, texts, exact, folder, say).all()
-                engine.stop()
+        with ObjectServer() as server, ThrottledProxy(server.port, FASTEST) as proxy:
+            say("storing")
+            more = {"refinements": MAX_REFINEMENTS, "kl_max": scope.kl_max}
+            variant = EngineVariant("objects", scope.quality, server.url(proxy.port))
+            engine.start(model, _options(scope), variant, profile, more=more)
+            for text in texts:
+                _store(engine, server, text, scope)
+            loads = _Loads(scope, engine, proxy, texts, exact, folder, say).all()
+            engine.stop()
     return {
         **conditions(model, scope.quality, profile),
         **{name: getattr(scope, name) for name in ("dtype", "texts", "tokens", "prompts", "follow", "kl_max", "seed")},
@@ -216,13 +209,10 @@ def _check(scope: DeadlinesScope) -> None:
             raise InputError(f"{name}: must be at least 1, got {number}")
     if not 0 < scope.kl_max < 1:
         raise InputError(f"kl_max: must be above 0 and below 1, got {scope.kl_max}")
-    if unknown := [name for name in scope.stores if name not in STORES]:
-        raise InputError(f"stores: must be among {', '.join(STORES)}, got {unknown[0]!r}")
     if scope.dtype not in ("bfloat16", "float16", "float32"):
         raise InputError(f"dtype: must be bfloat16, float16 or float32, got {scope.dtype!r}")
-    for name in scope.stores:
-        if (lacking := missing(name)) is not None:
-            raise ImportError(f"the {name} store needs {lacking}; or leave this store out")
+    if find_spec("aiohttp") is None:
+        raise ImportError("the store of this benchmark needs aiohttp: pip install cuvee[objects] aiohttp")
 
 
 def _texts(scope: DeadlinesScope, model: Path) -> list[list[int]]:
@@ -291,7 +281,7 @@ class _Exact:
         return cls(seconds, hits, reads)
 
 
-def _store(engine: Engine, server: StoreServer, text: Sequence[int], scope: DeadlinesScope) -> None:
+def _store(engine: Engine, server: ObjectServer, text: Sequence[int], scope: DeadlinesScope) -> None:
     """Have a prompt stored, in parts."""
     before = server.entries()
     engine.ask([text[: -scope.follow]], expect_cached=[0], forget=True)
@@ -337,7 +327,6 @@ class _Loads:
     def __init__(
         self,
         scope: DeadlinesScope,
-        store: str,
         engine: Engine,
         proxy: ThrottledProxy,
         texts: Sequence[Sequence[int]],
@@ -345,20 +334,20 @@ class _Loads:
         folder: Path,
         say: Callable[[str], None],
     ) -> None:
-        self._scope, self._store, self._engine, self._proxy = scope, store, engine, proxy
+        self._scope, self._engine, self._proxy = scope, engine, proxy
         self._texts, self._exact, self._say = texts, exact, say
         self._into = folder / "read.npy"
         self._random = random.Random(scope.seed)
 
     def all(self) -> list[Load]:
         """Ask for everything over every link."""
-        self._say(f"{self._store}: the least that may be loaded")
+        self._say("the least that may be loaded")
         self._least(self._texts[0])  # what a process does once, such as loading compiled code
         turns = [[self._least(text) for text in self._texts] for _ in range(self._scope.turns)]
         least = [_Least.of(own) for own in zip(*turns, strict=True)]
         loads: list[Load] = []
         for link in self._scope.links:
-            self._say(f"{self._store}, {link.name}: no deadline")
+            self._say(f"{link.name}: no deadline")
             possible = [
                 min(each.by(link, hit), _late(seconds))
                 for each, hit, seconds in zip(least, self._exact.hits, self._exact.seconds, strict=True)
@@ -375,7 +364,7 @@ class _Loads:
                 for prompt in range(len(self._texts))
             ]
             self._random.shuffle(wanted)
-            self._say(f"{self._store}, {link.name}: {len(wanted)} deadlines")
+            self._say(f"{link.name}: {len(wanted)} deadlines")
             loads += whole
             loads += [self._asked(link, possible, *each) for each in wanted]
         return loads
@@ -409,7 +398,7 @@ class _Loads:
         exact = self._exact.reads[prompt]
         (kl,), _, _ = compare(exact, read, torch.zeros(exact.shape[:2], dtype=torch.int64))
         return Load(
-            self._store, link.name, prompt, of, factor, deadline, answer.seconds, answer.cached[0],
+            link.name, prompt, of, factor, deadline, answer.seconds, answer.cached[0],
             None if told is None else tuple(told["parts"]), None if told is None else told.get("expected_kl", 0.0), kl,
             self._proxy.carried - before, possible[prompt],
         )  # fmt: skip
@@ -424,14 +413,14 @@ def report_of(loads: Sequence[Load], computing: Sequence[Sequence[float]], hits:
         hits: seconds to the first token of each prompt if it is in the engine's own cache.
     """
     groups = []
-    for store, link in dict.fromkeys((load.store, load.link) for load in loads):
-        own = [load for load in loads if (load.store, load.link) == (store, link)]
+    for link in dict.fromkeys(load.link for load in loads):
+        own = [load for load in loads if load.link == link]
         wanted = sorted(
             {(load.of, load.factor) for load in own if load.of}, key=lambda each: (each[0] != LOADING, each)
         )
         groups.append(
             {
-                "store": store, "link": link, "no_deadline": _figures([load for load in own if not load.of]),
+                "link": link, "no_deadline": _figures([load for load in own if not load.of]),
                 "deadlines": [
                     {"of": of, "factor": factor}
                     | _figures([load for load in own if (load.of, load.factor) == (of, factor)])
@@ -444,19 +433,7 @@ def report_of(loads: Sequence[Load], computing: Sequence[Sequence[float]], hits:
         "own_cache": spread(hits),
         "groups": groups,
         "all": _figures([load for load in loads if load.of]),
-        "by_expected_kl": _by_expected_kl([load for load in loads if load.of]),
     }
-
-
-def _by_expected_kl(loads: Sequence[Load]) -> list[dict[str, Any]]:
-    """Compare the KL that was measured with what was expected, of loads that expected about as much."""
-    found = []
-    for least, most in pairwise((0.0, *_BOUNDS, math.inf)):
-        own = [load for load in loads if least < (load.expected_kl or 0.0) <= most]
-        if own:
-            kl, expected = _mean(load.kl for load in own), _mean(load.expected_kl or 0.0 for load in own)
-            found.append({"loads": len(own), "expected_kl": expected, "kl": kl, "kl_over_expected": kl / expected})
-    return found
 
 
 def _figures(loads: Sequence[Load]) -> dict[str, Any]:

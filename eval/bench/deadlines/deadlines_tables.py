@@ -1,4 +1,4 @@
-"""The report of `cuvee bench deadlines` as tables and as a plot."""
+"""The report of the deadlines bench as tables and as a plot."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 
 from cuvee.eval import plots
 from cuvee.eval.bench.deadlines.deadlines_bench import LOADING
 from cuvee.eval.bench.deadlines.links import MB
-from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
-from cuvee.eval.machine import machine_line, vllm_version
+from cuvee.eval.bench.frame import Shown, machine_and_vllm
+from cuvee.eval.documents import ReportTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["deadlines_markdown", "draw_deadlines_report", "print_deadlines_report"]
+__all__ = ["draw_deadlines", "show_deadlines"]
 
 NOTE = (
     "Medians over prompts. Met: of all deadlines; of possible: of those that loading all bases, or computing, would "
@@ -26,30 +25,16 @@ NOTE = (
 )
 
 
-def print_deadlines_report(report: dict[str, Any], console: Console) -> None:
-    """Print a report as tables."""
-    console.print(_preface(report), style="dim", highlight=False)
-    for table in _tables(report):
-        console.print(table.for_terminal(tight=False, wrap=False))
-        console.print(f"{table.note}\n", highlight=False)
-
-
-def deadlines_markdown(report: dict[str, Any]) -> str:
-    """A report as GitHub-flavored Markdown."""
-    sections = [
-        ReportSection("", table.title, [ReportTable(table.columns, table.rows, "", table.note)])
-        for table in _tables(report)
-    ]
-    return markdown_document("cuvee bench deadlines", [_preface(report)], sections, {})
+def show_deadlines(report: Mapping[str, Any]) -> Shown:
+    """Make the tables and the plot of a report."""
+    return Shown("Loads with a deadline, in vLLM", _preface(report), _tables(report), draw_deadlines(report))
 
 
 def _preface(report: Mapping[str, Any]) -> str:
-    machine = report["hardware"]
-    line = machine_line(machine, f"vLLM {vllm_version(machine)}", f"torch {machine['torch']}")
     return (
-        f"{line}. {report['model']} in {report['dtype']}, {report['quality']} in two parts, {report['prompts']} "
-        f"prompts of {report['tokens']} tokens, floor {report['kl_max']} nats per token, KL over {report['follow']} "
-        f"tokens behind each. First token: {report['computing']['median']:.2f} s computed, "
+        f"{machine_and_vllm(report)}. {report['model']} in {report['dtype']}, {report['quality']} in two parts, "
+        f"{report['prompts']} prompts of {report['tokens']} tokens, floor {report['kl_max']} nats per token, "
+        f"KL over {report['follow']} tokens behind each. First token: {report['computing']['median']:.2f} s computed, "
         f"{report['own_cache']['median']:.2f} s with the prompt in vLLM's own cache."
     )
 
@@ -58,7 +43,7 @@ def _tables(report: Mapping[str, Any]) -> list[ReportTable]:
     columns = [
         "deadline ", "s", "first token, s", "met", "of possible", "tokens by parts", "MB", "KL", "expected",
     ]  # fmt: skip
-    tables = [_whole(report), _by_expected_kl(report)]
+    tables = [_whole(report)]
     for group in report["groups"]:
         whole = group["no_deadline"]
         rows = [["none: all is loaded", "-", *_shown(whole, "-", "-", f"{whole['cached_tokens']:.0f}"), "-"]]
@@ -68,7 +53,7 @@ def _tables(report: Mapping[str, Any]) -> list[ReportTable]:
             name = f"{each['factor']:g}x {each['of']}"
             rows.append([name, f"{each['deadline']['median']:.2f}", *shown, _milli(each["expected_kl"])])
         note = NOTE if group is report["groups"][0] else ""
-        tables.append(ReportTable(columns, rows, f"{group['store']}, {group['link']}", note))
+        tables.append(ReportTable(columns, rows, group["link"], note))
     return tables
 
 
@@ -100,24 +85,11 @@ def _whole(report: Mapping[str, Any]) -> ReportTable:
     )  # fmt: skip
 
 
-def _by_expected_kl(report: Mapping[str, Any]) -> ReportTable:
-    rows = [
-        [str(each["loads"]), _milli(each["expected_kl"]), _milli(each["kl"]), f"{each['kl_over_expected']:.2f}"]
-        for each in report["by_expected_kl"]
-    ]
-    return ReportTable(
-        ["loads", "expected", "measured", "over expected"],
-        rows,
-        "KL by what was expected",
-        "Means of loads that lose something, in 1/1000 nats per token.",
-    )
-
-
 def _milli(kl: float) -> str:
     return f"{1e3 * kl:.2f}"
 
 
-def draw_deadlines_report(report: Mapping[str, Any]) -> Figure:
+def draw_deadlines(report: Mapping[str, Any]) -> Figure:
     """Draw the time to the first token, and the KL, against the bandwidth of links that do not change."""
     speeds = {link["name"]: link["rates"][0] / MB for link in report["links"] if len(link["rates"]) == 1}
     groups = [group for group in report["groups"] if group["link"] in speeds]

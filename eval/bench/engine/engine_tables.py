@@ -1,44 +1,20 @@
-"""The report of the engine bench as tables on a terminal."""
+"""The report of the engine bench as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-
-from cuvee.eval.bench.engine.scope import RAW_FILES
+from cuvee.eval.bench.frame import Shown, machine_and_vllm
 from cuvee.eval.documents import ReportTable
-from cuvee.eval.machine import machine_line
 
-__all__ = ["print_engine_report"]
+__all__ = ["show_engine"]
 
 
-def print_engine_report(report: dict[str, Any], console: Console) -> None:
-    """Print a report as tables."""
-    machine = report["hardware"]
-    versions = (f"vLLM {machine['vllm']}", f"torch {machine['torch']}")
-    console.print(machine_line(machine, *versions), style="dim", highlight=False)
+def show_engine(report: Mapping[str, Any]) -> Shown:
+    """Make the tables of a report."""
     tables = [_first_token(report), _hits(report), _pays_from(report), _storing(report["storing"])]
-    if "footprint" in report:
-        tables.insert(0, _footprint(report["footprint"]))
-    for table in tables:
-        console.print(f"\n{table.title}\n", highlight=False)
-        console.print(ReportTable(table.columns, table.rows).for_terminal(wrap=False))
-
-
-def _footprint(footprint: Mapping[str, Any]) -> ReportTable:
-    rows = []
-    for entry in footprint["entries"]:
-        sizes = (f"{entry[name] / 1e6:.3f}" for name in ("raw_bytes", "payload_bytes", "file_bytes"))
-        ratios = (f"{entry['bits_per_value']:.2f}", f"{entry['ratio_on_disk']:.2f}")
-        rows.append([entry["quality"], entry["profile"] or "none", str(entry["chunk_tokens"]), *sizes, *ratios])
-    return ReportTable(
-        ["preset ", "profile", "chunk", "raw MB", "payload MB", "files MB", "bits/value", "raw/files"],
-        rows,
-        f"Footprint: {footprint['model']}, {footprint['prompts']} prompts of {footprint['prompt_tokens']} tokens "
-        f"from {', '.join(footprint['texts'])}",
-    )
+    return Shown("Compressed offload in vLLM", machine_and_vllm(report), tables)
 
 
 def _first_token(report: Mapping[str, Any]) -> ReportTable:
@@ -50,8 +26,6 @@ def _first_token(report: Mapping[str, Any]) -> ReportTable:
     ]
     for kind in ("hit", "miss"):
         key = f"{kind}_over_recompute"
-        if "raw_files" in lengths[0]:
-            rows.append([f"{kind}: {RAW_FILES}, ratio", *(_around(entry["raw_files"][key]) for entry in lengths)])
         for name in (variant["name"] for variant in report["first_token"]["variants"]):
             if key in lengths[0]["variants"][name]:
                 ratios = (_around(entry["variants"][name][key]) for entry in lengths)

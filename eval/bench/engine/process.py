@@ -19,9 +19,6 @@ __all__ = ["FOLLOWING", "Engine", "EngineAnswer"]
 FOLLOWING = {"logits_processors": ["cuvee.eval.bench.engine.following:Follower"]}
 """Options of an engine that is to be asked with `follow`."""
 
-# In which an engine takes no step, so that threads that give way to it store at full speed.
-_IDLE_SECONDS = 2.0
-
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
@@ -58,7 +55,6 @@ class Engine:
         self._log = log
         self._closed = False
         self._stored = 0  # chunks that the running engine should have stored
-        self._pause = 0.0  # seconds between two questions whether they are stored
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cuvee.eval.bench.engine.served"],
@@ -90,7 +86,6 @@ class Engine:
         profile: Path | None = None,
         chunk_tokens: int = CHUNK,
         blend: Mapping[str, Any] | None = None,
-        raw_files: Path | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
         """Start an engine, and wait until it is up.
@@ -103,15 +98,8 @@ class Engine:
             chunk_tokens: of the connector.
             blend: the connector's options of that name; None: it does not blend.
             more: other options of the connector.
-            raw_files: a folder where vLLM's ExampleConnector keeps what it stores, instead of a variant.
         """
         arguments: dict[str, Any] = {"model": str(model), "dtype": DTYPE, "seed": 0, **options}
-        if raw_files is not None:
-            arguments["kv_transfer_config"] = {
-                "kv_connector": "ExampleConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"shared_storage_path": str(raw_files)},
-            }
         if variant is not None:
             extra = {
                 "store": variant.store,
@@ -122,8 +110,6 @@ class Engine:
                 "decide": "always",
                 **(more or {}),
             }
-            if variant.store_niceness is not None:
-                extra["store_niceness"] = variant.store_niceness
             if profile is not None:
                 extra["profile"] = str(profile)
             if blend is not None:
@@ -135,8 +121,6 @@ class Engine:
                 "kv_connector_extra_config": extra,
             }
         self._stored = 0
-        # Each question is a step of the engine, and one that defers storing stores little while it is busy.
-        self._pause = _IDLE_SECONDS if variant is not None and variant.defers else 0.0
         self._call("start", arguments)
 
     def stop(self) -> None:
@@ -192,12 +176,12 @@ class Engine:
 
     def reach(self, figure: str, least: float) -> dict[str, float]:
         """Wait until a counter of the connector's has reached a value since the engine started; returns all of them."""
-        figures: dict[str, float] = self._call("settle", figure, least, self._pause)
+        figures: dict[str, float] = self._call("settle", figure, least)
         return figures
 
     def idle(self) -> None:
         """Wait until nothing is being stored."""
-        self._call("idle", self._pause)
+        self._call("idle")
 
     def estimate(self) -> dict[str, float | None] | None:
         """The connector's own estimate of what loading and computing cost; None if it has not measured enough."""

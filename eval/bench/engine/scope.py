@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from cuvee.codec.profiles.quality import PRESETS
 from cuvee.eval.machine import hardware
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "NO_CONNECTOR",
     "PROOF_TOKENS",
     "QUESTION",
-    "RAW_FILES",
     "VARIANTS",
     "EngineScope",
     "EngineVariant",
@@ -33,7 +31,6 @@ QUESTION = 16  # tokens after the prefix; fewer than a block, so that our hits a
 PROOF_TOKENS = 4
 DTYPE = "bfloat16"
 NO_CONNECTOR = "no connector"
-RAW_FILES = "raw files"  # a store that compresses nothing: vLLM's own ExampleConnector
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,6 @@ class EngineVariant:
         store: a URL, in which `{folder}` stands for a temporary folder.
         load_async: the connector's option of that name.
         filled_by: another variant, which fills the store that both share. Then this one has no misses.
-        store_niceness: the connector's option of that name.
     """
 
     name: str
@@ -91,12 +87,6 @@ class EngineVariant:
     store: str
     load_async: bool = True
     filled_by: str | None = None
-    store_niceness: int | None = None
-
-    @property
-    def defers(self) -> bool:
-        """Whether it stores more when the engine is idle."""
-        return self.store_niceness is not None
 
 
 VARIANTS = (
@@ -121,9 +111,6 @@ class EngineScope:
         hits: how often a prompt is loaded in a round.
         batch: (prompts, tokens in each, tokens to generate) for `storing`.
         batch_rounds: rounds of `storing`.
-        presets, chunks, groups: for `footprint`.
-        windows: sequences that a profile is calibrated on.
-        prompts: how many prompts `footprint` takes at most.
     """
 
     shape: RandomLlama = field(default_factory=RandomLlama)
@@ -134,17 +121,10 @@ class EngineScope:
     hits: int = 3
     batch: tuple[int, int, int] = (8, 512, 16)
     batch_rounds: int = 5
-    presets: tuple[str, ...] = tuple(PRESETS)
-    chunks: tuple[int, ...] = (256, 64)
-    groups: tuple[str, ...] = ("layer",)
-    windows: int = 100
-    prompts: int = 32
 
 
 ENGINE_FULL = EngineScope()
-ENGINE_QUICK = EngineScope(
-    lengths=(256, 1024), rounds=3, batch=(4, 512, 16), batch_rounds=3, presets=("lossless", "balanced"), chunks=(256,)
-)
+ENGINE_QUICK = EngineScope(lengths=(256, 1024), rounds=3, batch=(4, 512, 16), batch_rounds=3)
 
 
 def conditions(model: Path, quality: str, profile: Path | None) -> dict[str, Any]:

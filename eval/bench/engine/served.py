@@ -110,7 +110,7 @@ class _Served:
             },
         }
 
-    def settle(self, figure: str, least: float, pause: float) -> dict[str, float]:
+    def settle(self, figure: str, least: float) -> dict[str, float]:
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             figures = _connector_figures()
@@ -119,16 +119,14 @@ class _Served:
                 return figures
             if time.monotonic() > deadline:
                 raise CuveeError(f"{figure} is {figures.get(figure, 0):.0f}, expected {least:.0f}")
-            time.sleep(pause)
             self.ask([[1]], 1, False, None, None)  # the figures arrive with the engine's steps
 
-    def idle(self, pause: float) -> None:
+    def idle(self) -> None:
         deadline = time.monotonic() + SETTLE_SECONDS
         self.ask([[1]], 1, False, None, None)  # the figures arrive with the engine's steps
         while _waiting():
             if time.monotonic() > deadline:
                 raise CuveeError(f"the engine was still storing after {SETTLE_SECONDS:.0f} s")
-            time.sleep(pause)
             self.ask([[1]], 1, False, None, None)
 
     def estimate(self) -> dict[str, float | None] | None:

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from cuvee.cli import (
-    bench,
     blend_report,
     compare,
     decode,
@@ -68,7 +67,6 @@ app.command(
 )(lm_eval.evaluate)
 app.command()(tasks.tasks)
 app.add_typer(profile.app, name="profile")
-app.add_typer(bench.app, name="bench")
 app.add_typer(store.app, name="store")
 
 

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import InputError
-from cuvee.eval.bench.engine import blend_bench as blending
-from cuvee.eval.bench.engine.blend_bench import BlendScope, draw_blend_report, print_blend_report, run_blend_bench
+from cuvee.eval.bench import blend as blending
+from cuvee.eval.bench import frame
+from cuvee.eval.bench.blend import BlendScope, draw_blends, run_blend_bench, show_blends
 from cuvee.eval.bench.engine.process import EngineAnswer
 
 SCOPE = BlendScope(lengths=(64, 128), costs=(0.0, 0.5, 1.0), rounds=2, document=32)
@@ -66,7 +67,7 @@ class Scripted:
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blending, "Engine", Scripted)
-    monkeypatch.setattr(blending, "find_spec", lambda _: True)
+    monkeypatch.setattr(frame, "find_spec", lambda _: True)
 
 
 def test_blends_are_timed_over_computing_in_the_same_turn() -> None:
@@ -96,11 +97,11 @@ def test_blends_are_timed_over_computing_in_the_same_turn() -> None:
 def test_the_report_is_printed_and_drawn() -> None:
     report = run_blend_bench(SCOPE, bundled_model_path())
     console = Console(file=io.StringIO(), width=120)
-    print_blend_report(report, console)
+    show_blends(report).print(console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "blended at cost 0.5, ratio" in text
     assert "lossless" in text
-    (axes,) = draw_blend_report(report).axes
+    (axes,) = draw_blends(report).axes
     assert len(axes.containers) == len(SCOPE.lengths)
 
 
@@ -111,6 +112,6 @@ def test_lengths_are_whole_documents(length: int) -> None:
 
 
 def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blending, "find_spec", lambda _: None)
+    monkeypatch.setattr(frame, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="needs vLLM"):
         run_blend_bench(SCOPE, bundled_model_path())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +25,6 @@ from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.forward import prefill
 from cuvee.eval.bench.cpu import caches, comparison
 from cuvee.eval.bench.cpu import cpu_bench as run
-from cuvee.eval.bench.cpu import cpu_tables as tables
 from cuvee.eval.bench.cpu.alternatives import (
     ALTERNATIVES,
     ZSTD_METHOD,
@@ -34,9 +36,10 @@ from cuvee.eval.bench.cpu.alternatives import (
     split_bytes,
 )
 from cuvee.eval.bench.cpu.caches import BenchCache, real_cache
-from cuvee.eval.bench.cpu.cases import make_chunk
+from cuvee.eval.bench.cpu.cases import CPU_SHAPES, make_chunk
 from cuvee.eval.bench.cpu.comparison import compare, run_rounds
 from cuvee.eval.bench.shapes import CacheShape
+from cuvee.eval.machine import hardware
 
 BY_NAME = {method.name: method for method in ALTERNATIVES}
 EXACT = [method.name for method in ALTERNATIVES if method.exact]
@@ -171,7 +174,7 @@ def test_lossless_is_set_beside_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
         assert own["threads"] == index + 1
         assert own["decode"]["median"] == own["encode"]["median"] == 1.5  # of 1.5, 2 and 1, within rounds
         assert own["bytes"] == pytest.approx(bits["cuvee lossless"][index] / bits[ZSTD_METHOD][index])
-    table = tables._lossless([{"cache": "smollm2", "skipped": "not downloaded"}, entry])
+    table = run._over_zstd([{"cache": "smollm2", "skipped": "not downloaded"}, entry])
     assert [row[:3] for row in table.rows] == [["small, 64 tokens", str(n), "1.50 (1.20-1.80)"] for n in (1, 2)]
     monkeypatch.setitem(sys.modules, "zstandard", None)
     assert compare(small_cache(), 16, (1,), 1)["lossless_over_zstd"] is None
@@ -180,7 +183,7 @@ def test_lossless_is_set_beside_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_number_of_threads_has_no_scaling() -> None:
     entry = compare(small_cache(), 16, (1,), 1)
     assert all(row["most_over_fewest_threads"] is None for row in entry["methods"])
-    header = tables._comparison([entry]).columns
+    header = run._compared(entry).columns
     assert "dec 1" in header and not any("/1" in column for column in header)
 
 
@@ -197,15 +200,11 @@ def test_a_missing_package_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, str(method.module), None)
     entry = compare(small_cache(), 16, (1,), 1)
     skipped = [row for row in entry["methods"] if "skipped" in row]
-    why = f"{method.package} is not installed: pip install {method.package}, or cuvee[eval]"
+    why = f"{method.package} is not installed: pip install {method.package}"
     assert skipped == [{"method": method.name, "exact": True, "skipped": why}]
     assert [row["method"] for row in entry["methods"]][: len(ALTERNATIVES)] == list(BY_NAME)
-    table = tables._comparison([entry])
+    table = run._compared(entry)
     assert [f"{method.name}: skipped, {why}"] == [row[0] for row in table.rows if "skipped" in row[0]]
-    out = io.StringIO()
-    for shown in tables._for_terminal(table):
-        Console(file=out, width=120).print(shown)
-    assert f"pip install {method.package}" in " ".join(out.getvalue().split())
 
 
 class Broken:
@@ -269,9 +268,9 @@ def test_what_others_do_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "_busy_seconds", lambda: None)
     entry = compare(small_cache(), 16, (1,), 1)
     assert entry["cores_used_by_others"] is None
-    assert "others" not in tables._comparison([entry]).rows[0][0]
+    assert "others" not in run._compared(entry).title
     entry["cores_used_by_others"] = 0.94
-    assert "others used 0.9 cores" in tables._comparison([entry]).rows[0][0]
+    assert "others used 0.9 cores" in run._compared(entry).title
 
 
 def listed(models: tuple[str, ...], quick: bool) -> list[dict[str, Any]]:
@@ -323,11 +322,48 @@ def test_without_transformers_a_cache_is_skipped_unless_it_is_named(monkeypatch:
         listed(("books-3m",), True)
 
 
-def test_a_comparison_without_any_cache_prints() -> None:
+def test_a_report_is_shown_with_what_was_left_out() -> None:
     entry = compare(small_cache(), 16, (1, 4), 1)
-    table = tables._comparison([{"cache": "smollm2", "skipped": "not downloaded"}, entry])
-    assert table.rows[0][0] == "smollm2: skipped, not downloaded" and table.strong == {0, 1}
-    assert table.columns.count("4/1") == 2 and len({len(row) for row in table.rows}) == 1
+    report = {"hardware": hardware(), "comparison": [{"cache": "smollm2", "skipped": "not downloaded"}, entry]}
+    shown = run.show_cpu(report)
+    compared, over, left = shown.tables
+    assert compared.columns.count("4/1") == 2 and len({len(row) for row in compared.rows}) == 1
+    assert over.title == f"cuvee lossless / {ZSTD_METHOD}" and left.rows == [["smollm2", "not downloaded"]]
+    out = io.StringIO()
+    shown.print(Console(file=out, width=140))
+    assert "zstd" in out.getvalue() and "…" not in out.getvalue()
+    text = shown.markdown()
+    assert text.startswith("# The codec on a CPU\n") and "\n\n\n" not in text
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
+
+
+def test_what_the_methods_store() -> None:
+    rows = {row["method"]: row for row in compare(small_cache(256), 256, (1,), 1)["methods"]}
+    assert list(rows) == [*BY_NAME, "cuvee lossless", "cuvee balanced, layer"]
+    for row in rows.values():
+        assert (row["relative_error"] == 0) is row["exact"]
+        assert row["by_threads"][0]["encode_gb_per_s"]["median"] > 0 < row["by_threads"][0]["decode_gb_per_s"]["median"]
+    bits = {name: row["bits_per_value"] for name, row in rows.items()}
+    assert bits.pop("memcpy") == 16 and all(0 < other < 17 for other in bits.values())
+    assert 8 < bits["FP8, by table"] == bits["FP8, torch's cast"] < 8.1
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    run.cpu_options(parser)
+    given = parser.parse_args(["--quick", "-m", "a", "-m", "b", "--profile", "p", "--threads", "4", "--threads", "2"])
+    asked: list[Any] = []
+    monkeypatch.setattr(run, "run_cpu_bench", lambda *arguments: asked.extend(arguments) or {})
+    run.measure_cpu(given, Console())
+    assert asked[:4] == [True, ["a", "b"], (2, 4), [Path("p")]]
+
+
+def test_synthetic_caches_repeat() -> None:
+    layout = CPU_SHAPES["books-3m"].layout()
+    a, b, c = make_chunk(layout, 5), make_chunk(layout, 5), make_chunk(layout, 5, seed=1)
+    assert torch.equal(a.keys[3], b.keys[3]) and not torch.equal(a.keys[3], c.keys[3])
 
 
 def test_a_real_cache_is_what_the_model_reads() -> None:

@@ -1,37 +1,26 @@
-"""`cuvee bench cpu --against`: two processes that take turns. No speed is asserted."""
+"""Two commits in turns: two processes that take turns. No speed is asserted."""
 
 from __future__ import annotations
 
-import io
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tests.conftest import Books
-from typer.testing import CliRunner
 
-from cuvee.cli import app
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.eval.bench.cpu import turns, turns_worker
-from cuvee.eval.bench.cpu.cpu_tables import print_turns, turns_markdown
+from cuvee.eval.bench import turns, turns_worker
 
 ROOT = Path(__file__).parents[3]
 CASE = {"cache": "c", "profile": "p", "tokens": 64, "threads": 1, "new": False, "bits_per_value": 1, "bytes": 1}
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("turns") / "report.json"
-    arguments = ["bench", "cpu", "--quick", "--against", str(ROOT), "--out", str(out)]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    data: dict[str, Any] = json.loads(out.read_text())
-    return data
+def report() -> dict[str, Any]:
+    return turns.compare_with(str(ROOT), quick=True)
 
 
 def test_every_case_has_both_speeds_and_their_ratio(report: dict[str, Any]) -> None:
@@ -47,13 +36,9 @@ def test_every_case_has_both_speeds_and_their_ratio(report: dict[str, Any]) -> N
             assert ratio["runs"] == turns.QUICK_TURNS and 0 < ratio["p20"] <= ratio["median"] <= ratio["p80"]
 
 
-def test_the_report_is_printed(report: dict[str, Any]) -> None:
-    console = Console(file=io.StringIO(), width=160)
-    print_turns(report, console)
-    assert isinstance(console.file, io.StringIO)
-    assert "lossless" in console.file.getvalue()
-    lines = [line for line in turns_markdown(report).splitlines() if line.startswith("| llama")]
-    assert len(lines) == len(report["cases"])
+def test_the_report_is_shown(report: dict[str, Any]) -> None:
+    (table,) = turns.show_turns(report).tables
+    assert len(table.rows) == len(report["cases"]) and {row[1] for row in table.rows} == {"lossless", "head"}
 
 
 def test_a_profile_is_also_measured_on_chunks_that_are_new(
@@ -142,8 +127,3 @@ def test_other_cases_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "other" / "src" / "cuvee").mkdir(parents=True)
     with pytest.raises(CuveeError, match="measures other cases"):
         turns.compare_with(str(tmp_path / "other"), quick=True)
-
-
-def test_a_profile_needs_a_model_or_another_cuvee() -> None:
-    done = CliRunner().invoke(app, ["bench", "cpu", "--profile", "some.safetensors"])
-    assert done.exit_code == 2 and "--model" in done.output and "--against" in done.output

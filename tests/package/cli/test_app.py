@@ -31,12 +31,6 @@ def test_wrong_usage_is_exit_code_two(files: Files) -> None:
         (*encode, "--profile", files.profile, "--chunk-tokens", "0"),
         ("decode", files.cache, out),
         ("inspect",),
-        ("bench", "--device", "abacus"),
-        ("bench", "--store", "memory://"),
-        ("bench", "--engine", "--device", "cuda"),
-        ("bench", "--quick", "gpu"),
-        ("bench", "gpu", "--device", "cuda"),
-        ("bench", "cpu", "--store", "memory://"),
         ("compare", "old.json"),
     ):
         misused(*args)
@@ -62,11 +56,10 @@ COMMANDS = sorted(set(commands(typer.main.get_command(app))) - {"eval"})  # lm-e
 
 def test_the_commands() -> None:
     assert COMMANDS == [
-        "bench blend", "bench clients", "bench cpu", "bench deadlines", "bench engine", "bench loading",
         "blend-report", "compare", "decode", "demo", "encode", "inspect", "profile learn", "profile pull",
         "profile push", "profile show", "report", "store clear", "store delete-tenant", "store info", "tasks",
     ]  # fmt: skip
-    for group in ("", "bench", "profile", "store"):
+    for group in ("", "profile", "store"):
         assert "Commands" in run(*group.split(), "--help").stdout
 
 
@@ -96,12 +89,6 @@ def test_the_example_of_a_command_is_right(command: str) -> None:
         ("report --allow-different", "--allow-different", "cuvee compare OLD.json NEW.json --allow-different"),
         ("report --quick --blend", "--blend", "cuvee blend-report"),
         ("report --multidoc x.jsonl -o r", "--multidoc", "cuvee blend-report --multidoc FILE.jsonl"),
-        ("bench --device cpu", "--device", "cuvee bench cpu` or `python -m cuvee.eval.bench.gpu"),
-        ("bench --quick --device=cuda --json", "--device", "cuvee bench cpu` or `python -m cuvee.eval.bench.gpu"),
-        ("bench --quick --engine --store memory://", "--engine", "cuvee bench engine"),
-        ("bench --store memory:// --engine", "--store", "cuvee bench engine --store URL"),
-        ("bench --model m --engine", "--model", "cuvee bench engine --model MODEL"),
-        ("bench -m m --engine", "-m", "cuvee bench engine --model MODEL"),
     ],
 )
 def test_an_option_that_has_moved_names_the_new_command(

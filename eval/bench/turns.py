@@ -6,12 +6,13 @@ their ratios are steady where their figures are not.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -20,11 +21,14 @@ from rich.console import Console
 
 import cuvee
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.eval.machine import hardware
+from cuvee.eval.bench.frame import Shown, run_bench
+from cuvee.eval.documents import ReportTable
+from cuvee.eval.formatting import format_bits
+from cuvee.eval.machine import hardware, machine_line
 from cuvee.eval.progress import timed_lines
 from cuvee.eval.timing import Timing
 
-__all__ = ["compare_with"]
+__all__ = ["compare_with", "show_turns"]
 
 TURNS, QUICK_TURNS = 9, 3
 TOKENS = (64, 256)
@@ -174,3 +178,44 @@ def _worker(source: Path, asked: dict[str, Any]) -> Iterator[_Worker]:
         finally:
             process.kill()
             process.communicate()
+
+
+def show_turns(report: Mapping[str, Any]) -> Shown:
+    """Make the table of a report."""
+    rows = []
+    for entry in report["cases"]:
+        tokens = f"{entry['tokens']} new" if entry["new"] else str(entry["tokens"])
+        row = [entry["cache"], entry["profile"], tokens, str(entry["threads"])]
+        row.append(" / ".join(dict.fromkeys(format_bits(bits) for bits in entry["bits_per_value"])))
+        for way in ("encode", "decode"):
+            row.append(" / ".join(f"{side['median']:.3f}" for side in entry[way]["gb_per_s"]))
+            ratio = entry[way]["ratio"]
+            row.append(f"{ratio['median']:.2f} ({ratio['p20']:.2f}-{ratio['p80']:.2f})")
+        rows.append(row)
+    table = ReportTable(
+        ["cache ", "profile ", "tokens", "threads", "bits", "encode", "ratio", "decode", "ratio"],
+        rows,
+        f"{report['against']} / this cuvee, GB/s of bfloat16",
+        "Two processes take turns. Ratios are those within turns: the median, and the 20th and 80th percentiles. "
+        "new: the next chunk of a text in each turn, whose tokens the process may meet for the first time.",
+    )
+    machine = report["hardware"]
+    line = machine_line(machine, *(f"{title} {machine[title.lower()]}" for title in ("Python", "torch", "numba")))
+    return Shown("Beside another commit", line, [table])
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="fewer turns")
+    parser.add_argument("against", metavar="COMMIT", help="a commit, or the folder of another checkout")
+    parser.add_argument("--model", "-m", action="append", default=[], help="also on this model's cache; repeatable")
+    parser.add_argument("--profile", action="append", type=Path, default=[], help="with this profile; repeatable")
+    parser.add_argument("--threads", action="append", type=int, default=[], help="repeatable (default: 1)")
+
+
+def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    threads = tuple(sorted(set(given.threads or (1,))))
+    return compare_with(given.against, given.model, given.profile, threads, given.quick, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(run_bench("turns", "Encode and decode in turns with another commit.", _options, _measure, show_turns))

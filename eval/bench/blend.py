@@ -10,12 +10,13 @@ at cost 1 it is what the engine makes of another batch size.
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
+import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +27,16 @@ from cuvee.codec.data.corpus import load_tokenizer
 from cuvee.codec.errors import InputError
 from cuvee.eval import plots
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
-from cuvee.eval.bench.engine.ratios import paired, spread
 from cuvee.eval.bench.engine.scope import EngineVariant, conditions
+from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench
+from cuvee.eval.bench.ratios import paired, spread
 from cuvee.eval.documents import ReportTable
-from cuvee.eval.machine import machine_line, vllm_version
 from cuvee.eval.progress import timed_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BlendScope", "draw_blend_report", "print_blend_report", "run_blend_bench"]
+__all__ = ["BlendScope", "draw_blends", "run_blend_bench", "show_blends"]
 
 BLOCK = 128
 _HEAD, _QUESTION = 24, 24  # tokens before and after the documents
@@ -79,8 +80,7 @@ def run_blend_bench(
         InputError: a length is not a multiple of the document's.
         CuveeError: an engine failed, or did not reuse the expected tokens.
     """
-    if find_spec("vllm") is None:
-        raise ImportError("this benchmark needs vLLM: pip install vllm")
+    need_vllm()
     if bad := [length for length in scope.lengths if length < scope.document or length % scope.document]:
         raise InputError(f"length: must be a multiple of {scope.document} tokens, got {bad[0]}")
     say = timed_lines(progress)
@@ -191,25 +191,23 @@ def _tokens(model: Path, count: int) -> list[int]:
     return ids[:count]
 
 
-def print_blend_report(report: dict[str, Any], console: Console) -> None:
-    """Print a report as a table."""
-    machine, lengths = report["hardware"], report["lengths"]
-    versions = (f"vLLM {vllm_version(machine)}", f"torch {machine['torch']}")
-    console.print(machine_line(machine, *versions), style="dim", highlight=False)
+def show_blends(report: Mapping[str, Any]) -> Shown:
+    """Make the table and the plot of a report."""
+    lengths = report["lengths"]
     rows = [["computed, s", *(f"{entry['computed_seconds']['median']:.3g}" for entry in lengths)]]
     for index, blend in enumerate(lengths[0]["blends"]):
         found = [entry["blends"][index] for entry in lengths]
         cells = (f"{one['over_computed']['median']:.2f} (KL {one['kl']:.3g})" for one in found)
         rows.append([f"blended at cost {blend['cost']:g}, ratio", *cells])
-    console.print(
-        f"\nTime to first token in vLLM: {report['model']}, documents of {report['document_tokens']} tokens at "
-        f"{report['quality']}; ratio to computing the prompt (median)\n",
-        highlight=False,
+    title = (
+        f"Time to first token: {report['model']}, documents of {report['document_tokens']} tokens at "
+        f"{report['quality']}; ratio to computing the prompt (median)"
     )
-    console.print(ReportTable(["tokens ", *(str(entry["tokens"]) for entry in lengths)], rows).for_terminal())
+    table = ReportTable(["tokens ", *(str(entry["tokens"]) for entry in lengths)], rows, title)
+    return Shown("Blended prompts in vLLM", machine_and_vllm(report), [table], draw_blends(report))
 
 
-def draw_blend_report(report: dict[str, Any]) -> Figure:
+def draw_blends(report: Mapping[str, Any]) -> Figure:
     """Draw time to first token over computing, against cost, a line for each length."""
     with plots.styled():
         figure = plots.new_figure(4.4)
@@ -228,3 +226,24 @@ def draw_blend_report(report: dict[str, Any]) -> Figure:
         plots.compared_with(axes, 1)
         figure.legend(loc="outside lower left", ncols=4, fontsize=8.5)
         return figure
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="two turns for each length")
+    parser.add_argument("--model", "-m", required=True, help="folder of a checkpoint, or smollm2")
+    parser.add_argument("--profile", type=Path, help="of the model, for a lossy quality")
+    parser.add_argument("--quality", default="lossless", help="of the stored documents")
+    parser.add_argument(
+        "--length", action="append", type=int, default=[], metavar="TOKENS", help="of documents; repeatable"
+    )
+
+
+def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    scope = BlendScope(rounds=2 if given.quick else 5, quality=given.quality)
+    if given.length:
+        scope = replace(scope, lengths=tuple(sorted(set(given.length))))
+    return run_blend_bench(scope, checkpoint(given.model), given.profile, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(run_bench("blend", "Time to first token of blended prompts in vLLM.", _options, _measure, show_blends))

@@ -1,0 +1,148 @@
+"""What all benchmarks share: their command line, progress, tables on the terminal, and a folder for the report.
+
+They are run from a checkout and are not part of the wheel: `python -m cuvee.eval.bench.NAME`, or `make bench
+BENCH=NAME`.
+Nothing is timed before it is proved right. Times are medians, with the 20th and 80th percentiles; throughput counts the
+uncompressed cache, and 1 GB is 10**9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from cuvee.codec.errors import CuveeError
+from cuvee.codec.support.files import write_atomically, write_json
+from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
+from cuvee.eval.machine import machine_line, vllm_version
+from cuvee.eval.runs import check_folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FILE_WIDTH = 140  # of a file or a pipe, which has none: rich's default cuts figures off
+
+__all__ = ["Shown", "checkpoint", "machine_and_vllm", "need_vllm", "run_bench", "save_report"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A report as people read it.
+
+    Attributes:
+        title: of the document.
+        preface: the machine, and other conditions of all figures.
+        tables: with their titles and notes.
+        figure: a plot; None if there is nothing to draw.
+    """
+
+    title: str
+    preface: str
+    tables: Sequence[ReportTable]
+    figure: Figure | None = None
+
+    def markdown(self) -> str:
+        """Return the report as GitHub-flavored Markdown."""
+        sections = [
+            ReportSection("", table.title, [ReportTable(table.columns, table.rows, "", table.note, table.strong)])
+            for table in self.tables
+        ]
+        return markdown_document(self.title, [self.preface], sections, {})
+
+    def print(self, console: Console) -> None:
+        """Print the report as tables."""
+        console.print(self.preface, style="dim", highlight=False)
+        for table in self.tables:
+            console.print(f"\n{table.title}\n", highlight=False, markup=False)
+            console.print(ReportTable(table.columns, table.rows).for_terminal(tight=len(table.columns) > 8, wrap=False))
+            if table.note:
+                console.print(table.note, highlight=False, markup=False)
+
+
+def run_bench(
+    name: str,
+    about: str,
+    options: Callable[[argparse.ArgumentParser], None],
+    measure: Callable[[argparse.Namespace, Console], dict[str, Any]],
+    show: Callable[[Mapping[str, Any]], Shown],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run a benchmark from its command line.
+
+    Args:
+        name: of the module.
+        about: for `--help`.
+        options: adds its own options to `--out`.
+        measure: makes the report, as a dict for JSON; lists what it is doing on the console.
+        show: makes what is printed, and written.
+        argv: the arguments; None: those of this process.
+
+    Returns:
+        The exit status: 0, or 1 after an error that a line on standard error explains.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m cuvee.eval.bench.{name}", description=about)
+    parser.add_argument(
+        "--out", "-o", type=Path, metavar="FOLDER", help="write data.json, report.md and plot.svg to this new folder"
+    )
+    options(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.out is not None:
+            check_folder(arguments.out, False)
+        report = measure(arguments, _console(stderr=True))
+        shown = show(report)
+        if arguments.out is not None:
+            save_report(report, shown, arguments.out)
+    except (CuveeError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    shown.print(_console())
+    return 0
+
+
+def save_report(report: Mapping[str, Any], shown: Shown, folder: Path) -> None:
+    """Write `data.json`, `report.md` and, if there is a figure, `plot.svg`, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "data.json", report)
+    write_atomically(folder / "report.md", shown.markdown().encode())
+    if shown.figure is not None:
+        from cuvee.eval.plots import save_figure
+
+        save_figure(shown.figure, folder / "plot.svg")
+
+
+def machine_and_vllm(report: Mapping[str, Any]) -> str:
+    """Describe the machine of a report, with the versions of vLLM and torch."""
+    machine = report["hardware"]
+    return machine_line(machine, f"vLLM {vllm_version(machine)}", f"torch {machine['torch']}")
+
+
+def need_vllm() -> None:
+    """Fail before anything slow happens.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise ImportError("this benchmark needs vLLM: pip install vllm")
+
+
+def checkpoint(model: str) -> Path:
+    """Return the folder of a checkpoint, or of the real model if it is named."""
+    from cuvee.codec.data.real_model import REAL_MODEL, smollm2_path
+
+    return smollm2_path() if model == REAL_MODEL else Path(model).resolve()
+
+
+def _console(stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    return console

@@ -1,1 +1,0 @@
-"""A simulation of loads with deadlines, over links whose bandwidth changes."""
