@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -304,42 +303,6 @@ def weight_fingerprints(path: str | Path, *, revision: str | None = None) -> Wei
         cast = ((name, shape, values if dtype is None else values.to(dtype)) for name, shape, values in samples)
         found.append(fingerprint_samples(cast))
     return WeightFingerprints(tuple(dict.fromkeys(found)))
-
-
-def input_embedding(path: str | Path, most: int, *, revision: str | None = None) -> tuple[torch.Tensor | None, str]:
-    """Return the embedding of a checkpoint's tokens, `[V, K]` in the files' dtype, and without it the reason.
-
-    Args:
-        path: of the checkpoint, as in `checkpoint_identity`.
-        most: the most bytes that it may take.
-        revision: of a hub id.
-
-    Raises:
-        InputError: the path does not exist, or holds a damaged file.
-    """
-    root = _resolve(path, revision)
-    try:
-        model = _skeleton(root)
-    except _Unknown as reason:
-        return None, str(reason)
-    weight = getattr(model.get_input_embeddings(), "weight", None)
-    names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight}
-    names |= {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
-    for file in sorted(root.glob("*.safetensors")):
-        with _open(file) as stream:
-            for name, tensor in _header(file, stream)[1].items():
-                if name not in names or tensor.dtype not in _DTYPES or len(tensor.shape) != 2:
-                    continue
-                size, dtype = tensor.end - tensor.begin, _DTYPES[tensor.dtype]
-                if size > most:
-                    return None, f"its embedding takes {size} bytes, and {most} are allowed"
-                if size != dtype.itemsize * math.prod(tensor.shape):
-                    raise InputError(
-                        f"model: must hold whole tensors, got another size of {name} in {file}: copy again"
-                    )
-                data = bytearray(os.pread(stream.fileno(), size, tensor.begin))
-                return torch.frombuffer(data, dtype=dtype).view(tensor.shape), ""
-    return None, "the checkpoint's files hold no embedding under a name that transformers gives it"
 
 
 def refuse_other_weights(profile: Profile, shown: str, path: str | Path, *, revision: str | None = None) -> None:

@@ -12,7 +12,6 @@ from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.profile_collection.location import (
     ProfileLocation,
     names_collection,
-    place_to_learn,
     shown_profile,
 )
 from cuvee.integrations.stores.redaction import redacted
@@ -27,11 +26,9 @@ class CodingOptions:
 
     Attributes:
         SOURCE: name of the engine's option that holds the JSON, for messages.
-        LEARNS: whether the adapter can learn a profile (`profile="learn:…"`).
         store: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
         profile: path of the model's profile, or a collection of profiles in which the engine finds that of its model
-            (`cuvee.integrations.profile_collection.location`); `learn:` and a collection: an adapter that `LEARNS`
-            learns one if it finds none there; None: lossless.
+            (`cuvee.integrations.profile_collection.location`); None: lossless.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one, which then is the only quality.
         worst: with `kl`: the worst kind of text decides, as it does for presets.
@@ -46,7 +43,6 @@ class CodingOptions:
     """
 
     SOURCE: ClassVar[str] = "options"
-    LEARNS: ClassVar[bool] = False
 
     store: tuple[str, ...] = ("memory://?max_gb=4",)
     profile: str | None = None
@@ -83,9 +79,7 @@ class CodingOptions:
         if self.key_env and self.key_file:
             raise InputError("key_file: must be left out if key_env is given, got both")
         self._check_texts("profile", "quality", "model_id")
-        if self.learning_place is not None:
-            self._check_learning()
-        elif self.profile is not None and names_collection(self.profile):
+        if self.profile is not None and names_collection(self.profile):
             ProfileLocation.parse(self.profile)
         if not isinstance(self.tenant, str):
             raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
@@ -122,29 +116,6 @@ class CodingOptions:
         """The configured quality, as arguments of `Codec` and `Profile.resolve`; empty: the default."""
         given = {name: getattr(self, name) for name in _QUALITIES if getattr(self, name) is not None}
         return {**given, "worst": True} if self.worst else given
-
-    @property
-    def learning_place(self) -> str | None:
-        """The collection for which the engine learns a profile if it finds none of its model there; None: it does not.
-
-        Raises:
-            InputError: see `place_to_learn`.
-        """
-        return None if self.profile is None else place_to_learn(self.profile)
-
-    def _check_learning(self) -> None:
-        if not self.LEARNS:
-            raise InputError(
-                "profile: must be a file or a collection, got learn: only vLLM's CuveeConnector learns profiles; name "
-                "the collection alone, and let an engine with the connector, or cuvee profile learn, fill it"
-            )
-        named = [name for name in _QUALITIES if getattr(self, name) is not None]
-        if named not in (["quality"], ["step"]) or self.quality == "lossless":
-            got = self.quality if self.quality == "lossless" else named[0] if named else "none"
-            raise InputError(
-                f"quality: must be high, balanced or small (or step a number) to learn a profile, got {got}: lossless "
-                "coding uses none, and no KL or size is known of one that is learned from traffic"
-            )
 
     @property
     def local(self) -> bool:

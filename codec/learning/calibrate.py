@@ -218,7 +218,7 @@ def held_out_count(sequences: int) -> int:
     return min(max(sequences // 8, 2), 32)
 
 
-def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Profile:
+def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer", *, model: str | None = None) -> Profile:
     """Learn a profile from KV samples, without a model: principal components, with the variance of units equalized.
 
     Args:
@@ -226,6 +226,7 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Pr
         chunks: samples, read once and in order, so a generator will do. Like the chunks to be coded, they should begin
             at various positions of various sequences.
         group: as in `calibrate`.
+        model: fingerprint of the weights that computed the samples, which the profile then names.
 
     Raises:
         ProfileError: too few tokens for the group; the message gives the number it needs.
@@ -253,7 +254,7 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Pr
             require_finite(x, section.section)
             section.add(x, chunk.start)
     need_tokens(layout, group, moments[0].count)
-    profile = build_profile(layout, group, "fitted", moments, Moments.variance_metrics, None)
+    profile = build_profile(layout, group, "fitted", moments, Moments.variance_metrics, model)
     if not held_out:
         return profile
     points = []

@@ -64,7 +64,6 @@ class Moments:
         layout: of the cache.
         limit: most tokens in the sample.
         device: where the sums are kept.
-        gradients: whether there are metrics.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Moments:
         layout: KVLayout,
         limit: int,
         device: torch.device | str = "cpu",
-        gradients: bool = True,
     ) -> None:
         self.section = section
         self.count = 0
@@ -83,7 +81,7 @@ class Moments:
         self.origin = torch.zeros(section.values, device=device)
         self.total = torch.zeros(section.values, **exact)
         self.products = [torch.zeros(size, size, **exact) for size in section.blocks]
-        self.metrics = [torch.zeros(size, size, **exact) for size in section.blocks] if gradients else []
+        self.metrics = [torch.zeros(size, size, **exact) for size in section.blocks]
         self.sink_total = torch.zeros(SINKS, section.values, **exact)
         self.sink_count = torch.zeros(SINKS, **exact)
         self.sample: list[SampledRun] = []
@@ -144,18 +142,6 @@ class Moments:
                 del self.sample[1::2]
                 self._stride *= 2
         self._seen += 1
-
-    def move_origin(self, origin: torch.Tensor) -> None:
-        """Convert the sums to deviations from another origin `[N]`."""
-        offset = self.origin.double() - origin.double()
-        column = 0
-        for products in self.products:
-            at = slice(column, column + len(products))
-            cross = torch.outer(self.total[at], offset[at])
-            products.add_(cross + cross.T + self.count * torch.outer(offset[at], offset[at]))
-            column += len(products)
-        self.total += self.count * offset
-        self.origin = origin.to(self.origin)
 
     def to_cpu(self) -> None:
         """Move the sums to the CPU and drop the second moments, which are no longer needed."""

@@ -27,9 +27,8 @@ PRESET_ERROR = {"high": 2e-3, "balanced": 1e-2, "small": 4e-2}
 # measured on another, books-3m lost 1.1 to 1.9 times the KL of the curve. SmolLM2-135M lost 1.1 times the mean of its
 # curve's kinds on five other kinds of text, 1.6 times on the worst of them. A request for a KL aims this much lower.
 KL_MARGIN = 1.3
-# Steps for a profile without a curve, in its units. Those that `RunningMoments` learns have a unit with which these
-# keep PRESET_KL on SmolLM2-135M, on the worst of the mixture's kinds. The loss of other models is unknown, so a codec
-# warns.
+# Steps for a profile without a curve, in its units. On SmolLM2-135M they kept PRESET_KL on the worst of the mixture's
+# kinds. The loss of other models is unknown, so a codec warns.
 PRESET_STEP_INDEX = {"high": -296, "balanced": -216, "small": -152}
 PRESETS = (LOSSLESS, *PRESET_KL)
 _IN_FILES = {"step_index": "step"}  # fields of a point that have other names in files

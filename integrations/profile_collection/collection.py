@@ -148,25 +148,6 @@ class ProfileCollection:
         """
         return self._write(*_verified(Path(file)))
 
-    def push_first(self, file: str | os.PathLike[str]) -> PushedProfile | None:
-        """Do what `push` does unless the collection has a profile of the same weights; None: it has. A repository of
-        the hub counts as it was when the collection was first used.
-
-        Two that push in the same moment may both succeed. The last of them is then the newest, to all readers.
-
-        Args:
-            file: the profile.
-
-        Raises:
-            FormatError, VersionError, OSError: as `Profile.load`; FormatError also if what says the newest profile of
-                these weights is damaged.
-            InputError, StoreError: as `push`.
-        """
-        data, profile = _verified(Path(file))
-        if profile.model is not None and self._read_newest(_layout_name(profile.layout), profile.model) is not None:
-            return None
-        return self._write(data, profile)
-
     def _write(self, data: bytes, profile: Profile) -> PushedProfile:
         layout, identity, weights = _layout_name(profile.layout), profile.id.hex(), profile.model
         name = _profile_name(layout, identity)

@@ -21,7 +21,6 @@ from cuvee.integrations.stores.redaction import redacted
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _TIERED = "tiered:"
-_LEARN = "learn:"
 _ID = re.compile(r"[0-9a-f]{32}")
 _REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 # Options of stores that delete entries, which a profile must survive.
@@ -99,33 +98,8 @@ def names_collection(profile: str) -> bool:
     return profile.startswith(_TIERED) or _URL.match(profile) is not None or Path(profile).is_dir()
 
 
-def place_to_learn(profile: str) -> str | None:
-    """Return the collection of an option `profile` that is `learn:` and a collection; None: it is something else.
-
-    Raises:
-        InputError: it names no collection, or one profile in it.
-
-    >>> place_to_learn("learn:/srv/profiles")
-    '/srv/profiles'
-    """
-    if profile != _LEARN.removesuffix(":") and not profile.startswith(_LEARN):
-        return None
-    place = profile.removeprefix(_LEARN)
-    if place == profile or not place:
-        raise InputError(f"profile: must name the collection to learn for, as in learn:/srv/profiles, got {profile!r}")
-    if Path(place).is_file():
-        raise InputError(f"profile: must be a folder or another collection to learn for, got the file {place}")
-    if ProfileLocation.parse(place).id is not None:
-        raise InputError(
-            f"profile: must name no id to learn for, got {shown_profile(profile)}: leave out either learn: or the id"
-        )
-    return place
-
-
 def shown_profile(profile: str) -> str:
     """Return an engine's option `profile` for messages: a URL without its secrets, a path as it is."""
-    if profile.startswith(_LEARN):
-        return _LEARN + shown_profile(profile.removeprefix(_LEARN))
     return redacted(profile) if _URL.match(profile) else profile
 
 

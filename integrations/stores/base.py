@@ -14,7 +14,7 @@ import builtins
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CuveeError, InputError
@@ -141,6 +141,16 @@ class Store(ABC):
             StoreError: some entries may remain, or this kind of store cannot list its tenants.
         """
         raise StoreError(f"{self.name} store: cannot be cleared: delete its tenants one by one")
+
+    def keys(self, tenant: str) -> Iterator[str]:
+        """Yield the keys of a tenant's entries (the tenant in hexadecimal, as in its keys), in no particular order.
+
+        Entries that are put or deleted meanwhile may be left out, or be yielded and gone.
+
+        Raises:
+            StoreError: the store failed, or this kind of store cannot list its keys.
+        """
+        raise StoreError(f"{self.name} store: cannot list its keys")
 
     @abstractmethod
     def counters(self) -> dict[str, TierCounters]:
@@ -333,6 +343,11 @@ def check_key(key: object) -> tuple[str, str]:
             f"got {key!r}"
         )
     return match[1], match[2]
+
+
+def is_key(name: str) -> bool:
+    """Return whether `name` is a valid key."""
+    return _KEY.fullmatch(name) is not None
 
 
 def is_tenant(name: str) -> bool:

@@ -54,6 +54,7 @@ from cuvee.integrations.stores.base import (
     check_max_entry,
     check_max_tenant,
     check_tenant,
+    is_key,
     is_tenant,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, make_header, parse_header
@@ -62,6 +63,7 @@ from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.safe_files import (
     FILE_FLAGS,
     file_lock,
+    list_folder,
     make_folder,
     objection,
     open_file,
@@ -237,6 +239,16 @@ class DiskStore(Store):
         with self._errors(), suppress(FileNotFoundError), self._opened() as root:
             return sum(map(self.delete_tenant, filter(is_tenant, os.listdir(root))))
         return 0
+
+    def keys(self, tenant: str) -> Iterator[str]:
+        """Yield the keys of a tenant's entries. Files with other names are passed over."""
+        folder = check_tenant(tenant)
+        with self._errors(), suppress(FileNotFoundError), self._opened() as root, open_folder(root, folder) as shards:
+            for shard in [entry.name for entry in list_folder(shards)]:
+                names: list[str] = []
+                with self._tolerate(f"{folder}/{shard}"), open_folder(shards, shard) as files:
+                    names = [entry.name for entry in list_folder(files)]
+                yield from filter(is_key, [f"{folder}/{name}" for name in names])
 
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot. `entries` and `bytes` are those of the last scan plus the puts of this process since."""

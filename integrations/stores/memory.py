@@ -274,6 +274,13 @@ class MemoryStore(Store):
                 self._cache.pop(key)
             return len(keys)
 
+    def keys(self, tenant: str) -> Iterator[str]:
+        """Yield the keys of a tenant's entries, as they are now."""
+        prefix = check_tenant(tenant) + "/"
+        with self._cache.lock:
+            keys = [] if self._closed else [key for key in self._cache.entries if key.startswith(prefix)]
+        yield from keys
+
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot. `entries` and `bytes` are exact; `bytes` includes the keys."""
         with self._cache.lock:

@@ -33,6 +33,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import xxhash
@@ -242,6 +243,11 @@ class RedisStore(Store):
     def clear(self) -> int:
         """Delete the entries of all tenants, found by SCAN; return how many there were. Other keys stay."""
         return sum(self._delete(keys) for keys in self._scan("*/*"))
+
+    def keys(self, tenant: str) -> Iterator[str]:
+        """Yield the keys of a tenant's entries, found by SCAN, which may find one twice."""
+        pages = list(self._scan(f"{check_tenant(tenant)}/*"))  # now, because a scan has to end in time
+        yield from chain.from_iterable(pages)
 
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot. `bytes` and `entries` are what the server reported at the last put to each bucket."""

@@ -44,14 +44,9 @@ class Options(CodingOptions):
         kv_events: report chunks in the store with vLLM's KV events, if these are on.
         blend: reuse cached segments at any position and recompute some of their tokens, so that answers are
             approximations (`cuvee.integrations.vllm.blending.blend_options.BlendOptions`). None: never.
-        learn_tokens: with a profile `learn:…`: tokens to learn it from; more if the model needs more.
-        learn_share: seconds of CPU time per second that each rank may spend on learning.
-        learn_max_mb: most memory of each rank's sums, in 10^6 bytes.
-        learn_tenants: also learn from requests with a `cache_salt`, so that one profile is of several tenants' text.
     """
 
     SOURCE: ClassVar[str] = "kv_connector_extra_config"
-    LEARNS: ClassVar[bool] = True
 
     min_tokens: int | None = None
     load_async: bool = True
@@ -67,10 +62,6 @@ class Options(CodingOptions):
     kl_max: float | None = None
     kv_events: bool = True
     blend: BlendOptions | None = None
-    learn_tokens: int = 40_000
-    learn_share: float = 0.1
-    learn_max_mb: float = 1024
-    learn_tenants: bool = False
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
@@ -82,11 +73,6 @@ class Options(CodingOptions):
                 f"store_niceness: must be a whole number from 0 to {LOWEST_PRIORITY}, got {self.store_niceness!r}"
             )
         self._check_positive("max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout")
-        self._check_counts("learn_tokens")
-        self._check_switches("learn_tenants")
-        self._check_positive("learn_share", "learn_max_mb")
-        if self.learn_share > 1:
-            raise InputError(f"learn_share: must be at most 1, because one thread learns, got {self.learn_share!r}")
         if type(self.refinements) is not int or not 0 <= self.refinements < MAX_PARTS:
             raise InputError(f"refinements: must be 0 … {MAX_PARTS - 1}, got {self.refinements!r}")
         if self.load_target:

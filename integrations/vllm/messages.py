@@ -155,9 +155,8 @@ class Save:
         tenant: owner of the entry.
         entry: what to store; all of its tokens are in its blocks.
         token_ids: ids of its tokens, NO_TOKEN for a part of an image or another medium; None if the codec predicts
-            nothing from them, and nothing is learned from them.
+            nothing from them.
         following: number of tokens after them in the prompt, whose cache is likely to be restored with theirs.
-        request: id of the request that computes it; empty if the request has ended, since another may have its id then.
         adapter: the files of its adapter, without which it is not stored; None: it has none.
     """
 
@@ -165,7 +164,6 @@ class Save:
     entry: Entry
     token_ids: list[int] | None = None
     following: int = 0
-    request: str = ""
     adapter: AdapterFiles | None = None
 
 
@@ -224,22 +222,6 @@ class Delivery:
     complete: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SumsPiece:
-    """A part of a rank's sums, from which the scheduler's side learns a profile.
-
-    Attributes:
-        rank: tensor-parallel rank.
-        number, count: which part it is, and of how many.
-        data: bytes of `RunningMoments.to_bytes`.
-    """
-
-    rank: int
-    number: int
-    count: int
-    data: bytes
-
-
 @dataclass(slots=True)
 class Report:
     """What happened on the workers since the last report.
@@ -256,7 +238,6 @@ class Report:
         blended: work and seconds of each successful blend.
         checked: tenant, cost and KL of each blend that was also computed exactly, from the first rank.
         stored: digests of chunks that are stored, once per rank, if routers are told.
-        sums: what ranks have summed to learn a profile, at most one piece of each.
         kept: numbers of steps before which all resets were those of sleeps and changed no weight, once per rank.
     """
 
@@ -271,7 +252,6 @@ class Report:
     blended: list[BlendCost] = field(default_factory=list)
     checked: list[tuple[str, float, float]] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
-    sums: list[SumsPiece] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
@@ -283,7 +263,6 @@ class Report:
         self.placed += other.placed
         self.blended += other.blended
         self.checked += other.checked
-        self.sums += other.sums
         self.kept += other.kept
         self.failed |= other.failed
         self.unsaved |= other.unsaved

@@ -38,12 +38,11 @@ _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend")
 _UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "error")
 _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
-    "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close", "learn",
+    "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
 )  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "quality", "failed")
 _TARGETS = ("parameters", "engine", "profile")
 PARTS = ("base", "refinement")
-_LEARNED = ("published", "found", "failed")
 _UNSTORED = ("asked", "positions", "blended", "quality", "reset", "overwritten")
 _LEFT_OUT = ("number", "positions", "time")
 
@@ -123,11 +122,6 @@ METRICS: dict[str, Metric] = {
                "has failed."),
         Metric("stores_out_of_window", "counter", "Chunks not stored because the engine has dropped a part of them "
                "from layers with a sliding window: it found them in its own cache."),
-        Metric("learned_tokens", "counter", "Tokens whose KV was summed to learn a profile, on the first rank.",
-               ranks="first"),
-        Metric("learning_seconds", "counter", "Seconds of CPU time spent on learning a profile, of all ranks."),
-        Metric("learned_profiles", "counter", "Attempts to publish the learned profile: published, failed, or found "
-               "because another engine had published one.", "result", _LEARNED),
         Metric("lost", "counter", "Chunks that waited for compression or to be written when the engine stopped, and "
                "were not stored within close_timeout.", "where", ("encode", "store")),
         Metric("hits", "counter", "Chunks found in a tier of the store.", "tier"),

@@ -36,7 +36,6 @@ from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler_blend import SchedulerBlends
 from cuvee.integrations.vllm.scheduler_events import EventPair, SchedulerEvents
-from cuvee.integrations.vllm.scheduler_learn import ProfileLearner
 from cuvee.integrations.vllm.scheduler_load import SchedulerLoads
 from cuvee.integrations.vllm.scheduler_lookup import PrefixLookups
 from cuvee.integrations.vllm.scheduler_rates import Rates
@@ -104,9 +103,6 @@ class SchedulerSide:
         self._blends = SchedulerBlends(state, self._planner, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
         self._targets = SchedulerTargets(state, setup.plans_loads, setup.knows_kl)
-        self._learner: ProfileLearner | None = None
-        if setup.learning is not None:
-            self._learner = ProfileLearner(setup.learning, recorder, self._guard)
 
     # Requests, in the order in which the engine calls ------------------------------------------------------------
 
@@ -294,9 +290,6 @@ class SchedulerSide:
                 self._count_troubles()
         with self._guard("take"):
             self._rates.take(report)
-        with self._guard("take"):
-            if self._learner is not None:
-                self._learner.take(report.sums)
         with self._guard("take", self._stop):
             if self._requests.settle(report):
                 logger.info("cuvee: the engine has slept and has the same weights: what was stored before is found")
@@ -337,9 +330,6 @@ class SchedulerSide:
         """Stop asking the store, and log what was done. Waits for nothing."""
         with self._guard("close"):
             self._pool.dismiss(0, cancel=True)
-        with self._guard("close"):
-            if self._learner is not None:
-                self._learner.close()
         with self._guard("close"):
             logger.info("cuvee: %s; %s", self._recorder.summary(), self._rates.describe())
 

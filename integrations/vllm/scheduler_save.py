@@ -14,7 +14,6 @@ and then no more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from cuvee.codec.token_ids import NO_TOKEN
@@ -139,9 +138,7 @@ class SchedulerSaves:
         # where the engine plans ahead it may be there, but the connector is not told.
         held = len(blocks) * self._state.block
         end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, held)
-        tails = self._tail(tracked, min(end, self._storable(tracked)), blocks, others)
-        # The request stores nothing more, and another one may get its id.
-        return [replace(tail, request="") for tail in tails]
+        return self._tail(tracked, min(end, self._storable(tracked)), blocks, others)
 
     def _tail(self, tracked: Tracked, end: int, blocks: Sequence[int], others: Sequence[Sequence[int]]) -> list[Save]:
         """Return the tail of a request's first `end` tokens, which have KV in `blocks`: the whole blocks after the last
@@ -163,15 +160,15 @@ class SchedulerSaves:
         """Return the order to store an entry, with its tokens if they are wanted."""
         request = tracked.request
         following = max(request.num_prompt_tokens - entry.end, 0)
-        if not self._state.wants_ids:
-            return Save(tracked.tenant, entry, None, following, request.request_id, tracked.adapter)
+        if not self._state.predicts:
+            return Save(tracked.tenant, entry, None, following, tracked.adapter)
         ids = list(request.all_token_ids[entry.start : entry.end])
         for item in request.mm_features:  # their cache does not follow from the ids of their placeholders
             first = max(item.mm_position.offset, entry.start)
             end = min(item.mm_position.offset + item.mm_position.length, entry.end)
             for at in range(first, end):
                 ids[at - entry.start] = NO_TOKEN
-        return Save(tracked.tenant, entry, ids, following, request.request_id, tracked.adapter)
+        return Save(tracked.tenant, entry, ids, following, tracked.adapter)
 
     def _storable(self, tracked: Tracked) -> int:
         """Return how many of a request's tokens may be stored once they have KV: those before the first inexact one."""

@@ -140,7 +140,7 @@ class SchedulerState:
         tails: whether tails are stored (see `scheduler_save`).
         parts: of how many parts the store has its chunks at best.
         encodes: as in `Setup`.
-        wants_ids: whether the codec predicts a part of the cache from token ids, or a profile is learned from them.
+        predicts: whether the codec predicts a part of the cache from token ids.
         shards: number of ranks.
         store: looked into, never read from.
         recorder: takes the figures.
@@ -158,7 +158,7 @@ class SchedulerState:
         self.positions = setup.layout.max_positions
         self.encodes = setup.encodes
         self.parts = 1 + setup.options.refinements
-        self.wants_ids = setup.predicts or setup.learning is not None
+        self.predicts = setup.predicts
         self.shards = setup.shards
         self._key_ids = setup.options.key_ids() or (b"",)
         self.store = store

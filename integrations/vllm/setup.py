@@ -31,7 +31,6 @@ from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup, block_tokens, read_groups
-from cuvee.integrations.vllm.learning import Learning
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,6 @@ class Setup:
         step_tokens: most tokens that a step of the engine computes.
         groups: layers that share a table of the engine's blocks; empty: all layers, and the engine keeps all tokens.
         tells: whether routers are told what is stored.
-        learning: what is learned because there is no profile; None: nothing is.
         alone: whether no other rank computes with this one: neither a tensor-parallel one, nor one of a data-parallel
             engine, which may have experts for this one.
         encodes: whether the engine encodes images itself. What it takes from another engine it knows by name alone.
@@ -72,7 +70,6 @@ class Setup:
     step_tokens: int = 8192
     groups: tuple[LayerGroup, ...] = ()
     tells: bool = False
-    learning: Learning | None = None
     alone: bool = True
     encodes: bool = True
 
@@ -108,8 +105,7 @@ class Setup:
             InputError: an unknown option, or a value out of range.
             UnsupportedModelError: a model or a feature of the engine that cuvee does not support.
             ProfileMismatchError: a profile of another model.
-            FileNotFoundError, CuveeError: there is no profile where option `profile` says (`find_profile`), and none is
-                learned, or none can be.
+            FileNotFoundError, CuveeError: there is no profile where option `profile` says (`find_profile`).
         """
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
@@ -127,28 +123,20 @@ class Setup:
             raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
         shards = vllm_config.parallel_config.tensor_parallel_size
         _check_heads(layout, specs, shards)
-        found: Profile | Learning | None = None
-        if options.profile is not None:
+        if options.profile is None:
+            profile = Profile.unlearned(layout)
+        else:
             model = vllm_config.model_config
-            where, place = options.profile, options.learning_place
-            if place is not None and vllm_config.lora_config is not None:
-                raise InputError(
-                    "profile: must be a profile or a collection while adapters are served (enable_lora), got learn: "
-                    "what is stored is of several models then"
-                )
-            learns = None if place is None else (shards, int(options.learn_max_mb * 1e6))
-            found = _find_profile(vllm_config.instance_id, place or where, layout, model.model, model.revision, learns)
-        learning = found if isinstance(found, Learning) and transfer.is_kv_producer else None
-        profile = found if isinstance(found, Profile) else Profile.unlearned(layout)
+            profile = _find_profile(vllm_config.instance_id, options.profile, layout, model.model, model.revision)
         profile.check_layout(layout)
-        codec = Codec(profile, **_quality_of(options, profile), dtype=layout.dtype, refinements=options.refinements)
+        codec = Codec(profile, **options.codec_quality, dtype=layout.dtype, refinements=options.refinements)
         quality = codec.quality_name
         events = vllm_config.kv_events_config
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         setup = cls(
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
-            groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)), learning,
+            groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)),
             alone=shards == vllm_config.parallel_config.data_parallel_size == 1,
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
         )  # fmt: skip
@@ -214,13 +202,13 @@ class Setup:
                 self.quality,
             )
             return
-        if self.options.check_model and self.profile.learned:
+        if self.options.check_model:
             refuse_other_weights(self.profile, shown_profile(self.options.profile), model_path, revision=revision)
 
     def codec(self, rank: int) -> Codec:
         """Return the codec of one rank. It starts no threads, because the worker codes several chunks at a time."""
         profile = self.profile.shard(rank, self.shards)
-        asked, secrets = _quality_of(self.options, profile), self.options.secrets() or None
+        asked, secrets = self.options.codec_quality, self.options.secrets() or None
         codec = Codec(
             profile, **asked, dtype=self.layout.dtype, threads=1, refinements=self.options.refinements, key=secrets
         )
@@ -256,20 +244,8 @@ def _key_ids(codec: Codec) -> str:
     return first + (f"; also accepted: {', '.join(others)}" if others else "")
 
 
-def _quality_of(options: Options, profile: Profile) -> dict[str, Any]:
-    """Return the configured quality, as arguments of `Codec`; until a profile is learned, the default, lossless."""
-    return options.codec_quality if profile.learned or options.learning_place is None else {}
-
-
 @lru_cache(maxsize=1)
-def _find_profile(
-    engine: str,
-    where: str,
-    layout: KVLayout,
-    model_path: str,
-    revision: str | None,
-    learns: tuple[int, int] | None,
-) -> Profile | Learning:
+def _find_profile(engine: str, where: str, layout: KVLayout, model_path: str, revision: str | None) -> Profile:
     """Find the profile once per engine: with one rank, both roles live in one process, and must have the same one.
 
     Args:
@@ -278,15 +254,8 @@ def _find_profile(
         layout: of the whole model.
         model_path: checkpoint.
         revision: of a hub id.
-        learns: tensor-parallel ranks, and the most bytes of each rank's sums, if a profile is learned where there is
-            none.
     """
-    try:
-        return find_profile(where, layout, model_path, revision=revision)
-    except FileNotFoundError:
-        if learns is None:
-            raise
-        return Learning.plan(where, layout, learns[0], model_path, revision, learns[1])
+    return find_profile(where, layout, model_path, revision=revision)
 
 
 def _check_windows(groups: Sequence[LayerGroup], chunk_tokens: int, block: int) -> None:

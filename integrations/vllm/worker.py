@@ -27,7 +27,6 @@ from cuvee.integrations.vllm.messages import Load, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.worker_blend import Blender, WorkerBlends
-from cuvee.integrations.vllm.worker_learn import TrafficSums
 from cuvee.integrations.vllm.worker_load import WorkerLoads
 from cuvee.integrations.vllm.worker_save import WorkerSaves
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
@@ -70,10 +69,7 @@ class WorkerSide:
         self._loads = WorkerLoads(self._state, self._pools, self._guard)
         self._blends = WorkerBlends(self._state, self._loads, self._guard)
         budget = int(options.max_pending_mb * 1e6)
-        self._learner: TrafficSums | None = None
-        if setup.learning is not None:
-            self._learner = TrafficSums(setup.learning, rank, options, recorder, self._guard, self._pools.learner)
-        self._saves = WorkerSaves(self._state, self._pools, self._guard, budget, self._learner)
+        self._saves = WorkerSaves(self._state, self._pools, self._guard, budget)
 
     def attach(self, cache: PagedCache) -> None:
         """Use the engine's pages; nothing can be loaded or stored before.
@@ -231,8 +227,6 @@ class WorkerSide:
             report, state.report = state.report, Report()
             queued, pending = self._saves.queued()
         report.steps.append(step)
-        if self._learner is not None and (piece := self._learner.take_piece()) is not None:
-            report.sums.append(piece)
         with self._guard("report"):
             state.recorder.gauge("queue_depth", queued)
             state.recorder.gauge("pending_bytes", pending)
@@ -258,9 +252,6 @@ class WorkerSide:
                 job.over = True
         with self._guard("close"):
             pools.loaders.dismiss(0, cancel=True)
-        with self._guard("close"):
-            if self._learner is not None:
-                self._learner.close()
         with self._guard("close"):
             pools.coders.dismiss()
         with self._guard("close"):

@@ -34,7 +34,6 @@ from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.adapters import AdapterFolders
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.messages import Entry, Save
-from cuvee.integrations.vllm.worker_learn import TrafficSums
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark, refuse_capture, send
 
@@ -51,22 +50,13 @@ class WorkerSaves:
         pools: threads of the worker.
         guard: contains errors.
         budget: bytes of copies that may wait to be stored.
-        learner: sums what is encoded; None: nothing is learned.
     """
 
-    def __init__(
-        self,
-        state: WorkerState,
-        pools: WorkerPools,
-        guard: Guard,
-        budget: int,
-        learner: TrafficSums | None = None,
-    ) -> None:
+    def __init__(self, state: WorkerState, pools: WorkerPools, guard: Guard, budget: int) -> None:
         self._state = state
         self._pools = pools
         self._guard = guard
         self._budget = budget
-        self._learner = learner
         self._refused = self._full = False  # whether it was said that a step has failed, or that too much waits
         self._ended = 0  # the last step that has ended well, as have all before it
         self._due = 0  # what that must be for the pages to hold what they should
@@ -278,9 +268,6 @@ class WorkerSaves:
                 return {}
         else:
             self._state.recorder.count("encode_seconds", time.monotonic() - begun)
-            if self._learner is not None:
-                for at in which:
-                    self._learner.offer(batch[at], copy, rows[at])
             each = ((blob,) if isinstance(blob, bytes) else blob for blob in blobs)
             return dict(zip(which, each, strict=True))
         # At least one entry cannot be encoded; encoding them one by one tells which.

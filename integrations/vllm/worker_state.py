@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
 import torch
@@ -13,7 +12,7 @@ from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.support.torch_threads import compute_alone
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.vllm.cores import LOWEST_PRIORITY, free_cores, give_way, move_to
+from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
 from cuvee.integrations.vllm.grouped_pages import GroupedPages
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Report
@@ -36,14 +35,13 @@ class WorkerPools:
         coders: open and decode blobs.
         encoders: encode copies of pages.
         writers: write to the store.
-        learner: one thread, which sums what a profile is learned from.
     """
 
     def __init__(self, threads: int, patience: float, store_niceness: int = 0) -> None:
         self._cores: frozenset[int] = frozenset()
         torch_threads = torch.get_num_threads()
 
-        def pool(count: int, name: str, niceness: int = 0, patience: float = patience) -> ThreadPool:
+        def pool(count: int, name: str, niceness: int = 0) -> ThreadPool:
             def begin() -> None:
                 move_to(self._cores)
                 give_way(niceness)
@@ -56,7 +54,6 @@ class WorkerPools:
         self.writers = pool(threads, "write", store_niceness)
         self.fetchers = pool(_FETCHERS, "fetch")
         self.coders = pool(threads, "decode")
-        self.learner = pool(1, "learn", LOWEST_PRIORITY, math.inf)  # it rests between its jobs
 
     def use_free_cores(self) -> None:
         """Run threads that start from now on beside the cores to which the engine is bound."""

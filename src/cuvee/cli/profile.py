@@ -27,6 +27,11 @@ _WHERE_HELP = (
     "the Hugging Face hub (hf://owner/name, or hf://owner/name@revision)."
 )
 
+# Parameters of `learn` that go with --from-store.
+_OF_STORE = {
+    "model_path", "out", "from_store", "salt", "ranks", "tokens_read", "key_env", "group", "force", "as_json",
+}  # fmt: skip
+
 app = typer.Typer(no_args_is_help=True, help="Learn the profile of a model, show one, or share them.")
 
 
@@ -43,7 +48,28 @@ def profile_learn(
         ),
     ] = None,
     *,
+    context: typer.Context,
     out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write, such as model.safetensors.")],
+    from_store: Annotated[
+        str | None,
+        typer.Option(
+            "--from-store",
+            metavar="URL",
+            help="Learn from the lossless entries that vLLM's connector has stored here, instead of from texts: no "
+            "gradients, and of MODEL only the files. Goes with --salt, --ranks, --tokens, --key-env and --group.",
+        ),
+    ] = None,
+    salt: Annotated[str, typer.Option(help="With --from-store: the tenant's cache_salt. Default: none.")] = "",
+    ranks: Annotated[
+        int, typer.Option(min=1, help="With --from-store: the tensor_parallel_size of the engines that stored.")
+    ] = 1,
+    tokens_read: Annotated[
+        int, typer.Option("--tokens", min=1, help="With --from-store: learn from about this many tokens.")
+    ] = 40_000,
+    key_env: Annotated[
+        str | None,
+        typer.Option(help="With --from-store: the environment variable with the secret that signs the entries."),
+    ] = None,
     own: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,6 +134,15 @@ def profile_learn(
     from cuvee.codec.learning.sequences import reread
 
     check_absent(out, force)
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    if from_store is not None:
+        if other := sorted(given - _OF_STORE):
+            raise InputError(f"{_shown(other[0])}: must be left out with --from-store, which reads no texts")
+        _learn_from_store(model_path, from_store, out, salt, ranks, tokens_read, key_env, group, as_json)
+        return
+    if other := sorted(given & {"salt", "ranks", "tokens_read", "key_env"}):
+        raise InputError(f"{_shown(other[0])}: must come with --from-store")
     if texts and own:
         raise InputError("--text: must be given without TEXT, got both: --text adds to the mixture, TEXT replaces it")
     chosen = "float32" if dtype is Dtype.auto and device == "cpu" else dtype.value
@@ -135,6 +170,51 @@ def profile_learn(
         model, tokens, group, more_text=more, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops,
         tensor_parallel=tensor_parallel,
     )  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    profile.save(out)
+    _show_profile(profile, out, as_json)
+
+
+def _shown(name: str) -> str:
+    """Return a parameter's name as users write it."""
+    names = {"texts": "TEXT", "own": "--text", "repeat": "--reread", "tokens_read": "--tokens"}
+    return names.get(name, "--" + name.replace("_", "-"))
+
+
+def _learn_from_store(
+    model_path: str,
+    url: str,
+    out: Path,
+    salt: str,
+    ranks: int,
+    tokens: int,
+    key_env: str | None,
+    group: str,
+    as_json: bool,
+) -> None:
+    """Fit a profile to what a store holds, and name the model's weights in it so that engines find it."""
+    import torch
+
+    from cuvee.cli.store import shared_tiers
+    from cuvee.codec.data.corpus import model_path as find_model
+    from cuvee.codec.format.keys import read_secret
+    from cuvee.integrations.checkpoint import read_layout, weight_fingerprints
+    from cuvee.integrations.store_learning import fit_from_store
+
+    path = find_model(model_path)
+    weights = weight_fingerprints(path)
+    if not weights.found:
+        typer.echo(
+            f"note: the weights' fingerprint is unknown ({weights.unknown}): engines find the profile by its id alone",
+            err=True,
+        )
+    secrets = () if key_env is None else (read_secret("--key-env", env=key_env),)
+    with shared_tiers(url) as (shown, tiers), _waiting(f"reading {shown}"):
+        profile = fit_from_store(
+            tiers[-1], read_layout(path, torch.bfloat16), tenant=salt, ranks=ranks,
+            group=None if group == "auto" else group, tokens=tokens, secrets=secrets,
+            model=weights.found[0] if weights.found else None,
+        )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     profile.save(out)
     _show_profile(profile, out, as_json)

@@ -44,7 +44,7 @@ def store_info(
     Example: cuvee store info redis://127.0.0.1:6379/0 --check
     """
     rows: list[dict[str, Any]] = []
-    with _tiers(url) as (shown, tiers):
+    with shared_tiers(url) as (shown, tiers):
         for tier in tiers:
             row: dict[str, Any] = {"tier": tier.name, "reachable": True, "seconds": None, "error": None}
             try:
@@ -111,7 +111,7 @@ def store_clear(url: _Url, yes: _Yes = False, as_json: Json = False) -> None:
 def _delete(url: str, whose: str, delete: Callable[[Store], int], yes: bool, as_json: bool, **told: str) -> None:
     """Ask unless `yes`, delete from every tier that can be reached, and report."""
     rows: list[dict[str, Any]] = []
-    with _tiers(url) as (shown, tiers):
+    with shared_tiers(url) as (shown, tiers):
         if not yes:
             typer.confirm(f"Delete every entry of {whose} in {shown}?", abort=True, err=True)
         for tier in tiers:
@@ -129,7 +129,7 @@ def _delete(url: str, whose: str, delete: Callable[[Store], int], yes: bool, as_
 
 
 @contextmanager
-def _tiers(url: str) -> Iterator[tuple[str, list[Store]]]:
+def shared_tiers(url: str) -> Iterator[tuple[str, list[Store]]]:
     """Yield the URL without secrets, and the stores of the URL that this process can reach."""
     from cuvee.integrations.stores.redaction import redacted
     from cuvee.integrations.stores.tiered import TieredStore

@@ -148,27 +148,6 @@ def test_what_is_not_there_is_a_missing_file(where: str, out: Path) -> None:
     refuses(where, out, FileNotFoundError, "^no profile .* of this model's layout", id=pushed, layout=OTHER_LAYOUT)
 
 
-def test_the_first_of_a_model_is_pushed_only_where_there_is_none(where: str, out: Path, tmp_path: Path) -> None:
-    files = [tmp_path / f"{number}.safetensors" for number in range(3)]
-    for number, weights in enumerate((WEIGHTS, WEIGHTS, OTHER_WEIGHTS)):
-        small_profile(number, weights).save(files[number])
-    pushed = []
-    for file in files:
-        with ProfileCollection.open(where) as collection:
-            pushed.append(collection.push_first(file))
-    assert [each is None for each in pushed] == [False, True, False]
-    assert pull(where, out).profile.id == small_profile(0).id
-
-
-def test_a_damaged_newest_is_not_replaced_by_a_first(folder: Path, tmp_path: Path) -> None:
-    push(str(folder), small_profile())
-    change(folder, NEWEST, b"{")
-    small_profile(1).save(tmp_path / "first")
-    with ProfileCollection.open(str(folder)) as collection, pytest.raises(FormatError, match="must be JSON"):
-        collection.push_first(tmp_path / "first")
-    assert (folder / NEWEST).read_bytes() == b"{"
-
-
 def test_dtypes_of_the_cache_do_not_matter(folder: Path, out: Path) -> None:
     for dtype in ("float16", "float32"):
         assert pull(folder, out, layout=replace(LAYOUT, dtype=dtype)).profile.layout.dtype == "bfloat16"

@@ -97,6 +97,17 @@ def test_delete(store: Store) -> None:
     assert store.get_many(["ab/1", "ab/2"]) == [None, b"2"]
 
 
+def test_the_keys_of_a_tenant_are_listed(store: Store) -> None:
+    assert list(store.keys("ab")) == []
+    keys = {"ab/01", "ab/0102", "ab/ff", f"ab/{'0' * 128}"}
+    for key in keys | {"abc/01", "a/b0", "cd/01"}:
+        store.put(key, b"blob")
+    assert sorted(store.keys("ab")) == sorted(keys)
+    for tenant in ("*", "", "../ab"):
+        with pytest.raises(InputError, match="tenant: must be"):
+            list(store.keys(tenant))
+
+
 def test_delete_tenant_takes_all_of_one_and_nothing_of_another(store: Store) -> None:
     kept = ["a/1", "abc/1", "b/ab", "ba/1"]
     gone = [f"ab/{name:02x}{name}" for name in range(20)]

@@ -131,11 +131,11 @@ def test_segments_of_a_prompt_that_is_computed_are_stored_once(desk: Callable[..
     request = ask(d)
     assert d.matched(request) == (0, False)
     first = [save for save in d.plan((request, 0, 40)).saves if is_segment(save)]
-    assert first == [Save("", Entry("segment", d.segment(FIRST), 10, 29, tuple(BLOCKS[1:5])), None, 38, "r")]
+    assert first == [Save("", Entry("segment", d.segment(FIRST), 10, 29, tuple(BLOCKS[1:5])), None, 38)]
     second = [save for save in d.plan((request, 40, 24), new=False).saves if is_segment(save)]
     assert second == [], "its last token is not computed yet"
     second = [save for save in d.plan((request, 64, 13), new=False).saves if is_segment(save)]
-    assert second == [Save("", Entry("segment", d.segment(SECOND), 44, 21, tuple(BLOCKS[5:9])), None, 12, "r")]
+    assert second == [Save("", Entry("segment", d.segment(SECOND), 44, 21, tuple(BLOCKS[5:9])), None, 12)]
     other = ask(d, "s")
     assert d.matched(other) == (0, False)
     assert segments_of(d.plan((other, 0, 77)).saves) == [], "stored a moment ago"

@@ -152,7 +152,7 @@ import torch
 torch.set_num_threads(3)
 from cuvee.integrations.vllm.worker_state import WorkerPools
 pools = WorkerPools(1, 30.0)
-for pool in (pools.loaders, pools.encoders, pools.writers, pools.fetchers, pools.coders, pools.learner):
+for pool in (pools.loaders, pools.encoders, pools.writers, pools.fetchers, pools.coders):
     assert pool.submit(torch.get_num_threads).result(30) == 1
 assert torch.get_num_threads() == 3
 """

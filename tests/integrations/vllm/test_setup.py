@@ -26,7 +26,7 @@ from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations import checkpoint as checkpoint_module
-from cuvee.integrations.checkpoint import WeightFingerprints, weight_fingerprints
+from cuvee.integrations.checkpoint import weight_fingerprints
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.vllm import setup
@@ -138,41 +138,6 @@ def test_a_ratio_is_that_of_the_engines_cache(tmp_path: Path) -> None:
         assert made.codec(0).step_index == 0, "of the rank as well"
         with pytest.raises(ProfileError, match=f"^ratio: .* {str(served).removeprefix('torch.')} cache, got 100"):
             Setup.of_engine(*_engine([_spec(dtype=served)], extra=extra | {"ratio": 100}))
-
-
-def test_an_engine_learns_where_there_is_no_profile_and_it_stores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both roles of an engine decide once; the next engine looks again."""
-    weights = WeightFingerprints(("a1" * 16,))
-    for module in ("profile_collection.collection", "vllm.learning"):
-        monkeypatch.setattr(f"cuvee.integrations.{module}.weight_fingerprints", lambda *a, **k: weights)
-    embedding = torch.zeros(61, 32)
-    monkeypatch.setattr("cuvee.integrations.vllm.learning.input_embedding", lambda *a, **k: (embedding, ""))
-    extra = {"profile": f"learn:{tmp_path}/profiles", "quality": "high"}
-    engine = _engine(extra=extra)
-    first = Setup.of_engine(*engine)
-    assert first.learning is not None and (first.learning.group, first.learning.features) == ("layer", 32)
-    assert first.quality == "lossless" and first.codec(0).lossless and not first.predicts
-    assert Setup.of_engine(*_engine(extra=extra, kv_transfer__is_kv_producer=False)).learning is None
-    assert Setup.of_engine(*engine).learning is not None
-
-    profile = _profile("layer")
-    learned = Profile(LAYOUT, "layer", "fitted", profile.family, profile.learned, model=weights.found[0])
-    engine = _engine(extra=extra)
-    assert Setup.of_engine(*engine).learning is not None
-    learned.save(tmp_path / "learned")
-    with ProfileCollection.open(f"{tmp_path}/profiles") as collection:
-        collection.push(tmp_path / "learned")
-    assert Setup.of_engine(*engine).learning is not None, "the other role of the engine that began without"
-    found = Setup.of_engine(*_engine(extra=extra))
-    assert found.learning is None and found.profile.id == learned.id and found.quality.startswith("step:")
-
-
-def test_adapters_and_learning_are_refused(tmp_path: Path) -> None:
-    engine = _engine(extra={"profile": f"learn:{tmp_path}", "quality": "high"}, lora=SimpleNamespace())
-    with pytest.raises(InputError, match="profile: must be a profile or a collection while adapters are served"):
-        Setup.of_engine(*engine)
 
 
 def test_the_worst_kind_decides_on_the_scheduler_and_on_every_rank(tmp_path: Path) -> None:

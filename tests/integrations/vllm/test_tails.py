@@ -69,9 +69,7 @@ def test_the_tail_of_a_prompt_is_stored_by_the_step_that_ends_it(desk: Callable[
     assert places(d.plan((request, 0, 40)).saves) == []
     assert places(d.plan((request, 40, 40), new=False).saves) == [(0, 0)]
     (save,) = d.plan((request, 80, 23), new=False).saves
-    assert save == Save(
-        "", Entry("tail", d.tail(request, 96), CHUNK, 32, (108, 109, 110, 111)), following=7, request="r"
-    )
+    assert save == Save("", Entry("tail", d.tail(request, 96), CHUNK, 32, (108, 109, 110, 111)), following=7)
 
 
 def test_decoding_stores_whole_chunks_and_the_end_of_a_request_its_tail(desk: Callable[..., Desk]) -> None:
@@ -87,7 +85,7 @@ def test_decoding_stores_whole_chunks_and_the_end_of_a_request_its_tail(desk: Ca
     d.side.finished(request, BLOCKS)
     plan = d.plan()
     tail = Entry("tail", d.tail(request, 152), 2 * CHUNK, 24, (116, 117, 118))
-    assert (places(plan.saves), plan.last_saves) == ([], [Save("", tail)]), "no request's any more"
+    assert (places(plan.saves), plan.last_saves) == ([], [Save("", tail)])
     assert d.plan().last_saves == [], "once"
 
 

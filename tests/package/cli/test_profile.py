@@ -12,9 +12,13 @@ from tests.package.cli.running import Files, fails, run
 
 import cuvee
 from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.codec.identity import store_key
 from cuvee.codec.learning import mixture
 from cuvee.codec.learning.mixture import KINDS
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.stores import open_store
 
 
 def test_profile_show(files: Files) -> None:
@@ -83,6 +87,33 @@ def test_a_profile_is_learned_without_a_text(tmp_path: Path, monkeypatch: pytest
     for kind in (*KINDS, "own.txt"):
         (row,) = (line.split() for line in table if line.split()[:1] == [kind])
         assert len(row) == 4 and all(float(kl) < 100 for kl in row[1:])
+
+
+def test_a_profile_is_learned_from_a_store(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine finds it by the weights it names."""
+    layout, ids = books.profile.layout, books.harbour[:8, :256]
+    store = open_store(url := f"file://{tmp_path}/kv", guarded=False)
+    for at, row in enumerate(ids):
+        (cache,) = prefill(books.model, row[None], layout)
+        codec = cuvee.Codec(Profile.unlearned(layout), "lossless", key=b"0123456789abcdef")
+        digest = bytes([at]) * 32
+        bound = store_key("salt", digest).encode()
+        store.put(store_key("salt", digest, 0, codec.key_ids[0]), codec.encode(cache, associated_data=bound))
+    store.close()
+    monkeypatch.setenv("SECRET", "0123456789abcdef")
+    out, learn = tmp_path / "profile", ("profile", "learn", bundled_model_path(), "--from-store")
+    tenant = ("--salt", "salt", "--key-env", "SECRET")
+    data = json.loads(run(*learn, url, *tenant, "--group", "unit", "-o", out, "--json").stdout)
+    profile = Profile.load(out)
+    assert data["id"] == profile.id.hex() and (profile.source, profile.group) == ("fitted", "unit")
+    assert profile.model == model_fingerprint(books.model) and profile.curve
+    q = ("-o", tmp_path / "q")
+    fails(*learn, url, *q, match="without a secret, got none")
+    fails(*learn, "memory://", *q, match="url: must name a shared store")
+    fails(*learn, url, *q, "--length", "64", match="--length: must be left out with --from-store")
+    fails(*learn, url, *q, "--text", "b.txt", match="--text: must be left out with --from-store")
+    fails("profile", "learn", bundled_model_path(), *q, "--ranks", "2", match="--ranks: must come with --from-store")
+    fails(*learn, url, *q, "--key-env", "NONE", match="NONE is not set")
 
 
 def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:

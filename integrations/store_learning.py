@@ -1,0 +1,150 @@
+"""Learn a profile from the lossless entries that vLLM's connector has stored: store --> chunks --> `cuvee.fit`.
+
+An engine without a profile stores lossless entries. They hold the exact cache of real traffic, so a profile can be
+fitted to them on any machine that reaches the store, without the model, a GPU or gradients. They hold no token ids, so
+such a profile predicts nothing from ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.format.container import Scheme, read_header
+from cuvee.codec.format.keys import make_keys
+from cuvee.codec.identity import store_key, tenant_id
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import fit
+from cuvee.codec.learning.moments import tokens_needed
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.stores import Store
+
+_ENTRY = re.compile(r"([0-9a-f]{64})0000([0-9a-f]{16})?")  # rank 0's part of a chunk: digest, rank, id of the secret
+
+
+def fit_from_store(
+    store: Store,
+    layout: KVLayout,
+    *,
+    tenant: str = "",
+    ranks: int = 1,
+    group: str | None = None,
+    tokens: int = 40_000,
+    secrets: Sequence[bytes] = (),
+    model: str | None = None,
+) -> Profile:
+    """Fit a profile to one tenant's lossless entries of one model. Entries of other kinds are passed over.
+
+    Nothing in an entry names the weights it was computed with. If the store also holds lossless entries of another
+    model with the same layout (a fine-tuned copy, or a LoRA adapter), the profile is of the mixture.
+
+    Args:
+        store: a store that can list its keys.
+        layout: of the whole model, in any dtype.
+        tenant: the `cache_salt` of the requests; empty: of requests without one.
+        ranks: tensor-parallel ranks of the engines that stored the entries.
+        group: as for `cuvee.fit`; default: `"layer"`, or `"heads:1"` for several ranks.
+        tokens: stop after this many; twice as many as the group needs are read in any case.
+        secrets: those that may authenticate the entries.
+        model: fingerprint of the weights, which the profile then names.
+
+    Returns:
+        A profile of source `"fitted"`. Keys are hashes, so its chunks are a random sample of what the tenant stored.
+
+    Raises:
+        InputError: the store holds no such entries with a tag of one of the secrets (without secrets: with no tag).
+        ProfileError: it holds too few of them; the message gives the number that is needed.
+        StoreError: the store failed, or cannot list its keys.
+
+    Example:
+        >>> from cuvee import LayerLayout
+        >>> from cuvee.integrations.stores import open_store
+        >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
+        >>> codec, store = Codec(Profile.unlearned(layout), "lossless"), open_store("memory://?max_mb=8", guarded=False)
+        >>> for number in range(8):
+        ...     chunk = KVChunk(torch.randn(3, 64, 2, 8), torch.randn(3, 64, 2, 8), layout)
+        ...     _ = store.put(store_key("", bytes([number]) * 32), codec.encode(chunk))
+        >>> fit_from_store(store, layout).source
+        'fitted'
+        >>> store.close()
+    """
+    group = group or ("layer" if ranks == 1 else "heads:1")
+    wanted = max(tokens, 2 * tokens_needed(layout, group))
+    chunks = _read(store, layout, tenant, ranks, wanted, secrets)
+    first = next(chunks, None)
+    if first is None:
+        raise InputError(
+            f"store: must hold lossless entries of this model, stored by vLLM's connector with tensor_parallel_size="
+            f"{ranks} for this tenant"
+            + (" and signed with the given secret" if secrets else " without a secret")
+            + ", got none: serve the model without a profile first"
+        )
+    return fit(layout, _with(first, chunks), group, model=model)
+
+
+def _with(first: KVChunk, others: Iterator[KVChunk]) -> Iterator[KVChunk]:
+    yield first
+    yield from others
+
+
+def _read(
+    store: Store, layout: KVLayout, tenant: str, ranks: int, tokens: int, secrets: Sequence[bytes]
+) -> Iterator[KVChunk]:
+    """Yield chunks of all heads until there are enough tokens."""
+    shard, key_ids = layout.shard(0, ranks), {key.id for key in make_keys(list(secrets) or None)} or {b""}
+    for key in store.keys(tenant_id(tenant)):
+        name = _ENTRY.fullmatch(key.partition("/")[2])
+        if name is None:
+            continue
+        digest, key_id = bytes.fromhex(name[1]), bytes.fromhex(name[2] or "")
+        if key_id not in key_ids:
+            continue
+        blobs = store.get_many([store_key(tenant, digest, rank, key_id) for rank in range(ranks)])
+        parts: list[KVChunk] = []
+        for rank, blob in enumerate(blobs):
+            bound = store_key(tenant, digest, rank).encode() if key_id else b""
+            part = None if blob is None else _decode(blob, shard, bound, secrets)
+            if part is not None:
+                parts.append(part)
+        if len(parts) == ranks and len({(part.start, part.tokens, part.layout.dtype) for part in parts}) == 1:
+            yield _joined(layout, parts)
+            tokens -= parts[0].tokens
+            if tokens <= 0:
+                return
+
+
+def _decode(blob: bytes, layout: KVLayout, bound: bytes, secrets: Sequence[bytes]) -> KVChunk | None:
+    """Decode an entry; None: it is damaged, of another model, or not lossless."""
+    try:
+        header = read_header(blob)
+        own = replace(layout, dtype=header.dtype)
+        if header.scheme != Scheme.LOSSLESS or header.layout != own.fingerprint:
+            return None
+        codec = Codec(Profile.unlearned(own), "lossless", key=list(secrets) or None)
+        return codec.decode(blob, associated_data=bound if secrets else b"")
+    except CuveeError as error:
+        if error.blames_blob:
+            return None
+        raise
+
+
+def _joined(layout: KVLayout, parts: Sequence[KVChunk]) -> KVChunk:
+    """Return the chunk of all heads; with fewer heads than ranks, several ranks hold the same one."""
+    heads = [layout.shard_heads(rank, len(parts)) for rank in range(len(parts))]
+
+    def join(which: str, layer: int) -> torch.Tensor:
+        found = {
+            head: getattr(part, which)[layer][:, at]
+            for part, own in zip(parts, heads, strict=True)
+            for at, head in enumerate(own[layer])
+        }
+        return torch.stack([found[head] for head in sorted(found)], dim=1)
+
+    keys, values = ([join(which, layer) for layer in range(layout.num_layers)] for which in ("keys", "values"))
+    return KVChunk(keys, values, replace(layout, dtype=parts[0].layout.dtype), parts[0].start)
