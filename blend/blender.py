@@ -21,12 +21,13 @@ from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Selector, default_selector
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec, OpenBlob
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.stages.adding import compilable
 from cuvee.codec.stages.rows import LayerRows, dense_rows

@@ -39,6 +39,7 @@ from cuvee.codec.identity import Identity, Scope, content_digest, store_key
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, empty_cache, prefill
 from cuvee.codec.models.latents import append_units, layer_units
+from cuvee.codec.open_blob import Expected
 from cuvee.codec.part_keys import MAX_PARTS
 from cuvee.codec.support.forks import tell_after_fork
 
@@ -362,12 +363,12 @@ class ChunkCache:
         """Return the parts up to the first that is damaged or does not match its key or its base, and their start."""
         problem: CuveeError | None = None
         usable, found_at = _NONE, 0
+        expected = Expected(tokens, start, self._layout.dtype)
         for count in range(len(parts), 0, -1):
             try:
-                opened = self._codec.open_expected(
-                    parts[0], tokens=tokens, start=start, dtype=self._layout.dtype, refinements=parts[1:count],
-                    associated_data=associated_data,
-                )  # fmt: skip
+                opened = self._codec.open(
+                    parts[0], refinements=parts[1:count], associated_data=associated_data, expected=expected
+                )
                 self._codec.verify(opened)
             except CuveeError as error:
                 problem = error

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from cuvee.codec.errors import InputError
-from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.errors import CuveeError, InputError, allocations
+from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunk
 from cuvee.codec.support.arrays import I64
 
 if TYPE_CHECKING:
     from cuvee.codec.format.container import Header, Scheme
     from cuvee.codec.layout import KVLayout
+    from cuvee.codec.open_blob import Bytes, OpenBlob
     from cuvee.codec.profiles.profile import Profile
 
 
@@ -52,25 +54,47 @@ class EncodeRequest:
     """A chunk to encode. The codec has validated it; whether the cache has all slots, the backend checks.
 
     Attributes:
-        cache: holds the tokens.
-        slots: int64 `[T]` on the cache's device; None for all rows of a dense cache, in order.
-        tokens: T.
-        start: position of the first token.
+        source: the chunk, or where it lies in pages.
         token_ids: `[T]`; None if nothing is predicted from them.
-        following: number of tokens after them in the sequence's cache.
     """
 
-    cache: PagedCache
-    slots: torch.Tensor | None
-    tokens: int
-    start: int
+    source: KVChunk | PagedChunk
     token_ids: I64 | None = None
-    following: int = 0
 
     @property
-    def every_slot(self) -> torch.Tensor:
-        """`slots`, spelled out for a dense cache."""
-        return torch.arange(self.tokens, device=self.cache.device) if self.slots is None else self.slots
+    def tokens(self) -> int:
+        """T."""
+        return self.source.tokens
+
+    @property
+    def start(self) -> int:
+        """Position of the first token."""
+        return self.source.start
+
+    @property
+    def following(self) -> int:
+        """Number of tokens after them in the sequence's cache."""
+        return self.source.following
+
+    @property
+    def chunk(self) -> KVChunk:
+        """The tokens as a chunk: the source itself, or views of pages, or copies."""
+        source = self.source
+        if isinstance(source, KVChunk):
+            return source.with_token_ids(self.token_ids)
+        return source.cache.chunk(source.slots, source.start, self.token_ids, source.following)
+
+    @property
+    def cache(self) -> PagedCache:
+        """The pages that hold the tokens; a chunk is one page."""
+        return PagedCache.of_chunk(self.source) if isinstance(self.source, KVChunk) else self.source.cache
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Where the tokens lie in `cache`: int64 `[T]` on its device."""
+        if isinstance(self.source, KVChunk):
+            return torch.arange(self.tokens, device=self.source.device)
+        return self.source.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +102,7 @@ class DecodeRequest:
     """Tokens of a blob to decode, and where they go. The blob's header is verified, its sections are not yet.
 
     Attributes:
-        blob: all of its bytes.
-        header: what `read_header` returned.
-        layout: of the chunk, with the blob's dtype.
+        opened: the blob, and its refinement if that is decoded with it.
         span: the tokens of the blob to decode.
         layers: the layers to decode.
         cache: receives the tokens.
@@ -89,12 +111,9 @@ class DecodeRequest:
         start: position that the first token of `span` gets.
         number: of the blob in its call, for messages.
         token_ids: of all tokens of the blob, `[T]`; None if it holds none.
-        refinements: bytes and header of the refinement that is decoded with the blob, if there is one.
     """
 
-    blob: bytes | memoryview
-    header: Header
-    layout: KVLayout
+    opened: OpenBlob
     span: range
     layers: range
     cache: PagedCache
@@ -102,7 +121,26 @@ class DecodeRequest:
     start: int
     number: int = 0
     token_ids: I64 | None = None
-    refinements: tuple[tuple[bytes | memoryview, Header], ...] = ()
+
+    @property
+    def blob(self) -> Bytes:
+        """All bytes of the blob."""
+        return self.opened.blob
+
+    @property
+    def header(self) -> Header:
+        """The header of the blob."""
+        return self.opened.header
+
+    @property
+    def layout(self) -> KVLayout:
+        """Layout of the chunk, with the blob's dtype."""
+        return self.opened.layout
+
+    @property
+    def refinements(self) -> tuple[tuple[Bytes, Header], ...]:
+        """Bytes and header of the refinement that is decoded with the blob, if there is one."""
+        return self.opened.refinements
 
     def part(self, span: range) -> DecodeRequest:
         """Return the request for some of the tokens only; `span` lies within this one's."""
@@ -128,6 +166,33 @@ class DecodeRequest:
     def blob_start(self) -> int:
         """Position of the blob's first token, decoded or not, beside those of `span`; it may be below zero."""
         return self.start - self.span.start
+
+
+@dataclass(frozen=True, slots=True)
+class PendingDecode:
+    """Decoding that was started. `check` waits for it, and tells whether the streams were whole.
+
+    Any thread may call `check`, on any stream. When it returns or raises, nothing more is written to the cache.
+    """
+
+    _waiting: tuple[Callable[[], None], ...]
+
+    def check(self) -> None:
+        """Wait for the device.
+
+        Raises:
+            CorruptError: a stream was damaged.
+            InputError: a slot that the cache does not have.
+        """
+        problem: CuveeError | None = None
+        with allocations("decoding"):
+            for wait in self._waiting:
+                try:
+                    wait()
+                except CuveeError as error:  # later work still writes to the cache: wait for all
+                    problem = problem or error
+        if problem is not None:
+            raise problem
 
 
 class Backend(Protocol):
@@ -190,6 +255,7 @@ _MODULES = {
     "triton": "cuvee.kernels.backend",
 }
 _OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
+_OF_HOST = tuple(name for name, module in _MODULES.items() if module == "cuvee.codec.cpu.backend")
 
 
 def register(name: str, make: Callable[[int], Backend]) -> None:
@@ -248,3 +314,36 @@ def get_backend(name: str, device_type: str = "cpu", threads: int = 1) -> Backen
     if device_type not in backend.devices:
         raise InputError(f"backend: must serve {device_type!r}, got {name!r}, which serves {list(backend.devices)}")
     return backend
+
+
+class Backends:
+    """The backends of one codec, one for each type of device, made when they are needed.
+
+    Args:
+        name: as in `Codec(backend=)`.
+        threads: host threads that each may use.
+
+    Raises:
+        InputError: no such backend.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.name, self._threads = check_backend(name), threads
+        self._known: dict[str, Backend] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the backends, which are made anew."""
+        return self.__dict__ | {"_known": {}}
+
+    def of(self, device_type: str) -> Backend:
+        """Return the backend for tensors on `device_type`; raise InputError if there is none."""
+        if device_type not in self._known:
+            self._known[device_type] = get_backend(self.name, device_type, self._threads)
+        return self._known[device_type]
+
+    def prepare(self, coding: Coding) -> None:
+        """Build what a coding needs on the host, so that a step beyond the profile's plan fails here and not later."""
+        host = get_backend(self.name if self.name in _OF_HOST else "auto", "cpu", self._threads)
+        host.prepare(coding)
+        if self.name in ("auto", host.name):
+            self._known["cpu"] = host

@@ -81,8 +81,6 @@ class KVChunk:
                     raise InputError(
                         f"{name}: must be on {device} like keys[0], got {tensor.device}: move all layers to one device"
                     )
-        if type(start) is not int or start < 0:
-            raise InputError(f"start: must be an int of at least 0, got {start!r}")
         layout.check_positions(start, tokens)
         ids = None if token_ids is None else as_token_ids(token_ids, tokens, "token_ids")
         check_following(following)
@@ -119,6 +117,12 @@ class KVChunk:
         chunk = cls.__new__(cls)
         chunk._hold(tuple(keys), tuple(values), layout, start, token_ids, following)
         return chunk
+
+    def with_token_ids(self, token_ids: I64 | None) -> KVChunk:
+        """Return the chunk with other ids, which are known to be int64 `[T]`."""
+        if token_ids is self.token_ids:
+            return self
+        return KVChunk.unchecked(self.keys, self.values, self.layout, self.start, token_ids, self.following)
 
     @property
     def end(self) -> int:

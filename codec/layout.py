@@ -22,6 +22,8 @@ from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.support.plain_json import parse_json
 from cuvee.codec.support.suggest import suggestion
 
+LAST_POSITION = (1 << 32) - 1  # the last one that a blob can store
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -257,21 +259,37 @@ class KVLayout:
         """Whether cached keys can be moved to other positions: False if no layer has RoPE (GPT-2)."""
         return any(layer.rope is not None for layer in self.layers)
 
-    def check_positions(self, start: int, tokens: int) -> None:
-        """Check that tokens from position `start` on are among the positions of the model.
+    def check_positions(self, start: object, tokens: int) -> int:
+        """Return `start` if tokens from this position on are among the positions of the model and of a blob.
 
         Raises:
             InputError: they are not.
         """
+        if type(start) is not int or not 0 <= start <= LAST_POSITION - tokens:
+            raise InputError(f"start: must be an int of at least 0 and below 2**32 - {tokens}, got {start!r}")
         limit = self.max_positions
         if limit is None or start + tokens <= limit:
-            return
+            return start
         known = f"the {limit} positions of the model ({self.model_type}: KVLayout.max_positions, which from_config "
         known += "takes from max_position_embeddings and the factor of scaled RoPE)"
         remedy = "correct the model's configuration if it serves more"
         if start:
             raise InputError(f"start: must leave room for {tokens} tokens among {known}, got {start}: {remedy}")
         raise InputError(f"tokens: must be among {known}, got {tokens} tokens: {remedy}")
+
+    def check_move(self, kept: int, start: object, tokens: int) -> int:
+        """Return `start` if tokens that were encoded at position `kept` can move there.
+
+        Raises:
+            InputError: the model has no such positions, or no RoPE.
+        """
+        found = self.check_positions(start, tokens)
+        if found != kept and not self.relocatable:
+            raise InputError(
+                f"start: must be {kept}, where the tokens were encoded, got {found}: {self.model_type} has no RoPE, so "
+                "its cache cannot move"
+            )
+        return found
 
     def shard_heads(self, rank: int, size: int) -> tuple[range, ...]:
         """Return the KV heads of a tensor-parallel rank, a range per layer, as vLLM assigns them.

@@ -35,7 +35,7 @@ from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedMode
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.latents import append_units, layer_units
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 from cuvee.integrations.cache_rows import (
@@ -342,7 +342,9 @@ def _encode_batch(
             associated_data.append(bound[row])
             tokens.append(None if ids is None else ids[row, padding + start : padding + end])
     cache = PagedCache(layout, [keys.transpose(1, 2) for keys, _ in tensors], [v.transpose(1, 2) for _, v in tensors])
-    return codec.encode_paged(cache, slots, starts, tokens=tokens, following=following, associated_data=associated_data)
+    return codec.encode(
+        PagedChunks(cache, slots, starts, tokens=tokens, following=following), associated_data=associated_data
+    )
 
 
 def _decode_batch(

@@ -110,7 +110,7 @@ class TritonBackend:
         refuse_capture(cache.device)
         with current(cache.device), torch.no_grad(), settled(cache.device):
             scheme = self._scheme(coding, cache)
-            slots = [request.every_slot for request in requests]
+            slots = [request.slots for request in requests]
             weights = [scheme.encode_bytes(_check_tokens(request.tokens)) for request in requests]
             for run in batches(weights, self.workspace_bytes, MAX_GRID):
                 out += scheme.encode(cache, slots[run], requests[run], run.start)

@@ -17,10 +17,11 @@ from tests.emulation import KERNELS_RUN_ON, start
 from tests.learned import learned_once, shared_folder
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec, OpenBlob
+from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import calibrate, fit
 from cuvee.codec.models.rope import rotate
+from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 

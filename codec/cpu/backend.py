@@ -62,7 +62,7 @@ class CpuBackend:
         scheme = self._scheme(coding)
         out: list[list[bytes]] = []
         for request in requests:
-            chunk = request.cache.chunk(request.slots, request.start, request.token_ids, request.following)
+            chunk = request.chunk
             unrotation = Rotation(chunk.start, chunk.tokens, chunk.device, inverse=True)
             workers = self._workers(chunk.tokens, chunk.layout)
             shares = _shares(range(len(scheme.sections)), workers)

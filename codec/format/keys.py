@@ -15,6 +15,8 @@ from typing import NoReturn
 
 from cuvee.codec.errors import InputError
 
+Secrets = bytes | Sequence[bytes]
+
 MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 KEY_ID_BYTES = 8
@@ -53,7 +55,7 @@ class Key:
         )
 
 
-def make_keys(key: bytes | Sequence[bytes] | None) -> tuple[Key, ...]:
+def make_keys(key: Secrets | None) -> tuple[Key, ...]:
     """Return the keys of an argument `key=`: one secret, or several, of which the first writes; None gives no keys.
 
     Raises:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,7 @@ from cuvee.codec.entropy.family import (
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
 from cuvee.codec.format.container import MAX_SECTIONS, MAX_STEP_INDEX
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Curve, CurvePoint, one_request
+from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Curve, CurvePoint, Limits, Quality
 from cuvee.codec.profiles.section_profile import SectionProfile, read_section_profile
 from cuvee.codec.profiles.sections import Section, partition
 from cuvee.codec.profiles.token_prediction import (
@@ -307,57 +306,31 @@ class Profile:
 
     # Quality ---------------------------------------------------------------------------------------------------
 
-    def resolve(
-        self,
-        quality: str | None = None,
-        *,
-        kl: float | None = None,
-        bits: float | None = None,
-        ratio: float | None = None,
-        step: float | None = None,
-        kind: str | None = None,
-        worst: bool = False,
-        dtype: str | None = None,
-        plain: bool = False,
-    ) -> int:
-        """Return the step index for a request: exactly one quality, bits and so on, but not `"lossless"`.
+    def resolve(self, quality: str | Quality | None = None, *, plain: bool = False, **limits: Unpack[Limits]) -> int:
+        """Return the step index of a quality, given as a preset, a `Quality` or its arguments; but not `"lossless"`.
 
-        A ratio counts against caches of `dtype`, by default against 16 bits per value, whatever dtype the profile was
-        learned in.
-
-        All requests but `step` are limits on the curve, and the result is the step closest to the limit: the coarsest
+        All qualities but a step are limits on the curve, and the result is the step closest to the limit: the coarsest
         step that keeps a KL, the finest that keeps a size. If all steps of the curve keep the limit, it is an end of
         the curve; if none does, an error.
 
-        `kl` is the mean over the kinds of text on the curve, or with `worst` the KL of the worst kind, which is also
-        what a preset stands for. With `kind`, both are the KL of one kind. `plain` asks for chunks without token ids:
-        their own curve decides, if it was measured.
+        Args:
+            quality: a preset or a `Quality`.
+            plain: for chunks without token ids: their own curve decides, if it was measured.
+            limits: arguments of `Quality`.
 
         Raises:
-            InputError: there is no request or several, or it is not a positive number, the kind was not measured, or is
-                given with `worst` or a size, or no cache has the dtype; the profile has learned nothing.
+            InputError: as `Quality`; the kind was not measured, or is given with `worst`; the profile has learned
+                nothing.
             ProfileError: no step of the curve keeps the limit, or the curve does not measure it; the message gives the
                 range.
         """
-        name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step, kind=kind, worst=worst)
+        asked = Quality.of(quality, limits)
         if not self.learned:
             raise InputError(
-                f"{name}: must be quality='lossless' with an unlearned profile, got {value!r}: learn a profile with "
-                "`cuvee profile learn` or cuvee.calibrate, or fit one to chunks with cuvee.fit"
+                f"{str(asked).partition('=')[0]}: must be quality='lossless' with an unlearned profile, got {asked}: "
+                "learn a profile with `cuvee profile learn` or cuvee.calibrate, or fit one to chunks with cuvee.fit"
             )
-        curve = self._curve_for(plain)
-        curve.check_kind(kind, worst)
-        if isinstance(value, str):
-            index = curve.preset(value, kind)
-        elif name == "step":
-            index = round(math.log2(value) * OCTAVE)
-        elif name == "kl":
-            index = curve.index_of_kl(value, kind, worst)
-        elif name == "ratio":
-            index = curve.index_of_ratio(value, dtype)
-        else:
-            index = curve.index_of_bits(value)
-        return self.check_step_index(index)
+        return self.check_step_index(self._curve_for(plain).resolve(asked))
 
     def least_kl(self, kind: str | None = None, worst: bool = False) -> float | None:
         """Return the smallest KL that the curve can promise, in nats per token; None if KL was not measured.
@@ -367,11 +340,9 @@ class Profile:
         """
         return self._curve.least_kl(kind, worst)
 
-    def least_promise(
-        self, name: str, value: str | float, kind: str | None, worst: bool, *, plain: bool = False
-    ) -> tuple[str, float, float] | None:
+    def least_promise(self, quality: Quality, *, plain: bool = False) -> tuple[str, float, float] | None:
         """Return a limit that only lossless coding keeps: see `Curve.least_promise`."""
-        return self._curve_for(plain).least_promise(name, value, kind, worst)
+        return self._curve_for(plain).least_promise(quality)
 
     def _curve_for(self, plain: bool) -> Curve:
         return self._curve.plain if plain and self._curve.plain is not None else self._curve

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, TypedDict
 
+from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.errors import FormatError, InputError, ProfileError
 from cuvee.codec.format.container import MAX_STEP_INDEX
 from cuvee.codec.models.dtypes import value_bits
@@ -104,43 +105,117 @@ class CurvePoint:
         return point
 
 
-def one_request(
-    *,
-    quality: object,
-    kl: object,
-    bits: object,
-    ratio: object,
-    step: object,
-    kind: object = None,
-    worst: object = False,
-) -> tuple[str, str | float]:
-    """Return name and value of the one requested quality.
+class Limits(TypedDict, total=False):
+    """What may be asked for in place of a preset, and how it is measured: see `Quality`."""
+
+    kl: float | None
+    bits: float | None
+    ratio: float | None
+    step: float | None
+    kind: str | None
+    worst: bool
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What a codec is asked for: exactly one of a preset, a KL, a size and a step. Checked when it is made.
+
+    But for a step, a codec takes the best step that keeps the request on the profile's curve. If every step of the
+    curve does, that is an end of the curve. If no step keeps a KL, the codec is lossless. If no step keeps a size, an
+    error names the range. If the profile predicts from tokens, chunks without token ids have a curve of their own, from
+    which they get the step that keeps a KL; at the same step they are larger. With a profile without a curve a preset
+    promises no KL, and a warning says so.
+
+    Args:
+        preset: `"lossless"`, `"high"`, `"balanced"` or `"small"`. The lossy ones stand for a KL on the worst kind of
+            text: 0.001, 0.005 and 0.02.
+        kl: the most nats per token by which the model's predictions may move, on average over the kinds of text that
+            the profile was measured on.
+        bits: bits per value, all bytes counted.
+        ratio: the ratio of uncompressed to compressed size, for caches of `dtype`. Both sizes are those to expect of
+            texts like those of the profile's curve, in chunks of 256 tokens. No single chunk is held to them: a chunk
+            of 44 tokens takes up to a third more.
+        step: the quantizer step, in the profile's units.
+        kind: with kl= or a lossy preset: the kind of text (`Profile.curves`) whose curve decides.
+        worst: with kl=: the worst kind of text decides, as it does for presets. Kinds differ by a factor of three, and
+            neither the mean nor the worst kind is a limit for single sequences.
+        dtype: with ratio=: dtype of the caches, `"float32"` for example; by default a value counts as 16 bits, whatever
+            the profile was learned in.
 
     Raises:
-        InputError: there is no request or several, the value has the wrong type or range, `worst` comes without kl=, or
-            `kind` with a request that promises no KL.
+        InputError: none or several of the first five; a value of the wrong type or range; `worst` or `kind` with what
+            promises no KL; no cache has the dtype.
+
+    Example:
+        >>> from cuvee import Quality
+        >>> str(Quality(kl=1e-3, worst=True)), Quality("lossless").lossless
+        ('kl=0.001', True)
     """
-    asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
-    given = {name: value for name, value in asked.items() if value is not None}
-    if len(given) != 1:
-        got = ", ".join(given) or "none"
-        raise InputError(f"quality: must be given as exactly one of quality=, kl=, bits=, ratio=, step=, got {got}")
-    ((name, value),) = given.items()
-    if worst is not False and (worst is not True or name != "kl"):
-        raise InputError(f"worst: must be True or False, and True only with kl=, got {worst!r} with {name}=")
-    if kind is not None and (name not in ("quality", "kl") or value == LOSSLESS):
-        asked_for = f"quality={LOSSLESS!r}" if value == LOSSLESS else f"{name}="
-        raise InputError(f"kind: must be None unless kl= or a preset is asked for, got {kind!r} with {asked_for}")
-    if name == "quality":
-        if value not in PRESETS:
-            hint = ": a limit in nats per token is kl=" if isinstance(value, int | float) else ""
-            raise InputError(f"quality: must be one of {', '.join(PRESETS)}, got {value!r}{hint}")
-        return name, str(value)
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not (math.isfinite(number) and number > 0):
-        meant = f"; did you mean quality={value!r}?" if value in PRESETS else ""
-        raise InputError(f"{name}: must be a positive number, got {value!r}{meant}")
-    return name, number
+
+    preset: str | None = None
+    kl: float | None = None
+    bits: float | None = None
+    ratio: float | None = None
+    step: float | None = None
+    kind: str | None = None
+    worst: bool = False
+    dtype: str | None = None
+
+    @classmethod
+    def of(cls, quality: str | Quality | None, limits: Limits, default: str | None = None) -> Quality:
+        """Return the quality of the arguments `quality, **limits`: by default the preset `default`.
+
+        Raises:
+            InputError: as `Quality`; limits beside a `Quality`.
+        """
+        if isinstance(quality, Quality):
+            if limits:
+                raise InputError(
+                    f"quality: must be all that is asked for if it is a Quality, got {', '.join(limits)}, too"
+                )
+            return quality
+        asked = (quality, *(limits.get(name) for name in ("kl", "bits", "ratio", "step")))
+        return cls(default if asked == (None,) * 5 else quality, **limits)
+
+    def __post_init__(self) -> None:
+        asked = {"quality": self.preset, "kl": self.kl, "bits": self.bits, "ratio": self.ratio, "step": self.step}
+        given = {name: value for name, value in asked.items() if value is not None}
+        if len(given) != 1:
+            got = ", ".join(given) or "none"
+            raise InputError(f"quality: must be given as exactly one of quality=, kl=, bits=, ratio=, step=, got {got}")
+        ((name, value),) = given.items()
+        if self.worst is not False and (self.worst is not True or name != "kl"):
+            raise InputError(f"worst: must be True or False, and True only with kl=, got {self.worst!r} with {name}=")
+        if self.kind is not None and (name not in ("quality", "kl") or value == LOSSLESS):
+            asked_for = f"quality={LOSSLESS!r}" if value == LOSSLESS else f"{name}="
+            raise InputError(
+                f"kind: must be None unless kl= or a preset is asked for, got {self.kind!r} with {asked_for}"
+            )
+        value_bits(self.dtype)
+        if name == "quality":
+            if value not in PRESETS:
+                hint = ": a limit in nats per token is kl=" if isinstance(value, int | float) else ""
+                raise InputError(f"quality: must be one of {', '.join(PRESETS)}, got {value!r}{hint}")
+            return
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        if not (math.isfinite(number) and number > 0):
+            meant = f"; did you mean quality={value!r}?" if value in PRESETS else ""
+            raise InputError(f"{name}: must be a positive number, got {value!r}{meant}")
+
+    def __str__(self) -> str:
+        asked = {"quality": self.preset, "kl": self.kl, "bits": self.bits, "ratio": self.ratio, "step": self.step}
+        return next(f"{name}={value}" for name, value in asked.items() if value is not None)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether it asks for lossless coding, which needs no profile."""
+        return self.preset == LOSSLESS
+
+    @property
+    def limits_kl(self) -> bool:
+        """Whether it asks for a KL, of its own or a preset's."""
+        return self.kl is not None or self.preset in PRESET_KL
 
 
 def _is_measured(value: object) -> bool:
@@ -197,28 +272,44 @@ class Curve:
         self.check_kind(kind, worst)
         return min((kl for _, kl in self.expected_kl(kind, worst) if kl is not None), default=None)
 
-    def least_promise(
-        self, name: str, value: str | float, kind: str | None, worst: bool
-    ) -> tuple[str, float, float] | None:
-        """Return the limit of a request that no step of the curve keeps, and only lossless coding does.
+    def least_promise(self, quality: Quality) -> tuple[str, float, float] | None:
+        """Return the limit of a quality that no step of the curve keeps, and only lossless coding does.
 
         Returns:
-            `("kl" or "error", the limit, the smallest value on the curve)`; None for all other requests.
+            `("kl" or "error", the limit, the smallest value on the curve)`; None for all other qualities.
 
         Raises:
             InputError: `kind` was not measured, or is given with `worst`.
         """
+        kind, worst, preset = quality.kind, quality.worst, quality.preset
         self.check_kind(kind, worst)
-        if name == "quality" and value != LOSSLESS:
+        if preset in PRESET_KL:
             worst = kind is None
-            what, most = ("kl", PRESET_KL[str(value)]) if self.knows_kl else ("error", PRESET_ERROR[str(value)])
-        elif name == "kl":
-            what, most = "kl", float(value)
+            what, most = ("kl", PRESET_KL[preset]) if self.knows_kl else ("error", PRESET_ERROR[preset])
+        elif quality.kl is not None:
+            what, most = "kl", quality.kl
         else:
             return None
         errors = (point.error for point in self.overall if point.error > 0)
         least = self.least_kl(kind, worst) if what == "kl" else min(errors, default=None)
         return (what, most, least) if least and most < least else None
+
+    def resolve(self, quality: Quality) -> int:
+        """Return the step index of a quality that is not lossless.
+
+        Raises:
+            InputError, ProfileError: as `Profile.resolve`.
+        """
+        self.check_kind(quality.kind, quality.worst)
+        if quality.preset is not None:
+            return self.preset(quality.preset, quality.kind)
+        if quality.step is not None:
+            return round(math.log2(quality.step) * OCTAVE)
+        if quality.kl is not None:
+            return self.index_of_kl(quality.kl, quality.kind, quality.worst)
+        if quality.ratio is not None:
+            return self.index_of_ratio(quality.ratio, quality.dtype)
+        return self.index_of_bits(float(quality.bits or 0))
 
     def check_kind(self, kind: str | None, worst: bool) -> None:
         """Raise InputError unless this kind of text was measured; None stands for all kinds, or the worst of them."""

@@ -26,11 +26,12 @@ from typing import Self, TypeVar
 
 import torch
 
-from cuvee.codec.codec import Codec, OpenBlob
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, InputError
 from cuvee.codec.identity import PageNames, store_key, tenant_id
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.open_blob import Expected, OpenBlob
+from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks
 from cuvee.codec.profiles.recognition import Recognized
 from cuvee.integrations.guard import Recorder
 from cuvee.integrations.pages.entries import (
@@ -322,7 +323,7 @@ class PageStore:
             cache: the engine's memory, on the CPU or on a device that it `serves`, where work is on the current stream
                 of the calling thread.
             loads: what was fetched, and int64 `[pages * page_tokens]` on the CPU: the slots of all of its tokens.
-            done: called with each run of layers (`Codec.layer_runs`) once all loads have them.
+            done: called with each run of layers (`Settings.layer_runs`) once all loads have them.
 
         Returns:
             whether all of it was restored. If not, `done` was not called for all layers, and the contents of the slots
@@ -340,7 +341,7 @@ class PageStore:
         with self._calls as admitted:
             if not admitted:
                 return False
-            for layers in self._codec.layer_runs:
+            for layers in self._codec.settings.layer_runs:
                 if not self._place(cache, work, layers):
                     return False
                 done(layers)
@@ -512,10 +513,8 @@ class PageStore:
                 self._fail("positions", InputError(_NO_POSITION))
                 return None
             bound = self._bound_to(self._names.run(pages))
-            (blob,) = self._codec.encode_paged(
-                cache, [slots], [tokens.start], tokens=[tokens.token_ids], following=[following],
-                associated_data=[bound] if bound else None,
-            )  # fmt: skip
+            chunks = PagedChunks(cache, [slots], [tokens.start], tokens=[tokens.token_ids], following=[following])
+            (blob,) = self._codec.encode(chunks, associated_data=[bound] if bound else None)
         except CuveeError as error:
             self._fail("encode", error)
             return None
@@ -621,11 +620,12 @@ class PageStore:
             raise CorruptError("run entry: must list the pages of its own digest, got others")
         if not all(_is_listed(pages, each) for each in wanted):
             raise CorruptError("index entry: must name the place of its page, got that of another")
-        opened = self._codec.open_expected(
-            blob, tokens=len(pages) * self._names.page_tokens,
-            start=self._position(start, wanted[0].number - wanted[0].position), dtype=dtype,
+        start = self._position(start, wanted[0].number - wanted[0].position)
+        opened = self._codec.open(
+            blob,
             associated_data=self._bound_to(digest),
-        )  # fmt: skip
+            expected=Expected(len(pages) * self._names.page_tokens, start, dtype),
+        )
         return _Run(digest, len(entry), opened, tuple(wanted))
 
     def _slots_of(self, run: _Run, slots: torch.Tensor) -> torch.Tensor:

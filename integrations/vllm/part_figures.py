@@ -29,7 +29,7 @@ class PartFigures:
     """
 
     def __init__(self, codec: Codec, values: int, worst: bool) -> None:
-        expected = codec.expected_parts(worst)
+        expected = codec.settings.expected_parts(worst)
         kls = [part.kl for part in expected if part.kl is not None]
         self.known = len(kls) == len(expected)
         finest = len(expected) - 1

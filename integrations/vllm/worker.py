@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.messages import Load, Report, Save
@@ -116,10 +116,10 @@ class WorkerSide:
         )
         slots = torch.arange(tokens, device=cache.device)
         if codec.refinements:
-            base, *refinements = codec.encode_parts_paged(chunk, [slots], [0])[0]
+            base, *refinements = codec.encode_parts(PagedChunks(chunk, [slots], [0]))[0]
             opened = codec.open(base, refinements=refinements)
         else:
-            opened = codec.open(codec.encode_paged(chunk, [slots], [0])[0])
+            opened = codec.open(codec.encode(PagedChunks(chunk, [slots], [0]))[0])
         if self._state.grouped is not None:
             codec.decode_paged([opened], chunk, [slots]).check()
             return

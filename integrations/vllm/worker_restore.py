@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from cuvee.codec.codec import OpenBlob
 from cuvee.codec.errors import CorruptError, CuveeError
 from cuvee.codec.identity import store_key
+from cuvee.codec.open_blob import Expected, OpenBlob
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.metric_table import PARTS
@@ -319,13 +319,13 @@ class Restorer:
             CuveeError: one of them belongs to another entry, is damaged, or has no valid tag.
         """
         try:
-            return self._state.codec.open_expected(
+            return self._state.codec.open(
                 parts[0],
-                tokens=entry.tokens,
-                start=None if entry.kind == "segment" else entry.start,
-                dtype=self._state.pages.layout.dtype,
                 refinements=parts[1:],
                 associated_data=self._state.bound_to(tenant, entry.digest),
+                expected=Expected(
+                    entry.tokens, None if entry.kind == "segment" else entry.start, self._state.pages.layout.dtype
+                ),
             )
         except CorruptError as error:
             raise CorruptError(f"{self._name(entry)}: {error}") from error

@@ -21,14 +21,14 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 
 import torch
 
 from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.part_keys import part_key
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.adapters import AdapterFolders
@@ -235,7 +235,7 @@ class WorkerSaves:
         codec = self._state.codec
         keys, counts = [], []
         for save in batch:
-            count = codec.part_count(ids=save.token_ids is None or NO_TOKEN not in save.token_ids)
+            count = codec.settings.part_count(ids=save.token_ids is None or NO_TOKEN not in save.token_ids)
             own = sorted({0, count - 1})
             keys += [part_key(self._key(save), number) for number in own]
             counts.append(len(own))
@@ -250,26 +250,22 @@ class WorkerSaves:
         sizes = [save.entry.tokens for save in batch]
         try:
             rows = torch.arange(sum(sizes), device=copy.device).split(sizes)
-            codec = self._state.codec
-            encode: Callable[..., Sequence[tuple[bytes, ...] | bytes]] = (
-                codec.encode_parts_paged if codec.refinements else codec.encode_paged
-            )
-            blobs = encode(
+            chunks = PagedChunks(
                 copy,
                 [rows[at] for at in which],
                 [batch[at].entry.start for at in which],
                 tokens=[batch[at].token_ids if self._state.predicts else None for at in which],
                 following=[batch[at].following for at in which],
-                associated_data=[self._state.bound_to(batch[at].tenant, batch[at].entry.digest) for at in which],
             )
+            bound = [self._state.bound_to(batch[at].tenant, batch[at].entry.digest) for at in which]
+            parts = self._state.codec.encode_parts(chunks, associated_data=bound)
         except Exception as error:
             if len(which) == 1:
                 self._fail([batch[which[0]]], "encode", error)
                 return {}
         else:
             self._state.recorder.count("encode_seconds", time.monotonic() - begun)
-            each = ((blob,) if isinstance(blob, bytes) else blob for blob in blobs)
-            return dict(zip(which, each, strict=True))
+            return dict(zip(which, parts, strict=True))
         # At least one entry cannot be encoded; encoding them one by one tells which.
         return {at: blob for each in which for at, blob in self._encode(batch, copy, [each]).items()}
 

@@ -5,10 +5,10 @@ Everything public is imported on first use (PEP 562), so that `import cuvee` doe
     KVLayout, LayerLayout, Rope   the shape of a cache
     KVChunk                       a run of tokens of a cache
     NO_TOKEN                      the id of a token that has none, such as a part of an image
-    PagedCache                    the pages of a serving engine's cache
+    PagedCache, PagedChunks       the pages of a serving engine's cache; chunks that lie there
     calibrate, fit, measure       learn a profile of a model; measure it on other text
     Profile                       the learned bases, tables and measurements
-    Codec, OpenBlob               encode chunks to blobs and decode blobs; a verified blob
+    Codec, Quality, OpenBlob      encode chunks to blobs and decode blobs; what to ask for; a verified blob
     encode_cache, decode_cache    encode a transformers cache to a list of blobs, and back (with `cuvee[transformers]`)
     save_cache, load_cache        save a transformers cache, uncompressed, to a file that `cuvee encode` reads, and back
     inspect, BlobInfo             read a blob's header, without its profile
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
-    from cuvee.codec.codec import Codec, OpenBlob
+    from cuvee.codec.codec import Codec
     from cuvee.codec.errors import (
         CorruptError,
         CuveeError,
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from cuvee.codec.layout import KVLayout, LayerLayout, Rope
     from cuvee.codec.learning.calibrate import calibrate, fit
     from cuvee.codec.learning.curve import measure
-    from cuvee.codec.paged import PagedCache
+    from cuvee.codec.open_blob import OpenBlob
+    from cuvee.codec.paged import PagedCache, PagedChunks
     from cuvee.codec.profiles.profile import Profile
+    from cuvee.codec.profiles.quality import Quality
     from cuvee.codec.token_ids import NO_TOKEN
     from cuvee.integrations.transformers import decode_cache, encode_cache, load_cache, save_cache
 
@@ -59,9 +61,11 @@ __all__ = [
     "OpenBlob",
     "OutOfMemoryError",
     "PagedCache",
+    "PagedChunks",
     "Profile",
     "ProfileError",
     "ProfileMismatchError",
+    "Quality",
     "Rope",
     "UnsupportedModelError",
     "VersionError",
@@ -88,12 +92,14 @@ _HOME = {
     "KeyMismatchError": "cuvee.codec.errors",
     "LayerLayout": "cuvee.codec.layout",
     "NO_TOKEN": "cuvee.codec.token_ids",
-    "OpenBlob": "cuvee.codec.codec",
+    "OpenBlob": "cuvee.codec.open_blob",
     "OutOfMemoryError": "cuvee.codec.errors",
     "PagedCache": "cuvee.codec.paged",
+    "PagedChunks": "cuvee.codec.paged",
     "Profile": "cuvee.codec.profiles.profile",
     "ProfileError": "cuvee.codec.errors",
     "ProfileMismatchError": "cuvee.codec.errors",
+    "Quality": "cuvee.codec.profiles.quality",
     "Rope": "cuvee.codec.layout",
     "UnsupportedModelError": "cuvee.codec.errors",
     "VersionError": "cuvee.codec.errors",

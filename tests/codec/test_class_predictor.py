@@ -19,7 +19,7 @@ from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL
 from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.learning.class_predictor import TokenSample, leading_components, learn_classes, learn_predictors
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.class_predictor import (
     KEPT_TOKENS,
     LEAVING,
@@ -298,18 +298,18 @@ def test_slices_of_pages_and_of_chunks_are_coded_alike() -> None:
     whole = golden_chunk(5, 48, 0)
     cache = PagedCache.of_chunk(whole)
     slots, after = [torch.arange(0, 20), torch.arange(20, 48)], [28, 0]
-    pages = codec.encode_paged(cache, slots, [0, 20], following=after)
+    pages = codec.encode(PagedChunks(cache, slots, [0, 20], following=after))
     assert pages == [codec.encode(whole.slice(0, 20)), codec.encode(whole.slice(20, 48))]
-    assert codec.encode_paged(cache, slots, [0, 20])[0] != pages[0], "the default is the end of the cache"
+    assert codec.encode(PagedChunks(cache, slots, [0, 20]))[0] != pages[0], "the default is the end of the cache"
     held: Any = DynamicCache()
     for layer, (keys, values) in enumerate(zip(whole.keys, whole.values, strict=True)):
         held.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], layer)
     pieces = [whole.slice(0, 20), whole.slice(20, 40), whole.slice(40, 48)]
     assert encode_cache(codec, held, chunk_tokens=20) == [codec.encode(piece) for piece in pieces]
     with pytest.raises(InputError, match=r"^following: must be one for each of the 2 chunks, got 1"):
-        codec.encode_paged(cache, slots, [0, 20], following=[1])
+        codec.encode(PagedChunks(cache, slots, [0, 20], following=[1]))
     with pytest.raises(InputError, match=r"^following: must be an int of at least 0, got -1"):
-        codec.encode_paged(cache, slots, [0, 20], following=[1, -1])
+        codec.encode(PagedChunks(cache, slots, [0, 20], following=[1, -1]))
 
 
 def test_a_profile_keeps_its_recency(tmp_path: Path) -> None:

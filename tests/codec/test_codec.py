@@ -168,7 +168,7 @@ def test_same_bytes_and_values_from_every_backend_and_thread_count(
 
 def of_the_host(codec: Codec) -> CpuBackend:
     """The backend that codes the codec's chunks on the CPU."""
-    backend = codec._backends["cpu"]
+    backend = codec._backends.of("cpu")
     assert isinstance(backend, CpuBackend)
     return backend
 

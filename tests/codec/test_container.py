@@ -35,7 +35,8 @@ from cuvee.codec.format.container import (
 )
 from cuvee.codec.format.keys import MIN_KEY_BYTES, Key, make_keys
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.open_blob import Expected
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 
 KEY = b"0123456789abcdef"
@@ -416,7 +417,7 @@ def test_a_codec_binds_a_blob_to_its_place() -> None:
     assert codec.open(blob, associated_data=b"here").tokens == chunk().tokens
     cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
     slots = [torch.arange(chunk().tokens)] * 2
-    blobs = codec.encode_paged(cache, slots, [0, 0], associated_data=[b"here", b"there"])
+    blobs = codec.encode(PagedChunks(cache, slots, [0, 0]), associated_data=[b"here", b"there"])
     assert blobs[0] == blob
     codec.decode_paged(blobs, cache, slots, associated_data=[b"here", b"there"]).check()
     for wrong in (b"", b"there"):
@@ -444,7 +445,7 @@ def test_associated_data_without_a_key_is_refused() -> None:
         keyed.encode(chunk(), associated_data="here")  # type: ignore[arg-type]
     cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
     with pytest.raises(InputError, match=r"^associated_data: must be one for each of the 1 chunks, got 2"):
-        keyed.encode_paged(cache, [torch.arange(3)], [0], associated_data=[b"", b""])
+        keyed.encode(PagedChunks(cache, [torch.arange(3)], [0]), associated_data=[b"", b""])
     with pytest.raises(InputError, match=r"^associated_data: must be one for each of the 1 chunks, got 0"):
         keyed.decode_paged([keyed.encode(chunk())], cache, [torch.arange(chunk().tokens)], associated_data=[])
 
@@ -452,28 +453,28 @@ def test_associated_data_without_a_key_is_refused() -> None:
 def test_a_blob_of_another_quality_is_not_the_codecs_own() -> None:
     profile = fitted_to(LAYOUT)
     codec = Codec(profile, step=0.1)
-    assert codec.open_expected(codec.encode(chunk()), tokens=9, start=0, dtype="float32").tokens == 9
+    assert codec.open(codec.encode(chunk()), expected=Expected(9, 0, "float32")).tokens == 9
     for other, wrong in ((Codec(profile, "lossless"), "lossless"), (Codec(profile, step=0.2), "step index")):
         blob = other.encode(chunk())
         assert codec.decode(blob).tokens == 9, "any quality decodes"
         with pytest.raises(CorruptError, match=rf"^blob: must hold .*, got .*{wrong}"):
-            codec.open_expected(blob, tokens=9, start=0, dtype="float32")
+            codec.open(blob, expected=Expected(9, 0, "float32"))
     for tokens, start, dtype in ((8, 0, "float32"), (9, 1, "float32"), (9, 0, "float16")):
         with pytest.raises(CorruptError, match=r"^blob: must hold .*, got 9 tokens from 0 on in float32"):
-            codec.open_expected(codec.encode(chunk()), tokens=tokens, start=start, dtype=dtype)
+            codec.open(codec.encode(chunk()), expected=Expected(tokens, start, dtype))
 
 
 def test_a_blob_may_be_opened_wherever_it_was_made() -> None:
     codec, made = Codec(fitted_to(LAYOUT), step=0.1), chunk()
     moved = KVChunk(made.keys, made.values, LAYOUT, 5)
     for each, start in ((made, 0), (moved, 5)):
-        opened = codec.open_expected(codec.encode(each), tokens=9, start=None, dtype="float32")
+        opened = codec.open(codec.encode(each), expected=Expected(9, None, "float32"))
         assert (opened.start, opened.tokens) == (start, 9)
     for tokens, dtype in ((8, "float32"), (9, "float16")):
         with pytest.raises(CorruptError, match=r"^blob: must hold .*, got 9 tokens from 5 on in float32"):
-            codec.open_expected(codec.encode(moved), tokens=tokens, start=None, dtype=dtype)
+            codec.open(codec.encode(moved), expected=Expected(tokens, None, dtype))
     with pytest.raises(CorruptError, match="must hold 9 tokens from 5 on"):
-        codec.open_expected(Codec(fitted_to(LAYOUT), step=0.2).encode(moved), tokens=9, start=None, dtype="float32")
+        codec.open(Codec(fitted_to(LAYOUT), step=0.2).encode(moved), expected=Expected(9, None, "float32"))
 
 
 @pytest.mark.parametrize("key", [b"", b"short", b"x" * (MIN_KEY_BYTES - 1), b"x" * 65, "a" * 16, [], [KEY, b"short"]])

@@ -16,7 +16,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models import architectures
 from cuvee.codec.models.forward import cache_argument, prefill, score
 from cuvee.codec.models.latents import layer_units
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.recognition import Recognizer
 from cuvee.integrations.transformers import chunks_from_cache
 
@@ -116,7 +116,7 @@ def test_an_engine_keeps_both_in_one_tensor(model: Any) -> None:
     memory = [torch.randn(10, 16, 1, LATENT + ROTATED).bfloat16() for _ in layout.layers]
     cache = PagedCache(layout, [own[..., LATENT:] for own in memory], [own[..., :LATENT] for own in memory])
     codec = cuvee.Codec.without_profile(layout)
-    (blob,) = codec.encode_paged(cache, [torch.arange(32)], [0])
+    (blob,) = codec.encode(PagedChunks(cache, [torch.arange(32)], [0]))
     codec.decode_paged([blob], cache, [torch.arange(64, 96)]).check()
     assert all(torch.equal(own[4:6], own[:2]) for own in memory)
 

@@ -14,10 +14,11 @@ from tests.conftest import decoded_layers
 from cuvee.codec import codec as module
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec, OpenBlob
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError, ProfileMismatchError
 from cuvee.codec.format.container import inspect, read_header
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.open_blob import Expected, OpenBlob
 from cuvee.codec.paged import NOWHERE, PagedCache
 
 KEY = b"sixteen bytes of it"
@@ -54,7 +55,7 @@ def test_a_blob_may_lie_in_any_memory(chunk: KVChunk, scheme: str, make_codec: C
         views += [memoryview(blob).cast("I"), memoryview(blob).cast("B", (4, len(blob) // 4))]
     for view in views:
         assert same(codec.decode(view), chunk if scheme == "lossless" else codec.decode(blob))
-        assert codec.open_expected(view, tokens=40, start=7, dtype="float32").tokens == 40
+        assert codec.open(view, expected=Expected(40, 7, "float32")).tokens == 40
         assert inspect(view) == inspect(blob) and read_header(view) == read_header(blob)
     with pytest.raises(FormatError, match="too few"):
         codec.decode(memoryview(b""))
@@ -118,7 +119,7 @@ def test_a_codec_arrives_elsewhere_without_its_backends(chunk: KVChunk, make_cod
     codec = make_codec("gqa", "layer", step=0.1)
     blob = codec.encode(chunk)
     there: Codec = pickle.loads(pickle.dumps(codec))
-    assert there._backends == {} and there.encode(chunk) == blob
+    assert there._backends._known == {} and there.encode(chunk) == blob
     assert same(there.decode(blob), codec.decode(blob))
 
 
@@ -128,7 +129,7 @@ def test_requests_for_a_part_keep_slots_and_positions(chunk: KVChunk, make_codec
     cache = PagedCache.empty(opened.layout, 20, range(3), torch.device("cpu"))
     given = torch.arange(20).flip(0)
     for slots, first in ((None, 5), (given, 14)):
-        whole = DecodeRequest(opened.blob, opened.header, opened.layout, range(10, 30), range(3), cache, slots, 100)
+        whole = DecodeRequest(opened, range(10, 30), range(3), cache, slots, 100)
         part = whole.part(range(15, 18))
         assert (part.start, part.blob_start, whole.blob_start) == (105, 90, 90)
         assert part.span_slots[0] == first and len(part.span_slots) == 3

@@ -13,7 +13,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.paged import NOWHERE, PagedCache, PageOrder, Pages, PermutedPages
+from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks, PageOrder, Pages, PermutedPages
 
 MakeCodec = Callable[..., Codec]
 BLOCKS, BLOCK_TOKENS = 5, 16
@@ -104,7 +104,7 @@ def test_paged_equals_dense(
     slots = scattered(37)
     cache = poisoned(layout, order)
     cache.write(chunk.keys, chunk.values, slots)
-    (blob,) = codec.encode_paged(cache, [slots], [11])
+    (blob,) = codec.encode(PagedChunks(cache, [slots], [11]))
     assert blob == codec.encode(chunk)
 
     target, other = poisoned(layout, order), scattered(37, seed=1)
@@ -177,7 +177,7 @@ def test_fp8_is_transcoded_by_value(
         scale = scales[index % 2][index // 2]
         torch.testing.assert_close(got.float(), (want.float() / scale).to(dtype).float() * scale)
     codec = make_codec("bfloat16", "lossless")
-    (blob,) = codec.encode_paged(cache, [slots], [3])
+    (blob,) = codec.encode(PagedChunks(cache, [slots], [3]))
     again = poisoned(layout, order, dtype, *scales)
     codec.decode_paged([blob], again, [slots]).check()
     for got, want in zip(written(again, slots), written(cache, slots), strict=True):
@@ -318,9 +318,9 @@ def test_slots_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, make_c
     codec, cache, chunk = make_codec("gqa", "layer", step=0.5), poisoned(layout, order), make_chunk(layout, 5)
     blob = codec.encode(chunk)
     with pytest.raises(InputError, match="79 in layer 0"):
-        codec.encode_paged(cache, [torch.tensor([1, 80])], [0])
+        codec.encode(PagedChunks(cache, [torch.tensor([1, 80])], [0]))
     with pytest.raises(InputError, match="79 in layer 0"):
-        codec.encode_paged(cache, [torch.tensor([1, NOWHERE])], [0])
+        codec.encode(PagedChunks(cache, [torch.tensor([1, NOWHERE])], [0]))
     with pytest.raises(InputError, match="79 in layer 0"):
         codec.decode_paged([blob], cache, [torch.tensor([0, 1, 2, 3, 80])])
     assert all(bool((unit == 7).all()) for unit in written(cache, torch.arange(SLOTS)))  # nothing was half-written
@@ -329,7 +329,7 @@ def test_slots_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, make_c
     with pytest.raises(InputError, match=r"^slots: must be int64 \[T\] on cpu"):
         codec.decode_paged([blob], cache, [torch.arange(5, dtype=torch.int32)])
     with pytest.raises(InputError, match="at least one token per chunk"):
-        codec.encode_paged(cache, [torch.arange(0)], [0])
+        codec.encode(PagedChunks(cache, [torch.arange(0)], [0]))
 
 
 def test_arguments_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec) -> None:
@@ -342,9 +342,9 @@ def test_arguments_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, ma
     with pytest.raises(InputError, match="each of the 1 blobs"):
         codec.decode_paged([blob], cache, [slots], [0, 1])
     with pytest.raises(InputError, match="each of the 1 chunks in slots, got 2"):
-        codec.encode_paged(cache, [slots], [0, 1])
+        codec.encode(PagedChunks(cache, [slots], [0, 1]))
     with pytest.raises(InputError, match=r"start: must be .*, got -1"):
-        codec.encode_paged(cache, [slots], [-1])
+        codec.encode(PagedChunks(cache, [slots], [-1]))
     with pytest.raises(InputError, match=r"start: .* below 2\*\*32 - 5, got 18446744073709551616"):
         codec.decode_paged([blob], cache, [slots], [1 << 64])
     with pytest.raises(InputError, match="among the 4096 positions"):
@@ -356,8 +356,8 @@ def test_arguments_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, ma
     with pytest.raises(CorruptError):
         codec.decode_paged([blob[:-1] + bytes([blob[-1] ^ 1])], cache, [slots])
     with pytest.raises(ProfileMismatchError):
-        codec.encode_paged(poisoned(replace(layout, layers=layout.layers[:2])), [slots], [0])
-    assert codec.encode_paged(cache, [], []) == []
+        codec.encode(PagedChunks(poisoned(replace(layout, layers=layout.layers[:2])), [slots], [0]))
+    assert codec.encode(PagedChunks(cache, [], [])) == []
     codec.decode_paged([], cache, []).check()
 
 

@@ -16,12 +16,13 @@ from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, sm
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import CHECK_IDS_EVERY, Codec, _warn_of_other_ids
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
+from cuvee.codec.id_coding import CHECK_IDS_EVERY, _warn_of_other_ids
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.models.rope import rotate, unrotate
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles import recognition
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.recognition import IdCheck, Recognizer
@@ -197,7 +198,7 @@ def test_what_is_recognized_codes_like_what_is_told(profile: Profile, chunk: KVC
     found = codec.recognizer.recognize(cache, slots(TOKENS))
     assert found.start is not None
     told = codec.encode(chunk, tokens=ids_of(range(TOKENS)))
-    assert codec.encode_paged(cache, [slots(TOKENS)], [found.start], tokens=[found.token_ids]) == [told]
+    assert codec.encode(PagedChunks(cache, [slots(TOKENS)], [found.start], tokens=[found.token_ids])) == [told]
 
 
 def test_only_lossy_codecs_recognize(profile: Profile) -> None:
@@ -286,11 +287,11 @@ def test_the_ids_of_paged_caches_are_checked_now_and_then(
     _warn_of_other_ids.cache_clear()
     codec, ids = Codec(profile, "balanced"), np.array(ids_of(range(TOKENS)))
     cache, at = PagedCache.of_chunk(chunk), slots(128)
-    codec.encode_paged(cache, [at[64:]], [64], tokens=[ids[64:128]])
+    codec.encode(PagedChunks(cache, [at[64:]], [64], tokens=[ids[64:128]]))
     for _ in range(CHECK_IDS_EVERY - 1):
-        codec.encode_paged(cache, [at[64:80]], [64], tokens=[ids[:16]])
+        codec.encode(PagedChunks(cache, [at[64:80]], [64], tokens=[ids[:16]]))
     assert not caplog.text
-    codec.encode_paged(cache, [at[64:80]], [64], tokens=[ids[:16]])
+    codec.encode(PagedChunks(cache, [at[64:80]], [64], tokens=[ids[:16]]))
     assert "contradict most of its token ids" in caplog.text
 
 

@@ -17,17 +17,19 @@ from tests.conftest import decoded_layers
 from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec, ExpectedPart
+from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.residuals import FINER, WIDEST
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError
 from cuvee.codec.format.container import header_digest, inspect, read_header, read_section
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.open_blob import Expected
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.setting import ExpectedPart
 from cuvee.codec.stages.implementations import get_stages
 
 Fitted = Callable[[str, str], Profile]
@@ -186,13 +188,13 @@ def test_pages(fitted: Fitted, chunk: KVChunk) -> None:
     profile = fitted("gqa", "layer")
     codec, refined = Codec(profile, step=STEP, key=KEY), Codec(profile, step=STEP, refinements=1, key=KEY)
     cache, halves = PagedCache.of_chunk(chunk), [torch.arange(100), torch.arange(100, TOKENS)]
-    found = refined.encode_parts_paged(cache, halves, [20, 120], associated_data=[b"a", b"b"])
+    found = refined.encode_parts(PagedChunks(cache, halves, [20, 120]), associated_data=[b"a", b"b"])
     for own, (first, end), data in zip(found, ((0, 100), (100, TOKENS)), (b"a", b"b"), strict=True):
         piece = chunk.slice(first, end)
         alone = KVChunk(piece.keys, piece.values, piece.layout, piece.start)
         assert own == refined.encode_parts(alone, associated_data=data)
     with pytest.raises(InputError, match="starts: must be one for each"):
-        refined.encode_parts_paged(cache, halves, [20])
+        refined.encode_parts(PagedChunks(cache, halves, [20]))
     parts, whole = refined.encode_parts(chunk), codec.encode(chunk)
     pages = PagedCache.empty(chunk.layout, 3 * TOKENS, range(chunk.layout.num_layers), torch.device("cpu"))
     slots = [torch.arange(TOKENS) + TOKENS * number for number in range(3)]
@@ -207,7 +209,11 @@ def test_pages(fitted: Fitted, chunk: KVChunk) -> None:
 def test_a_codec_says_what_its_parts_are(fitted: Fitted, chunk: KVChunk) -> None:
     profile = fitted("gqa", "layer")
     refined, single = Codec(profile, step=STEP, refinements=1), Codec(profile, step=STEP)
-    assert (single.part_count(ids=True), refined.part_count(ids=True), refined.part_count(ids=False)) == (1, 2, 2)
+    assert (
+        single.settings.part_count(ids=True),
+        refined.settings.part_count(ids=True),
+        refined.settings.part_count(ids=False),
+    ) == (1, 2, 2)
     at_its_step = Codec(profile, step=2.0 ** (refined.step_index / OCTAVE))
     assert refined.quality_name == f"{at_its_step.quality_name},parts:2" != single.quality_name
     parts = refined.encode_parts(chunk)
@@ -217,24 +223,26 @@ def test_a_codec_says_what_its_parts_are(fitted: Fitted, chunk: KVChunk) -> None
     ]  # fmt: skip
     assert infos[0].profile_id == infos[1].profile_id == profile.id.hex()
     assert infos[0].step == 4 * infos[1].step  # type: ignore[operator]
-    expected: dict[str, Any] = {"tokens": TOKENS, "start": chunk.start, "dtype": "float32"}
-    assert len(refined.open_expected(parts[0], refinements=parts[1:], **expected).refinements) == 1
+    expected = Expected(TOKENS, chunk.start, "float32")
+    assert len(refined.open(parts[0], refinements=parts[1:], expected=expected).refinements) == 1
     for codec, blob in ((single, parts[0]), (refined, single.encode(chunk))):
         with pytest.raises(CorruptError, match="must hold"):
-            codec.open_expected(blob, **expected)
+            codec.open(blob, expected=expected)
 
 
 def test_what_to_expect_of_parts_is_that_of_blobs_at_their_steps(fitted: Fitted) -> None:
     curve = [CurvePoint(64 * k, 4.0 - k / 2, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-5, 5)]
     profile = fitted("gqa", "layer").with_curve(curve)
-    (single,) = Codec(profile, "balanced").expected_parts()
+    (single,) = Codec(profile, "balanced").settings.expected_parts()
     codec = Codec(profile, "balanced", refinements=1)
-    base, both = codec.expected_parts()
+    base, both = codec.settings.expected_parts()
     assert both == single and base.kl is not None and both.kl is not None
     assert base.kl / both.kl == pytest.approx(16.0) and base.bits == pytest.approx(both.bits - 1)  # type: ignore[operator]
-    assert [part.kl for part in codec.expected_parts(worst=True)] == [base.kl, both.kl], "the curve knows one kind"
-    assert Codec(profile, "lossless").expected_parts() == (ExpectedPart(0.0, None),)
-    unknown = Codec(fitted("gqa", "layer").with_curve([]), step=0.5, refinements=1).expected_parts()
+    assert [part.kl for part in codec.settings.expected_parts(worst=True)] == [base.kl, both.kl], (
+        "the curve knows one kind"
+    )
+    assert Codec(profile, "lossless").settings.expected_parts() == (ExpectedPart(0.0, None),)
+    unknown = Codec(fitted("gqa", "layer").with_curve([]), step=0.5, refinements=1).settings.expected_parts()
     assert unknown == (ExpectedPart(None, None),) * 2
 
 
@@ -244,7 +252,7 @@ def test_chunks_without_ids_that_are_lossless_are_one_part(fitted: Fitted, chunk
     points += [CurvePoint(at, 5.0 - at / 64, 0.1, kl=10.0 ** (at / 64 - 1), plain=True) for at in (-64, 0)]
     codec = Codec(predicting(fitted("gqa", "layer")).with_curve(points), kl=3e-4, refinements=1)
     assert codec.quality_name.endswith("plain:lossless,parts:2")
-    assert (codec.part_count(ids=True), codec.part_count(ids=False)) == (2, 1)
+    assert (codec.settings.part_count(ids=True), codec.settings.part_count(ids=False)) == (2, 1)
     (blob,) = codec.encode_parts(chunk)
     assert inspect(blob).scheme == "lossless" and same(codec.decode(blob), chunk)
     assert len(codec.encode_parts(chunk, tokens=np.arange(TOKENS) % VOCABULARY)) == 2
@@ -260,13 +268,11 @@ def test_requests(fitted: Fitted, chunk: KVChunk) -> None:
     with pytest.raises(InputError, match="must be 0 without loss"):
         Codec(profile, "lossless", refinements=1)
     codec, single = Codec(profile, step=STEP, refinements=1), Codec(profile, step=STEP)
-    with pytest.raises(InputError, match=r"call encode_parts\(\)"):
-        codec.encode(chunk)
-    with pytest.raises(InputError, match=r"or encode_parts_paged\(\)"):
-        codec.encode_paged(None, [], [])  # type: ignore[arg-type]
-    for call in (lambda: single.encode_parts(chunk), lambda: single.encode_parts_paged(None, [], [])):  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"call encode\(\) or encode_paged\(\)"):
-            call()
+    pages = PagedChunks(PagedCache.of_chunk(chunk), [torch.arange(chunk.tokens)], [chunk.start])
+    for source in (chunk, pages):
+        with pytest.raises(InputError, match=r"call encode_parts\(\)"):
+            codec.encode(source)
+    assert single.encode_parts(chunk) == (single.encode(chunk),) == single.encode_parts(pages)[0]
 
 
 # --- parts that do not belong together

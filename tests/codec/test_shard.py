@@ -18,7 +18,7 @@ from cuvee.codec.entropy.family import OCTAVE, scale_codes
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import calibrate, fit
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition
@@ -397,15 +397,15 @@ def test_ranks_fill_one_paged_cache(fitted: Fitted, make_chunk: MakeChunk, size:
         rank_pages(layout, source, 0, 1).write(chunk.keys, chunk.values, at)
     everything = rank_pages(layout, source, 0, 1)
     whole.decode_paged(
-        whole.encode_paged(everything, slots, starts), rank_pages(layout, wanted, 0, 1), slots, [40, 0]
+        whole.encode(PagedChunks(everything, slots, starts)), rank_pages(layout, wanted, 0, 1), slots, [40, 0]
     ).check()
     for rank in range(size):
         codec, mine = Codec(profile.shard(rank, size), step=0.3), rank_pages(layout, source, rank, size)
-        blobs = codec.encode_paged(mine, slots, starts)
+        blobs = codec.encode(PagedChunks(mine, slots, starts))
         dense = of_rank(everything.read(slots[1], starts[1]), rank, size)
         assert blobs[1] == codec.encode(dense)
         with pytest.raises(ProfileMismatchError):
-            codec.encode_paged(everything, slots, starts)
+            codec.encode(PagedChunks(everything, slots, starts))
         codec.decode_paged(blobs, rank_pages(layout, got, rank, size), slots, [40, 0]).check()
     for mine_layer, whole_layer in zip(got, wanted, strict=True):
         for a, b in zip(mine_layer, whole_layer, strict=True):

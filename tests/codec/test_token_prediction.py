@@ -19,13 +19,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec, _warn_of_no_ids
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.container import inspect, read_header, read_token_ids, write_blob, write_token_ids
+from cuvee.codec.id_coding import _warn_of_no_ids
 from cuvee.codec.identity import Identity
 from cuvee.codec.learning.token_model import MOST_FEATURES, TokenSums, learn_token_model
 from cuvee.codec.models.forward import prefill
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.open_blob import Expected
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles import token_prediction
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
@@ -214,14 +216,14 @@ def test_chunks_without_ids_keep_a_kl_by_their_own_curve(
     assert plain == finer.encode(without_ids(chunk)) and read_header(plain).step_index == -64
     assert with_ids != finer.encode(chunk) and read_header(with_ids).step_index == 0
     cache, slots = PagedCache.of_chunk(chunk), torch.arange(TOKENS)
-    assert codec.encode_paged(cache, [slots, slots], [0, 0], tokens=[None, chunk.token_ids]) == [plain, with_ids]
+    assert codec.encode(PagedChunks(cache, [slots, slots], [0, 0], tokens=[None, chunk.token_ids])) == [plain, with_ids]
     # A key of a store stands for both.
     for blob in (plain, with_ids):
-        assert codec.open_expected(blob, tokens=TOKENS, start=0, dtype="float32").tokens == TOKENS
+        assert codec.open(blob, expected=Expected(TOKENS, 0, "float32")).tokens == TOKENS
     with pytest.raises(CorruptError, match="step index"):
-        finer.open_expected(with_ids, tokens=TOKENS, start=0, dtype="float32")
+        finer.open(with_ids, expected=Expected(TOKENS, 0, "float32"))
     with pytest.raises(CorruptError, match=r"step index -64, got .* step index 0$"):
-        codec.open_expected(Codec(own, step=1.0).encode(without_ids(chunk)), tokens=TOKENS, start=0, dtype="float32")
+        codec.open(Codec(own, step=1.0).encode(without_ids(chunk)), expected=Expected(TOKENS, 0, "float32"))
     assert equal(codec.decode(plain), finer.decode(plain))
     # Sizes and steps are those of chunks with ids.
     for same in (Codec(own, bits=3.0), Codec(own, step=1.0)):
@@ -239,7 +241,7 @@ def test_a_kl_that_no_step_keeps_without_ids_is_lossless_without_ids(
     assert codec.quality_name == "step:0,plain:lossless" and not codec.lossless
     blob = codec.encode(without_ids(chunk))
     assert equal(codec.decode(blob), chunk)
-    assert codec.open_expected(blob, tokens=TOKENS, start=0, dtype="float32").header.lossless
+    assert codec.open(blob, expected=Expected(TOKENS, 0, "float32")).header.lossless
     assert not equal(codec.decode(codec.encode(chunk)), chunk)
     names = {codec.quality_name, Codec(own, step=1.0).quality_name, Codec(own, "lossless").quality_name}
     assert names == {"step:0,plain:lossless", "step:0", "lossless"}
@@ -265,7 +267,7 @@ def test_paged_caches_take_ids_per_chunk(profile: Profile, chunk: KVChunk) -> No
     ids = chunk.token_ids
     assert ids is not None
     own_ids = [ids[:120], None, ids[50:60]]
-    blobs = codec.encode_paged(cache, slots, [0, 120, 50], tokens=own_ids, following=[180, 0, 240])
+    blobs = codec.encode(PagedChunks(cache, slots, [0, 120, 50], tokens=own_ids, following=[180, 0, 240]))
     assert blobs[0] == codec.encode(chunk.slice(0, 120))
     assert blobs[1] == codec.encode(without_ids(chunk.slice(120, 300)))
     assert blobs[2] == codec.encode(chunk.slice(50, 60))
@@ -275,7 +277,7 @@ def test_paged_caches_take_ids_per_chunk(profile: Profile, chunk: KVChunk) -> No
     assert equal(target.chunk(torch.arange(120, 300), 120), codec.decode(blobs[1]))
     assert equal(target.chunk(torch.arange(300, 310), 50), codec.decode(blobs[2]))
     with pytest.raises(InputError, match="tokens: must be one for each of the 3 chunks"):
-        codec.encode_paged(cache, slots, [0, 120, 50], tokens=[ids[:120]])
+        codec.encode(PagedChunks(cache, slots, [0, 120, 50], tokens=[ids[:120]]))
 
 
 def test_ids_are_ignored_where_nothing_is_predicted(model: LlamaForCausalLM, profile: Profile, chunk: KVChunk) -> None:

@@ -88,6 +88,7 @@ def main(target: str) -> None:
     from tests.predicting import VOCABULARY, predicting
 
     from cuvee.codec.codec import Codec
+    from cuvee.codec.paged import PagedChunks
     from cuvee.codec.profiles.profile import Profile
 
     os.environ.pop("TRITON_INTERPRET", None)
@@ -125,7 +126,7 @@ def main(target: str) -> None:
         before = len(compiled)
         pages = conftest.dense_pages(layout, chunks)
         slots = list(torch.arange(128).split([37, 50, 41]))
-        blobs = gpu.encode_paged(pages, slots, [5, 5, 5], tokens=ids)
+        blobs = gpu.encode(PagedChunks(pages, slots, [5, 5, 5], tokens=ids))
         gpu.decode_paged(blobs, pages, slots, [90, 200, 300]).check()
         report["again"][case] = compiled[before:]
     print(json.dumps(report))

@@ -21,7 +21,7 @@ from cuvee.codec.cpu.pool import Pool
 from cuvee.codec.errors import CorruptError, FormatError, InputError, UnsupportedModelError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels.devices import Mark
 
@@ -226,7 +226,7 @@ def test_chunks_with_and_without_ids_in_one_call(
     cache = PagedCache.of_chunk(on(device, chunk))
     slots = [torch.arange(0, 5, device=device), torch.arange(5, 12, device=device), torch.arange(2, 6, device=device)]
     ids = [ids_of(5), None, ids_of(4)]
-    blobs = triton.encode_paged(cache, slots, [0, 5, 2], tokens=ids)
+    blobs = triton.encode(PagedChunks(cache, slots, [0, 5, 2], tokens=ids))
     assert [read_header(blob).token_id_bytes for blob in blobs] == [10, 0, 8]
     target = PagedCache.empty(layouts["gqa"], 16, range(layouts["gqa"].num_layers), device)
     into = [torch.arange(a, b, device=device) for a, b in ((0, 5), (5, 12), (12, 16))]
@@ -265,7 +265,7 @@ def test_pages_that_no_strides_describe_are_refused(layouts: dict[str, KVLayout]
     if not torch.cuda.is_available():
         codec = make_codec("gqa", "lossless", backend="triton")
         with pytest.raises(UnsupportedModelError, match="must have values at fixed strides for the backend 'triton'"):
-            codec.encode_paged(cache, [torch.arange(4)], [0])
+            codec.encode(PagedChunks(cache, [torch.arange(4)], [0]))
 
 
 @pytest.fixture
@@ -309,9 +309,9 @@ def test_many_chunks_from_and_into_pages(
         for pages in (source, reference):
             here = on(pages.cache.device, chunk)
             pages.cache.write(here.keys, here.values, at.to(pages.cache.device))
-    blobs = triton.encode_paged(source.cache, slots, starts)
+    blobs = triton.encode(PagedChunks(source.cache, slots, starts))
     host_slots = [at.cpu() for at in slots]
-    wanted = cpu.encode_paged(reference.cache, host_slots, starts)
+    wanted = cpu.encode(PagedChunks(reference.cache, host_slots, starts))
     if group == "lossless":
         assert blobs == wanted
     for mine, theirs in zip(blobs, wanted, strict=True):
@@ -366,7 +366,7 @@ def test_a_slot_beyond_the_cache_is_an_error(
     with pytest.raises(InputError, match="beyond the cache"):
         pending.check()
     with pytest.raises(InputError, match="beyond the cache"):
-        triton.encode_paged(pages.cache, [beyond], [0])
+        triton.encode(PagedChunks(pages.cache, [beyond], [0]))
 
 
 @pytest.mark.usefixtures("plain_coder")
@@ -418,9 +418,9 @@ def test_nothing_waits_but_what_says_so(
     layout = layouts["bfloat16"]
     triton = make_codec("bfloat16", "layer", step=0.25, backend="triton")
     pages = Pages(layout, device)
-    triton.encode_paged(pages.cache, slots, [0, 0, 0])  # learns the profile and uploads it, which waits
+    triton.encode(PagedChunks(pages.cache, slots, [0, 0, 0]))  # learns the profile and uploads it, which waits
     waits.clear()
-    blobs = triton.encode_paged(pages.cache, slots, [0, 0, 0])
+    blobs = triton.encode(PagedChunks(pages.cache, slots, [0, 0, 0]))
     assert len(waits) == 2, waits  # the sizes, the bytes
     waits.clear()
     if device.type == "cuda":

@@ -32,7 +32,7 @@ from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL, WINDOW, ClassedP
 from cuvee.codec.errors import CorruptError, FormatError, ProfileError
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.class_predictor import Predictor, finer_near_end
 from cuvee.codec.profiles.profile import Profile
@@ -866,7 +866,7 @@ def test_the_predictor_of_the_profile(
     slots = [mixed[:5], mixed[20:28], mixed[40:44]]
     for chunk, at in zip(device_chunks, slots, strict=True):
         pages.cache.write(chunk.keys, chunk.values, at)
-    blobs = triton.encode_paged(pages.cache, slots, [1, 0, 7])
+    blobs = triton.encode(PagedChunks(pages.cache, slots, [1, 0, 7]))
     wanted = [cpu.encode(chunk) for chunk in chunks]
     for mine, theirs in zip(blobs, wanted, strict=True):
         own, expected = classes_of(mine, profile, cpu), classes_of(theirs, profile, cpu)

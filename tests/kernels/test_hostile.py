@@ -30,7 +30,7 @@ from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
 from cuvee.codec.format.container import Scheme, read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes import lossless
 from cuvee.codec.stages.reference import rans
@@ -715,7 +715,7 @@ def test_positions_end_where_those_of_the_model_do(start: int, device: torch.dev
     for refused in (
         lambda: got.decode(blob, start, device=device),
         lambda: got.decode_paged([blob], target.cache, [slots], [start]),
-        lambda: got.encode_paged(target.cache, [slots], [start]),
+        lambda: got.encode(PagedChunks(target.cache, [slots], [start])),
     ):
         with pytest.raises(InputError, match=r"^start(s\[0\])?: must"):
             refused()
@@ -767,7 +767,7 @@ def test_slots_beyond_the_cache_are_refused_and_not_written(scheme: str, device:
         assert pages.unharmed([1, 9, 4])
     for wrong in (SLOTS, NOWHERE - 1):
         with pytest.raises(InputError, match="beyond the cache"):
-            codec.encode_paged(pages.cache, [torch.tensor([0, wrong], device=device)], [0])
+            codec.encode(PagedChunks(pages.cache, [torch.tensor([0, wrong], device=device)], [0]))
 
 
 @pytest.mark.usefixtures("plain_coder")
@@ -797,7 +797,7 @@ def test_a_cache_without_slots(scheme: str, blocks: int, block_tokens: int, devi
         with pytest.raises(InputError, match="beyond the cache"):
             codec.decode_paged([blob], cache, [torch.tensor([NOWHERE, 0], device=device)]).check()
         with pytest.raises(InputError, match="beyond the cache"):
-            codec.encode_paged(cache, [torch.tensor([0], device=device)], [0])
+            codec.encode(PagedChunks(cache, [torch.tensor([0], device=device)], [0]))
         assert bool((memory == 7).all())
 
 

@@ -26,7 +26,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels.devices import Mark, send
 
@@ -103,10 +103,10 @@ class Case:
         return [*cache.keys, *cache.values]
 
     def encode(self) -> list[bytes]:
-        return self.gpu.encode_paged(self.there, self.slots, self.starts, tokens=self.ids)
+        return self.gpu.encode(PagedChunks(self.there, self.slots, self.starts, tokens=self.ids))
 
     def wanted(self) -> list[bytes]:
-        return self.cpu.encode_paged(self.here, self.host_slots, self.starts, tokens=self.ids)
+        return self.cpu.encode(PagedChunks(self.here, self.host_slots, self.starts, tokens=self.ids))
 
     def decoded(self, blobs: list[bytes]) -> PagedCache:
         """What the CPU makes of them."""
@@ -278,7 +278,7 @@ def test_work_in_flight_keeps_its_tables(late: LateDevice, monkeypatch: pytest.M
 
 
 def other_blobs(codec: Codec, case: Case) -> list[bytes]:
-    return codec.encode_paged(case.here, case.host_slots, case.starts)
+    return codec.encode(PagedChunks(case.here, case.host_slots, case.starts))
 
 
 def overwrite(late: LateDevice) -> None:

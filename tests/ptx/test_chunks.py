@@ -22,7 +22,7 @@ from tests.ptx.scenarios import CLOSE, apart
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 
 pytestmark = pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
@@ -81,8 +81,8 @@ def test_lossless_blobs_are_the_same_bytes(name: str, element: torch.dtype, orde
         total = sum(lengths) + 40
         cache, slots = pages(layout, total, order, element, number), some_slots(lengths, total, number)
         starts = [7 * k for k in range(len(lengths))]
-        blobs = gpu.encode_paged(cache, slots, starts)
-        assert blobs == cpu.encode_paged(cache, slots, starts)
+        blobs = gpu.encode(PagedChunks(cache, slots, starts))
+        assert blobs == cpu.encode(PagedChunks(cache, slots, starts))
         got, want = (pages(layout, total, order, element, 99) for _ in range(2))
         for codec, to in ((gpu, got), (cpu, want)):
             codec.decode_paged(blobs, to, slots).check()

@@ -9,6 +9,7 @@ from typing import Any
 
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.container import read_header, read_section
+from cuvee.codec.paged import PagedChunks
 from cuvee.eval.bench.gpu.cases import LOSSLESS, GpuCase, GpuScope, Pages
 from cuvee.eval.bench.gpu.ceilings import Link
 from cuvee.eval.bench.gpu.clock import Clock, turns
@@ -39,7 +40,7 @@ def measure_case(
     starts = [chunks[region % len(chunks)].start for region in range(regions)]
 
     def encode(at: slice) -> list[bytes]:
-        return codec.encode_paged(pages.cache, pages.slots[at], starts[at])
+        return codec.encode(PagedChunks(pages.cache, pages.slots[at], starts[at]))
 
     distinct: list[bytes] = []
     pages.fill(chunks)

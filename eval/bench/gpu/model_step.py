@@ -19,7 +19,7 @@ import cuvee
 from cuvee.codec.codec import Codec
 from cuvee.codec.data.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_text, load_bundled_model
 from cuvee.codec.models.forward import frozen, prefill
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.gpu.clock import Clock
 from cuvee.eval.bench.gpu.packed_model import load_packed
@@ -145,8 +145,8 @@ def _restore(clock: Clock, model: Any, tokens: torch.Tensor, profile: Profile, s
     slots = [torch.arange(begin, end, device=clock.device) for begin, end in cut]
     starts = [begin for begin, _ in cut]
     codec = Codec(profile, QUALITY, backend="triton")
-    blobs = codec.encode_paged(cache, slots, starts)
-    encode = clock.whole([lambda: codec.encode_paged(cache, slots, starts)])
+    blobs = codec.encode(PagedChunks(cache, slots, starts))
+    encode = clock.whole([lambda: codec.encode(PagedChunks(cache, slots, starts))])
     decode = clock.whole([lambda: codec.decode_paged(blobs, cache, slots, starts).check()])
     return {
         "tokens": chunk.tokens,

@@ -11,6 +11,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.coded_part import Reader, read_coded, write_streams
 from cuvee.codec.format.container import read_header, read_section
+from cuvee.codec.paged import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.reference import rans, symbols
 from cuvee.codec.support.arrays import I32
@@ -36,7 +37,7 @@ def prove_codec(shape: CacheShape, group: str, scope: GpuScope, device: torch.de
     pages.poison()
     at = pages.slots[1]
     pages.rows[:, at] = stack(chunk).to(device)
-    (blob,) = ours.encode_paged(pages.cache, [at], [chunk.start])
+    (blob,) = ours.encode(PagedChunks(pages.cache, [at], [chunk.start]))
     theirs = reference.encode(chunk)
     levels = [recode(coded, profile) for coded in (blob, theirs)]
     # The coefficients are float32 sums in another order, so now and then one ends up beyond a threshold.

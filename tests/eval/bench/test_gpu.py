@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +19,10 @@ import triton
 from tests.kernels.costs.bounds_step import compare_kernels
 from tests.kernels.costs.time_bounds import LIMITS
 
-from cuvee.codec.codec import Codec, PendingDecode
+from cuvee.codec.backends import PendingDecode
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.eval.bench.gpu import gpu_bench, proofs
 from cuvee.eval.bench.gpu.cases import (
     BITS,
@@ -178,7 +179,7 @@ def test_a_decoder_that_damages_one_value_is_refused(monkeypatch: pytest.MonkeyP
 
     def wrong(self: Codec, blobs: Any, cache: PagedCache, slots: Any, *rest: Any) -> PendingDecode:
         pending = right(self, blobs, cache, slots, *rest)
-        if self._backend_name == "triton":
+        if self._backends.name == "triton":
             pending.check()
             cache.values[1].view(-1, 16)[slots[0][3], 5] += 1.0
         return pending
@@ -208,15 +209,15 @@ def test_an_encoder_of_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch, d
 
 
 def test_an_encoder_that_quantizes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    right = Codec.encode_paged
+    right: Callable[..., Any] = Codec.encode
 
-    def coarse(self: Codec, cache: PagedCache, slots: Any, starts: Any, **options: Any) -> list[bytes]:
-        if not options:  # `encode` of the CPU's codec comes here too, with options
-            for tensor in cache.keys:
+    def coarse(self: Codec, source: Any, **options: Any) -> Any:
+        if isinstance(source, PagedChunks):  # the codec of the CPU encodes a chunk
+            for tensor in source.cache.keys:
                 tensor.mul_(1.05)
-        return right(self, cache, slots, starts, **options)
+        return right(self, source, **options)
 
-    monkeypatch.setattr(Codec, "encode_paged", coarse)
+    monkeypatch.setattr(Codec, "encode", coarse)
     with pytest.raises(CuveeError, match="differently"):
         prove_codec(SHAPE, "layer", TINY, device)
 
@@ -261,14 +262,15 @@ def test_a_decoder_that_stops_writing_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_batches_of_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    right, calls = Codec.encode_paged, iter(range(100))
+    right: Callable[..., Any] = Codec.encode
+    calls = iter(range(100))
 
     def wrong(self: Codec, *args: Any) -> list[bytes]:
         blobs = right(self, *args)
         return blobs if next(calls) == 0 else [blob[:-1] + b"!" for blob in blobs]
 
     case, clock = make_case("layer", TINY, device), Clock(device, TINY.effort)
-    monkeypatch.setattr(Codec, "encode_paged", wrong)
+    monkeypatch.setattr(Codec, "encode", wrong)
     with pytest.raises(CuveeError, match="1 chunks at once become other bytes"):
         measure(case, clock, device)
 

@@ -43,6 +43,7 @@ from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, Un
 from cuvee.codec.identity import tenant_id
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.learning.calibrate import calibrate
+from cuvee.codec.paged import PagedChunks
 from cuvee.integrations.pages import PageStore
 from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.profile_collection.collection import ProfileCollection
@@ -811,13 +812,13 @@ def test_later_chunks_of_a_task_are_known_to_follow(
 ) -> None:
     learned = Learned(tmp_path, memory)
     told: dict[int, int] = {}
-    encode = Codec.encode_paged
+    encode = Codec.encode
 
-    def noting(self: Codec, cache: Any, slots: Any, starts: list[int], **given: Any) -> list[bytes]:
-        told[starts[0]] = given["following"][0]
-        return encode(self, cache, slots, starts, **given)
+    def noting(self: Codec, chunks: PagedChunks, **given: Any) -> list[bytes]:
+        told[chunks.starts[0]] = (chunks.following or [-1])[0]
+        return encode(self, chunks, **given)
 
-    monkeypatch.setattr(Codec, "encode_paged", noting)
+    monkeypatch.setattr(Codec, "encode", noting)
     keys = [object_key(0), object_key(1), object_key(7, cache_salt="other"), object_key(2)]
     task = learned.memory.adapter.submit_store_task(keys, [learned.object(number) for number in (0, 1, 7, 2)])
     assert learned.memory.stored(task) > 0

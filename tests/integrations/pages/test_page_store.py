@@ -21,7 +21,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.identity import Identity, PageNames, Scope, store_key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.pages import Counts, PageStore
 from cuvee.integrations.pages.entries import (
@@ -291,13 +291,13 @@ def test_pages_that_are_stored_are_kept(desk: Callable[..., Desk], store: DictSt
 
 def test_what_is_encoded_knows_what_follows(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
     d, following = desk(), []
-    encode = Codec.encode_paged
+    encode = Codec.encode
 
-    def noting(self: Codec, *arguments: Any, **options: Any) -> list[bytes]:
-        following.extend(options["following"])
-        return encode(self, *arguments, **options)
+    def noting(self: Codec, chunks: PagedChunks, **options: Any) -> list[bytes]:
+        following.extend(chunks.following or [])
+        return encode(self, chunks, **options)
 
-    monkeypatch.setattr(Codec, "encode_paged", noting)
+    monkeypatch.setattr(Codec, "encode", noting)
     d.save(range(10))
     assert sorted(following) == [0, 4 * PAGE, 7 * PAGE]
 
@@ -655,7 +655,7 @@ def test_the_memory_is_left_alone_once_a_call_has_ended(
     """Even one that ends in an error, because the engine gives its pages to somebody else then."""
     d, begun, busy = desk(), threading.Event(), []
     d.save(range(8))
-    method = "encode_paged" if direction == "save" else "decode_paged"
+    method = "encode" if direction == "save" else "decode_paged"
     code, submit = getattr(Codec, method), ThreadPool.submit
 
     def slowly(self: Codec, *arguments: Any, **options: Any) -> Any:
@@ -687,14 +687,14 @@ def test_closing_waits_for_what_is_under_way(
 ) -> None:
     d, begun = desk(), threading.Event()
     done: list[bool] = []
-    encode = Codec.encode_paged
+    encode: Callable[..., Any] = Codec.encode
 
     def slowly(self: Codec, *arguments: Any, **options: Any) -> Any:
         begun.set()
         time.sleep(0.3)
         return encode(self, *arguments, **options)
 
-    monkeypatch.setattr(Codec, "encode_paged", slowly)
+    monkeypatch.setattr(Codec, "encode", slowly)
     saving = threading.Thread(target=lambda: done.extend(d.save(range(4))))
     saving.start()
     assert begun.wait(30)

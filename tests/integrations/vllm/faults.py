@@ -625,18 +625,16 @@ def encode_fails(engine: Driven) -> None:
     from cuvee.codec.codec import Codec
     from cuvee.codec.errors import InputError
 
-    prompt, usual = prompt_of("encode fails"), Codec.encode_paged
+    prompt, usual = prompt_of("encode fails"), Codec.encode_parts
 
     for error in (InputError("value: not a finite number"), RuntimeError("anything")):
 
-        def encode(
-            self: Codec, cache: Any, slots: Any, starts: Sequence[int], error: Exception = error, **more: Any
-        ) -> list[bytes]:
-            if 2 * CHUNK in starts:
+        def encode(self: Codec, chunks: Any, error: Exception = error, **more: Any) -> Any:
+            if 2 * CHUNK in chunks.starts:
                 raise error
-            return usual(self, cache, slots, starts, **more)
+            return usual(self, chunks, **more)
 
-        cast(Any, Codec).encode_paged = encode
+        cast(Any, Codec).encode_parts = encode
         try:
             with engine.counting() as counted:
                 engine.ask(prompt)
@@ -645,7 +643,7 @@ def encode_fails(engine: Driven) -> None:
             assert engine.key(prompt, 2) not in engine.faults.entries
             engine.forget()
         finally:
-            cast(Any, Codec).encode_paged = usual
+            cast(Any, Codec).encode_parts = usual
     engine.ask(prompt)
     engine.settle()
     _found_again(engine, prompt)

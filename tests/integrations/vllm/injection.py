@@ -45,8 +45,8 @@ WORKER = (
     "_pools.loaders.submit", "_pools.fetchers.submit", "_pools.encoders.submit", "_pools.writers.submit",
     "_state.recorder.count", "_state.recorder.gauge", "_state.recorder.record_store", "_state.recorder.drain",
     "_state.store.overdue", "_state.store.counters", "_state.store.contains", "_state.store.get_many",
-    "_state.store.put", "_state.store.delete", "_state.codec.encode_paged", "_state.codec.decode_paged",
-    "_state.codec.open_expected", "_state.codec.on_device",
+    "_state.store.put", "_state.store.delete", "_state.codec.encode_parts", "_state.codec.decode_paged",
+    "_state.codec.open", "_state.codec.on_device",
 )  # fmt: skip
 CHAIN = ("digests", "tails")
 # Tables that are empty once all requests have ended, by side.

@@ -21,7 +21,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.format.container import verify_tag
 from cuvee.codec.identity import store_key
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.integrations.stores import StoreError
@@ -465,7 +465,7 @@ def test_a_bug_in_the_encoder_is_told_with_where_it_is(
         raise RuntimeError("a bug")
 
     b = bench()
-    monkeypatch.setattr(b.codec, "encode_paged", broken)
+    monkeypatch.setattr(b.codec, "encode_parts", broken)
     b.worker.save(b.saves([0, 1, 2, 3], range(2)))
     b.drain()
     assert b.counts()["failures{encode}"] == 2 and b.worker.report(1).unsaved == set(b.digests[:2])
@@ -478,14 +478,14 @@ def test_a_step_is_encoded_in_one_go_by_each_thread(
 ) -> None:
     b = bench(threads=threads)
     calls: list[list[int]] = []
-    encode = b.codec.encode_paged
+    encode = b.codec.encode_parts
 
-    def counted(cache: PagedCache, slots: Any, starts: list[int], **more: Any) -> list[bytes]:
-        assert cache.keys[0].shape[:2] == (1, len(slots) * CHUNK), "a copy of what it encodes"
-        calls.append([start // CHUNK for start in starts])
-        return encode(cache, slots, starts, **more)
+    def counted(chunks: PagedChunks, **more: Any) -> list[tuple[bytes, ...]]:
+        assert chunks.cache.keys[0].shape[:2] == (1, len(chunks) * CHUNK), "a copy of what it encodes"
+        calls.append([start // CHUNK for start in chunks.starts])
+        return encode(chunks, **more)
 
-    monkeypatch.setattr(b.codec, "encode_paged", counted)
+    monkeypatch.setattr(b.codec, "encode_parts", counted)
     blocks = [9, 2, 5, 0, 7, 11, 1, 3, 8, 4]
     b.fill(blocks, 5 * CHUNK)
     b.worker.save(b.saves(blocks, range(5)))
@@ -503,17 +503,17 @@ def test_a_device_codes_a_step_in_one_go(
     if device.type == "cpu":
         monkeypatch.setattr(b.codec, "on_device", lambda device: True)
     batches: list[int] = []
-    encode, decode = b.codec.encode_paged, b.codec.decode_paged
+    encode, decode = b.codec.encode_parts, b.codec.decode_paged
 
-    def encoded(cache: PagedCache, slots: list[torch.Tensor], *more: Any, **named: Any) -> list[bytes]:
-        batches.append(len(slots))
-        return encode(cache, slots, *more, **named)
+    def encoded(chunks: PagedChunks, **named: Any) -> list[tuple[bytes, ...]]:
+        batches.append(len(chunks))
+        return encode(chunks, **named)
 
     def decoded(blobs: list[Any], *more: Any, **named: Any) -> Any:
         batches.append(-len(blobs))
         return decode(blobs, *more, **named)
 
-    monkeypatch.setattr(b.codec, "encode_paged", encoded)
+    monkeypatch.setattr(b.codec, "encode_parts", encoded)
     monkeypatch.setattr(b.codec, "decode_paged", decoded)
     b.store_all(3)
     blocks = [20, 3, 17, 4, 9, 22]

@@ -46,7 +46,7 @@ def profile() -> Profile:
 @cache
 def kls() -> list[float]:
     """What to expect of the parts."""
-    expected = Codec(profile(), step=STEP, refinements=PARTS - 1).expected_parts()
+    expected = Codec(profile(), step=STEP, refinements=PARTS - 1).settings.expected_parts()
     return [part.kl for part in expected if part.kl is not None]
 
 

@@ -1,0 +1,101 @@
+"""Blobs to chunks: into tensors, or into the pages of a serving engine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from cuvee.codec.backends import Backends, Coding, DecodeRequest, PendingDecode
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.errors import InputError, allocations
+from cuvee.codec.format.container import read_sections
+from cuvee.codec.id_coding import IdCoding
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.open_blob import OpenBlob
+from cuvee.codec.opening import Opener
+from cuvee.codec.paged import PagedCache
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Decoder:
+    """Decodes blobs that one codec has opened.
+
+    Args:
+        opener: has verified them.
+        ids: reads token ids.
+        backends: decode the sections.
+    """
+
+    def __init__(self, opener: Opener, ids: IdCoding, backends: Backends) -> None:
+        self._opener, self._ids, self._backends = opener, ids, backends
+
+    def verify(self, opened: OpenBlob) -> None:
+        """See `Codec.verify`."""
+        self._ids.read(opened.blob, opened.header)
+        self._opener.coding(opened)
+        for blob, header in ((opened.blob, opened.header), *opened.refinements):
+            read_sections(blob, header, range(len(header.section_bytes)))
+
+    def decode(
+        self,
+        opened: OpenBlob,
+        span: range,
+        start: int | None,
+        out: tuple[Tensors, Tensors] | None,
+        device: torch.device,
+    ) -> KVChunk:
+        """Decode the tokens `span` of a blob into new tensors, or into `out`."""
+        layout, kept = opened.layout, opened.start + span.start
+        layers, target = range(layout.num_layers), None if out is None else _dense_output(layout, out, len(span))
+        start = layout.check_move(kept, kept if start is None else start, len(span))
+        coding = self._opener.coding(opened)
+        backend = self._backends.of(device.type if target is None else target.device.type)
+        with allocations(f"decoding {len(span)} tokens"):
+            cache = target or PagedCache.empty(layout, len(span), layers, device)
+            ids = self._ids.read(opened.blob, opened.header)
+            backend.decode(coding, [DecodeRequest(opened, span, layers, cache, None, start, token_ids=ids)])()
+        return cache.chunk(None, start, None if ids is None else ids[span.start : span.stop])
+
+    def decode_paged(
+        self,
+        blobs: Sequence[OpenBlob],
+        cache: PagedCache,
+        slots: Tensors,
+        starts: Sequence[int] | None,
+        layers: range,
+    ) -> PendingDecode:
+        """Start to decode blobs into pages: see `Codec.decode_paged`."""
+        work: dict[Coding, list[DecodeRequest]] = defaultdict(list)
+        for number, (opened, at) in enumerate(zip(blobs, slots, strict=True)):
+            cache.check_slots(at, opened.tokens)
+            wanted = opened.start if starts is None else starts[number]
+            start = opened.layout.check_move(opened.start, wanted, opened.tokens)
+            ids = self._ids.read(opened.blob, opened.header)
+            request = DecodeRequest(opened, range(opened.tokens), layers, cache, at, start, number, ids)
+            work[self._opener.coding(opened)].append(request)
+        backend = self._backends.of(cache.device.type)
+        with allocations(f"decoding {sum(map(len, slots))} tokens"):
+            return PendingDecode(tuple(backend.decode(coding, requests) for coding, requests in work.items()))
+
+
+def _dense_output(layout: KVLayout, out: tuple[Tensors, Tensors], tokens: int) -> PagedCache:
+    """Return the tensors of `decode(out=)` as a dense cache, if they can hold these tokens."""
+    keys, values = out
+    cache = PagedCache.dense(layout, keys, values)
+    if cache.dtype != layout.torch_dtype:
+        raise InputError(f"out: must be {layout.torch_dtype} like the blob's values, got {cache.dtype}")
+    if lengths := sorted({len(tensor) for tensor in (*keys, *values)} - {tokens}):
+        raise InputError(f"out: must hold {tokens} tokens in every layer, got {lengths[0]}")
+    return cache
+
+
+def within(name: str, wanted: object, count: int, of: str) -> range:
+    """Return `wanted` if it is a range without gaps, not empty, and within `count`; raise InputError otherwise."""
+    if not isinstance(wanted, range):
+        raise InputError(f"{name}: must be a range, such as range(0, {count}), got {wanted!r}")
+    if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= count:
+        raise InputError(f"{name}: must lie within the {count} {name} {of} and not be empty, got {wanted!r}")
+    return wanted

@@ -1,0 +1,106 @@
+"""Token ids on their way into a blob and out of it."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+from cuvee.codec.backends import EncodeRequest
+from cuvee.codec.errors import FormatError, InputError
+from cuvee.codec.format.container import Header, read_token_ids, write_token_ids
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.recognition import IdCheck
+from cuvee.codec.support.arrays import I64
+from cuvee.codec.support.lazy import lazy
+from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
+
+_log = logging.getLogger(__name__)
+
+CHECK_IDS_EVERY = 64  # calls with token ids between those whose ids are compared with the cache
+
+
+class IdCoding:
+    """Token ids as one profile uses them.
+
+    Args:
+        profile: may predict from ids.
+        used: whether chunks are coded with it; without loss they are not.
+    """
+
+    def __init__(self, profile: Profile, used: bool) -> None:
+        self._profile, self._used, self._calls = profile, used, 0
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what is lazy."""
+        return {name: own for name, own in self.__dict__.items() if name != "_check"}
+
+    @lazy
+    def _check(self) -> IdCheck:
+        return IdCheck(self._profile)
+
+    def known(self, given: object, tokens: int) -> I64 | None:
+        """Return the ids of a chunk; None if a token has none, or if nothing is predicted from them.
+
+        Raises:
+            InputError: they are not `tokens` ids of the vocabulary.
+        """
+        ids = None if given is None else as_token_ids(given, tokens)
+        table = self._profile.token_table
+        if table is None or not self._used:
+            return None
+        if ids is None or ids.min() == NO_TOKEN:
+            _warn_of_no_ids(bool(self._profile.plain_curve))
+            return None
+        if ids.max() >= table.vocabulary:
+            raise InputError(
+                f"tokens: must be below {table.vocabulary}, the vocabulary of the profile's model, got {ids.max()}"
+            )
+        return ids
+
+    def compare(self, request: EncodeRequest) -> None:
+        """Say once if ids are not those of the cache. They cost bytes, and nothing else.
+
+        Whoever passes wrong ids does so again and again, and a device has to be waited for, so few calls are checked.
+        """
+        checked = self._calls % CHECK_IDS_EVERY == 0
+        self._calls += 1
+        ids = request.token_ids
+        if checked and ids is not None and not self._check.agrees(request.cache, request.slots, ids):
+            _warn_of_other_ids()
+
+    def write(self, ids: I64 | None) -> bytes:
+        """Return the ids as a blob holds them; nothing without ids."""
+        table = self._profile.token_table
+        return b"" if ids is None or table is None else write_token_ids(ids, table.vocabulary)
+
+    def read(self, blob: bytes | memoryview, header: Header) -> I64 | None:
+        """Return the ids that a blob holds; None if it holds none.
+
+        Raises:
+            CorruptError, FormatError: they are damaged, or the profile has no table for them.
+        """
+        table = self._profile.token_table
+        if table is not None:
+            return read_token_ids(blob, header, table.vocabulary)
+        if header.token_id_bytes:
+            raise FormatError("header: must list no token ids, which the profile has no table for")
+        return None
+
+
+@cache
+def _warn_of_no_ids(has_curve: bool) -> None:
+    """Warn once per process."""
+    _log.warning(
+        "a chunk without token ids, or with a token that has none, is coded with a profile that predicts from tokens: "
+        "its blob is larger%s. Pass tokens=, or learn the profile with predict_tokens=False",
+        "" if has_curve else ", and its KL may exceed the profile's curve, which was measured with ids alone",
+    )
+
+
+@cache
+def _warn_of_other_ids() -> None:
+    """Warn once per process."""
+    _log.warning(
+        "a chunk's values contradict most of its token ids, which makes its blob larger: pass the ids that the model "
+        "read, or none"
+    )

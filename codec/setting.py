@@ -1,0 +1,143 @@
+"""How a codec codes chunks: without loss or at a step, as one blob or as a base and its refinement."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from cuvee.codec.entropy.family import OCTAVE
+from cuvee.codec.entropy.residuals import FINER
+from cuvee.codec.errors import InputError
+from cuvee.codec.format.container import Scheme
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import LOSSLESS, Quality
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedPart:
+    """What to expect of a chunk that is decoded from its parts up to one of them, by the profile's curve.
+
+    Attributes:
+        kl: nats per token; None if the curve does not measure it.
+        bits: bits per value of these parts together; None outside the curve.
+    """
+
+    kl: float | None
+    bits: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How chunks are coded.
+
+    Attributes:
+        scheme: of all sections.
+        step_index: of the blob, or of the base; 0 without loss.
+        refinements: 1 if a refinement follows the base.
+    """
+
+    scheme: Scheme
+    step_index: int = 0
+    refinements: int = 0
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing is lost."""
+        return self.scheme is Scheme.LOSSLESS
+
+    @property
+    def name(self) -> str:
+        """The setting in the keys of a store."""
+        return LOSSLESS if self.lossless else f"step:{self.step_index}"
+
+    @classmethod
+    def choose(cls, profile: Profile, quality: Quality, refinements: int = 0, *, plain: bool = False) -> Setting:
+        """Return the setting that keeps a quality, with all parts together; `plain`: of chunks without token ids.
+
+        Raises:
+            InputError, ProfileError: as `Profile.resolve`.
+        """
+        if quality.lossless:
+            return cls(Scheme.LOSSLESS)
+        if finer := profile.least_promise(quality, plain=plain):
+            of = " of chunks without token ids" if plain else ""
+            _log.info("%s=%.3g is below %.3g, the least that the profile's curve%s reaches: lossless", *finer, of)
+            return cls(Scheme.LOSSLESS)
+        index = profile.resolve(quality, plain=plain)
+        # A base and its refinement have the error of one blob at the refinement's step.
+        return cls(Scheme.TRANSFORM, min(index + FINER * refinements, 8 * OCTAVE), refinements)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a codec codes chunks with token ids, and without.
+
+    Attributes:
+        profile: the codec's.
+        predicted: of chunks with token ids, and of all chunks if the profile predicts nothing from them.
+        plain: of chunks without.
+    """
+
+    profile: Profile
+    predicted: Setting
+    plain: Setting
+
+    @classmethod
+    def choose(cls, profile: Profile, quality: Quality, refinements: int) -> Settings:
+        """Return the settings that keep a quality.
+
+        Raises:
+            InputError, ProfileError: as `Setting.choose`; InputError for refinements of a lossless codec.
+        """
+        own = Setting.choose(profile, quality, refinements)
+        if refinements and own.lossless:
+            raise InputError(
+                f"refinements: must be 0 without loss, got {refinements}, and a quality that is lossless with this "
+                "profile"
+            )
+        if own.lossless or not profile.plain_curve or not quality.limits_kl:
+            return cls(profile, own, own)
+        return cls(profile, own, Setting.choose(profile, quality, refinements, plain=True))
+
+    def of(self, ids: bool) -> Setting:
+        """Return how chunks with or without token ids are coded."""
+        return self.predicted if ids or self.profile.token_table is None else self.plain
+
+    def part_count(self, ids: bool) -> int:
+        """Return how many parts chunks have, with or without token ids: without loss, there is only one."""
+        return 1 + self.of(ids).refinements
+
+    @property
+    def name(self) -> str:
+        """See `Codec.quality_name`."""
+        parts = f",parts:{self.predicted.refinements + 1}" if self.predicted.refinements else ""
+        if self.plain == self.predicted or self.profile.token_table is None:
+            return self.predicted.name + parts
+        return f"{self.predicted.name},plain:{self.plain.name.removeprefix('step:')}{parts}"
+
+    def expected_parts(self, worst: bool = False) -> tuple[ExpectedPart, ...]:
+        """Return what to expect of chunks with token ids from their base, and from the base with its refinement.
+
+        Args:
+            worst: the KL is that of the worst kind of text, not the mean.
+
+        Returns:
+            one entry per part; one entry, without loss, for a codec that is lossless.
+        """
+        own = self.predicted
+        if own.lossless:
+            return (ExpectedPart(0.0, None),)
+        steps = [own.step_index - FINER * part for part in range(own.refinements + 1)]
+        return tuple(ExpectedPart(self.profile.kl_at(step, worst), self.profile.bits_at(step)) for step in steps)
+
+    @property
+    def layer_runs(self) -> tuple[range, ...]:
+        """The runs of layers that cost least to restore one after the other, in order; together all layers.
+
+        Layers that were coded together are one run.
+        """
+        if self.predicted.lossless:
+            return tuple(range(layer, layer + 1) for layer in range(self.profile.layout.num_layers))
+        return tuple(range(section.first_layer, section.end_layer) for section in self.profile.sections)
