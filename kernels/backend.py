@@ -163,6 +163,8 @@ class TritonBackend:
         device, layout = cache.device, replace(coding.profile.layout, dtype=coding.dtype)
         if coding.scheme is Scheme.LOSSLESS:
             return LosslessDevice(layout, Geometry(layout, partition(layout, "unit"), device), device)
+        if coding.refinements:
+            raise InputError("refinements: must be 0 on a GPU, got 1: encode and decode parts on the CPU")
         plan = TransformPlan(coding.profile, coding.step_index, device, product, coding.predicted)
         return TransformDevice(coding, plan, self._family_tables(plan.family, device))
 
