@@ -256,9 +256,7 @@ class Codec:
         """Return the parts of each chunk."""
         self.profile.check_layout(source.layout)
         requests = self._encoder.requests(source, tokens)
-        if isinstance(source, KVChunk) and associated_data is not None:
-            associated_data = [associated_data]  # type: ignore[list-item]
-        bound = self._opener.each_associated(associated_data, len(requests))
+        bound = self._opener.each_associated(associated_data, None if isinstance(source, KVChunk) else len(requests))
         return self._encoder.encode(self._backends.of(source.device.type), source.layout, requests, bound)
 
     # Decoding --------------------------------------------------------------------------------------------------

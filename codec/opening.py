@@ -82,8 +82,8 @@ class Opener:
         predicted = header.token_id_bytes > 0
         return Coding(self._profile, Scheme.TRANSFORM, header.step_index, header.dtype, predicted, refinements)
 
-    def check_associated(self, associated_data: object) -> None:
-        """Raise InputError unless this is data that a tag can bind."""
+    def check_associated(self, associated_data: object) -> bytes:
+        """Return data that a tag can bind; raise InputError if it is none."""
         if not isinstance(associated_data, bytes):
             raise InputError(f"associated_data: must be bytes, got {type(associated_data).__name__}")
         if associated_data and not self._keys:
@@ -91,16 +91,18 @@ class Opener:
                 f"associated_data: must be empty without a key, got {len(associated_data)} bytes: make the Codec with "
                 "key=, whose tag binds a blob"
             )
-
-    def each_associated(self, associated_data: Sequence[bytes] | None, count: int) -> Sequence[bytes]:
-        """Return the data of each of `count` blobs, checked."""
-        if associated_data is None:
-            return [b""] * count
-        if len(associated_data) != count:
-            raise InputError(f"associated_data: must be one for each of the {count} chunks, got {len(associated_data)}")
-        for own in associated_data:
-            self.check_associated(own)
         return associated_data
+
+    def each_associated(self, associated_data: object, count: int | None) -> list[bytes]:
+        """Return the data of each of `count` blobs, checked; without a count, of the one blob."""
+        if associated_data is None:
+            return [b""] * (1 if count is None else count)
+        if count is None:
+            return [self.check_associated(associated_data)]
+        if not isinstance(associated_data, Sequence) or len(associated_data) != count:
+            got = len(associated_data) if isinstance(associated_data, Sequence) else type(associated_data).__name__
+            raise InputError(f"associated_data: must be one for each of the {count} chunks, got {got}")
+        return [self.check_associated(own) for own in associated_data]
 
     def _refinement(self, base: Bytes, header: Header, given: Bytes, associated_data: bytes) -> tuple[Bytes, Header]:
         """Verify a refinement of a base."""

@@ -16,7 +16,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.format.container import Scheme, read_header
+from cuvee.codec.format.container import read_header
 from cuvee.codec.format.keys import make_keys
 from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.layout import KVLayout
@@ -124,7 +124,7 @@ def _decode(blob: bytes, layout: KVLayout, bound: bytes, secrets: Sequence[bytes
     try:
         header = read_header(blob)
         own = replace(layout, dtype=header.dtype)
-        if header.scheme != Scheme.LOSSLESS or header.layout != own.fingerprint:
+        if not header.lossless or header.layout != own.fingerprint:
             return None
         codec = Codec(Profile.unlearned(own), "lossless", key=list(secrets) or None)
         return codec.decode(blob, associated_data=bound if secrets else b"")

@@ -442,7 +442,7 @@ def test_associated_data_without_a_key_is_refused() -> None:
             call()
     keyed = Codec(Profile.unlearned(LAYOUT), "lossless", key=KEY)
     with pytest.raises(InputError, match=r"^associated_data: must be bytes, got str"):
-        keyed.encode(chunk(), associated_data="here")  # type: ignore[arg-type]
+        keyed.encode(chunk(), associated_data="here")  # type: ignore[call-overload]
     cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
     with pytest.raises(InputError, match=r"^associated_data: must be one for each of the 1 chunks, got 2"):
         keyed.encode(PagedChunks(cache, [torch.arange(3)], [0]), associated_data=[b"", b""])

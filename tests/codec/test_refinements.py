@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -324,7 +323,7 @@ def rebound(base: bytes, refinement: bytes) -> bytes:
     "forge",
     [
         *(
-            partial(reseal, sections=None, **{field: value})
+            lambda blob, changes={field: value}: reseal(blob, None, None, **changes)  # type: ignore[misc]
             for field, value in (("tokens", TOKENS - 1), ("start", 3), ("step", -300), ("dtype", 0), ("values", 7))
         ),
         lambda blob: changed(blob, 32, bytes(range(16))),  # layout

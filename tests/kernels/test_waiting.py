@@ -176,7 +176,7 @@ def test_what_a_batch_costs(late: LateDevice, scheme: str) -> None:
 def test_a_decode_in_batches_is_checked_with_one_wait(late: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     case, target = Case("learned", 2, 6), pages(layout_of(2), CUDA)
     blobs = case.wanted()
-    monkeypatch.setattr(case.gpu._backend("cuda"), "workspace_bytes", 1)
+    monkeypatch.setattr(case.gpu._backends.of("cuda"), "workspace_bytes", 1)
     for _ in range(2):
         pending = case.gpu.decode_paged(blobs, target, case.slots)
         late.entries.clear()
@@ -224,7 +224,7 @@ def test_what_was_launched_is_over_when_a_decode_raises(late: LateDevice, monkey
     """The engine gets its blocks back: nothing may write to them any more."""
     case, target = Case("learned", 2, 3), pages(layout_of(2), CUDA)
     blobs = case.wanted()
-    monkeypatch.setattr(case.gpu._backend("cuda"), "workspace_bytes", 1)  # a chunk per batch
+    monkeypatch.setattr(case.gpu._backends.of("cuda"), "workspace_bytes", 1)  # a chunk per batch
     broken = blobs[2][:-1] + bytes([blobs[2][-1] ^ 1])  # its checksum tells, after the others were launched
     with pytest.raises(CorruptError):
         case.gpu.decode_paged([*blobs[:2], broken], target, case.slots)

@@ -290,7 +290,8 @@ def test_pages_that_are_stored_are_kept(desk: Callable[..., Desk], store: DictSt
 
 
 def test_what_is_encoded_knows_what_follows(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
-    d, following = desk(), []
+    d = desk()
+    following: list[int] = []
     encode = Codec.encode
 
     def noting(self: Codec, chunks: PagedChunks, **options: Any) -> list[bytes]:
