@@ -43,7 +43,7 @@ endif
 # longest. A new test file is checked unless it is named here.
 CHECK_MARKS := not gpu and not real and not slow and not nightly
 TEST_MARKS  ?= not nightly
-CHECK_LEFT  := kernels ptx fuzz eval/bench eval/blend_report eval/report blend/test_blender.py \
+CHECK_LEFT  := kernels ptx fuzz eval/bench eval/report blend/test_blender.py \
 	codec/test_calibrate.py codec/test_hostile.py codec/test_linear.py \
 	codec/test_lossless_layer.py codec/test_memory.py codec/test_sections.py codec/test_shard.py \
 	eval/test_lm.py eval/test_tasks.py \

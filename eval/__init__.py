@@ -7,13 +7,11 @@ Methods and measurements
 
 The commands
     demo                 `cuvee demo`
-    report               `cuvee report`, and `cuvee compare`
-    blend_report         `cuvee blend-report`: what blending chunks loses and recovers
+    report               `cuvee report`
     bench                benchmarks, run from a checkout: the codec on a CPU and on a GPU, vLLM, other people's clients
-    score_tasks          `cuvee tasks`
     lm_command           `cuvee eval`
 
 Shared parts
     documents, formatting, plots, labels     the style of reports, numbers and plots
-    runs, progress, timing, machine          resumable runs, progress, timings, and the machine
+    runs, progress, timing, machine          folders of runs, progress, timings, and the machine
 """

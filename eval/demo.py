@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["run_demo"]
 
 CALIBRATION, EVALUATION = "harbour", "orchard"
+SHOWN_QUALITY = "high"  # of the continuation: a table shows the others
 SHOWN_TOKENS = 14  # of the prompt
 LEAST_PROMPT = 10
 CONTINUED_TOKENS = (12, 28)  # at least, at most
@@ -154,7 +155,7 @@ def run_demo(
         with bar.step("continuing a text from a decoded cache"):
             row, first, run = _longest_repeat(lm, tokenizer, bench.caches, testing)
             count = min(max(run, CONTINUED_TOKENS[0]), CONTINUED_TOKENS[1])
-            codec = Codec(profiles["layer"])
+            codec = Codec(profiles["layer"], SHOWN_QUALITY)
             continuation = _continue(lm, tokenizer, bench.caches[row], testing[row, PREFIX:], first, count, codec)
 
         def measure(name: str, method: Method, where: str) -> Quality:
@@ -315,7 +316,7 @@ def _prompt_panel(c: Continuation) -> Panel:
         verdict = Text(f"{c.agreeing} of {c.tokens} tokens are those of the exact cache.", style="bold yellow")
     return Panel(
         Group(sizes, Text(), grid, Text(), verdict),
-        title=f"One cache of {PREFIX} tokens, preset “balanced”",
+        title=f"One cache of {PREFIX} tokens, quality “{SHOWN_QUALITY}”",
         padding=(0, 1),
     )
 

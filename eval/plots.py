@@ -302,33 +302,30 @@ def compared_with(axes: Axes, *levels: float) -> None:
 
 def write_plots(
     plots: Mapping[str, tuple[Callable[[ReportData], Figure | None], str]], report: ReportData, folder: Path
-) -> dict[str, list[str]]:
-    """Write the plots of a report as PNG and as SVG, and remove stale files of plots that it has nothing for.
+) -> list[str]:
+    """Write the plots of a report as SVG, and remove stale files of plots that it has nothing for.
 
-    The same report gives the same SVG, byte for byte.
+    The same report gives the same files, byte for byte.
 
     Args:
         plots: name -> (how to draw it, its caption).
-        report: the dict of `report.json` or `blend.json`.
-        folder: where the files go; it is made.
+        report: the dict of `report.json`.
+        folder: where the files `NAME.svg` go; it is made.
 
     Returns:
-        The file names of each plot, in the order of `plots`.
+        The names of the plots that were written.
 
     Raises:
         ImportError: matplotlib is not installed (`pip install 'cuvee[eval]'`).
     """
-    written: dict[str, list[str]] = {}
+    written = []
     for name, (draw, _) in plots.items():
-        figure = draw(report)
-        paths = [folder / f"{name}.{suffix}" for suffix in ("png", "svg")]
-        for path in paths:
-            if figure is None:
-                path.unlink(missing_ok=True)
-            else:
-                save_figure(figure, path)
-        if figure is not None:
-            written[name] = [path.name for path in paths]
+        figure, path = draw(report), folder / f"{name}.svg"
+        if figure is None:
+            path.unlink(missing_ok=True)
+        else:
+            save_figure(figure, path)
+            written.append(name)
     return written
 
 

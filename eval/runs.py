@@ -1,144 +1,55 @@
-"""Runs that are saved step by step and continued later: the base of `cuvee report`, `blend-report`, and `tasks`.
+"""What a run of measurements needs: a folder of whole files, its model, and what its figures follow from.
 
-Ctrl-C or SIGTERM stops a run. Python handles a signal only between two of its own instructions, but a single call into
-LAPACK may take minutes. A thread therefore watches for signals as well: if Python has not stopped after two seconds,
-the thread ends the process. Files are written completely or not at all, and the process never ends during a write, so
-the folder can always be continued.
+Files are written completely or not at all, so a run that anything ends can be continued.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
-import select
-import signal
-import threading
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from rich.console import Console
 
-from cuvee.codec.data.corpus import BUNDLED_MODEL, Corpus, load_model
+from cuvee.codec.data.corpus import Corpus, load_model
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.files import write_json
-from cuvee.codec.support.plain_json import parse_json
-from cuvee.eval.machine import torch_threads
-from cuvee.eval.progress import ProgressBar, progress_bar
 
 __all__ = [
-    "KEPT",
-    "Interrupted",
     "MeasuredModel",
-    "ReportRun",
     "check_folder",
-    "interruptible",
     "metadata_pairs",
     "need_packages",
     "save_results",
     "software",
-    "stoppable_run",
     "text_entry",
     "tokens_sha256",
     "writing",
 ]
 
-KEPT = "keeps what was measured, and the same command goes on from there"  # said of a folder when a run is stopped
-STOPPING = (signal.SIGINT, signal.SIGTERM)
-GRACE = 2.0  # seconds that Python has to stop by itself
-_WRITING = threading.Lock()  # held while a file is written, so that the process does not end during a write
-_WRITE_SECONDS = 60.0
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM stopped a run.
-
-    Attributes:
-        number: of the signal. A shell expects the exit code 128 + number.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
-@contextmanager
-def interruptible(farewell: Callable[[], None]) -> Iterator[None]:
-    """Raise `Interrupted` on SIGINT and SIGTERM, or end the process with 128 + signal if Python does not react.
-
-    Args:
-        farewell: called in both cases, possibly from another thread, to say how to continue.
-
-    Python delivers signals to the main thread only; in any other thread this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard, over = threading.Event(), threading.Event()
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if not heard.is_set():  # a second signal during the shutdown changes nothing
-            heard.set()
-            raise Interrupted(number)
-
-    def watch() -> None:
-        while not over.is_set():
-            if not select.select([reading], [], [], 0.5)[0]:
-                continue
-            number = os.read(reading, 1)[0]
-            if number in STOPPING and not heard.wait(GRACE) and not over.is_set():
-                _WRITING.acquire(timeout=_WRITE_SECONDS)
-                farewell()
-                os._exit(128 + number)
-
-    before = {number: signal.signal(number, stop) for number in STOPPING}
-    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    watcher = threading.Thread(target=watch, name="signals", daemon=True)
-    watcher.start()
-    try:
-        yield
-    except KeyboardInterrupt:
-        farewell()
-        raise
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        over.set()
-        watcher.join()
-        os.close(reading)
-        os.close(writing)
-
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Write into the folder of a run, and keep the process alive until the write ends.
+    """Write into the folder of a run.
 
     Raises:
         InputError: the path cannot be written. Earlier contents stay.
     """
-    with _WRITING:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(
-                f"out: {path} cannot be written ({error.strerror or error}): what was saved before is kept; make room "
-                "or allow writing, and give the same command again"
-            ) from error
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"out: {path} cannot be written ({error.strerror or error}): what was saved before is kept; make room "
+            "or allow writing, and give the same command again"
+        ) from error
 
 
 def save_results(path: Path, data: Any) -> None:
@@ -175,25 +86,6 @@ def check_folder(out: Path, force: bool, resumed: str | None = None) -> None:
         raise InputError(f"out: {out} is not empty{holds}: choose another folder, or --force")
     if not os.access(next(p for p in (out, *out.parents) if p.exists()), os.W_OK):
         raise InputError(f"out: {out} cannot be written to: choose another folder")
-
-
-@contextmanager
-def stoppable_run(console: Console, kept: str, model: str) -> Iterator[None]:
-    """Run measurements of a model until they end or a signal stops them.
-
-    Args:
-        console: where an interrupted run says what is kept.
-        kept: that sentence, such as OUT and `KEPT`.
-        model: name of the model. The bundled one runs with a single torch thread: it gains nothing from more, and on a
-            busy machine several threads wait for each other.
-    """
-
-    def farewell() -> None:
-        console.print(f"interrupted: {kept}", highlight=False, markup=False, soft_wrap=True)
-
-    few = torch_threads(1) if model == BUNDLED_MODEL else contextlib.nullcontext()
-    with few, interruptible(farewell):
-        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,117 +135,6 @@ class MeasuredModel:
             "layers": self.layout.num_layers,
             "values_per_token": self.layout.values_per_token,
         }
-
-
-class ReportRun(ABC):
-    """One run of a report in a folder: `data` holds all measurements so far, and `measure` makes the others.
-
-    A subclass names its file, calls `resume` at the end of its constructor, and saves after every measurement.
-    """
-
-    FORMAT: ClassVar[str]
-    VERSION: ClassVar[int]
-    FILE: ClassVar[str]
-    PERSON: ClassVar[bytes]  # sets the digests of this kind of run apart, at most 16 bytes
-    COLUMNS: ClassVar[int]  # for the description of a step in the progress bar
-
-    data: dict[str, Any]
-
-    def __init__(self, model: str, dtype: str, device: str, out: Path, console: Console) -> None:
-        self.out = out
-        self.console = console
-        self.measured = MeasuredModel.load(model, dtype, device)
-        self.model = self.measured.lm
-        self.layout = self.measured.layout
-        self.fingerprint = self.measured.fingerprint
-
-    @abstractmethod
-    def measure(self, progress: ProgressBar) -> None:
-        """Make and save all measurements that `data` lacks."""
-
-    @abstractmethod
-    def write_documents(self) -> None:
-        """Write what readers open: Markdown, HTML, plots."""
-
-    @staticmethod
-    @abstractmethod
-    def measurements(data: Mapping[str, Any]) -> int:
-        """The number of measurements in results."""
-
-    def resume(
-        self,
-        configuration: dict[str, Any],
-        decided: Mapping[str, Any],
-        rest: Mapping[str, Any],
-        command: str,
-        force: bool,
-    ) -> None:
-        """Set `data` to the measurements that the folder holds of this run, or to a report without measurements.
-
-        Args:
-            configuration: what was asked for, as JSON.
-            decided: everything that the figures follow from, as JSON. Its digest tells one run from another.
-            rest: the other entries of a report without measurements.
-            command: what a reader would type to get the same report.
-            force: discard the results of another run.
-
-        Raises:
-            InputError: the file holds no results of this format, or those of another run.
-        """
-        text = json.dumps(decided, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        fresh: dict[str, Any] = {
-            "format": self.FORMAT,
-            "version": self.VERSION,
-            "complete": False,
-            "digest": hashlib.blake2b(text.encode(), digest_size=16, person=self.PERSON).hexdigest(),
-            "command": command,
-            "configuration": configuration,
-            **rest,
-            "seconds": 0.0,
-        }
-        path = self.out / self.FILE
-        self.data = fresh
-        if not path.exists():
-            return
-        try:
-            found = parse_json(path.read_text(encoding="utf-8"))
-            same = all(found[name] == fresh[name] for name in ("format", "version", "digest"))
-            state = "complete" if found["complete"] else f"{self.measurements(found)} measurements done"
-            before = found["configuration"]
-            differs = [name for name, value in configuration.items() if value != before.get(name)]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if force:
-                return
-            raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
-        if same:
-            line = f"{self.out} holds this run, {state}: continuing"
-            self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
-            self.data = dict(found)
-        elif not force:
-            what = ", ".join(differs) or "format"
-            raise InputError(f"out: {self.out} holds another run (it differs in {what}): choose another, or --force")
-
-    def run(self) -> dict[str, Any]:
-        """Make all missing measurements, then write the documents.
-
-        Returns:
-            The report, as a dict for JSON.
-        """
-        self._began, self._before = time.perf_counter(), self.data["seconds"]
-        self.save()
-        if not self.data["complete"]:
-            with progress_bar(self.console, self.COLUMNS) as progress:
-                self.measure(progress)
-            self.data["complete"] = True
-            self.save()
-        with writing(self.out):
-            self.write_documents()
-        return self.data
-
-    def save(self) -> None:
-        """Write all measurements so far."""
-        self.data["seconds"] = self._before + time.perf_counter() - self._began
-        save_results(self.out / self.FILE, self.data)
 
 
 def software(machine: Mapping[str, Any]) -> dict[str, Any]:

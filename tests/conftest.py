@@ -33,9 +33,9 @@ BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 LONGEST = (
     "integrations/vllm/test_engine", "kernels/test_static_costs", "package/test_notebooks",
     "integrations/vllm/test_engine_blend", "eval/report/test_report", "integrations/vllm/test_faults",
-    "eval/test_score_tasks", "integrations/vllm/test_serve", "codec/test_hostile",
+    "integrations/vllm/test_serve", "codec/test_hostile",
     "integrations/vllm/test_engine_tails", "codec/test_calibrate", "eval/bench/test_engine", "kernels/test_backend",
-    "eval/bench/test_clients", "eval/blend_report/test_report", "kernels/test_hostile",
+    "eval/bench/test_clients", "kernels/test_hostile",
     "eval/test_tasks", "integrations/vllm/test_docs", "package/cli/test_profile", "kernels/test_launches",
     "fuzz/test_soak", "codec/test_sections", "integrations/vllm/test_pages", "package/test_package",
     "package/test_docs",

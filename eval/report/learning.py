@@ -20,7 +20,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.learning.calibrate import held_out_count
 from cuvee.codec.learning.mixture import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text, more_text
 from cuvee.codec.learning.moments import SINKS
-from cuvee.codec.learning.sequences import reread, sample_text
+from cuvee.codec.learning.sequences import reread
 from cuvee.eval.report.report_config import MIXTURE, ReportConfig
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def learning_corpora(config: ReportConfig) -> list[Corpus]:
     names = config.learned_texts
     if MIXTURE not in names:
         return [read_corpus(name, config.model) for name in names]
-    if len(names) > 1 or config.samples:
+    if len(names) > 1:
         raise InputError(
-            f"calibration: {MIXTURE} comes alone, and holds samples of the model; to add a text to it, learn a profile "
+            f"calibration: {MIXTURE} comes alone; to add a text to it, learn a profile "
             "with `cuvee profile learn --text` and give it with --profile"
         )
     check_mixture_size(config.learned_sequences, config.length)
@@ -64,21 +64,17 @@ def learning_sequences(
     Args:
         config: of the report.
         corpora: of `learning_corpora`.
-        model: draws the samples.
+        model: draws the samples of the mixture.
         prefix: how many tokens of a sequence are cached.
 
     Returns:
-        int64 `[N, length]`, with those sampled from the model first; or that many for each kind of the mixture.
+        int64 `[N, length]`, or that many for each kind of the mixture.
     """
     if MIXTURE in config.learned_texts:
         tokenizer = load_tokenizer(config.model)
         return mixture(model, tokenizer, config.learned_sequences, config.length, config.seed, progress=True)
     tokens = calibration_windows(corpora, config.length, config.learned_sequences)
-    if config.reread:
-        tokens = reread(tokens, prefix, config.seed)
-    if not config.samples:
-        return tokens
-    return torch.cat([sample_text(model, config.samples, config.length, config.seed), tokens])
+    return reread(tokens, prefix, config.seed) if config.reread else tokens
 
 
 def learning_text(config: ReportConfig) -> torch.Tensor | None:
@@ -93,7 +89,7 @@ def cached_tokens(config: ReportConfig, corpora: Sequence[Corpus], prefix: int) 
     if MIXTURE in config.learned_texts:
         sequences = config.learned_sequences
     else:
-        sequences = len(calibration_windows(corpora, config.length, config.learned_sequences)) + config.samples
+        sequences = len(calibration_windows(corpora, config.length, config.learned_sequences))
     return (sequences - held_out_count(sequences)) * max(prefix - SINKS, 0)
 
 

@@ -58,22 +58,23 @@ def length_tokens(
     longest, shortest = ordered[-1], ordered[0]
     if positions is not None and longest + scored > positions:
         raise InputError(
-            f"lengths: {longest} cached tokens and {scored} scored ones are {longest + scored}, and the model has "
-            f"{positions} positions: give at most {positions - scored}"
+            f"cache_lengths: {longest} cached tokens and {scored} scored ones are {longest + scored}, and the "
+            f"model has {positions} positions: give at most {positions - scored}"
         )
     leading = texts[0].leading
     least = scored + len(leading) + 2 if repeated else len(leading) + 1
     if shortest < least:
-        remedy = ", or leave the repeats out (--no-reread)" if repeated else ""
+        remedy = ", or leave the repeats out" if repeated else ""
         raise InputError(
-            f"lengths: must be at least {least} with {scored} scored tokens, got {shortest}: give a longer one{remedy}"
+            f"cache_lengths: must be at least {least} with {scored} scored tokens, got {shortest}: give a "
+            f"longer one{remedy}"
         )
     try:
         rows = sequences_by_text(texts, longest + scored, count)[0]
     except InputError as error:
         raise InputError(
-            f"lengths: no text holds {longest + scored} tokens in a row ({longest} cached, {scored} scored): give a "
-            f"longer text to measure on, or smaller lengths"
+            f"cache_lengths: no text holds {longest + scored} tokens in a row ({longest} cached, {scored} scored): "
+            f"give a longer text to measure on, or smaller lengths"
         ) from error
     if repeated:
         cached = shortest - len(leading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cuvee.codec.data.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS
 from cuvee.codec.data.corpus import BUNDLED_MODEL
@@ -10,6 +11,8 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.learning.mixture import MIXTURE_SEQUENCES
 from cuvee.codec.learning.sequences import LENGTH, SEED
 from cuvee.eval.quality import CHUNK_TOKENS
+from cuvee.eval.report.blending import CONSTRUCTIONS
+from cuvee.eval.runs import metadata_pairs
 from cuvee.eval.tasks import LOCAL_TASKS
 
 __all__ = ["LARGE_LIMIT", "MIXTURE", "SMALL_PARAMETERS", "ReportConfig", "quick_config"]
@@ -37,18 +40,22 @@ class ReportConfig:
             `cuvee profile learn` learns from (`cuvee.calibration.mixture`). Default: the mixture; for the bundled
             model, bundled texts.
         calibration_sequences: at most this many sequences; default: 96 of the mixture, else 200.
-        samples: further sequences to learn from, sampled from the model itself.
         methods: methods to measure, by key, family or the first part of a family ("kivi4", "pca/kv", "cuvee"); all
             if there are none. The 16-bit cache is always measured, because scores are compared with its scores.
         evaluation: texts to measure on, at most `sequences` sequences.
         length, prefix: tokens in a sequence, and cached tokens (default: three quarters).
         reread: whether the rest of every second sequence repeats a part of its cache.
         chunk_tokens: tokens coded together.
-        lengths: cached tokens; at each of them size and KL are measured as well, on `length_sequences` sequences.
+        cache_lengths: cached tokens; at each of them size and KL are measured as well, on `length_sequences` sequences.
         tasks: lm-eval tasks, with at most `limit` documents each; None: all of them for a model of up to
             `SMALL_PARAMETERS`, else `LARGE_LIMIT`.
-        num_fewshot, chat_template, include_path: see `TaskScorer`.
-        metadata: "name=value" for tasks that need it, such as "musique=FILE".
+        controls: also score each task with the question alone, and say whether the task distinguishes the exact cache
+            from none.
+        data: the folder with the files of public data, for tasks and blends; None: the hub.
+        metadata: "name=value" for tasks that need it, such as "lines=10".
+        blends: prompts of cached chunks to blend, by the names of `CONSTRUCTIONS`; decoded chunks are measured with the
+            first profile at `high` and `balanced`.
+        blend_prompts: how many of each, at most.
         dtype: of the model; "auto" is float32 on a CPU, and what the files say elsewhere.
         cache_dtype: of the caches that are coded.
         device: where the model runs and the caches are coded.
@@ -65,7 +72,6 @@ class ReportConfig:
     groups: tuple[str, ...] = ()
     calibration: tuple[str, ...] = ()
     calibration_sequences: int | None = None
-    samples: int = 0
     methods: tuple[str, ...] = ()
     evaluation: tuple[str, ...] = EVALUATION_TEXTS
     sequences: int = 32
@@ -73,14 +79,15 @@ class ReportConfig:
     prefix: int | None = None
     reread: bool = True
     chunk_tokens: int = CHUNK_TOKENS
-    lengths: tuple[int, ...] = ()
+    cache_lengths: tuple[int, ...] = ()
     length_sequences: int = 4
     tasks: tuple[str, ...] = LOCAL_TASKS
     limit: int | None = None
-    num_fewshot: int | None = None
-    chat_template: bool = False
-    include_path: str | None = None
+    controls: bool = False
+    data: str | None = None
     metadata: tuple[str, ...] = ()
+    blends: tuple[str, ...] = ()
+    blend_prompts: int = 48
     dtype: str = "auto"
     cache_dtype: str = "bfloat16"
     device: str = "cpu"
@@ -89,18 +96,22 @@ class ReportConfig:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("learned_sequences", "sequences", "length_sequences", "chunk_tokens", "batch_size"):
+        counts = "learned_sequences", "sequences", "length_sequences", "chunk_tokens", "batch_size", "blend_prompts"
+        for name in counts:
             if getattr(self, name) < 1:
                 field = name.replace("learned", "calibration")
                 raise InputError(f"{field}: must be at least 1, got {getattr(self, name)}")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit: must be at least 1, got {self.limit}")
-        if short := [length for length in self.lengths if length < 1]:
-            raise InputError(f"lengths: must be at least 1 token, got {short[0]}")
-        if self.samples < 0:
-            raise InputError(f"samples: must be at least 0, got {self.samples}")
-        if wrong := [pair for pair in self.metadata if "=" not in pair]:
-            raise InputError(f"metadata: must be name=value, got {wrong[0]!r}")
+        if short := [length for length in self.cache_lengths if length < 1]:
+            raise InputError(f"cache_lengths: must be at least 1 token, got {short[0]}")
+        metadata_pairs(self.metadata)
+        if unknown := [name for name in self.blends if name not in CONSTRUCTIONS]:
+            raise InputError(f"blends: must be among {', '.join(CONSTRUCTIONS)}, got {unknown[0]!r}")
+        if self.data is not None and not Path(self.data).expanduser().is_dir():
+            raise InputError(f"data: must be the folder with the files of public data, got {self.data}")
+        if self.controls and not self.tasks:
+            raise InputError("controls: must be left out without tasks, got a report that scores none")
         if self.profiles and self.groups:
             raise InputError("groups: must be left out if profiles are given, because groups are learned")
 
@@ -126,4 +137,5 @@ def quick_config(config: ReportConfig) -> ReportConfig:
         sequences=min(config.sequences, 12),
         tasks=QUICK_TASKS if config.tasks == default.tasks else config.tasks,
         limit=min(config.limit or QUICK_LIMIT, QUICK_LIMIT),
+        blend_prompts=min(config.blend_prompts, 8),
     )

@@ -1,6 +1,6 @@
 """The documents of a report: Markdown for a repository, and one HTML file for a mail.
 
-    report.json -> sections of texts, tables, figures --+--> report.md    + plots/*.png
+    report.json -> sections of texts, tables, figures --+--> report.md    + plots/*.svg
                                                         +--> report.html  (plots inside, no script, nothing loaded)
 
 Both documents are written from the same sections.
@@ -9,7 +9,7 @@ Both documents are written from the same sections.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from cuvee.codec.support.files import write_atomically
 from cuvee.eval.documents import ReportData, ReportTable, markdown_document
 from cuvee.eval.plots import write_plots
 from cuvee.eval.report.report_plots import PLOTS
-from cuvee.eval.report.sections import equal_kl, headline, report_preface, report_sections, report_title
+from cuvee.eval.report.sections import against, equal_kl, headline, report_preface, report_sections, report_title
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,18 +37,17 @@ def write_report(report: ReportData, folder: Path) -> None:
     Raises:
         ImportError: matplotlib or jinja2 is not installed (`pip install 'cuvee[eval]'`).
     """
-    written = write_plots(PLOTS, report, folder / "plots")
-    plots = {name: [f"plots/{file}" for file in files] for name, files in written.items()}
+    plots = {name: f"plots/{name}.svg" for name in write_plots(PLOTS, report, folder / "plots")}
     write_atomically(folder / "report.md", markdown(report, plots).encode())
     write_atomically(folder / "report.html", html(report, folder / "plots").encode())
 
 
 def print_summary(report: ReportData, console: Console) -> None:
-    """Print what you lose, and how much smaller the cache is at equal KL."""
+    """Print what changed, what you lose, and how much smaller the cache is at equal KL."""
     from rich.text import Text
 
     console.print(Text(report_title(report), style="bold"))
-    for section in (headline(report), equal_kl(report)):
+    for section in (against(report), headline(report), equal_kl(report)):
         for block in section.blocks:
             if isinstance(block, ReportTable):
                 console.print(block.for_terminal(section.title))
@@ -56,15 +55,14 @@ def print_summary(report: ReportData, console: Console) -> None:
                 console.print(Text(block.text))
 
 
-def markdown(report: ReportData, plots: Mapping[str, Sequence[str]]) -> str:
+def markdown(report: ReportData, plots: Mapping[str, str]) -> str:
     """Write the report as GitHub-flavored Markdown.
 
     Args:
         report: the dict in `report.json`.
-        plots: the files of each plot, relative to the document and the PNG first, as `write_plots` returns them.
+        plots: the file of each plot, relative to the document.
     """
-    first = {name: files[0] for name, files in plots.items()}
-    return markdown_document(report_title(report), report_preface(report), report_sections(report), first)
+    return markdown_document(report_title(report), report_preface(report), report_sections(report), plots)
 
 
 def html(report: ReportData, plots_folder: Path) -> str:

@@ -1,6 +1,6 @@
-"""The plots of a report: size against KL and against the scores of tasks, layers, throughput.
+"""The plots of a report: size against KL, against the scores of tasks, and against the length of the cache.
 
-    report --size_kl, size_scores, layers, throughput--> Figure | None --plots.write_plots--> NAME.png, NAME.svg
+    report --size_kl, size_scores, lengths--> Figure | None --plots.write_plots--> NAME.svg
 
 Every plot is a function of the report's dict alone, and None if the report has nothing to show in it.
 """
@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cuvee.eval.documents import Entry, ReportData
-from cuvee.eval.formatting import format_number
 from cuvee.eval.methods import UNCOMPRESSED, family_label
 from cuvee.eval.plots import (
     BLUE,
     CURVE_MARKERS,
     GREEN,
-    INK,
     LINE,
     ORANGE,
     POINT,
@@ -38,13 +36,14 @@ from cuvee.eval.plots import (
     size_axis,
     styled,
 )
-from cuvee.eval.report.families import family_rank, is_learned, label_and_setting, layer_entries
+from cuvee.eval.report.families import family_rank, is_learned, label_and_setting
+from cuvee.eval.report.scoring import ABSENT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PLOTS", "layers", "lengths", "machine_name", "size_kl", "size_scores", "throughput"]
+__all__ = ["PLOTS", "lengths", "machine_name", "size_kl", "size_scores"]
 
 _POINT_MARKERS = "DsvPX<>ph*"
 _OURS = (BLUE, VERMILION, PURPLE, SKY)  # of the lines over cache lengths: the codec's are in color …
@@ -95,7 +94,7 @@ def size_scores(report: ReportData) -> Figure | None:
 
     Lines mark the score with the cache in bfloat16, the score with a destroyed cache, and chance.
     """
-    scores = report["scores"]
+    scores = [score for score in report["scores"] if score["key"] != ABSENT]
     families = {str(entry["key"]): str(entry["family"]) for entry in report["quality"]}
     families |= {str(s["key"]): str(s["key"]).split("@")[0] for s in scores if s["key"] not in families}
     tasks = [task for task in report["tasks"] if any(s["task"] == task["name"] for s in scores)]
@@ -126,95 +125,6 @@ def size_scores(report: ReportData) -> Figure | None:
             legend = figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8.5, title=note)
             legend.set_alignment("left")
             legend.get_title().set(fontsize=8.5, color=SOFT)
-        return figure
-
-
-def layers(report: ReportData) -> Figure | None:
-    """The bits of each layer, if a method stores layers apart, and its squared error as a share of the variance."""
-    entries = layer_entries(report)
-    if not entries:
-        return None
-    with_bits = [e for e in entries if all(layer["bits_per_value"] is not None for layer in e["layers"])]
-    panels: list[tuple[str, str, list[Entry]]] = [
-        ("key_error", "error of the keys", entries),
-        ("value_error", "error of the values", entries),
-    ]
-    if with_bits:
-        panels.insert(0, ("bits_per_value", "bits per value", with_bits))
-    with styled():
-        figure = new_figure(4.3)
-        add_heading(figure, "What each layer costs")
-        handles: dict[str, Any] = {}
-        grid = figure.subplots(1, len(panels), squeeze=False)[0]
-        grid[-1].sharey(grid[-2])
-        for axes, (field, name, shown) in zip(grid, panels, strict=True):
-            axes.set_title(name, fontsize=9.5)
-            for rank, entry in enumerate(entries):
-                if entry not in shown:
-                    continue
-                heights = [layer[field] for layer in entry["layers"]]
-                color, dashes = family_look(str(entry["family"]), rank)
-                handles[str(entry["label"])] = axes.plot(
-                    range(len(heights)),
-                    # A logarithmic axis has no place for a layer without error.
-                    [h if h > 0 or field == "bits_per_value" else math.nan for h in heights],
-                    color=color,
-                    linestyle=dashes,
-                    marker=CURVE_MARKERS[rank % len(CURVE_MARKERS)],
-                    markersize=4.5 if len(heights) <= 24 else 0,
-                    linewidth=2.0 if str(entry["family"]).startswith("cuvee/") else 1.3,
-                )[0]
-            count = len(entries[0]["layers"])
-            axes.set_xticks(range(0, count, max(1, math.ceil(count / 8))))
-            axes.set_xlabel("layer")
-            if field == "bits_per_value":
-                axes.set_ylim(bottom=0)
-            axes.grid(True, axis="y", color=LINE, linewidth=0.6)
-        if any(layer[field] > 0 for e in entries for layer in e["layers"] for field in ("key_error", "value_error")):
-            for axes in grid[-2:]:
-                axes.set_yscale("log")
-                plain_log_ticks(axes)
-        grid[-2].set_ylabel("squared error over variance")
-        grid[-1].tick_params(labelleft=False)
-        ordered = [str(entry["label"]) for entry in entries]
-        figure.legend([handles[n] for n in ordered], ordered, loc="outside lower left", ncols=2, fontsize=9)
-        return figure
-
-
-def throughput(report: ReportData) -> Figure | None:
-    """Draw the speed of cuvee's methods, in bytes of 16-bit cache per second."""
-    timed = [
-        entry
-        for entry in report["quality"]
-        if str(entry["family"]).startswith("cuvee/")
-        and entry["kind"] != "curve"
-        and entry["encode_gb_per_s"] is not None
-        and entry["decode_gb_per_s"] is not None
-    ]
-    if not timed:
-        return None
-    timed.sort(key=lambda e: (family_rank(report, str(e["family"])), float(e["bits_per_value"])))
-    fastest = max(max(e["encode_gb_per_s"], e["decode_gb_per_s"]) for e in timed)
-    unit, scale = ("GB/s", 1.0) if fastest >= 1 else ("MB/s", 1e3)
-    with styled():
-        figure = new_figure(0.46 * len(timed) + 1.0)
-        add_heading(figure, f"Speed in {unit} of 16-bit cache, {machine_name(report)}")
-        axes = figure.add_subplot()
-        for offset, field, name, color in (
-            (-0.2, "encode_gb_per_s", "encode", SKY),
-            (0.2, "decode_gb_per_s", "decode", BLUE),
-        ):
-            lengths = [scale * float(e[field]) for e in timed]
-            bars = axes.barh([row + offset for row in range(len(timed))], lengths, 0.38, color=color)
-            texts = [format_number(v) for v in lengths]
-            texts[0] += f" {name}"
-            axes.bar_label(bars, texts, padding=3, fontsize=8.5, color=SOFT)
-        axes.set_yticks(range(len(timed)), [str(e["label"]) for e in timed], color=INK)
-        axes.invert_yaxis()
-        axes.margins(x=0.1, y=0.02)
-        axes.xaxis.set_visible(False)
-        axes.spines[["bottom", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
         return figure
 
 
@@ -288,8 +198,6 @@ PLOTS: dict[str, tuple[Callable[[ReportData], Figure | None], str]] = {
         "Size against the score of each task. The lines are the cache in bfloat16, a destroyed cache, and chance.",
     ),
     "lengths": (lengths, "Size and KL against the number of cached tokens, with one standard error."),
-    "layers": (layers, "Size of each layer, where layers are stored apart, and error of its keys and values."),
-    "throughput": (throughput, "Speed of encoding and decoding, every step included."),
 }
 """Name -> (how to draw it, its caption), in the order in which a report shows the plots."""
 

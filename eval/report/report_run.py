@@ -1,10 +1,10 @@
 """`cuvee report`: measure what compression costs a model, next to the baselines, in one folder.
 
-    model, texts --> profiles --> quality of each method --> each method at each cache length --> each task score
-                        |                   |                             |                            |
-                     profiles/              +-----------------------------+------> report.json <-------+
-                                                                                        |
-                                                        equal-KL ratios, report.md, report.html, plots
+    model, texts --> profiles --> quality of each method --> each cache length --> each task score --> blends
+                        |                   |                       |                     |              |
+                     profiles/              +-----------------------+---> report.json <---+--------------+
+                                                                              |
+                                                 equal-KL ratios, report.md, report.html, plots
 
 `report.json` holds everything. It is written after every measurement and is also the state of an unfinished run: with
 the same configuration, a second run continues where the first one stopped. A folder with the results of another
@@ -13,6 +13,8 @@ configuration is refused.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -27,17 +29,21 @@ from rich.console import Console
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.data.corpus import Corpus, read_corpus, sequences_by_text
+from cuvee.codec.codec import Codec
+from cuvee.codec.data.corpus import BUNDLED_MODEL, Corpus, load_tokenizer, read_corpus, sequences_by_text
 from cuvee.codec.errors import InputError, ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import CPU_FLOPS, GPU_FLOPS, choose_group
 from cuvee.codec.learning.sequences import reread
 from cuvee.codec.models.forward import check_tokens, prefill
 from cuvee.codec.profiles.profile import Profile
-from cuvee.eval.machine import hardware
-from cuvee.eval.methods import UNCOMPRESSED
-from cuvee.eval.progress import ProgressBar
+from cuvee.codec.support.plain_json import parse_json
+from cuvee.eval.machine import hardware, torch_threads
+from cuvee.eval.methods import UNCOMPRESSED, baseline
+from cuvee.eval.progress import ProgressBar, progress_bar
 from cuvee.eval.quality import Method, QualityBench
+from cuvee.eval.report.against import REPORT_FORMAT, REPORT_VERSION, Figures, changes_since
+from cuvee.eval.report.blending import blend_prompts, measure_blends
 from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, peers, select
 from cuvee.eval.report.learning import (
     all_sequences,
@@ -49,16 +55,14 @@ from cuvee.eval.report.learning import (
 from cuvee.eval.report.lengths import length_candidates, length_entry, length_tokens
 from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
 from cuvee.eval.report.report_documents import write_report
-from cuvee.eval.report.report_file import REPORT_FORMAT, REPORT_VERSION
-from cuvee.eval.report.scoring import TaskScorer, difference_from
+from cuvee.eval.report.scoring import ABSENT, TaskScorer, difference_from
 from cuvee.eval.runs import (
-    KEPT,
-    ReportRun,
+    MeasuredModel,
     check_folder,
     metadata_pairs,
     need_packages,
+    save_results,
     software,
-    stoppable_run,
     text_entry,
     tokens_sha256,
     writing,
@@ -80,12 +84,19 @@ WHOLE_CACHE_VALUES = 4096  # per token; up to here one basis for all layers is l
 LEARNING_ROWS = 4  # sequences per forward pass while a profile is learned
 LEARNED_BASELINES = ("pca", "kvtc")
 REPORT_FILE = "report.json"
-_LISTS = ("quality", "lengths", "tasks", "scores", "skipped", "comparison", "by_kind", "sizes")
+BLENDED = ("high", "balanced")  # qualities of blended chunks
+_LISTS = ("quality", "lengths", "tasks", "scores", "skipped", "blends", "comparison", "by_kind", "sizes")
 _PASS_TOKENS = 8192  # of a forward pass; long sequences go through one by one
 
 
 def run_report(
-    config: ReportConfig, out: Path, console: Console, *, force: bool = False, command: str = ""
+    config: ReportConfig,
+    out: Path,
+    console: Console,
+    *,
+    against: Path | None = None,
+    force: bool = False,
+    command: str = "",
 ) -> dict[str, Any]:
     """Measure a model, or continue an unfinished report, and write the folder `out`.
 
@@ -94,19 +105,20 @@ def run_report(
         out: the folder. If it holds an unfinished report of the same configuration, that is finished; a finished one
             is only rendered again.
         console: where to list the steps.
+        against: the `report.json` of an earlier run, to list what changed since.
         force: replace the report of another configuration.
         command: what a reader would type to get the same report.
 
     Returns:
         The report, as a dict for JSON.
 
-    Ctrl-C and SIGTERM raise `Interrupted` and leave a folder that can be continued.
+    Whatever ends a run, such as Ctrl-C, leaves a folder that can be continued.
 
     Raises:
+        FormatError, VersionError: `against` is not a report of this version.
         ImportError: a package of `cuvee[eval]` is missing.
-        InputError: `out` holds other files or cannot be written, a method is not known, or texts, tasks, lengths or
-            sizes do not fit the model.
-        Interrupted: Ctrl-C or SIGTERM.
+        InputError: `out` holds other files or cannot be written, a method is not known, texts, tasks, lengths or
+            sizes do not fit the model, or `against` has measured something else.
         UnsupportedModelError: cuvee does not support the model.
         ProfileMismatchError, ProfileError: a profile belongs to another model, or cannot be learned.
 
@@ -120,21 +132,24 @@ def run_report(
     """
     need_packages("cuvee report", "transformers", "matplotlib", "jinja2", *(["lm_eval"] if config.tasks else []))
     check_folder(out, force, resumed=REPORT_FILE)
-    with stoppable_run(console, f"{out} {KEPT}", config.model):
-        return _FullReport(config, out, console, force, command).run()
+    old = None if against is None else Figures.load(against)
+    # The bundled model gains nothing from more threads, and on a busy machine several wait for each other.
+    with torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext():
+        return _Run(config, out, console, old, force, command).run()
 
 
-class _FullReport(ReportRun):
-    """The run behind `run_report`."""
+class _Run:
+    """The run behind `run_report`: `data` holds all measurements so far."""
 
-    FORMAT, VERSION, FILE = REPORT_FORMAT, REPORT_VERSION, REPORT_FILE
-    PERSON = b"cuvee-report"
-    COLUMNS = 44
+    data: dict[str, Any]
 
-    def __init__(self, config: ReportConfig, out: Path, console: Console, force: bool, command: str) -> None:
+    def __init__(
+        self, config: ReportConfig, out: Path, console: Console, old: Figures | None, force: bool, command: str
+    ) -> None:
         dtype = ("float32" if config.device == "cpu" else "auto") if config.dtype == "auto" else config.dtype
-        super().__init__(config.model, dtype, config.device, out, console)
-        self.config = config
+        self.out, self.console, self.old, self.config = out, console, old, config
+        self.measured = MeasuredModel.load(config.model, dtype, config.device)
+        self.model, self.layout = self.measured.lm, self.measured.layout
         self.given = self._given()
         self.groups = self._groups()
         self.candidates = self._candidates()
@@ -144,9 +159,15 @@ class _FullReport(ReportRun):
         tokens, self.texts = sequences_by_text(self.evaluation, config.length, config.sequences)
         self.prefix = check_tokens(self.model, tokens, config.prefix)
         self.tokens = reread(tokens, self.prefix, config.seed) if config.reread else tokens
-        self.long_tokens = self._long_tokens() if config.lengths else {}
+        self.long_tokens = self._long_tokens() if config.cache_lengths else {}
         self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
         self.scorer = self._scorer() if config.tasks else None
+        self.alone = self._scorer(context="absent") if config.controls else None
+        tokenizer = load_tokenizer(config.model) if config.blends else None
+        self.blended = {
+            name: blend_prompts(name, tokenizer, self.evaluation, config.blend_prompts, config.data, config.seed)
+            for name in config.blends
+        }
         self._describe(command, force)
         self._profiles: dict[str, Profile] = {}
 
@@ -164,17 +185,15 @@ class _FullReport(ReportRun):
             profiles[name] = self.measured.profile(path)
         return profiles
 
-    def _scorer(self) -> TaskScorer:
+    def _scorer(self, **metadata: str) -> TaskScorer:
         config = self.config
+        data = {} if config.data is None else {"data": config.data}
         return TaskScorer(
             self.model,
             config.model,
             config.tasks,
-            include_path=config.include_path,
-            metadata=metadata_pairs(config.metadata),
+            metadata={**data, **metadata_pairs(config.metadata), **metadata},
             limit=self.limit,
-            num_fewshot=config.num_fewshot,
-            chat_template=config.chat_template,
             chunk_tokens=config.chunk_tokens,
             cache_dtype=config.cache_dtype,
             batch_size=config.batch_size,
@@ -185,7 +204,7 @@ class _FullReport(ReportRun):
         config = self.config
         return length_tokens(
             self.evaluation,
-            config.lengths,
+            config.cache_lengths,
             config.length - self.prefix,
             config.length_sequences,
             self.layout.max_positions,
@@ -224,11 +243,11 @@ class _FullReport(ReportRun):
         }
         model = self.measured.describe()
         decided = {
-            **{k: v for k, v in asdict(config).items() if k not in ("profiles", "groups", "include_path")},
+            **{k: v for k, v in asdict(config).items() if k not in ("profiles", "groups", "data")},
             **texts,
             "calibration_sequences": config.learned_sequences,
             "model": model["name"],
-            "model_fingerprint": self.fingerprint,
+            "model_fingerprint": self.measured.fingerprint,
             "dtype": model["dtype"],
             "prefix": self.prefix,
             "groups": [] if self.given else list(self.groups),
@@ -236,7 +255,11 @@ class _FullReport(ReportRun):
             "methods": list(config.methods),
             "tasks": list(config.tasks),
             "limit": self.limit if config.tasks else None,
-            "lengths": list(self.long_tokens),
+            "cache_lengths": list(self.long_tokens),
+            "blends": {
+                name: tokens_sha256(*(row for prompt in prompts for row in (prompt.tokens, prompt.continuation)))
+                for name, prompts in self.blended.items()
+            },
             "gpu": environment["gpu"],
             "software": software(machine),
         }
@@ -261,22 +284,72 @@ class _FullReport(ReportRun):
             "profiles": {},
             "exact": None,
             **{name: [] for name in _LISTS},
+            "against": None,
         }
-        self.resume(decided, decided, empty, command, force)
+        self._resume(decided, empty, command, force)
 
-    @staticmethod
-    def measurements(data: Mapping[str, Any]) -> int:
-        """Methods measured, at the usual length and at others, and scores of tasks."""
-        return sum(len(data[block]) for block in ("quality", "lengths", "scores"))
+    def _resume(self, decided: dict[str, Any], empty: dict[str, Any], command: str, force: bool) -> None:
+        """Set `data` to the measurements that the folder holds of this run, or to a report without measurements."""
+        text = json.dumps(decided, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        fresh: dict[str, Any] = {
+            "format": REPORT_FORMAT,
+            "version": REPORT_VERSION,
+            "complete": False,
+            "digest": hashlib.blake2b(text.encode(), digest_size=16, person=b"cuvee-report").hexdigest(),
+            "command": command,
+            "configuration": decided,
+            **empty,
+            "seconds": 0.0,
+        }
+        path = self.out / REPORT_FILE
+        self.data = fresh
+        if not path.exists():
+            return
+        try:
+            found = parse_json(path.read_text(encoding="utf-8"))
+            same = all(found[name] == fresh[name] for name in ("format", "version", "digest"))
+            made = sum(len(found[block]) for block in ("quality", "lengths", "scores", "blends"))
+            state = "complete" if found["complete"] else f"{made} measurements done"
+            before = found["configuration"]
+            differs = [name for name, value in decided.items() if value != before.get(name)]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if force:
+                return
+            raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
+        if same:
+            line = f"{self.out} holds this run, {state}: continuing"
+            self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+            self.data = dict(found)
+        elif not force:
+            what = ", ".join(differs) or "format"
+            raise InputError(f"out: {self.out} holds another run (it differs in {what}): choose another, or --force")
+
+    def run(self) -> dict[str, Any]:
+        """Make all missing measurements, then write the documents."""
+        self._began, self._before = time.perf_counter(), self.data["seconds"]
+        self.data["against"] = None
+        self.save()
+        if not self.data["complete"]:
+            with progress_bar(self.console, 44) as progress:
+                self._measure(progress)
+            self.data["complete"] = True
+            self.save()
+        if self.old is not None:
+            self.data["against"] = changes_since(self.old, self.data)
+            self.save()
+        with writing(self.out):
+            write_report(self.data, self.out)
+        return self.data
+
+    def save(self) -> None:
+        """Write all measurements so far."""
+        self.data["seconds"] = self._before + time.perf_counter() - self._began
+        save_results(self.out / REPORT_FILE, self.data)
 
     # Measuring ---------------------------------------------------------------------------------------------------
 
-    def write_documents(self) -> None:
-        """Write `report.md`, `report.html` and the plots."""
-        write_report(self.data, self.out)
-
-    def measure(self, progress: ProgressBar) -> None:
-        """Learn the profiles, then measure methods, lengths and tasks, and compare the results."""
+    def _measure(self, progress: ProgressBar) -> None:
+        """Learn the profiles, then measure methods, lengths, tasks and blends, and compare the results."""
         scored = [c for c in self.candidates if self._is_scored(c)] if self.scorer else []
         names = self.scorer.names if self.scorer else []
         progress.expect(len(self._missing_profiles()) + len(self.candidates) + len(scored) * len(names))
@@ -297,7 +370,33 @@ class _FullReport(ReportRun):
                 with progress.step(f"{name}: {candidate.key}"):
                     self._score(self.scorer, candidate, name)
                     self.save()
+        self._score_alone(progress)
+        self._measure_blends(progress)
         self.data |= self._comparisons()
+
+    def _measure_blends(self, progress: ProgressBar) -> None:
+        known = {entry["name"] for entry in self.data["blends"]}
+        missing = {name: prompts for name, prompts in self.blended.items() if name not in known}
+        progress.expect(len(missing))
+        for name, prompts in missing.items():
+            with progress.step(f"blending: {name}"):
+                done = iter(range(1, len(prompts) + 1))
+                entries = measure_blends(
+                    self.model, self.layout, prompts, self._blend_codecs(),
+                    tick=lambda: progress.tell(f"{next(done)} of {len(prompts)} prompts"),  # noqa: B023, called in this step
+                )  # fmt: skip
+                self.data["blends"].append({"name": name, "prompts": len(prompts), "entries": entries})
+                self.save()
+
+    def _blend_codecs(self) -> dict[str, Codec]:
+        """The codecs of the first profile that reach their quality; exact chunks need none."""
+        codecs: dict[str, Codec] = {}
+        for profile in list(self._profiles.values())[:1]:
+            for quality in BLENDED:
+                codec = Codec(profile, quality)
+                if not codec.lossless:
+                    codecs[quality] = codec
+        return codecs
 
     def _measure_lengths(self, progress: ProgressBar) -> None:
         if not self.long_tokens:
@@ -475,6 +574,8 @@ class _FullReport(ReportRun):
     def _candidates(self) -> list[Candidate]:
         """Every method of this report, in order."""
         names, methods = tuple(self.given) or self.groups, self.config.methods
+        if methods and self.config.controls:
+            methods = (*methods, "destroyed")
         baselines = LearnedBaselines(self._cache_layout, lambda: self._learning_caches)
 
         def found(quick: bool) -> list[Candidate]:
@@ -537,10 +638,29 @@ class _FullReport(ReportRun):
             # The exact cache comes first: if it fails, the model cannot do the task. Later it is the method that fails.
             self._skip(name if candidate.key == UNCOMPRESSED else candidate.key, refused)
             return
-        exact = next((s for s in self.data["scores"] if (s["key"], s["task"]) == (UNCOMPRESSED, name)), None)
-        self.data["scores"].append({"key": candidate.key, **score, **difference_from(exact, score)})
+        self.data["scores"].append({"key": candidate.key, **score, **difference_from(self._exact_score(name), score)})
         if all(known["name"] != name for known in self.data["tasks"]):
             self.data["tasks"].append(task)
+
+    def _exact_score(self, name: str) -> Mapping[str, Any] | None:
+        return next((s for s in self.data["scores"] if (s["key"], s["task"]) == (UNCOMPRESSED, name)), None)
+
+    def _score_alone(self, progress: ProgressBar) -> None:
+        """Score each task with the question alone. A task without a context of its own has no such score."""
+        if self.alone is None:
+            return
+        progress.expect(len(self.alone.names))
+        digests = {task["name"]: task["docs_sha256"] for task in self.data["tasks"]}
+        for name in self.alone.names:
+            if name not in digests or self._has("scores", ABSENT, name):
+                progress.skip()
+                continue
+            with progress.step(f"{name}: the question alone"):
+                task, score = self.alone.score(baseline(UNCOMPRESSED), name)
+                if task["docs_sha256"] != digests[name]:
+                    difference = difference_from(self._exact_score(name), score)
+                    self.data["scores"].append({"key": ABSENT, **score, **difference})
+                    self.save()
 
 
 def _saved_size(profile: Profile) -> int:

@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import io
 import logging
+import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 
     from cuvee.eval.lm import CuveeLM
 
-__all__ = ["TaskScorer"]
+__all__ = ["CONTROLS", "TaskScorer", "difference_from", "shows_something"]
+
+ABSENT = "absent"  # the exact cache of the question alone, for tasks with a separate context
+CONTROLS = ("destroyed", ABSENT)
+_CLEAR = 2  # standard errors
 
 
 class TaskScorer:
@@ -38,12 +43,9 @@ class TaskScorer:
     Args:
         model: a transformers causal language model.
         model_name: where its tokenizer comes from (see `load_tokenizer`).
-        tasks: names of tasks that come with lm-eval or cuvee, or are in `include_path`. A group stands for its members.
-        include_path: a folder with further tasks.
+        tasks: names of tasks that come with lm-eval or cuvee. A group stands for its members.
         metadata: for tasks that need it.
         limit: how many documents of each task to use at most.
-        num_fewshot: examples before each question, unless a task forbids them; default: as the task says.
-        chat_template: whether to put prompts into the tokenizer's chat template.
         chunk_tokens, cache_dtype, batch_size: as in `CuveeLM`.
         seed: of everything that lm-eval draws.
 
@@ -61,11 +63,8 @@ class TaskScorer:
         model_name: str,
         tasks: Sequence[str],
         *,
-        include_path: str | None = None,
         metadata: Mapping[str, str] | None = None,
         limit: int | None = None,
-        num_fewshot: int | None = None,
-        chat_template: bool = False,
         chunk_tokens: int,
         cache_dtype: str,
         batch_size: int,
@@ -77,15 +76,15 @@ class TaskScorer:
             raise ImportError("task scores need lm-eval: pip install 'cuvee[eval]', or leave the tasks out") from error
         self._model = model
         self._model_name = model_name
-        self._limit, self._num_fewshot, self._chat_template = limit, num_fewshot, chat_template
+        self._limit = limit
         self._chunk_tokens, self._cache_dtype, self._batch_size = chunk_tokens, cache_dtype, batch_size
         self._seed = seed
-        paths = [str(TASKS_PATH), *([include_path] if include_path else [])]
-        self._manager: Any = TaskManager(include_path=paths, metadata=dict(metadata or {}), include_defaults=False)
+        own_path, given = str(TASKS_PATH), dict(metadata or {})
+        self._manager: Any = TaskManager(include_path=own_path, metadata=given, include_defaults=False)
         own = list(self._manager.all_tasks)
         if not all(self._manager.match_tasks([name]) for name in tasks):
             # Reading the index of lm-eval's own tasks takes seconds, so this is done only if they are asked for.
-            self._manager = TaskManager(include_path=paths, metadata=dict(metadata or {}))
+            self._manager = TaskManager(include_path=own_path, metadata=given)
         known = list(dict.fromkeys([*own, *self._manager.all_tasks]))
         for name in tasks:
             if not self._manager.match_tasks([name]):
@@ -112,9 +111,8 @@ class TaskScorer:
         """The tasks in the form that lm-eval's `evaluate` takes."""
         loaded = self._manager.load(list(names))
         for task in loaded["tasks"].values():
-            default = task.get_config("num_fewshot")
-            if default is None or (self._num_fewshot is not None and default != 0):  # 0: the task allows none
-                task.set_config(key="num_fewshot", value=self._num_fewshot or 0)
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=self._seed)
         return loaded
 
@@ -136,13 +134,7 @@ class TaskScorer:
             random.seed(self._seed)
             np.random.seed(self._seed)  # noqa: NPY002, tasks draw from the global state
             torch.manual_seed(self._seed)
-            results: Any = lm_eval.evaluate(
-                self._lm,
-                self._load([name]),
-                limit=self._limit,
-                log_samples=True,
-                apply_chat_template=self._chat_template,
-            )
+            results: Any = lm_eval.evaluate(self._lm, self._load([name]), limit=self._limit, log_samples=True)
         measured = results["results"][name]
         metric, higher = main_metric(name) if is_ours(name) else _first_metric(results, name)
         column = next(key for key in measured if key.partition(",")[0] == metric)
@@ -178,6 +170,28 @@ def difference_from(exact: Mapping[str, Any] | None, score: Mapping[str, Any]) -
         if exact["per_doc"] and score["per_doc"]:
             mean, error = paired_difference(score["per_doc"], exact["per_doc"])
     return {"difference": mean, "difference_stderr": error}
+
+
+def shows_something(task: Mapping[str, Any], scores: Sequence[Mapping[str, Any]]) -> bool | None:
+    """Return whether a task distinguishes the exact cache from none; None without a control, or with one document.
+
+    It does if each control loses more than two standard errors, and the exact cache is that far above a guess.
+
+    Args:
+        task: an entry of the report's "tasks".
+        scores: the entries of its "scores".
+    """
+    own = {score["key"]: score for score in scores if score["task"] == task["name"]}
+    controls = [own[name] for name in CONTROLS if name in own]
+    if not controls or any(control["difference_stderr"] is None for control in controls):
+        return None
+    sign = 1 if task["higher_is_better"] else -1
+    lost = [-sign * control["difference"] > _CLEAR * control["difference_stderr"] for control in controls]
+    if task["chance"] is None:
+        return all(lost)
+    docs, guess = task["docs"], task["chance"]
+    above = sign * (own[UNCOMPRESSED]["score"] - guess) > _CLEAR * math.sqrt(guess * (1 - guess) / docs)
+    return all(lost) and above
 
 
 def _suggested_tasks(name: str, known: Sequence[str]) -> str:

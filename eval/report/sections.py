@@ -12,12 +12,13 @@ from itertools import pairwise
 from typing import Any
 
 from cuvee.eval.documents import SMALL_MODEL, Entry, ReportBlock, ReportData, ReportSection, ReportTable, provenance
-from cuvee.eval.formatting import format_bits, format_interval, format_number, format_ratio, with_error
+from cuvee.eval.formatting import format_bits, format_interval, format_number, format_percent, format_ratio, with_error
 from cuvee.eval.methods import family_label
 from cuvee.eval.report.families import family_rank, is_learned, label_and_setting, layer_entries
 from cuvee.eval.report.report_plots import PLOTS, machine_name
+from cuvee.eval.report.scoring import ABSENT, shows_something
 
-__all__ = ["RATIOS", "by_kind", "equal_kl", "headline", "report_preface", "report_sections", "report_title"]
+__all__ = ["RATIOS", "against", "by_kind", "equal_kl", "headline", "report_preface", "report_sections", "report_title"]
 
 RATIOS = (4, 8, 16, 32)  # how many times smaller the cache shall be
 
@@ -25,8 +26,8 @@ RATIOS = (4, 8, 16, 32)  # how many times smaller the cache shall be
 def report_sections(report: ReportData) -> list[ReportSection]:
     """Return all sections of a report, in order, without empty ones."""
     made = (
-        headline, equal_kl, by_kind, _sizes, _methods, _lengths, _tasks, _layers, _speed, _profiles, _curves,
-        _provenance, _limits,
+        against, headline, equal_kl, by_kind, _sizes, _methods, _lengths, _tasks, _blends, _layers, _profiles,
+        _curves, _provenance, _limits,
     )  # fmt: skip
     return [section for section in (make(report) for make in made) if section.blocks]
 
@@ -47,6 +48,37 @@ def report_preface(report: ReportData) -> list[str]:
         f"Bits per value count everything that is stored for a cache except the profile; the cache itself has 16."
     )
     return lines
+
+
+def against(report: ReportData) -> ReportSection:
+    """Make the section on what changed since an earlier report."""
+    found = report["against"]
+    title = "What changed"
+    if found is None:
+        return ReportSection("against", title, [])
+    changes = sorted(found["changes"], key=lambda change: not change["worse"])
+    rows = [
+        [
+            _name(report, change["key"]),
+            change["metric"],
+            format_number(change["before"], 4),
+            format_number(change["after"], 4),
+            with_error(change["after"] - change["before"], change["stderr"], signed=True),
+            "worse" if change["worse"] else "better",
+        ]
+        for change in changes
+    ]
+    rows += [[key, metric, "", "", "", "missing"] for key, _, metric in (m.rpartition(" ") for m in found["missing"])]
+    count = f"{found['worse']} figures" if found["worse"] != 1 else "1 figure"
+    text = (
+        f"Since {found['name']}: {count} worse or missing, {found['unchanged']} unchanged. A change counts if it is "
+        "larger than two standard errors of its paired difference."
+    )
+    blocks: list[ReportTable | ReportBlock] = [ReportBlock("text", text)]
+    if rows:
+        strong = frozenset(index for index, row in enumerate(rows) if row[-1] != "better")
+        blocks.append(ReportTable(["method ", "figure ", "before", "now", "change", " "], rows, strong=strong))
+    return ReportSection("against", title, blocks)
 
 
 def headline(report: ReportData) -> ReportSection:
@@ -334,6 +366,8 @@ def _tasks(report: ReportData) -> ReportSection:
             rows.append(["chance", "", format_number(task["chance"]), "", ""])
         better = "higher" if task["higher_is_better"] else "lower"
         about = [f"{task['docs']} documents, {better} is better", str(task["description"]).strip().rstrip(".")]
+        if shows_something(task, scores) is False:
+            about.append("It shows nothing about a codec: without a usable cache the score is no worse, or a guess")
         blocks.append(
             ReportTable(
                 ["method ", "bits per value", str(task["metric"]), "difference to 16 bits", "beyond one s.e. "],
@@ -354,6 +388,42 @@ def _tasks(report: ReportData) -> ReportSection:
     return ReportSection("tasks", "Scores of tasks", [ReportBlock("text", text), _figure("size_scores"), *blocks])
 
 
+def _blends(report: ReportData) -> ReportSection:
+    """Make the section on prompts that are put together from cached chunks."""
+    tables = []
+    for made in report["blends"]:
+        found = {(e["kv"], e["selector"], e["cost"]): e for e in made["entries"]}
+        costs = sorted({cost for _, _, cost in found if cost is not None})
+        rows: list[list[str]] = []
+        strong: set[int] = set()
+        for kv in dict.fromkeys(kv for kv, _, _ in found):
+            floor = found[kv, "nothing", None]
+            figures = [format_bits(floor["bits_per_value"]), with_error(floor["kl"], floor["kl_stderr"])]
+            rows.append([floor["label"], kv, *figures, _recovered(floor), *[""] * len(costs)])
+            for selector in dict.fromkeys(selector for _, selector, _ in found if selector != "nothing"):
+                entries = [found[kv, selector, cost] for cost in costs]
+                if selector == "default":
+                    strong.add(len(rows))
+                rows.append([entries[0]["label"], kv, "", "", "", *map(_recovered, entries)])
+        columns = ["selector ", "chunks ", "bits per value", "KL", "0 %", *map(format_percent, costs)]
+        title = f"{made['name']}: {made['prompts']} prompts"
+        tables.append(ReportTable(columns, rows, title, strong=frozenset(strong)))
+    if not tables:
+        return ReportSection("blends", "Prompts of cached chunks", [])
+    text = (
+        "Prompts are put together from chunks that were cached alone, and a part of their tokens is computed again, at "
+        "a cost in token-layers. Recovered: one minus KL over that of exact chunks with nothing recomputed. A dash: "
+        "the cost does not pay for what the selector looks at."
+    )
+    return ReportSection("blends", "Prompts of cached chunks", [ReportBlock("text", text), *tables])
+
+
+def _recovered(entry: Entry) -> str:
+    if entry["reason"] is not None:
+        return "\N{EM DASH}"
+    return "" if entry["share"] is None else with_error(entry["share"], entry["share_stderr"], percent=True)
+
+
 def _layers(report: ReportData) -> ReportSection:
     entries = layer_entries(report)
     if not entries:
@@ -372,14 +442,7 @@ def _layers(report: ReportData) -> ReportSection:
         "Error: squared error over the variance, keys after RoPE. Bits of a layer without the header of the blob; "
         "none where one basis spans several layers."
     )
-    return ReportSection("layers", "Layers", [_figure("layers"), ReportTable(columns, rows, note=note)])
-
-
-def _speed(report: ReportData) -> ReportSection:
-    if all(e["encode_gb_per_s"] is None for e in report["quality"]):
-        return ReportSection("speed", "Speed", [])
-    text = f"One pass over all sequences on {machine_name(report)}; the numbers are in the table of methods."
-    return ReportSection("speed", "Speed", [ReportBlock("text", text), _figure("throughput")])
+    return ReportSection("layers", "Layers", [ReportTable(columns, rows, note=note)])
 
 
 def _profiles(report: ReportData) -> ReportSection:
@@ -468,6 +531,8 @@ def _learned_families(report: ReportData) -> list[str]:
 
 def _name(report: ReportData, key: str) -> str:
     """Return the label of a method or a family."""
+    if key == ABSENT:
+        return "the question alone"
     labels = [str(e["label"]) for e in report["quality"] if e["key"] == key]
     return labels[0] if labels else family_label(key)
 

@@ -30,7 +30,9 @@ def load(documents: str, **metadata: Any) -> dict[str, Any]:
 
     path = TASKS_PATH / documents
     if not path.is_file():
-        raise InputError(f"documents: no file {documents} in {TASKS_PATH}: run python -m cuvee.eval.tasks.generate")
+        raise InputError(
+            f"documents: no file {documents} in {TASKS_PATH}: run python -m cuvee.eval.bench.task_documents"
+        )
     with path.open(encoding="ascii") as lines:
         return {"test": Dataset.from_list([json.loads(line) for line in lines])}
 

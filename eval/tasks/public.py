@@ -19,7 +19,6 @@ from typing import Any
 
 from cuvee.codec.errors import InputError
 from cuvee.eval.tasks import sources
-from cuvee.eval.tasks.generate import QUALITIES, THINGS
 from cuvee.eval.tasks.musique import passages_of
 
 __all__ = [
@@ -34,6 +33,16 @@ __all__ = [
     "wikitext2",
     "xquad",
 ]
+
+QUALITIES = """
+    old blue broken little silver iron wooden quiet heavy golden bitter narrow hollow scarlet gentle frozen crooked
+    ancient yellow stubborn ragged polished dusty noble tender wicked foreign hidden solemn painted patient rusty
+""".split()
+THINGS = """
+    basket kettle ladder mirror saddle bridge candle hammer pillow cradle barrel cottage ribbon anchor trumpet bonnet
+    carriage pistol chimney shovel curtain needle cellar button feather statue wagon compass spindle garland bucket
+    tobacco
+""".split()
 
 CHOICES = 10
 DOCUMENTS = 200  # where the data would give more

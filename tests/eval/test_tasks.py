@@ -20,6 +20,7 @@ from cuvee.codec.data.bundled import EVALUATION_TEXTS, bundled_text, load_bundle
 from cuvee.codec.errors import InputError
 from cuvee.eval import tasks
 from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed
+from cuvee.eval.bench import task_documents as generate
 from cuvee.eval.lm import CuveeLM
 from cuvee.eval.tasks import (
     LOCAL_TASKS,
@@ -28,7 +29,6 @@ from cuvee.eval.tasks import (
     chance,
     description,
     documents,
-    generate,
     main_metric,
     musique,
 )

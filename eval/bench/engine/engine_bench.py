@@ -1,7 +1,8 @@
 """Measure what compressed offload costs and saves in vLLM, on the real engine with `CuveeConnector`.
 
     first token    seconds from a request to its first token, for a prompt with a long prefix and a short question:
-                   computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit)
+                   computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit);
+                   and the same with a store of raw files, vLLM's own ExampleConnector
     storing        throughput of a batch of new prompts, with and without storing their caches
 
     this process --commands--> engine A: no connector
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
@@ -42,6 +43,7 @@ from cuvee.eval.bench.engine.scope import (
     NO_CONNECTOR,
     PROOF_TOKENS,
     QUESTION,
+    RAW_FILES,
     EngineScope,
     EngineVariant,
 )
@@ -108,13 +110,24 @@ def run_engine_bench(
                 **{variant.name: variant for variant in chosen},
             }
             engines = {  # all are made before any is started, because importing vLLM takes longer than anything else
-                name: stack.enter_context(Engine(folder / f"engine{at}.log")) for at, name in enumerate(named)
+                name: stack.enter_context(Engine(folder / f"engine{at}.log"))
+                for at, name in enumerate([*named, RAW_FILES])
             }
             for name, variant in named.items():
                 say(f"starting an engine: {name}")
                 lossy = variant is not None and variant.quality != LOSSLESS
                 options = _engine_options(scope, len(engines))
                 engines[name].start(model, options, variant, profile=profile if lossy else None)
+            say(f"starting an engine: {RAW_FILES}")
+            try:
+                options = _engine_options(scope, len(engines))
+                # It keeps what the first step of a prompt computes, so that step has to be all of the prompt.
+                options["max_num_batched_tokens"] = options["max_model_len"]
+                engines[RAW_FILES].start(model, options, raw_files=folder / "raw")
+            except CuveeError as error:  # the connector is an example, which another vLLM may not have
+                del engines[RAW_FILES]
+                report["left_out"] = {RAW_FILES: str(error)}
+                say(f"left out {RAW_FILES}: {error}")
             report["first_token"] = measure_first_token(
                 scope, report["model"], engines, chosen, say, None if profile is None else profile.name
             )

@@ -19,6 +19,7 @@ __all__ = [
     "NO_CONNECTOR",
     "PROOF_TOKENS",
     "QUESTION",
+    "RAW_FILES",
     "VARIANTS",
     "EngineScope",
     "EngineVariant",
@@ -31,6 +32,7 @@ QUESTION = 16  # tokens after the prefix; fewer than a block, so that our hits a
 PROOF_TOKENS = 4
 DTYPE = "bfloat16"
 NO_CONNECTOR = "no connector"
+RAW_FILES = "raw files"  # a store that compresses nothing: vLLM's own ExampleConnector
 
 
 @dataclass(frozen=True, slots=True)

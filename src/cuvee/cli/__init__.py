@@ -14,8 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from cuvee.cli import (
-    blend_report,
-    compare,
     decode,
     demo,
     encode,
@@ -23,7 +21,6 @@ from cuvee.cli import (
     profile,
     report,
     store,
-    tasks,
 )
 from cuvee.cli import eval as lm_eval
 from cuvee.codec.errors import CuveeError
@@ -49,7 +46,6 @@ app = typer.Typer(
     name="cuvee",
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -57,15 +53,12 @@ app.command()(demo.demo)
 app.command()(encode.encode)
 app.command()(decode.decode)
 app.command()(inspect.inspect)
-app.command(cls=report.ReportCommand)(report.report)
-app.command()(compare.compare)
-app.command()(blend_report.blend_report)
+app.command()(report.report)
 app.command(
     "eval",
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )(lm_eval.evaluate)
-app.command()(tasks.tasks)
 app.add_typer(profile.app, name="profile")
 app.add_typer(store.app, name="store")
 

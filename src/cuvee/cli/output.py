@@ -1,20 +1,16 @@
-"""Output of commands, as JSON for programs and as tables for people, and the exit code of a run that was stopped."""
+"""Output of commands, as JSON for programs and as tables for people."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["counted", "make_console", "make_table", "print_json", "stoppable"]
+__all__ = ["counted", "make_console", "make_table", "print_json"]
 
 _FILE_WIDTH = 120
 
@@ -44,14 +40,3 @@ def counted(number: int, what: str) -> str:
 def print_json(data: Any) -> None:
     """Print JSON to standard output."""
     print(json.dumps(data, indent=2, allow_nan=False))
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """End with 128 + signal, as shells expect, if a signal stops the run inside. The run has said how to continue."""
-    from cuvee.eval.runs import Interrupted
-
-    try:
-        yield
-    except Interrupted as stopped:
-        raise typer.Exit(128 + stopped.number) from None

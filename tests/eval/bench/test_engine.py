@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from rich.console import Console
@@ -20,12 +20,13 @@ from tests.integrations.vllm.engines import need_vllm
 
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.eval.bench import frame
+from cuvee.eval.bench.engine import engine_bench as run
 from cuvee.eval.bench.engine import served
 from cuvee.eval.bench.engine.engine_bench import run_engine_bench
 from cuvee.eval.bench.engine.engine_tables import show_engine
 from cuvee.eval.bench.engine.first_token import LOGPROB_TOLERANCE, logprob_difference, measure_first_token
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
-from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, VARIANTS, EngineScope, RandomLlama
+from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, RAW_FILES, VARIANTS, EngineScope, RandomLlama
 from cuvee.eval.bench.engine.storing import measure_storing
 from cuvee.eval.bench.ratios import crossing, paired, spread
 
@@ -84,6 +85,7 @@ class Scripted:
     ) -> None:
         self.stored: set[tuple[int, ...]] = set()
         self.hits = self.unstored = 0
+        self.counts_nothing = False
         self._compute, self._hit, self._token, self._logprob = compute, hit, token, logprob
         self._wrong_after = wrong_after
         self._own: set[tuple[int, ...]] = set()
@@ -113,6 +115,8 @@ class Scripted:
 
     def settle(self, chunks: int) -> dict[str, float]:
         assert chunks > 0
+        if self.counts_nothing:
+            pytest.fail("it was asked for counters that it does not have")
         return {}
 
     def estimate(self) -> dict[str, float | None] | None:
@@ -188,6 +192,33 @@ def test_storing_is_compared_with_not_storing_in_the_same_engine() -> None:
 def test_nothing_is_reported_of_a_lossless_load_that_changes_the_output(changes: Any, message: str) -> None:
     with pytest.raises(CuveeError, match=f"lossless, file: .*{message}"):
         measure_first_token(SMALL, MODEL, engines(**changes), VARIANTS[:1], silent)
+
+
+def raw_engines(**changes: Any) -> Any:
+    raw = Scripted(**{"compute": 4.0, "hit": 0.25, **changes})
+    raw.counts_nothing = True
+    return {**engines(), RAW_FILES: raw}
+
+
+def test_a_store_of_raw_files_is_timed_beside_the_variants() -> None:
+    first = measure_first_token(SMALL, MODEL, raw_engines(), VARIANTS[:1], silent, "mine.cuvee")
+    for entry in first["lengths"]:
+        assert entry["raw_files"]["hit_over_recompute"]["median"] == 0.125
+        assert entry["raw_files"]["miss_over_recompute"]["median"] == 2.0
+        assert list(entry["variants"]) == [VARIANTS[0].name] and "load_seconds" not in entry["raw_files"]
+    assert first["variants"][0]["profile"] == "mine.cuvee"
+    assert "raw_files" not in measure_first_token(SMALL, MODEL, engines(), VARIANTS[:1], silent)["lengths"][0]
+    report = {**scripted_report(), "first_token": first}
+    out = io.StringIO()
+    show_engine(report).print(Console(file=out, width=200))
+    assert "hit: raw files, ratio" in out.getvalue() and "miss: raw files, ratio" in out.getvalue()
+
+
+def test_raw_files_of_an_engine_that_rounds_otherwise_are_reported() -> None:
+    first = measure_first_token(SMALL, MODEL, raw_engines(logprob=-0.625), VARIANTS[:1], silent)
+    assert first["proof_logprob_difference"][256] == {RAW_FILES: 0.125, VARIANTS[0].name: 0.0}
+    first = measure_first_token(SMALL, MODEL, raw_engines(token=8), VARIANTS[:1], silent)
+    assert first["proof_logprob_difference"][512][RAW_FILES] is None
 
 
 def test_a_lossy_load_may_change_the_output_and_is_reported() -> None:
@@ -329,6 +360,34 @@ def test_a_profile_needs_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         run_engine_bench(SMALL, model=tmp_path / "model", profile=tmp_path / "books.cuvee")
 
 
+class Refusing:
+    """An engine whose vLLM does not know the connector that keeps raw files."""
+
+    def __init__(self, log: Path) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, *_: Any, raw_files: Path | None = None, **__: Any) -> None:
+        if raw_files is not None:
+            raise CuveeError("an engine failed: unsupported connector type: ExampleConnector")
+
+
+def test_a_vllm_without_a_store_of_raw_files_is_measured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "find_spec", lambda _: True)
+    monkeypatch.setattr(run, "Engine", Refusing)
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(run, "measure_first_token", lambda *given: seen.setdefault("engines", list(given[2])))
+    monkeypatch.setattr(run, "measure_storing", lambda *_: {})
+    report = run_engine_bench(SMALL)
+    assert seen["engines"] == [NO_CONNECTOR, VARIANTS[0].name]
+    assert report["left_out"] == {RAW_FILES: "an engine failed: unsupported connector type: ExampleConnector"}
+
+
 @pytest.mark.parametrize("length", [0, 300])
 def test_prefixes_are_whole_chunks(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(frame, "find_spec", lambda _: True)
@@ -344,7 +403,9 @@ def test_a_real_engine() -> None:
     assert report["model"]["raw_bytes_per_token"] == 2 * 2 * 2 * 32 * 2
     first = report["first_token"]
     assert first["proof_logprob_difference"]["256"][VARIANTS[0].name] <= LOGPROB_TOLERANCE
+    assert "left_out" not in report
     for entry in first["lengths"]:
+        assert entry["raw_files"]["hit_over_recompute"]["runs"] == SMALL.hits
         of = entry["variants"][VARIANTS[0].name]
         assert of["hit_over_recompute"]["runs"] == SMALL.hits and of["miss_over_recompute"]["runs"] == 1
         assert of["steps"]["median"] >= 1 and of["decode_seconds"]["p20"] > 0 and of["load_seconds"]["p20"] > 0

@@ -30,7 +30,7 @@ CONFIG = replace(
     sequences=2,
     tasks=(),
     methods=("fp8-e4m3", "kivi4", "cuvee/lossless", "destroyed"),
-    lengths=(256, 40, 100),
+    cache_lengths=(256, 40, 100),
     length_sequences=3,
 )
 
@@ -84,9 +84,17 @@ def test_every_sequence_begins_as_a_text_does() -> None:
 @pytest.mark.parametrize(
     ("lengths", "repeated", "message"),
     [
-        ((64, 240), False, "^lengths: 240 cached tokens and 16 scored ones are 256, .* 255 positions: .* at most 239"),
-        ((17, 64), True, "^lengths: must be at least 18 with 16 scored tokens, got 17: .*--no-reread"),
-        ((150,), False, "^lengths: no text holds 166 tokens in a row .150 cached, 16 scored.: give a longer text"),
+        (
+            (64, 240),
+            False,
+            "^cache_lengths: 240 cached tokens and 16 scored .* 255 positions: .* at most 239",
+        ),
+        ((17, 64), True, "^cache_lengths: must be at least 18 with 16 scored tokens, got 17: .*leave the repeats out"),
+        (
+            (150,),
+            False,
+            "^cache_lengths: no text holds 166 tokens in a row .150 cached, 16 scored.: give",
+        ),
     ],
 )
 def test_lengths_that_cannot_be_measured(lengths: tuple[int, ...], repeated: bool, message: str) -> None:
@@ -94,15 +102,15 @@ def test_lengths_that_cannot_be_measured(lengths: tuple[int, ...], repeated: boo
         length_tokens([corpus(160)], lengths, 16, 4, 255, repeated=repeated, seed=7)
 
 
-@pytest.mark.parametrize("change", [{"lengths": (0, 5)}, {"length_sequences": 0}])
+@pytest.mark.parametrize("change", [{"cache_lengths": (0, 5)}, {"length_sequences": 0}])
 def test_a_configuration_checks_its_lengths(change: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=f"^{next(iter(change))}: must be at least 1"):
         ReportConfig(**change)
 
 
 def test_lengths_are_checked_before_anything_is_measured(tmp_path: Path, console: Console) -> None:
-    with pytest.raises(InputError, match=r"^lengths: 2048 cached .* the model has 2048 positions: give at most 2024"):
-        run_report(replace(CONFIG, lengths=(256, 2048)), tmp_path / "run", console)
+    with pytest.raises(InputError, match=r"^cache_lengths: 2048 cached .* model has 2048 positions: give at most 2024"):
+        run_report(replace(CONFIG, cache_lengths=(256, 2048)), tmp_path / "run", console)
     assert not (tmp_path / "run").exists()
 
 
@@ -152,7 +160,7 @@ def test_figures_are_those_of_a_bench_on_these_sequences(done: tuple[Path, dict[
     from cuvee.eval.methods import baseline
 
     texts = [read_corpus(name, "books-3m") for name in EVALUATION_TEXTS]
-    rows = length_tokens(texts, CONFIG.lengths, 24, 3, None, repeated=True, seed=7)[100]
+    rows = length_tokens(texts, CONFIG.cache_lengths, 24, 3, None, repeated=True, seed=7)[100]
     alone = QualityBench(load_bundled_model()[0], rows, 100, dtype="bfloat16").run("", baseline("kivi4"))
     (entry,) = (e for e in done[1]["lengths"] if (e["key"], e["length"]) == ("kivi4", 100))
     assert entry["kl"] == pytest.approx(alone.kl, rel=1e-3) and entry["bits_per_value"] == alone.bits_per_value
@@ -203,7 +211,7 @@ def test_a_method_that_fails_at_a_length_is_left_out_there_alone(
 def test_the_documents_show_table_and_plot(done: tuple[Path, dict[str, Any]]) -> None:
     out, data = done
     text = (out / "report.md").read_text()
-    assert "## Cache lengths" in text and "plots/lengths.png" in text and (out / "plots" / "lengths.svg").exists()
+    assert "## Cache lengths" in text and "plots/lengths.svg" in text and (out / "plots" / "lengths.svg").exists()
     assert 'id="lengths"' in (out / "report.html").read_text()
     (section,) = (s for s in report_sections(data) if s.id == "lengths")
     table = next(block for block in section.blocks if isinstance(block, ReportTable))

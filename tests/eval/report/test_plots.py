@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from cuvee.eval.labels import shared_area
 from cuvee.eval.plots import plot_quality, write_plots
 from cuvee.eval.quality import LayerCost, PerSequence, Quality
 from cuvee.eval.report import report_plots as plots
-from cuvee.eval.report.families import family_rank, layer_entries
+from cuvee.eval.report.families import family_rank
 from cuvee.eval.report.report_plots import PLOTS
 
 pytest.importorskip("matplotlib")
@@ -121,14 +120,13 @@ def series(axes: Any) -> dict[str, Any]:
     return {c.get_label() or str(i): c for i, c in enumerate(axes.containers)}
 
 
-def test_every_plot_is_written_as_png_and_svg(report: dict[str, Any], tmp_path: Path) -> None:
+def test_every_plot_is_written_as_svg(report: dict[str, Any], tmp_path: Path) -> None:
     written = write_plots(PLOTS, report, tmp_path / "deep" / "plots")
-    assert written == {name: [f"{name}.png", f"{name}.svg"] for name in PLOTS}
+    assert written == list(PLOTS)
     files = sorted(path.name for path in (tmp_path / "deep" / "plots").iterdir())
-    assert files == sorted(name for pair in written.values() for name in pair)
-    for png, svg in written.values():
-        assert (tmp_path / "deep/plots" / png).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-        root = ElementTree.fromstring((tmp_path / "deep/plots" / svg).read_text())
+    assert files == sorted(f"{name}.svg" for name in written)
+    for name in written:
+        root = ElementTree.fromstring((tmp_path / "deep/plots" / f"{name}.svg").read_text())
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert all(v.startswith("#") for e in root.iter() for k, v in e.items() if k.endswith("href"))
         assert not any(e.tag.endswith(("script", "image", "metadata")) for e in root.iter())
@@ -156,13 +154,13 @@ def test_plots_of_another_report_do_not_stay(report: dict[str, Any], tmp_path: P
     write_plots(PLOTS, report, tmp_path)
     (tmp_path / "mine.png").write_text("not a plot of ours")
     written = set(write_plots(PLOTS, {**report, "tasks": [], "scores": []}, tmp_path))
-    assert written == {"size_kl", "lengths", "layers", "throughput"}
+    assert written == {"size_kl", "lengths"}
     assert not list(tmp_path.glob("size_scores*")) and (tmp_path / "mine.png").exists()
 
 
 def test_a_report_with_nothing_has_no_plots(report: dict[str, Any], tmp_path: Path) -> None:
     empty = {**report, "quality": [], "lengths": [], "tasks": [], "scores": [], "comparison": []}
-    assert write_plots(PLOTS, empty, tmp_path / "none") == {}
+    assert write_plots(PLOTS, empty, tmp_path / "none") == []
     assert not list(tmp_path.rglob("*.*"))
 
 
@@ -254,46 +252,6 @@ def test_scores_without_errors_or_quality_are_drawn(report: dict[str, Any]) -> N
         score["stderr"] = None
     figure = plots.size_scores({**report, "quality": []})
     assert figure is not None and len(figure.axes) == 2 and not figure.axes[0].patches
-
-
-def test_layers_are_those_of_the_report(report: dict[str, Any]) -> None:
-    figure = plots.layers(report)
-    assert figure is not None
-    bits, keys, values = figure.axes
-    chosen = layer_entries(report)
-    assert [e["key"] for e in chosen] == [
-        "cuvee/layer@balanced", "cuvee/all@balanced", "pca/kv@small", "fp8-e4m3", "kivi4", "cachegen",
-    ]  # fmt: skip
-    assert [ys(line) for line in bits.lines] == [[1.7] * 3]
-    for axes, field in ((keys, "key_error"), (values, "value_error")):
-        assert [ys(line) for line in axes.lines] == [[la[field] for la in e["layers"]] for e in chosen]
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == [e["label"] for e in chosen]
-
-
-def test_layers_without_bits_or_error(report: dict[str, Any]) -> None:
-    exact = [LayerCost(0.0, 0.0, None)] * 40
-    figure = plots.layers({**report, "quality": [entry("kivi4", 5.0, 1e-2, layers=exact)]})
-    assert figure is not None and len(figure.axes) == 2
-    assert all(math.isnan(y) for y in ys(figure.axes[0].lines[0]))
-    assert plots.layers({**report, "quality": [entry("other", 5.0, 1e-2)]}) is None
-
-
-@pytest.mark.parametrize(("fastest", "unit", "scale"), [(0.9, "MB/s", 1e3), (12.0, "GB/s", 1.0)])
-def test_speeds_are_those_of_the_report(report: dict[str, Any], fastest: float, unit: str, scale: float) -> None:
-    timed = [e for e in report["quality"] if e["kind"] == "preset"]
-    timed[0]["decode_gb_per_s"] = fastest
-    figure = plots.throughput(report)
-    assert figure is not None
-    axes = figure.axes[0]
-    shown = sorted(timed, key=lambda e: (family_rank(report, e["family"]), e["bits_per_value"]))
-    assert [t.get_text() for t in axes.get_yticklabels()] == [e["label"] for e in shown]
-    for bars, field in zip(axes.containers, ("encode_gb_per_s", "decode_gb_per_s"), strict=True):
-        assert [b.get_width() for b in bars] == pytest.approx([scale * e[field] for e in shown])
-    title = figure.get_suptitle()
-    assert unit in title and "A CPU, 2 cores" in title
-    report["environment"]["gpu"] = "A GPU"
-    again = plots.throughput(report)
-    assert again is not None and "A GPU" in again.get_suptitle()
 
 
 def test_families_are_in_order(report: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ pytest.importorskip("matplotlib")
 
 SECTIONS = [
     "What you lose", "How much smaller at equal KL", "How much smaller, by kind of text", "What a KL costs",
-    "Every method", "Scores of tasks", "Layers", "Speed", "Profiles",
+    "Every method", "Scores of tasks", "Layers", "Profiles",
     "The other points of the curves", "How it was measured", "What the figures do not say",
 ]  # fmt: skip
 EVIL = "<b>&amp;&lt; a|b *c* _d_ `e` $f$ [g](http://h) ~~i~~ \\| {{ j }}"
@@ -117,6 +117,8 @@ def measured(books: Any) -> dict[str, Any]:
         "quality": quality,
         "tasks": tasks,
         "scores": scores,
+        "against": None,
+        "blends": [],
         "skipped": [{"key": "kvtc/kv@2", "reason": "too few sequences"}],
         "comparison": [
             {
@@ -252,11 +254,10 @@ def test_every_section_is_there(folder: Path) -> None:
     assert "cuvee report --out a_folder" in text and "d1" * 16 in text
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert names == [
-        "plots/layers.png", "plots/layers.svg", "plots/size_kl.png", "plots/size_kl.svg", "plots/size_scores.png",
-        "plots/size_scores.svg", "plots/throughput.png", "plots/throughput.svg", "report.html", "report.md",
+        "plots/size_kl.svg", "plots/size_scores.svg", "report.html", "report.md",
     ]  # fmt: skip
     shown = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", (folder / "report.md").read_text())
-    assert len(shown) == 4 and all((folder / path).is_file() for path in shown)
+    assert len(shown) == 2 and all((folder / path).is_file() for path in shown)
 
 
 def test_methods_are_those_of_the_report(folder: Path, report: dict[str, Any]) -> None:
@@ -469,9 +470,9 @@ def test_the_page_is_whole_and_loads_nothing(folder: Path) -> None:
 
 def test_figures_of_a_page_are_those_of_the_folder(report: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     assert "<svg" not in html(report, tmp_path)
-    (tmp_path / "layers.svg").write_bytes((folder / "plots" / "layers.svg").read_bytes())
+    (tmp_path / "size_kl.svg").write_bytes((folder / "plots" / "size_kl.svg").read_bytes())
     assert html(report, tmp_path).count("<svg") == 1
-    assert markdown(report, {"layers": ["plots/layers.png"]}).count("![") == 1
+    assert markdown(report, {"size_kl": "plots/size_kl.svg"}).count("![") == 1
 
 
 def no_tasks(report: dict[str, Any]) -> None:
@@ -511,8 +512,8 @@ def a_given_profile(report: dict[str, Any]) -> None:
 MISSING = [no_tasks, one_sequence, unpaired, nothing_measured, only_baselines, a_given_profile]
 ABSENT: dict[str, set[str]] = {
     "no_tasks": {"Scores of tasks"},
-    "nothing_measured": set(SECTIONS[:10]),
-    "only_baselines": {*SECTIONS[:4], "Scores of tasks", "Speed", "Profiles", "The other points of the curves"},
+    "nothing_measured": set(SECTIONS[:9]),
+    "only_baselines": {*SECTIONS[:4], "Scores of tasks", "Profiles", "The other points of the curves"},
     "a_given_profile": {"The other points of the curves"},
 }
 

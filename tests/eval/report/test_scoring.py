@@ -13,11 +13,11 @@ import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.data.bundled import load_bundled_model
-from cuvee.codec.data.corpus import BUNDLED_MODEL, load_tokenizer
+from cuvee.codec.data.corpus import BUNDLED_MODEL
 from cuvee.codec.errors import InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
 from cuvee.eval.quality import CodecMethod
-from cuvee.eval.report.scoring import TaskScorer
+from cuvee.eval.report.scoring import TaskScorer, shows_something
 from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH
 
 pytest.importorskip("lm_eval")
@@ -81,65 +81,6 @@ def test_unknown_tasks_are_named_with_a_hint(books: Any, tmp_path: Path) -> None
         scorer(books, "cuvee_kv_8", "cuvee_needle_129")
 
 
-def test_a_task_of_the_user_is_found(books: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        "task: mine\ncustom_dataset: !function mine.load\ntest_split: test\noutput_type: multiple_choice\n"
-        "doc_to_text: '{{q}}'\ndoc_to_choice: ['a', 'b']\ndoc_to_target: 0\nmetric_list: [{metric: acc}]\n"
-    )
-    (tmp_path / "mine.py").write_text(
-        "import datasets\n\n\ndef load(**kwargs):\n"
-        "    print('said by the task')\n"
-        "    return {'test': datasets.Dataset.from_list([{'q': 'The wind rose and'}, {'q': 'It'}])}\n"
-    )
-    task, score = scorer(books, "mine", include_path=str(tmp_path)).score(Uncompressed(), "mine")
-    assert (task["name"], task["metric"], task["docs"], task["chance"]) == ("mine", "acc", 2, None)
-    assert len(score["per_doc"]) == 2
-    assert "said by the task" not in "".join(capsys.readouterr())
-
-
-def contexts(scores: TaskScorer, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the model is asked."""
-    from cuvee.eval.lm import CuveeLM
-
-    asked: list[str] = []
-    answer = CuveeLM.loglikelihood
-
-    def listen(lm: CuveeLM, requests: Any, disable_tqdm: bool = False) -> Any:
-        asked.extend(request.args[0] for request in requests)
-        return answer(lm, requests, disable_tqdm)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CuveeLM, "loglikelihood", listen)
-        scores.score(Uncompressed(), name)
-    return asked
-
-
-def test_examples_and_chat_templates(books: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        "task: mine\ncustom_dataset: !function mine.load\ntest_split: test\nfewshot_split: train\n"
-        "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: ['a', 'b']\ndoc_to_target: 0\n"
-        "metric_list: [{metric: acc}]\n"
-    )
-    (tmp_path / "mine.py").write_text(
-        "import datasets\n\n\ndef load(**kwargs):\n"
-        "    rows = {'test': ['The wind rose and', 'It'], 'train': ['One', 'Two']}\n"
-        "    return {k: datasets.Dataset.from_list([{'q': q} for q in v]) for k, v in rows.items()}\n"
-    )
-    plain = contexts(scorer(books, "mine", include_path=str(tmp_path)), "mine", monkeypatch)
-    assert plain[0] == "The wind rose and"
-    shown = contexts(scorer(books, "mine", include_path=str(tmp_path), num_fewshot=1), "mine", monkeypatch)
-    assert shown[0].endswith("The wind rose and") and shown[0].startswith(("One", "Two"))
-
-    def templated(name: str) -> Any:
-        tokenizer = load_tokenizer(name)
-        tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
-        return tokenizer
-
-    monkeypatch.setattr("cuvee.eval.report.scoring.load_tokenizer", templated)
-    chat = contexts(scorer(books, "mine", include_path=str(tmp_path), chat_template=True), "mine", monkeypatch)
-    assert chat[0] == "<user>The wind rose and<assistant>"
-
-
 def test_what_a_failing_task_printed_is_shown(
     books: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,3 +97,27 @@ def test_what_a_failing_task_printed_is_shown(
         scores.score(Uncompressed(), "cuvee_kv_8")
     assert "the last words" in capsys.readouterr().err
     assert logging.getLogger("lm_eval").level == logging.INFO
+
+
+def score_of(key: str, difference: float, stderr: float | None, value: float = 0.5) -> dict[str, Any]:
+    return {"task": "t", "key": key, "score": value, "difference": difference, "difference_stderr": stderr}
+
+
+@pytest.mark.parametrize(
+    ("controls", "guess", "higher", "verdict"),
+    [
+        ([], 0.2, True, None),
+        ([score_of("destroyed", -0.3, None)], 0.2, True, None),  # a single document
+        ([score_of("destroyed", -0.3, 0.1)], 0.2, True, True),
+        ([score_of("destroyed", -0.3, 0.16)], 0.2, True, False),
+        ([score_of("destroyed", -0.3, 0.1), score_of("absent", -0.1, 0.1)], 0.2, True, False),
+        ([score_of("destroyed", 0.3, 0.1)], 0.2, True, False),
+        ([score_of("destroyed", 0.3, 0.1)], None, False, True),  # nats, of which fewer are better
+        ([score_of("destroyed", -0.3, 0.1)], 0.45, True, False),  # the exact cache only guesses
+    ],
+)
+def test_a_task_shows_something_if_every_control_loses(
+    controls: list[dict[str, Any]], guess: float | None, higher: bool, verdict: bool | None
+) -> None:
+    task = {"name": "t", "higher_is_better": higher, "chance": guess, "docs": 100}
+    assert shows_something(task, [score_of("bf16", 0.0, None), *controls]) is verdict

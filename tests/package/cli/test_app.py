@@ -1,4 +1,4 @@
-"""Test the command line as a whole: usage, errors, help, startup, and options that have moved."""
+"""Test the command line as a whole: usage, errors, help, size, and startup."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def test_wrong_usage_is_exit_code_two(files: Files) -> None:
         (*encode, "--profile", files.profile, "--chunk-tokens", "0"),
         ("decode", files.cache, out),
         ("inspect",),
-        ("compare", "old.json"),
     ):
         misused(*args)
     assert not out.exists()
@@ -56,11 +55,19 @@ COMMANDS = sorted(set(commands(typer.main.get_command(app))) - {"eval"})  # lm-e
 
 def test_the_commands() -> None:
     assert COMMANDS == [
-        "blend-report", "compare", "decode", "demo", "encode", "inspect", "profile learn", "profile pull",
-        "profile push", "profile show", "report", "store clear", "store delete-tenant", "store info", "tasks",
+        "decode", "demo", "encode", "inspect", "profile learn", "profile pull", "profile push", "profile show", "report",
+        "store clear", "store delete-tenant", "store info",
     ]  # fmt: skip
     for group in ("", "profile", "store"):
         assert "Commands" in run(*group.split(), "--help").stdout
+
+
+def test_the_command_line_stays_small() -> None:
+    def parameters(command: Any) -> int:
+        below = getattr(command, "commands", {}).values()
+        return sum(map(parameters, below)) if below else len(command.params)
+
+    assert len(COMMANDS) + 1 <= 14 and parameters(typer.main.get_command(app)) <= 95
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,25 +85,6 @@ def test_the_example_of_a_command_is_right(command: str) -> None:
     assert examples
     for example in examples:
         found.make_context(command, shlex.split(example))
-
-
-@pytest.mark.parametrize(
-    ("typed", "option", "command"),
-    [
-        ("report --compare a.json b.json", "--compare", "cuvee compare OLD.json NEW.json"),
-        ("report --compare=a.json b.json --allow-different", "--compare", "cuvee compare OLD.json NEW.json"),
-        ("report --fail-if kl>1%", "--fail-if", "cuvee compare OLD.json NEW.json --fail-if CONDITION"),
-        ("report --allow-different", "--allow-different", "cuvee compare OLD.json NEW.json --allow-different"),
-        ("report --quick --blend", "--blend", "cuvee blend-report"),
-        ("report --multidoc x.jsonl -o r", "--multidoc", "cuvee blend-report --multidoc FILE.jsonl"),
-    ],
-)
-def test_an_option_that_has_moved_names_the_new_command(
-    typed: str, option: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert f"{option} has moved: it is now `{command}`." in misused(*typed.split())
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, 120), ("60", 60)])

@@ -1,4 +1,4 @@
-"""Write the documents of the local tasks: `python -m cuvee.eval.tasks.generate`.
+"""Write the documents of the local tasks: `python -m cuvee.eval.bench.task_documents`.
 
 Prose comes only from the bundled evaluation texts, and everything else from the lists below. Equal inputs give equal
 bytes. Nothing but the context tells the answers: which of the choices is right is drawn, and neither the choices nor
@@ -19,6 +19,7 @@ from typing import Any
 from cuvee.codec.data.bundled import EVALUATION_TEXTS, bundled_text, load_bundled_model
 from cuvee.codec.support.files import write_atomically
 from cuvee.eval.tasks import TASKS_PATH
+from cuvee.eval.tasks.public import QUALITIES, THINGS
 
 __all__ = ["DOCUMENTS", "documents", "encode_documents"]
 
@@ -40,15 +41,6 @@ LAST_NAMES = """
     Marigold Heron Speedwell Arrow Lapwing Crescent Dauntless Halcyon Juniper Lantern Mermaid Nautilus Osprey Petrel
     Quickstep Raven Sparrow Thistle Unicorn Vixen Wanderer Zephyr Albion Beacon Comet Dolphin Emerald Falcon Gazelle
     Hawthorn Ivanhoe Jessamine
-""".split()
-QUALITIES = """
-    old blue broken little silver iron wooden quiet heavy golden bitter narrow hollow scarlet gentle frozen crooked
-    ancient yellow stubborn ragged polished dusty noble tender wicked foreign hidden solemn painted patient rusty
-""".split()
-THINGS = """
-    basket kettle ladder mirror saddle bridge candle hammer pillow cradle barrel cottage ribbon anchor trumpet bonnet
-    carriage pistol chimney shovel curtain needle cellar button feather statue wagon compass spindle garland bucket
-    tobacco
 """.split()
 PLACES = """
     London Bristol Dover Whitby Oxford Paris Dublin York Kent Boston Exeter Derby Bath Calais Leeds Durham

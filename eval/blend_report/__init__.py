@@ -1,1 +1,0 @@
-"""`cuvee blend-report`: what blending recovers, by selector and cost."""

@@ -1,0 +1,191 @@
+"""What changed since an earlier report, and whether it got worse.
+
+    old report.json --Figures--+
+                               +--> same model, tokens, documents? --> paired differences --> changes, what is missing
+    this report -----Figures---+
+
+Both reports must have measured the same tokens and documents, so every difference has the standard error of its pairs.
+A figure is worse if it changed in the wrong direction by more than two of these errors, or is no longer there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cuvee.codec.errors import FormatError, InputError, VersionError
+from cuvee.codec.support.plain_json import parse_json
+from cuvee.eval.documents import ReportData
+from cuvee.eval.stats import paired_difference
+
+__all__ = ["REPORT_FORMAT", "REPORT_VERSION", "Change", "Figures", "changes_since"]
+
+REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 2
+METRICS = {"bits_per_value": False, "kl": False, "delta_nll": False, "top1": True}
+"""The figures of each method that are compared, and whether more is better."""
+CLEAR = 2.0  # standard errors
+_ROUNDING = 1e-12  # relative: what summing in another order may leave
+_DECIDE = {
+    "model": ("fingerprint", "dtype"),
+    "configuration": ("cache_dtype", "chunk_tokens"),
+    "text": ("tokens_sha256", "prefix"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A mean, and the values by sequence or by document that it is the mean of."""
+
+    value: float
+    parts: tuple[float, ...]
+    more_is_better: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a comparison needs of a report.
+
+    Attributes:
+        name: of its file, commit and date.
+        measured: what the figures depend on, such as the digest of the tokens.
+        found: figures by method and metric; the metric of a score is its task.
+    """
+
+    name: str
+    measured: dict[str, Any]
+    found: dict[tuple[str, str], Figure]
+
+    @classmethod
+    def load(cls, path: Path) -> Figures:
+        """Read a finished report.
+
+        Raises:
+            FormatError: the file is not a whole report.
+            InputError: the run of this report has not finished.
+            OSError: the file cannot be read.
+            VersionError: the report has another version.
+        """
+        try:
+            data = parse_json(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise FormatError(f"{path} is not JSON: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != REPORT_FORMAT:
+            raise FormatError(f"{path} is not a report: give the report.json that `cuvee report` writes")
+        if data.get("version") != REPORT_VERSION:
+            raise VersionError(
+                f"{path} is a report of version {data.get('version')!r}, not {REPORT_VERSION}: make it again"
+            )
+        if data.get("complete") is not True:
+            raise InputError(f"against: {path} is of a run that has not finished; give its command again to go on")
+        try:
+            environment = data["environment"]
+            return cls.of(data, f"{path.name} of {environment['date']}, commit {environment['commit']}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{path} is damaged: {error!r}") from error
+
+    @classmethod
+    def of(cls, report: ReportData, name: str = "this report") -> Figures:
+        """Take the figures of a report."""
+        measured = {f"{block}.{field}": report[block][field] for block, fields in _DECIDE.items() for field in fields}
+        measured |= {f"tasks.{task['name']}": task["docs_sha256"] for task in report["tasks"]}
+        found = {
+            (str(entry["key"]), metric): _figure(entry[metric], entry["per_sequence"][metric], better)
+            for entry in report["quality"]
+            for metric, better in METRICS.items()
+        }
+        better = {task["name"]: bool(task["higher_is_better"]) for task in report["tasks"]}
+        found |= {
+            (str(score["key"]), str(score["task"])): _figure(score["score"], score["per_doc"], better[score["task"]])
+            for score in report["scores"]
+            if _is_mean(score)
+        }
+        return cls(name, measured, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure of one method in two reports; `stderr` is that of the paired differences, None of a single pair."""
+
+    key: str
+    metric: str
+    before: float
+    after: float
+    stderr: float | None
+    more_is_better: bool
+
+    @property
+    def change(self) -> float:
+        """`after - before`, or 0 if that is no more than rounding."""
+        change = self.after - self.before
+        return change if abs(change) > _ROUNDING * max(abs(self.before), abs(self.after)) else 0.0
+
+    @property
+    def clear(self) -> bool:
+        """Whether the figure changed by more than two standard errors, or at all where there is a single pair."""
+        return abs(self.change) > CLEAR * (self.stderr or 0.0)
+
+    @property
+    def worse(self) -> bool:
+        """Whether it clearly changed in the wrong direction."""
+        return self.clear and (self.change > 0) is not self.more_is_better
+
+
+def changes_since(old: Figures, report: ReportData) -> dict[str, Any]:
+    """Find out what changed since an earlier report.
+
+    Args:
+        old: of that report.
+        report: the dict of this one.
+
+    Returns:
+        For JSON: the `name` of the old report, the `changes` that are clear, how many figures are `unchanged`, what is
+        `missing` (method and metric), and `worse`, the number of figures that got worse or are missing.
+
+    Raises:
+        InputError: the reports differ in something that their figures depend on; the message lists it.
+    """
+    new = Figures.of(report)
+    if different := list(_differences(old.measured, new.measured)):
+        raise InputError(
+            f"against: must have measured what this report measures, but they differ in {'; '.join(different)}"
+        )
+    changes = [
+        Change(key, metric, was.value, now.value, paired_difference(now.parts, was.parts)[1], now.more_is_better)
+        for (key, metric), was in old.found.items()
+        if (now := new.found.get((key, metric))) is not None
+    ]
+    missing = [f"{key} {metric}" for key, metric in old.found if (key, metric) not in new.found]
+    clear = [change for change in changes if change.clear]
+    return {
+        "name": old.name,
+        "changes": [{**asdict(change), "worse": change.worse} for change in clear],
+        "unchanged": len(changes) - len(clear),
+        "missing": missing,
+        "worse": len(missing) + sum(change.worse for change in clear),
+    }
+
+
+def _figure(value: Any, parts: Any, more_is_better: bool) -> Figure:
+    if not parts:
+        raise ValueError("a figure without the values that it is the mean of")
+    return Figure(float(value), tuple(map(float, parts)), more_is_better)
+
+
+def _is_mean(score: ReportData) -> bool:
+    """Return whether a score is the mean over its documents, so that documents can be paired."""
+    parts = score["per_doc"]
+    return bool(parts) and math.isclose(math.fsum(parts) / len(parts), score["score"], rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in old.items():
+        if name in new and new[name] != value:
+            yield f"{name} ({_short(value)} and {_short(new[name])})"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return f"{text[:12]}…" if len(text) >= 32 else text
