@@ -17,7 +17,7 @@ from cuvee.codec.entropy.streams import LOWER_BOUND
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES
 from cuvee.codec.errors import CorruptError, FormatError
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.rans_by_class import decode_class_stream, encode_class_stream
+from cuvee.codec.stages.compiled.rans import decode_class_stream, encode_class_stream
 from cuvee.codec.stages.compiled.token_order import sort_columns as sort_class_columns
 from cuvee.codec.support.arrays import U8, U16, U32
 from cuvee.kernels.jobs import I64, JobField

@@ -162,5 +162,10 @@ def _split(span: range, parts: int, unit: int) -> list[range]:
     return [range(max(at * unit, span.start), min((at + size) * unit, span.stop)) for at in range(first, end, size)]
 
 
+def _made(name: str, threads: int) -> CpuBackend:
+    """Make the backend whose stages are called `name`. They are imported only now, and may have to be compiled."""
+    return CpuBackend(get_stages(name), threads)
+
+
 for _name in stage_names():
-    register(_name, partial(CpuBackend, get_stages(_name)))
+    register(_name, partial(_made, _name))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.errors import CorruptError, FormatError, InputError
+from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.support.arrays import F32, I32, U8, U16, U32
 
 ESCAPE = 0x80  # the byte of -128: never a value, so that values are the int8 range -127 … 127
@@ -88,8 +88,3 @@ def too_large_error(steps: float) -> InputError:
         f"cache: must hold values below {MAX_LEVEL} quantizer steps, got {steps:.3g} quantizer steps: encode it with "
         "quality='lossless'"
     )
-
-
-def escape_error() -> CorruptError:
-    """Return the error about a section whose listed escapes differ from its coded ones."""
-    return CorruptError("the escape list does not match the coded symbols: the bytes are damaged")

@@ -1,8 +1,8 @@
-"""Coefficients to the coded part of a section and back: quantize, pack, and entropy-code.
+"""Coefficients to the coded part of a section: quantize, pack, and entropy-code.
 
-    y [R, T] float32 --quantize--> levels --pack--> planes --rANS--> streams
+    y [R, T] float32 --to_planes--> planes --rANS--> streams
 
-All stages work on tiles of tokens, so that float arrays never exceed a tile.
+All stages before the entropy coder work on tiles of tokens, so that float arrays never exceed a tile.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL, CodingPlan, Escapes, too_large_error
-from cuvee.codec.entropy.family import Family, step_value
-from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM
+from cuvee.codec.entropy.coding_plan import Escapes
+from cuvee.codec.entropy.family import Family
+from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, Streams
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
+from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan, SectionPlanes
 from cuvee.codec.errors import InputError
-from cuvee.codec.format.coded_part import write_streams
+from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.stages.implementations import Stages
-from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 from cuvee.codec.support.arrays import F32, U8
 
 Piece = tuple[U8, U8, F32]  # classes of tokens, classes of columns, and coefficients of columns
@@ -60,11 +59,6 @@ def _merge(parts: list[Escapes]) -> Escapes:
     return Escapes(index[order], np.concatenate([part.value for part in parts])[order])
 
 
-def _peak(y: F32) -> float:
-    """Return the largest magnitude, or NaN if there is a NaN."""
-    return float(max(y.max(initial=0.0), -y.min(initial=0.0)))
-
-
 def _side_by_side(parts: list[U8], tokens: int) -> U8:
     """Join the planes of all tiles into one matrix, as deep as the deepest tile."""
     joined = np.zeros((max(map(len, parts)), tokens), np.uint8)
@@ -77,7 +71,7 @@ def _side_by_side(parts: list[U8], tokens: int) -> U8:
 
 @dataclass(frozen=True, slots=True)
 class ClassedSection:
-    """A section to encode whose tokens have classes.
+    """A section to encode.
 
     Attributes:
         pieces: tiles in order, whole windows except for the last. Each yields the classes `[t]` of its tokens, the
@@ -94,60 +88,26 @@ class ClassedSection:
 
 @dataclass(frozen=True, slots=True)
 class CoefficientCoder:
-    """Codes the coefficients of sections at one step."""
+    """Codes the coefficients of sections with the tables and the quantizer of a family."""
 
     stages: Stages
     family: Family
-    step_index: int
 
-    def encode(self, pieces: Iterable[tuple[slice, F32]], plan: CodingPlan, tokens: int) -> bytes:
-        """Encode `[R, T]` coefficients.
-
-        Args:
-            pieces: token ranges in order, each but the last a multiple of 128 tokens, with their `[R, t]` float32.
-            plan: how the R components are coded.
-            tokens: T.
+    def encode(self, sections: Iterable[ClassedSection], tokens: int) -> list[bytes]:
+        """Encode the coefficients of several sections of `tokens` tokens.
 
         Raises:
             InputError: a coefficient is too many steps large.
         """
-        _check_escape_numbers(len(plan.shift), tokens)
-        entropy = self.family.tables.entropy
-        per_stream = tokens_per_stream(plan.planes, float(entropy[plan.tables].sum()))
-        planes = np.empty((plan.planes, tokens), np.uint8)
-        step = step_value(self.step_index)
-        escaped: list[Escapes] = []
-        for at, y in pieces:
-            peak = _peak(y)
-            if not peak < MAX_LEVEL * step:
-                raise too_large_error(peak / step)
-            levels = self.stages.quantize(y, step, plan, self.family.quantizer)
-            planes[:, at], escapes = self.stages.pack(levels, plan, self.family.tables)
-            escaped.append(_renumber(escapes, at.stop - at.start, tokens, at.start))
-        streams = self.stages.rans_encode(planes, plan.tables, self.family.tables, per_stream)
-        return write_streams(streams, _merge(escaped), plan.planes, per_stream)
-
-    def encode_classes(self, sections: Iterable[ClassedSection], tokens: int) -> list[bytes]:
-        """Encode the coefficients of several sections whose tokens have classes.
-
-        Raises:
-            InputError: a coefficient is too many steps large.
-        """
-        packed: list[ClassedPlanes] = []
-        escapes: list[Escapes] = []
-        for section in sections:
-            planes, listed = self._to_planes(section, tokens)
-            packed.append(planes)
-            escapes.append(listed)
+        packed = [self._to_planes(section, tokens) for section in sections]
+        streams = self.stages.rans_encode([planes for planes, _, _ in packed], self.family.tables)
         return [
-            write_streams(streams, listed, int(own.plan.planes.max()), own.tokens_per_stream, classes)
-            for own, listed, (streams, classes) in zip(
-                packed, escapes, self.stages.encode_classed(packed, self.family.tables), strict=True
-            )
+            write_coded(CodedPart(own, escapes, planes.tokens_per_stream, classes), int(planes.plan.planes.max()))
+            for own, (planes, escapes, classes) in zip(streams, packed, strict=True)
         ]
 
-    def _to_planes(self, section: ClassedSection, tokens: int) -> tuple[ClassedPlanes, Escapes]:
-        """Quantize and pack a section: everything before its entropy coding."""
+    def _to_planes(self, section: ClassedSection, tokens: int) -> tuple[SectionPlanes, Escapes, Streams]:
+        """Quantize and pack a section: everything before its entropy coding; and code its classes."""
         plan = section.plan
         _check_escape_numbers(int(plan.rows[plan.finest]), tokens)
         classes, columns = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
@@ -164,4 +124,5 @@ class CoefficientCoder:
         share = np.bincount(classes, minlength=CLASSES) / tokens
         per_stream = tokens_per_stream(int(share @ plan.planes), float(share @ plan.entropy(self.family.tables)))
         joined = coded[0] if len(coded) == 1 else _side_by_side(coded, tokens)
-        return ClassedPlanes(joined, columns, classes, plan, section.class_table, per_stream), _merge(escaped)
+        class_stream = self.stages.encode_classes(classes, section.class_table)
+        return SectionPlanes(joined, columns, plan, per_stream), _merge(escaped), class_stream

@@ -84,11 +84,16 @@ def split_wide(codes: npt.NDArray[np.int32]) -> tuple[U16, U8]:
     over = np.maximum(codes - (TABLES - 1), 0)
     shift = -(-over // TABLES_PER_OCTAVE)
     if shift.size and shift.max() > MAX_SHIFT:
-        raise ProfileError(
-            "step: must not be finer than the profile can code, got a step that is too small: use a larger step or "
-            "quality='lossless'"
-        )
+        raise too_fine_error()
     return (codes - shift * TABLES_PER_OCTAVE).astype(np.uint16), shift.astype(np.uint8)
+
+
+def too_fine_error() -> ProfileError:
+    """Return the error about a step at which a profile's components would be too many steps wide."""
+    return ProfileError(
+        "step: must not be finer than the profile can code, got a step that is too small: use a larger step or "
+        "quality='lossless'"
+    )
 
 
 def coding_plan(codes: npt.NDArray[np.int32]) -> CodingPlan:

@@ -1,4 +1,4 @@
-"""Coded streams: their parts, their number, and the errors about damaged streams."""
+"""Coded streams: their parts and their number."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ class Streams:
     words: U16
 
 
+# The class stream of a section whose tokens all have one class: it holds nothing.
+ONE_CLASS = Streams(np.array([LOWER_BOUND], np.uint32), np.zeros(1, np.uint32), np.empty(0, np.uint16))
+
+
 def stream_count(tokens: int, tokens_per_stream: int) -> int:
     """Return the number of streams that hold `tokens` tokens."""
     return -(-tokens // tokens_per_stream)
-
-
-def stream_error(stream: int, count: int) -> CorruptError:
-    """Return the error about a stream that does not end in the initial state."""
-    return CorruptError(f"entropy-coded stream {stream} of {count} does not end where it must: the bytes are damaged")
 
 
 def check_streams(streams: Streams, tokens_per_stream: int, tokens: int) -> None:

@@ -12,18 +12,20 @@ components falls from left to right within a window. A window of t columns has S
 holds columns s, s + S, s + 2 S, …. So at any moment all lanes of a decoder work on tokens of nearly one class, and all
 streams of a window cost nearly the same. A run of tokens lies in the streams of its windows.
 
-The classes themselves are coded in the order of the tokens, as one rANS stream with one table per section.
+The classes themselves are coded in the order of the tokens, as one rANS stream with one table per section. If all
+tokens of a section have one class, as in lossless coding, nothing is sorted and nothing is coded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
-from cuvee.codec.entropy.family import step_value
+from cuvee.codec.entropy.family import step_value, too_fine_error
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.support.arrays import F32, I32, U8, U16, U32
@@ -34,9 +36,6 @@ NEUTRAL = 11  # the class that uses the blob's own step: 5.5 octaves for attenti
 CLASS_UNITS = 32  # step units (1/64 octave) between neighboring classes
 WINDOW = 256  # tokens per sorted window; a multiple of every number of tokens per stream
 CLASS_BITS = 12  # probability bits of a class table
-
-# For profiles without learned frequencies: the neutral class is likely, extremes are unlikely, and all can be coded.
-_DEFAULT_WEIGHT = 2.0 ** -np.abs(np.arange(CLASSES) - NEUTRAL)
 
 
 def class_step_index(step_index: int, token_class: int) -> int:
@@ -52,8 +51,10 @@ def class_frequencies(counts: npt.NDArray[np.generic]) -> U16:
 
 
 def default_class_frequencies() -> U16:
-    """Return frequencies for a section without learned ones."""
-    return class_frequencies(_DEFAULT_WEIGHT)
+    """Return frequencies for a section without a predictor: all can be coded, and the neutral class costs nothing."""
+    frequencies = np.ones(CLASSES, np.uint16)
+    frequencies[NEUTRAL] = (1 << CLASS_BITS) - CLASSES + 1
+    return frequencies
 
 
 def class_table(frequencies: U16) -> EntropyTables:
@@ -73,7 +74,48 @@ def windows(first: int, end: int) -> Iterator[slice]:
         yield slice(start, min(start + WINDOW, end))
 
 
-class ClassedPlan:
+class ColumnPlan:
+    """Which byte planes a column has, by its class.
+
+    Args:
+        planes: `[K]` int32, byte planes of a column of each of K classes; they fall from class to class.
+        tables: `[K, P]` uint16, the entropy table of each plane.
+    """
+
+    def __init__(self, planes: I32, tables: U16) -> None:
+        self.planes = planes
+        self.tables = tables
+
+    @lazy
+    def coders(self) -> U32:
+        """`[K P]` uint32: where in `EntropyTables.coders` the table of each plane of each class begins."""
+        return self.tables.ravel().astype(np.uint32) * np.uint32(SYMBOLS)
+
+
+def one_class(tables: U16) -> ColumnPlan:
+    """Return the plan of a section whose tokens all have class 0, given the table of each plane, `[P]` uint16."""
+    return ColumnPlan(np.array([len(tables)], np.int32), tables[None])
+
+
+@dataclass(frozen=True, slots=True)
+class SectionPlanes:
+    """A section to entropy-code.
+
+    Attributes:
+        planes: `[P, T]` uint8, a column per token, sorted by class within windows. Column t holds
+            `plan.planes[columns[t]]` bytes; bytes below are not read.
+        columns: `[T]` uint8, the class of each column, rising within each window.
+        plan: the section's plan.
+        tokens_per_stream: n, a power of two, at most 128.
+    """
+
+    planes: U8
+    columns: U8
+    plan: ColumnPlan
+    tokens_per_stream: int
+
+
+class ClassedPlan(ColumnPlan):
     """How the components of one section are coded, class by class, at one step of a blob.
 
     Args:
@@ -99,19 +141,16 @@ class ClassedPlan:
     def __init__(self, plans: Sequence[CodingPlan | None], step_index: int) -> None:
         served = [k for k, plan in enumerate(plans) if plan is not None]
         if not served:
-            raise ProfileError(
-                "step: must not be finer than the profile can code, got a step that is too small: use a larger step or "
-                "quality='lossless'"
-            )
+            raise too_fine_error()
         self.plans = tuple(plans)
         self.step_index = step_index
         self._entropy: tuple[EntropyTables, npt.NDArray[np.float64]] | None = None
         self.finest = served[0]
         self.steps: F32 = np.array([step_value(class_step_index(step_index, k)) for k in range(CLASSES)], np.float32)
         self.rows: I32 = np.array([0 if plan is None else len(plan.shift) for plan in plans], np.int32)
-        self.planes: I32 = np.array([0 if plan is None else plan.planes for plan in plans], np.int32)
-        rows, planes = max(int(self.rows.max()), 1), max(int(self.planes.max()), 1)
-        self.tables: U16 = np.zeros((CLASSES, planes), np.uint16)
+        depth: I32 = np.array([0 if plan is None else plan.planes for plan in plans], np.int32)
+        rows, planes = max(int(self.rows.max()), 1), max(int(depth.max()), 1)
+        super().__init__(depth, np.zeros((CLASSES, planes), np.uint16))
         self.level_table: U16 = np.zeros((CLASSES, rows), np.uint16)
         self.shift: U8 = np.zeros((CLASSES, rows), np.uint8)
         self.low_plane: I32 = np.zeros((CLASSES, rows), np.int32)
@@ -130,11 +169,6 @@ class ClassedPlan:
         if plan is None:
             raise ProfileError(f"token_class: must be at least {self.finest}, got class {token_class}, which is finer")
         return plan
-
-    @lazy
-    def coders(self) -> U32:
-        """`[16 P]` uint32: where in `EntropyTables.coders` the table of each plane of each class begins."""
-        return self.tables.ravel().astype(np.uint32) * np.uint32(SYMBOLS)
 
     def entropy(self, tables: EntropyTables) -> npt.NDArray[np.float64]:
         """Return the expected bits of a token of each class, `[16]`."""

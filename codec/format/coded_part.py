@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cuvee.codec.entropy import rules
 from cuvee.codec.entropy.coding_plan import Escapes
+from cuvee.codec.entropy.rules import rule_error
 from cuvee.codec.entropy.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2, Streams, stream_count
-from cuvee.codec.errors import FormatError
 
-_STREAMS = struct.Struct("<IIBBH")
-_CLASSES = struct.Struct("<II")
+_HEADER = struct.Struct("<IIBBHII")
+_LONG_LENGTHS = 0x10000  # from so many words on, which a stream could have, lengths take four bytes
+
 _NATIVE = {name: np.dtype(name) for name in ("u1", "u2", "u4", "i2", "i4")}
 _WIRE = {name: dtype.newbyteorder("<") for name, dtype in _NATIVE.items()}
 
@@ -30,10 +32,15 @@ class Reader:
         """The number of bytes read so far."""
         return self._at
 
+    @property
+    def left(self) -> int:
+        """The number of bytes not read so far."""
+        return len(self._view) - self._at
+
     def take(self, count: int) -> memoryview:
         """Return the next `count` bytes. Raise FormatError if fewer are left."""
-        if count > len(self._view) - self._at:
-            raise FormatError(f"section: ends {count - (len(self._view) - self._at)} bytes too early")
+        if count > self.left:
+            raise rule_error(rules.SHORT, count - self.left)
         self._at += count
         return self._view[self._at - count : self._at]
 
@@ -49,20 +56,20 @@ class Reader:
     def skip_padding(self) -> None:
         """Skip zero bytes up to a multiple of four. Raise FormatError if they are not zero."""
         if any(self.take(-self._at % 4)):
-            raise FormatError("section: has padding that is not zero")
+            raise rule_error(rules.PADDING)
 
     def finish(self) -> None:
         """Raise FormatError unless all bytes were read."""
-        if self._at != len(self._view):
-            raise FormatError(f"section: has {len(self._view) - self._at} bytes too many")
+        if self.left:
+            raise rule_error(rules.LONG, self.left)
 
 
 def _wire(array: npt.NDArray[np.generic], dtype: str) -> bytes:
     return array.astype(_WIRE[dtype]).tobytes()
 
 
-def _length_dtype(planes: int, tokens_per_stream: int) -> str:
-    return "u2" if planes * tokens_per_stream <= 0xFFFF else "u4"
+def _length_bytes(planes: int, tokens_per_stream: int) -> int:
+    return 2 if planes * tokens_per_stream < _LONG_LENGTHS else 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,81 +80,77 @@ class CodedPart:
         streams: the streams of the planes.
         escapes: the escapes of the planes.
         tokens_per_stream: n.
-        classes: the stream of the tokens' classes; None without classes.
+        classes: the stream of the tokens' classes; `ONE_CLASS` if they all have one.
     """
 
     streams: Streams
     escapes: Escapes
     tokens_per_stream: int
-    classes: Streams | None = None
+    classes: Streams
 
 
-def write_streams(
-    streams: Streams, escapes: Escapes, planes: int, tokens_per_stream: int, classes: Streams | None = None
-) -> bytes:
-    """Write the coded part of a section: counts, states, lengths, words, padding, escapes.
+def write_coded(part: CodedPart, planes: int) -> bytes:
+    """Write a coded part: header, states, lengths, words of the classes and of the streams, padding, escapes.
 
-    Args:
-        streams: the streams of the planes.
-        escapes: the escapes of the planes.
-        planes: the largest number of planes of a token.
-        tokens_per_stream: n.
-        classes: the stream of the tokens' classes; None without classes.
+    `planes` is the largest number of planes that a token may have.
     """
-    log2 = tokens_per_stream.bit_length() - 1
-    parts = [_STREAMS.pack(len(streams.words), len(escapes.index), log2, classes is not None, 0)]
-    if classes is not None:
-        parts.append(_CLASSES.pack(len(classes.words), int(classes.states[0])))
-    parts += [_wire(streams.states, "u4"), _wire(streams.lengths, _length_dtype(planes, tokens_per_stream))]
-    if classes is not None:
-        parts.append(_wire(classes.words, "u2"))
-    parts.append(_wire(streams.words, "u2"))
+    streams, escapes, n = part.streams, part.escapes, part.tokens_per_stream
+    parts = [
+        _HEADER.pack(
+            len(streams.words), len(escapes.index), n.bit_length() - 1, 0, 0, len(part.classes.words),
+            int(part.classes.states[0]),
+        ),
+        _wire(streams.states, "u4"),
+        _wire(streams.lengths, f"u{_length_bytes(planes, n)}"),
+        _wire(part.classes.words, "u2"),
+        _wire(streams.words, "u2"),
+    ]  # fmt: skip
     parts.append(bytes(-sum(map(len, parts)) % 4))
     parts += [_wire(escapes.index, "u4"), _wire(escapes.value, "i4")]
     return b"".join(parts)
 
 
-def read_coded(
-    reader: Reader, planes: int, rows: int, tokens: int, classed: tuple[int, int] | None = None
-) -> CodedPart:
-    """Read the output of `write_streams`.
+def read_coded(reader: Reader, planes: int, rows: int | None, tokens: int) -> CodedPart:
+    """Read the output of `write_coded`: all that the reader has left.
 
     Args:
-        reader: positioned at the coded part.
-        planes: planes per token, for tokens without classes.
-        rows: components per token, for tokens without classes.
+        reader: positioned at the coded part, a multiple of four bytes from the start of the section.
+        planes: the largest number of planes that a token may have.
+        rows: the largest number of components that a token may have; None if all tokens have one class.
         tokens: number of tokens in the chunk.
-        classed: planes and components of the finest class, if the scheme has classes.
 
     Raises:
-        FormatError: counts contradict the lengths, the scheme has no classes but the part does, or escapes lie outside
-            the `rows` x `tokens` matrix.
+        FormatError: the bytes break a rule.
     """
-    words, escapes, log2, mode, reserved = reader.unpack(_STREAMS)
-    if log2 > MAX_TOKENS_PER_STREAM_LOG2 or mode > 1 or reserved:
-        raise FormatError("section: has a stream header out of range")
-    class_words = class_state = 0
-    if mode:
-        if classed is None:
-            raise FormatError("section: has token classes, but its scheme or profile has none")
-        planes, rows = classed
-        class_words, class_state = reader.unpack(_CLASSES)
-    per_stream = 1 << log2
-    count = stream_count(tokens, per_stream)
+    whole = reader.left
+    words, escapes, log2, first, second, class_words, class_state = reader.unpack(_HEADER)
+    if log2 > MAX_TOKENS_PER_STREAM_LOG2 or first or second:
+        raise rule_error(rules.HEADER)
+    if class_state < LOWER_BOUND:
+        raise rule_error(rules.CLASS_STATE)
+    if rows is None and (class_words or escapes or class_state != LOWER_BOUND):
+        raise rule_error(rules.ONE_CLASS)
+    n = 1 << log2
+    count, size = stream_count(tokens, n), _length_bytes(planes, n)
+    ends = -(-(_HEADER.size + (4 + size) * count + 2 * (class_words + words)) // 4) * 4 + 8 * escapes
+    if ends != whole:
+        raise rule_error(rules.SHORT, ends - whole) if ends > whole else rule_error(rules.LONG, whole - ends)
     states = reader.array("u4", count).view(np.uint32)
-    lengths = reader.array(_length_dtype(planes, per_stream), count).astype(np.uint32)
-    if np.any(states < LOWER_BOUND) or (mode and class_state < LOWER_BOUND):
-        raise FormatError("section: has a stream that begins in a state below its lower bound")
-    if int(lengths.sum(dtype=np.uint64)) != words:
-        raise FormatError("section: has streams whose lengths do not add up")
-    coded_classes = None
-    if mode:
-        raw = reader.array("u2", class_words).view(np.uint16)
-        coded_classes = Streams(np.array([class_state], np.uint32), np.array([class_words], np.uint32), raw)
+    lengths = reader.array(f"u{size}", count).astype(np.uint32)
+    coded_classes = reader.array("u2", class_words).view(np.uint16)
     coded = reader.array("u2", words).view(np.uint16)
     reader.skip_padding()
     index = reader.array("u4", escapes).view(np.uint32)
     value = reader.array("i4", escapes).view(np.int32)
-    if escapes and (np.any(index[1:] <= index[:-1]) or int(index[-1]) >= rows * tokens):
-        raise FormatError("section: has escapes out of order or out of range")
-    return CodedPart(Streams(states, lengths, coded), Escapes(index, value), per_stream, coded_classes)
+    low = np.flatnonzero(states < LOWER_BOUND)
+    if low.size:
+        raise rule_error(rules.STATE, int(low[0]))
+    total = int(lengths.sum(dtype=np.uint64))
+    if total != words:
+        raise rule_error(rules.LENGTHS, total, words)
+    out_of_order = np.diff(index.astype(np.int64), prepend=-1) <= 0
+    wrong = np.flatnonzero(out_of_order | (index >= (rows or 0) * tokens))
+    if wrong.size:
+        raise rule_error(rules.ESCAPE_ORDER, int(wrong[0]))
+    classes = Streams(np.array([class_state], np.uint32), np.array([class_words], np.uint32), coded_classes)
+    return CodedPart(Streams(states, lengths, coded), Escapes(index, value), n, classes)

@@ -69,22 +69,6 @@ class SectionProfile:
         leading = self.basis.leading(self.predictor.components)
         return CoefficientMap.rounded(leading(self.token_map.weights * self.token_map.scale))
 
-    def select(self, step_index: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
-        """Return the components coded at a step: their number in each block, and their indices."""
-        codes = scale_codes(self.scale, step_index)
-        ranks, chosen, at = [], [], 0
-        for size in self.basis.block_ranks:
-            rank = int((codes[at : at + size] >= 0).sum())  # scales fall, so these come first
-            ranks.append(rank)
-            chosen.append(np.arange(at, at + rank))
-            at += size
-        return tuple(ranks), np.concatenate(chosen)
-
-    def plan(self, step_index: int, residual: bool = False) -> tuple[tuple[int, ...], CodingPlan]:
-        """Return the ranks of the blocks and the coding plan at a step; `residual`: of a refinement."""
-        ranks, chosen = self.select(step_index)
-        return ranks, _plan_of(scale_codes(self.scale[chosen], step_index), residual)
-
     def class_ranks(self, step_index: int, token_class: int) -> tuple[int, ...]:
         """Return the number of components per block that tokens of a class code in a blob of this step index."""
         codes = self._class_codes(step_index, token_class)

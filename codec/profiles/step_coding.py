@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from cuvee.codec.entropy.family import Family, step_value
+from cuvee.codec.entropy.family import Family, finest_step_index, too_fine_error
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan, class_table
 from cuvee.codec.profiles.class_predictor import PredictClasses, choose_classes, finer_near_end
@@ -32,7 +32,9 @@ class SectionCoding:
 
     Attributes:
         learned: as given.
-        ranks, plan: ranks of the blocks and coding plan for tokens without classes.
+
+    Raises:
+        ProfileError: the step is too fine for the neutral class.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class SectionCoding:
         coefficients: Callable[[], PredictionCache | None] | None = None,
         residual: bool = False,
     ) -> None:
+        if not residual and finest_step_index(learned.scale) > step_index:
+            raise too_fine_error()
         self.learned = learned
         self._coefficients = coefficients
-        self.ranks, self.plan = learned.plan(step_index, residual)
         self._step_index, self._residual = step_index, residual
 
     @lazy
@@ -55,7 +58,7 @@ class SectionCoding:
     @lazy
     def class_ranks(self) -> tuple[tuple[int, ...], ...]:
         """`[16]`, the number of components per block for each class; zeros for classes that are not served."""
-        zeros = (0,) * len(self.ranks)
+        zeros = (0,) * len(self.learned.basis.block_ranks)
         return tuple(
             zeros if plan is None else self.learned.class_ranks(self._step_index, k)
             for k, plan in enumerate(self.classed.plans)
@@ -69,15 +72,12 @@ class SectionCoding:
     def expected_shares(self, tables: EntropyTables) -> tuple[F32, ...]:
         """Return for each component of each block the share of tokens whose coefficient is expected not to be zero."""
         there = (1 - tables.freq[:, 0] / (1 << tables.prob_bits)).astype(np.float32)
-        if self.learned.predictor is None:
-            of_class = [(1.0, self.plan, self.ranks)]
-        else:
-            weights = self.learned.class_freq / max(int(self.learned.class_freq[self.classed.finest :].sum()), 1)
-            of_class = [
-                (float(weights[k]), plan, self.class_ranks[k])
-                for k, plan in enumerate(self.classed.plans)
-                if plan is not None
-            ]
+        weights = self.learned.class_freq / max(int(self.learned.class_freq[self.classed.finest :].sum()), 1)
+        of_class = [
+            (float(weights[k]), plan, self.class_ranks[k])
+            for k, plan in enumerate(self.classed.plans)
+            if plan is not None
+        ]
         shares = [np.zeros(rank, np.float32) for rank in np.max([ranks for _, _, ranks in of_class], axis=0)]
         for weight, plan, ranks in of_class:
             own = np.split(there[plan.tables[: len(plan.shift)]], np.cumsum(ranks)[:-1])
@@ -141,7 +141,7 @@ class SectionCoding:
     def _reads_first(self) -> bool:
         """Whether the predictor reads the first components of a single block."""
         predictor = self.learned.predictor
-        if predictor is None or len(self.ranks) > 1:
+        if predictor is None or len(self.learned.basis.block_ranks) > 1:
             return False
         return np.array_equal(predictor.components, np.arange(len(predictor.components)))
 
@@ -180,4 +180,4 @@ class StepCoding:
     @lazy
     def plans(self) -> CodingPlans:
         """The coding plans of all sections, for compiled loops."""
-        return pack_plans(self.sections, step_value(self.step_index), self.family.tables)
+        return pack_plans(self.sections, self.family.tables)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coding_plan import NO_ESCAPES
 from cuvee.codec.entropy.coefficients import tokens_per_stream
+from cuvee.codec.entropy.streams import ONE_CLASS, Streams
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.format.coded_part import write_streams
+from cuvee.codec.entropy.token_classes import SectionPlanes, one_class
+from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles_around
 from cuvee.codec.schemes import overlap
@@ -21,6 +22,7 @@ from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, choose_tables, write_model
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
+from cuvee.codec.support.arrays import U16
 
 BATCH_BYTES = 4 << 20  # of planes and symbols: enough layers to choose tables together, few enough for little memory
 
@@ -61,45 +63,19 @@ class LosslessScheme:
         )
         chosen = [freq for freq in tables if freq is not None]
         family = EntropyTables(np.stack(chosen), PROB_BITS) if chosen else None
-        sections, first, table = [], 0, 0
+        heads: list[bytes] = []
+        coded: list[SectionPlanes | None] = []
+        first = table = 0
         for own in split:
             own_tables = tables[first : first + len(own)]
-            sections.append(self._section(own, own_tables, family, table, chunk.tokens))
+            heads.append(_head(own, own_tables))
+            coded.append(None if family is None else _coded_planes(own, own_tables, family, table, chunk.tokens))
             first += len(own)
             table += sum(freq is not None for freq in own_tables)
-        return sections
-
-    def _section(
-        self,
-        planes: Sequence[BytePlane],
-        tables: Sequence[npt.NDArray[np.uint16] | None],
-        family: EntropyTables | None,
-        first_table: int,
-        tokens: int,
-    ) -> bytes:
-        """Write a layer's section; its tables are those of `family` from `first_table` on."""
-        head, stored = bytearray(), bytearray()
-        for plane, freq in zip(planes, tables, strict=True):
-            head.append(freq is not None)
-            if freq is None:
-                stored += plane.data.tobytes()
-            else:
-                head += write_model(plane.reference, freq)
-        head += bytes(-len(head) % 4)
-        stored += bytes(-len(stored) % 4)
-        coded = [plane for plane, freq in zip(planes, tables, strict=True) if freq is not None]
-        if family is None or not coded:
-            return bytes(head + stored)
-        numbers = np.arange(first_table, first_table + len(coded), dtype=np.uint16)
-        which = np.repeat(numbers, [len(plane.data) for plane in coded])
-        symbols = np.empty((len(which), tokens), np.uint8)
-        row = 0
-        for plane in coded:
-            np.subtract(plane.data, plane.reference[:, None], out=symbols[row : row + len(plane.data)])
-            row += len(plane.data)
-        per_stream = tokens_per_stream(len(which), float(family.entropy[which].sum()))
-        streams = self._stages.rans_encode(symbols, which, family, per_stream)
-        return b"".join((head, stored, write_streams(streams, NO_ESCAPES, len(which), per_stream)))
+        streams = iter([] if family is None else self._stages.rans_encode([own for own in coded if own], family))
+        return [
+            head if own is None else head + _write(own, next(streams)) for head, own in zip(heads, coded, strict=True)
+        ]
 
     def decode(
         self,
@@ -133,3 +109,42 @@ class LosslessScheme:
                 self._stages.decode_layers(indexed, slice(i, i + 1), at, own[:1], own[1:], -columns.start)
                 if key is not None:
                     self._stages.move_keys(stored, layer, unrotation, rotation, rows, key)
+
+
+def _head(planes: Sequence[BytePlane], tables: Sequence[U16 | None]) -> bytes:
+    """Write all of a layer's section before its coded part."""
+    head, stored = bytearray(), bytearray()
+    for plane, freq in zip(planes, tables, strict=True):
+        head.append(freq is not None)
+        if freq is None:
+            stored += plane.data.tobytes()
+        else:
+            head += write_model(plane.reference, freq)
+    head += bytes(-len(head) % 4)
+    stored += bytes(-len(stored) % 4)
+    return bytes(head + stored)
+
+
+def _coded_planes(
+    planes: Sequence[BytePlane], tables: Sequence[U16 | None], family: EntropyTables, first_table: int, tokens: int
+) -> SectionPlanes | None:
+    """Return a layer's planes to entropy-code, if there are any; its tables are those of `family` from one on."""
+    coded = [plane for plane, freq in zip(planes, tables, strict=True) if freq is not None]
+    if not coded:
+        return None
+    which = np.repeat(
+        np.arange(first_table, first_table + len(coded), dtype=np.uint16), [len(plane.data) for plane in coded]
+    )
+    symbols = np.empty((len(which), tokens), np.uint8)
+    row = 0
+    for plane in coded:
+        np.subtract(plane.data, plane.reference[:, None], out=symbols[row : row + len(plane.data)])
+        row += len(plane.data)
+    per_stream = tokens_per_stream(len(which), float(family.entropy[which].sum()))
+    return SectionPlanes(symbols, np.zeros(tokens, np.uint8), one_class(which), per_stream)
+
+
+def _write(planes: SectionPlanes, streams: Streams) -> bytes:
+    """Write a layer's coded part."""
+    part = CodedPart(streams, NO_ESCAPES, planes.tokens_per_stream, ONE_CLASS)
+    return write_coded(part, len(planes.planes))

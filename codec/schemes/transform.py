@@ -7,7 +7,6 @@ bytes --decode--> y [R, t] of columns --product, as deep as their class--> x --u
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,20 +22,15 @@ from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_aro
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
 from cuvee.codec.schemes import overlap
-from cuvee.codec.stages.compiled.arena import Arena
-from cuvee.codec.stages.compiled.product import list_runs
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.products import Products, products_for
 from cuvee.codec.stages.reference.sections import Coefficients, padded
-from cuvee.codec.stages.reference.symbols_by_class import class_runs
+from cuvee.codec.stages.reference.symbols import class_runs
 from cuvee.codec.stages.reference.transform import as_numpy
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
+from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import F32, I64, U8
-
-# A product is as deep as its finest column. After each of so many columns, it ends if the next one needs less than this
-# share of its depth: shallower products have fewer operations, but more calls, and more shapes, cost time, too.
-PRODUCT_DEPTH, PRODUCT_COLUMNS = 0.75, 32
 
 BATCH_VALUES = 1 << 20  # planes of the sections coded in one call: enough streams for the CPU, in its second cache
 _arena = Arena()
@@ -64,7 +58,7 @@ class TransformScheme:
         if refinements:
             self._last = StepCoding(learned, family, step_index - FINER, residual=True)
         self._refined = refinements > 0
-        self._coder = CoefficientCoder(stages, family, step_index)
+        self._coder = CoefficientCoder(stages, family)
         self._stages = stages
         self._inverses: dict[tuple[int, Products], Any] = {}
         self._tiles = [tile_tokens(section, profile.layout) for section in profile.sections]
@@ -78,27 +72,15 @@ class TransformScheme:
         """See `SectionScheme.encode`."""
         if self._refined:
             return self._encode_refined(chunk, numbers, unrotation)
-        coded: dict[int, bytes] = {}
-        classed: list[int] = []
-        for index in numbers:
-            coding = self._coding.sections[index]
-            if coding.learned.predictor is not None:
-                classed.append(index)
-                continue
-            basis, tiles_of = coding.learned.basis, self._centered(chunk, index, unrotation)
-            pieces = (
-                (at, as_numpy(self._stages.analyze(basis, x, coding.ranks, None, 0, torch.float32)))
-                for at, x in tiles_of
-            )
-            coded[index] = self._coder.encode(pieces, coding.plan, chunk.tokens)
-        for batch in self._batches(classed, chunk.tokens):
+        out: list[tuple[bytes, ...]] = []
+        for batch in self._batches(numbers, chunk.tokens):
             sections = (
                 ClassedSection(self._columns(chunk, index, unrotation), coding.classed, coding.class_table)
-                for index in classed[batch]
+                for index in numbers[batch]
                 for coding in (self._coding.sections[index],)
             )
-            coded |= zip(classed[batch], self._coder.encode_classes(sections, chunk.tokens), strict=True)
-        return [(coded[index],) for index in numbers]
+            out += [(section,) for section in self._coder.encode(sections, chunk.tokens)]
+        return out
 
     def _encode_refined(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
         """Return the base and the refinement of each section. All tokens have classes, whether predicted or not.
@@ -109,7 +91,7 @@ class TransformScheme:
         for batch in self._batches(numbers, chunk.tokens):
             own = numbers[batch]
             kept = [[(*of, y.copy()) for *of, y in self._columns(chunk, index, unrotation)] for index in own]
-            bases = self._coder.encode_classes(
+            bases = self._coder.encode(
                 [
                     ClassedSection(
                         [(classes, columns, self._of_base(index, columns, y)) for classes, columns, y in pieces],
@@ -126,7 +108,7 @@ class TransformScheme:
                 for at, (_, columns, y) in zip(tiles(chunk.tokens, self._tiles[index]), pieces, strict=True):
                     (known,) = self._stages.decode_sections(indexed, at, torch.float32)
                     self._take_off(index, columns, y, known.y.numpy())
-            refinements = self._coder.encode_classes(
+            refinements = self._coder.encode(
                 [
                     ClassedSection(pieces, self._last.sections[index].classed, self._last.sections[index].class_table)
                     for index, pieces in zip(own, kept, strict=True)
@@ -196,8 +178,8 @@ class TransformScheme:
             # The first components, which are the largest, are always products of float32: in bfloat16 they cost a tenth
             # of the KL at fine steps, because attention sinks are large, and finest of all tokens.
             dtype = dense if known else torch.float32
-            for run, ranks in product_runs(columns, class_ranks):
-                self._stages.analyze(coding.learned.basis, ordered[run], ranks, y[: sum(ranks), run], known, dtype)
+            for run, ranks in self._stages.product_runs(columns, class_ranks):
+                coding.learned.basis.coefficients(ordered[run], ranks, y[: sum(ranks), run], known, dtype)
             yield classes, columns, as_numpy(y)
 
     def decode(
@@ -243,9 +225,7 @@ class TransformScheme:
         out = []
         refinements = self._stages.decode_sections(indexed[1], at, torch.float32)
         for (order, classes, known), own in zip(bases, refinements, strict=True):
-            if classes is None or own.classes is None or not np.array_equal(order, own.order):
-                raise _class_error()
-            if not np.array_equal(classes, own.classes):
+            if not np.array_equal(order, own.order) or not np.array_equal(classes, own.classes):
                 raise _class_error()
             own.y[:, : known.shape[1]] += known
             out.append(Coefficients(order, classes, own.y.to(dtype)))
@@ -265,12 +245,8 @@ class TransformScheme:
 
     def _product_runs(self, index: int, tile: Coefficients) -> Iterator[tuple[slice, Sequence[int]]]:
         """Yield the columns of each product, and how many rows of each block they need."""
-        pad, width = tile.y.shape[1:]
-        coding = self._last.sections[index]
-        if tile.classes is None:
-            yield slice(0, width), [min(padded(rank), pad) for rank in coding.ranks]
-            return
-        for run, ranks in product_runs(tile.classes, coding.class_ranks):
+        pad, coding = tile.y.shape[1], self._last.sections[index]
+        for run, ranks in self._stages.product_runs(tile.classes, coding.class_ranks):
             yield run, [min(padded(rank), pad) for rank in ranks]
 
     def _inverse(self, index: int, products: Products) -> Any:
@@ -278,7 +254,7 @@ class TransformScheme:
         key = (index, products)
         if key not in self._inverses:
             coding = self._last.sections[index]
-            rank = max(*coding.class_ranks[coding.classed.finest], *coding.ranks)
+            rank = max(coding.class_ranks[coding.classed.finest])
             self._inverses[key] = self._stages.prepare_inverse(
                 coding.learned.basis.inverse, rank, products, coding.expected_shares(self._coding.family.tables)
             )
@@ -287,26 +263,3 @@ class TransformScheme:
 
 def _class_error() -> CorruptError:
     return CorruptError("refinement: must have the token classes of its base, got other ones: the bytes are damaged")
-
-
-def product_runs(classes: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:
-    """Yield runs of columns that share a product, and how many components of each block they need.
-
-    `class_ranks` is `SectionCoding.class_ranks`. With several blocks, a run has one class: an encoder's rows are those
-    of the class, and a shard, which has some of the blocks, must come out bit for bit as in the whole.
-    """
-    if len(class_ranks[0]) > 1:
-        for run, k in class_runs(classes):
-            yield run, class_ranks[k]
-        return
-    depths = _depths(class_ranks)
-    bounds, deepest = np.empty(len(classes) + 1, np.int64), np.empty(len(classes), np.int64)
-    count = list_runs(classes, depths, PRODUCT_DEPTH, PRODUCT_COLUMNS, bounds, deepest)
-    for i in range(count):
-        yield slice(int(bounds[i]), int(bounds[i + 1])), (int(deepest[i]),)
-
-
-@lru_cache(maxsize=1 << 12)
-def _depths(class_ranks: Sequence[tuple[int, ...]]) -> I64:
-    """Return the number of components of each class in a section of one block."""
-    return np.array([rank for (rank,) in class_ranks], np.int64)

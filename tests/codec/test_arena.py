@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import torch
 
-from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.support.arena import Arena
 
 
 def test_a_buffer_is_used_again_and_grows() -> None:

@@ -57,7 +57,7 @@ def test_without_a_place_for_the_cache_everything_works() -> None:
 
 
 def test_the_cache_goes_where_numba_is_told(tmp_path: Path) -> None:
-    code = "from cuvee.codec.stages.compiled.rans import _decode; print(_decode._cache.cache_path)"
+    code = "from cuvee.codec.stages.compiled.rans import _encode; print(_encode._cache.cache_path)"
     done = run(code, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0 and done.stdout.startswith(str(tmp_path)), done.stderr
 

@@ -41,19 +41,16 @@ from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import CodingPlan
-from cuvee.codec.entropy.family import Family
-from cuvee.codec.entropy.token_classes import WINDOW, class_frequencies, class_table
-from cuvee.codec.format.coded_part import Reader, read_coded
-from cuvee.codec.format.container import Header, inspect, read_header, read_section
+from cuvee.codec.entropy.token_classes import NEUTRAL, WINDOW, class_frequencies
+from cuvee.codec.format.container import inspect, read_header, read_section
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
-from cuvee.codec.stages.reference.rans_by_class import rans_decode_classes, read_classes
-from cuvee.codec.stages.reference.symbols import unpack
-from cuvee.codec.stages.reference.symbols_by_class import from_planes
+from cuvee.codec.stages.reference.rans import decode_classes
+from cuvee.codec.stages.reference.sections import read_part
+from cuvee.codec.stages.reference.symbols import from_planes
 from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import I32, U8
 
@@ -95,71 +92,34 @@ def named_tensors(name: str, chunk: KVChunk) -> dict[str, torch.Tensor]:
 class Coded:
     """What a lossy section holds before any floating-point arithmetic."""
 
-    plan: CodingPlan  # of tokens without classes
-    levels: I32
+    levels: I32  # of the columns
     escapes: int
     streams: int
     wide: bool  # whether components have low bits of their own
-    classes: U8 | None = None  # of the tokens; the levels are in the order of the columns
-
-
-def section_levels(profile: Profile, header: Header, index: int, data: memoryview, backend: Stages) -> I32:
-    """The levels of a learned section as the decoder of all of it reads them; in the order of columns with classes."""
-    # Nothing is shrunk and every step is 1: coefficients are levels.
-    learned = profile.learned_for(header.token_id_bytes > 0)
-    own = StepCoding(learned, profile.family, header.step_index).sections[index]
-    unit = copy(own.classed)
-    unit.steps = np.ones_like(unit.steps)
-    quantizer = replace(profile.family.quantizer, shrink=np.zeros_like(profile.family.quantizer.shrink))
-    section = Planned(own.plan, own.ranks, unit, own.class_ranks, own.class_table)
-    coding = coding_of([section], 0, replace(profile.family, quantizer=quantizer))
-    indexed = backend.index_sections(coding, [(0, data)], header.tokens)
-    (tile,) = backend.decode_sections(indexed, slice(0, header.tokens), torch.float32)
-    (y,) = tile.y
-    if tile.classes is not None:
-        ordered: I32 = y[: int(unit.rows[tile.classes].max())].numpy().astype(np.int32)
-        return ordered
-    levels = np.empty((own.ranks[0], header.tokens), np.int32)
-    there = tile.order >= 0
-    levels[:, tile.order[there]] = y[: own.ranks[0], torch.from_numpy(there)].numpy()
-    return levels
+    classes: U8  # of the tokens
 
 
 def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
-    header = read_header(blob)
+    """What the sections hold, read step by step; and as the decoder of whole sections reads them."""
+    header, family = read_header(blob), codec.profile.family
+    learned = codec.profile.learned_for(header.token_id_bytes > 0)
+    # Nothing is shrunk and every step is 1: coefficients are levels.
+    flat = replace(family, quantizer=replace(family.quantizer, shrink=np.zeros_like(family.quantizer.shrink)))
     out = []
-    for index in range(len(header.section_bytes)):
-        reader = Reader(read_section(blob, header, index))
-        family: Family = codec.profile.family
-        section = codec.profile.learned_for(header.token_id_bytes > 0)[index]
-        _, plan = section.plan(header.step_index)
-        classed = section.classed_plan(header.step_index)
-        shape = (int(classed.planes.max()), int(classed.rows.max()))
-        part = read_coded(reader, plan.planes, len(plan.shift), header.tokens, shape)
-        reader.finish()
-        streams, escapes, n = part.streams, part.escapes, part.tokens_per_stream
-        counts = len(escapes.index), len(streams.states)
-        if part.classes is None:
-            planes = backend.rans_decode(streams, plan.tables, family.tables, n, header.tokens)
-            levels = unpack(planes, escapes, plan)
-            found = section_levels(codec.profile, header, index, read_section(blob, header, index), backend)
-            np.testing.assert_array_equal(found, levels)
-            out.append(Coded(plan, levels, *counts, wide=bool(plan.shift.any())))
-            continue
-        table = class_table(codec.profile.learned[index].class_freq)
-        classes = read_classes(part.classes, table, header.tokens)
+    for index, section in enumerate(StepCoding(learned, family, header.step_index).sections):
+        data, plan = read_section(blob, header, index), copy(section.classed)
+        plan.steps = np.ones_like(plan.steps)
+        part = read_part(data, plan, header.tokens)
+        classes = decode_classes(part.classes, section.class_table, header.tokens)
         columns = classes[coding_order(classes)]
-        planes = rans_decode_classes(streams, columns, classed, family.tables, n)
-        # Nothing is shrunk and every step is 1: coefficients are levels.
-        unit, quantizer = copy(classed), replace(family.quantizer, shrink=np.zeros_like(family.quantizer.shrink))
-        unit.steps = np.ones_like(classed.steps)
-        y = from_planes(planes, columns, escapes, unit, quantizer, int(classed.rows.max()), torch.float32)
-        wide = bool(classed.shift[columns].any())
-        levels = y.numpy().astype(np.int32)
-        found = section_levels(codec.profile, header, index, read_section(blob, header, index), backend)
-        np.testing.assert_array_equal(found, levels[: len(found)])
-        assert not levels[len(found) :].any()
-        out.append(Coded(plan, levels, *counts, wide=wide, classes=classes))
+        planes = backend.rans_decode(part.streams, columns, plan, family.tables, part.tokens_per_stream)
+        y = from_planes(planes, columns, part.escapes, plan, flat.quantizer, int(plan.rows[columns].max()))
+        coding = coding_of([Planned(plan, section.class_ranks, section.class_table)], flat)
+        indexed = backend.index_sections(coding, [(0, data)], header.tokens)
+        (tile,) = backend.decode_sections(indexed, slice(0, header.tokens), torch.float32)
+        assert torch.equal(tile.y[0, : len(y)], y) and not tile.y[0, len(y) :].any()
+        wide, counts = bool(plan.shift[columns].any()), (len(part.escapes.index), len(part.streams.states))
+        out.append(Coded(y.numpy().astype(np.int32), *counts, wide=wide, classes=classes))
     return out
 
 
@@ -167,7 +127,7 @@ def levels_digest(sections: list[Coded]) -> str:
     parts = []
     for section in sections:
         parts.append(struct.pack("<II", *section.levels.shape) + section.levels.astype("<i4").tobytes())
-        parts.append(b"" if section.classes is None else section.classes.tobytes())
+        parts.append(section.classes.tobytes())
     return digest(*parts)
 
 
@@ -258,42 +218,6 @@ def decode(golden: Golden, name: str, backend: str) -> KVChunk:
     return KVChunk([k.cpu() for k in chunk.keys], [v.cpu() for v in chunk.values], chunk.layout, chunk.start)
 
 
-def device_levels(section: memoryview, plan: CodingPlan, family: Family, device: torch.device) -> I32:
-    """The levels of a section, as the kernels read them."""
-    # Nothing else here needs Triton.
-    from cuvee.kernels.incoming import read_coded
-    from cuvee.kernels.jobs import JobField, Status
-    from cuvee.kernels.ops.arguments import StreamJobs
-    from cuvee.kernels.ops.dequantize import dequantize
-    from cuvee.kernels.ops.rans import rans_decode
-    from cuvee.kernels.plans import FamilyTables, PlanArrays
-    from cuvee.kernels.upload import Upload
-    from cuvee.kernels.workspace import place_jobs
-
-    arrays = PlanArrays.of([plan], family, 0)
-    arrays.row_floats[:] = 0  # nothing is shrunk and a step is 1: coefficients are levels
-    jobs = np.zeros((1, len(JobField)), np.int64)
-    jobs[:, JobField.TOKENS] = TOKENS
-    planes, coefficients = place_jobs(jobs, arrays.plans)
-    upload = Upload()
-    upload.add(section)
-    packed = upload.pack(torch.device("cpu"))
-    begin, end, count = (np.array([number], np.int64) for number in (0, len(section), plan.planes))
-    read_coded(packed.bytes.numpy(), begin, end, jobs[:, JobField.TOKENS], count, jobs, ["the section"])
-    table = torch.from_numpy(jobs).to(device)
-    plans = arrays.to(device)
-    data = packed.bytes.to(device)
-    status, found = torch.zeros(2, 1, dtype=torch.int32, device=device)
-    symbols = torch.full((planes,), 0xAB, dtype=torch.uint8, device=device)
-    y = torch.full((coefficients,), float("nan"), device=device)
-    coding = StreamJobs(table, plans.plans, plans.tables, int(jobs[0, JobField.STREAMS]))
-    rans_decode(data, coding, FamilyTables.of(family, device).decoding, symbols, status)
-    dequantize(data, table, plans, symbols, y, status, found, len(plan.shift), TOKENS)
-    assert Status(int(status)) == Status(0)
-    stride = int(jobs[0, JobField.STRIDE])
-    return y[: len(plan.shift) * stride].view(-1, stride)[:, :TOKENS].cpu().numpy().astype(np.int32)
-
-
 def test_all_vectors_are_there_and_nothing_else(golden: Golden) -> None:
     files = {path.name for path in FOLDER.iterdir()}
     assert files == {PROFILE.name, MANIFEST.name, EXPECTED.name, *(f"{name}.bin" for name in NAMES)}
@@ -328,18 +252,9 @@ def test_lossless_vectors_decode_to_the_same_bits(golden: Golden, dtype: str, ba
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_lossy_vectors_hold_the_same_levels(golden: Golden, name: str, backend: str) -> None:
-    codec, blob = golden_codec(name, golden.profile), golden.blob(name)
-    sections = coded_sections(blob, codec, get_stages("numba" if backend == "triton" else backend))
-    if backend == "triton":
-        device, header = torch.device("cuda" if torch.cuda.is_available() else "cpu"), read_header(blob)
-        views = [read_section(blob, header, index) for index in range(len(sections))]
-        # The classes of tokens are left to `tests/kernels/test_classes.py`.
-        found = [
-            device_levels(view, coded.plan, codec.profile.family, device) if coded.classes is None else coded.levels
-            for view, coded in zip(views, sections, strict=True)
-        ]
-        sections = [replace(coded, levels=levels) for coded, levels in zip(sections, found, strict=True)]
+@pytest.mark.parametrize("stages", stage_names())
+def test_lossy_vectors_hold_the_same_levels(golden: Golden, name: str, stages: str) -> None:
+    sections = coded_sections(golden.blob(name), golden_codec(name, golden.profile), get_stages(stages))
     assert levels_digest(sections) == golden.manifest["vectors"][name]["levels"]
 
 
@@ -388,15 +303,15 @@ def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
         assert any(section.wide for section in sections), "low bits"
         assert any(section.escapes for section in sections), "escapes"
         assert any(section.streams > 1 for section in sections), "several streams"
-        classes = [section.classes for section in sections]
-        assert tuple(own is not None for own in classes) == (name.startswith("classes"), True)
-        for own in classes:
-            assert own is None or len(set(own.tolist())) > 4, "many classes"
+        first, second = (section.classes for section in sections)
         if name.startswith("classes"):
-            assert all(own is not None and own[100] == 15 and len(own) > WINDOW for own in classes)
+            assert first[100] == second[100] == 15 and len(first) > WINDOW
+        else:
+            assert (first == NEUTRAL).all(), "no predictor"
+        assert len(set(second.tolist())) > 4, "many classes"
     transform = coded_sections(golden.blob(LOSSY[0]), golden_codec(LOSSY[0], profile), get_stages("numba"))
-    ranks = [len(section.plan.shift) for section in transform]
-    assert any(rank < len(section.scale) for rank, section in zip(ranks, profile.learned, strict=True)), "left out"
+    rows = [len(section.levels) for section in transform]
+    assert any(count < len(section.scale) for count, section in zip(rows, profile.learned, strict=True)), "left out"
     lossless = read_section(golden.blob("lossless-float32"), read_header(golden.blob("lossless-float32")), 1)
     assert lossless[0] == 0 and bytes(lossless[:4]) != bytes(4), "stored and coded planes"
 

@@ -53,8 +53,9 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.stages.implementations import get_stages, stage_names
+from cuvee.codec.stages.implementations import stage_names
 from cuvee.codec.stages.products import Products
+from cuvee.codec.stages.reference.rans import decode_classes, encode_classes
 from cuvee.codec.support.arrays import U8
 
 SCHEMES = ("lossless", "transform", "classes")  # the last: learned, and tokens have classes
@@ -126,9 +127,8 @@ def test_the_blobs_exercise_what_they_should(scheme: str) -> None:
     assert reseal(blob) == blob
     for index, section in enumerate(sections_of(blob)):
         if index == 0:
-            words, escapes, log2, mode, _ = struct.unpack_from("<IIBBH", section, coded_offset(scheme, section))
+            words, escapes, log2 = struct.unpack_from("<IIB", section, coded_offset(scheme, section))
             assert words and log2 <= 7 and (escapes > 0) == (scheme != "lossless")
-            assert mode == (scheme == "classes")
     if scheme != "lossless":
         assert codec_of(scheme).decode(blob).keys[0].float().abs().max() > 100, "the outlier is there"
 
@@ -250,9 +250,10 @@ def test_escapes_of_any_value_decode(lossy: str, value: int, backend: str) -> No
         pytest.param(0, "<Q", 2**64 - 1, id="words and escapes"),
         pytest.param(8, "<B", 63, id="tokens per stream"),
         pytest.param(8, "<B", 8, id="tokens per stream, one too far"),
-        pytest.param(9, "<B", 2, id="mode"),
-        pytest.param(9, "<B", 255, id="mode, all bits"),
+        pytest.param(9, "<B", 1, id="reserved byte"),
+        pytest.param(9, "<B", 255, id="reserved byte, all bits"),
         pytest.param(10, "<H", 1, id="reserved word"),
+        pytest.param(12, "<I", 2**32 - 1, id="class words"),
     ],
 )
 @pytest.mark.parametrize("backend", ["auto", TRITON])
@@ -284,8 +285,7 @@ class Classed:
     @classmethod
     def parse(cls) -> Classed:
         section = sections_of(blob_of("classes"))[0]
-        words, escapes, log2, mode, reserved, count, state = struct.unpack_from("<IIBBHII", section)
-        assert (mode, reserved) == (1, 0)
+        words, escapes, log2, count, state = struct.unpack_from("<IIB3xII", section)
         streams = -(-TOKENS >> log2)
         at = [20, 20 + 4 * streams, 20 + 6 * streams, 20 + 6 * streams + 2 * count]
         states, lengths, stream = (section[a:b] for a, b in pairwise(at))
@@ -294,7 +294,7 @@ class Classed:
     def blob(self, **fields: int) -> bytes:
         """The blob with this for section 0, padded as it must be."""
         head = struct.pack(
-            "<IIBBHII", self.words, self.escapes, self.log2, 1, 0, self.class_words, self.class_state
+            "<IIB3xII", self.words, self.escapes, self.log2, self.class_words, self.class_state
         )  # fmt: skip
         body = head + self.states + self.lengths + self.stream + self.rest[: 2 * self.words]
         body += bytes(-len(body) % 4) + (self.rest[-8 * self.escapes :] if self.escapes else b"")
@@ -302,8 +302,7 @@ class Classed:
 
     def with_classes(self, classes: U8) -> Classed:
         """With the classes of the tokens coded anew, and the streams as they are."""
-        table, which = class_table(learned().learned[0].class_freq), np.zeros(len(classes), np.uint16)
-        listed = get_stages("reference").rans_encode(classes[:, None], which, table, 1)
+        listed = encode_classes(classes, class_table(learned().learned[0].class_freq))
         return replace(
             self, class_words=len(listed.words), class_state=int(listed.states[0]),
             stream=listed.words.astype("<u2").tobytes(),
@@ -313,10 +312,9 @@ class Classed:
 def classes_of_blob() -> U8:
     """The classes of the tokens in section 0."""
     part = Classed.parse()
-    table, which = class_table(learned().learned[0].class_freq), np.zeros(TOKENS, np.uint16)
     words = np.frombuffer(part.stream, "<u2").astype(np.uint16)
     listed = Streams(np.array([part.class_state], np.uint32), np.array([len(words)], np.uint32), words)
-    return get_stages("reference").rans_decode(listed, which, table, 1, 1)[:, 0]
+    return decode_classes(listed, class_table(learned().learned[0].class_freq), TOKENS)
 
 
 def test_the_classes_are_where_they_should_be() -> None:
@@ -386,14 +384,23 @@ def test_every_class_word_counts(backend: str) -> None:
             decode("classes", longer.blob(), backend)
 
 
+@pytest.mark.parametrize(
+    ("offset", "fmt", "value"),
+    [
+        pytest.param(4, "<I", 1, id="an escape"),
+        pytest.param(12, "<I", 1, id="a class word"),
+        pytest.param(16, "<I", (1 << 16) + 1, id="a class state"),
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_modes_that_the_scheme_does_not_have_are_refused(backend: str) -> None:
-    """Classes read as none, and none read as classes."""
-    for name in SCHEMES:
-        section = bytearray(sections_of(blob_of(name))[0])
-        section[coded_offset(name, bytes(section)) + 9] ^= 1
-        with pytest.raises(FormatError):
-            decode(name, reseal(blob_of(name), [bytes(section), sections_of(blob_of(name))[1]]), backend)
+def test_a_lossless_section_has_neither_classes_nor_escapes(offset: int, fmt: str, value: int, backend: str) -> None:
+    blob = blob_of("lossless")
+    section = bytearray(sections_of(blob)[0])
+    struct.pack_into(fmt, section, coded_offset("lossless", bytes(section)) + offset, value)
+    with pytest.raises(FormatError) as caught:
+        decode("lossless", with_section(blob, bytes(section)), backend)
+    if backend != "triton":
+        assert "all of its tokens have one class" in str(caught.value)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -623,7 +630,7 @@ def test_memory_is_bounded_by_the_length_of_the_blob(tmp_path: Path) -> None:
     # All the tokens that sections of this length can promise, and not one stream of them.
     forged.append(reseal(good, [bytes(2048)] * 2, tokens=2048 * 128))
     # The same with a class for each, in a stream of its own that has no words.
-    many = struct.pack("<IIBBHII", 0, 0, 7, 1, 0, 0, 1 << 16) + struct.pack("<I", 1 << 16) * 340 + bytes(2 * 340)
+    many = struct.pack("<IIB3xII", 0, 0, 7, 0, 1 << 16) + struct.pack("<I", 1 << 16) * 340 + bytes(2 * 340)
     forged.append(reseal(good, [many] * 2, tokens=340 * 128))
     classes = Codec(with_classes(codec.profile, WEIGHTS, START, keep_id=True), step=0.02)
     classed = classes.encode(correlated_chunk(50, TOKENS, START, layout, outlier=300.0))

@@ -15,10 +15,10 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.schemes import transform as scheme
 from cuvee.codec.stages.compiled import product as compiled
-from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.products import DENSE_BFLOAT16, SLAB, Products
 from cuvee.codec.stages.reference import product as reference
 from cuvee.codec.stages.reference.sections import padded
+from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import F32
 
 

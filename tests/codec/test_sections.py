@@ -7,7 +7,9 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.codec.planned import Planned, coding_of, decode, encode_plain, planned, same
+from tests.codec.planned import Planned, coding_of, decode, planned, same
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes
 from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
-from cuvee.codec.entropy.family import default_family, step_value
-from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
-from cuvee.codec.errors import CorruptError, FormatError
-from cuvee.codec.format.coded_part import write_streams
-from cuvee.codec.stages.implementations import get_stages
-from cuvee.codec.stages.reference.sections import Coefficients, padded, read_part
-from cuvee.codec.stages.reference.symbols_by_class import class_runs
-from cuvee.codec.stages.reference.token_order import coding_order, dealt_order
+from cuvee.codec.entropy.family import default_family
+from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL, WINDOW
+from cuvee.codec.errors import CorruptError, FormatError, InputError
+from cuvee.codec.format.coded_part import CodedPart, write_coded
+from cuvee.codec.stages.implementations import get_stages, stage_names
+from cuvee.codec.stages.reference.sections import Coefficients, check_classes, padded, read_part
+from cuvee.codec.stages.reference.symbols import class_runs
+from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import F32, U8
 
 ROOT = Path(__file__).parents[2]
@@ -42,93 +44,63 @@ SCALES: dict[str, tuple[tuple[int, ...], ...]] = {
     "none": ((-3000, -3000),),
     "uneven": ((-3000,), tuple(range(100, -200, -30))),
 }
-KINDS = ("classes", "plain")
+KINDS = ("classes", "neutral")  # tokens of many classes, and all of the neutral one
 # In the process of `test_compiled_loops_stay_within_their_arrays`.
 BOUNDS_CHECKED = os.environ.get("NUMBA_BOUNDSCHECK") == "1"
 
 
-def columns_of(section: Planned, classes: U8, scales: tuple[tuple[int, ...], ...], seed: int, step: int) -> F32:
+def columns_of(section: Planned, columns: U8, scales: tuple[tuple[int, ...], ...], seed: int) -> F32:
     """`[R, T]` coefficients of columns of these classes; some of them are far too large."""
     rng = np.random.default_rng(seed)
-    y = np.zeros((int(section.classed.rows.max()), len(classes)), np.float32)
-    for run, k in class_runs(classes):
-        y[: sum(section.class_ranks[k]), run] = values_of(scales, section.class_ranks[k], run.stop - run.start, rng)
-    return clipped(y, float(section.classed.steps[classes].min(initial=1e9)))
-
-
-def values_of(
-    scales: tuple[tuple[int, ...], ...], ranks: tuple[int, ...], tokens: int, rng: np.random.Generator
-) -> F32:
-    scale = np.concatenate([np.array(block[:rank], np.float64) for block, rank in zip(scales, ranks, strict=True)])
-    y = rng.standard_normal((len(scale), tokens)) * np.exp2(scale / 64)[:, None]
-    y[rng.random(y.shape) < 0.01] *= 1000  # escapes
-    plain: F32 = y.astype(np.float32)
-    return plain
-
-
-def clipped(y: F32, step: float) -> F32:
-    limit = np.float32(0.9 * MAX_LEVEL * step)
+    y = np.zeros((int(section.classed.rows.max()), len(columns)), np.float32)
+    for run, k in class_runs(columns):
+        ranks = section.class_ranks[k]
+        scale = np.concatenate([np.array(block[:rank], np.float64) for block, rank in zip(scales, ranks, strict=True)])
+        own = rng.standard_normal((len(scale), run.stop - run.start)) * np.exp2(scale / 64)[:, None]
+        own[rng.random(own.shape) < 0.01] *= 1000  # escapes
+        y[: len(scale), run] = own
+    limit = np.float32(0.9 * MAX_LEVEL * section.classed.steps[columns].min(initial=1e9))
     return np.clip(y, -limit, limit)
 
 
-@cache
-def coded(name: str, kind: str, tokens: int, seed: int = 0, step: int = 0) -> tuple[Planned, bytes, F32, U8 | None]:
-    """A section, its bytes, what they hold (columns in coding order), and the classes of the tokens."""
-    scales = SCALES[name]
-    section = planned(scales, step)
-    rng = np.random.default_rng([seed, tokens])
-    if kind != "classes":
-        y = clipped(values_of(scales, section.ranks, tokens, rng), step_value(step))
-        return section, encode_plain(section, y, step), y, None
-    classes = np.clip(np.rint(rng.normal(8, 3, tokens)), section.classed.finest, CLASSES - 1).astype(np.uint8)
+def encoded(section: Planned, classes: U8, y: F32, name: str = "numba") -> bytes:
+    """The section of tokens of these classes, given the coefficients of its columns."""
     columns = classes[coding_order(classes)]
-    y = columns_of(section, columns, scales, seed, step)
-    tiles = [slice(at, min(at + WINDOW, tokens)) for at in range(0, tokens, WINDOW)]
-    pieces = [(classes[at], columns[at], np.ascontiguousarray(y[:, at])) for at in tiles]
-    coder = CoefficientCoder(get_stages("numba"), FAMILY, step)
-    classed = ClassedSection(pieces, section.classed, section.class_table)
-    return section, coder.encode_classes([classed], tokens)[0], y, classes
+    pieces = [(classes[at], columns[at], np.ascontiguousarray(y[:, at])) for at in tiles_of(len(classes), WINDOW)]
+    coder = CoefficientCoder(get_stages(name), FAMILY)
+    return coder.encode([ClassedSection(pieces, section.classed, section.class_table)], len(classes))[0]
 
 
-def check_close(tile: Coefficients, section: Planned, y: F32, classes: U8 | None, at: slice, step: int = 0) -> None:
+@cache
+def coded(name: str, kind: str, tokens: int) -> tuple[Planned, bytes, F32, U8]:
+    """A section, its bytes, what they hold (columns in coding order), and the classes of the tokens."""
+    section = planned(SCALES[name])
+    rng = np.random.default_rng(tokens)
+    classes = np.full(tokens, NEUTRAL, np.uint8)
+    if kind == "classes":
+        classes = np.clip(np.rint(rng.normal(8, 3, tokens)), section.classed.finest, CLASSES - 1).astype(np.uint8)
+    y = columns_of(section, classes[coding_order(classes)], SCALES[name], tokens)
+    return section, encoded(section, classes, y), y, classes
+
+
+def check_close(tile: Coefficients, section: Planned, y: F32, classes: U8, at: slice) -> None:
     """The tile holds what was coded, within the quantizer's error."""
-    got = tile.y.float().numpy()
-    if classes is None:
-        assert tile.classes is None
-        there = tile.order >= 0
-        assert sorted(tile.order[there].tolist()) == list(range(at.stop - at.start))
-        columns = [(there, section.ranks, y[:, at][:, tile.order[there]], step_value(step))]
-    else:
-        order = coding_order(classes[at])
-        np.testing.assert_array_equal(tile.order, order)
-        assert tile.classes is not None
-        np.testing.assert_array_equal(tile.classes, classes[at][order])
-        own = y[:, at]
-        columns = []
-        for run, k in class_runs(tile.classes):
-            which = np.zeros(len(order), bool)
-            which[run] = True
-            columns.append((which, section.class_ranks[k], own[:, run], float(section.classed.steps[k])))
-    assert len(got) == len(section.ranks)
-    for which, ranks, want, unit in columns:
-        row = 0
-        for block, rank in zip(got, ranks, strict=True):
-            part, source = block[:rank][:, which], want[row : row + rank]
+    got, order = tile.y.float().numpy(), coding_order(classes[at])
+    np.testing.assert_array_equal(tile.order, order)
+    np.testing.assert_array_equal(tile.classes, classes[at][order])
+    assert len(got) == len(section.class_ranks[0])
+    for run, k in class_runs(tile.classes):
+        row, unit = 0, float(section.classed.steps[k])
+        for block, rank in zip(got, section.class_ranks[k], strict=True):
+            source = y[row : row + rank, at][:, run]
             # The dead zone of the default family is 0.6; float32 cannot hold more of a large level.
-            assert np.all(np.abs(part - source) <= 0.65 * unit + 1e-6 * np.abs(source))
-            assert not block[rank:][:, which].any()
+            assert np.all(np.abs(block[:rank, run] - source) <= 0.65 * unit + 1e-6 * np.abs(source))
+            assert not block[rank:, run].any()
             row += rank
 
 
 def tiles_of(tokens: int, size: int) -> list[slice]:
     return [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]
-
-
-def test_columns_without_classes_are_dealt_out_row_by_row() -> None:
-    assert dealt_order(7, 2).tolist() == [0, 2, 4, 6, 1, 3, 5, -1]
-    assert dealt_order(3, 4).tolist() == [0, 1, 2, -1]
-    assert dealt_order(3, 1).tolist() == [0, 1, 2]
-    assert dealt_order(4, 4).tolist() == [0, 1, 2, 3]
 
 
 def test_rows_of_a_block_are_padded() -> None:
@@ -137,14 +109,14 @@ def test_rows_of_a_block_are_padded() -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_all_sections_at_once_are_the_references(tokens: int) -> None:
-    """Deep and shallow, wide and empty ones, with escapes, with classes and without, in a call."""
-    made = [(name, kind, *coded(name, kind, tokens)) for name in SCALES for kind in KINDS]
-    coding = coding_of([section for _, _, section, _, _, _ in made])
-    parts = [(number, data) for number, (_, _, _, data, _, _) in enumerate(made)][::-1]
+    """Deep and shallow, wide and empty ones, with escapes, of many classes and of one, in a call."""
+    made = [coded(name, kind, tokens) for name, kind in product(SCALES, KINDS)]
+    coding = coding_of([section for section, *_ in made])
+    parts = [(number, data) for number, (_, data, _, _) in enumerate(made)][::-1]
     whole = decode("numba", coding, parts, tokens)
     same(whole, decode("reference", coding, parts, tokens))
     for (number, _), tile in zip(parts, whole, strict=True):
-        _, _, section, _, y, classes = made[number]
+        section, _, y, classes = made[number]
         check_close(tile, section, y, classes, slice(0, tokens))
     # Rounded to the dtype of matrix instructions, which is done elsewhere in the loop.
     narrow = decode("numba", coding, parts, tokens, dtype=torch.bfloat16)
@@ -157,27 +129,30 @@ def test_all_sections_at_once_are_the_references(tokens: int) -> None:
         same(decode("numba", coding, [part], tokens), [tile])
 
 
+@pytest.mark.parametrize("tokens", [1, 257, 700])
+def test_both_encoders_write_the_same_bytes(tokens: int) -> None:
+    for name, kind in product(SCALES, KINDS):
+        section, data, y, classes = coded(name, kind, tokens)
+        assert encoded(section, classes, y, "reference") == data
+
+
 def test_the_sections_exercise_what_they_are_to() -> None:
-    for name in ("deep", "blocks", "wide"):
-        for kind in KINDS:
-            section, data, _, classes = coded(name, kind, 512)
-            part = read_part(memoryview(data), section.plan, section.classed, 512)
-            row, column = np.divmod(part.escapes.index, 512)
-            assert (part.classes is None) == (classes is None) == (kind != "classes")
-            assert {int(at) // WINDOW for at in column} == {0, 1}, "escapes in several tiles"
-            if classes is None:
-                wide = section.plan.shift > 0
-                assert wide.any()
-                if name == "wide":
-                    assert wide[row].any(), "an escape of a row with low bits"
-                if name == "blocks":
-                    assert wide.any() and (~wide[row]).any(), "an escape of one without"
-            else:
-                assert section.classed.shift[classes].any() and len(set(classes.tolist())) > 4
-    few = read_part(memoryview(coded("few", "plain", 513)[1]), coded("few", "plain", 513)[0].plan, None, 513)
-    assert len(few.streams.states) <= 5
-    empty = coded("none", "classes", 513)[0]
-    assert not empty.classed.rows.any() and not empty.plan.planes
+    for name, kind in product(("deep", "blocks", "wide"), KINDS):
+        section, data, _, classes = coded(name, kind, 512)
+        part = read_part(memoryview(data), section.classed, 512)
+        row, column = np.divmod(part.escapes.index, 512)
+        assert {int(at) // WINDOW for at in column} == {0, 1}, "escapes in several tiles"
+        if kind == "classes":
+            assert section.classed.shift[classes].any() and len(set(classes.tolist())) > 4
+            continue
+        wide = section.classed.of(NEUTRAL).shift > 0
+        if name == "wide":
+            assert wide[row].any(), "an escape of a row with low bits"
+        if name == "blocks":
+            assert wide.any() and (~wide[row]).any(), "an escape of one without"
+    section, data, _, _ = coded("few", "neutral", 513)
+    assert len(read_part(memoryview(data), section.classed, 513).streams.states) <= 5
+    assert not coded("none", "classes", 513)[0].classed.rows.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,35 +172,53 @@ def test_tiles_are_the_references(kind: str, size: int) -> None:
 @given(
     blocks=st.lists(st.lists(st.integers(-400, 700), min_size=1, max_size=12), min_size=1, max_size=3),
     tokens=st.integers(1, 600),
-    kind=st.sampled_from(KINDS),
     step=st.integers(-60, 200),
     seed=st.integers(0, 1 << 20),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_any_plan_is_the_references(
-    blocks: list[list[int]], tokens: int, kind: str, step: int, seed: int, dtype: torch.dtype
+    blocks: list[list[int]], tokens: int, step: int, seed: int, dtype: torch.dtype
 ) -> None:
     scales = tuple(tuple(sorted(block, reverse=True)) for block in blocks)
-    section = planned(scales, step)
-    rng = np.random.default_rng(seed)
-    if kind == "classes":
-        low = int(rng.integers(section.classed.finest, CLASSES))
-        classes = rng.integers(low, int(rng.integers(low, CLASSES)) + 1, tokens).astype(np.uint8)
-        columns = classes[coding_order(classes)]
-        y = columns_of(section, columns, scales, seed, step)
-        coder = CoefficientCoder(get_stages("numba"), FAMILY, step)
-        pieces = [(classes[at], columns[at], np.ascontiguousarray(y[:, at])) for at in tiles_of(tokens, WINDOW)]
-        (data,) = coder.encode_classes([ClassedSection(pieces, section.classed, section.class_table)], tokens)
-    else:
-        y = clipped(values_of(scales, section.ranks, tokens, rng), step_value(step))
-        data = encode_plain(section, y, step)
-    coding = coding_of([section], step)
+    section, rng = planned(scales, step), np.random.default_rng(seed)
+    low = int(rng.integers(section.classed.finest, CLASSES))
+    classes = rng.integers(low, int(rng.integers(low, CLASSES)) + 1, tokens).astype(np.uint8)
+    y = columns_of(section, classes[coding_order(classes)], scales, seed)
+    data, coding = encoded(section, classes, y), coding_of([section])
     at = tiles_of(tokens, WINDOW)[int(rng.integers(0, -(-tokens // WINDOW)))]
     for part in (slice(0, tokens), at, slice(at.start, tokens)):
         (got,) = decode("numba", coding, [(0, data)], tokens, part, dtype)
         same([got], decode("reference", coding, [(0, data)], tokens, part, dtype))
         if dtype == torch.float32:
-            check_close(got, section, y, classes if kind == "classes" else None, part, step)
+            check_close(got, section, y, classes, part)
+
+
+@pytest.mark.parametrize("name", stage_names())
+def test_a_run_of_tokens_touches_only_its_windows(name: str) -> None:
+    section, data, _, _ = coded("deep", "classes", 1000)
+    coding = coding_of([section])
+    (whole,) = decode(name, coding, [(0, data)], 1000)
+    part = read_part(memoryview(data), section.classed, 1000)
+    streams, n = part.streams, part.tokens_per_stream
+    first, end = (int(streams.lengths[: window * WINDOW // n].sum()) for window in (1, 2))
+    streams.words[:first] ^= 0x5555  # words of other windows may be anything
+    streams.words[end:] ^= 0x5555
+    damaged = write_coded(part, int(section.classed.planes.max()))
+    assert len(damaged) == len(data)
+    (again,) = decode(name, coding, [(0, damaged)], 1000, slice(256, 512))
+    np.testing.assert_array_equal(again.order + 256, whole.order[256:512])
+    assert torch.equal(again.y, whole.y[:, : again.y.shape[1], 256:512])
+    with pytest.raises(CorruptError, match="does not end where it must"):
+        decode(name, coding, [(0, damaged)], 1000)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0 * MAX_LEVEL])
+def test_values_too_large_for_their_class_are_refused(value: float) -> None:
+    section, y = planned(((60, 40, 20),)), np.zeros((3, 2), np.float32)
+    y[0, 1] = value
+    for name in stage_names():
+        with pytest.raises(InputError, match="lossless"):
+            encoded(section, np.array([0, NEUTRAL], np.uint8), y, name)
 
 
 def test_what_an_earlier_call_left_does_not_show() -> None:
@@ -276,15 +269,12 @@ def agree(section: Planned, data: bytes, tokens: int, exact: bool = True) -> Any
 
 def offsets_of(section: Planned, data: bytes, tokens: int) -> dict[str, range]:
     """Where the parts of a section lie."""
-    part = read_part(memoryview(data), section.plan, section.classed, tokens)
-    count, classed = len(part.streams.states), part.classes is not None
-    planes = int(section.classed.planes.max()) if classed else section.plan.planes
-    wide = 2 if planes * part.tokens_per_stream <= 0xFFFF else 4
+    part = read_part(memoryview(data), section.classed, tokens)
+    count = len(part.streams.states)
+    wide = 2 if int(section.classed.planes.max()) * part.tokens_per_stream <= 0xFFFF else 4
     sizes = {
-        "words": 4, "escapes": 4, "log2": 1, "mode": 1, "reserved": 2,
-        "class words": 4 * classed, "class state": 4 * classed, "states": 4 * count, "lengths": wide * count,
-        "class stream": 0 if part.classes is None else 2 * len(part.classes.words),
-        "stream": 2 * len(part.streams.words),
+        "words": 4, "escapes": 4, "log2": 1, "reserved": 3, "class words": 4, "class state": 4, "states": 4 * count,
+        "lengths": wide * count, "class stream": 2 * len(part.classes.words), "stream": 2 * len(part.streams.words),
     }  # fmt: skip
     at, found = 0, {}
     for name, size in sizes.items():
@@ -297,6 +287,11 @@ def offsets_of(section: Planned, data: bytes, tokens: int) -> dict[str, range]:
         at = found[name].stop
     assert at == len(data)
     return found
+
+
+def rewritten(section: Planned, part: CodedPart, **changes: Any) -> bytes:
+    """The section with another stream, escape list or classes."""
+    return write_coded(replace(part, **changes), int(section.classed.planes.max()))
 
 
 DAMAGED = [(name, kind) for name in ("deep", "blocks", "few") for kind in KINDS]
@@ -340,11 +335,13 @@ def test_sections_of_another_length_are_refused_alike(name: str, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("change", ["missing", "extra", "beyond", "outside", "unsorted", "twice", "none", "elsewhere"])
+@pytest.mark.parametrize(
+    "change", ["missing", "extra", "below", "beyond", "outside", "unsorted", "twice", "none", "elsewhere"]
+)
 def test_escape_lists_that_do_not_match_are_refused_alike(kind: str, change: str) -> None:
     section, data, _, classes = coded("blocks", kind, 257)
-    part = read_part(memoryview(data), section.plan, section.classed, 257)
-    rows = len(section.plan.shift) if classes is None else int(section.classed.rows.max())
+    part = read_part(memoryview(data), section.classed, 257)
+    rows = section.classed.rows
     index, value = part.escapes.index.tolist(), part.escapes.value.tolist()
     free = next(i for i in range(257) if i not in index)
     middle = len(index) // 2
@@ -354,7 +351,9 @@ def test_escape_lists_that_do_not_match_are_refused_alike(kind: str, change: str
     elif change == "extra":
         index, value = sorted([*index, free]), [*value, 1]
     elif change == "beyond":
-        index, value = [*index, rows * 257], [*value, 1]
+        index, value = [*index, int(rows.max()) * 257], [*value, 1]
+    elif change == "below":  # of the last column's last component
+        index, value = sorted([*index, int(rows[classes].min()) * 257 + 256]), [*value, 1]
     elif change == "outside":
         index, value = [*index, 0xFFFFFFFF], [*value, 1]
     elif change == "unsorted":
@@ -366,9 +365,7 @@ def test_escape_lists_that_do_not_match_are_refused_alike(kind: str, change: str
     else:
         index = sorted([free, *index[:middle], *index[middle + 1 :]])
     listed = Escapes(np.array(index, np.uint32), np.array(value, np.int32))
-    planes = section.plan.planes if classes is None else int(section.classed.planes.max())
-    bad = write_streams(part.streams, listed, planes, part.tokens_per_stream, part.classes)
-    kind_of, message = agree(section, bad, 257)
+    kind_of, message = agree(section, rewritten(section, part, escapes=listed), 257)
     if change in {"beyond", "outside", "unsorted", "twice"}:
         assert kind_of is FormatError and "section: has escapes out of order or out of range" in message
     else:
@@ -377,25 +374,36 @@ def test_escape_lists_that_do_not_match_are_refused_alike(kind: str, change: str
 
 def test_an_escape_where_there_are_no_components_is_refused_alike() -> None:
     section, data, _, _ = coded("none", "classes", 257)
-    part = read_part(memoryview(data), section.plan, section.classed, 257)
-    one = Escapes(np.zeros(1, np.uint32), np.zeros(1, np.int32))
-    bad = write_streams(part.streams, one, 0, part.tokens_per_stream, part.classes)
-    expected = (FormatError, "section: has escapes out of order or out of range")
-    assert agree(section, bad, 257) == expected
-    plain, data, _, _ = coded("none", "plain", 257)
-    part = read_part(memoryview(data), plain.plan, None, 257)
-    assert agree(plain, write_streams(part.streams, one, 0, part.tokens_per_stream), 257) == expected
+    part = read_part(memoryview(data), section.classed, 257)
+    bad = rewritten(section, part, escapes=Escapes(np.zeros(1, np.uint32), np.zeros(1, np.int32)))
+    assert agree(section, bad, 257) == (FormatError, "section: has escapes out of order or out of range: escape 0")
+
+
+def test_classes_that_the_profile_cannot_serve_are_refused_alike() -> None:
+    section = planned((tuple(range(500, -300, -80)),), step=-300)
+    check_classes(np.array([12, 15], np.uint8), section.classed)
+    for bad in (11, 16, 255):
+        with pytest.raises(FormatError, match="outside 12 … 15"):
+            check_classes(np.array([12, bad], np.uint8), section.classed)
+    classes = np.random.default_rng(0).integers(12, CLASSES, 300).astype(np.uint8)
+    data = encoded(section, classes, np.zeros((10, 300), np.float32))
+    part = read_part(memoryview(data), section.classed, 300)
+    for token, bad in ((0, 11), (299, 11), (150, 0)):
+        other = classes.copy()
+        other[token] = bad
+        forged = rewritten(section, part, classes=get_stages("numba").encode_classes(other, section.class_table))
+        expected = (FormatError, "section: must have token classes 12 … 15, got token classes outside 12 … 15")
+        assert agree(section, forged, 300) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [-(2**31), -(2**31) + 1, 2**31 - 1, 1 << 24, 0, 1, -1, -128])
 def test_hostile_escape_values_come_out_alike(kind: str, value: int) -> None:
     for name in ("blocks", "wide"):
-        section, data, _, classes = coded(name, kind, 257)
-        part = read_part(memoryview(data), section.plan, section.classed, 257)
+        section, data, _, _ = coded(name, kind, 257)
+        part = read_part(memoryview(data), section.classed, 257)
         hostile = Escapes(part.escapes.index, np.full_like(part.escapes.value, value))
-        planes = section.plan.planes if classes is None else int(section.classed.planes.max())
-        bad = write_streams(part.streams, hostile, planes, part.tokens_per_stream, part.classes)
+        bad = rewritten(section, part, escapes=hostile)
         for dtype in (torch.float32, torch.bfloat16):
             tiles = [decode(one, coding_of([section]), [(0, bad)], 257, dtype=dtype) for one in ("numba", "reference")]
             same(*tiles)
@@ -424,8 +432,8 @@ def test_the_damaged_one_of_several_sections_is_named(kind: str) -> None:
 
 def test_a_tile_names_streams_of_the_section() -> None:
     """The compiled decoder counts streams from the section's first; the reference, which has no others, the tile's."""
-    section, data, _, _ = coded("deep", "plain", 513)
-    part = read_part(memoryview(data), section.plan, section.classed, 513)
+    section, data, _, _ = coded("deep", "neutral", 513)
+    part = read_part(memoryview(data), section.classed, 513)
     n, count = part.tokens_per_stream, len(part.streams.states)
     stream = WINDOW // n + 2
     bad = bytearray(data)
@@ -461,21 +469,13 @@ def test_any_bytes_are_judged_alike(name: str, kind: str, changes: list[tuple[fl
     agree(section, got, 33, exact=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_last_word_of_a_blob_is_read_and_no_more(kind: str) -> None:
+def test_the_last_word_of_a_blob_is_read_and_no_more() -> None:
     """A section without escapes, whose words end where the bytes end, in a buffer that ends there, too."""
     tokens = 257
     while True:
         section = planned(((30, 20, 10),))
-        rng = np.random.default_rng(tokens)
-        y = rng.uniform(-1, 1, (3, tokens)).astype(np.float32)
-        if kind == "classes":
-            classes = np.full(tokens, 8, np.uint8)
-            coder = CoefficientCoder(get_stages("numba"), FAMILY, 0)
-            classed = ClassedSection([(classes, classes, y)], section.classed, section.class_table)
-            (data,) = coder.encode_classes([classed], tokens)
-        else:
-            data = encode_plain(section, y)
+        y = np.random.default_rng(tokens).uniform(-1, 1, (3, tokens)).astype(np.float32)
+        data = encoded(section, np.full(tokens, 8, np.uint8), y)
         places = offsets_of(section, data, tokens)
         if places["stream"].stop == len(data):
             break

@@ -14,7 +14,8 @@ from tests.classed import with_classes
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.family import OCTAVE, scale_codes
+from cuvee.codec.entropy.family import OCTAVE
+from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import calibrate, fit
@@ -181,9 +182,9 @@ def test_what_a_shard_knows_is_the_part_of_its_heads(rich: Profile, size: int) -
             assert len(mine.basis.forward) == len(mine.basis.inverse) == len(blocks)
             assert len(mine.scale) == sum(mine.basis.block_ranks)
             for step in (-4 * OCTAVE, 0, 3 * OCTAVE):
-                ranks, plan = mine.plan(step)
-                assert ranks == tuple(whole.select(step)[0][block] for block in blocks)
-                assert len(plan.shift) == sum(ranks) == int((scale_codes(mine.scale, step) >= 0).sum())
+                for k in range(CLASSES):
+                    of_class = whole.class_ranks(step, k)
+                    assert mine.class_ranks(step, k) == tuple(of_class[block] for block in blocks)
 
 
 def _columns(basis: Any, block: int, x: torch.Tensor) -> torch.Tensor:

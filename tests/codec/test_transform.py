@@ -19,8 +19,8 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles
 from cuvee.codec.profiles.token_prediction import Predictions
-from cuvee.codec.schemes.transform import product_runs
 from cuvee.codec.stages.compiled import transform as transform_numba
+from cuvee.codec.stages.implementations import get_stages, stage_names
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.reference.product import synthesize
 from cuvee.codec.stages.reference.transform import gather, place, require_finite
@@ -455,7 +455,9 @@ def test_vectors_and_what_is_left_of_them_give_the_same_bits(dtype: str, size: i
         )
 
 
-def test_a_product_ends_where_columns_need_less() -> None:
+@pytest.mark.parametrize("name", stage_names())
+def test_a_product_ends_where_columns_need_less(name: str) -> None:
+    product_runs = get_stages(name).product_runs
     ranks = tuple((100 - 6 * k,) for k in range(16))
     falling = np.repeat(np.arange(16, dtype=np.uint8), 10)
     runs = list(product_runs(falling, ranks))
@@ -465,7 +467,9 @@ def test_a_product_ends_where_columns_need_less() -> None:
     assert list(product_runs(short, ranks)) == [(slice(0, 32), (100,))]
 
 
-def test_a_product_is_as_deep_as_its_deepest_column() -> None:
+@pytest.mark.parametrize("name", stage_names())
+def test_a_product_is_as_deep_as_its_deepest_column(name: str) -> None:
+    product_runs = get_stages(name).product_runs
     ranks = tuple((100 - k,) for k in range(16))
     windows = np.array([8] * 40 + [2] * 40, np.uint8)  # the next window begins with finer columns again
     assert list(product_runs(windows, ranks)) == [(slice(0, 64), (98,)), (slice(64, 80), (98,))]

@@ -24,12 +24,12 @@ from tests.fuzz.engine import Finding
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes
-from cuvee.codec.entropy.streams import Streams
+from cuvee.codec.entropy.coding_plan import ESCAPE, NO_ESCAPES, Escapes
+from cuvee.codec.entropy.streams import ONE_CLASS, Streams
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
-from cuvee.codec.entropy.token_classes import CLASSES
+from cuvee.codec.entropy.token_classes import CLASSES, SectionPlanes, one_class
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.format.coded_part import Reader, write_streams
+from cuvee.codec.format.coded_part import CodedPart, Reader, write_coded
 from cuvee.codec.format.container import inspect, read_header, write_blob
 from cuvee.codec.format.keys import Key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
@@ -39,7 +39,6 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.stages.implementations import get_stages
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, read_model, write_model
-from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import U8
 
@@ -156,16 +155,13 @@ def coded_at(subject: Subject, section: bytes, index: int) -> int:
 def _with_field(dice: Dice, subject: Subject, section: bytes, index: int) -> bytes:
     """Return a section with one field of its coded part changed, or two fields whose sum stays the same."""
     at = coded_at(subject, section, index)
-    if len(section) - at < 12:
+    if len(section) - at < 20:
         return dice.damaged(section)
     out = bytearray(section)
-    words, escapes, log2, mode, _ = struct.unpack_from("<IIBBH", out, at)
-    head = 20 if mode == 1 else 12
+    words, escapes, log2 = struct.unpack_from("<IIB", out, at)
     streams = -(-read_header(subject.blob).tokens >> min(log2, 7))
-    states, lengths = at + head, at + head + 4 * streams
-    fields = [(at, 4), (at + 4, 4), (at + 8, 1), (at + 9, 1), (at + 10, 2)]
-    if mode == 1:
-        fields += [(at + 12, 4), (at + 16, 4)] * 2
+    states, lengths = at + 20, at + 20 + 4 * streams
+    fields = [(at, 4), (at + 4, 4), (at + 8, 1), (at + 9, 1), (at + 10, 2), *[(at + 12, 4), (at + 16, 4)] * 2]
     fields += [(states + 4 * dice.number(0, streams), 4), (lengths + 2 * dice.number(0, streams), 2)]
     fields += [(lengths + 2 * streams + 2 * dice.number(0, max(words, 1) - 1), 2)] * 3
     if escapes and 8 * escapes <= len(out) - at:
@@ -218,17 +214,8 @@ def _escape_list(dice: Dice, index: npt.NDArray[np.integer]) -> Escapes:
     return Escapes((listed & 0xFFFFFFFF).astype(np.uint32), _values(dice, len(listed)))
 
 
-def _plain_part(dice: Dice, tables: EntropyTables, plan: CodingPlan, tokens: int) -> bytes:
-    """Make a coded part with sound streams and symbols that no encoder chooses."""
-    n = 1 << dice.number(0, 7)
-    planes = _symbols(dice, tables, np.repeat(plan.tables[:, None], tokens, 1), dice.pick((0.0, 0.02, 0.5)))
-    escapes = _escape_list(dice, np.flatnonzero(planes[: len(plan.shift)] == ESCAPE))
-    streams = get_stages("numba").rans_encode(planes, plan.tables, tables, n)
-    return write_streams(streams, escapes, plan.planes, n)
-
-
-def _classed_part(dice: Dice, coding: SectionCoding, tables: EntropyTables, tokens: int) -> bytes:
-    """Make such a part for tokens with classes; the list of classes may differ from the streams."""
+def _coded_part(dice: Dice, coding: SectionCoding, tables: EntropyTables, tokens: int) -> bytes:
+    """Make a coded part with sound streams, symbols that no encoder chooses, and perhaps other classes than theirs."""
     plan, n = coding.classed, 1 << dice.number(0, 7)
     kind = dice.number(0, 3)
     low = plan.finest
@@ -250,11 +237,11 @@ def _classed_part(dice: Dice, coding: SectionCoding, tables: EntropyTables, toke
         listed = classes.copy()
         for _ in range(dice.small(4)):
             listed[dice.number(0, tokens - 1)] = dice.number(0, CLASSES - 1)
-    section = ClassedPlanes(planes, own, listed, plan, coding.class_table, n)
-    ((streams, of_classes),) = get_stages("numba").encode_classed([section], tables)
+    (streams,) = get_stages("numba").rans_encode([SectionPlanes(planes, own, plan, n)], tables)
+    of_classes = get_stages("numba").encode_classes(listed, coding.class_table)
     if dice.trick(0.1):
         of_classes = Streams(of_classes.states, of_classes.lengths, np.append(of_classes.words, np.uint16(0)))
-    return write_streams(streams, _escape_list(dice, index), int(plan.planes.max()), n, of_classes)
+    return write_coded(CodedPart(streams, _escape_list(dice, index), n, of_classes), int(plan.planes.max()))
 
 
 def _lossless_section(dice: Dice, layer: LayerLayout, item: int, tokens: int) -> bytes:
@@ -282,9 +269,9 @@ def _lossless_section(dice: Dice, layer: LayerLayout, item: int, tokens: int) ->
     which = np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes)
     n = 1 << dice.number(0, 7)
     symbols = _symbols(dice, tables, np.repeat(which[:, None], tokens, 1), 0.0)
-    streams = get_stages("numba").rans_encode(symbols, which, tables, n)
-    none = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
-    return bytes(head + stored) + write_streams(streams, none, len(which), n)
+    section = SectionPlanes(symbols, np.zeros(tokens, np.uint8), one_class(which), n)
+    (streams,) = get_stages("numba").rans_encode([section], tables)
+    return bytes(head + stored) + write_coded(CodedPart(streams, NO_ESCAPES, n, ONE_CLASS), len(which))
 
 
 @cache
@@ -305,10 +292,8 @@ def forged(dice: Dice, at: int) -> bytes:
         if header.lossless:
             layer = profile.layout.layers[index]
             part = _lossless_section(dice, layer, 2 if header.dtype != "float32" else 4, tokens)
-        elif dice.chance(0.6):
-            part = _classed_part(dice, _coding(at, index), tables, tokens)
         else:
-            part = _plain_part(dice, tables, _coding(at, index).plan, tokens)
+            part = _coded_part(dice, _coding(at, index), tables, tokens)
         parts.append(part)
     dice.mischief = True
     key = Key.of(subject.key) if subject.key is not None else None

@@ -50,7 +50,7 @@ def _blobs() -> Iterator[tuple[str, bytes]]:
     yield "counts-overflow", bytes([at]) + with_section(blob, bytes(section))
     at = names.index("correlated classes")
     blob = subjects()[at].blob
-    many = struct.pack("<IIBBHII", 0, 0, 7, 1, 0, 0, 1 << 16) + struct.pack("<I", 1 << 16) * 340 + bytes(2 * 340)
+    many = struct.pack("<IIB3xII", 0, 0, 7, 0, 1 << 16) + struct.pack("<I", 1 << 16) * 340 + bytes(2 * 340)
     yield "classes-without-words", bytes([at]) + reseal(blob, [many] * 2, tokens=340 * 128)
     section = bytearray(sections_of(blob)[0])
     struct.pack_into("<I", section, 12, (1 << 32) - 1)

@@ -26,6 +26,7 @@ from tests.fuzz.peers import HttpTarget, RedisTarget
 from tests.fuzz.profiles import ProfileTarget
 from tests.fuzz.targets import TARGETS, named
 
+from cuvee.codec.entropy import rules
 from cuvee.codec.stages.compiled import sections
 from cuvee.codec.stages.reference import rans
 from cuvee.integrations.stores import objects_http
@@ -142,7 +143,7 @@ def test_a_missing_check_of_escapes_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     def without_escapes(*arguments: Any) -> bool:
         problem = arguments[-1]
-        return bool(decode(*arguments) or problem[1] == sections.ESCAPE_LIST)
+        return bool(decode(*arguments) or problem[1] == rules.ESCAPE_LIST)
 
     # Only one backend has the defect, so it decodes blobs that the other refuses.
     monkeypatch.setattr(sections, "_decode", without_escapes)

@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from cuvee.codec.stages.compiled.simd import BYTES, HALVES, INT32, INT64, VECTOR, WIDTH, Code, spelled_out
+from cuvee.codec.stages.compiled.simd import BYTES, HALVES, INT64, VECTOR, WIDTH, Code, spelled_out
 
 
 def _joining(by_token: bool) -> Any:
@@ -101,43 +101,3 @@ def split_step(typing: Any, words, begins, token, later, low, at_low, high, at_h
         return context.get_dummy_value()
 
     return signature, generate
-
-
-def _interleaving(per_stream: int) -> Any:
-    """Make the step for 2, 4 or 8 tokens per stream."""
-
-    @spelled_out
-    def interleave_step(typing: Any, source, first, apart, out, to):  # type: ignore[no-untyped-def]
-        """Interleave the bytes of 16 streams: `interleave_step(source, first, apart, out, to)`.
-
-        Args:
-            typing: Numba's.
-            source: uint8 array.
-            first: where the first tokens of the streams are.
-            apart: from there to the second tokens of the streams, and so on.
-            out: uint8 array.
-            to: where all tokens of the first stream, then those of the next ones are written.
-        """
-        signature = types.void(source, first, apart, out, to)
-
-        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-            code = Code(context, builder, sig.args, values)
-            begin, distance = code.pointer(0, 1, 1), code.integer(2, types.int64)
-            lines = [
-                code.load(builder.gep(begin, [builder.mul(distance, INT64(token))]), BYTES, 1)
-                for token in range(per_stream)
-            ]
-            while len(lines) > 1:  # each with the one half of them later, so that the last pair are even and odd tokens
-                half, count = len(lines) // 2, lines[0].type.count
-                lanes = [lane + count * line for lane in range(count) for line in range(2)]
-                mask = ir.Constant(ir.VectorType(INT32, 2 * count), lanes)
-                lines = [builder.shuffle_vector(lines[i], lines[i + half], mask) for i in range(half)]
-            code.store(lines[0], code.pointer(3, 4, 1), 1)
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    return interleave_step
-
-
-interleave_2_step, interleave_4_step, interleave_8_step = (_interleaving(per_stream) for per_stream in (2, 4, 8))

@@ -12,29 +12,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, stream_count, stream_error
+from cuvee.codec.entropy import rules
 from cuvee.codec.entropy.tables import SYMBOLS
-from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.compiled import coded_part as part
+from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.addresses import array_at
-from cuvee.codec.stages.compiled.arena import Arena
-from cuvee.codec.stages.compiled.byte_plane_steps import (
-    interleave_2_step,
-    interleave_4_step,
-    interleave_8_step,
-    join_by_channel_step,
-    join_step,
-    split_step,
-)
+from cuvee.codec.stages.compiled.byte_plane_steps import join_by_channel_step, join_step, split_step
 from cuvee.codec.stages.compiled.coded_part import read_u16
 from cuvee.codec.stages.compiled.compiler import compiled, compiled_briefly
 from cuvee.codec.stages.compiled.joining import joined
-from cuvee.codec.stages.compiled.plain_streams import decode_several
+from cuvee.codec.stages.compiled.rans import decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.transform import adjacent
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, read_layer
+from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane
 from cuvee.codec.stages.rows import Rows, dense_rows
+from cuvee.codec.support.arena import Arena
 
 _SLOTS = 1 << PROB_BITS
 # Layers with fewer streams are decoded together: a step waits for the step before, and other streams fill the time.
@@ -46,39 +39,50 @@ _CHANNELS = 16  # adjacent values of each token that are written in a row
 # coded ones; where its table ends.
 _CODED, _AT, _ROW, _END = range(4)
 
-# Fields of the streams: those of `coded_part`, and the number of steps per token, which is -1 for a malformed section.
+# Fields of the streams: those of `coded_part`, and the number of coded planes of a token.
 _STEPS = part.PART_FIELDS
 
 
 @compiled
-def _skip_padding(data, begin, at, end):  # type: ignore[no-untyped-def]
-    """Return the next multiple of four bytes from `begin`, or -1 if a byte before it is not zero."""
-    while (at - begin) % 4:
-        if at >= end or data[at]:
+def _skip_padding(data, begin, at, end, problem):  # type: ignore[no-untyped-def]
+    """Return the next multiple of four bytes from `begin`, or -1 if a byte before it is not zero or not there."""
+    after = at + -(at - begin) % 4
+    if after > end:
+        problem[part.RULE], problem[part.FIRST] = rules.SHORT, after - end
+        return -1
+    for i in range(at, after):
+        if data[i]:
+            problem[part.RULE] = rules.PADDING
             return -1
-        at += 1
-    return at
+    return after
 
 
 @compiled
-def _check_table(data, at, end):  # type: ignore[no-untyped-def]
+def _check_table(data, at, end, problem):  # type: ignore[no-untyped-def]
     """Return where a plane's table ends, or -1 if it breaks a rule."""
     if at + 2 > end:
+        problem[part.RULE], problem[part.FIRST] = rules.SHORT, at + 2 - end
         return -1
     count = np.int64(read_u16(data, at))
     at += 2
     if at + 3 * count > end:
+        problem[part.RULE], problem[part.FIRST] = rules.SHORT, at + 3 * count - end
         return -1
     last = np.int64(-1)
-    filled = np.int64(0)
+    filled = most = np.int64(0)
     for _ in range(count):
         symbol, frequency = np.int64(data[at]), np.int64(read_u16(data, at + 1))
         at += 3
-        if symbol <= last or not 0 < frequency < _SLOTS:
+        if symbol <= last or not frequency:
+            problem[part.RULE] = rules.TABLE_ORDER
             return -1
         last = symbol
         filled += frequency
-    return at if filled == _SLOTS else -1
+        most = max(most, frequency)
+    if filled != _SLOTS or most == _SLOTS:
+        problem[part.RULE] = rules.TABLE_SUM
+        return -1
+    return at
 
 
 @compiled
@@ -95,104 +99,75 @@ def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _parse(data, begin, end, channels, tokens, planes):  # type: ignore[no-untyped-def]
+def _parse(data, begin, end, channels, tokens, planes, problem):  # type: ignore[no-untyped-def]
     """Find the planes of a section, as `read_layer` does; return where its streams begin, or -1 if it breaks a rule."""
     at = begin
     row = 0
     for i in range(len(channels)):
-        if at >= end or data[at] > 1:
+        if at >= end:
+            problem[part.RULE], problem[part.FIRST] = rules.SHORT, 1
+            return -1
+        if data[at] > 1:
+            problem[part.RULE], problem[part.FIRST] = rules.PLANE_MODE, data[at]
             return -1
         planes[i, _CODED] = data[at]
         at += 1
         if planes[i, _CODED]:
             planes[i, _AT], planes[i, _ROW] = at, row
             row += channels[i]
-            planes[i, _END] = at = _check_table(data, at + channels[i], end)
+            if at + channels[i] > end:
+                problem[part.RULE], problem[part.FIRST] = rules.SHORT, at + channels[i] - end
+                return -1
+            planes[i, _END] = at = _check_table(data, at + channels[i], end, problem)
             if at < 0:
                 return -1
-    at = _skip_padding(data, begin, at, end)
-    for i in range(len(channels)):
-        if at < 0:
-            return -1
+    at = _skip_padding(data, begin, at, end, problem)
+    for i in range(len(channels) if at >= 0 else 0):
         if not planes[i, _CODED]:
             planes[i, _AT] = at
             at += channels[i] * tokens
-    return _skip_padding(data, begin, at, end) if 0 <= at <= end else -1
+            if at > end:
+                problem[part.RULE], problem[part.FIRST] = rules.SHORT, at - end
+                return -1
+    return _skip_padding(data, begin, at, end, problem) if at >= 0 else -1
 
 
 @compiled_briefly
-def _index(data, spans, channels, tokens, planes, found, first_word):  # type: ignore[no-untyped-def]
-    """Read the parts that the tiles of sections share.
+def _index(data, spans, channels, tokens, planes, found, problem):  # type: ignore[no-untyped-def]
+    """Read the parts that the tiles of sections share; `problem` receives what is wrong with the first damaged one.
 
     Returns:
-        -1, or the first section that breaks a rule; and the word at which each stream of each section begins, and where
-        the last one of a section ends.
+        whether all sections are sound; and the word at which each stream of each section begins, and where the last one
+        of a section ends.
     """
-    words = np.int64(0)
     for i in range(len(spans)):
         own = planes[i]
-        first_word[i] = words
-        at = _parse(data, spans[i, 0], spans[i, 1], channels[i], tokens, own)
+        problem[part.SECTION] = i
+        at = _parse(data, spans[i, 0], spans[i, 1], channels[i], tokens, own, problem)
         if at < 0:
-            return i, np.empty(0, np.uint32)
+            return False, np.empty(0, np.uint32)
         for plane in range(len(own)):
             if own[plane, _CODED]:
                 found[i, _STEPS] += channels[i, plane]
-        if not found[i, _STEPS]:
-            if at != spans[i, 1]:
-                return i, np.empty(0, np.uint32)
-            continue
-        if (
-            not part.find_part(
-                data, at, spans[i, 1], tokens, found[i, _STEPS], found[i, _STEPS], part.NO_CLASSES, np.int64(0),
-                found[i],
-            )
-            or found[i, part.LISTED]
-        ):  # fmt: skip
-            return i, np.empty(0, np.uint32)
-        words += ((tokens + (1 << found[i, part.LOG2]) - 1) >> found[i, part.LOG2]) + 1
-    words_at = np.empty(words, np.uint32)
-    for i in range(len(spans)):
         if found[i, _STEPS]:
-            own_words = ((tokens + (1 << found[i, part.LOG2]) - 1) >> found[i, part.LOG2]) + 1
-            part.list_words(data, found[i], words_at[first_word[i] : first_word[i] + own_words])
-    return np.int64(-1), words_at
-
-
-@compiled
-def _rows_of_tokens(source, row, channel, per_stream, streams, out):  # type: ignore[no-untyped-def]
-    """Copy the bytes of `_CHANNELS` channels, whose columns are dealt to the streams, to `out`, in order of tokens."""
-    count = per_stream * streams
-    by_vectors = streams >= WIDTH and per_stream <= 8
-    for i in range(_CHANNELS):
-        begin, to = (channel + i) * row, i * count
-        for block in range(0, streams if by_vectors else 0, WIDTH):
-            stream = min(block, streams - WIDTH)  # the last streams may be written twice
-            if per_stream == 2:
-                interleave_2_step(source, begin + stream, streams, out, to + 2 * stream)
-            elif per_stream == 4:
-                interleave_4_step(source, begin + stream, streams, out, to + 4 * stream)
-            else:
-                interleave_8_step(source, begin + stream, streams, out, to + 8 * stream)
-        for j in range(0 if by_vectors else per_stream):
-            part = source[begin + j * streams : begin + (j + 1) * streams]
-            for s in range(streams):
-                out[to + s * per_stream + j] = part[s]
+            if not part.find_part(data, at, spans[i, 1], tokens, found[i, _STEPS], part.ONE_CLASS, found[i], problem):
+                return False, np.empty(0, np.uint32)
+        elif at != spans[i, 1]:
+            problem[part.RULE], problem[part.FIRST] = rules.LONG, spans[i, 1] - at
+            return False, np.empty(0, np.uint32)
+    return True, part.list_all_words(data, tokens, found)
 
 
 @compiled
 def _write_joined(  # type: ignore[no-untyped-def]
-    low, low_row, high, high_row, per_stream, references, at, width, begins, first_row, heads, size, stride, offsets,
-    kinds, out,
-):  # fmt: skip
-    """Join a unit's stored low bytes and coded high bytes, and write its 16-bit values.
+    low, low_row, high, references, at, width, begins, first_row, heads, size, stride, offsets, kinds, out
+):
+    """Join a unit's stored low bytes and coded high bytes `[C, width]`, and write its 16-bit values.
 
-    `size` is a multiple of `_CHANNELS`. Of each plane: its bytes, and how far a channel's are from the next channel's.
-    The references of the high bytes begin at `references[at]`.
+    `size` is a multiple of `_CHANNELS`. A channel's low bytes are `low_row` from the next channel's. The references of
+    the high bytes begin at `references[at]`.
     """
-    streams = high_row // per_stream
     lows = np.empty(_CHANNELS * width, np.uint8)
-    rows = np.empty(_CHANNELS * high_row if per_stream > 1 else 0, np.uint8)
     tile, in_tile = np.empty(_CHANNELS * WIDTH, out.dtype), np.arange(0, _CHANNELS * WIDTH, _CHANNELS)
     places = np.full(width, -1, np.int64)
     for t in range(max(-first_row, 0), min(width, len(begins) - first_row)):
@@ -207,25 +182,21 @@ def _write_joined(  # type: ignore[no-untyped-def]
                 to = lows[i * width : (i + 1) * width]
                 for t in range(width):
                     to[t] = own[t]
-            from_high, high_begin = high, channel * high_row
-            if per_stream > 1:
-                _rows_of_tokens(high, high_row, channel, per_stream, streams, rows)
-                from_high, high_begin = rows, 0
             for block in range(0, width, WIDTH):
                 begin = min(block, width - WIDTH)  # the last tokens may be written twice
                 if not len(offsets):
                     join_step(
-                        lows, begin, width, from_high, high_begin + begin, high_row, references, at + channel,
+                        lows, begin, width, high, channel * width + begin, width, references, at + channel,
                         places, begin, h * stride + d, out,
                     )  # fmt: skip
                 elif adjacent(places, begin, kinds, first_row + begin):
                     join_by_channel_step(
-                        lows, begin, width, from_high, high_begin + begin, high_row, references, at + channel,
+                        lows, begin, width, high, channel * width + begin, width, references, at + channel,
                         offsets[kinds[first_row + begin], h], d, places[begin], out,
                     )  # fmt: skip
                 else:
                     join_step(
-                        lows, begin, width, from_high, high_begin + begin, high_row, references, at + channel,
+                        lows, begin, width, high, channel * width + begin, width, references, at + channel,
                         in_tile, 0, 0, tile,
                     )  # fmt: skip
                     for t in range(WIDTH):
@@ -238,19 +209,17 @@ def _write_joined(  # type: ignore[no-untyped-def]
 
 @compiled
 def _write(  # type: ignore[no-untyped-def]
-    data, tokens, start, width, planes, columns, per_stream, position, scratch, begins, first_row, heads, size, stride,
-    offsets, kinds, out,
-):  # fmt: skip
+    data, tokens, start, width, planes, scratch, begins, first_row, heads, size, stride, offsets, kinds, out
+):
     """Join the planes of a unit, and write its values."""
     count = len(planes)
     joined = count == 2 and size % _CHANNELS == 0 and width >= WIDTH
     if joined and planes[1, _CODED] and not planes[0, _CODED]:  # as nearly always
         _write_joined(
-            data[planes[0, _AT] + start :], tokens, scratch[planes[1, _ROW] * columns :], columns, per_stream, data,
-            planes[1, _AT], width, begins, first_row, heads, size, stride, offsets, kinds, out,
+            data[planes[0, _AT] + start :], tokens, scratch[planes[1, _ROW] * width :], data, planes[1, _AT], width,
+            begins, first_row, heads, size, stride, offsets, kinds, out,
         )  # fmt: skip
         return
-    in_order = columns == width and per_stream == 1
     tile = np.empty((_CHANNELS, width), out.dtype)
     word = np.empty(width, np.uint32)
     row = np.empty(width, np.uint8)
@@ -263,15 +232,10 @@ def _write(  # type: ignore[no-untyped-def]
                 for plane in range(count):
                     shift = np.uint32(8 * plane)
                     if planes[plane, _CODED]:
-                        begin = (planes[plane, _ROW] + channel) * columns
+                        begin = (planes[plane, _ROW] + channel) * width
                         reference = data[planes[plane, _AT] + channel]
-                        source = scratch[begin : begin + columns]
-                        if in_order:
-                            for t in range(width):
-                                row[t] = np.uint8(source[t] + reference)
-                        else:
-                            for t in range(width):
-                                row[t] = np.uint8(source[position[t]] + reference)
+                        for t in range(width):
+                            row[t] = np.uint8(scratch[begin + t] + reference)
                     else:
                         begin = planes[plane, _AT] + channel * tokens + start
                         for t in range(width):
@@ -315,16 +279,15 @@ def _list_runs(found, start, stop, run_of):  # type: ignore[no-untyped-def]
             streams = np.int64(0)
         run_of[i] = run
         if found[i, _STEPS]:
-            log2 = found[i, part.LOG2]
-            streams += ((stop + (1 << log2) - 1) >> log2) - (start >> log2)
+            streams += part.stream_count(stop, found[i, part.LOG2]) - (start >> found[i, part.LOG2])
 
 
 @compiled
 def _decode_and_write(  # type: ignore[no-untyped-def]
-    data, words_at, first_word, start, stop, channels, tokens, found, slots, planes, run_of, scratch, scratch_at,
-    problem, first_row, rows, alike
+    data, words_at, start, stop, channels, tokens, found, slots, planes, run_of, scratch, scratch_at, problem,
+    first_row, rows, alike
 ):  # fmt: skip
-    """Decode a tile of layers, and write it; return False for a damaged stream: `problem[1]` of layer `problem[0]`.
+    """Decode a tile of layers, and write it; return False for a damaged stream: see `decode_streams`.
 
     `rows` int64 `[layers, 2, …]` has the fields named above, of keys and of values, and no heads where nothing is
     written. `alike` has the dtype of their memory.
@@ -335,10 +298,10 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
         while end < len(found) and run_of[end] == run_of[first]:
             end += 1
         if not _decode_run(
-            data, words_at, first_word[first:end], start, stop, channels[first:end], tokens, found[first:end], slots,
-            planes[first:end], scratch, scratch_at[first:end], problem, first_row, rows[first:end], alike,
+            data, words_at, start, stop, channels[first:end], tokens, found[first:end], slots, planes[first:end],
+            scratch, scratch_at[first:end], problem, first_row, rows[first:end], alike,
         ):  # fmt: skip
-            problem[0] += first
+            problem[part.SECTION] += first
             return False
         first = end
     return True
@@ -346,16 +309,18 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
 
 @compiled
 def _decode_run(  # type: ignore[no-untyped-def]
-    data, words_at, first_word, start, stop, channels, tokens, found, slots, planes, scratch, scratch_at, problem,
-    first_row, rows, alike
+    data, words_at, start, stop, channels, tokens, found, slots, planes, scratch, scratch_at, problem, first_row, rows,
+    alike
 ):  # fmt: skip
     """Do the same for layers that are decoded together."""
     width, count = stop - start, len(found)
-    columns, steps, first_table = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    fields = np.zeros((count, lanes.SECTION_FIELDS), np.int64)
+    depth = np.empty(count, np.int32)
     total = coded = np.int64(0)
     for i in range(count):
-        first_table[i], steps[i] = total, found[i, _STEPS]
-        total += steps[i]
+        fields[i, lanes.OUT], fields[i, lanes.PLANES], fields[i, lanes.TABLES] = scratch_at[i], i, total
+        depth[i] = found[i, _STEPS]
+        total += found[i, _STEPS]
     tables = np.empty(total, np.uint32)
     step = np.int64(0)
     for i in range(count):
@@ -369,18 +334,15 @@ def _decode_run(  # type: ignore[no-untyped-def]
                     tables[step] = coded << PROB_BITS
                     step += 1
                 coded += 1
-    problem[0], problem[1] = decode_several(
-        data, words_at, first_word, start, stop, found, steps, tables, first_table, slots, np.int64(PROB_BITS), scratch,
-        scratch_at, columns,
-    )  # fmt: skip
-    if problem[0] >= 0:
+    one_class = np.zeros(width, np.uint8)  # of the columns of all layers
+    if not decode_streams(
+        data, found, words_at, start, stop, fields, one_class, depth, tables, slots, np.int64(PROB_BITS), scratch,
+        problem,
+    ):  # fmt: skip
         return False
-    position, places = np.empty(width, np.int64), np.empty(0, np.int64)
+    places = np.empty(0, np.int64)
     bytes_per_value = planes.shape[1] // 2
     for i in range(count):
-        per_stream = np.int64(1) << (found[i, part.LOG2] if steps[i] else np.int64(0))
-        for t in range(width):
-            position[t] = t % per_stream * (columns[i] // per_stream) + t // per_stream
         for unit in range(2):
             own = rows[i, unit]
             heads, size, kinds_of_rows = own[_HEADS], own[_SIZE], own[_ROW_KINDS]
@@ -392,8 +354,8 @@ def _decode_run(  # type: ignore[no-untyped-def]
             out = array_at(own[_MEMORY], own[_ENTRIES], alike)
             _write(
                 data, tokens, start, width, planes[i, unit * bytes_per_value : (unit + 1) * bytes_per_value],
-                columns[i], per_stream, position, scratch[scratch_at[i] :], begins, first_row, heads, size,
-                own[_STRIDE], offsets.reshape((kinds_of_rows, heads, size)), kinds, out,
+                scratch[scratch_at[i] :], begins, first_row, heads, size, own[_STRIDE],
+                offsets.reshape((kinds_of_rows, heads, size)), kinds, out,
             )  # fmt: skip
     return True
 
@@ -412,7 +374,6 @@ class LayersIndex:
         channels: `[L, P]`, channels of each byte plane.
         planes, found: `[L, P, …]` and `[L, …]`, the fields of the planes and of the streams; see above.
         words_at: the word at which each stream of each layer begins, and where a layer's last one ends.
-        first_word: `[L]`, where each layer's begin in `words_at`.
     """
 
     data: npt.NDArray[np.uint8]
@@ -422,7 +383,6 @@ class LayersIndex:
     planes: npt.NDArray[np.int64]
     found: npt.NDArray[np.int64]
     words_at: npt.NDArray[np.uint32]
-    first_word: npt.NDArray[np.int64]
 
 
 def index_layers(
@@ -433,12 +393,11 @@ def index_layers(
     channels = np.array([[layer.key_values, layer.value_values] for layer in layers], np.int64).repeat(itemsize, 1)
     data, spans = joined(sections)
     planes, found = np.zeros((*channels.shape, 4), np.int64), np.zeros((count, _STEPS + 1), np.int64)
-    first_word = np.empty(count, np.int64)
-    bad, words_at = _index(data, spans, channels, tokens, planes, found, first_word)
-    if bad >= 0:
-        read_layer(sections[bad], layers[bad], itemsize, tokens)  # raises
-        raise FormatError("lossless section: must be well-formed, got a malformed one")
-    return LayersIndex(data, itemsize, tokens, channels, planes, found, words_at, first_word)
+    problem = np.zeros(part.PROBLEM_FIELDS, np.int64)
+    sound, words_at = _index(data, spans, channels, tokens, planes, found, problem)
+    if not sound:
+        raise part.problem_error(problem, found, tokens)
+    return LayersIndex(data, itemsize, tokens, channels, planes, found, words_at)
 
 
 def decode_layers(
@@ -453,20 +412,18 @@ def decode_layers(
     found = index.found[which]
     run_of = np.empty(len(found), np.int64)
     _list_runs(found, at.start, at.stop, run_of)
-    before = np.cumsum(found[:, _STEPS] * (at.stop - at.start + MAX_TOKENS_PER_STREAM - 1))  # columns at most
-    before = np.concatenate([[0], before])
+    before = np.concatenate([[0], np.cumsum(found[:, _STEPS] * (at.stop - at.start))])
     scratch_at = before[:-1] - before[np.searchsorted(run_of, run_of)]
     scratch = _arena.array("planes", int((scratch_at + np.diff(before)).max()) + WIDTH, np.uint8)
     # Tables are made when they are needed, so that they are in the first cache.
     slots = _arena.array("slots", int(np.bincount(run_of).max()) * index.channels.shape[1] * _SLOTS, np.uint32)
-    problem = np.zeros(2, np.int64)
+    problem = np.zeros(part.PROBLEM_FIELDS, np.int64)
     if not _decode_and_write(
-        index.data, index.words_at, index.first_word[which], at.start, at.stop, index.channels[which], index.tokens,
-        found, slots, index.planes[which], run_of, scratch, scratch_at, problem, first_row, _row_fields(keys, values),
+        index.data, index.words_at, at.start, at.stop, index.channels[which], index.tokens, found, slots,
+        index.planes[which], run_of, scratch, scratch_at, problem, first_row, _row_fields(keys, values),
         _ALIKE[index.itemsize],
     ):  # fmt: skip
-        layer, stream = problem.tolist()
-        raise stream_error(stream, stream_count(index.tokens, 1 << int(found[layer, part.LOG2])))
+        raise part.problem_error(problem, found, index.tokens)
 
 
 _ALIKE = {2: np.empty(0, np.uint16), 4: np.empty(0, np.uint32)}

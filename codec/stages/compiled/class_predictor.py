@@ -11,8 +11,8 @@ import torch
 from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL
 from cuvee.codec.profiles.class_predictor import CLAMP, CLASSES_PER_OCTAVE, ENERGY_FLOOR, SQUARE_FLOOR, Predictor
 from cuvee.codec.profiles.token_prediction import Predictions
-from cuvee.codec.stages.compiled.arena import SECOND, tile_arena
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.support.arena import SECOND, tile_arena
 from cuvee.codec.support.arrays import U8
 
 _NEUTRAL, _COARSEST = np.float32(NEUTRAL), np.float32(CLASSES - 1)

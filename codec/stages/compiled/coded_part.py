@@ -1,18 +1,28 @@
-"""Parse the coded part of a section in compiled loops, with the checks of `coded_part.read_coded`."""
+"""Parse the coded part of a section in compiled loops, with the checks of `read_coded`, in the same order."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from cuvee.codec.entropy import rules
+from cuvee.codec.entropy.rules import rule_error
 from cuvee.codec.entropy.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2
+from cuvee.codec.errors import FormatError
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.support.arrays import I64
 
 # Fields of `found`: sizes, and places in bytes.
-MODE, LOG2, STATES, LENGTHS, WIDE, WORDS, COUNT, CLASS_STATE, CLASS_WORDS, CLASSES, ESCAPES, LISTED = range(12)
+LOG2, STATES, LENGTHS, WIDE, WORDS, COUNT, CLASS_STATE, CLASS_WORDS, CLASSES, ESCAPES, LISTED = range(11)
+STREAMS = 11  # for callers: the section's first entry in `words_at`
 PART_FIELDS = 12
 
-NO_CLASSES = -1  # `class_planes` where a section must not have token classes
+# Fields of `problem`: the damaged section, the broken rule, and the numbers that its message shows.
+SECTION, RULE, FIRST, SECOND = range(4)
+PROBLEM_FIELDS = 4
 
+ONE_CLASS = np.int64(-1)  # `rows` where all tokens have one class
+
+HEADER_BYTES = 20
 INITIAL = np.uint32(LOWER_BOUND)
 
 
@@ -29,7 +39,7 @@ def read_u32(data, at):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def find_part(data, begin, end, tokens, planes, rows, class_planes, class_rows, found):  # type: ignore[no-untyped-def]
+def find_part(data, begin, end, tokens, planes, rows, found, problem):  # type: ignore[no-untyped-def]
     """Find the parts of a section; return False if the bytes break a rule.
 
     Args:
@@ -37,61 +47,68 @@ def find_part(data, begin, end, tokens, planes, rows, class_planes, class_rows, 
         begin: the first byte of the section's coded part.
         end: the byte after its last.
         tokens: tokens in the chunk.
-        planes: byte planes of a section without token classes.
-        rows: its components.
-        class_planes: byte planes of a section with token classes; `NO_CLASSES` if it must have none.
-        class_rows: its components.
-        found: int64 `[PART_FIELDS]`, receives the fields named above.
+        planes: the largest number of planes that a token may have.
+        rows: the largest number of components that a token may have, or `ONE_CLASS`.
+        found: int64 `[PART_FIELDS]`, receives the fields named above but for `STREAMS`.
+        problem: int64 `[PROBLEM_FIELDS]`, receives the broken rule and its numbers.
     """
-    at = begin + 12
-    if at > end:
+    if begin + HEADER_BYTES > end:
+        problem[RULE], problem[FIRST] = rules.SHORT, begin + HEADER_BYTES - end
         return False
     words, escapes = np.int64(read_u32(data, begin)), np.int64(read_u32(data, begin + 4))
-    log2, mode = np.int64(data[begin + 8]), np.int64(data[begin + 9])
-    if log2 > MAX_TOKENS_PER_STREAM_LOG2 or mode > 1 or read_u16(data, begin + 10):
+    log2 = np.int64(data[begin + 8])
+    if log2 > MAX_TOKENS_PER_STREAM_LOG2 or data[begin + 9] or read_u16(data, begin + 10):
+        problem[RULE] = rules.HEADER
         return False
-    class_words = np.int64(0)
-    if mode:
-        if class_planes == NO_CLASSES:
-            return False
-        planes, rows = class_planes, class_rows
-        at += 8
-        if at > end:
-            return False
-        class_words = np.int64(read_u32(data, at - 8))
-        found[CLASS_STATE] = np.int64(read_u32(data, at - 4))
-        if found[CLASS_STATE] < INITIAL:
-            return False
-    count = (tokens + (1 << log2) - 1) >> log2
+    class_words, class_state = np.int64(read_u32(data, begin + 12)), read_u32(data, begin + 16)
+    if class_state < INITIAL:
+        problem[RULE] = rules.CLASS_STATE
+        return False
+    if rows == ONE_CLASS and (class_words or escapes or class_state != INITIAL):
+        problem[RULE] = rules.ONE_CLASS
+        return False
+    count = stream_count(tokens, log2)
     wide = np.int64(2 if planes << log2 <= 0xFFFF else 4)
-    found[MODE], found[LOG2], found[WIDE], found[COUNT] = mode, log2, wide, words
-    found[STATES] = at
-    found[LENGTHS] = at + 4 * count
+    found[LOG2], found[WIDE], found[COUNT] = log2, wide, words
+    found[CLASS_STATE], found[CLASS_WORDS] = np.int64(class_state), class_words
+    found[STATES] = begin + HEADER_BYTES
+    found[LENGTHS] = found[STATES] + 4 * count
     found[CLASSES] = found[LENGTHS] + wide * count
-    found[CLASS_WORDS] = class_words
     found[WORDS] = found[CLASSES] + 2 * class_words
     at = found[WORDS] + 2 * words
     padding = -(at - begin) % 4
     found[ESCAPES], found[LISTED] = at + padding, escapes
-    if found[ESCAPES] + 8 * escapes != end:
+    missing = found[ESCAPES] + 8 * escapes - end
+    if missing:
+        problem[RULE], problem[FIRST] = rules.SHORT if missing > 0 else rules.LONG, abs(missing)
         return False
     for i in range(padding):
         if data[at + i]:
+            problem[RULE] = rules.PADDING
             return False
     total = np.int64(0)
     for i in range(count):
         if read_u32(data, found[STATES] + 4 * i) < INITIAL:
+            problem[RULE], problem[FIRST] = rules.STATE, i
             return False
         total += _stream_words(data, found, i)
     if total != words:
+        problem[RULE], problem[FIRST], problem[SECOND] = rules.LENGTHS, total, words
         return False
     before = np.int64(-1)
     for i in range(escapes):
         index = np.int64(read_u32(data, found[ESCAPES] + 4 * i))
-        if index <= before:
+        if index <= before or index >= rows * tokens:
+            problem[RULE], problem[FIRST] = rules.ESCAPE_ORDER, i
             return False
         before = index
-    return before < rows * tokens
+    return True
+
+
+@compiled
+def stream_count(tokens, log2):  # type: ignore[no-untyped-def]
+    """Return the number of streams of `2**log2` tokens that hold so many tokens."""
+    return (tokens + (np.int64(1) << log2) - 1) >> log2
 
 
 @compiled
@@ -108,3 +125,27 @@ def list_words(data, found, words_at):  # type: ignore[no-untyped-def]
         words_at[stream] = word
         word += _stream_words(data, found, stream)
     words_at[len(words_at) - 1] = word
+
+
+@compiled
+def list_all_words(data, tokens, found):  # type: ignore[no-untyped-def]
+    """Do so for all sections that have streams, and note in `STREAMS` where the entries of each begin."""
+    entries = np.int64(0)
+    for i in range(len(found)):
+        found[i, STREAMS] = entries
+        if found[i, STATES]:
+            entries += stream_count(tokens, found[i, LOG2]) + 1
+    words_at = np.empty(entries, np.uint32)
+    for i in range(len(found)):
+        if found[i, STATES]:
+            at = found[i, STREAMS]
+            list_words(data, found[i], words_at[at : at + stream_count(tokens, found[i, LOG2]) + 1])
+    return words_at
+
+
+def problem_error(problem: I64, found: I64, tokens: int) -> FormatError:
+    """Return the error about the section that a compiled loop found damaged, given `problem` and the `found` of all."""
+    section, rule, first, second = problem.tolist()
+    if rule == rules.STREAM:
+        second = int(stream_count(tokens, found[section, LOG2]))
+    return rule_error(rule, first, second)

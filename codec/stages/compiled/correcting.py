@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.bfloat16 import saturated, to_float
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.correction_steps import (
@@ -27,6 +26,7 @@ from cuvee.codec.stages.compiled.correction_steps import (
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.transform import plain
 from cuvee.codec.stages.rows import Rows, all_memory
+from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import F32, I64
 
 _TINY = np.float32(np.finfo(np.float32).tiny)

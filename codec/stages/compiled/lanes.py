@@ -4,7 +4,7 @@ Streams are coded sixteen at a time (`decode_steps`, `encode_step`): a *group* o
 section. A step of a group waits for the step before it, through two loads and a product. So several groups take
 turns: however few streams a section has, the chunk has enough to keep the CPU busy.
 
-The order of the columns is that of `reference/rans_by_class.py`: if a window has S streams, its row r holds the columns
+The order of the columns is that of `reference/rans.py`: if a window has S streams, its row r holds the columns
 r S … r S + S - 1, one of each stream. The class of its column determines how many planes a lane decodes in a row.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.codec.stages.compiled.coder_steps import (
     decode_alike_steps,
     decode_steps,
@@ -55,10 +56,10 @@ _LINE = 32  # words in a line of the cache
 
 
 @compiled
-def list_groups(section, stream, columns, per_stream, window, groups, at):  # type: ignore[no-untyped-def]
+def list_groups(section, stream, columns, per_stream, groups, at):  # type: ignore[no-untyped-def]
     """List a section's groups, the first stream being `stream`, in `groups` from row `at` on; return the next row."""
-    for begin in range(0, columns, window):
-        size = min(window, columns - begin)
+    for begin in range(0, columns, WINDOW):
+        size = min(WINDOW, columns - begin)
         count = (size + per_stream - 1) // per_stream
         for lane in range(0, count, WIDTH):
             groups[at, SECTION] = section

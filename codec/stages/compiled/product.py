@@ -13,20 +13,21 @@ Sums are those of `reference/product.py` in another order, so they differ in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 
-from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.product_steps import add_rows, add_rows_by_4, add_rows_by_8, list_step
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.products import SLAB, Products
 from cuvee.codec.stages.reference import product
 from cuvee.codec.stages.reference.sections import padded
-from cuvee.codec.support.arrays import F32, I64, U32
+from cuvee.codec.support.arena import Arena
+from cuvee.codec.support.arrays import F32, I64, U8, U32
 
 TILE = 8 * WIDTH  # values that are summed at a time: as many as the registers hold
 DENSE = 0.65  # share of coefficients other than zero from which on a dense product is faster
@@ -68,8 +69,8 @@ class TiledInverse:
 
 
 @compiled
-def list_runs(classes, depths, share, multiple, bounds, deepest):  # type: ignore[no-untyped-def]
-    """List the runs of columns that share a product, see `cuvee.codec.schemes.transform.product_runs`.
+def _list_runs(classes, depths, share, multiple, bounds, deepest):  # type: ignore[no-untyped-def]
+    """List the runs of columns that share a product, see `product_runs`.
 
     Args:
         classes: uint8, the class of each column.
@@ -99,6 +100,23 @@ def list_runs(classes, depths, share, multiple, bounds, deepest):  # type: ignor
         start = stop
     bounds[runs] = columns
     return runs
+
+
+def product_runs(columns: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:
+    """See `cuvee.codec.stages.reference.product.product_runs`."""
+    if len(class_ranks[0]) > 1:
+        yield from product.product_runs(columns, class_ranks)
+        return
+    bounds, deepest = np.empty(len(columns) + 1, np.int64), np.empty(len(columns), np.int64)
+    count = _list_runs(columns, _depths(class_ranks), product.PRODUCT_DEPTH, product.PRODUCT_COLUMNS, bounds, deepest)
+    for i in range(count):
+        yield slice(int(bounds[i]), int(bounds[i + 1])), (int(deepest[i]),)
+
+
+@lru_cache(maxsize=1 << 12)
+def _depths(class_ranks: Sequence[tuple[int, ...]]) -> I64:
+    """Return the number of components of each class in a section of one block."""
+    return np.array([rank for (rank,) in class_ranks], np.int64)
 
 
 def prepare_inverse(

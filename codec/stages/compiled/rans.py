@@ -1,14 +1,23 @@
-"""Interleaved rANS, compiled: the same bytes as `reference/rans.py`."""
+"""Interleaved rANS, compiled: the same bytes as `reference/rans.py`, for many sections at once."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from itertools import accumulate
 
-from cuvee.codec.entropy.streams import Streams, check_streams, stream_count, stream_error
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
+import numpy as np
+import numpy.typing as npt
+
+from cuvee.codec.entropy import rules
+from cuvee.codec.entropy.rules import rule_error
+from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams, check_streams, stream_count
+from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.token_classes import CLASS_BITS, WINDOW, ColumnPlan, SectionPlanes
+from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
-from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.coded_part import INITIAL, read_u16, read_u32
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.fetching import fetch
 from cuvee.codec.stages.compiled.lanes import (
     FLIGHT,
     collect_words,
@@ -18,109 +27,191 @@ from cuvee.codec.stages.compiled.lanes import (
     list_groups,
 )
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.compiled.token_order import ABSENT, deal
-from cuvee.codec.support.arrays import U8, U16
+from cuvee.codec.support.arena import Arena
+from cuvee.codec.support.arrays import U8
 
 _arena = Arena()
 _BEFORE = 4  # bytes that may be read before the first word
 
 
 @compiled
+def encode_class_stream(classes, coders, words):  # type: ignore[no-untyped-def]
+    """Code classes as one stream into `words`; return its state, and how many words it has."""
+    x, count = np.int64(LOWER_BOUND), 0
+    for t in range(len(classes) - 1, -1, -1):
+        coder = np.int64(coders[classes[t]])
+        frequency, below = coder & 0xFFFF, coder >> 16
+        if x >= frequency << (32 - CLASS_BITS):
+            words[count] = x & 0xFFFF
+            count += 1
+            x >>= WORD_BITS
+        x = ((x // frequency) << CLASS_BITS) + x % frequency + below
+    for i in range(count // 2):  # a decoder reads words in reverse order of coding
+        words[i], words[count - 1 - i] = words[count - 1 - i], words[i]
+    return x, count
+
+
+@compiled
+def decode_class_stream(data, at, words, state, slots, bits, classes):  # type: ignore[no-untyped-def]
+    """Decode classes from the `words` words at byte `at` of `data`; return whether the stream ends as it must."""
+    x = np.uint32(state)
+    mask, shift = np.uint32((1 << bits) - 1), np.uint32(bits)
+    word = np.int64(0)
+    for t in range(len(classes)):
+        slot = slots[np.uint64(x & mask)]
+        classes[t] = np.uint8(slot >> np.uint32(24))
+        x = ((slot >> np.uint32(12)) & np.uint32(0xFFF)) * (x >> shift) + (slot & np.uint32(0xFFF))
+        if x < INITIAL:
+            # A damaged stream may ask for more words than it has. It gets zeros, and the check below finds it.
+            x = (x << np.uint32(16)) | (read_u16(data, at + 2 * word) if word < words else np.uint32(0))
+            word += 1
+    return x == INITIAL and word == words
+
+
+@compiled
 def _encode(  # type: ignore[no-untyped-def]
-    symbols, which, coders, prob_bits, n, capacity, dealt, spare, log, states, lengths, words
+    data, columns, fields, depth, tables, coders, prob_bits, per_stream, capacity, spare, log, states, lengths, words
 ):  # fmt: skip
-    """Bring symbols into the order of columns that `lanes.py` codes, and code them; return the number of words."""
-    steps, tokens = symbols.shape
-    count = len(states)
-    columns = np.empty(count * n, np.uint8)
-    column = deal(tokens, n, np.empty(count * n, np.int64), columns)
-    for c in range(steps):
-        source, target = symbols[c], dealt[c * column : (c + 1) * column]
-        if n == 1:
-            for i in range(tokens):
-                target[i] = source[i]
-            continue
-        for j in range(n):
-            of_row = target[j * count : (j + 1) * count]
-            for s in range((tokens - j + n - 1) // n):
-                of_row[s] = source[s * n + j]
-    tables = np.empty(steps, np.uint32)
-    for c in range(steps):
-        tables[c] = np.uint32(which[c]) * np.uint32(SYMBOLS)
-    depth = np.zeros(ABSENT + 1, np.int32)
-    depth[:ABSENT] = steps
-    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
-    fields[0, lanes.COLUMNS] = column
-    groups = np.empty((count, lanes.GROUP_FIELDS), np.int64)
-    listed = list_groups(np.int64(0), np.int64(0), column, n, column, groups, np.int64(0))
-    begins = np.empty(count, np.int64)
+    """Code the planes of sections; return the number of words."""
+    count, tokens = columns.shape
+    groups = np.empty((len(states) + count * (tokens // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
+    listed = stream = np.int64(0)
+    for i in range(count):
+        listed = list_groups(i, stream, tokens, per_stream[i], groups, listed)
+        stream += (tokens + per_stream[i] - 1) // per_stream[i]
+    begins = np.empty(len(states), np.int64)
     encode_lanes(
-        groups[:listed], fields, dealt, columns, depth, tables, coders, prob_bits, capacity, spare, log, states,
-        lengths, begins,
+        groups[:listed], fields, data, columns.reshape(columns.size), depth, tables, coders, prob_bits, capacity, spare,
+        log, states, lengths, begins,
     )  # fmt: skip
     return collect_words(log, begins, lengths, words)
 
 
-@compiled
-def _decode(states, starts, ends, words, which, slots, prob_bits, n, out):  # type: ignore[no-untyped-def]
-    """Decode into columns as `lanes.py` fills them, and bring the columns into the order of the tokens."""
-    steps, tokens = out.shape
-    count = len(states)
-    columns = np.empty(count * n, np.uint8)
-    column = deal(tokens, n, np.empty(count * n, np.int64), columns)
-    tables = np.empty(steps, np.uint32)
-    for c in range(steps):
-        tables[c] = np.uint32(which[c]) << np.uint32(prob_bits)
-    depth = np.zeros(ABSENT + 1, np.int32)
-    depth[:ABSENT] = steps
-    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
-    fields[0, lanes.WORDS], fields[0, lanes.COUNT] = _BEFORE, (len(words) - _BEFORE) // 2
-    fields[0, lanes.COLUMNS] = column
-    groups = np.empty((count, lanes.GROUP_FIELDS), np.int64)
-    listed = list_groups(np.int64(0), np.int64(0), column, n, column, groups, np.int64(0))
-    dealt = np.empty(steps * column + WIDTH, np.uint8)
-    bad = decode_lanes(
-        groups[:listed], fields, states, starts, ends, words, columns, depth, tables, slots, prob_bits, dealt
-    )
-    if bad < 0:
-        for c in range(steps):
-            source, target = dealt[c * column : (c + 1) * column], out[c]
-            at = 0
-            for j in range(n):
-                of_row = source[at : at + count]
-                for s in range((tokens - j + n - 1) // n):
-                    target[s * n + j] = of_row[s]
-                at += count
-    return bad
-
-
-def rans_encode(symbols: U8, which: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:
-    """See `cuvee.codec.stages.reference.rans.rans_encode`: the same arguments, the same bytes."""
-    steps, tokens = symbols.shape
-    count = stream_count(tokens, tokens_per_stream)
-    states, lengths = np.empty(count, np.uint32), np.empty(count, np.uint32)
-    columns = count * tokens_per_stream
-    words = _arena.array("words", steps * tokens, np.uint16)  # a bound: at most one word per symbol
-    capacity = lane_capacity(steps * tokens_per_stream)
-    filled = _encode(
-        symbols, which, tables.coders.reshape(-1), tables.prob_bits, tokens_per_stream, capacity,
-        _arena.array("dealt", steps * columns + WIDTH, np.uint8),
-        _arena.array("spare", FLIGHT * WIDTH * capacity + 1, np.uint16),
-        _arena.array("log", steps * tokens, np.uint16), states, lengths, words,
+def rans_encode(sections: Sequence[SectionPlanes], tables: EntropyTables) -> list[Streams]:
+    """See `cuvee.codec.stages.reference.rans.rans_encode`."""
+    count, tokens = len(sections), len(sections[0].columns)
+    per_stream = np.array([own.tokens_per_stream for own in sections])
+    streams_at = _ends([stream_count(tokens, own.tokens_per_stream) for own in sections])
+    data_at = _ends([own.planes.size for own in sections])
+    symbols = int(data_at[-1])
+    data = _arena.array("data", symbols + WIDTH, np.uint8)
+    np.concatenate([own.planes.reshape(-1) for own in sections], out=data[:symbols])
+    fields = np.zeros((count, lanes.SECTION_FIELDS), np.int64)
+    fields[:, lanes.CLASSES], fields[:, lanes.OUT], fields[:, lanes.COLUMNS] = (
+        np.arange(count) * tokens, data_at[:-1], tokens
     )  # fmt: skip
-    return Streams(states, lengths, words[:filled].copy())
+    fields[:, lanes.PLANES] = _ends([len(own.plan.planes) for own in sections])[:-1]
+    fields[:, lanes.TABLES] = _ends([own.plan.tables.size for own in sections])[:-1]
+    fields[:, lanes.STRIDE] = [own.plan.tables.shape[1] for own in sections]
+    states, lengths = np.empty(streams_at[-1], np.uint32), np.empty(streams_at[-1], np.uint32)
+    capacity = lane_capacity(max(len(own.planes) * own.tokens_per_stream for own in sections))
+    words = _arena.array("words", symbols, np.uint16)  # a bound: at most one word per symbol
+    filled = _encode(
+        data, np.stack([own.columns for own in sections]), fields,
+        np.concatenate([own.plan.planes for own in sections]), np.concatenate([own.plan.coders for own in sections]),
+        tables.coders.reshape(-1), tables.prob_bits, per_stream, capacity,
+        _arena.array("spare", FLIGHT * WIDTH * capacity + 1, np.uint16), _arena.array("log", symbols, np.uint16),
+        states, lengths, words,
+    )  # fmt: skip
+    words = words[:filled].copy()
+    out, word = [], 0
+    for i in range(count):
+        of_section = slice(streams_at[i], streams_at[i + 1])
+        end = word + int(lengths[of_section].sum(dtype=np.int64))
+        out.append(Streams(states[of_section], lengths[of_section], words[word:end]))
+        word = end
+    return out
 
 
-def rans_decode(streams: Streams, which: U16, tables: EntropyTables, tokens_per_stream: int, tokens: int) -> U8:
-    """See `cuvee.codec.stages.reference.rans.rans_decode`: the same arguments, result and errors."""
+def _ends(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return where adjacent arrays of these sizes begin, and where the last ends."""
+    return np.array([0, *accumulate(sizes)])
+
+
+def encode_classes(classes: U8, table: EntropyTables) -> Streams:
+    """See `cuvee.codec.stages.reference.rans.encode_classes`."""
+    words = np.empty(len(classes), np.uint16)
+    state, count = encode_class_stream(classes, table.coders[0], words)
+    return Streams(np.array([state], np.uint32), np.array([count], np.uint32), words[:count])
+
+
+@compiled
+def decode_streams(  # type: ignore[no-untyped-def]
+    data, found, words_at, start, stop, fields, columns, depth, tables, slots, bits, out, problem
+):
+    """Decode a tile's planes of several sections together, so that the CPU always has streams to turn to.
+
+    Args:
+        data: uint8, the bytes of the sections.
+        found: int64 `[S, …]`, begins with the fields of `coded_part`; zeros for a section without streams.
+        words_at: uint32, of each section where the words of its streams begin, and where the last end.
+        start: the first token, which begins a window.
+        stop: the token after the last.
+        fields: int64 `[S, SECTION_FIELDS]` of `lanes`; all but `WORDS`, `COUNT` and `COLUMNS`, which are filled in.
+        columns: as `classes` of `decode_lanes`.
+        depth: as `planes` of `decode_lanes`.
+        tables: see there, like the next three.
+        slots: see above.
+        bits: see above.
+        out: see above.
+        problem: receives the section, `rules.STREAM` and the number of the damaged stream.
+
+    Returns:
+        whether all streams end as they must.
+    """
+    count, width = len(found), stop - start
+    first_stream = np.zeros(count + 1, np.int64)
+    for i in range(count):
+        log2 = found[i, part.LOG2]
+        own = part.stream_count(stop, log2) - (start >> log2)
+        first_stream[i + 1] = first_stream[i] + (own if found[i, part.STATES] else np.int64(0))
+    total = first_stream[count]
+    states, starts, ends = np.empty(total, np.uint32), np.empty(total, np.uint32), np.empty(total, np.uint32)
+    groups = np.empty((total + count * (width // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
+    listed = np.int64(0)
+    for i in range(count):
+        at, streams = first_stream[i], first_stream[i + 1] - first_stream[i]
+        if not streams:
+            continue
+        log2, words = found[i, part.LOG2], found[i, part.WORDS]
+        first = start >> log2
+        for j in range(streams):
+            states[at + j] = read_u32(data, found[i, part.STATES] + 4 * (first + j))
+            starts[at + j] = words_at[found[i, part.STREAMS] + first + j]
+            ends[at + j] = words_at[found[i, part.STREAMS] + first + j + 1]
+        fetch(data, words + 2 * np.int64(starts[at]), words + 2 * np.int64(ends[at + streams - 1]))
+        fields[i, lanes.WORDS], fields[i, lanes.COUNT], fields[i, lanes.COLUMNS] = words, found[i, part.COUNT], width
+        listed = list_groups(i, at, width, np.int64(1) << log2, groups, listed)
+    bad = decode_lanes(groups[:listed], fields, states, starts, ends, data, columns, depth, tables, slots, bits, out)
+    if bad < 0:
+        return True
+    i = np.int64(0)
+    while first_stream[i + 1] <= bad:
+        i += 1
+    log2 = found[i, part.LOG2]
+    problem[part.SECTION], problem[part.RULE] = i, rules.STREAM
+    problem[part.FIRST] = (start >> log2) + bad - first_stream[i]
+    return False
+
+
+def rans_decode(streams: Streams, columns: U8, plan: ColumnPlan, tables: EntropyTables, tokens_per_stream: int) -> U8:
+    """See `cuvee.codec.stages.reference.rans.rans_decode`."""
+    tokens = len(columns)
     check_streams(streams, tokens_per_stream, tokens)
-    out = np.empty((len(which), tokens), np.uint8)
-    ends = np.cumsum(streams.lengths, dtype=np.uint32)
+    size = plan.tables.shape[1] * tokens
+    out = np.zeros(size + WIDTH, np.uint8)
+    groups = np.empty((len(streams.states) + 1, lanes.GROUP_FIELDS), np.int64)
+    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
     words = np.frombuffer(b"".join((bytes(_BEFORE), streams.words.astype("<u2", copy=False).tobytes())), np.uint8)
-    bad = _decode(
-        streams.states, ends - streams.lengths, ends, words, which, tables.slots.reshape(-1), tables.prob_bits,
-        tokens_per_stream, out,
+    fields[0, lanes.WORDS], fields[0, lanes.COUNT] = _BEFORE, len(streams.words)
+    fields[0, lanes.COLUMNS], fields[0, lanes.STRIDE] = tokens, plan.tables.shape[1]
+    ends = np.cumsum(streams.lengths, dtype=np.uint32)
+    bad = decode_lanes(
+        groups[: list_groups(0, 0, tokens, tokens_per_stream, groups, 0)], fields, streams.states,
+        ends - streams.lengths, ends, words, columns, plan.planes,
+        plan.tables.ravel().astype(np.uint32) << np.uint32(tables.prob_bits), tables.slots.reshape(-1),
+        tables.prob_bits, out,
     )  # fmt: skip
     if bad >= 0:
-        raise stream_error(int(bad), len(ends))
-    return out
+        raise rule_error(rules.STREAM, int(bad), len(ends))
+    return out[:size].reshape(-1, tokens)

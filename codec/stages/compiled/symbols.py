@@ -1,13 +1,16 @@
-"""The integer stages, compiled: the same results as `reference/symbols.py`."""
+"""Coefficients to byte planes and back, compiled: the results of `reference/symbols.py`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Quantizer
+from cuvee.codec.entropy.coding_plan import ESCAPE, Escapes, Quantizer, too_large_error
 from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.token_classes import WINDOW, ClassedPlan
+from cuvee.codec.stages.compiled.coder_steps import quantize_step
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.support.arrays import F32, I32, U8
+from cuvee.codec.stages.compiled.simd import WIDTH
+from cuvee.codec.support.arrays import F32, U8
 
 
 @compiled
@@ -22,10 +25,9 @@ def quantize_row(y, inverse, dead_zone, rounding, levels):  # type: ignore[no-un
 
 
 @compiled
-def pack_row(levels, bits, codable, least, greatest, plane, low):  # type: ignore[no-untyped-def]
-    """Pack levels that share a table into bytes and low bits; return the number of escapes."""
+def pack_row(levels, bits, codable, least, greatest, plane):  # type: ignore[no-untyped-def]
+    """Pack levels that share a table into bytes; return the number of escapes."""
     half = np.int32(1) << (bits - 1) if bits else np.int32(0)
-    mask = (np.int32(1) << bits) - np.int32(1)
     escapes = 0
     if least <= greatest:
         for t in range(len(levels)):
@@ -39,48 +41,153 @@ def pack_row(levels, bits, codable, least, greatest, plane, low):  # type: ignor
             escape = high < -127 or high > 127 or not codable[np.uint8(high & 0xFF)]
             plane[t] = np.uint8(ESCAPE) if escape else np.uint8(high & 0xFF)
             escapes += escape
-    for t in range(len(low)):
-        low[t] = np.uint8(np.int32(levels[t] + half) & mask)
     return escapes
 
 
 @compiled
-def _quantize(y, inverse, table, dead_zone, rounding, out):  # type: ignore[no-untyped-def]
-    for c in range(len(y)):
-        quantize_row(y[c], inverse, dead_zone[table[c]], rounding[table[c]], out[c])
-
-
-def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32:
-    """See `cuvee.codec.stages.reference.symbols.quantize`."""
-    out = np.empty(y.shape, np.int32)
-    _quantize(y, np.float32(1.0 / step), plan.level_table, quantizer.dead_zone, quantizer.rounding, out)
-    return out
+def _low_bits(levels, mask, low):  # type: ignore[no-untyped-def]
+    for t in range(len(low)):
+        low[t] = np.uint8(levels[t] & mask)
 
 
 @compiled
-def _pack(q, shift, which, codable, reach, planes, escaped):  # type: ignore[no-untyped-def]
-    rows, _ = q.shape
-    low_row = rows
-    for c in range(rows):
-        bits = np.int32(shift[c])
-        low = planes[low_row] if bits else planes[c, :0]
-        low_row += bits > 0
-        table = which[c]
-        escaped[c] = pack_row(q[c], bits, codable[table], reach[table, 0], reach[table, 1], planes[c], low)
+def _fill(array, first, end, value):  # type: ignore[no-untyped-def]
+    for t in range(first, end):
+        array[t] = value
 
 
-def pack(q: I32, plan: CodingPlan, tables: EntropyTables) -> tuple[U8, Escapes]:
-    """See `cuvee.codec.stages.reference.symbols.pack`."""
-    rows, tokens = q.shape
-    planes = np.empty((plan.planes, tokens), np.uint8)
-    escaped = np.zeros(rows, np.int64)
-    _pack(q, plan.shift, plan.tables, tables.codable, tables.reach, planes, escaped)
-    those = np.flatnonzero(escaped)
-    row, column = np.nonzero(planes[those] == ESCAPE)
-    row = those[row]
-    shift = plan.shift.astype(np.int32)[row]
-    high = (q[row, column] + np.where(shift > 0, 1 << np.maximum(shift - 1, 0), 0)) >> shift
-    return planes, Escapes((row * tokens + column).astype(np.uint32), high.astype(np.int32))
+@compiled
+def _to_planes(  # type: ignore[no-untyped-def]
+    y, classes, rows, inverses, level_table, dead_zone, rounding, shift, low_plane, tables, codable, reach, out, escaped
+):  # fmt: skip
+    """Quantize and pack; count each row's escapes in `escaped`. Return False if a coefficient is too large."""
+    bounds = np.empty(WINDOW + 1, np.int64)  # of the runs of columns of one class
+    class_of_run, rows_of_run = np.empty(WINDOW, np.int64), np.empty(WINDOW, np.int64)
+    level_of_run, plane_of_run = np.empty(WINDOW, np.int64), np.empty(WINDOW, np.int64)
+    inverse, zone, bias = np.empty(WINDOW, np.float32), np.empty(WINDOW, np.float32), np.empty(WINDOW, np.float32)
+    half, bits = np.empty(WINDOW, np.int32), np.empty(WINDOW, np.int32)
+    least, greatest = np.empty(WINDOW, np.int32), np.empty(WINDOW, np.int32)
+    levels = np.empty(WINDOW, np.int32)
+    edge, spare = np.zeros(WIDTH, np.float32), np.empty(WIDTH, np.uint8)
+    tokens = len(classes)
+    y_, out_ = y.reshape(y.size), out.reshape(out.size)
+    for begin in range(0, tokens, WINDOW):
+        own = classes[begin : begin + WINDOW]
+        runs = 0
+        for t in range(len(own)):
+            inverse[t] = inverses[own[t]]
+            half[t] = bits[t] = 0
+            if t == 0 or own[t] != own[t - 1]:
+                bounds[runs], class_of_run[runs], rows_of_run[runs] = t, own[t], rows[own[t]]
+                level_of_run[runs] = plane_of_run[runs] = -1
+                runs += 1
+        bounds[runs] = len(own)
+        for c in range(rows[own[0]]):
+            # Classes rise and their rows fall, so the runs with this row come first.
+            r = 0
+            low_bits = gaps = False
+            while r < runs and c < rows_of_run[r]:
+                k, u, v = class_of_run[r], bounds[r], bounds[r + 1]
+                table, plane = np.int64(level_table[k, c]), np.int64(tables[k, c])
+                if table != level_of_run[r]:
+                    level_of_run[r] = table
+                    _fill(zone, u, v, dead_zone[table])
+                    _fill(bias, u, v, rounding[table])
+                if plane != plane_of_run[r]:
+                    plane_of_run[r] = plane
+                    _fill(least, u, v, reach[plane, 0])
+                    _fill(greatest, u, v, reach[plane, 1])
+                own_bits = np.int32(shift[k, c])
+                if own_bits != bits[u]:
+                    _fill(bits, u, v, own_bits)
+                    _fill(half, u, v, (np.int32(1) << own_bits) >> np.int32(1) if own_bits else np.int32(0))
+                low_bits |= own_bits != 0
+                gaps |= least[u] > greatest[u]
+                r += 1
+            at = c * tokens + begin
+            reached, escapes = bounds[r], 0
+            if reached < WIDTH:
+                for t in range(reached):
+                    edge[t] = y_[at + t]
+                escapes, fit = quantize_step(
+                    edge, 0, inverse, zone, bias, half, bits, least, greatest, 0, reached, spare, 0, levels
+                )
+                for t in range(reached):
+                    out_[at + t] = spare[t]
+                if not fit:
+                    return False
+            # The first step goes beyond the odd columns that it counts, so that the others are whole.
+            t, active = 0, (reached - 1) % WIDTH + 1
+            while reached >= WIDTH and t < reached:
+                own_escapes, fit = quantize_step(
+                    y_, at + t, inverse, zone, bias, half, bits, least, greatest, t, active, out_, at + t, levels
+                )  # fmt: skip
+                if not fit:
+                    return False
+                escapes += own_escapes
+                t += active
+                active = WIDTH
+            if not gaps:
+                escaped[c] += escapes
+            for q in range(r if low_bits else 0):
+                u, v = bounds[q], bounds[q + 1]
+                if bits[u]:
+                    low = out[low_plane[own[u], c], begin + u : begin + v]
+                    _low_bits(levels[u:v], (np.int32(1) << bits[u]) - np.int32(1), low)
+            # Tables with gaps escaped everything above. Such a row is packed again, one run at a time.
+            for q in range(r if gaps else 0):
+                k, u, v = own[bounds[q]], bounds[q], bounds[q + 1]
+                table, plane = level_of_run[q], plane_of_run[q]
+                quantize_row(y_[at + u : at + v], inverses[k], dead_zone[table], rounding[table], levels[: v - u])
+                escaped[c] += pack_row(
+                    levels[: v - u], bits[u], codable[plane], reach[plane, 0], reach[plane, 1], out_[at + u : at + v]
+                )  # fmt: skip
+    return True
+
+
+@compiled
+def _list_escapes(  # type: ignore[no-untyped-def]
+    y, planes, classes, rows, inverses, level_table, dead_zone, rounding, shift, escaped, index, value
+):  # fmt: skip
+    tokens = len(classes)
+    at = 0
+    one = np.empty(1, np.int32)
+    for c in range(len(escaped)):
+        for t in range(tokens if escaped[c] else 0):
+            k = classes[t]
+            if c < rows[k] and planes[c, t] == ESCAPE:
+                table = level_table[k, c]
+                quantize_row(y[c, t : t + 1], inverses[k], dead_zone[table], rounding[table], one)
+                bits = np.int32(shift[k, c])
+                half = np.int32(1) << (bits - 1) if bits else np.int32(0)
+                index[at] = np.uint32(c * tokens + t)
+                value[at] = (one[0] + half) >> bits
+                at += 1
+
+
+def to_planes(
+    y: F32, columns: U8, plan: ClassedPlan, quantizer: Quantizer, tables: EntropyTables
+) -> tuple[U8, Escapes]:
+    """See `cuvee.codec.stages.reference.symbols.to_planes`. Bytes below a column's last plane are left unwritten."""
+    deepest = int(plan.planes[columns.min(initial=len(plan.planes) - 1)])
+    planes = np.empty((deepest, len(columns)), np.uint8)
+    inverses = np.float32(1.0) / plan.steps
+    escaped = np.zeros(deepest, np.int64)
+    if not _to_planes(
+        y, columns, plan.rows, inverses, plan.level_table, quantizer.dead_zone, quantizer.rounding, plan.shift,
+        plan.low_plane, plan.tables, tables.codable, tables.reach, planes, escaped,
+    ):  # fmt: skip
+        coded = np.arange(len(y))[:, None] < plan.rows[columns]
+        with np.errstate(over="ignore"):
+            raise too_large_error(float((np.abs(y) * inverses[columns])[coded].max()))
+    count = int(escaped.sum())
+    index, value = np.empty(count, np.uint32), np.empty(count, np.int32)
+    if count:
+        _list_escapes(
+            y, planes, columns, plan.rows, inverses, plan.level_table, quantizer.dead_zone, quantizer.rounding,
+            plan.shift, escaped, index, value,
+        )  # fmt: skip
+    return planes, Escapes(index, value)
 
 
 @compiled

@@ -6,13 +6,11 @@ import numpy as np
 import torch
 
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
-from cuvee.codec.stages.compiled.arena import SECOND, tile_arena
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.support.arena import SECOND, tile_arena
 from cuvee.codec.support.arrays import U8
 
 _NOTHING = np.empty((0, 0), np.float32)
-
-ABSENT = 1  # the class of a column without a token, if tokens have no classes
 
 
 @compiled
@@ -58,19 +56,3 @@ def arrange(
     y = values.reshape(-1)[: rows * tokens].reshape(rows, tokens)
     _copy_columns(order, values, _NOTHING if leading is None else leading.numpy(), ordered, y)
     return columns, torch.from_numpy(ordered), torch.from_numpy(y)
-
-
-@compiled
-def deal(tokens, per_stream, order, columns):  # type: ignore[no-untyped-def]
-    """Write `reference.token_order.dealt_order`, and a class for each column; return how many columns there are.
-
-    The class is 0 for a token, and `ABSENT` for a column without one.
-    """
-    column = 0
-    for j in range(per_stream):
-        for begin in range(0, tokens, per_stream):
-            there = begin + j < tokens
-            order[column] = begin + j if there else -1
-            columns[column] = 0 if there else ABSENT
-            column += 1
-    return column

@@ -13,7 +13,6 @@ from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.sections import Section, UnitColumns
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled.addresses import array_at
-from cuvee.codec.stages.compiled.arena import FIRST, tile_arena
 from cuvee.codec.stages.compiled.bfloat16 import rounded, saturated, to_float
 from cuvee.codec.stages.compiled.compiler import compiled, inlined
 from cuvee.codec.stages.compiled.linear_steps import (
@@ -26,6 +25,7 @@ from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
+from cuvee.codec.support.arena import FIRST, tile_arena
 from cuvee.codec.support.arrays import F32, I64, U16
 
 

@@ -13,7 +13,7 @@ A section is one layer:
     padding to four bytes
     all stored planes, in order: uint8 [C, T]
     padding to four bytes
-    the coded planes, one step per channel: symbol = (byte - reference) mod 256
+    the coded planes, one step per channel: symbol = (byte - reference) mod 256; all tokens have one class
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.entropy import rules
+from cuvee.codec.entropy.rules import rule_error
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
-from cuvee.codec.errors import FormatError
+from cuvee.codec.entropy.token_classes import one_class
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.layout import LayerLayout
@@ -38,7 +40,6 @@ from cuvee.codec.support.arrays import U8
 
 PROB_BITS = 12
 _PAIRS = np.dtype([("symbol", "u1"), ("frequency", "<u2")])
-_PAIR = struct.Struct("<BH")
 _COUNT = struct.Struct("<H")
 
 
@@ -129,18 +130,19 @@ def read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16
     """Read references and table of a coded plane; return None for a stored plane."""
     mode = reader.take(1)[0]
     if mode > 1:
-        raise FormatError(f"byte plane: must have mode 0 or 1, got {mode}")
+        raise rule_error(rules.PLANE_MODE, mode)
     if mode == 0:
         return None
     reference = reader.array("u1", channels).view(np.uint8)
     (count,) = reader.unpack(_COUNT)
+    pairs = np.frombuffer(reader.take(count * _PAIRS.itemsize), _PAIRS)
+    symbols, frequencies = pairs["symbol"].astype(np.int64), pairs["frequency"].astype(np.int64)
+    if np.any(np.diff(symbols, prepend=-1) <= 0) or not frequencies.all():
+        raise rule_error(rules.TABLE_ORDER)
+    if frequencies.sum() != 1 << PROB_BITS or frequencies.max() == 1 << PROB_BITS:
+        raise rule_error(rules.TABLE_SUM)
     freq = np.zeros(SYMBOLS, np.uint16)
-    last = -1
-    for _ in range(count):
-        symbol, frequency = reader.unpack(_PAIR)
-        if symbol <= last or not frequency:
-            raise FormatError("table: must have rising symbols with frequencies above zero, got other ones")
-        freq[symbol], last = frequency, symbol
+    freq[symbols] = frequencies
     return reference, freq
 
 
@@ -176,11 +178,8 @@ def read_layer(data: memoryview, layer: LayerLayout, itemsize: int, tokens: int)
     reader.skip_padding()
     part = None
     if any(model is not None for model in models):
-        EntropyTables(np.stack([model[1] for model in models if model is not None]), PROB_BITS)
-        rows = sum(size for size, model in zip(channels, models, strict=True) if model is not None)
-        part = read_coded(reader, rows, rows, tokens)
-        if len(part.escapes.index):
-            raise FormatError("lossless section: must have no escapes, got some")
+        planes = sum(size for size, model in zip(channels, models, strict=True) if model is not None)
+        part = read_coded(reader, planes, None, tokens)
     reader.finish()
     return CodedLayer(models, stored, part)
 
@@ -242,7 +241,7 @@ def decode_layers(
     Args:
         index: the result of `index_layers`.
         which: the layers to decode, by their places in the index; at least one.
-        at: the tokens of the tile, which begins where a stream begins.
+        at: the tokens of the tile, which begins where a window begins.
         keys: for each of these layers, rows of the tokens' keys; None to leave them out.
         values: the same for values.
         first_row: row of the tile's first token. Tokens without a row are left out.
@@ -260,9 +259,9 @@ def _decode(index: LayerIndex, at: slice, keys: Rows | None, values: Rows | None
     if index.part is not None and index.tables is not None:
         streams, _ = index.part.select(at)
         sizes = [len(model[0]) for model in coded.models if model is not None]
-        which = np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes)
-        n = index.part.part.tokens_per_stream
-        symbols = rans_decode(streams, which, index.tables, n, at.stop - at.start)
+        plan = one_class(np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes))
+        columns = np.zeros(at.stop - at.start, np.uint8)
+        symbols = rans_decode(streams, columns, plan, index.tables, index.part.part.tokens_per_stream)
     planes, row = [], 0
     for model, kept in zip(coded.models, coded.stored, strict=True):
         if model is not None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
 
 from cuvee.codec.stages.products import Products
 from cuvee.codec.stages.reference.sections import padded
-from cuvee.codec.support.arrays import F32
+from cuvee.codec.stages.reference.symbols import class_runs
+from cuvee.codec.support.arrays import F32, U8
+
+# A product is as deep as its finest column. After each of so many columns, it ends if the next one needs less than this
+# share of its depth: shallower products have fewer operations, but more calls, and more shapes, cost time, too.
+PRODUCT_DEPTH, PRODUCT_COLUMNS = 0.75, 32
 
 
 class MixedInverse(NamedTuple):
@@ -22,6 +27,34 @@ class MixedInverse(NamedTuple):
 
     leading: torch.Tensor
     others: torch.Tensor
+
+
+def product_runs(columns: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:
+    """Yield runs of columns that share a product, and how many components of each block they need.
+
+    With several blocks, a run has one class: an encoder's rows are those of the class, and a shard, which has some of
+    the blocks, must come out bit for bit as in the whole.
+
+    Args:
+        columns: `[T]` uint8, the class of each column, sorted within windows.
+        class_ranks: `SectionCoding.class_ranks`.
+    """
+    if len(class_ranks[0]) > 1:
+        for run, k in class_runs(columns):
+            yield run, class_ranks[k]
+        return
+    depths = [class_ranks[k][0] for k in columns.tolist()]
+    start = 0
+    while start < len(depths):
+        stop = start + 1
+        while stop < len(depths):
+            # Columns are sorted within windows: the next window's begin anew with the finest.
+            ends = not PRODUCT_DEPTH * depths[start] <= depths[stop] <= depths[start]
+            if ends and (stop - start) % PRODUCT_COLUMNS == 0:
+                break
+            stop += 1
+        yield slice(start, stop), (max(depths[start:stop]),)
+        start = stop
 
 
 def prepare_inverse(

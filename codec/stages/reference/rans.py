@@ -11,90 +11,138 @@
 At most one word moves per symbol, in both directions. After one word has moved the state is back in its range, since
 tables have fewer than 16 bits. The encoder walks the symbols backwards, so that the decoder reads words forwards.
 
-**Streams.** The symbols form a matrix `[steps, tokens]`. Stream s holds the tokens `s*n … s*n + n - 1`, with `n` =
-tokens_per_stream; the last stream may be shorter. A stream goes token after token, and within a token step after step.
-All streams use the same table at the same step, so that the lanes of a GPU gather from one table. Any run of streams
-can be decoded alone.
+**Streams.** The symbols form a matrix `[P, T]`, a column per token in the order of `token_order.py`: sorted by class
+within windows of 256. A column of class k has only the first `planes[k]` steps, and step c uses the table
+`tables[k, c]`. Columns are dealt out to streams in rows: with S streams for a window of t columns, stream s holds the
+columns s, s + S, … of the window, one after the other, each from its first step to its last. Any run of windows can be
+decoded alone.
 
 For the decoder every stream ends in state 2**16 with all of its words read. Anything else means damaged bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
-from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams, check_streams, stream_count, stream_error
+from cuvee.codec.entropy import rules
+from cuvee.codec.entropy.rules import rule_error
+from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams, check_streams, stream_count
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.support.arrays import U8, U16
+from cuvee.codec.entropy.token_classes import ColumnPlan, SectionPlanes, one_class, windows
+from cuvee.codec.errors import CorruptError
+from cuvee.codec.support.arrays import U8
 
 
-def rans_encode(symbols: U8, which: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:
-    """Encode a matrix of bytes.
+def stream_rows(tokens: int, tokens_per_stream: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the streams and the columns of each row of each window, in order; one column per stream."""
+    for window in windows(0, tokens):
+        count = stream_count(window.stop - window.start, tokens_per_stream)
+        first = window.start // tokens_per_stream
+        for column in range(window.start, window.stop, count):
+            width = min(count, window.stop - column)
+            yield slice(first, first + width), slice(column, column + width)
+
+
+def rans_encode(sections: Sequence[SectionPlanes], tables: EntropyTables) -> list[Streams]:
+    """Encode the planes of sections of one chunk.
 
     Args:
-        symbols: `[steps, tokens]` uint8, each with a frequency above zero in its table.
-        which: `[steps]` uint16, the table of each step.
-        tables: the family that `which` indexes.
-        tokens_per_stream: `n` above.
+        sections: all have the same number of tokens.
+        tables: the family that the plans index.
+
+    Returns:
+        the streams of each section.
     """
-    steps, tokens = symbols.shape
-    count = stream_count(tokens, tokens_per_stream)
+    return [_encode(section, tables) for section in sections]
+
+
+def _encode(section: SectionPlanes, tables: EntropyTables) -> Streams:
+    planes, plan, tokens = section.planes, section.plan, len(section.columns)
+    count = stream_count(tokens, section.tokens_per_stream)
     freq, cumulative = tables.freq.astype(np.uint64), tables.cumulative.astype(np.uint64)
     bits = np.uint64(tables.prob_bits)
     state = np.full(count, LOWER_BOUND, dtype=np.uint64)
     words: list[list[int]] = [[] for _ in range(count)]
-    for j in range(tokens_per_stream - 1, -1, -1):
-        lanes = np.arange(count)[np.arange(count) * tokens_per_stream + j < tokens]
-        if not lanes.size:
-            continue
-        for c in range(steps - 1, -1, -1):
-            table = int(which[c])
-            symbol = symbols[c, lanes * tokens_per_stream + j]
+    for streams, columns in reversed(list(stream_rows(tokens, section.tokens_per_stream))):
+        own = section.columns[columns]
+        for step in range(int(plan.planes[own].max(initial=0)) - 1, -1, -1):
+            lanes = np.flatnonzero(plan.planes[own] > step)
+            table, symbol = plan.tables[own[lanes], step], planes[step, columns][lanes]
             f, low = freq[table, symbol], cumulative[table, symbol]
-            x = state[lanes]
+            at = lanes + streams.start
+            x = state[at]
             full = x >= f << (np.uint64(32) - bits)
-            for lane in lanes[full]:
-                words[lane].append(int(state[lane]) & 0xFFFF)
+            for stream in at[full]:
+                words[stream].append(int(state[stream]) & 0xFFFF)
             x = np.where(full, x >> np.uint64(WORD_BITS), x)
-            state[lanes] = (x // f << bits) + x % f + low
+            state[at] = (x // f << bits) + x % f + low
     lengths = np.array([len(w) for w in words], dtype=np.uint32)
     flat = np.array([word for w in words for word in reversed(w)], dtype=np.uint16)
     return Streams(state.astype(np.uint32), lengths, flat)
 
 
-def rans_decode(streams: Streams, which: U16, tables: EntropyTables, tokens_per_stream: int, tokens: int) -> U8:
-    """Invert `rans_encode`, given the same arguments and the number of tokens.
+def rans_decode(streams: Streams, columns: U8, plan: ColumnPlan, tables: EntropyTables, tokens_per_stream: int) -> U8:
+    """Invert `rans_encode` for one section.
+
+    Args:
+        streams: what it returned.
+        columns: as in `SectionPlanes`, like `plan` and `tokens_per_stream`.
+        plan: see there.
+        tables: as given to it.
+        tokens_per_stream: see there.
 
     Returns:
-        `[steps, tokens]` uint8.
+        `[P, T]` uint8, where P is the number of planes of the finest class; zero below a column's last plane.
 
     Raises:
         CorruptError: a stream did not end in the initial state with all of its words read.
     """
+    tokens = len(columns)
     check_streams(streams, tokens_per_stream, tokens)
-    steps = len(which)
-    count = len(streams.states)
-    out = np.zeros((steps, tokens), dtype=np.uint8)
+    out = np.zeros((plan.tables.shape[1], tokens), dtype=np.uint8)
     state = streams.states.astype(np.uint64)
     end = np.cumsum(streams.lengths, dtype=np.int64)
     at = end - streams.lengths
     bits = np.uint64(tables.prob_bits)
-    for j in range(tokens_per_stream):
-        lanes = np.arange(count)[np.arange(count) * tokens_per_stream + j < tokens]
-        for c in range(steps):
-            slots = tables.slots[which[c]]
-            x = state[lanes]
-            slot = slots[(x & np.uint64((1 << tables.prob_bits) - 1)).astype(np.int64)].astype(np.uint64)
-            out[c, lanes * tokens_per_stream + j] = slot >> np.uint64(24)
+    for lanes, row in stream_rows(tokens, tokens_per_stream):
+        own = columns[row]
+        for step in range(int(plan.planes[own].max(initial=0))):
+            active = np.flatnonzero(plan.planes[own] > step)
+            stream = active + lanes.start
+            x = state[stream]
+            low = (x & np.uint64((1 << tables.prob_bits) - 1)).astype(np.int64)
+            slot = tables.slots[plan.tables[own[active], step], low].astype(np.uint64)
+            out[step, active + row.start] = slot >> np.uint64(24)
             x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> bits) + (slot & np.uint64(0xFFF))
             need = x < LOWER_BOUND
             # A damaged stream may ask for more words than it has. It gets zeros, and the check below finds it.
-            inside = need & (at[lanes] < end[lanes])
-            word = np.zeros(len(lanes), dtype=np.uint64)
-            word[inside] = streams.words[at[lanes[inside]]]
-            state[lanes] = np.where(need, x << np.uint64(WORD_BITS) | word, x)
-            at[lanes] += need
+            inside = need & (at[stream] < end[stream])
+            word = np.zeros(len(stream), dtype=np.uint64)
+            word[inside] = streams.words[at[stream[inside]]]
+            state[stream] = np.where(need, x << np.uint64(WORD_BITS) | word, x)
+            at[stream] += need
     bad = np.flatnonzero((state != LOWER_BOUND) | (at != end))
     if bad.size:
-        raise stream_error(int(bad[0]), count)
+        raise rule_error(rules.STREAM, int(bad[0]), len(end))
     return out
+
+
+def encode_classes(classes: U8, table: EntropyTables) -> Streams:
+    """Encode the classes `[T]` uint8 of a section's tokens as one stream: one column of T steps with one table."""
+    plan = one_class(np.zeros(len(classes), np.uint16))
+    return _encode(SectionPlanes(classes[:, None], np.zeros(1, np.uint8), plan, 1), table)
+
+
+def decode_classes(stream: Streams, table: EntropyTables, tokens: int) -> U8:
+    """Invert `encode_classes`.
+
+    Raises:
+        CorruptError: the stream does not end in the initial state with all of its words read.
+    """
+    plan = one_class(np.zeros(tokens, np.uint16))
+    try:
+        return rans_decode(stream, np.zeros(1, np.uint8), plan, table, 1)[:, 0]
+    except CorruptError as error:
+        raise rule_error(rules.CLASS_STREAM) from error

@@ -1,9 +1,10 @@
 """From real coefficients to bytes and back: quantizer and symbol planes, in plain NumPy (the reference).
 
-    y [R, T] float32 --quantize--> q [R, T] int32 --pack--> planes [R + W, T] uint8, escapes
+    y [R, T] float32 --quantize--> q [R, T] int32 --pack--> planes [P, T] uint8, escapes
     y^ <------------dequantize---- q <------------unpack--- planes, escapes
 
-There are R components (rows) and T tokens (columns).
+There are R components (rows) and T tokens (columns). Columns of one class share a plan and a step; `to_planes` and
+`from_planes` take the columns of all classes, run by run.
 
 **Planes.** A component whose deviation is many steps (`shift` k > 0) is *wide*: `q = (high << k) + low - half`, where
 `half = 2**(k - 1)` and `0 <= low < 2**k`. Its high part is one of the first R planes. Its low bits get another plane.
@@ -12,11 +13,98 @@ A high part that its table cannot code is written as ESCAPE and listed separatel
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+from itertools import pairwise
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Quantizer, escape_error
+import numpy as np
+import torch
+
+from cuvee.codec.entropy import rules
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, CodingPlan, Escapes, Quantizer, too_large_error
+from cuvee.codec.entropy.rules import rule_error
 from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.token_classes import ClassedPlan
 from cuvee.codec.support.arrays import F32, I32, U8
+
+
+def class_runs(columns: U8) -> Iterator[tuple[slice, int]]:
+    """Yield the runs of adjacent columns of one class, each with its class."""
+    edges = [0, *(np.flatnonzero(np.diff(columns)) + 1).tolist(), len(columns)]
+    for start, stop in pairwise(edges):
+        if start < stop:
+            yield slice(start, stop), int(columns[start])
+
+
+def to_planes(
+    y: F32, columns: U8, plan: ClassedPlan, quantizer: Quantizer, tables: EntropyTables
+) -> tuple[U8, Escapes]:
+    """Quantize and pack.
+
+    Args:
+        y: `[R, T]` float32, columns sorted by class within windows. R is at least the number of components of the
+            finest class in `columns`.
+        columns: `[T]` uint8, the class of each column; none is finer than `plan.finest`.
+        plan: how each class is coded.
+        quantizer: the quantizer of the profile's family.
+        tables: the tables of the profile's family.
+
+    Returns:
+        planes `[P, T]` uint8, zero below a column's last plane, where P is the number of planes of the finest class in
+        `columns`; and the escapes, numbered row * T + column.
+
+    Raises:
+        InputError: a coefficient is too many steps large, or not a number.
+    """
+    tokens = len(columns)
+    planes = np.zeros((int(plan.planes[columns].max(initial=0)), tokens), np.uint8)
+    index, value = [np.empty(0, np.uint32)], [np.empty(0, np.int32)]
+    for at, k in class_runs(columns):
+        own = plan.of(k)
+        rows, width = len(own.shift), at.stop - at.start
+        of_class = np.ascontiguousarray(y[:rows, at])
+        with np.errstate(over="ignore"):  # infinitely many steps are refused below
+            largest = np.abs(of_class).max(initial=0) * (np.float32(1) / plan.steps[k])
+        if not largest < MAX_LEVEL:
+            raise too_large_error(float(largest))
+        coded, escapes = pack(quantize(of_class, float(plan.steps[k]), own, quantizer), own, tables)
+        planes[: own.planes, at] = coded
+        row, column = np.divmod(escapes.index, np.uint32(width))
+        index.append(row * np.uint32(tokens) + column + np.uint32(at.start))
+        value.append(escapes.value)
+    joined = np.concatenate(index)
+    order = np.argsort(joined, kind="stable")
+    return planes, Escapes(joined[order], np.concatenate(value)[order])
+
+
+def from_planes(
+    planes: U8,
+    columns: U8,
+    escapes: Escapes,
+    plan: ClassedPlan,
+    quantizer: Quantizer,
+    rows: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Invert `to_planes`: return `[rows, T]` of `dtype` (float32 or bfloat16), zero below a column's last component.
+
+    Raises:
+        CorruptError: the escape list and the ESCAPE bytes disagree.
+    """
+    tokens = len(columns)
+    out = np.zeros((rows, tokens), np.float32)
+    row, column = np.divmod(escapes.index, np.uint32(max(tokens, 1)))
+    found = 0
+    for at, k in class_runs(columns):
+        own = plan.of(k)
+        width = at.stop - at.start
+        inside = (column >= at.start) & (column < at.stop)
+        local = Escapes(row[inside] * np.uint32(width) + column[inside] - np.uint32(at.start), escapes.value[inside])
+        found += int((planes[: len(own.shift), at] == ESCAPE).sum())
+        levels = unpack(np.ascontiguousarray(planes[: own.planes, at]), local, own)
+        out[: len(own.shift), at] = dequantize(levels, float(plan.steps[k]), own, quantizer)
+    if found != len(escapes.index):
+        raise rule_error(rules.ESCAPE_LIST)
+    return torch.from_numpy(out).to(dtype)
 
 
 def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32:
@@ -64,7 +152,7 @@ def unpack(planes: U8, escapes: Escapes, plan: CodingPlan) -> I32:
     high = planes[:rows].view(np.int8).astype(np.int32)
     index = np.flatnonzero(planes[:rows] == ESCAPE)
     if not np.array_equal(index, escapes.index):
-        raise escape_error()
+        raise rule_error(rules.ESCAPE_LIST)
     high.ravel()[index] = escapes.value
     wide = plan.wide
     shift = plan.shift[wide].astype(np.int32)[:, None]

@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.streams import stream_count
 from cuvee.codec.entropy.token_classes import windows
-from cuvee.codec.support.arrays import I64, U8
+from cuvee.codec.support.arrays import U8
 
 
 def coding_order(classes: U8) -> npt.NDArray[np.intp]:
@@ -41,13 +40,3 @@ def arrange(
         known = min(len(leading), rows)
         y[:known] = leading[:known, order]
     return classes[by_class], x[order], y
-
-
-def dealt_order(tokens: int, tokens_per_stream: int) -> I64:
-    """Return the token of each column if tokens have no classes: the first of each stream, then the second of each.
-
-    A column is -1 where the last stream has fewer tokens than the others.
-    """
-    count = stream_count(tokens, tokens_per_stream)
-    token = np.arange(count * tokens_per_stream)
-    return np.where(token < tokens, token, -1).reshape(count, tokens_per_stream).T.ravel()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.coding_plan import Quantizer
+from cuvee.codec.entropy.token_classes import SectionPlanes
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.format.coded_part import Reader, read_coded, write_streams
+from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.container import read_header, read_section
 from cuvee.codec.paged import PagedChunks
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.reference import rans, symbols
-from cuvee.codec.support.arrays import I32
+from cuvee.codec.stages.reference.sections import read_part
+from cuvee.codec.stages.reference.token_order import coding_order
+from cuvee.codec.support.arrays import F32
 from cuvee.eval.bench.gpu.cases import GpuScope, Pages, stack, synthetic_chunks, synthetic_profile
 from cuvee.eval.bench.shapes import CacheShape
 
@@ -73,26 +79,28 @@ def check_difference(got: torch.Tensor, want: torch.Tensor, what: str) -> float:
     return float(apart.max())
 
 
-def recode(blob: bytes, profile: Profile) -> list[I32]:
+def recode(blob: bytes, profile: Profile) -> list[F32]:
     """The levels `[R, T]` of each section, provided that coding them again on the CPU gives the same bytes.
 
     Raises:
         CuveeError: it does not.
     """
-    header = read_header(blob)
-    family, out = profile.family, []
-    for index, learned in enumerate(profile.learned):
-        _, plan = learned.plan(header.step_index)
-        data = read_section(blob, header, index)
-        reader = Reader(data)
-        part = read_coded(reader, plan.planes, len(plan.shift), header.tokens)
-        streams, escapes, n = part.streams, part.escapes, part.tokens_per_stream
-        reader.finish()
-        planes = rans.rans_decode(streams, plan.tables, family.tables, n, header.tokens)
-        levels = symbols.unpack(planes, escapes, plan)
-        packed, listed = symbols.pack(levels, plan, family.tables)
-        again = rans.rans_encode(packed, plan.tables, family.tables, n)
-        if write_streams(again, listed, plan.planes, n) != data:
+    header, tables, out = read_header(blob), profile.family.tables, []
+    half = np.full(len(profile.family.quantizer.dead_zone), 0.5, np.float32)
+    exact = Quantizer(half, half, np.zeros((len(half), 2), np.float32))  # coefficients are levels
+    coding = StepCoding(profile.learned_for(header.token_id_bytes > 0), profile.family, header.step_index)
+    for index, section in enumerate(coding.sections):
+        data, plan = read_section(blob, header, index), copy(section.classed)
+        plan.steps = np.ones_like(plan.steps)
+        part = read_part(data, plan, header.tokens)
+        n, classes = part.tokens_per_stream, rans.decode_classes(part.classes, section.class_table, header.tokens)
+        columns = classes[coding_order(classes)]
+        planes = rans.rans_decode(part.streams, columns, plan, tables, n)
+        y = symbols.from_planes(planes, columns, part.escapes, plan, exact, int(plan.rows[columns].max()))
+        packed, escapes = symbols.to_planes(y.numpy(), columns, plan, exact, tables)
+        (streams,) = rans.rans_encode([SectionPlanes(packed, columns, plan, n)], tables)
+        again = CodedPart(streams, escapes, n, rans.encode_classes(classes, section.class_table))
+        if write_coded(again, int(plan.planes.max())) != data:
             raise CuveeError(f"section {index}: coding its levels again on the CPU gives other bytes")
-        out.append(levels)
+        out.append(y.numpy())
     return out

@@ -203,7 +203,7 @@ def test_a_decoder_that_writes_elsewhere_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_encoder_of_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(proofs, "write_streams", lambda *args: b"other bytes")
+    monkeypatch.setattr(proofs, "write_coded", lambda *args: b"other bytes")
     with pytest.raises(CuveeError, match="other bytes"):
         prove_codec(SHAPE, "layer", TINY, device)
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
+from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from tests.kernels.naive.symbols import JobPart, frequency_tables, high_parts, host_array
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, Escapes
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.stages.reference import symbols as codec
-from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 

@@ -1,0 +1,177 @@
+"""The coded part of a section as bytes, field by field; both parsers find the same rule broken."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import numpy as np
+import pytest
+
+from cuvee.codec.entropy.coding_plan import NO_ESCAPES, Escapes
+from cuvee.codec.entropy.streams import ONE_CLASS, Streams
+from cuvee.codec.errors import FormatError
+from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded, write_coded
+from cuvee.codec.stages.compiled import coded_part as compiled
+from cuvee.codec.support.arrays import U16
+
+# 4 components and 2 planes of low bits, 20 tokens in streams of 8.
+ROWS, PLANES, TOKENS = 4, 6, 20
+
+
+def part_of(words: int = 6, class_words: int = 3, escapes: int = 2) -> CodedPart:
+    """A part whose streams hold nothing sensible; of one class if it has no class words."""
+    lengths = np.array([words - 2, 2, 0], np.uint32)
+    states = np.array([1 << 16, 0xFFFFFFFF, 70000], np.uint32)
+    index = np.array([3, 40], np.uint32)[:escapes]
+    value = np.array([-(2**31), 2**31 - 1], np.int32)[:escapes]
+    own: U16 = np.arange(90, 90 + class_words, dtype=np.uint16)
+    classes = Streams(np.array([1 << 20], np.uint32), np.array([class_words], np.uint32), own)
+    return CodedPart(Streams(states, lengths, np.arange(words, dtype=np.uint16)), Escapes(index, value), 8, classes)
+
+
+def parse(data: bytes, planes: int = PLANES, rows: int | None = ROWS) -> CodedPart:
+    """What is read, by both parsers: the compiled one says where, and which rule is broken, in the same words."""
+    found, problem = np.zeros(compiled.PART_FIELDS, np.int64), np.zeros(compiled.PROBLEM_FIELDS, np.int64)
+    begin = 3  # anywhere in a blob
+    whole = np.frombuffer(bytes(begin) + data + b"\xff" * 9, np.uint8)
+    arguments = begin, begin + len(data), TOKENS, planes, compiled.ONE_CLASS if rows is None else rows
+    sound = bool(compiled.find_part(whole, *arguments, found, problem))
+    if not sound:
+        own = compiled.problem_error(problem, found[None], TOKENS)
+        with pytest.raises(type(own), match=f"^{re.escape(str(own))}$"):
+            read_coded(Reader(memoryview(data)), planes, rows, TOKENS)
+        raise own
+    part = read_coded(Reader(memoryview(data)), planes, rows, TOKENS)
+    counts = len(part.streams.words), len(part.classes.words), len(part.escapes.index), int(part.classes.states[0])
+    fields = compiled.COUNT, compiled.CLASS_WORDS, compiled.LISTED, compiled.CLASS_STATE
+    assert counts == tuple(found[list(fields)]) and 1 << found[compiled.LOG2] == part.tokens_per_stream
+    for field, array in (
+        (compiled.STATES, part.streams.states), (compiled.CLASSES, part.classes.words),
+        (compiled.WORDS, part.streams.words), (compiled.ESCAPES, part.escapes.index),
+    ):  # fmt: skip
+        raw = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        assert whole[found[field] : found[field] + len(raw)].tobytes() == raw
+    words_at = np.empty(len(part.streams.states) + 1, np.uint32)
+    compiled.list_words(whole, found, words_at)
+    assert words_at.tolist() == [0, *np.cumsum(part.streams.lengths)]
+    return part
+
+
+@pytest.mark.parametrize("planes", [PLANES, 8191, 8192])
+@pytest.mark.parametrize("words", [2, 5, 6, 7])
+@pytest.mark.parametrize("class_words", [0, 1, 3, 4])
+def test_parts_round_trip(words: int, class_words: int, planes: int) -> None:
+    part = part_of(words, class_words)
+    data = write_coded(part, planes)
+    wide = 4 if planes * 8 > 0xFFFF else 2
+    assert len(data) == -(-(20 + 3 * (4 + wide) + 2 * (class_words + words)) // 4) * 4 + 2 * 8
+    back = parse(data, planes)
+    assert back.tokens_per_stream == 8
+    for a, b in (
+        (back.streams.states, part.streams.states), (back.streams.lengths, part.streams.lengths),
+        (back.streams.words, part.streams.words), (back.escapes.index, part.escapes.index),
+        (back.escapes.value, part.escapes.value), (back.classes.states, part.classes.states),
+        (back.classes.lengths, part.classes.lengths), (back.classes.words, part.classes.words),
+    ):  # fmt: skip
+        assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("class_words", [0, 1, 3, 4])
+def test_a_part_is_laid_out_as_specified(class_words: int) -> None:
+    data = write_coded(part_of(5, class_words), PLANES)
+    assert struct.unpack_from("<IIB3BII", data) == (5, 2, 3, 0, 0, 0, class_words, 1 << 20)
+    assert struct.unpack_from("<3I3H", data, 20) == (1 << 16, 2**32 - 1, 70000, 3, 2, 0)
+    own = range(90, 90 + class_words)
+    assert struct.unpack_from(f"<{class_words + 5}H", data, 38) == (*own, 0, 1, 2, 3, 4)
+    end = 38 + 2 * (class_words + 5)
+    assert not any(data[end : end + -end % 4])
+    assert struct.unpack_from("<2I2i", data, end + -end % 4) == (3, 40, -(2**31), 2**31 - 1)
+    assert len(data) == end + -end % 4 + 16
+
+
+# With 6 words: lengths from byte 32, class words from 38, words from 44, no padding, escapes from 56. With 5 words and
+# the same places, two bytes of padding come at 54.
+@pytest.mark.parametrize(
+    ("words", "offset", "fmt", "value", "message"),
+    [
+        pytest.param(6, 0, "<I", 9, "too early", id="words too many"),
+        pytest.param(6, 0, "<I", 5, "padding", id="a word too few, within the padding"),
+        pytest.param(6, 0, "<I", 4, "too many", id="words too few"),
+        pytest.param(6, 0, "<I", 2**32 - 1, "too early", id="words overflow"),
+        pytest.param(6, 4, "<I", 3, "too early", id="an escape too many"),
+        pytest.param(6, 4, "<I", 1, "too many", id="an escape too few"),
+        pytest.param(6, 4, "<I", 2**32 - 1, "too early", id="escapes overflow"),
+        pytest.param(6, 8, "<B", 2, "too early", id="more streams"),
+        pytest.param(6, 8, "<B", 4, "too many", id="fewer streams"),
+        pytest.param(6, 8, "<B", 8, "stream header", id="256 tokens per stream"),
+        pytest.param(6, 8, "<B", 255, "stream header", id="2**255 tokens per stream"),
+        pytest.param(6, 9, "<B", 1, "stream header", id="reserved byte"),
+        pytest.param(6, 10, "<H", 1, "stream header", id="reserved word"),
+        pytest.param(6, 10, "<H", 0x8000, "stream header", id="reserved word, high bit"),
+        pytest.param(6, 12, "<I", 5, "too early", id="class words too many"),
+        pytest.param(6, 12, "<I", 1, "too many", id="class words too few"),
+        pytest.param(6, 12, "<I", 2**32 - 1, "too early", id="class words overflow"),
+        pytest.param(6, 16, "<I", 0xFFFF, "class stream .* lower bound", id="a class state below its bound"),
+        pytest.param(6, 16, "<I", 0, "class stream .* lower bound", id="no class state"),
+        pytest.param(6, 20, "<I", 0xFFFF, "lower bound: stream 0", id="a state below its bound"),
+        pytest.param(6, 28, "<I", 0, "lower bound: stream 2", id="no state"),
+        pytest.param(6, 32, "<H", 5, "to 7 words, the header says 6", id="a length more"),
+        pytest.param(6, 32, "<H", 0xFFFF, "do not add up", id="a length far too much"),
+        pytest.param(5, 54, "<B", 1, "padding", id="padding"),
+        pytest.param(5, 55, "<B", 0x80, "padding", id="padding, last byte"),
+        pytest.param(6, 56, "<I", 40, "escapes .*: escape 1", id="escape twice"),
+        pytest.param(6, 56, "<I", 41, "escapes .*: escape 1", id="escapes out of order"),
+        pytest.param(6, 60, "<I", ROWS * TOKENS, "escapes .*: escape 1", id="escape beyond the matrix"),
+        pytest.param(6, 56, "<I", 2**32 - 1, "escapes .*: escape 0", id="escape far beyond"),
+    ],
+)
+def test_parts_that_break_a_rule_are_refused(words: int, offset: int, fmt: str, value: int, message: str) -> None:
+    data = bytearray(write_coded(part_of(words), PLANES))
+    parse(bytes(data))
+    struct.pack_into(fmt, data, offset, value)
+    with pytest.raises(FormatError, match=message):
+        parse(bytes(data))
+
+
+def test_the_last_component_of_the_last_token_may_escape() -> None:
+    data = bytearray(write_coded(part_of(), PLANES))
+    struct.pack_into("<I", data, 60, ROWS * TOKENS - 1)
+    assert parse(bytes(data)).escapes.index[-1] == ROWS * TOKENS - 1
+
+
+def test_truncated_or_longer_parts_are_refused() -> None:
+    data = write_coded(part_of(5), PLANES)
+    for length in range(len(data)):
+        with pytest.raises(FormatError, match="too early"):
+            parse(data[:length])
+    with pytest.raises(FormatError, match="1 bytes too many"):
+        parse(data + b"\0")
+
+
+def test_no_escape_fits_where_there_are_no_rows() -> None:
+    data = write_coded(part_of(), 0)
+    with pytest.raises(FormatError, match="escapes"):
+        parse(data, 0, 0)
+
+
+@pytest.mark.parametrize(("offset", "value"), [(4, 1), (12, 1), (16, (1 << 16) + 1)])
+def test_where_tokens_have_one_class_there_are_neither_classes_nor_escapes(offset: int, value: int) -> None:
+    part = part_of()
+    data = bytearray(write_coded(CodedPart(part.streams, NO_ESCAPES, 8, ONE_CLASS), PLANES))
+    assert not len(parse(bytes(data), PLANES, None).classes.words)
+    struct.pack_into("<I", data, offset, value)
+    with pytest.raises(FormatError, match="all of its tokens have one class"):
+        parse(bytes(data), PLANES, None)
+
+
+def test_reader_refuses_to_read_past_the_end() -> None:
+    reader = Reader(memoryview(b"abcd"))
+    assert bytes(reader.take(3)) == b"abc"
+    for count in (2, 1 << 40):
+        with pytest.raises(FormatError, match="too early"):
+            reader.take(count)
+    with pytest.raises(FormatError, match="1 bytes too many"):
+        reader.finish()
+    assert bytes(reader.take(1)) == b"d"
+    reader.finish()
