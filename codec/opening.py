@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from cuvee.codec.backends import Coding
 from cuvee.codec.entropy.residuals import FINER, MAX_REFINEMENTS
-from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatchError
 from cuvee.codec.format.container import Header, Kind, Scheme, header_digest, plain_bytes, read_header, verify_tag
 from cuvee.codec.format.keys import Key
+from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.open_blob import Bytes, Expected, OpenBlob
 from cuvee.codec.profiles.profile import Profile

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.residuals import FINER
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import Scheme
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, Quality
+from cuvee.codec.support.steps import OCTAVE
 
 _log = logging.getLogger(__name__)
 

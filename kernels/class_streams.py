@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cuvee.codec.entropy.streams import LOWER_BOUND
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES
 from cuvee.codec.errors import CorruptError, FormatError
+from cuvee.codec.format.streams import LOWER_BOUND
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.rans import decode_class_stream, encode_class_stream
 from cuvee.codec.stages.compiled.token_order import sort_columns as sort_class_columns

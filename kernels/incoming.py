@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import DecodeRequest
-from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM_LOG2
 from cuvee.codec.errors import FormatError
 from cuvee.codec.format.container import read_sections
+from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM_LOG2
 from cuvee.codec.paged import PagedCache
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join
 from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField

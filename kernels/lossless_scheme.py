@@ -11,13 +11,13 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import DecodeRequest, EncodeRequest
-from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, raw_bit_tables
 from cuvee.codec.errors import FormatError
 from cuvee.codec.format.coded_part import Reader
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.sections import partition
+from cuvee.codec.schemes.coefficients import tokens_per_stream
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_tables, read_model, write_model
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
 from cuvee.kernels.devices import Download

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
-from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.family import Family
 from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.sections import Section
+from cuvee.codec.schemes.coefficients import tokens_per_stream
 from cuvee.kernels.chunks import raise_status
 from cuvee.kernels.devices import Download
 from cuvee.kernels.jobs import I64, JobField, PlanField

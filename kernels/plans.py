@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
-from cuvee.codec.entropy.family import Family, coding_plan, step_value
+from cuvee.codec.entropy.family import Family, coding_plan
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES, ClassedPlan
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout, Rope
@@ -20,6 +20,7 @@ from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.support.lazy import lazy
+from cuvee.codec.support.steps import step_value
 from cuvee.kernels.centers import TokenCenters
 from cuvee.kernels.jobs import I64, PlanField
 from cuvee.kernels.ops.arguments import CodableBytes, DecodingTables, DevicePlans, RotationTables

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
-from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import choose_classes
+from cuvee.codec.schemes.coefficients import tokens_per_stream
 from cuvee.codec.support.arrays import U8, U16
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import CENTER_BYTES, SentArrays, TokenRun

@@ -27,7 +27,6 @@ from cuvee.codec.data.bundled import TEXTS, bundled_model_path, bundled_text
 from cuvee.codec.data.real_model import REAL_MODEL, smollm2_path
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import held_out_count
 from cuvee.codec.support.plain_json import parse_json
 
 if TYPE_CHECKING:
@@ -388,3 +387,8 @@ def _check_not_empty(pieces: Sequence[Any], length: int) -> None:
         raise InputError(
             f"text: must hold at least {length} tokens in one document: give more text, or a smaller --length"
         )
+
+
+def held_out_count(sequences: int) -> int:
+    """Return how many of the last sequences `cuvee.calibrate` holds out to measure the curve."""
+    return min(max(sequences // 8, 2), 32)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.errors import FormatError, InputError
-from cuvee.codec.support.arrays import F32, I32, U8, U16, U32
+from cuvee.codec.support.arrays import F32, U8, U16
 
 ESCAPE = 0x80  # the byte of -128: never a value, so that values are the int8 range -127 … 127
 MAX_SHIFT = 8
@@ -69,17 +69,6 @@ class CodingPlan:
     def planes(self) -> int:
         """Number of byte planes: R + W."""
         return len(self.tables)
-
-
-@dataclass(frozen=True, slots=True)
-class Escapes:
-    """Values that their table cannot code: `index` `[E]` uint32, row * T + column, increasing; `value` `[E]` int32."""
-
-    index: U32
-    value: I32
-
-
-NO_ESCAPES = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
 
 
 def too_large_error(steps: float) -> InputError:

@@ -21,8 +21,8 @@ from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_SHIFT, CodingPlan, Quant
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.errors import FormatError, ProfileError
 from cuvee.codec.support.arrays import F32, I16, U8, U16
+from cuvee.codec.support.steps import OCTAVE, step_value
 
-OCTAVE = 64  # units of a scale or step per factor of two
 TABLES_PER_OCTAVE = 4
 LOWEST = -2 * OCTAVE  # scale of table 0, relative to the step
 TABLES = 25  # up to 2**4 steps of deviation
@@ -55,11 +55,6 @@ def deviation_of(scale: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
     """Invert `scale_index`, up to rounding: scales of any shape to deviations."""
     deviation: npt.NDArray[np.float64] = 2.0 ** (scale.astype(np.float64) / OCTAVE)
     return deviation
-
-
-def step_value(step_index: int) -> float:
-    """Return the quantizer step of an index."""
-    return float(2.0 ** (step_index / OCTAVE))
 
 
 def scale_codes(scale: I16, step_index: int) -> npt.NDArray[np.int32]:

@@ -10,7 +10,7 @@ is. So the scale codes of a refinement are limited: a component has one plane an
 
 from __future__ import annotations
 
-from cuvee.codec.entropy.family import OCTAVE
+from cuvee.codec.support.steps import OCTAVE
 
 MAX_REFINEMENTS = 1
 FINER = 2 * OCTAVE  # the step index of a base minus that of its refinement

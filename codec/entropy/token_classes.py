@@ -18,23 +18,24 @@ tokens of a section have one class, as in lossless coding, nothing is sorted and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
-from cuvee.codec.entropy.family import step_value, too_fine_error
+from cuvee.codec.entropy.family import too_fine_error
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.support.arrays import F32, I32, U8, U16, U32
 from cuvee.codec.support.lazy import lazy
+from cuvee.codec.support.steps import step_value
 
 CLASSES = 16
 NEUTRAL = 11  # the class that uses the blob's own step: 5.5 octaves for attention sinks, 2 for what no token reads
 CLASS_UNITS = 32  # step units (1/64 octave) between neighboring classes
-WINDOW = 256  # tokens per sorted window; a multiple of every number of tokens per stream
+
 CLASS_BITS = 12  # probability bits of a class table
 
 
@@ -66,12 +67,6 @@ def class_table(frequencies: U16) -> EntropyTables:
     wide = np.zeros((1, SYMBOLS), np.uint16)
     wide[0, :CLASSES] = frequencies
     return EntropyTables(wide, CLASS_BITS)
-
-
-def windows(first: int, end: int) -> Iterator[slice]:
-    """Yield the windows of the tokens `first … end - 1`; `first` is a multiple of WINDOW."""
-    for start in range(first, end, WINDOW):
-        yield slice(start, min(start + WINDOW, end))
 
 
 class ColumnPlan:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.entropy import rules
-from cuvee.codec.entropy.coding_plan import Escapes
-from cuvee.codec.entropy.rules import rule_error
-from cuvee.codec.entropy.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2, Streams, stream_count
+from cuvee.codec.format import rules
+from cuvee.codec.format.rules import rule_error
+from cuvee.codec.format.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2, Escapes, Streams, stream_count
 
 _HEADER = struct.Struct("<IIBBHII")
 _LONG_LENGTHS = 0x10000  # from so many words on, which a stream could have, lengths take four bytes

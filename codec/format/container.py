@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from cuvee.codec.entropy.family import step_value
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError, VersionError
 from cuvee.codec.format.keys import KEY_ID_BYTES, Key
+from cuvee.codec.support.steps import step_value
 
 MAGIC = b"cuve"
 VERSION = 4

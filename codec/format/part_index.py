@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.entropy.coding_plan import Escapes
-from cuvee.codec.entropy.streams import Streams, stream_count
-from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.codec.format.coded_part import CodedPart
+from cuvee.codec.format.streams import WINDOW, Escapes, Streams, stream_count
 from cuvee.codec.support.lazy import lazy
 
 

@@ -11,7 +11,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.family import step_value
+from cuvee.codec.data.corpus import held_out_count
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure, round_trip
@@ -27,6 +27,7 @@ from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.reference.transform import gather, require_finite
 from cuvee.codec.stages.rotation import Rotation
+from cuvee.codec.support.steps import step_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -211,11 +212,6 @@ def choose_group(layout: KVLayout, tokens: int, flops: float, tensor_parallel: b
     else:
         why = "it spans all layers"
     return best, why
-
-
-def held_out_count(sequences: int) -> int:
-    """Return how many of the last sequences `calibrate` holds out to measure the curve."""
-    return min(max(sequences // 8, 2), 32)
 
 
 def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer", *, model: str | None = None) -> Profile:

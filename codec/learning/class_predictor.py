@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.token_classes import CLASS_UNITS, CLASSES, class_frequencies
 from cuvee.codec.profiles.class_predictor import CLAMP, EXPONENT, SQUARE_FLOOR, Predictor, choose_classes, recency_at
 from cuvee.codec.support.arrays import F32, I16, I64, U8, U16
+from cuvee.codec.support.steps import OCTAVE
 
 LEADING = 96  # components that a predictor reads, per layer of its section
 MOST_LEADING = 384

@@ -11,7 +11,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.family import OCTAVE, finest_step_index, step_value
+from cuvee.codec.entropy.family import finest_step_index
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.divergence import compare, stderr
@@ -20,6 +20,7 @@ from cuvee.codec.learning.progress import tracked
 from cuvee.codec.models.forward import check_tokens, frozen, prefill, score
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
+from cuvee.codec.support.steps import OCTAVE, step_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

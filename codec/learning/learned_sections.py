@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cuvee.codec.entropy.family import OCTAVE, deviation_of, fit_family, scale_codes, scale_index, step_value
+from cuvee.codec.entropy.family import deviation_of, fit_family, scale_codes, scale_index
 from cuvee.codec.entropy.token_classes import class_step_index
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout
@@ -21,6 +21,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.support.arrays import F32, I16
+from cuvee.codec.support.steps import OCTAVE, step_value
 
 FAMILY_VALUES = 2_000_000  # coefficients per step that the tables are fitted on
 FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))

@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.errors import FormatError, ProfileError
 from cuvee.codec.profiles.map_rounding import round_columns
 from cuvee.codec.support.arrays import F32, I16
 from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.nibbles import LARGEST, pack_nibbles, unpack_nibbles
+from cuvee.codec.support.steps import OCTAVE
 
 # A component has a wide column if its deviation, in deviations of the average component, is above n over this. So small
 # blocks, which take few bytes either way, have more wide columns than they need.

@@ -27,11 +27,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.token_classes import CLASS_UNITS, CLASSES, NEUTRAL
 from cuvee.codec.errors import FormatError
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.support.arrays import F32, U8
+from cuvee.codec.support.steps import OCTAVE
 
 CLASSES_PER_OCTAVE = OCTAVE // CLASS_UNITS
 CLAMP = 6.0  # in deviations; larger values predict nothing more

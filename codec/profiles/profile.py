@@ -20,15 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from cuvee.codec.entropy.coding_plan import Quantizer
-from cuvee.codec.entropy.family import (
-    OCTAVE,
-    TABLES,
-    Family,
-    default_family,
-    deviation_of,
-    make_family,
-    step_value,
-)
+from cuvee.codec.entropy.family import TABLES, Family, default_family, deviation_of, make_family
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
 from cuvee.codec.format.container import MAX_SECTIONS, MAX_STEP_INDEX
 from cuvee.codec.layout import KVLayout
@@ -45,6 +37,7 @@ from cuvee.codec.profiles.token_prediction import (
 from cuvee.codec.support.files import replacing
 from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.plain_json import parse_json
+from cuvee.codec.support.steps import OCTAVE, step_value
 
 FORMAT = "cuvee-profile"
 VERSION = 4

@@ -9,15 +9,14 @@ import torch
 
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.entropy.coding_plan import NO_ESCAPES
-from cuvee.codec.entropy.coefficients import tokens_per_stream
-from cuvee.codec.entropy.streams import ONE_CLASS, Streams
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import SectionPlanes, one_class
 from cuvee.codec.format.coded_part import CodedPart, write_coded
+from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, Streams
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles_around
 from cuvee.codec.schemes import overlap
+from cuvee.codec.schemes.coefficients import tokens_per_stream
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, choose_tables, write_model
 from cuvee.codec.stages.rotation import Rotation

@@ -14,7 +14,6 @@ import torch
 
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.entropy.residuals import FINER
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.profiles.profile import Profile
@@ -22,6 +21,7 @@ from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_aro
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
 from cuvee.codec.schemes import overlap
+from cuvee.codec.schemes.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.products import Products, products_for
 from cuvee.codec.stages.reference.sections import Coefficients, padded

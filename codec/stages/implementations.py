@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import torch
 
     from cuvee.codec.chunk import KVChunk
-    from cuvee.codec.entropy.coding_plan import Escapes, Quantizer
-    from cuvee.codec.entropy.streams import Streams
+    from cuvee.codec.entropy.coding_plan import Quantizer
     from cuvee.codec.entropy.tables import EntropyTables
     from cuvee.codec.entropy.token_classes import ClassedPlan, ColumnPlan, SectionPlanes
+    from cuvee.codec.format.streams import Escapes, Streams
     from cuvee.codec.layout import KVLayout, LayerLayout
     from cuvee.codec.profiles.class_predictor import Predictor
     from cuvee.codec.profiles.sections import Section

@@ -11,13 +11,13 @@ import torch
 from cuvee.codec.data.corpus import (
     Corpus,
     calibration_windows,
+    held_out_count,
     leading_ids,
     load_tokenizer,
     read_corpus,
     token_ids,
 )
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.calibrate import held_out_count
 from cuvee.codec.learning.mixture import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text, more_text
 from cuvee.codec.learning.moments import SINKS
 from cuvee.codec.learning.sequences import reread

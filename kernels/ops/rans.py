@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.entropy.streams import LOWER_BOUND
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
+from cuvee.codec.format.streams import LOWER_BOUND
 from cuvee.codec.support.arrays import U32
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,

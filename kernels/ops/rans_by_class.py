@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.entropy.token_classes import WINDOW
+from cuvee.codec.format.streams import WINDOW
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
+from cuvee.codec.entropy.token_classes import CLASSES
+from cuvee.codec.format.streams import WINDOW
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
     CHUNK_FIRST,

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.coding_plan import CodingPlan, Escapes
+from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family, coding_plan, default_family, scale_codes
-from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import (
     CLASSES,
@@ -24,6 +23,7 @@ from cuvee.codec.entropy.token_classes import (
     class_table,
 )
 from cuvee.codec.errors import ProfileError
+from cuvee.codec.format.streams import Escapes, Streams
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.implementations import get_stages

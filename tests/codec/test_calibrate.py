@@ -16,13 +16,14 @@ from transformers import DynamicCache
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.data.corpus import held_out_count
 from cuvee.codec.entropy.token_classes import NEUTRAL
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning import calibrate
 from cuvee.codec.learning import moments as moments_module
-from cuvee.codec.learning.calibrate import choose_group, fit, held_out_count
+from cuvee.codec.learning.calibrate import choose_group, fit
 from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.learned_sections import build_profile

@@ -8,10 +8,9 @@ import struct
 import numpy as np
 import pytest
 
-from cuvee.codec.entropy.coding_plan import NO_ESCAPES, Escapes
-from cuvee.codec.entropy.streams import ONE_CLASS, Streams
 from cuvee.codec.errors import FormatError
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded, write_coded
+from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, Escapes, Streams
 from cuvee.codec.stages.compiled import coded_part as compiled
 from cuvee.codec.support.arrays import U16
 

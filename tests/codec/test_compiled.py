@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numba.core import caching
 
-from cuvee.codec.entropy import streams
+from cuvee.codec.format import streams
 from cuvee.codec.stages.compiled import compiler as module
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.compiler import compiled, source_stamp

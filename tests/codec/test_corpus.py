@@ -16,6 +16,7 @@ from cuvee.codec.data.corpus import (
     BUNDLED_MODEL,
     Corpus,
     calibration_windows,
+    held_out_count,
     load_model,
     load_tokenizer,
     model_path,
@@ -24,7 +25,6 @@ from cuvee.codec.data.corpus import (
     spread_sequences,
 )
 from cuvee.codec.errors import InputError, UnsupportedModelError
-from cuvee.codec.learning.calibrate import held_out_count
 
 
 def corpus(*lengths: int) -> Corpus:

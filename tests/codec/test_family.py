@@ -12,7 +12,6 @@ import torch
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_SHIFT
 from cuvee.codec.entropy.family import (
-    OCTAVE,
     TABLES,
     Family,
     coding_plan,
@@ -23,7 +22,6 @@ from cuvee.codec.entropy.family import (
     scale_codes,
     scale_index,
     split_wide,
-    step_value,
 )
 from cuvee.codec.entropy.token_classes import NEUTRAL
 from cuvee.codec.errors import FormatError, ProfileError
@@ -32,6 +30,7 @@ from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.stages.reference import symbols
 from cuvee.codec.support.arrays import F32, I16
+from cuvee.codec.support.steps import OCTAVE, step_value
 
 WIDEST = TABLES - 1 + 4 * MAX_SHIFT
 

@@ -41,8 +41,9 @@ from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.token_classes import NEUTRAL, WINDOW, class_frequencies
+from cuvee.codec.entropy.token_classes import NEUTRAL, class_frequencies
 from cuvee.codec.format.container import inspect, read_header, read_section
+from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile

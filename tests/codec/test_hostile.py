@@ -36,7 +36,6 @@ from tests.cpus import multiply
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
-from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.token_classes import CLASSES, class_table
 from cuvee.codec.errors import (
     CorruptError,
@@ -49,6 +48,7 @@ from cuvee.codec.errors import (
     allocations,
 )
 from cuvee.codec.format.container import read_header
+from cuvee.codec.format.streams import Streams
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import PagedCache

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from cuvee.codec.entropy.family import default_family
-from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.token_classes import SectionPlanes, one_class
+from cuvee.codec.format.streams import Streams
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.reference.rans import rans_encode

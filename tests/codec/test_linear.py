@@ -16,9 +16,9 @@ from tests.classed import with_classes
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.cpu.backend import CpuBackend
-from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.codec.format.container import read_header, read_section
 from cuvee.codec.format.part_index import IndexedPart
+from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile

@@ -17,7 +17,6 @@ from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.residuals import FINER, WIDEST
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError
 from cuvee.codec.format.container import header_digest, inspect, read_header, read_section
@@ -30,6 +29,7 @@ from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.setting import ExpectedPart
 from cuvee.codec.stages.implementations import get_stages
+from cuvee.codec.support.steps import OCTAVE
 
 Fitted = Callable[[str, str], Profile]
 BACKENDS = ("numba", "reference")

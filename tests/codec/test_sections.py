@@ -20,12 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.planned import Planned, coding_of, decode, planned, same
 
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes
-from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL
 from cuvee.codec.entropy.family import default_family
-from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL, WINDOW
+from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL
 from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.coded_part import CodedPart, write_coded
+from cuvee.codec.format.streams import WINDOW, Escapes
+from cuvee.codec.schemes.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.stages.implementations import get_stages, stage_names
 from cuvee.codec.stages.reference.sections import Coefficients, check_classes, padded, read_part
 from cuvee.codec.stages.reference.symbols import class_runs

@@ -14,7 +14,6 @@ from tests.classed import with_classes
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
@@ -23,6 +22,7 @@ from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition
+from cuvee.codec.support.steps import OCTAVE
 
 ROPE = Rope((1.0, 0.3, 0.1, 0.03))
 # Heads differ from layer to layer, and so do the sizes of keys and values; four ranks share the heads of layer 1.

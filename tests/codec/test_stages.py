@@ -13,16 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.planned import TABLE, same_escapes, same_streams, section_plan
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Quantizer
-from cuvee.codec.entropy.coefficients import tokens_per_stream
-from cuvee.codec.entropy.family import TABLES, coding_plan, default_family, step_value
-from cuvee.codec.entropy.streams import ONE_CLASS, Streams, stream_count
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Quantizer
+from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.entropy.token_classes import (
     CLASS_UNITS,
     CLASSES,
     NEUTRAL,
-    WINDOW,
     ClassedPlan,
     ColumnPlan,
     SectionPlanes,
@@ -34,6 +31,8 @@ from cuvee.codec.entropy.token_classes import (
 from cuvee.codec.errors import CorruptError, InputError, ProfileError
 from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.part_index import IndexedPart
+from cuvee.codec.format.streams import ONE_CLASS, WINDOW, Escapes, Streams, stream_count
+from cuvee.codec.schemes.coefficients import tokens_per_stream
 from cuvee.codec.stages.compiled.coder_steps import decode_alike_steps, decode_steps
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.rans import decode_class_stream
@@ -42,6 +41,7 @@ from cuvee.codec.stages.reference import rans, symbols
 from cuvee.codec.stages.reference.symbols import class_runs, from_planes
 from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import F32, I32, U8, U16
+from cuvee.codec.support.steps import step_value
 
 FAMILY = default_family()
 TOKENS = (1, 15, 63, 255, 256, 257, 700)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.codec.errors import InputError
+from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.models.rope import cos_sin, rotate, unrotate
 from cuvee.codec.profiles.block_map import BlockMap

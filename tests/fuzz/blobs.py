@@ -24,14 +24,14 @@ from tests.fuzz.engine import Finding
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import ESCAPE, NO_ESCAPES, Escapes
-from cuvee.codec.entropy.streams import ONE_CLASS, Streams
+from cuvee.codec.entropy.coding_plan import ESCAPE
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.entropy.token_classes import CLASSES, SectionPlanes, one_class
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.coded_part import CodedPart, Reader, write_coded
 from cuvee.codec.format.container import inspect, read_header, write_blob
 from cuvee.codec.format.keys import Key
+from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, Escapes, Streams
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import NOWHERE, PagedCache

@@ -26,7 +26,7 @@ from tests.fuzz.peers import HttpTarget, RedisTarget
 from tests.fuzz.profiles import ProfileTarget
 from tests.fuzz.targets import TARGETS, named
 
-from cuvee.codec.entropy import rules
+from cuvee.codec.format import rules
 from cuvee.codec.stages.compiled import sections
 from cuvee.codec.stages.reference import rans
 from cuvee.integrations.stores import objects_http

@@ -25,12 +25,12 @@ from tests.predicting import predicting as with_token_table
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL
 from cuvee.codec.entropy.family import default_family
-from cuvee.codec.entropy.streams import Streams
-from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL, WINDOW, ClassedPlan, class_frequencies, class_table
+from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL, ClassedPlan, class_frequencies, class_table
 from cuvee.codec.errors import CorruptError, FormatError, ProfileError
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
+from cuvee.codec.format.streams import WINDOW, Escapes, Streams
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.block_map import BlockMap

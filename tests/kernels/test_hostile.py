@@ -24,7 +24,6 @@ from tests.conftest import decoded_layers
 from cuvee.codec.backends import Coding, get_backend
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy import coefficients
 from cuvee.codec.entropy.token_classes import class_table
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
 from cuvee.codec.format.container import Scheme, read_header
@@ -32,7 +31,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.schemes import lossless
+from cuvee.codec.schemes import coefficients, lossless
 from cuvee.codec.stages.reference import rans
 
 # The interpreter computes with NumPy, which warns where damaged numbers overflow.

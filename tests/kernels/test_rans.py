@@ -13,10 +13,9 @@ import pytest
 import torch
 from tests.kernels.naive import rans as naive
 
-from cuvee.codec.entropy.coding_plan import Escapes
-from cuvee.codec.entropy.streams import Streams, stream_count
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.format.coded_part import Reader, read_coded, write_streams
+from cuvee.codec.format.streams import Escapes, Streams, stream_count
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8, U16
 from cuvee.kernels.jobs import JobField, PlanField, Status

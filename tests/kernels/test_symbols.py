@@ -10,9 +10,10 @@ import pytest
 import torch
 from tests.kernels.naive.symbols import dequantize_reference, list_escapes_reference, quantize_reference
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Quantizer
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
 from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.format.streams import Escapes
 from cuvee.codec.stages.reference import symbols
 from cuvee.codec.support.arrays import F32, U8, U32
 from cuvee.kernels.jobs import JobField, Status

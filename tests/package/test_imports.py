@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +17,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("codec", "kernels", "blend", "integrations", "eval", "cli")
 # Doors for users. The first imports everything public when it is first asked for, so that `import cuvee` loads nothing.
 FACADES = ("cuvee", "cuvee.calibration")
+# Folders of `codec` that know nothing of others: the entropy coder of blobs, the container of coders, the reference of
+# what is compiled.
+APART = (
+    ("codec.entropy", "codec.format"), ("codec.entropy", "codec.profiles"), ("codec.entropy", "codec.stages"),
+    ("codec.format", "codec.entropy"), ("codec.format", "codec.profiles"), ("codec.format", "codec.stages"),
+    ("codec.stages.reference", "codec.stages.compiled"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,41 @@ def test_packages_point_one_way() -> None:
         if found.target not in FACADES and rank[package_of(found.target)] > rank[package_of(found.source)]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def inside(module: str, folder: str) -> bool:
+    return module.startswith(f"cuvee.{folder}.") or module == f"cuvee.{folder}"
+
+
+def codec_folder(module: str) -> str | None:
+    """Return the folder of `codec` that a module lies in; None for modules elsewhere, and those of `codec` itself."""
+    path = sources()[module].relative_to(ROOT)
+    return path.parts[1] if path.parts[0] == "codec" and len(path.parts) > 2 else None
+
+
+def test_folders_of_the_codec_point_one_way() -> None:
+    """Also those that only a type checker sees."""
+    wrong = [
+        f"{found.line}: {found.source} imports {found.target}"
+        for found in imports()
+        if any(inside(found.source, source) and inside(found.target, target) for source, target in APART)
+    ]
+    assert not wrong, "\n".join(wrong)
+    edges: dict[str, set[str]] = {}
+    for found in imports():
+        source, target = codec_folder(found.source), found.target in sources() and codec_folder(found.target)
+        if source and target and source != target and not found.typing:
+            edges.setdefault(source, set()).add(target)
+    assert {"entropy", "format"} <= edges["schemes"] and not circles(edges), circles(edges)
+
+
+def test_the_reference_runs_without_the_compiler() -> None:
+    modules = [module for module in sources() if inside(module, "codec.stages.reference")]
+    code = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\n"
+    code += "print(sorted({'numba', 'triton'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stdout + done.stderr
+    assert len(modules) > 5
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy import rules
 from cuvee.codec.entropy.tables import SYMBOLS
+from cuvee.codec.format import rules
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuvee.codec.entropy import rules
-from cuvee.codec.entropy.rules import rule_error
-from cuvee.codec.entropy.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2
 from cuvee.codec.errors import FormatError
+from cuvee.codec.format import rules
+from cuvee.codec.format.rules import rule_error
+from cuvee.codec.format.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.support.arrays import I64
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuvee.codec.entropy.token_classes import WINDOW
+from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.stages.compiled.coder_steps import (
     decode_alike_steps,
     decode_steps,

@@ -8,11 +8,11 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.entropy import rules
-from cuvee.codec.entropy.rules import rule_error
-from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams, check_streams, stream_count
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.entropy.token_classes import CLASS_BITS, WINDOW, ColumnPlan, SectionPlanes
+from cuvee.codec.entropy.token_classes import CLASS_BITS, ColumnPlan, SectionPlanes
+from cuvee.codec.format import rules
+from cuvee.codec.format.rules import rule_error
+from cuvee.codec.format.streams import LOWER_BOUND, WINDOW, WORD_BITS, Streams, check_streams, stream_count
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.coded_part import INITIAL, read_u16, read_u32

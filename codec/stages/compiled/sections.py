@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy import rules
 from cuvee.codec.entropy.coding_plan import ESCAPE
-from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
+from cuvee.codec.entropy.token_classes import CLASSES
+from cuvee.codec.format import rules
+from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.profiles import flat_plans as plans
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.compiled import coded_part as part

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, Escapes, Quantizer, too_large_error
+from cuvee.codec.entropy.coding_plan import ESCAPE, Quantizer, too_large_error
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.entropy.token_classes import WINDOW, ClassedPlan
+from cuvee.codec.entropy.token_classes import ClassedPlan
+from cuvee.codec.format.streams import WINDOW, Escapes
 from cuvee.codec.stages.compiled.coder_steps import quantize_step
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.simd import WIDTH

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
+from cuvee.codec.entropy.token_classes import CLASSES
+from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.support.arena import SECOND, tile_arena
 from cuvee.codec.support.arrays import U8

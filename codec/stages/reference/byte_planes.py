@@ -27,12 +27,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy import rules
-from cuvee.codec.entropy.rules import rule_error
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.entropy.token_classes import one_class
+from cuvee.codec.format import rules
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
 from cuvee.codec.format.part_index import IndexedPart
+from cuvee.codec.format.rules import rule_error
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.reference.rans import rans_decode
 from cuvee.codec.stages.rows import Rows

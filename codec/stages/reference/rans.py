@@ -26,12 +26,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from cuvee.codec.entropy import rules
-from cuvee.codec.entropy.rules import rule_error
-from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams, check_streams, stream_count
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.entropy.token_classes import ColumnPlan, SectionPlanes, one_class, windows
+from cuvee.codec.entropy.token_classes import ColumnPlan, SectionPlanes, one_class
 from cuvee.codec.errors import CorruptError
+from cuvee.codec.format import rules
+from cuvee.codec.format.rules import rule_error
+from cuvee.codec.format.streams import LOWER_BOUND, WORD_BITS, Streams, check_streams, stream_count, windows
 from cuvee.codec.support.arrays import U8
 
 

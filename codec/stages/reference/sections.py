@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cuvee.codec.entropy import rules
-from cuvee.codec.entropy.rules import rule_error
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
+from cuvee.codec.format import rules
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
 from cuvee.codec.format.part_index import IndexedPart
+from cuvee.codec.format.rules import rule_error
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.reference.rans import decode_classes, rans_decode
 from cuvee.codec.stages.reference.symbols import class_runs, from_planes

@@ -19,11 +19,12 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from cuvee.codec.entropy import rules
-from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, CodingPlan, Escapes, Quantizer, too_large_error
-from cuvee.codec.entropy.rules import rule_error
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, CodingPlan, Quantizer, too_large_error
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan
+from cuvee.codec.format import rules
+from cuvee.codec.format.rules import rule_error
+from cuvee.codec.format.streams import Escapes
 from cuvee.codec.support.arrays import F32, I32, U8
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.token_classes import windows
+from cuvee.codec.format.streams import windows
 from cuvee.codec.support.arrays import U8
 
 

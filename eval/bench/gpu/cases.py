@@ -15,7 +15,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.family import OCTAVE, coding_plan, default_family, deviation_of, scale_codes
+from cuvee.codec.entropy.family import coding_plan, default_family, deviation_of, scale_codes
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.moments import SINKS
@@ -27,6 +27,7 @@ from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.support.arrays import I16
+from cuvee.codec.support.steps import OCTAVE
 from cuvee.eval.bench.shapes import CacheShape
 from cuvee.eval.timing import Effort
 

@@ -343,7 +343,7 @@ def _waiting(what: str) -> Iterator[None]:
 
 
 def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
-    from cuvee.codec.entropy.family import step_value
+    from cuvee.codec.support.steps import step_value
 
     layout = profile.layout
     data: dict[str, Any] = {
@@ -423,8 +423,8 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
 def _presets(profile: Profile) -> list[dict[str, Any]]:
     """Return the KL, step (None: lossless) and bits per value of each preset with this profile."""
     from cuvee.codec.codec import Codec
-    from cuvee.codec.entropy.family import step_value
     from cuvee.codec.profiles.quality import PRESET_KL
+    from cuvee.codec.support.steps import step_value
 
     out = []
     for quality, kl in PRESET_KL.items() if profile.curve else ():
@@ -446,14 +446,14 @@ def _figure(value: float | None) -> str:
 
 def _curve(points: Iterable[CurvePoint]) -> list[dict[str, Any]]:
     """Return the points of a curve for JSON, with steps as values and the ratio to 16 bits per value."""
-    from cuvee.codec.entropy.family import step_value
+    from cuvee.codec.support.steps import step_value
 
     return [{**asdict(point), "step": step_value(point.step_index), "ratio": point.ratio} for point in points]
 
 
 def _curve_table(points: Iterable[CurvePoint]) -> rich.table.Table:
     """Return the points of a curve for people."""
-    from cuvee.codec.entropy.family import step_value
+    from cuvee.codec.support.steps import step_value
 
     table = make_table("step", "bits/value", "ratio", "KL ± s.e.", "delta NLL ± s.e.", "top-1")
     for point in points:

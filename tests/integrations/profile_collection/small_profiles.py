@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cuvee.codec.entropy.family import OCTAVE, default_family
+from cuvee.codec.entropy.family import default_family
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.support.steps import OCTAVE
 
 LAYOUT = KVLayout("synthetic", (LayerLayout(2, 8, 8, None),) * 3, "bfloat16", 4096)
 OTHER_LAYOUT = KVLayout("synthetic", (LayerLayout(4, 8, 8, None),) * 3, "bfloat16", 4096)

@@ -6,10 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.coding_plan import Escapes
-from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.format.coded_part import write_streams
+from cuvee.codec.format.streams import LOWER_BOUND, WORD_BITS, Escapes, Streams
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8, U32
 from cuvee.kernels.jobs import JobField, PlanField, Status

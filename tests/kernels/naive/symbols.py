@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Quantizer
+from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Quantizer
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.errors import CorruptError
+from cuvee.codec.format.streams import Escapes
 from cuvee.codec.stages.reference import symbols
 from cuvee.codec.support.arrays import I32
 from cuvee.kernels.jobs import JobField, PlanField, Status

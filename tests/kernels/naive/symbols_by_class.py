@@ -10,8 +10,9 @@ import torch
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from tests.kernels.naive.symbols import JobPart, frequency_tables, high_parts, host_array
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, Escapes
+from cuvee.codec.entropy.coding_plan import ESCAPE
 from cuvee.codec.errors import CorruptError
+from cuvee.codec.format.streams import Escapes
 from cuvee.codec.stages.reference import symbols as codec
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans

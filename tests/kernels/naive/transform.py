@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from tests.kernels.naive.pages import check_slots, load_pairs_reference, store_pairs_reference
 
-from cuvee.codec.entropy.token_classes import WINDOW
+from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.models.dtypes import saturated
 from cuvee.kernels.jobs import BlockField, ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops.analyze import analysis_tokens

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.family import Family
-from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, Streams
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan, SectionPlanes
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.coded_part import CodedPart, write_coded
+from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM, Escapes, Streams
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.support.arrays import F32, U8
 
