@@ -17,6 +17,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 # "classes": learned, with a class for each token that depends on its position. "tokens": learned, with token ids.
 SCHEMES = ("lossless", "transform", "classes", "tokens")
 NAMES = tuple(f"{scheme}-{dtype}" for scheme in SCHEMES for dtype in DTYPES)
+# Of the chunks, kept over versions of the format, though a scheme went.
+SEEDS = {name: 100 + number + (3 if name.startswith(("classes", "tokens")) else 0) for number, name in enumerate(NAMES)}
 LOSSY = tuple(name for name in NAMES if not name.startswith("lossless"))
 
 ROPE = Rope((1.0, 0.1, 0.01, 0.001))
