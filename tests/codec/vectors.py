@@ -19,6 +19,8 @@ SCHEMES = ("lossless", "transform", "classes", "tokens")
 NAMES = tuple(f"{scheme}-{dtype}" for scheme in SCHEMES for dtype in DTYPES)
 # Of the chunks, kept over versions of the format, though a scheme went.
 SEEDS = {name: 100 + number + (3 if name.startswith(("classes", "tokens")) else 0) for number, name in enumerate(NAMES)}
+# A base and its refinement, of many classes and with token ids.
+PARTS = tuple(FOLDER / f"{part}-float32.bin" for part in ("base", "refinement"))
 LOSSY = tuple(name for name in NAMES if not name.startswith("lossless"))
 
 ROPE = Rope((1.0, 0.1, 0.01, 0.001))
