@@ -368,7 +368,7 @@ def test_parts_of_the_codec_decode_to_what_was_planned() -> None:
         for parts in stored
     )
     rate = sum(map(len, stored[0])) * 3 / 0.5  # all parts take .5 s
-    drive = Drive(request(own, 0.4), steady(rate))
+    drive = Drive(request(own, 0.49), steady(rate))
     _, start = drive.run()
     assert start.chunks == 3 and len(set(start.parts)) > 1 and 3 < sum(start.parts) < 6
     placed: dict[int, KVChunk] = {}

@@ -1063,7 +1063,7 @@ def test_refinements_expire_by_their_own_time(root: Path) -> None:
         assert [file_of(root, key).exists() for key in parts] == [True, False]
         assert counters(store).expired == 2
     write(61)
-    assert DiskStore(root, ttl=3600).get_parts([KEY]) == [(b"x",) * 3], "without the option as long as the others"
+    assert DiskStore(root, ttl=3600).get_parts([KEY]) == [(b"x",) * 2], "without the option as long as the others"
 
 
 def test_contains_with_a_ttl_takes_no_bad_header_for_an_entry(root: Path) -> None:
