@@ -13,5 +13,5 @@ The commands
 
 Shared parts
     documents, formatting, plots, labels     the style of reports, numbers and plots
-    runs, progress, timing, machine          folders of runs, progress, timings, and the machine
+    runs, progress, machine                  folders of runs, progress, and the machine
 """

@@ -29,7 +29,7 @@ from cuvee.eval import plots
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
 from cuvee.eval.bench.engine.scope import EngineVariant, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench
-from cuvee.eval.bench.ratios import paired, spread
+from cuvee.eval.bench.timing import paired, spread
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.progress import timed_lines
 

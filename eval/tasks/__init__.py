@@ -38,6 +38,7 @@ PUBLIC_TASKS = (
     "cuvee_wikitext2",
     "cuvee_gsm8k_nll",
     "cuvee_musique_nll",
+    "cuvee_musique_f1",
 )
 """The tasks on public data, which is not part of cuvee: all but `cuvee_lines_100` load it (`sources`)."""
 

@@ -30,9 +30,7 @@ def load(documents: str, **metadata: Any) -> dict[str, Any]:
 
     path = TASKS_PATH / documents
     if not path.is_file():
-        raise InputError(
-            f"documents: no file {documents} in {TASKS_PATH}: run python -m cuvee.eval.bench.task_documents"
-        )
+        raise InputError(f"documents: no file {documents} in {TASKS_PATH}: install cuvee again")
     with path.open(encoding="ascii") as lines:
         return {"test": Dataset.from_list([json.loads(line) for line in lines])}
 

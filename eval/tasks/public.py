@@ -13,13 +13,14 @@ import csv
 import io
 import random
 import re
-from collections.abc import Sequence
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cuvee.codec.errors import InputError
 from cuvee.eval.tasks import sources
-from cuvee.eval.tasks.musique import passages_of
 
 __all__ = [
     "OpenQuestion",
@@ -29,7 +30,9 @@ __all__ = [
     "key_values",
     "line_retrieval",
     "musique",
+    "normalize",
     "open_questions",
+    "score",
     "wikitext2",
     "xquad",
 ]
@@ -369,7 +372,7 @@ def gsm8k(
 def musique(
     data: str | None = None, *, context: str = "given", any_version: Any = False, **metadata: Any
 ) -> dict[str, Any]:
-    """MuSiQue's questions over twenty paragraphs (see `cuvee.eval.tasks.musique`), for the answer's likelihood.
+    """MuSiQue's questions over twenty paragraphs (Trivedi et al., TACL 2022, arXiv:2108.00573), and the answer.
 
     With `any_version`, a file in which one JSON list holds objects with `ctxs`, `question` and `answers` is read, too.
     Arguments and errors: see `xquad`.
@@ -387,7 +390,7 @@ def _musique_questions(data: str | None, any_version: Any) -> list[OpenQuestion]
     found = []
     for number, row in enumerate(rows, 1):
         try:
-            passages, question, answer = passages_of(row)
+            passages, question, answer = _passages_of(row)
         except (KeyError, IndexError, TypeError) as error:
             raise sources.malformed("musique", data, f"is not in MuSiQue's format, question {number}") from error
         found.append(OpenQuestion(tuple(passages), question, answer))
@@ -395,6 +398,42 @@ def _musique_questions(data: str | None, any_version: Any) -> list[OpenQuestion]
 
 
 # --- what they share
+
+
+def _passages_of(question: Mapping[str, Any]) -> tuple[list[str], str, str]:
+    """The passages, the question and its first answer, of MuSiQue's format or of one with `ctxs` and `answers`.
+
+    Raises:
+        IndexError, KeyError, TypeError: it is of neither.
+    """
+    if "ctxs" in question:
+        passages = [f"{p['title']}\n{p['text']}".strip() for p in question["ctxs"]]
+        return passages, question["question"], question["answers"][0]
+    passages = [f"{p['title']}\n{p['paragraph_text']}" for p in question["paragraphs"]]
+    return passages, question["question"], question["answer"]
+
+
+def score(doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
+    """F1 of words and exact match, each the best over the answer and its aliases, as in MuSiQue's own script."""
+    (given,) = results
+    accepted = [doc["answer"], *doc["answer_aliases"]]
+    return {
+        "f1": max(_f1(normalize(given), normalize(answer)) for answer in accepted),
+        "exact_match": max(float(normalize(given) == normalize(answer)) for answer in accepted),
+    }
+
+
+def normalize(answer: str) -> list[str]:
+    """Lower-case words without punctuation and articles (the rule of SQuAD, arXiv:1606.05250)."""
+    bare = "".join(c for c in answer.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+
+
+def _f1(given: list[str], answer: list[str]) -> float:
+    if not given or not answer:
+        return float(given == answer)
+    common = sum((Counter(given) & Counter(answer)).values())
+    return 2 * common / (len(given) + len(answer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +445,7 @@ class OpenQuestion:
     answer: str
 
     def document(self) -> dict[str, Any]:
-        """For the answer's likelihood, and for F1 (`musique.score`)."""
+        """For the answer's likelihood, and for F1 (`score`)."""
         return {
             "context": "".join(f"{passage}\n\n" for passage in self.passages),
             "question": f"Answer in as few words as possible.\nQuestion: {self.question}\nAnswer:",

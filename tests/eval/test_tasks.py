@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
@@ -30,7 +29,7 @@ from cuvee.eval.tasks import (
     description,
     documents,
     main_metric,
-    musique,
+    public,
 )
 
 CHOICE_TASKS = LOCAL_TASKS[:7]
@@ -59,7 +58,7 @@ def evaluate(lm: Any, names: list[str], limit: int | None = None, **metadata: An
 
 def test_names() -> None:
     index = manager()
-    assert set(index.all_subtasks) == {*LOCAL_TASKS, *PUBLIC_TASKS, "cuvee_musique"}
+    assert set(index.all_subtasks) == {*LOCAL_TASKS, *PUBLIC_TASKS}
     assert index.all_groups == ["cuvee_local", "cuvee_public"]
     assert tuple(index.task_index["cuvee_local"].cfg["task"]) == LOCAL_TASKS
     assert {path.stem for path in TASKS_PATH.glob("*.jsonl")} == set(LOCAL_TASKS)
@@ -70,19 +69,19 @@ def test_chance_is_one_of_the_choices(name: str) -> None:
     assert {1 / len(doc["choices"]) for doc in committed(name)} == {chance(name)}
 
 
-@pytest.mark.parametrize("name", [*NLL_TASKS, "cuvee_musique"])
+@pytest.mark.parametrize("name", [*NLL_TASKS, "cuvee_musique_f1"])
 def test_no_chance_without_choices(name: str) -> None:
     assert chance(name) is None
 
 
 def test_main_metric() -> None:
-    metrics = {name: main_metric(name) for name in (*LOCAL_TASKS, "cuvee_musique")}
+    metrics = {name: main_metric(name) for name in (*LOCAL_TASKS, "cuvee_musique_f1")}
     choice, nll = dict.fromkeys(CHOICE_TASKS, ("acc", True)), dict.fromkeys(NLL_TASKS, ("nats_per_word", False))
-    assert metrics == {**choice, **nll, "cuvee_musique": ("f1", True)}
+    assert metrics == {**choice, **nll, "cuvee_musique_f1": ("f1", True)}
 
 
 def test_description() -> None:
-    texts = [description(name) for name in (*LOCAL_TASKS, *PUBLIC_TASKS, "cuvee_musique")]
+    texts = [description(name) for name in (*LOCAL_TASKS, *PUBLIC_TASKS)]
     assert len(set(texts)) == len(texts)
     assert all(text.endswith(".") and len(text) <= 120 and "\n" not in text for text in texts)
     assert "32 listed pairs" in description("cuvee_kv_32")
@@ -223,7 +222,7 @@ def test_load() -> None:
 
 
 def test_load_without_the_file() -> None:
-    with pytest.raises(InputError, match=r"^documents: no file nothing\.jsonl in .*: run python -m cuvee\.eval\.tasks"):
+    with pytest.raises(InputError, match=r"^documents: no file nothing\.jsonl in .*: install cuvee again"):
         documents.load("nothing.jsonl")
 
 
@@ -319,29 +318,29 @@ class Answering(LM):  # type: ignore[misc]
 
 @pytest.mark.parametrize(
     ("answer", "f1", "match"),
-    [(" Hook of Holm.", 1.0, 1.0), ("Holm", 1.0, 1.0), (" in Holm", 2 / 3, 0.0), ("London", 0.0, 0.0), ("", 0.0, 0.0)],
+    [(" Hook of Holm.", 1.0, 1.0), (" in Holm", 2 / 5, 0.0), ("London", 0.0, 0.0), ("", 0.0, 0.0)],
 )
 def test_musique(tmp_path: Path, answer: str, f1: float, match: float) -> None:
-    path = write(tmp_path / "dev.jsonl", a_question(), a_question(id="2hop__3_4"))
+    write(tmp_path / "musique_ans_v1.0_dev.jsonl", a_question(), a_question(id="2hop__3_4"))
     lm = Answering(answer)
-    result = evaluate(lm, ["cuvee_musique"], musique=str(path))["cuvee_musique"]
+    result = evaluate(lm, ["cuvee_musique_f1"], data=str(tmp_path), any_version=True)["cuvee_musique_f1"]
     assert (result["f1,none"], result["exact_match,none"]) == pytest.approx((f1, match))
     assert result["f1_stderr,none"] == 0
     assert len(lm.prompts) == 2
     prompt, options = lm.prompts[0]
     assert prompt == (
         "Dale Mill\nDale Mill was built by Ann Orr.\n\nAnn Orr\nAnn Orr was born in the Hook of Holm.\n\n"
-        "Answer the question from the passages above, in as few words as possible.\n"
+        "Answer in as few words as possible.\n"
         "Question: Where was the builder of Dale Mill born?\nAnswer:"
     )
     assert options == {"until": ["\n"], "max_gen_toks": 32, "do_sample": False}
 
 
 def test_musique_after_a_decoded_cache(tmp_path: Path) -> None:
-    path = write(tmp_path / "dev.jsonl", a_question())
+    write(tmp_path / "musique_ans_v1.0_dev.jsonl", a_question())
     model, tokenizer = load_bundled_model()
     lm = CuveeLM(pretrained=model, tokenizer=tokenizer, method=Uncompressed())
-    result = evaluate(lm, ["cuvee_musique"], musique=str(path))["cuvee_musique"]
+    result = evaluate(lm, ["cuvee_musique_f1"], data=str(tmp_path), any_version=True)["cuvee_musique_f1"]
     assert 0 <= result["f1,none"] <= 1
     assert lm.statistics.contexts == 1
 
@@ -351,54 +350,10 @@ def test_musique_after_a_decoded_cache(tmp_path: Path) -> None:
     [("The  Hook, of a Holm!", ["hook", "of", "holm"]), ("Theatre", ["theatre"]), ("an", []), ("U.S.", ["us"])],
 )
 def test_musique_normalizes_as_squad_does(answer: str, words: list[str]) -> None:
-    assert musique.normalize(answer) == words
+    assert public.normalize(answer) == words
 
 
 def test_musique_words_count_as_often_as_they_come() -> None:
     doc = {"answer": "York York Dover", "answer_aliases": []}
-    assert musique.score(doc, ["York Bath"]) == {"f1": pytest.approx(2 / 5), "exact_match": 0.0}
-    assert musique.score({"answer": "the", "answer_aliases": []}, ["a"]) == {"f1": 1.0, "exact_match": 1.0}
-
-
-def test_musique_needs_its_file() -> None:
-    message = r"^musique: cuvee_musique has no data of its own: give .*--metadata musique=.*StonyBrookNLP/musique"
-    with pytest.raises(InputError, match=message):
-        manager().load(["cuvee_musique"])
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ((), "is empty"),
-        (("", " "), "is empty"),
-        ((a_question(), "{"), "line 2 is not JSON"),
-        (([],), "line 1 is not a JSON object"),
-        (({k: v for k, v in a_question().items() if k != "answer_aliases"},), "no field 'answer_aliases' of type list"),
-        ((a_question(question=None),), "no field 'question' of type str"),
-        ((a_question(answerable=False),), "is a question without an answer: use the variant musique_ans"),
-        ((a_question(paragraphs=[{"title": "Dale Mill"}]),), "a paragraph without title and paragraph_text"),
-        ((a_question(paragraphs=["Dale Mill"]),), "a paragraph without title and paragraph_text"),
-        ((a_question(answer_aliases=[1]),), "an answer alias that is not a string"),
-    ],
-)
-def test_musique_refuses_other_formats(tmp_path: Path, lines: tuple[Any, ...], message: str) -> None:
-    path = write(tmp_path / "dev.jsonl", *lines)
-    with pytest.raises(InputError, match=rf"^musique: .*dev\.jsonl.*{message}"):
-        musique.load(musique=path)
-
-
-def test_musique_refuses_what_is_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "dev.jsonl"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match=r"^musique: .*dev\.jsonl is not UTF-8 text: give"):
-        musique.load(musique=path)
-    with pytest.raises(InputError, match=r"^musique: no file .*other\.jsonl: give"):
-        musique.load(musique=tmp_path / "other.jsonl")
-
-
-def test_musique_reads_lines_as_json_does(tmp_path: Path) -> None:
-    line = json.dumps(a_question(question="Who?\u2028Where?"), ensure_ascii=False)
-    loaded = musique.load(musique=write(tmp_path / "dev.jsonl", line), version=1.0)["test"]
-    assert isinstance(loaded, Dataset)
-    assert loaded[0]["question"] == "Who?\u2028Where?"
-    assert set(loaded[0]["paragraphs"][0]) == {"title", "paragraph_text"}
+    assert public.score(doc, ["York Bath"]) == {"f1": pytest.approx(2 / 5), "exact_match": 0.0}
+    assert public.score({"answer": "the", "answer_aliases": []}, ["a"]) == {"f1": 1.0, "exact_match": 1.0}

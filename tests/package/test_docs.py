@@ -241,14 +241,6 @@ def test_what_make_check_leaves_out_exists() -> None:
     assert len(left) > 10 and [name for name in left if not (ROOT / "tests" / name).exists()] == []
 
 
-def test_modules_that_the_changelog_says_things_moved_to_exist() -> None:
-    """Check the newest table alone: modules in older tables may have moved again."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    table = text[text.index("| was | is |") :].split("\n\n")[0]
-    moved = [name for row in table.splitlines()[2:] for name in re.findall(r"`(cuvee[\w.]+)`", row.split("|")[2])]
-    assert len(moved) > 20 and [name for name in moved if importlib.util.find_spec(name) is None] == []
-
-
 def test_the_version_has_a_section_in_the_changelog() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (version,) = re.findall(r'^version = "(.+)"', text, re.MULTILINE)

@@ -20,8 +20,8 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.cpu.alternatives import ALTERNATIVES, MEMCPY, ZSTD_METHOD, Alternative, FlatCache
 from cuvee.eval.bench.cpu.caches import BenchCache
 from cuvee.eval.bench.cpu.cases import BACKEND
+from cuvee.eval.bench.timing import Timing
 from cuvee.eval.machine import torch_threads
-from cuvee.eval.timing import Timing
 
 __all__ = ["COMPARED_TOKENS", "LEAST_SAMPLE", "LOSSLESS_METHOD", "check_threads", "compare", "run_rounds"]
 

@@ -20,7 +20,7 @@ from cuvee.eval.bench.engine.scope import (
     EngineScope,
     EngineVariant,
 )
-from cuvee.eval.bench.ratios import crossing, paired, spread
+from cuvee.eval.bench.timing import crossing, paired, spread
 
 __all__ = ["LOGPROB_TOLERANCE", "logprob_difference", "measure_first_token", "random_prompt"]
 

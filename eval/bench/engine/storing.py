@@ -14,7 +14,7 @@ from typing import Any
 from cuvee.eval.bench.engine.first_token import random_prompt
 from cuvee.eval.bench.engine.process import Engine
 from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, EngineScope, EngineVariant
-from cuvee.eval.bench.ratios import paired, spread
+from cuvee.eval.bench.timing import paired, spread
 
 __all__ = ["measure_storing"]
 

@@ -29,7 +29,7 @@ from cuvee.codec.profiles.sections import partition
 from cuvee.codec.support.arrays import I16
 from cuvee.codec.support.steps import OCTAVE
 from cuvee.eval.bench.shapes import CacheShape
-from cuvee.eval.timing import Effort
+from cuvee.eval.bench.timing import Effort
 
 __all__ = [
     "BITS",

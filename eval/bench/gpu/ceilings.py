@@ -9,7 +9,7 @@ import torch
 
 from cuvee.eval.bench.gpu.cases import GpuScope
 from cuvee.eval.bench.gpu.clock import Clock
-from cuvee.eval.timing import Timing
+from cuvee.eval.bench.timing import Timing
 
 __all__ = ["Link", "measure_ceilings"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from cuvee.eval.timing import Effort, Timing
+from cuvee.eval.bench.timing import Effort, Timing
 from cuvee.kernels.tracing import trace_stages
 
 __all__ = ["CLOCK_RATE", "HEAD_START", "L2_TIMES", "Clock", "compilations", "sum_stages", "turns"]

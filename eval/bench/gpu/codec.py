@@ -13,7 +13,7 @@ from cuvee.codec.paged import PagedChunks
 from cuvee.eval.bench.gpu.cases import LOSSLESS, GpuCase, GpuScope, Pages
 from cuvee.eval.bench.gpu.ceilings import Link
 from cuvee.eval.bench.gpu.clock import Clock, turns
-from cuvee.eval.timing import Timing
+from cuvee.eval.bench.timing import Timing
 
 __all__ = ["measure_case", "rates", "verify"]
 

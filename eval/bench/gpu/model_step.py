@@ -23,8 +23,8 @@ from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.gpu.clock import Clock
 from cuvee.eval.bench.gpu.packed_model import load_packed
+from cuvee.eval.bench.timing import Effort
 from cuvee.eval.quality import CodecMethod, QualityBench, spans
-from cuvee.eval.timing import Effort
 
 __all__ = ["CARRIED", "ModelScope", "measure_model", "run_step"]
 

@@ -12,7 +12,7 @@ import torch
 from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench.gpu.cases import GpuScope, Pages
 from cuvee.eval.bench.gpu.clock import Clock, turns
-from cuvee.eval.timing import Timing
+from cuvee.eval.bench.timing import Timing
 
 __all__ = ["measure_rivals"]
 

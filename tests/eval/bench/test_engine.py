@@ -28,7 +28,7 @@ from cuvee.eval.bench.engine.first_token import LOGPROB_TOLERANCE, logprob_diffe
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
 from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, RAW_FILES, VARIANTS, EngineScope, RandomLlama
 from cuvee.eval.bench.engine.storing import measure_storing
-from cuvee.eval.bench.ratios import crossing, paired, spread
+from cuvee.eval.bench.timing import crossing, paired, spread
 
 SMALL = EngineScope(
     RandomLlama(2, 128, 256, 4, 2, 32, 256, 1024), VARIANTS[:1], lengths=(256, 512), rounds=1, hits=2,

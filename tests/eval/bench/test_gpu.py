@@ -45,7 +45,7 @@ from cuvee.eval.bench.gpu.gpu_bench import measure_speed
 from cuvee.eval.bench.gpu.gpu_report import gpu_markdown, write_report
 from cuvee.eval.bench.gpu.proofs import check_difference, prove_codec, recode
 from cuvee.eval.bench.shapes import CacheShape
-from cuvee.eval.timing import Effort, Timing
+from cuvee.eval.bench.timing import Effort, Timing
 
 SHAPE = GPU_REHEARSAL.shape
 TINY = replace(GPU_REHEARSAL, groups=("layer", LOSSLESS))

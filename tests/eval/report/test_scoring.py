@@ -65,14 +65,13 @@ def test_likelihoods_of_a_model_in_16_bits_are_added_in_32() -> None:
 
 
 def test_a_task_gets_its_metadata_and_generates(books: Any, tmp_path: Path) -> None:
-    paragraphs = [{"idx": 0, "title": "Ely", "paragraph_text": "Ely lies on a hill.", "is_supporting": True}]
     item = {
-        "id": "1", "question": "Where does Ely lie?", "paragraphs": paragraphs, "answer": "on a hill",
-        "answer_aliases": [], "answerable": True, "question_decomposition": [],
+        "question": "Where does Ely lie?", "paragraphs": [{"title": "Ely", "paragraph_text": "Ely lies on a hill."}],
+        "answer": "on a hill",
     }  # fmt: skip
-    (tmp_path / "m.jsonl").write_text(json.dumps(item) + "\n" + json.dumps({**item, "id": "2"}))
-    scores = scorer(books, "cuvee_musique", metadata={"musique": str(tmp_path / "m.jsonl")})
-    task, score = scores.score(Uncompressed(), "cuvee_musique")
+    (tmp_path / "musique_ans_v1.0_dev.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item))
+    scores = scorer(books, "cuvee_musique_f1", metadata={"data": str(tmp_path), "any_version": "true"})
+    task, score = scores.score(Uncompressed(), "cuvee_musique_f1")
     assert task["metric"] == "f1" and task["docs"] == 2 and len(score["per_doc"]) == 2
 
 

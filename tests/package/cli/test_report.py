@@ -12,8 +12,8 @@ from tests.package.cli.running import fails, run
 @pytest.mark.filterwarnings("ignore")  # lm-eval's
 def test_report_measures_and_compares(tmp_path: Path) -> None:
     out = tmp_path / "report"
-    options = ("--quick", "--length", "128", "--sequences", "4", "--group", "layer", "--tasks", "none")
-    options += ("--method", "cuvee/layer", "--method", "fp8-e4m3", "--method", "kivi4")
+    options = ["--quick", "--length", "128", "--sequences", "4", "--group", "layer", "--tasks", "none"]
+    options += ["--method", "cuvee/layer", "--method", "fp8-e4m3", "--method", "kivi4"]
     shown = run("report", "-o", out, *options).stdout
     assert "How much smaller at equal KL" in shown and str(out / "report.html") in shown
     path = out / "report.json"
