@@ -3,22 +3,20 @@
 A key is `tenant/id`, both in lower-case hexadecimal; `cuvee.codec.identity.store_key` makes one. The tenant is part of
 the key so that all entries of a tenant can be found and deleted without an index.
 
-A chunk may be stored as **parts**: a base, and a refinement that is useless without it. Each part is
-an entry of its own, and its key says which part it is (`cuvee.codec.part_keys`). A store with a budget evicts
-refinements first: of all entries, the one with the largest age x `PART_WEIGHTS[number]` goes first.
+A chunk may be stored as **parts**: a base, and a refinement that is useless without it. Each part is an entry of its
+own, and its key says which part it is (`cuvee.codec.part_keys`).
 """
 
 from __future__ import annotations
 
 import builtins
-import errno
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.part_keys import MAX_PARTS, part_key, part_number
+from cuvee.codec.part_keys import MAX_PARTS, part_key
 from cuvee.integrations.stores.envelope import ExpiredError
 
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
@@ -26,20 +24,6 @@ _TENANT = re.compile(r"[0-9a-f]{1,64}")
 
 # The default limit for one blob, in bytes: the limit of Redis, and far above the usual size of a chunk.
 MAX_ENTRY_BYTES = 512 << 20
-
-# How much sooner a part is evicted than a base that was used at the same time: the KL per byte that a base saves, over
-# what the part saves. On SmolLM2, .25 and 1.13 bits per value leave a KL of .02 and .001, so each bit of a refinement
-# saves .022. What a base saves is extrapolated, because a chunk without one is computed, at a KL of 0: the KL falls by
-# a factor of e^3.4 per bit, at which rate it would be .047 without any bits, and each bit of the base saves .11.
-PART_WEIGHTS = (1, 5)
-
-# Errors that concern one file rather than its disk: a folder or a FIFO in its place, or its permissions.
-UNUSABLE_ENTRY = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.ELOOP, errno.ENXIO}
-    | {errno.ENODEV, errno.ESTALE, errno.EFBIG}
-)
-# Errors of a file with bad sectors. Several such files in a row mean that the disk is failing.
-BAD_SECTORS = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ})
 
 
 class StoreError(CuveeError):
@@ -61,7 +45,7 @@ class TierCounters:
         corrupt: entries that failed their checksum; each was deleted and was a miss.
         errors: operations that failed.
         skipped: operations that were not attempted because the store was known to be down.
-        dropped: puts that were given up because a queue was full or an entry exceeded a budget or `max_entry`.
+        dropped: puts that were given up: a queue or the store was full, or the entry exceeded a limit.
         queued: puts that are waiting in a write-behind queue now.
         entries, bytes: what the store holds now; None if unknown.
     """
@@ -174,9 +158,7 @@ class Store(ABC):
             InputError: there are no parts or too many, or `key` is not that of a chunk.
             StoreError: the store failed.
         """
-        if not 1 <= len(parts) <= MAX_PARTS:
-            raise InputError(f"parts: must be 1 or 2, the base and its refinement, got {len(parts)}")
-        for number, part in enumerate(parts):
+        for number, part in enumerate(check_parts(parts)):
             if not self.put(part_key(key, number), part):
                 return number
         return len(parts)
@@ -257,77 +239,35 @@ class Store(ABC):
         self.flush()
 
 
-def check_max_bytes(value: int | None) -> int | None:
-    """Return `value` if it is a valid budget in bytes; None means no limit.
+def check_bytes(name: str, value: int | None) -> None:
+    """Check a limit in bytes; None means no limit.
 
     Raises:
         InputError: `value` is below 1.
     """
-    return _check_bytes("max_bytes", value)
-
-
-def check_max_entry(value: int) -> int:
-    """Return `value` if it is a valid limit for the bytes of one blob.
-
-    Raises:
-        InputError: `value` is below 1.
-    """
-    _check_bytes("max_entry", value)
-    return value
-
-
-def check_max_tenant(value: int | None, budget: int | None) -> int | None:
-    """Return `value` if it is a valid limit for one tenant's bytes in a store with a `budget`; None means no limit.
-
-    Raises:
-        InputError: `value` is below 1 or above the whole budget.
-    """
-    _check_bytes("max_tenant_bytes", value)
-    if value is not None and budget is not None and value > budget:
-        raise InputError(f"max_tenant_bytes: must be at most max_bytes, {budget}, got {value}")
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class Lifetimes:
-    """How long entries live after they were written.
-
-    Attributes:
-        ttl: seconds; None means forever.
-        refinement_ttl: seconds that refinements live, if they live shorter; None means as long as other entries.
-
-    Raises:
-        InputError: a time is not above 0, or `refinement_ttl` exceeds `ttl`.
-    """
-
-    ttl: float | None = None
-    refinement_ttl: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("ttl", "refinement_ttl"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InputError(f"{name}: must be above 0 seconds, got {value!r}")
-        if None not in (self.ttl, self.refinement_ttl) and self.refinement_ttl > self.ttl:  # type: ignore[operator]
-            raise InputError(
-                f"refinement_ttl: must be at most ttl, {self.ttl} seconds, because a refinement is useless without its "
-                f"base, got {self.refinement_ttl!r}"
-            )
-
-    @property
-    def shortest(self) -> float | None:
-        """Seconds until the first entry may expire; None if none does."""
-        return self.ttl if self.refinement_ttl is None else self.refinement_ttl
-
-    def of(self, key: str) -> float | None:
-        """Return the seconds that the entry of a key lives. The id alone, without the tenant, will do."""
-        return self.refinement_ttl if self.refinement_ttl is not None and part_number(key) else self.ttl
-
-
-def _check_bytes(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise InputError(f"{name}: must be a positive number of bytes, got {value!r}")
-    return value
+
+
+def check_ttl(value: float | None) -> None:
+    """Check the seconds that entries live after they were written; None means forever.
+
+    Raises:
+        InputError: `value` is not above 0.
+    """
+    if value is not None and not value > 0:
+        raise InputError(f"ttl: must be above 0 seconds, got {value!r}")
+
+
+def check_parts(parts: Sequence[bytes]) -> Sequence[bytes]:
+    """Return the parts of a chunk if their number is valid.
+
+    Raises:
+        InputError: there are none or too many.
+    """
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise InputError(f"parts: must be 1 or 2, the base and its refinement, got {len(parts)}")
+    return parts
 
 
 def check_key(key: object) -> tuple[str, str]:

@@ -1,41 +1,37 @@
-"""Blobs in object storage: S3, Google Cloud Storage, Azure, and all else that fsspec supports. One object per entry.
+"""Blobs in object storage: S3, Google Cloud Storage, Azure and WebDAV over HTTP, by obstore. One object per entry.
 
     <prefix>/<tenant>/<first two digits of the id>/<id>
 
-**There is no byte budget.** Object storage records neither when an object was last read nor how much a prefix holds. A
-budget would cost a write for every read, to record the use, and regular listings of the whole prefix. Object storage
+**There is no byte budget.** Object storage records neither when an object was last read nor how much a prefix holds. It
 does delete by age at no cost: give the bucket a lifecycle rule that deletes objects of this prefix some days after they
 were written. `ttl` does not replace that rule, because an expired entry is deleted only when it is requested.
 
-An object store shows an object only after all of it has arrived. On file systems (SFTP, SMB) a reader may see half an
-entry; its checksum turns that into a counted miss. **Folders of this machine are refused**, because fsspec follows
-links in them, even out of the store; use `file://`. Timeouts and retries are those of the protocol's client: s3fs takes
-about 10 s to report that no server answers.
-
-An object is read up to the largest size of an entry. Over HTTP, reading stops there, whatever the server sends. The
-clients of other protocols request that many bytes, but accept any number.
+A server states the size of an object before its bytes; one that is too large is not read, and reading stops at the
+largest size of an entry, whatever the server sends. Listings are read page by page.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TypeVar
 
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
-    Lifetimes,
     Store,
     StoreError,
     TierCounters,
+    check_bytes,
     check_key,
-    check_max_entry,
     check_tenant,
+    check_ttl,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, seal, unseal
 from cuvee.integrations.stores.monitor import StoreMonitor
@@ -43,104 +39,99 @@ from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.threads import ThreadPool
 
 try:
-    from fsspec import get_filesystem_class
-    from fsspec.core import split_protocol, url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
+    import obstore
+    from obstore.store import from_url
 except ImportError as missing:
-    raise ImportError("object stores need fsspec: pip install cuvee[objects]") from missing
+    raise ImportError("object stores need obstore: pip install cuvee[objects]") from missing
 
 _log = logging.getLogger(__name__)
 
+SCHEMES = ("s3", "gs", "az", "abfs", "http", "https")
 _THREADS = 16  # simultaneous requests; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
+_CHUNK_BYTES = 1 << 20
+# Of one request, with its response. Connections that fail are tried twice more within the second time.
+_TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
+_RETRY = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
+_ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
-_PATH = re.compile(r"[0-9a-f]{1,64}/([0-9a-f]{1,2})/\1[0-9a-f]*")  # of an entry, below our folder
+_PATH = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,2})/\2[0-9a-f]*")  # of an entry, below our prefix
 
 _T = TypeVar("_T")
+
+
+class _Runtime:
+    """The process that uses obstore. Its threads do not survive a fork, and a call without them would never return."""
+
+    process: int | None = None
 
 
 class ObjectStore(Store):
     """Sealed entries as objects. The store connects when it is first used.
 
-        >>> store = ObjectStore("memory://bucket/kv")  # fsspec's own object storage in RAM
-        >>> store.put("ab/01", b"blob"), store.get("ab/01")
-        (True, b'blob')
-        >>> store.delete_tenant("ab")
-        1
+        >>> store = ObjectStore("s3://bucket/kv", ttl=7 * 86400)
+        >>> try:
+        ...     blob = store.get("ab/01")  # None: a miss
+        ... except StoreError:
+        ...     blob = None  # no server answers; a GuardedStore does this for you
+        >>> store.close()
 
     Args:
-        url: a URL for fsspec: `s3://bucket/prefix`, `gs://…`, `az://…`, `memory://…`. Credentials come from the
-            environment, as the protocol's package documents.
+        url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, `http://host/prefix` or `https://…`.
+            Credentials, regions and endpoints come from the environment, as obstore documents: AWS_ACCESS_KEY_ID,
+            AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME, … An endpoint without TLS needs
+            AWS_ALLOW_HTTP=true.
         ttl: seconds an entry lives after it was written; None means forever. An expired entry is deleted when it is
             requested; a lifecycle rule of the bucket deletes the others.
         max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
-        refinement_ttl: seconds a refinement lives, at most `ttl`; None means as long as other entries.
 
     Raises:
-        InputError: an argument is out of range, or the protocol is unknown to fsspec or one of local files.
-        ImportError: the package of the protocol is missing.
+        InputError: an argument is out of range, or obstore does not accept the URL.
     """
 
     name = "object"
     shared = True
 
-    def __init__(
-        self,
-        url: str,
-        ttl: float | None = None,
-        *,
-        max_entry: int = MAX_ENTRY_BYTES,
-        refinement_ttl: float | None = None,
-    ) -> None:
-        self._lifetimes = Lifetimes(ttl, refinement_ttl)
-        self._url, where, secrets = url, redacted(url), secrets_of(url)
-        self._label = f"object store {where}"
-        if "::" in url:
-            # fsspec would chain protocols, possibly with folders of this machine.
-            raise InputError(f"url: must name one protocol without '::', got {where}")
+    def __init__(self, url: str, ttl: float | None = None, *, max_entry: int = MAX_ENTRY_BYTES) -> None:
+        check_ttl(ttl)
+        check_bytes("max_entry", max_entry)
+        where, secrets = redacted(url), secrets_of(url)
+        scheme = url.partition("://")[0]
+        if scheme not in SCHEMES:
+            raise InputError(f"url: must begin with one of {', '.join(SCHEMES)} and '://', got {where}")
+        plain = scheme == "http" or any(os.environ.get(name, "").lower() == "true" for name in _ALLOW_HTTP)
         try:
-            protocol = split_protocol(url)[0]
-            kind = get_filesystem_class(protocol)
-        except ValueError as error:
-            raise InputError(f"url: must be one of fsspec's, got {where}: {scrubbed(error, secrets)}") from error
-        except ImportError as error:
-            raise ImportError(f"{self._label}: {error}") from error
-        if issubclass(kind, LocalFileSystem):
-            raise InputError(
-                f"url: must not be a folder of this machine, where fsspec follows links, got {where}; write file:///path"
-            )
-        self._http = protocol in ("http", "https")
-        self._max_data = HEADER_BYTES + check_max_entry(max_entry)
+            self._place = from_url(url, client_options={**_TIMEOUTS, "allow_http": plain}, retry_config=_RETRY)  # type: ignore[call-overload, unused-ignore]
+        except Exception as error:
+            raise InputError(f"url: obstore does not accept {where}: {_shown(error, secrets)}") from None
+        self._label, self._ttl, self._secrets = f"object store {where}", ttl, secrets
+        self._most = HEADER_BYTES + max_entry
+        self._monitor = StoreMonitor(_log, self._label, secrets)
         self.after_fork()
         tell_after_fork(self)
-        self._monitor = StoreMonitor(_log, self._label, secrets)
 
     def after_fork(self) -> None:
-        """Make new locks, threads and connections, because the present ones belong to the parent."""
+        """Make new locks and threads, because the present ones belong to the parent."""
         self._lock = threading.Lock()
-        self._connecting = threading.Lock()
         self._threads: ThreadPool | None = None
-        self._place: tuple[Any, str] | None = None
 
     def get(self, key: str) -> bytes | None:
         """Return the blob of `key`, its checksum verified; None if it is not there."""
         path = _path(key)
-        data = self._call(self._read, path)
         blob: bytes | None = None
         problem: Exception | None = None
-        if data is not None and len(data) > self._max_data:
-            # It stays, because other stores may allow larger entries.
-            self._monitor.unusable(
-                path, f"more than the {self._max_data - HEADER_BYTES} bytes that max_entry_mb allows"
-            )
-        elif data is not None:
+        data = self._call(lambda: self._read(path))
+        if data is not None:
             try:
-                blob = unseal(key, data, self._lifetimes.of(key))
+                blob = unseal(key, data, self._ttl)
             except (CorruptError, ExpiredError) as error:
                 problem = error
         self._monitor.answered(blob, key, problem)
         if problem is not None:
-            self._discard(path)
+            try:
+                self._call(lambda: obstore.delete(self._place, path))
+            except StoreError as error:
+                self._monitor.not_deleted(error)
         return blob
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -150,23 +141,17 @@ class ObjectStore(Store):
     def put(self, key: str, blob: bytes) -> bool:
         """Store `blob` under `key`, replacing an earlier entry; False if it exceeds `max_entry`."""
         path = _path(key)
-        if HEADER_BYTES + len(blob) > self._max_data:
-            self._monitor.too_large(len(blob), self._max_data - HEADER_BYTES)
+        if HEADER_BYTES + len(blob) > self._most:
+            self._monitor.too_large(len(blob), self._most - HEADER_BYTES)
             return False
-        try:
-            fs, root = self._connected()
-            self._request(lambda: fs.pipe_file(f"{root}/{path}", seal(key, blob, time.time())))
-        except Exception as error:  # including FileNotFoundError: the bucket does not exist
-            if _concerns_one_entry(error):
-                self._monitor.unusable(path, error)
-                return False
-            raise self._monitor.failure(error) from error
+        data = seal(key, blob, time.time())
+        if self._call(lambda: obstore.put(self._place, path, data, use_multipart=False)) is None:
+            raise self._failure(FileNotFoundError("there is no such bucket"))
         self._monitor.stored(blob)
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each key is there now, with 16 requests at a time. Expired entries count until read."""
-        # `fs.exists` would answer every failure with False.
         return self._map(self._there, [_path(key) for key in keys])
 
     def delete(self, key: str) -> bool:
@@ -175,40 +160,16 @@ class ObjectStore(Store):
         path = _path(key)
         there = self._there(path)
         if there:
-            self._call(_remove, path)
+            self._call(lambda: obstore.delete(self._place, path))
         return there
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every object of a tenant, including incomplete ones; return how many there were."""
+        """Delete every object of a tenant; return how many there were."""
         return self._delete_below(check_tenant(tenant))
 
     def clear(self) -> int:
         """Delete the entries of all tenants; return how many there were. Objects with other names stay."""
-        return self._delete_below("")
-
-    def _delete_below(self, tenant: str) -> int:
-        """Delete every object of a tenant, or, for an empty name, every object that has the name of an entry."""
-        fs, root = self._connect()
-        if self._http:
-            # fsspec would collect links from pages, endlessly if the server wants, and then fail at the first deletion.
-            raise self._monitor.failure(NotImplementedError("fsspec cannot delete over HTTP"))
-        paths = self._call(lambda fs, path: fs.find(path), tenant) or []
-        folder = f"{root}/{tenant}/".strip("/") + "/" if root or tenant else ""
-        if strange := [path for path in paths if not path.lstrip("/").startswith(folder)]:
-            raise self._monitor.failure(ValueError(f"{tenant}: must list only its own objects, got {strange[0]:.200}"))
-        if not tenant:
-            paths = [path for path in paths if _PATH.fullmatch(path.lstrip("/").removeprefix(folder))]
-
-        def remove(path: str) -> None:
-            try:
-                fs.rm_file(path)
-            except FileNotFoundError:
-                pass
-            except Exception as error:
-                raise self._monitor.failure(error) from error
-
-        self._map(remove, paths)
-        return len(paths)
+        return self._delete_below(None)
 
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot."""
@@ -221,84 +182,66 @@ class ObjectStore(Store):
         if threads is not None and not threads.dismiss(_CLOSE_SECONDS):
             _log.warning("%s: closed while requests hang", self._label)
 
-    def _connected(self) -> tuple[Any, str]:
-        """Return the file system and the path of our folder in it. Some protocols connect now."""
-        with self._connecting:
-            if self._place is None:
-                # Cached listings would hide what other processes write and delete.
-                options: dict[str, Any] = {"use_listings_cache": False}
-                if self._http:
-                    from cuvee.integrations.stores.objects_http import get_client
-
-                    options["get_client"] = get_client
-                fs, root = url_to_fs(self._url, **options)
-                self._place = fs, root.rstrip("/")
-            return self._place
-
-    def _connect(self) -> tuple[Any, str]:
-        """Call `_connected`.
-
-        Raises:
-            StoreError: no server answers, or access is denied.
-        """
-        try:
-            return self._connected()
-        except Exception as error:
-            raise self._monitor.failure(error) from error
-
-    def _read(self, fs: Any, path: str) -> Any:
-        """Return an object, or one byte more than the limit if the object is too large."""
-        try:
-            if self._http:
-                from cuvee.integrations.stores.objects_http import read
-
-                return read(fs, path, self._max_data + 1)
-            return fs.cat_file(path, start=0, end=self._max_data + 1)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            # Some servers refuse to send a range of an empty object.
-            if "range" in str(error).lower() and fs.info(path)["size"] == 0:
-                return b""
-            raise
+    def _read(self, path: str) -> bytes | None:
+        """Return an object; None if it is too large. It stays, because other stores may allow larger entries."""
+        answer = obstore.get(self._place, path)
+        data = bytearray()
+        if answer.meta["size"] <= self._most:
+            for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
+                data += memoryview(chunk)
+                if len(data) > self._most:
+                    break
+            else:
+                return bytes(data)
+        self._monitor.unusable(path, f"more than the {self._most - HEADER_BYTES} bytes that max_entry_mb allows")
+        return None
 
     def _there(self, path: str) -> bool:
-        info = self._call(lambda fs, path: fs.info(path), path)
-        if info is None or info.get("type", "file") != "file":
-            return False
         # An object that is too large to be read counts as absent, so that a smaller one can replace it.
-        return (info.get("size") or 0) <= self._max_data
+        info = self._call(lambda: obstore.head(self._place, path))
+        return info is not None and info["size"] <= self._most
 
-    def _discard(self, path: str) -> None:
-        """Delete a bad or expired entry. A failure is counted but not raised."""
-        try:
-            self._call(_remove, path)
-        except StoreError as error:
-            self._monitor.not_deleted(error)
+    def keys(self, tenant: str) -> Iterator[str]:
+        """Yield the keys of a tenant's entries."""
+        for page in self._paths(check_tenant(tenant)):
+            yield from (f"{tenant}/{path.rpartition('/')[2]}" for path in page)
 
-    def _call(self, function: Callable[[Any, str], _T], path: str) -> _T | None:
-        """Return `function(file system, path)`, with `path` below our folder; None if there is no such object.
+    def _delete_below(self, tenant: str | None) -> int:
+        """Delete every entry of a tenant, or of all tenants."""
+        count = 0
+        for page in self._paths(tenant):
+            self._call(lambda page=page: obstore.delete(self._place, page))  # type: ignore[misc]
+            count += len(page)
+        return count
+
+    def _paths(self, tenant: str | None) -> Iterator[list[str]]:
+        """Yield the paths of a tenant's entries, or of all tenants', page by page."""
+        pages = self._call(lambda: obstore.list(self._place, tenant, chunk_size=1000))
+        while page := self._call(lambda: next(pages, None)):  # type: ignore[call-overload, unused-ignore]
+            # A server may list anything, so what has not the name of an entry of this tenant is passed over.
+            names = [_PATH.fullmatch(each["path"]) for each in page]
+            if paths := [name[0] for name in names if name is not None and tenant in (None, name[1])]:
+                yield paths
+
+    def _call(self, request: Callable[[], _T]) -> _T | None:
+        """Return `request()`; None if there is no such object.
 
         Raises:
-            StoreError: it failed otherwise. fsspec passes on the exceptions of its clients, which may be of any class.
+            StoreError: it failed otherwise.
         """
-        fs, root = self._connect()
         try:
-            return self._request(lambda: function(fs, f"{root}/{path}"))
+            if _Runtime.process not in (None, os.getpid()):
+                raise RuntimeError("a forked process cannot use obstore: start it by spawn")
+            _Runtime.process = os.getpid()
+            return request()
         except FileNotFoundError:
             return None
         except Exception as error:
-            if not _concerns_one_entry(error):
-                raise self._monitor.failure(error) from error
-            self._monitor.unusable(path, error)
-            return None
+            raise self._failure(error) from None
 
-    def _request(self, call: Callable[[], _T]) -> _T:
-        if not self._http:
-            return call()
-        from cuvee.integrations.stores.objects_http import on_clean_connection
-
-        return on_clean_connection(call)
+    def _failure(self, error: Exception) -> StoreError:
+        """Count a failed operation; return the error to raise. What obstore adds for its developers is left out."""
+        return self._monitor.failure(RuntimeError(_shown(error, self._secrets)), with_type=False)
 
     def _map(self, function: Callable[[str], _T], items: Sequence[str]) -> list[_T]:
         """Apply `function` to each item, in threads if there are several; return the results in order."""
@@ -312,15 +255,10 @@ class ObjectStore(Store):
 
 
 def _path(key: str) -> str:
-    """Return the path of an entry below our folder."""
+    """Return the path of an entry below our prefix."""
     tenant, entry = check_key(key)
     return f"{tenant}/{entry[:2]}/{entry}"
 
 
-def _remove(fs: Any, path: str) -> None:
-    fs.rm_file(path)
-
-
-def _concerns_one_entry(error: Exception) -> bool:
-    """Return whether the error concerns one entry rather than the store."""
-    return isinstance(error, (IsADirectoryError, NotADirectoryError))
+def _shown(error: Exception, secrets: Sequence[str]) -> str:
+    return scrubbed(error, secrets).partition("\n\nDebug source")[0]

@@ -20,8 +20,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 FILE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # Levels of folders that are deleted. Our folders are two deep; each level holds a descriptor open.
 _DEPTH = 32
-# Seconds to wait for a lock that another process holds. Both locks are held for at most one scan.
-LOCK_SECONDS = 30.0
+# Seconds to wait for a lock that is held for microseconds, unless a process is stopped while it holds it.
+LOCK_SECONDS = 5.0
+# Seconds after which an unlocked temporary file counts as left by a dead writer.
+STALE_SECONDS = 60.0
 # The longest chain of links to the root: as many links as Linux follows.
 _LINKS = 40
 
@@ -203,24 +205,31 @@ def open_folder(parent: int, name: str, *, create: bool = False, mode: int = 0o7
         os.close(file)
 
 
-def remove_tree(name: str, parent: int, depth: int = _DEPTH) -> int:
-    """Delete a folder, or a link in its place; return how many files it held. Others may delete it at the same time.
+def remove_tree(name: str, parent: int, depth: int = _DEPTH) -> tuple[int, int]:
+    """Delete a folder, or a link in its place. Others may delete it at the same time.
+
+    Returns:
+        How many files it held, and their bytes.
 
     Raises:
         OSError: some file or folder could not be deleted; the rest is gone.
     """
     if not depth:
         raise OSError(errno.ELOOP, "folders nested too deep", name)
-    count = 0
+    count = size = 0
     failure: OSError | None = None
     try:
         with open_folder(parent, name) as folder:
             for entry in list_folder(folder):
                 try:
                     if entry.is_dir(follow_symlinks=False):
-                        count += remove_tree(entry.name, folder, depth - 1)
+                        files, held = remove_tree(entry.name, folder, depth - 1)
                     else:
-                        count += unlink(entry.name, folder)
+                        held = entry.stat(follow_symlinks=False).st_size
+                        files = int(unlink(entry.name, folder))
+                    count, size = count + files, size + held * bool(files)
+                except FileNotFoundError:
+                    pass
                 except OSError as error:
                     failure = error
         if failure is not None:
@@ -230,18 +239,38 @@ def remove_tree(name: str, parent: int, depth: int = _DEPTH) -> int:
         unlink(name, parent)
     except FileNotFoundError:
         pass
-    return count
+    return count, size
+
+
+def is_abandoned(name: str, parent: int) -> bool:
+    """Return whether a temporary file was left by a dead writer: nobody locks it, and nobody has written for a minute.
+
+    The kernel releases an flock when its process ends, so reused process ids and containers do not matter.
+    """
+    info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    if not stat.S_ISREG(info.st_mode) or abs(time.time() - info.st_mtime) < STALE_SECONDS:
+        return False
+    file, _ = open_file(name, os.O_RDWR, parent)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
 
 
 @contextmanager
-def file_lock(parent: int, name: str, *, shared: bool = False, wait: float | None = None) -> Iterator[None]:
+def file_lock(parent: int, name: str, *, wait: float | None = None) -> Iterator[int]:
     """Hold an flock on a file of an open folder. Each call opens the file, so the lock also excludes other threads.
 
     Args:
         parent: descriptor of the folder.
         name: the lock file, which is created if it is missing.
-        shared: take a shared lock instead of an exclusive one.
         wait: seconds; default: `LOCK_SECONDS`.
+
+    Yields:
+        The descriptor of the lock file.
 
     Raises:
         TimeoutError: another process or thread held the lock for `wait` seconds.
@@ -252,7 +281,7 @@ def file_lock(parent: int, name: str, *, shared: bool = False, wait: float | Non
         deadline, pause = time.monotonic() + wait, 0.0002
         while True:
             try:
-                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 # Poll, because a process that is stopped while it holds the lock would block all others forever.
@@ -260,7 +289,7 @@ def file_lock(parent: int, name: str, *, shared: bool = False, wait: float | Non
                     raise TimeoutError(f"another process has held {name} for {wait:g} s") from None
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
-        yield
+        yield file
     finally:
         # Closing alone does not unlock the file if a child that was forked meanwhile has it open as well.
         with suppress(OSError):

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from cuvee.codec.support.forks import tell_after_fork
+
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -46,14 +48,19 @@ class ThreadPool:
     ) -> None:
         self.threads = threads
         self._name, self._patience, self._clock, self._begin = name, patience, clock, begin
+        self._started = 0
+        self._reported = False
+        self._dismissed = False
+        self.after_fork()
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Forget the threads and their jobs, which only the parent has. Its futures never end in the child."""
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._began: dict[int, float] = {}  # the time when each busy thread began its job, by thread number
         self._idle = 0
         self._alive = 0
-        self._started = 0
-        self._reported = False
-        self._dismissed = False
 
     def submit(self, work: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """Run `work(*arguments)` in one of the threads.
@@ -137,7 +144,7 @@ class ThreadPool:
     def _run(self, number: int) -> None:
         try:
             self._begin()
-        except Exception:
+        except BaseException:
             _log.exception("%s: a thread could not be prepared; it works all the same", self._name)
         while self._step(number):
             pass

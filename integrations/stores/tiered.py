@@ -4,10 +4,11 @@
        └──▶ queue ──thread──▶ tier 1    write-behind: the caller never waits for a lower tier
        └──▶ queue ──thread──▶ tier 2
     get ──▶ tier 0, queue, tier 1, queue, tier 2: each is asked only for the keys that are still missing
-            entries found in a lower tier are put into the tiers above it (promotion)
+            entries found in a lower tier are queued for the tiers above it (promotion)
 
-A deletion takes precedence over copies in progress. Queued puts are removed. A put that a thread is writing is hidden
-at once, and deleted as soon as it is written. An entry that was read before a deletion ended is not promoted.
+Eight threads empty each queue, and no reader waits for a promotion. A deletion takes precedence over copies in
+progress. Queued puts are removed. A put that a thread is writing is hidden at once, and deleted as soon as it is
+written. An entry that was read before a deletion ended is not promoted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from cuvee.codec.errors import InputError
 from cuvee.codec.part_keys import part_key
 from cuvee.codec.support.forks import tell_after_fork
-from cuvee.integrations.stores.base import Store, TierCounters, check_tenant
+from cuvee.integrations.stores.base import Store, TierCounters, check_parts, check_tenant
 from cuvee.integrations.stores.write_behind import Tier
 
 DEFAULT_QUEUE_BYTES = 256 << 20
@@ -47,7 +48,7 @@ class TieredStore(Store):
 
     Args:
         stores: at least one store, fastest first. They are closed with this store.
-        max_queue_bytes: limit of each lower tier's queue, counting the entry that is being written. An entry that does
+        max_queue_bytes: limit of each tier's queue, counting the entries that are being written. An entry that does
             not fit is dropped for that tier.
 
     Raises:
@@ -104,7 +105,7 @@ class TieredStore(Store):
     def put(self, key: str, blob: bytes) -> bool:
         """Store `blob` in tier 0 and queue a copy for each other tier; False if none of them accepted it."""
         first, *others = self._tiers
-        kept = first.store.put(key, blob)
+        kept = first.put(key, blob)
         for tier in others:
             kept = tier.offer(key, blob) or kept
         return kept
@@ -114,42 +115,40 @@ class TieredStore(Store):
 
         Each tier gets the parts up to the first that it does not accept, because those after it would be useless there.
         """
-        first, *others = self._tiers
-        kept = first.store.put_parts(key, parts)
-        for tier in others:
-            for number, part in enumerate(parts):
-                if not tier.offer(part_key(key, number), part):
+        kept = 0
+        for level, tier in enumerate(self._tiers):
+            accept = tier.offer if level else tier.put
+            for number, part in enumerate(check_parts(parts)):
+                if not accept(part_key(key, number), part):
                     break
                 kept = max(kept, number + 1)
         return kept
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each key is in any tier or queue."""
-        there: set[str] = set()
-        missing = list(dict.fromkeys(keys))
-        for tier in self._tiers:
-            if not missing:
-                break
-            here, ask = tier.look(missing, count=False)
-            there.update(here)
-            if ask:
-                there.update(key for key, is_there in zip(ask, tier.store.contains(ask), strict=True) if is_there)
-            missing = [key for key in missing if key not in there]
-        return [key in there for key in keys]
+        found = self._find(keys, self._tiers)
+        return [key in found for key in keys]
 
     def locate(self, keys: Sequence[str]) -> list[str]:
         """Return the name of the first tier that has each key, in its store or queue; the last tier is not asked."""
-        names = self._names()
-        at: dict[str, str] = {}
+        names: list[str] = []
+        for tier in self._tiers:
+            names.append(_unique(tier.store.name, names))
+        found = self._find(keys, self._tiers[:-1])
+        return [names[found.get(key, -1)] for key in keys]
+
+    def _find(self, keys: Sequence[str], tiers: Sequence[Tier]) -> dict[str, int]:
+        """Return the number of the first of `tiers` that has each key; keys that none has are left out."""
+        found: dict[str, int] = {}
         missing = list(dict.fromkeys(keys))
-        for tier, name in zip(self._tiers[:-1], names, strict=False):
+        for level, tier in enumerate(tiers):
+            if not missing:
+                break
             here, ask = tier.look(missing, count=False)
-            found = set(here)
-            if ask:
-                found.update(key for key, is_there in zip(ask, tier.store.contains(ask), strict=True) if is_there)
-            at.update(dict.fromkeys(found, name))
+            there = tier.store.contains(ask) if ask else []
+            found |= dict.fromkeys([*here, *(key for key, is_there in zip(ask, there, strict=True) if is_there)], level)
             missing = [key for key in missing if key not in found]
-        return [at.get(key, names[-1]) for key in keys]
+        return found
 
     def delete(self, key: str) -> bool:
         """Delete an entry from all tiers and queues; return whether any had it.
@@ -177,6 +176,15 @@ class TieredStore(Store):
                 tier.forget(lambda key: key.startswith(prefix))
             return sum(self._in_all(lambda tier: tier.delete_tenant(tenant)))
 
+    def keys(self, tenant: str) -> Iterator[str]:
+        """Yield the keys of a tenant's entries in any tier. Entries that only a queue has are left out."""
+        seen: set[str] = set()
+        for tier in self._tiers:
+            for key in tier.store.keys(tenant):
+                if key not in seen:
+                    seen.add(key)
+                    yield key
+
     def counters(self) -> dict[str, TierCounters]:
         """Return the counters of each tier, including hits in its queue. A second "redis" is named "redis-2"."""
         counters: dict[str, TierCounters] = {}
@@ -203,7 +211,7 @@ class TieredStore(Store):
 
     def close(self, timeout: float = DRAIN_SECONDS) -> None:
         """Write queued entries for at most `timeout` seconds, then close the tiers. Lost entries are logged."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -212,47 +220,26 @@ class TieredStore(Store):
                 stack.callback(tier.close)
             self.flush(timeout)
 
-    def _names(self) -> list[str]:
-        """Return the names of the tiers, as in `counters`."""
-        names: list[str] = []
-        for tier in self._tiers:
-            names.append(_unique(tier.store.name, names))
-        return names
-
     def _promote(self, entries: dict[str, bytes], level: int, epoch: int) -> None:
-        """Put entries of tier `level` into the tiers above it, unless a deletion may concern them.
+        """Queue entries of tier `level` for the tiers above it, unless a deletion may concern them.
 
-        A deletion that begins later waits for this. A deletion that is running, or that ended since `epoch` was read,
-        may have deleted an entry after it was read; then nothing is promoted.
+        A deletion that is running, or that ended since `epoch` was read, may have deleted an entry after it was read;
+        then nothing is promoted. One that begins later removes what is queued here.
         """
-        with self._changed:
-            if self._deleting or self._epoch != epoch:
-                return
-            self._promoting += 1
-        first, *between = self._tiers[:level]
-        try:
-            for key, blob in entries.items():
-                try:
-                    first.store.put(key, blob)
-                except Exception as error:
-                    first.failed(error)
-                for tier in between:
-                    tier.offer(key, blob)
-        finally:
-            with self._changed:
-                self._promoting -= 1
-                self._changed.notify_all()
+        with self._lock:
+            if not self._deleting and self._epoch == epoch:
+                for tier in self._tiers[:level]:
+                    for key, blob in entries.items():
+                        tier.offer(key, blob)
 
     @contextmanager
     def _deletion(self) -> Iterator[None]:
-        with self._changed:
+        with self._lock:
             self._deleting += 1
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._promoting)
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._deleting -= 1
                 self._epoch += 1
 
@@ -269,8 +256,8 @@ class TieredStore(Store):
         return done
 
     def _reset(self) -> None:
-        self._changed = threading.Condition()
-        self._promoting = self._deleting = 0
+        self._lock = threading.Lock()
+        self._deleting = 0
 
 
 def _unique(name: str, others: Collection[str]) -> str:

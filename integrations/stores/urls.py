@@ -2,16 +2,15 @@
 
     memory://?max_gb=8                               RAM of this process
     file:///var/cache/kv?max_gb=50&ttl=7d            a folder, shared by processes (file:///dev/shm/kv is in RAM)
-    redis://user:password@host:6379/0?max_gb=8       Redis or Valkey: also rediss, valkey, valkeys
+    redis://user:password@host:6379/0?ttl=1d         Redis or Valkey: also rediss, valkey, valkeys
     redis+cluster://host:6379?ttl=1h&timeout=0.5     a cluster: also rediss+cluster, valkey+cluster, valkeys+cluster
     unix:///run/redis.sock?db=0                      a socket: also redis+unix
-    s3://bucket/prefix?ttl=30d                       object storage: also gs, az, abfs and fsspec+<protocol>
+    s3://bucket/prefix?ttl=30d                       object storage: also gs, az, abfs, http and https (WebDAV)
     tiered:memory://?max_gb=8,redis://host:6379/0    several, fastest first (a comma inside a URL is written %2C)
 
 Servers log URLs, so keep passwords out of them: `password_env=NAME` reads the password from an environment variable,
-and `password_file=/path` from a file. `max_gb` counts 10^9 bytes, `max_mb` 10^6. `max_gb_per_tenant` limits each
-tenant. `ttl` takes s, m, h or d, and so does `refinement_ttl`, by which refinements expire sooner; `timeout` is in
-seconds. Every store takes `max_entry_mb`, the largest blob that it stores and reads.
+and `password_file=/path` from a file. `max_gb` counts 10^9 bytes, `max_mb` 10^6. `ttl` takes s, m, h or d; `timeout` is
+in seconds. Every store takes `max_entry_mb`, the largest blob that it stores and reads.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from cuvee.integrations.stores.base import MAX_ENTRY_BYTES, Store
 from cuvee.integrations.stores.redaction import redacted
 
 _BUDGET = ("max_gb", "max_mb")
-_TENANT_BUDGET = "max_gb_per_tenant"
 _ENTRY = "max_entry_mb"
-_TTLS = ("ttl", "refinement_ttl")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MEMORY_BYTES = 4 * 10**9
 _REDIS_TIMEOUT = 1.0
@@ -40,10 +37,8 @@ _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_che
 _REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 _CLUSTERS = {f"{scheme}+cluster": plain for scheme, plain in _REDIS.items()}
 _SOCKETS = ("unix", "redis+unix")
-_BUCKETS = ("s3", "gs", "az", "abfs")
-_FSSPEC = re.compile(r"fsspec\+([a-z][a-z0-9_.-]*)")
-_SCHEMES = ("memory", "file", *_REDIS, *_CLUSTERS, *_SOCKETS, *_BUCKETS)
-_KNOWN = ", ".join(f"{scheme}://" for scheme in (*_SCHEMES, "fsspec+<protocol>"))
+_OBJECTS = ("s3", "gs", "az", "abfs", "http", "https")
+_SCHEMES = ("memory", "file", *_REDIS, *_CLUSTERS, *_SOCKETS, *_OBJECTS)
 _TIERED = "tiered:"
 _PASSWORD = ("password_env", "password_file")
 _NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
@@ -52,7 +47,7 @@ _NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
     """Open the store that a URL describes, without connecting. A list of URLs, or `tiered:`, makes a `TieredStore`.
 
-    If one process opens `memory://` twice with the same budgets, both stores share their entries, which are released
+    If one process opens `memory://` twice with the same budget, both stores share their entries, which are released
     when the last of the two is closed.
 
         >>> store = open_store("tiered:memory://?max_mb=100,memory://?max_gb=2")
@@ -100,85 +95,82 @@ def _open(url: str, guarded: bool) -> Store:
     scheme = scheme.lower()
     location, _, query = rest.partition("?")
     if not separator:
+        known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
         hint = f"; did you mean file://{redacted(url)}?" if url.startswith("/") else ""
-        raise InputError(f"url: must begin with {_KNOWN} or tiered:, got {redacted(url)}{hint}")
+        raise InputError(f"url: must begin with {known} or tiered:, got {redacted(url)}{hint}")
     if "@" in query:
         raise InputError(f"url: must write ? as %3F in a password, and @ as %40 in an option, got {redacted(url)}")
-    fsspec = _FSSPEC.fullmatch(scheme)
-    if scheme not in _SCHEMES and not fsspec:
-        hint = suggestion(scheme, (*_SCHEMES, "fsspec+<protocol>"), form="{}://")
+    if scheme not in _SCHEMES:
+        hint = suggestion(scheme, _SCHEMES, form="{}://")
         raise InputError(f"url: must begin with the scheme of a store, got {scheme}://; {hint}")
     options = _Options(url, scheme, query)
-
     if scheme == "memory":
-        from cuvee.integrations.stores.memory import MemoryStore
-
-        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY))
-        if location:
-            raise InputError(f"url: memory:// must have options only, as in memory://?max_gb=8, got {redacted(url)}")
-        size = options.budget() or _MEMORY_BYTES
-        per_tenant = options.tenant_budget(size)
-        return MemoryStore(size, process_wide=True, max_entry=options.entry(), max_tenant_bytes=per_tenant)
-
-    store: Store
-    if scheme == "file":
-        from cuvee.integrations.stores.disk import DiskStore
-
-        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, *_TTLS))
-        path = unquote(location)
-        if not path.startswith("/") or not path.strip("/") or set(location) & set("#\0") or "\0" in path:
-            raise InputError(f"url: must be file:///absolute/path, with %23 for # and %3F for ?, got {redacted(url)}")
-        budget = options.budget()
-        per_tenant = options.tenant_budget(budget)
-        ttl, refinement_ttl = options.ttls()
-        store = DiskStore(
-            path,
-            budget,
-            ttl,
-            max_entry=options.entry(),
-            max_tenant_bytes=per_tenant,
-            refinement_ttl=refinement_ttl,
-        )
-    elif scheme in _BUCKETS or fsspec:
-        from cuvee.integrations.stores.objects import ObjectStore
-
-        for name in (*_BUDGET, _TENANT_BUDGET):
-            if name in options.values:
-                options.refuse(
-                    name, "must not be given for object storage; let a lifecycle rule of the bucket delete old objects"
-                )
-        options.only((*_TTLS, _ENTRY))
-        if not location or (not fsspec and location.startswith("/")):
-            raise InputError(f"url: must be {scheme}://bucket/prefix, got {redacted(url)}")
-        url = f"{fsspec[1] if fsspec else scheme}://{location}"
-        ttl, refinement_ttl = options.ttls()
-        store = ObjectStore(url, ttl, max_entry=options.entry(), refinement_ttl=refinement_ttl)
-    else:
-        from cuvee.integrations.stores.redis import RedisStore
-
-        socket = scheme in _SOCKETS
-        plain = "unix" if socket else {**_REDIS, **_CLUSTERS}[scheme]
-        extra = ("db",) if socket else _TLS if plain == "rediss" else ()
-        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, *_TTLS, "timeout", *_PASSWORD, *extra))
-        _check_redis(url, location, socket=socket, cluster=scheme in _CLUSTERS)
-        location = _with_password(location, options)
-        ttl, refinement_ttl = options.ttls()
-        passed = "&".join(f"{name}={options.values[name]}" for name in extra if name in options.values)
-        store = RedisStore(
-            f"{plain}://{location}" + (f"?{passed}" if passed else ""),
-            options.budget(),
-            ttl,
-            options.number("timeout", "seconds") or _REDIS_TIMEOUT,
-            scheme in _CLUSTERS,
-            max_entry=options.entry(),
-            max_tenant_bytes=options.tenant_budget(options.budget(), needs_budget=True),
-            refinement_ttl=refinement_ttl,
-        )
+        return _memory(url, location, options)
+    make = _file if scheme == "file" else _objects if scheme in _OBJECTS else _redis
+    store = make(url, scheme, location, options)
     if not guarded:
         return store
     from cuvee.integrations.stores.guard import GuardedStore
 
     return GuardedStore(store)
+
+
+def _memory(url: str, location: str, options: _Options) -> Store:
+    from cuvee.integrations.stores.memory import MemoryStore
+
+    options.only((*_BUDGET, _ENTRY))
+    if location:
+        raise InputError(f"url: memory:// must have options only, as in memory://?max_gb=8, got {redacted(url)}")
+    return MemoryStore(options.budget() or _MEMORY_BYTES, process_wide=True, max_entry=options.entry())
+
+
+def _file(url: str, scheme: str, location: str, options: _Options) -> Store:
+    from cuvee.integrations.stores.disk import DiskStore
+
+    options.only((*_BUDGET, _ENTRY, "ttl"))
+    path = unquote(location)
+    if not path.startswith("/") or not path.strip("/") or set(location) & set("#\0") or "\0" in path:
+        raise InputError(f"url: must be file:///absolute/path, with %23 for # and %3F for ?, got {redacted(url)}")
+    return DiskStore(path, options.budget(), options.ttl(), max_entry=options.entry())
+
+
+def _objects(url: str, scheme: str, location: str, options: _Options) -> Store:
+    from cuvee.integrations.stores.objects import ObjectStore
+
+    for name in _BUDGET:
+        if name in options.values:
+            options.refuse(
+                name, "must not be given for object storage; let a lifecycle rule of the bucket delete old objects"
+            )
+    options.only((_ENTRY, "ttl"))
+    if not location or location.startswith("/"):
+        raise InputError(f"url: must be {scheme}://bucket/prefix, got {redacted(url)}")
+    return ObjectStore(f"{scheme}://{location}", options.ttl(), max_entry=options.entry())
+
+
+def _redis(url: str, scheme: str, location: str, options: _Options) -> Store:
+    from cuvee.integrations.stores.redis import RedisStore
+
+    socket = scheme in _SOCKETS
+    plain = "unix" if socket else {**_REDIS, **_CLUSTERS}[scheme]
+    extra = ("db",) if socket else _TLS if plain == "rediss" else ()
+    for name in _BUDGET:
+        if name in options.values:
+            options.refuse(
+                name, "must not be given for Redis, which evicts itself: set its maxmemory, and its maxmemory-policy "
+                "to allkeys-lru"
+            )  # fmt: skip
+    options.only((_ENTRY, "ttl", "timeout", *_PASSWORD, *extra))
+    _check_redis(url, location, socket=socket, cluster=scheme in _CLUSTERS)
+    location = _with_password(location, options)
+    passed = "&".join(f"{name}={options.values[name]}" for name in extra if name in options.values)
+    return RedisStore(
+        f"{plain}://{location}" + (f"?{passed}" if passed else ""),
+        options.ttl(),
+        options.number("timeout", "seconds") or _REDIS_TIMEOUT,
+        scheme in _CLUSTERS,
+        max_entry=options.entry(),
+    )
 
 
 def _check_redis(url: str, location: str, *, socket: bool, cluster: bool) -> None:
@@ -255,20 +247,6 @@ class _Options:
                 return round(value * scale)
         return None
 
-    def tenant_budget(self, budget: int | None, *, needs_budget: bool = False) -> int | None:
-        """Return the bytes of `max_gb_per_tenant`; None if it is missing. `needs_budget`: it requires a `budget`."""
-        name = _TENANT_BUDGET
-        value = self.number(name, "gigabytes (10^9 bytes)")
-        if value is None:
-            return None
-        if needs_budget and budget is None:
-            raise InputError(f"{name}: must come with max_gb at {self._scheme}:// stores {self._where}")
-        size = round(value * 10**9)
-        if size < 1 or (budget is not None and size > budget):
-            most = "" if budget is None else f" and at most max_gb, {budget / 1e9:g}"
-            raise InputError(f"{name}: must be at least one byte{most}, got {self.values[name]!r} {self._where}")
-        return size
-
     def entry(self) -> int:
         """Return the bytes of `max_entry_mb`, or the default."""
         value = self.number(_ENTRY, "megabytes")
@@ -276,23 +254,13 @@ class _Options:
             raise InputError(f"{_ENTRY}: must be at least one byte, got {self.values[_ENTRY]!r} {self._where}")
         return MAX_ENTRY_BYTES if value is None else round(value * 10**6)
 
-    def ttls(self) -> tuple[float | None, float | None]:
-        """Return the seconds of `ttl` and `refinement_ttl`; None for one that is missing."""
-        ttl, refinement_ttl = (self._duration(name) for name in _TTLS)
-        if ttl is not None and refinement_ttl is not None and refinement_ttl > ttl:
-            self.refuse(
-                "refinement_ttl", f"must be at most ttl, {self.values['ttl']}, got {self.values['refinement_ttl']}"
-            )
-        return ttl, refinement_ttl
-
-    def _duration(self, name: str) -> float | None:
-        text = self.values.get(name)
+    def ttl(self) -> float | None:
+        """Return the seconds of `ttl`; None if it is missing."""
+        text = self.values.get("ttl")
         if text is None:
             return None
         match = re.fullmatch(f"({_NUMBER})([smhd])", text)
         seconds = float(match[1]) * _UNITS[match[2]] if match else math.nan
         if not 0 < seconds < math.inf:
-            raise InputError(
-                f"{name}: must be a number above 0 with s, m, h or d, such as 7d, got {text!r} {self._where}"
-            )
+            raise InputError(f"ttl: must be a number above 0 with s, m, h or d, such as 7d, got {text!r} {self._where}")
         return seconds

@@ -12,10 +12,12 @@ from cuvee.integrations.stores.monitor import WarnOnce
 
 _log = logging.getLogger(__name__)
 
+WRITERS = 8  # puts in flight per tier, since each may wait for a network
+
 
 @dataclass(slots=True)
 class _Write:
-    """A put that the tier's thread is writing. `deleted` is set when the entry is deleted meanwhile."""
+    """A put that a thread is writing. `deleted` is set when the entry is deleted meanwhile."""
 
     key: str
     blob: bytes
@@ -23,9 +25,9 @@ class _Write:
 
 
 class Tier:
-    """A store, its write-behind queue, and the thread that empties the queue. Tier 0 uses neither queue nor thread.
+    """A store, its write-behind queue, and the threads that empty the queue. They start as entries arrive.
 
-    The thread starts with the first entry. `_counts` counts events that do not reach the store.
+    No two threads write the same key, so the last put of a key wins. `_counts`: events that do not reach the store.
     """
 
     def __init__(self, store: Store, level: int, max_bytes: int) -> None:
@@ -33,40 +35,37 @@ class Tier:
         self._label = f"tier {level} ({store.name})"
         self._max_bytes = max_bytes
         self._counts = TierCounters()
-        self._closed = False
-        self._close_late = False
+        self._closed = self._close_late = False
         self._warn = WarnOnce(_log, self._label)
         self.reset()
 
     def reset(self) -> None:
-        """Start with an empty queue and no thread: at first, and in a forked child, which has no threads."""
+        """Start with an empty queue and no threads: at first, and in a forked child, which has no threads."""
         self._changed = threading.Condition()
         self._waiting: dict[str, bytes] = {}
-        self._write: _Write | None = None
+        self._writing: dict[str, _Write] = {}
         self._bytes = 0
-        self._thread: threading.Thread | None = None
+        self._threads = self._idle = 0
 
     def offer(self, key: str, blob: bytes) -> bool:
         """Queue a put, which replaces a waiting put of the same key; False if it was dropped."""
         with self._changed:
             size = self._bytes + len(blob) - len(self._waiting.get(key, b""))
             full = size > self._max_bytes
-            if not self._closed and not full and self._start():
+            if not self._closed and not full and self._hire():
                 self._waiting[key], self._bytes = blob, size
                 self._changed.notify_all()
                 return True
             self._counts.dropped += 1
             closed = self._closed
-        if closed:
-            return False
-        if full:
+        if full and not closed:
             self._warn(
                 "full",
-                "the write-behind queue is full (%s bytes): entries arrive faster than the tier stores them. Entries "
-                "are dropped for this tier until it catches up. In Python, TieredStore takes a larger max_queue_bytes.",
+                "the write-behind queue is full (%s bytes): entries arrive faster than the tier stores them, and are "
+                "dropped for this tier until it catches up",
                 f"{self._max_bytes:,}",
             )
-        else:
+        elif not closed:
             self._warn("thread", "no thread can be started to write to it; entries are dropped for this tier")
         return False
 
@@ -78,58 +77,69 @@ class Tier:
         """
         with self._changed:
             found = {key: self._waiting[key] for key in keys if key in self._waiting}
-            write = self._write
-            if write is not None and not write.deleted and write.key in keys:
-                found.setdefault(write.key, write.blob)
-            hidden = write.key if write is not None and write.deleted else None
+            hidden = set()
+            for key in keys:
+                if (write := self._writing.get(key)) is not None and key not in found:
+                    if write.deleted:
+                        hidden.add(key)
+                    else:
+                        found[key] = write.blob
             if count:
                 self._counts.hits += len(found)
                 self._counts.hit_bytes += sum(map(len, found.values()))
-        return found, [key for key in keys if key not in found and key != hidden]
+        return found, [key for key in keys if key not in found and key not in hidden]
 
     def forget(self, matches: Callable[[str], bool]) -> bool:
-        """Remove matching puts from the queue; hide and later delete one being written. Return whether any matched."""
+        """Remove matching puts, and hide and later delete those being written; return whether any matched."""
         with self._changed:
             gone = [key for key in self._waiting if matches(key)]
             for key in gone:
                 self._bytes -= len(self._waiting.pop(key))
-            writing = self._write is not None and not self._write.deleted and matches(self._write.key)
-            if self._write is not None and writing:
-                self._write.deleted = True
+            writing = [write for key, write in self._writing.items() if matches(key) and not write.deleted]
+            for write in writing:
+                write.deleted = True
             self._changed.notify_all()
-        return writing or bool(gone)
+        return bool(gone or writing)
+
+    def put(self, key: str, blob: bytes) -> bool:
+        """Put into the store itself, after any earlier put of the key, so that no older copy replaces the new one."""
+        with self._changed:
+            if key in self._waiting:
+                self._bytes -= len(self._waiting.pop(key))
+            self._changed.wait_for(lambda: key not in self._writing)
+        return self.store.put(key, blob)
 
     def delete_tenant(self, tenant: str) -> int:
         """Delete a tenant from the store, once no deleted entry is being written; return how many entries it held."""
         with self._changed:
-            self._changed.wait_for(lambda: self._write is None or not self._write.deleted)
+            self._changed.wait_for(lambda: not any(write.deleted for write in self._writing.values()))
         return self.store.delete_tenant(tenant)
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until the queue is empty and its last entry written; False if that takes more than `timeout` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and self._write is None, timeout)
+            return self._changed.wait_for(lambda: not self._waiting and not self._writing, timeout)
 
     def close(self) -> None:
-        """Drop waiting entries, end the thread, and close the store. If the thread is writing, it closes the store."""
+        """Drop waiting entries, end the threads, and close the store. The last thread that still writes closes it."""
         with self._changed:
             lost, size = len(self._waiting), sum(map(len, self._waiting.values()))
             self._counts.dropped += lost
             self._bytes -= size
             self._waiting.clear()
             self._closed = True
-            busy, self._close_late = self._write, self._write is not None
-            thread = self._thread
+            busy = sum(len(write.blob) for write in self._writing.values())
+            self._close_late = bool(self._writing)
             self._changed.notify_all()
-        if busy is not None:
+        if self._close_late:
             text = "%s was closed while it is writing: %d entries (%d bytes) were not written and are lost"
-            text += "; another of %d bytes is lost if the process ends before it is written"
-            _log.warning(text, self._label, lost, size, len(busy.blob))
+            text += "; others of %d bytes are lost if the process ends before they are written"
+            _log.warning(text, self._label, lost, size, busy)
             return
         if lost:
             _log.warning("%s was closed: %d entries (%d bytes) were not written and are lost", self._label, lost, size)
-        if thread is not None:
-            thread.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._threads)
         self.store.close()
 
     def counters(self) -> dict[str, TierCounters]:
@@ -141,61 +151,68 @@ class Tier:
             counted.hit_bytes += self._counts.hit_bytes
             counted.errors += self._counts.errors
             counted.dropped += self._counts.dropped
-            counted.queued += len(self._waiting) + (self._write is not None)
+            counted.queued += len(self._waiting) + len(self._writing)
         return counters
 
-    def failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception) -> None:
         """Count a failed copy and log the first one. It is not raised to the caller of `put` or `get`."""
         if not isinstance(error, StoreError):  # a store counts the StoreErrors that it raises
             with self._changed:
                 self._counts.errors += 1
         self._warn("failed", "a copy was not written: %s", error)
 
-    def _start(self) -> bool:
-        """Start the thread if necessary; return whether it runs. The system or a process exit may prevent it."""
-        if self._thread is None:
+    def _hire(self) -> bool:
+        """Start another thread if all are busy, unless the system prevents it; return whether one runs."""
+        if self._idle <= len(self._waiting) and self._threads < WRITERS:
             thread = threading.Thread(target=self._run, name=f"cuvee {self._label}", daemon=True)
             try:
                 thread.start()
             except RuntimeError:
-                return False
-            self._thread = thread
+                return self._threads > 0
+            self._threads += 1
         return True
 
     def _run(self) -> None:
         while self._step():
             pass
-        if self._close_late:
-            try:
-                self.store.close()
-            except Exception as error:
-                self.failed(error)
+        with self._changed:
+            self._threads -= 1
+            last = not self._threads
+            self._changed.notify_all()
+        if last and self._close_late:
+            self._attempt(self.store.close)
 
     def _step(self) -> bool:
         """Write one entry; False once the tier is closed. One call per entry, so that no blob stays referenced."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if not self._waiting:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._closed or self._next() is not None)
+            self._idle -= 1
+            if (key := self._next()) is None:
                 return False
-            key = next(iter(self._waiting))
-            write = self._write = _Write(key, self._waiting.pop(key))
+            write = self._writing[key] = _Write(key, self._waiting.pop(key))
         self._attempt(lambda: self.store.put(write.key, write.blob))
         with self._changed:
-            if not write.deleted:
+            deleted = write.deleted
+            if not deleted:
                 self._finish(write)
-                return True
-        self._attempt(lambda: self.store.delete(write.key))
-        with self._changed:
-            self._finish(write)
+        if deleted:
+            self._attempt(lambda: self.store.delete(write.key))
+            with self._changed:
+                self._finish(write)
         return True
+
+    def _next(self) -> str | None:
+        """Return the key that has waited longest and that no thread is writing."""
+        return next((key for key in self._waiting if key not in self._writing), None)
 
     def _attempt(self, work: Callable[[], object]) -> None:
         try:
             work()
         except Exception as error:
-            self.failed(error)
+            self._failed(error)
 
     def _finish(self, write: _Write) -> None:
-        self._write = None
+        del self._writing[write.key]
         self._bytes -= len(write.blob)
         self._changed.notify_all()

@@ -167,7 +167,7 @@ def _redis() -> Iterator[Any]:
     from tests.integrations.stores.redis_server import redis_server
 
     try:
-        with redis_server("--maxmemory", "64mb") as server:
+        with redis_server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server:
             yield server
     except pytest.skip.Exception as missing:
         raise SystemExit(f"soak: redis: {missing}") from None
@@ -187,7 +187,7 @@ def soak(kind: str, seconds: float, seed: int = 0) -> dict[str, int]:
         urls = {"file": f"file://{root}?max_mb={MAX_MB}&ttl=1h"}
         urls["tiered"] = f"tiered:memory://?max_mb=1,{urls['file']}"
         if server is not None:
-            urls["redis"] = f"{server.url}?max_mb={MAX_MB}&ttl=1h&timeout=0.5"
+            urls["redis"] = f"{server.url}?ttl=1h&timeout=0.5"
         url = urls[kind]
         command = [sys.executable, __file__, "--worker", url, "--seed", str(seed), "--log"]
         logs: list[Path] = []

