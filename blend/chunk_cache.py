@@ -346,10 +346,10 @@ class ChunkCache:
             cache = empty_cache()
             for index, (keys, values) in enumerate(zip(before.keys, before.values, strict=True)):
                 units = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-                append_units(cache, units[0], units[1], index, self._layout.model_type)
+                append_units(cache, units[0], units[1], index, self._layout.layers[index])
             self._model(input_ids=inputs, **cache_argument(self._model, cache), use_cache=True)
             # The positions are the same behind every context and rotation is linear, so rotated keys can be averaged.
-            filled = [layer_units(layer, self._layout.model_type) for layer in cache.layers]
+            filled = [layer_units(*pair) for pair in zip(cache.layers, self._layout.layers, strict=True)]
             new = [own[0, :, start:].float() for pair in filled for own in pair]
             sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new
         means = [

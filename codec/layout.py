@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.models.architectures import describe_cache
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.support.plain_json import parse_json
 from cuvee.codec.support.suggest import suggestion
@@ -77,7 +76,7 @@ class Rope:
 class LayerLayout:
     """Shape and positions of one layer's cache.
 
-    With multi-head latent attention, a token has one key, its rotated part, and one value, its latent.
+    With multi-head latent attention, a token has one key, its rotated part, and one value, its latent (`latent`).
 
     Args:
         kv_heads: number of key/value heads.
@@ -123,6 +122,15 @@ class LayerLayout:
     def value_values(self) -> int:
         """Numbers stored per token for the values."""
         return self.kv_heads * self.value_dim
+
+    @property
+    def latent(self) -> bool:
+        """Whether a token has a latent, as its value, and the rotated part of keys (multi-head latent attention).
+
+        It shows in the sizes: one head, whose key is rotated as a whole and narrower than its value.
+        """
+        turned = 0 if self.rope is None else self.rope.rotary_dim
+        return self.kv_heads == 1 and turned == self.head_dim < self.value_dim
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
@@ -191,15 +199,21 @@ class KVLayout:
 
     @classmethod
     def from_config(cls, hf_config: Any, dtype: str | torch.dtype | None = None) -> KVLayout:
-        """Make the layout of a transformers model, with the frequencies that its rotary module computes.
+        """Make the layout of a transformers model of which there is only a configuration.
+
+        A model without weights shows what its layers keep, and a small one of the same class, with random weights, how
+        keys depend on positions (`cuvee.codec.models.stand_in`). This takes about a second for a new configuration;
+        results are kept in memory.
 
         Args:
             hf_config: transformers `PreTrainedConfig` of a text decoder.
             dtype: dtype of the cache; None takes `hf_config.dtype`.
 
         Raises:
-            UnsupportedModelError: cuvee does not handle this kind of attention or positions.
+            UnsupportedModelError: transformers cannot build or run the model, or its cache holds something else than
+                keys and values of tokens; the message names the layer and what it holds.
             InputError: the config is a multimodal wrapper, or no dtype is known.
+            OutOfMemoryError: there is no memory for the small model.
             ImportError: transformers is not installed.
 
         Example:
@@ -207,15 +221,19 @@ class KVLayout:
             >>> KVLayout.from_config(LlamaConfig(num_key_value_heads=8), "bfloat16").bytes_per_token
             131072
         """
-        return cls.from_dict(describe_cache(hf_config, dtype))
+        from cuvee.codec.models.measured import describe_config
+
+        return cls.from_dict(describe_config(hf_config, dtype))
 
     @classmethod
     def of(cls, model: object) -> KVLayout:
         """Make the layout of a transformers model or configuration; return a layout unchanged.
 
+        A model runs a few random tokens at several positions, once. A configuration is measured as by `from_config`.
+
         Raises:
             InputError: `model` is none of these.
-            UnsupportedModelError, ImportError: as for `from_config`.
+            UnsupportedModelError, OutOfMemoryError, ImportError: as for `from_config`.
 
         Example:
             >>> from transformers import LlamaConfig
@@ -224,15 +242,13 @@ class KVLayout:
         """
         if isinstance(model, KVLayout):
             return model
-        config = getattr(model, "config", model)
-        if not hasattr(config, "get_text_config"):
+        if not hasattr(getattr(model, "config", model), "get_text_config"):
             raise InputError(
                 f"model: must be a transformers model or configuration, or a KVLayout, got {type(model).__name__}"
             )
-        text = config.get_text_config(decoder=True)
-        # A model may have been loaded in another dtype than its configuration names. Without a dtype, torch's default
-        # applies.
-        return cls.from_config(text, getattr(model, "dtype", None) or text.dtype or torch.get_default_dtype())
+        from cuvee.codec.models.measured import describe_model
+
+        return cls.from_dict(describe_model(model))
 
     @property
     def num_layers(self) -> int:
@@ -256,7 +272,11 @@ class KVLayout:
 
     @property
     def relocatable(self) -> bool:
-        """Whether cached keys can be moved to other positions: False if no layer has RoPE (GPT-2)."""
+        """Whether cached keys can be moved to other positions: False if no layer has RoPE.
+
+        `from_config` and `of` give no layer RoPE if the keys of any layer depend on positions otherwise (GPT-2,
+        LongRoPE). Such a cache is bound to its positions, and its keys are coded as they are.
+        """
         return any(layer.rope is not None for layer in self.layers)
 
     def check_positions(self, start: object, tokens: int) -> int:

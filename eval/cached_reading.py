@@ -180,7 +180,7 @@ class CachedReader:
         tokens = len(token_ids)
         device, dtype = self._device, self._layout.torch_dtype
 
-        units = [layer_units(layer, self._layout.model_type) for layer in cache.layers]
+        units = [layer_units(*pair) for pair in zip(cache.layers, self._layout.layers, strict=True)]
 
         def tensors(side: int) -> list[torch.Tensor]:
             return [unit[side][row, :, :tokens].transpose(0, 1).to(device, dtype) for unit in units]
@@ -233,7 +233,7 @@ class CachedReader:
                     if row is not None:
                         to[:, width - row[index][side].shape[1] :] = row[index][side]
                 filled.append(batch)
-            append_units(cache, filled[0], filled[1], index, self._layout.model_type)
+            append_units(cache, filled[0], filled[1], index, self._layout.layers[index])
         return cache
 
 

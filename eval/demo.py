@@ -282,7 +282,7 @@ def greedy(model: PreTrainedModel, chunk: KVChunk | None, prompt: torch.Tensor, 
                 keys.transpose(0, 1)[None].to(model.device, model.dtype),
                 values.transpose(0, 1)[None].to(model.device, model.dtype),
                 layer,
-                chunk.layout.model_type,
+                chunk.layout.layers[layer],
             )
     fed, out = prompt[None].to(model.device), []
     with frozen(model):

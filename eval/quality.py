@@ -211,7 +211,7 @@ class QualityBench:
     ) -> None:
         self.model = model
         self.prefix = check_tokens(model, token_ids, prefix)
-        exact_layout = KVLayout.from_config(model.config, dtype=model.dtype)
+        exact_layout = KVLayout.of(model)
         self.layout = exact_layout if dtype is None else replace(exact_layout, dtype=dtype)
         self.caches: list[KVChunk] = []
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []  # scored tokens [B, t], log-probabilities

@@ -101,7 +101,7 @@ class MeasuredModel:
     def load(cls, name: str, dtype: str, device: str = "cpu") -> MeasuredModel:
         """Load a model by the names that `load_model` takes. Errors: see there."""
         lm = load_model(name, dtype, device)
-        return cls(name, lm, KVLayout.from_config(lm.config, dtype=lm.dtype), model_fingerprint(lm))
+        return cls(name, lm, KVLayout.of(lm), model_fingerprint(lm))
 
     @property
     def parameters(self) -> int:

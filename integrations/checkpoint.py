@@ -32,8 +32,8 @@ import torch
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.identity import Identity, canonical
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.architectures import as_deepseek_v3, is_deepseek_v3
 from cuvee.codec.models.fingerprint import fingerprint_samples, sampled_positions
+from cuvee.codec.models.kimi import as_deepseek_v3, is_deepseek_v3
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json
 

@@ -105,7 +105,7 @@ def encode_cache(
             rows begin with padding; `associated_data` does not have one entry per row, or the codec has no key.
         UnsupportedModelError: a sliding-window layer has dropped tokens, or a layer holds no plain keys and values.
     """
-    tensors = _plain_tensors(cache, codec.profile.layout.model_type)
+    tensors = _plain_tensors(cache, codec.profile.layout)
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
     rows, _, width, _ = tensors[0][0].shape
     paddings = row_paddings(attention_mask, rows, width)
@@ -181,7 +181,7 @@ def decode_cache(
         raise InputError("blobs: must be a non-empty list of bytes, as encode_cache returns it")
     config = _config_of(model)
     bound = bound_blobs(associated_data, blobs)
-    _check_config(config, codec.profile.layout)
+    _check_model(model, codec.profile.layout)
     target = torch.device("cpu" if device is None else device)
     where = target if codec.on_device(target) else torch.device("cpu")
     with allocations("rebuilding a cache"):
@@ -189,7 +189,7 @@ def decode_cache(
         cache = DynamicCache(config=config)
         for layer in range(codec.profile.layout.num_layers):
             keys, values = next(layers)
-            append_units(cache, keys.to(target), values.to(target), layer, codec.profile.layout.model_type)
+            append_units(cache, keys.to(target), values.to(target), layer, codec.profile.layout.layers[layer])
     return cache
 
 
@@ -228,8 +228,7 @@ def save_cache(
         UnsupportedModelError: as for `encode_cache`.
         OSError: the file cannot be written; no partial file is left.
     """
-    model_type = "" if model is None else _config_of(model).get_text_config(decoder=True).model_type
-    tensors = _plain_tensors(cache, model_type)
+    tensors = _plain_tensors(cache, None if model is None else KVLayout.of(model))
     rows, _, width, _ = tensors[0][0].shape
     if row is None and rows != 1:
         raise InputError(f"row: must be given for a cache of {rows} sequences, since a file holds one: save each row")
@@ -284,7 +283,7 @@ def load_cache(
     cache, target = DynamicCache(config=config), "cpu" if device is None else device
     for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
         own = [unit.transpose(0, 1)[None].to(target) for unit in (keys, values)]
-        append_units(cache, own[0], own[1], layer, layout.model_type)
+        append_units(cache, own[0], own[1], layer, layout.layers[layer])
     return cache
 
 
@@ -309,7 +308,7 @@ def chunks_from_cache(
     Raises:
         InputError, UnsupportedModelError: as for `encode_cache`; also if `row` or `padding` is out of range.
     """
-    tensors = _plain_tensors(cache, layout.model_type)
+    tensors = _plain_tensors(cache, layout)
     rows, _, width, _ = tensors[0][0].shape
     whole = _whole_row(tensors, layout, row, padding)
     ids = _row_ids(input_ids, [padding] * rows, width)
@@ -380,8 +379,8 @@ def _decode_batch(
     return ((keys.pop(0), values.pop(0)) for _ in layout.layers)
 
 
-def _plain_tensors(cache: Cache, model_type: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values [B, H, T, D] of every layer, as a layout names them, from the first token on."""
+def _plain_tensors(cache: Cache, layout: KVLayout | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return keys and values [B, H, T, D] of every layer, as the layout names them, from the first token on."""
     if not isinstance(cache, Cache):
         raise InputError(f"cache: must be a transformers Cache, got {type(cache).__name__}; build a DynamicCache")
     if isinstance(cache, EncoderDecoderCache):
@@ -394,6 +393,7 @@ def _plain_tensors(cache: Cache, model_type: str) -> list[tuple[torch.Tensor, to
             f"cache: must not offload its layers, as this {type(cache).__name__} does; prefill with a DynamicCache "
             "that does not"
         )
+    known = () if layout is None else layout.layers
     tensors = []
     layer: Any
     for index, layer in enumerate(cache.layers):
@@ -411,7 +411,7 @@ def _plain_tensors(cache: Cache, model_type: str) -> list[tuple[torch.Tensor, to
                 f"cache: must hold all tokens, but layer {index} is a sliding window that holds {held} of {seen}; "
                 "prefill with past_key_values=DynamicCache() (no config), which keeps all"
             )
-        keys, values = layer_units(layer, model_type)
+        keys, values = layer_units(layer, known[index]) if index < len(known) else (layer.keys, layer.values)
         tensors.append((keys[:, :, :seen], values[:, :, :seen]))
     if not tensors:
         raise InputError("cache: must hold tokens, got an empty one; run a forward pass first")
@@ -480,19 +480,19 @@ def _config_of(model: object) -> PreTrainedConfig:
     return config
 
 
-def _check_config(config: PreTrainedConfig, layout: KVLayout) -> None:
-    decoder = config.get_text_config(decoder=True)
-    if decoder.num_hidden_layers != layout.num_layers:
-        raise ProfileMismatchError(
-            f"model: must be that of the codec's profile, {layout.model_type} with {layout.num_layers} layers, got "
-            f"{decoder.num_hidden_layers} layers"
-        )
+def _check_model(model: PreTrainedModel | PreTrainedConfig, layout: KVLayout) -> None:
+    """Refuse a model whose caches differ from the layout, unless nothing is known of its caches."""
+    decoder = _config_of(model).get_text_config(decoder=True)
     try:
         expected = KVLayout.from_config(decoder, dtype=layout.dtype)
     except UnsupportedModelError:
-        return  # the layout was built by hand, so there is none to compare it with
-    if expected.fingerprint != layout.fingerprint:
-        raise ProfileMismatchError(
-            f"model: must have caches like those of the codec's profile ({layout.model_type}), got "
-            f"{decoder.model_type} with other heads, head sizes, RoPE, sliding windows or position limit"
-        )
+        if not isinstance(model, PreTrainedModel):
+            return  # the layout was built by hand, so there is none to compare it with
+        expected = replace(KVLayout.of(model), dtype=layout.dtype)
+    if expected.fingerprint == layout.fingerprint:
+        return
+    raise ProfileMismatchError(
+        f"model: must have caches like those of the codec's profile ({layout.model_type}, {layout.num_layers} layers), "
+        f"got {decoder.model_type}, {expected.num_layers} layers, with other layers, heads, head sizes, RoPE, sliding "
+        "windows or position limit"
+    )

@@ -30,7 +30,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.support.plain_json import parse_json
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -116,13 +116,20 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
     place = _device(device)
     transformers = _transformers("a model")
     path = model_path(name)
-    with as_input_error(name):
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    KVLayout.from_config(config.get_text_config(decoder=True))
+    KVLayout.from_config(load_config(name).get_text_config(decoder=True))
     with as_input_error(name):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     loaded: PreTrainedModel = model.to(place).eval()
     return loaded
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Load the configuration of a model, from any of the names of `load_model` or from a file. Errors: see there."""
+    transformers = _transformers("a model")
+    path = model_path(name)
+    with as_input_error(name):
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return config
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

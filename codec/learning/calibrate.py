@@ -94,7 +94,7 @@ def calibrate(
         ('calibrated', 2)
     """
     fingerprint = model_fingerprint(model)
-    layout = KVLayout.from_config(model.config, dtype=model.dtype)
+    layout = KVLayout.of(model)
     learning, testing = [], {}
     for name, (tokens, cached) in by_kind(model, token_ids, prefix).items():
         held_out = held_out_count(len(tokens))

@@ -155,7 +155,7 @@ def measure(
         [-128, -64]
     """
     kinds = by_kind(model, token_ids, prefix)
-    layout = KVLayout.from_config(model.config, dtype=model.dtype)
+    layout = KVLayout.of(model)
     profile.check_layout(layout)
     steps = sorted(set(step_indices or default_step_indices(profile)))
     ways = [(step_index, False) for step_index in steps]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import cache_argument, empty_cache
 from cuvee.codec.models.latents import append_units, layer_units
 
@@ -43,13 +44,13 @@ def sample_gradients(
         model(input_ids=tokens[:, :prefix], **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
     # The cache consists of leaves, because a decoded cache is fixed. In a single pass over all tokens, a key would also
     # change the states of the prefix and all keys of the layers above; that gradient differs by factors.
-    model_type = model.config.get_text_config(decoder=True).model_type
-    units = [layer_units(layer, model_type) for layer in cache.layers]
+    layers = KVLayout.of(model).layers
+    units = [layer_units(*pair) for pair in zip(cache.layers, layers, strict=True)]
     keys = [own.detach().requires_grad_() for own, _ in units]
     values = [own.detach().requires_grad_() for _, own in units]
     cache = empty_cache()
     for index, (key, value) in enumerate(zip(keys, values, strict=True)):
-        append_units(cache, key, value, index, model_type)
+        append_units(cache, key, value, index, layers[index])
     logits = model(input_ids=tokens[:, prefix:], **cache_argument(model, cache)).logits[:, :-1].float()
     with torch.no_grad():
         uniform = torch.rand(logits.shape[:-1], generator=generator)[..., None].to(logits.device)

@@ -1,1 +1,1 @@
-"""Models and their caches: supported architectures, dtypes, RoPE, fingerprints of weights, forward passes."""
+"""Models and their caches: what is measured of them, dtypes, RoPE, fingerprints of weights, forward passes."""

@@ -90,7 +90,7 @@ def prefill(
     cache = empty_cache()
     # The logits of all tokens of a long prompt would take more memory than its cache.
     model(input_ids=tokens, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
-    units = [layer_units(layer, layout.model_type) for layer in cache.layers]
+    units = [layer_units(*pair) for pair in zip(cache.layers, layout.layers, strict=True)]
     return [
         KVChunk(
             [keys[row].transpose(0, 1).to(device, layout.torch_dtype) for keys, _ in units],
@@ -105,12 +105,11 @@ def prefill(
 def score(model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor) -> torch.Tensor:
     """Return log-probabilities `[B, T - 1, V]` float32 of `tokens [B, T]` after these caches."""
     cache = empty_cache()
-    for index, device in enumerate(cache_devices(model, chunks[0].layout.num_layers)):
+    layout = chunks[0].layout
+    for index, device in enumerate(cache_devices(model, layout.num_layers)):
         keys = torch.stack([chunk.keys[index] for chunk in chunks]).transpose(1, 2)
         values = torch.stack([chunk.values[index] for chunk in chunks]).transpose(1, 2)
-        append_units(
-            cache, keys.to(device, model.dtype), values.to(device, model.dtype), index, chunks[0].layout.model_type
-        )
+        append_units(cache, keys.to(device, model.dtype), values.to(device, model.dtype), index, layout.layers[index])
     logits: torch.Tensor = model(input_ids=tokens, **cache_argument(model, cache)).logits[:, :-1]
     return logits.float().log_softmax(-1)
 

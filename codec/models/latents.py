@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+from cuvee.codec.layout import LayerLayout
 
 
-def layer_units(layer: Any, model_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+def layer_units(layer: Any, layout: LayerLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values `[B, H, T, D]`, as a layout names them, of a layer of a transformers cache."""
-    return (layer.values, layer.keys) if model_type in LATENT_FAMILIES else (layer.keys, layer.values)
+    return (layer.values, layer.keys) if layout.latent else (layer.keys, layer.values)
 
 
-def append_units(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int, model_type: str) -> None:
+def append_units(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int, layout: LayerLayout) -> None:
     """Append keys and values `[B, H, T, D]`, as a layout names them, to a layer of a transformers cache."""
-    first, second = (values, keys) if model_type in LATENT_FAMILIES else (keys, values)
+    first, second = (values, keys) if layout.latent else (keys, values)
     cache.update(first, second, index)

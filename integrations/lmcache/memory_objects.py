@@ -17,7 +17,6 @@ import torch
 
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.latents import LATENT_FAMILIES
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.pages.latents import latent_cache
 
@@ -69,7 +68,7 @@ def object_cache(memory: Any, layout: KVLayout, tokens: int) -> PagedCache:
 
 def holds_latents(layout: KVLayout) -> bool:
     """Return whether a model's cache holds latents of multi-head latent attention."""
-    return layout.model_type in LATENT_FAMILIES
+    return layout.layers[0].latent
 
 
 def _shapes(layout: KVLayout, tokens: int) -> tuple[tuple[int, ...], ...]:

@@ -11,9 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import cuvee
-from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models import architectures
 from cuvee.codec.models.forward import cache_argument, prefill, score
 from cuvee.codec.models.latents import layer_units
 from cuvee.codec.paged import PagedCache, PagedChunks
@@ -104,7 +102,7 @@ def test_latents_move_to_another_position(model: Any) -> None:
     codec = cuvee.Codec.without_profile(layout)
     moved = codec.decode(codec.encode(near), start=1000)
     for index, layer in enumerate(far.layers):
-        keys, values = layer_units(layer, layout.model_type)
+        keys, values = layer_units(layer, layout.layers[index])
         assert torch.allclose(moved.keys[index], keys[0].transpose(0, 1), atol=1e-4)
         assert torch.allclose(moved.values[index], values[0].transpose(0, 1), atol=1e-4)
     assert not torch.allclose(moved.keys[0], near.keys[0], atol=2e-2)
@@ -119,10 +117,3 @@ def test_an_engine_keeps_both_in_one_tensor(model: Any) -> None:
     (blob,) = codec.encode(PagedChunks(cache, [torch.arange(32)], [0]))
     codec.decode_paged([blob], cache, [torch.arange(64, 96)]).check()
     assert all(torch.equal(own[4:6], own[:2]) for own in memory)
-
-
-def test_what_is_not_known_to_cache_latents_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = architectures._class_of(str(architectures._FAMILIES[model.config.model_type].latent))
-    monkeypatch.delattr(attention, "expand_kv")
-    with pytest.raises(UnsupportedModelError, match=r"needs a release of transformers that caches latents.*upgrade"):
-        KVLayout.from_config(model.config)

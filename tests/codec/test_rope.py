@@ -48,13 +48,13 @@ class Recorder:
 
     def keys(self, offset: int) -> list[torch.Tensor]:
         """Cached keys [T, H, D] per layer of fixed tokens at positions offset, offset + 1, ..."""
+        layers = KVLayout.from_config(self.model.config, "float32").layers
         self.before.clear()
         ids = torch.arange(TOKENS)[None] % 7 + 1
         cache: Any = DynamicCache()
         with torch.no_grad():
             self.model(ids, position_ids=positions(offset)[None], **cache_argument(self.model, cache))
-        model_type = self.model.config.model_type
-        return [layer_units(layer, model_type)[0][0].transpose(0, 1) for layer in cache.layers]
+        return [layer_units(*pair)[0][0].transpose(0, 1) for pair in zip(cache.layers, layers, strict=True)]
 
 
 def positions(offset: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from cuvee.codec.errors import InputError
 if TYPE_CHECKING:
     import rich.table
 
+    from cuvee.codec.layout import Rope
     from cuvee.codec.profiles.profile import Profile
     from cuvee.codec.profiles.quality import CurvePoint
 
@@ -246,6 +247,86 @@ def profile_show(
     from cuvee.codec.profiles.profile import Profile
 
     _show_profile(Profile.load(file), file, as_json)
+
+
+@app.command("check")
+def profile_check(
+    model_path: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A config.json, a folder that holds one, or a name on the hub.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Measure what the cache of a model holds, layer by layer, and whether it can be moved. Reads no weights.
+
+    Example: cuvee profile check smollm2
+    """
+    from cuvee.codec.data.corpus import load_config
+    from cuvee.codec.models.measured import measured_layers, movable
+
+    config, layers = measured_layers(load_config(model_path))
+    moves = movable(layers)
+    size = 2 if config.dtype is None else config.dtype.itemsize
+    runs: list[dict[str, Any]] = []
+    for index, layer in enumerate(layers):
+        kept = layer.beyond
+        row = {
+            "kind": layer.kind,
+            "heads": layer.kv_heads,
+            "key": layer.head_dim,
+            "value": layer.value_dim,
+            "window": layer.sliding_window,
+            "positions": f"{layer.positions}{'' if layer.rope is None else _rotation(layer.rope, layer.head_dim)}",
+            "bytes_per_token": layer.kv_heads * (layer.head_dim + layer.value_dim) * size,
+            "coded": "no" if kept else "yes",
+            "note": f"holds {kept}" if kept else layer.why,
+        }
+        if runs and runs[-1]["row"] == row:
+            runs[-1]["last"] = index
+        else:
+            runs.append({"first": index, "last": index, "row": row})
+    coded = not any(layer.beyond for layer in layers)
+    total = sum(run["row"]["bytes_per_token"] * (run["last"] - run["first"] + 1) for run in runs)
+    if as_json:
+        print_json(
+            {
+                "model_type": config.model_type,
+                "coded": coded,
+                "movable": moves,
+                "bytes_per_token": total,
+                "layers": [{"first": run["first"], "last": run["last"], **run["row"]} for run in runs],
+            }
+        )
+        return
+    table = make_table("layers", "kind", "heads x key, value", "window", "keys", "bytes/token")
+    for run in runs:
+        row = run["row"]
+        table.add_row(
+            str(run["first"]) if run["first"] == run["last"] else f"{run['first']} … {run['last']}",
+            row["kind"],
+            f"{row['heads']} x {row['key']}, {row['value']}" if row["heads"] else "",
+            "" if row["window"] is None else str(row["window"]),
+            row["positions"] if row["heads"] else "",
+            f"{row['bytes_per_token']:,}" if row["heads"] else "",
+        )
+    console = make_console()
+    console.print(f"{config.model_type}: {len(layers)} layers, {total:,} bytes per token", highlight=False)
+    console.print(table)
+    for note in dict.fromkeys(run["row"]["note"] for run in runs if run["row"]["note"]):
+        console.print(note, markup=False, highlight=False)
+    console.print(_verdict(coded, moves))
+
+
+def _verdict(coded: bool, moves: bool) -> str:
+    if not coded:
+        return "Not supported: a layer holds something else than keys and values of tokens."
+    if moves:
+        return "Movable: chunks decode at any position."
+    return "Bound: chunks decode at the positions where they were encoded; they cannot be moved or blended."
+
+
+def _rotation(rope: Rope, head_dim: int) -> str:
+    part = "" if rope.rotary_dim == head_dim else f" {rope.rotary_dim} of {head_dim}"
+    return f"{part}, {'adjacent pairs' if rope.interleaved else 'halves'}"
 
 
 @app.command("push")

@@ -1,0 +1,230 @@
+"""Layouts as models show them: measured on the model itself, or on a stand-in for a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import cuvee
+from cuvee.codec.errors import InputError, OutOfMemoryError, UnsupportedModelError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.models import stand_in
+from cuvee.codec.models.measured import measured_layers
+from cuvee.codec.models.probe import BOUND, measure
+
+THETA = {"rope_theta": 1e4}
+
+
+def dynamic(tiny: Callable[..., Any]) -> Any:
+    return tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, **THETA})
+
+
+def long_rope(tiny: Callable[..., Any]) -> Any:
+    factors = {"short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
+    return tiny(
+        "phi3", rope_parameters={"rope_type": "longrope", **factors, **THETA, "partial_rotary_factor": 0.5},
+        original_max_position_embeddings=64,
+    )  # fmt: skip
+
+
+def small(name: str, **changes: Any) -> Any:
+    sizes = {"vocab_size": 61, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return getattr(transformers, name)(**{**sizes, **changes})
+
+
+ABSOLUTE = {
+    "gpt2": lambda: small("GPT2Config", n_embd=32, n_layer=2, n_head=4),
+    "xglm": lambda: small("XGLMConfig", d_model=32, num_layers=2, attention_heads=4, ffn_dim=32),
+    "bloom": lambda: small("BloomConfig", hidden_size=32, n_layer=2, n_head=4),
+}
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama")
+
+
+def test_a_stand_in_shows_what_a_small_model_does(any_family: str, tiny_config: Callable[..., Any]) -> None:
+    expected = KVLayout.from_config(tiny_config(any_family), "bfloat16")
+    large = tiny_config(any_family, vocab_size=stand_in._SMALL // 16)  # now it is too large to be measured as it is
+    assert KVLayout.from_config(large, "bfloat16") == expected
+    assert not any(layer.why.startswith("no small model") for layer in stand_in.measure_config(large))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_shows_what_its_configuration_promises(
+    any_family: str, dtype: torch.dtype, tiny_config: Callable[..., Any], tiny_model: Callable[..., Any]
+) -> None:
+    model = tiny_model(any_family, dtype)
+    assert KVLayout.of(model) == KVLayout.from_config(tiny_config(any_family), dtype)
+    assert KVLayout.of(model.to(torch.bfloat16)).layers == KVLayout.of(model).layers, "tables are converted, too"
+
+
+def test_heads_widths_and_experts_do_not_shrink_in_the_layout() -> None:
+    changes: dict[str, Any] = {"num_hidden_layers": 3, "num_experts": 64, "head_dim": 96, "num_key_value_heads": 8}
+    config = transformers.Qwen3MoeConfig(**changes)
+    layout = KVLayout.from_config(config, "bfloat16")
+    assert [(own.kv_heads, own.head_dim, own.value_dim) for own in layout.layers] == [(8, 96, 96)] * 3
+    assert layout.relocatable and layout.layers[0].rope is not None and layout.layers[0].rope.rotary_dim == 96
+
+
+@pytest.mark.parametrize("make", [dynamic, long_rope])
+def test_frequencies_that_change_with_the_length_bind_keys(
+    make: Callable[..., Any], tiny_config: Callable[..., Any]
+) -> None:
+    layout = KVLayout.from_config(make(tiny_config), "float32")
+    assert not layout.relocatable
+    large = make(lambda family, **changes: tiny_config(family, vocab_size=stand_in._SMALL // 16, **changes))
+    assert KVLayout.from_config(large, "float32") == layout
+
+
+@pytest.mark.parametrize("family", ABSOLUTE)
+def test_absolute_positions_and_biases_bind_keys(family: str) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(ABSOLUTE[family]()).eval()
+    layout = KVLayout.of(model)
+    assert all(own.rope is None for own in layout.layers) and not layout.relocatable
+    cache: Any = transformers.DynamicCache()
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    codec = cuvee.Codec.without_profile(model)
+    blobs = cuvee.encode_cache(codec, cache, ids)
+    back: Any = cuvee.decode_cache(codec, blobs, model)
+    assert all(torch.equal(own.keys, other.keys) for own, other in zip(back.layers, cache.layers, strict=True))
+    with pytest.raises(InputError, match=rf"^start: must be 0, where the tokens were encoded, got 5: {family} has no"):
+        codec.decode(blobs[0], start=5)
+
+
+def test_sections_of_positions_are_one_position_in_text() -> None:
+    rope = {"rope_type": "default", **THETA, "mrope_section": [2, 1, 1]}
+    config = small(
+        "Qwen2VLTextConfig", hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, rope_parameters=rope,
+    )  # fmt: skip
+    layout = KVLayout.from_config(config, "float32")
+    assert layout.relocatable and layout.layers[1].rope is not None and layout.layers[1].rope.rotary_dim == 8
+
+
+def test_the_rotary_module_is_not_believed(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    honest = type(rotary).forward
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return honest(rotary, x, 1.01 * position_ids)
+
+    rotary.forward = forward
+    assert {layer.positions for layer in measure(model, "llama")} == {BOUND}
+
+
+def test_a_rule_must_hold_at_far_positions(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    honest = type(rotary).forward
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return honest(rotary, x, position_ids * (2 if int(position_ids.max()) > 5000 else 1))
+
+    rotary.forward = forward
+    assert {layer.positions for layer in measure(model, "llama")} == {BOUND}
+
+
+def test_tokens_seen_by_earlier_ones_are_refused(model: Any) -> None:
+    for layer in model.model.layers:
+        attend = layer.self_attn.forward
+
+        def forward(*, hidden_states: torch.Tensor, attend: Any = attend, **kwargs: Any) -> Any:
+            every = torch.zeros(1, 1, hidden_states.shape[1], hidden_states.shape[1])
+            return attend(hidden_states=hidden_states, **{**kwargs, "attention_mask": every})
+
+        layer.self_attn.forward = forward
+    model.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedModelError, match=r"^llama: a cache must not change with later tokens, but keys of"):
+        measure(model, "llama")
+
+
+def test_measuring_leaves_no_trace(model: Any) -> None:
+    model.train()
+    before = torch.random.get_rng_state()
+    KVLayout.of(model)
+    assert model.training and all(own.requires_grad for own in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_configuration_is_measured_once(tiny_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = KVLayout.from_config(tiny_config("llama"), "float32")
+    monkeypatch.setattr(stand_in, "measure", None)
+    assert KVLayout.from_config(tiny_config("llama"), "float32") == first
+    assert KVLayout.from_config(tiny_config("llama", dtype="bfloat16")).layers == first.layers
+    with pytest.raises(TypeError):
+        KVLayout.from_config(tiny_config("llama", head_dim=20), "float32")
+
+
+def test_nothing_is_run_of_a_model_without_weights(tiny_config: Callable[..., Any]) -> None:
+    with torch.device("meta"):
+        bare = transformers.AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32)
+    assert KVLayout.of(bare) == KVLayout.from_config(tiny_config("llama"), "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, "llama: "),
+        ({"head_dim": 7}, "llama: "),
+        ({"num_hidden_layers": 5000}, "llama: num_hidden_layers must be at most 4096, got 5000"),
+        ({"vocab_size": -3}, "llama: transformers must be able to build the model of hf_config, but it raised "),
+        ({"hidden_act": "none such"}, "llama: transformers must be able to build .*KeyError"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_refused(
+    changes: dict[str, Any], message: str, tiny_config: Callable[..., Any]
+) -> None:
+    config = tiny_config("llama")
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    with pytest.raises(UnsupportedModelError, match=f"^{message}"):
+        KVLayout.from_config(config, "float32")
+
+
+def test_a_forward_pass_that_fails_is_named(model: Any) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("of the kernel\nwith a trace")
+
+    model.model.layers[1].forward = fail
+    with pytest.raises(
+        UnsupportedModelError, match=r"^llama: its cache must show .*over 6 tokens, .*ZeroDivisionError: of the kernel$"
+    ):
+        KVLayout.of(model)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_probe_without_memory_says_so(model: Any, error: Exception) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    model.model.layers[1].forward = fail
+    with pytest.raises(OutOfMemoryError, match=r"^llama: running 6 tokens: not enough memory"):
+        KVLayout.of(model)
+
+
+def test_a_model_without_a_cache_is_refused(model: Any) -> None:
+    forward = model.forward
+    model.forward = lambda **kwargs: forward(**{**kwargs, "use_cache": False})
+    with pytest.raises(UnsupportedModelError, match=r"^llama: must return a cache, but returned none"):
+        measure(model, "llama")
+
+
+def test_a_layer_that_is_bound_binds_the_whole_cache(model: Any) -> None:
+    attend = model.model.layers[1].self_attn.forward
+
+    def forward(*, position_embeddings: Any, **kwargs: Any) -> Any:
+        tables = tuple(table.roll(1, -1) for table in position_embeddings)  # of no module
+        return attend(position_embeddings=tables, **kwargs)
+
+    model.model.layers[1].self_attn.forward = forward
+    _, layers = measured_layers(model)
+    assert [layer.positions for layer in layers] == ["rotated", "bound"]
+    assert not KVLayout.of(model).relocatable
