@@ -3,8 +3,8 @@
     tokens ──> content key ──> store ── hit ──> blob
                                  └───── miss ─> model, codec ─> blob, which is stored
 
-A codec with refinements makes a base and a refinement of a chunk. Each is an entry of its own, and a store that is full
-drops refinements first. A chunk then comes without.
+A codec with refinements makes a base and a refinement of a chunk. Each is an entry of its own, and a full store
+may drop either. A chunk without its refinement is used without, one without its base is computed.
 
 A chunk that is computed alone lacks the context that a prompt puts before it. If it is computed behind several typical
 contexts instead, all at the same positions, its keys and values can be averaged. The mean over contexts minimizes the

@@ -1,6 +1,6 @@
-"""Profiles of many models in one place: a folder, a store, or a repository of the Hugging Face hub.
+"""Profiles of many models in one place: a folder, object storage, or a repository of the Hugging Face hub.
 
-    cuvee profile push ──> ProfileCollection ──files by name──> a folder, a store or the hub
+    cuvee profile push ──> ProfileCollection ──files by name──> a folder, a bucket or the hub
     cuvee profile pull <──        │
     engines            <── find_profile: what option "profile" names
 

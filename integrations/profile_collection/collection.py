@@ -28,7 +28,6 @@ import os
 import re
 import tempfile
 import time
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -39,7 +38,7 @@ from cuvee.codec.profiles.profile import VERSION, Profile
 from cuvee.codec.support.files import replacing
 from cuvee.codec.support.plain_json import parse_json
 from cuvee.integrations.checkpoint import WeightFingerprints, weight_fingerprints
-from cuvee.integrations.profile_collection.files import FolderFiles, NamedFiles, StoreFiles
+from cuvee.integrations.profile_collection.files import FolderFiles, NamedFiles, ObjectFiles
 from cuvee.integrations.profile_collection.hub import HubFiles
 from cuvee.integrations.profile_collection.location import ProfileLocation, check_id, names_collection
 
@@ -89,12 +88,13 @@ class PulledProfile:
 
 
 class ProfileCollection:
-    """Profiles of many models in one place. Close it after use, or use it in a `with` statement.
+    """Profiles of many models in one place.
 
         >>> from tempfile import TemporaryDirectory
         >>> from cuvee.codec.layout import LayerLayout
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "bfloat16", None)
-        >>> with TemporaryDirectory() as folder, ProfileCollection.open(f"{folder}/profiles") as collection:
+        >>> with TemporaryDirectory() as folder:
+        ...     collection = ProfileCollection.open(f"{folder}/profiles")
         ...     Profile.unlearned(layout).save(f"{folder}/pushed.safetensors")
         ...     pushed = collection.push(f"{folder}/pushed.safetensors")
         ...     pulled = collection.pull(layout, f"{folder}/pulled.safetensors", id=pushed.id)
@@ -114,24 +114,14 @@ class ProfileCollection:
 
         Raises:
             InputError: the location is wrong.
-            ImportError: the package of the store's client, or huggingface_hub, is missing.
+            ImportError: obstore or huggingface_hub is missing.
         """
         location = ProfileLocation.parse(where) if isinstance(where, str) else where
         if location.kind == "folder":
             return cls(FolderFiles(location.place))
-        if location.kind == "store":
-            return cls(StoreFiles(location.place, location.shown))
+        if location.kind == "objects":
+            return cls(ObjectFiles(location.place, location.shown))
         return cls(HubFiles(location.place, location.revision, location.shown))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the connections."""
-        self._files.close()
 
     def push(self, file: str | os.PathLike[str]) -> PushedProfile:
         """Put a profile into the collection. It becomes the newest of its model if it names the model's weights.
@@ -143,7 +133,7 @@ class ProfileCollection:
 
         Raises:
             FormatError, VersionError, OSError: as `Profile.load`.
-            InputError: the profile is too large, for this place or for any.
+            InputError: the profile is too large.
             StoreError: the place cannot be reached, or refuses the profile. What was the newest still is.
         """
         return self._write(*_verified(Path(file)))
@@ -300,8 +290,7 @@ def find_profile(where: str, layout: KVLayout, checkpoint: str | Path, *, revisi
     weights = None if location.id else weight_fingerprints(checkpoint, revision=revision)
     with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
         path = Path(folder) / "profile.safetensors"
-        with closing(ProfileCollection.open(location)) as collection:
-            pulled = collection.pull(layout, path, weights=weights, id=location.id)
+        pulled = ProfileCollection.open(location).pull(layout, path, weights=weights, id=location.id)
     profile = pulled.profile
     if pulled.pushed is None:
         why = "named by its id"

@@ -1,4 +1,4 @@
-"""Files by name, in a folder or in a store: all that a collection of profiles needs of the place where it is.
+"""Files by name, in a folder or in object storage: all that a collection of profiles needs of the place where it is.
 
 Whoever can write there chooses what is read, so `read` bounds every answer, and follows no link.
 """
@@ -6,15 +6,13 @@ Whoever can write there chooses what is read, so `read` bounds every answer, and
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
-from cuvee.codec.errors import CorruptError, InputError
-from cuvee.codec.identity import store_key
-from cuvee.integrations.stores.base import Store, StoreError
+from cuvee.integrations.stores.base import StoreError
+from cuvee.integrations.stores.redaction import secrets_of
 from cuvee.integrations.stores.safe_files import (
     make_folder,
     open_file,
@@ -23,13 +21,11 @@ from cuvee.integrations.stores.safe_files import (
     read_exactly,
     replace_file,
 )
-from cuvee.integrations.stores.urls import open_store
 
 # Profiles are read by others than their writer. They hold no user's data, unlike the entries of a store.
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
 # What opening a link, or something else in place of a file or a folder, gives.
 _NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
-_TENANT = "cuvee profiles"  # keeps profiles apart from the caches of all tenants of the same store
 
 
 class NamedFiles(ABC):
@@ -47,13 +43,8 @@ class NamedFiles(ABC):
     def read(self, name: str, most: int) -> bytes | None:
         """Return the content of a file; None if there is no such file.
 
-        Args:
-            name: of the file.
-            most: the most bytes that the file may have.
-
         Raises:
-            CorruptError: the place holds the file, but damaged.
-            StoreError: the place cannot be reached, or the file is too large, a link or otherwise no file.
+            StoreError: the place cannot be reached, or the file has more than `most` bytes, or is a link or no file.
         """
 
     @abstractmethod
@@ -61,12 +52,16 @@ class NamedFiles(ABC):
         """Write files in order, each of them atomically, replacing files of the same names.
 
         Raises:
-            InputError: a file is larger than the place takes.
             StoreError: the place cannot be reached, or refuses a file. The files before it are written.
         """
 
-    def close(self) -> None:  # noqa: B027 - a folder holds nothing open
-        """Release connections."""
+    def too_large(self, name: str, most: int, size: int | None = None) -> StoreError:
+        """Return the error for a file that is larger than `most` bytes, or whose size is not known."""
+        got = "more, or a file of unknown size" if size is None else str(size)
+        return StoreError(
+            f"{name}: must be at most {most} bytes in {self.shown}, got {got}: it is not what cuvee pushed; push it "
+            "again"
+        )
 
 
 class FolderFiles(NamedFiles):
@@ -94,7 +89,7 @@ class FolderFiles(NamedFiles):
                 file, info = open_file(name.rpartition("/")[2], os.O_RDONLY, folder)
                 try:
                     if info.st_size > most:
-                        raise StoreError(_too_large(name, self.shown, most, info.st_size))
+                        raise self.too_large(name, most, info.st_size)
                     data = read_exactly(file, info.st_size + 1)
                 finally:
                     os.close(file)
@@ -132,61 +127,50 @@ class FolderFiles(NamedFiles):
             yield folder
 
 
-class StoreFiles(NamedFiles):
-    """Files as entries of a store, in the store's envelopes, whose checksums tell a damaged file from a good one.
+class ObjectFiles(NamedFiles):
+    """Files as objects of the same names below a prefix.
 
     Args:
-        url: of the store, as `open_store` takes it.
+        url: of the prefix, as `ObjectStore` takes it.
         shown: the same for messages, without secrets.
 
     Raises:
-        InputError: the URL is wrong, or names more than one store.
-        ImportError: the package of the store's client is missing.
+        InputError: the URL is wrong.
+        ImportError: obstore is missing.
     """
 
     def __init__(self, url: str, shown: str) -> None:
-        self.shown = shown
-        self._store: Store = open_store(url, guarded=False)
+        from cuvee.integrations.stores.objects import connect
+
+        self.shown, self._secrets = shown, secrets_of(url)
+        self._place = connect(url)
 
     def read(self, name: str, most: int) -> bytes | None:
         """See `NamedFiles.read`."""
-        before = self._faults()
-        data = self._store.get(_key(name))
-        # A store answers for a damaged entry as for a missing one, and counts it.
-        damaged, unusable = (now - then for now, then in zip(self._faults(), before, strict=True))
-        if damaged:
-            raise CorruptError(f"{name}: was damaged in {self.shown}: {self.remedy}")
-        if unusable:
-            raise StoreError(
-                f"{name}: must be readable and within max_entry_mb in {self.shown}, got an entry that is not (the log "
-                "says more): push the profile there again, or raise max_entry_mb"
-            )
-        if data is not None and len(data) > most:
-            raise StoreError(_too_large(name, self.shown, most, len(data)))
+        from cuvee.integrations.stores.objects import check_process, read_object, shown_error
+
+        try:
+            check_process()
+            data = read_object(self._place, name, most)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            why = shown_error(error, self._secrets)
+            raise StoreError(f"{name}: cannot be read in {self.shown}: {why}") from None
+        if data is None:
+            raise self.too_large(name, most)
         return data
 
     def write(self, files: Mapping[str, bytes]) -> None:
         """See `NamedFiles.write`."""
+        import obstore
+
+        from cuvee.integrations.stores.objects import check_process, shown_error
+
         for name, data in files.items():
-            if not self._store.put(_key(name), data):
-                raise InputError(
-                    f"{name}: must be within what one entry may hold in {self.shown}, got {len(data)} bytes: raise "
-                    "max_entry_mb (here and where it is read), or choose a folder or the hub"
-                )
-
-    def close(self) -> None:
-        """Close the store."""
-        with suppress(StoreError):
-            self._store.close()
-
-    def _faults(self) -> tuple[int, int]:
-        tiers = self._store.counters().values()
-        return sum(tier.corrupt for tier in tiers), sum(tier.errors for tier in tiers)
-
-
-def _key(name: str) -> str:
-    return store_key(_TENANT, hashlib.blake2b(name.encode(), digest_size=32, person=b"cuvee-profiles").digest())
-
-
-def _too_large(name: str, shown: str, most: int, size: int) -> str:
-    return f"{name}: must be at most {most} bytes in {shown}, got {size}: it is not what cuvee pushed; push it again"
+            try:
+                check_process()
+                obstore.put(self._place, name, data)
+            except Exception as error:
+                why = shown_error(error, self._secrets)
+                raise StoreError(f"{name}: cannot be written in {self.shown}: {why}") from None

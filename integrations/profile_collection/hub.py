@@ -64,13 +64,13 @@ class HubFiles(NamedFiles):
                 url = hf_hub_url(self._repository, name, revision=commit)
                 size = self._ask(lambda: get_hf_file_metadata(url, token=get_token()).size)
                 if size is None or size > most:
-                    raise self._refused(name, most, size)
+                    raise self.too_large(name, most, size)
                 cached = self._ask(lambda: hf_hub_download(self._repository, name, revision=commit))
             except EntryNotFoundError:
                 return None
         file = Path(cached)
         if file.stat().st_size > most:
-            raise self._refused(name, most, file.stat().st_size)
+            raise self.too_large(name, most, file.stat().st_size)
         return file.read_bytes()
 
     def write(self, files: Mapping[str, bytes]) -> None:
@@ -137,10 +137,3 @@ class HubFiles(NamedFiles):
     def _failed(self, error: Exception) -> StoreError:
         why = " ".join(str(error).split())[:_LONGEST_MESSAGE]
         return StoreError(f"{self.shown}: the hub failed, or cannot be reached: {type(error).__name__}: {why}")
-
-    def _refused(self, name: str, most: int, size: int | None) -> StoreError:
-        got = "a file of unknown size" if size is None else str(size)
-        return StoreError(
-            f"{name}: must be at most {most} bytes in {self.shown}, got {got}: it is not what cuvee pushed; push it "
-            "again"
-        )

@@ -1,11 +1,9 @@
 """Where a collection of profiles is, as users write it.
 
-    /srv/profiles                      a folder
-    file:///srv/profiles?id=12ab…      the same folder; `id` names one profile in place of the newest of the model
-    s3://bucket/prefix?id=12ab…        a store: also gs, az, abfs, fsspec+<protocol>, redis, valkey, unix
-    hf://owner/name@revision?id=12ab…  a repository of the Hugging Face hub, at its main branch without a revision
-
-A store takes the options of `open_store`, except those that would delete profiles.
+/srv/profiles                      a folder
+file:///srv/profiles?id=12ab…      the same folder; `id` names one profile in place of the newest of the model
+s3://bucket/prefix?id=12ab…        object storage: also gs, az, abfs, http and https
+hf://owner/name@revision?id=12ab…  a repository of the Hugging Face hub, at its main branch without a revision
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _TIERED = "tiered:"
 _ID = re.compile(r"[0-9a-f]{32}")
 _REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
-# Options of stores that delete entries, which a profile must survive.
-_DELETING = ("max_gb", "max_mb", "max_gb_per_tenant", "ttl")
+_OBJECTS = ("s3", "gs", "az", "abfs", "http", "https")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +34,13 @@ class ProfileLocation:
 
     Attributes:
         kind: what holds the collection.
-        place: path of the folder, URL of the store, or `owner/name` of the repository.
+        place: path of the folder, URL of the prefix, or `owner/name` of the repository.
         shown: the location for messages, without secrets.
         id: of one profile, 32 hex digits; None: the newest of the model.
         revision: branch, tag or commit of the repository; None: its main branch.
     """
 
-    kind: Literal["folder", "store", "hub"]
+    kind: Literal["folder", "objects", "hub"]
     place: str
     shown: str
     id: str | None = None
@@ -58,35 +55,26 @@ class ProfileLocation:
         """
         shown = redacted(where)
         scheme = _URL.match(where)
-        if where.startswith(_TIERED) or (scheme and scheme[1].lower() == "memory"):
-            raise InputError(
-                f"profile: must be in one place that lasts, got {shown}: name a folder, a store that others see, or "
-                "hf://owner/name"
-            )
-        if not scheme:
-            if not where:
-                raise InputError("profile: must name a folder, a store or hf://owner/name, got an empty string")
+        if not scheme and where and not where.startswith(_TIERED):
             return cls("folder", where, where)
-        place, named, options = _without_id(where, shown)
-        kind = scheme[1].lower()
-        if kind not in ("hf", "file"):
-            for option in options:
-                name = option.partition("=")[0]
-                if name in _DELETING:
-                    raise InputError(
-                        f"{name}: must be left out where profiles are kept, because it deletes entries, got {shown}"
-                    )
-            return cls("store", place, shown, named)
-        if options:
+        kind = scheme[1].lower() if scheme else ""
+        if kind not in (*_OBJECTS, "file", "hf"):
             raise InputError(
-                f"{options[0].partition('=')[0]}: must be no option of {kind}://, which takes id alone, got {shown}"
+                f"profile: must name a folder, object storage ({', '.join(_OBJECTS)}) or hf://owner/name, got {shown!r}"
             )
+        place, _, query = where.partition("?")
+        name, _, value = query.partition("=")
+        if query and (name != "id" or "&" in value):
+            raise InputError(f"{name}: must be no option of {kind}://, which takes one id alone, got {shown}")
+        named = check_id(value) if query else None
         rest = place.partition("://")[2]
         if kind == "file":
             path = unquote(rest)
             if not path.startswith("/") or set(rest) & set("#\0") or "\0" in path:
                 raise InputError(f"profile: must be file:///absolute/path, with %23 for # and %3F for ?, got {shown}")
             return cls("folder", path, shown, named)
+        if kind != "hf":
+            return cls("objects", place, shown, named)
         repository = _REPOSITORY.fullmatch(rest.rstrip("/"))
         if repository is None or ".." in rest:
             raise InputError(f"profile: must be hf://owner/name or hf://owner/name@revision, got {shown}")
@@ -112,19 +100,3 @@ def check_id(name: str) -> str:
     if _ID.fullmatch(name) is None:
         raise InputError(f"id: must be 32 lower-case hex digits, as cuvee profile show prints them, got {name!r:.80}")
     return name
-
-
-def _without_id(where: str, shown: str) -> tuple[str, str | None, list[str]]:
-    """Return a URL without the option `id`, the id, and the other options."""
-    place, _, query = where.partition("?")
-    named: str | None = None
-    options: list[str] = []
-    for pair in query.split("&") if query else ():
-        name, _, value = pair.partition("=")
-        if name != "id":
-            options.append(pair)
-        elif named is not None:
-            raise InputError(f"id: must be given once, got it twice in {shown}")
-        else:
-            named = check_id(value)
-    return place + (f"?{'&'.join(options)}" if options else ""), named, options

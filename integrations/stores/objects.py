@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.support.forks import tell_after_fork
@@ -61,7 +61,7 @@ _T = TypeVar("_T")
 
 
 class _Runtime:
-    """The process that uses obstore. Its threads do not survive a fork, and a call without them would never return."""
+    """The process that uses obstore."""
 
     process: int | None = None
 
@@ -96,14 +96,7 @@ class ObjectStore(Store):
         check_ttl(ttl)
         check_bytes("max_entry", max_entry)
         where, secrets = redacted(url), secrets_of(url)
-        scheme = url.partition("://")[0]
-        if scheme not in SCHEMES:
-            raise InputError(f"url: must begin with one of {', '.join(SCHEMES)} and '://', got {where}")
-        plain = scheme == "http" or any(os.environ.get(name, "").lower() == "true" for name in _ALLOW_HTTP)
-        try:
-            self._place = from_url(url, client_options={**_TIMEOUTS, "allow_http": plain}, retry_config=_RETRY)  # type: ignore[call-overload, unused-ignore]
-        except Exception as error:
-            raise InputError(f"url: obstore does not accept {where}: {_shown(error, secrets)}") from None
+        self._place = connect(url)
         self._label, self._ttl, self._secrets = f"object store {where}", ttl, secrets
         self._most = HEADER_BYTES + max_entry
         self._monitor = StoreMonitor(_log, self._label, secrets)
@@ -184,17 +177,10 @@ class ObjectStore(Store):
 
     def _read(self, path: str) -> bytes | None:
         """Return an object; None if it is too large. It stays, because other stores may allow larger entries."""
-        answer = obstore.get(self._place, path)
-        data = bytearray()
-        if answer.meta["size"] <= self._most:
-            for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
-                data += memoryview(chunk)
-                if len(data) > self._most:
-                    break
-            else:
-                return bytes(data)
-        self._monitor.unusable(path, f"more than the {self._most - HEADER_BYTES} bytes that max_entry_mb allows")
-        return None
+        data = read_object(self._place, path, self._most)
+        if data is None:
+            self._monitor.unusable(path, f"more than the {self._most - HEADER_BYTES} bytes that max_entry_mb allows")
+        return data
 
     def _there(self, path: str) -> bool:
         # An object that is too large to be read counts as absent, so that a smaller one can replace it.
@@ -230,9 +216,7 @@ class ObjectStore(Store):
             StoreError: it failed otherwise.
         """
         try:
-            if _Runtime.process not in (None, os.getpid()):
-                raise RuntimeError("a forked process cannot use obstore: start it by spawn")
-            _Runtime.process = os.getpid()
+            check_process()
             return request()
         except FileNotFoundError:
             return None
@@ -241,7 +225,7 @@ class ObjectStore(Store):
 
     def _failure(self, error: Exception) -> StoreError:
         """Count a failed operation; return the error to raise. What obstore adds for its developers is left out."""
-        return self._monitor.failure(RuntimeError(_shown(error, self._secrets)), with_type=False)
+        return self._monitor.failure(RuntimeError(shown_error(error, self._secrets)), with_type=False)
 
     def _map(self, function: Callable[[str], _T], items: Sequence[str]) -> list[_T]:
         """Apply `function` to each item, in threads if there are several; return the results in order."""
@@ -260,5 +244,43 @@ def _path(key: str) -> str:
     return f"{tenant}/{entry[:2]}/{entry}"
 
 
-def _shown(error: Exception, secrets: Sequence[str]) -> str:
+def connect(url: str) -> Any:
+    """Return obstore's object for a prefix, without connecting.
+
+    Raises:
+        InputError: it is none of `SCHEMES`, or obstore does not accept it.
+    """
+    where, scheme = redacted(url), url.partition("://")[0]
+    if scheme not in SCHEMES:
+        raise InputError(f"url: must begin with one of {', '.join(SCHEMES)} and '://', got {where}")
+    plain = scheme == "http" or any(os.environ.get(name, "").lower() == "true" for name in _ALLOW_HTTP)
+    options: dict[str, Any] = {"client_options": {**_TIMEOUTS, "allow_http": plain}, "retry_config": _RETRY}
+    try:
+        return from_url(url, **options)
+    except Exception as error:
+        raise InputError(f"url: obstore does not accept {where}: {shown_error(error, secrets_of(url))}") from None
+
+
+def read_object(place: Any, path: str, most: int) -> bytes | None:
+    """Return an object; None if it has more than `most` bytes, whatever size the server announces."""
+    answer = obstore.get(place, path)
+    data = bytearray()
+    if answer.meta["size"] > most:
+        return None
+    for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
+        data += memoryview(chunk)
+        if len(data) > most:
+            return None
+    return bytes(data)
+
+
+def check_process() -> None:
+    """Refuse to use obstore in a forked process: its threads do not survive, and a call without them never returns."""
+    if _Runtime.process not in (None, os.getpid()):
+        raise RuntimeError("a forked process cannot use obstore: start it by spawn")
+    _Runtime.process = os.getpid()
+
+
+def shown_error(error: Exception, secrets: Sequence[str]) -> str:
+    """Return the message of an error of obstore, without secrets and without what it adds for its developers."""
     return scrubbed(error, secrets).partition("\n\nDebug source")[0]

@@ -348,7 +348,8 @@ def profile_push(
     location = ProfileLocation.parse(where)
     if location.id is not None:
         raise InputError(f"WHERE: must be without an id, got {location.shown}: the profile in FILE has one")
-    with ProfileCollection.open(location) as collection, _waiting(f"pushing {file} to {location.shown}"):
+    collection = ProfileCollection.open(location)
+    with _waiting(f"pushing {file} to {location.shown}"):
         pushed = collection.push(file)
     if as_json:
         print_json({**asdict(pushed), "where": location.shown})
@@ -409,7 +410,8 @@ def profile_pull(
     layout = read_layout(path, torch.bfloat16)  # profiles serve caches of any dtype
     weights = None if other_weights else weight_fingerprints(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with ProfileCollection.open(location) as collection, _waiting(f"pulling from {location.shown}"):
+    collection = ProfileCollection.open(location)
+    with _waiting(f"pulling from {location.shown}"):
         pulled = collection.pull(layout, out, weights=weights, id=location.id)
     _show_profile(pulled.profile, out, as_json)
 

@@ -830,8 +830,8 @@ def test_the_profile_may_be_in_a_collection(tmp_path: Path, memory: Callable[...
     where = f"file://{tmp_path}/profiles"
     with pytest.raises(FileNotFoundError, match="no profile of this llama model"):
         make_adapter({**learned.params, "profile": where})
-    with ProfileCollection.open(where) as collection:
-        collection.push(learned.params["profile"])
+    collection = ProfileCollection.open(where)
+    collection.push(learned.params["profile"])
     of_model = memory({**learned.params, "profile": where})
     task = of_model.adapter.submit_store_task([object_key(1)], [learned.object(1)])
     assert of_model.stored(task) > 0 and of_model.counters["recognized_pages"] == 1

@@ -37,13 +37,13 @@ def out(tmp_path: Path) -> Path:
 
 def push(tmp_path: Path, number: int = 0, where: str = WHERE) -> str:
     small_profile(number).save(tmp_path / "pushed")
-    with ProfileCollection.open(where) as collection:
-        return collection.push(tmp_path / "pushed").id
+    collection = ProfileCollection.open(where)
+    return collection.push(tmp_path / "pushed").id
 
 
 def pull(out: Path, where: str = WHERE, **named: Any) -> PulledProfile:
-    with ProfileCollection.open(where) as collection:
-        return collection.pull(LAYOUT, out, **{"weights": WeightFingerprints((WEIGHTS,)), **named})
+    collection = ProfileCollection.open(where)
+    return collection.pull(LAYOUT, out, **{"weights": WeightFingerprints((WEIGHTS,)), **named})
 
 
 def refuses(out: Path, message: str, where: str = WHERE, **named: Any) -> None:
@@ -150,7 +150,7 @@ def test_a_size_that_is_not_told_is_refused(hub: FakeHub, tmp_path: Path, out: P
     commit = hub.branches["main"]
     untold = f'HTTP/1.1 200 OK\r\nX-Repo-Commit: {commit}\r\nETag: "abc"\r\nConnection: close\r\n\r\n'.encode()
     hub.tell = lambda method, path: iter([untold]) if method == "HEAD" else None
-    refuses(out, "must be at most 4096 bytes in hf://mine/profiles, got a file of unknown size")
+    refuses(out, "must be at most 4096 bytes in hf://mine/profiles, got more, or a file of unknown size")
 
 
 @pytest.mark.parametrize("sha", ["../../etc", None, "main", 7])

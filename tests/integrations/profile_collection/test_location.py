@@ -20,9 +20,8 @@ ID = "12ab" * 8
         ("/srv/a?b", ("folder", "/srv/a?b", None, None)),
         ("file:///srv/a%3Fb", ("folder", "/srv/a?b", None, None)),
         (f"file:///srv/p?id={ID}", ("folder", "/srv/p", ID, None)),
-        ("s3://bucket/p", ("store", "s3://bucket/p", None, None)),
-        (f"s3://bucket/p?max_entry_mb=9&id={ID}", ("store", "s3://bucket/p?max_entry_mb=9", ID, None)),
-        (f"redis://h:1/0?id={ID}&timeout=2", ("store", "redis://h:1/0?timeout=2", ID, None)),
+        ("s3://bucket/p", ("objects", "s3://bucket/p", None, None)),
+        (f"https://u:p@host/p?id={ID}", ("objects", "https://u:p@host/p", ID, None)),
         ("hf://me/p.x_1", ("hub", "me/p.x_1", None, None)),
         ("HF://me/p/", ("hub", "me/p", None, None)),
         (f"hf://me/p@refs/pr/1?id={ID}", ("hub", "me/p", ID, "refs/pr/1")),
@@ -38,16 +37,16 @@ def test_what_a_location_says(where: str, expected: tuple[str, str, str | None, 
     ("where", "message"),
     [
         ("", "profile: must name a folder"),
-        ("memory://", "profile: must be in one place that lasts"),
-        ("tiered:s3://a/b,s3://c/d", "profile: must be in one place that lasts"),
-        ("s3://b/p?ttl=7d", "ttl: must be left out where profiles are kept"),
-        ("redis://h:1/0?max_gb=8", "max_gb: must be left out"),
+        ("memory://", "profile: must name a folder, object storage"),
+        ("tiered:s3://a/b,s3://c/d", "profile: must name a folder, object storage"),
+        ("s3://b/p?ttl=7d", "ttl: must be no option of s3://"),
+        ("redis://h:1/0", "profile: must name a folder, object storage"),
         ("file:///srv?max_gb=8", "max_gb: must be no option of file://"),
         ("hf://me/p?branch=x", "branch: must be no option of hf://"),
         ("s3://b/p?id=12ab", "id: must be 32 lower-case hex digits, .* got '12ab'"),
         (f"s3://b/p?id={ID.upper()}", "id: must be 32 lower-case hex digits"),
         ("s3://b/p?id=../../../../../../../../etc/passwd", "id: must be 32 lower-case hex digits"),
-        (f"s3://b/p?id={ID}&id={ID}", "id: must be given once"),
+        (f"s3://b/p?id={ID}&id={ID}", "id: must be no option of s3://, which takes one id alone"),
         ("file://relative", "profile: must be file:///absolute/path"),
         ("file:///a%00b", "profile: must be file:///absolute/path"),
         ("hf://gpt2", "profile: must be hf://owner/name"),
@@ -73,12 +72,12 @@ def test_an_option_names_a_collection_by_a_url_or_as_a_folder(tmp_path: Path) ->
 
 
 def test_no_message_shows_a_secret(tmp_path: Path) -> None:
-    url = f"redis://user:verysecret@host:6379/0?id={ID}"
-    assert ProfileLocation.parse(url).shown == shown_profile(url) == f"redis://user:***@host:6379/0?id={ID}"
+    url = f"https://user:verysecret@host/p?id={ID}"
+    assert ProfileLocation.parse(url).shown == shown_profile(url) == f"https://user:***@host/p?id={ID}"
     assert shown_profile("/srv/a:b@c?d") == "/srv/a:b@c?d", "a path is no URL"
     options = CodingOptions(profile=url)
     assert "verysecret" not in repr(options) and "user:***@host" in repr(options)
-    for wrong in ("redis://user:verysecret@host:6379/0?ttl=1d", "redis://user:verysecret@host:6379/0?id=1"):
+    for wrong in ("https://user:verysecret@host/p?ttl=1d", "redis://user:verysecret@host:6379/0?id=1"):
         with pytest.raises(InputError) as caught:
             CodingOptions(profile=wrong)
         assert "verysecret" not in str(caught.value)

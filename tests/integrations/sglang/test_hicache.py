@@ -536,8 +536,8 @@ def test_the_profile_of_the_model_is_taken_from_a_collection(
         Profile(fitted.layout, fitted.group, fitted.source, fitted.family, fitted.learned, model=name).save(
             tmp_path / "p"
         )  # fmt: skip
-        with ProfileCollection.open(where) as collection:
-            pushed = collection.push(tmp_path / "p").id
+        collection = ProfileCollection.open(where)
+        pushed = collection.push(tmp_path / "p").id
     caplog.set_level("INFO")
     made = rank({"profile": where, "quality": "balanced"})
     (line,) = [record.message for record in caplog.records if "took profile" in record.message]

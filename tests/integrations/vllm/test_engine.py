@@ -195,8 +195,8 @@ def profile(folder: Path, books: Any) -> str:
     """A collection that holds a profile calibrated for the bundled model."""
     path, where = folder / "books.profile", f"file://{folder / 'profiles'}"
     books.profile.save(path)
-    with ProfileCollection.open(where) as collection:
-        collection.push(path)
+    collection = ProfileCollection.open(where)
+    collection.push(path)
     return where
 
 

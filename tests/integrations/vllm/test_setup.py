@@ -362,7 +362,8 @@ def model_path(tmp_path: Path) -> Path:
 
 
 def _push(profile: Profile, where: str) -> bytes:
-    with TemporaryDirectory() as folder, ProfileCollection.open(where) as collection:
+    with TemporaryDirectory() as folder:
+        collection = ProfileCollection.open(where)
         profile.save(f"{folder}/p")
         collection.push(f"{folder}/p")
     return profile.id

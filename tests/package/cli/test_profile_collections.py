@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("fsspec", reason="needs fsspec")
-
-from fsspec.implementations.memory import MemoryFileSystem
 from tests.integrations.profile_collection.fake_hub import REPOSITORY, fake_hub
 from tests.integrations.profile_collection.small_profiles import small_profile
+from tests.integrations.stores.fake_http import fake_http
 from tests.package.cli.running import fails, misused, run
 
 from cuvee.codec.data.bundled import bundled_model_path
@@ -40,8 +37,9 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "folder":
         yield f"file://{tmp_path}/collection"
     elif request.param == "bucket":
-        MemoryFileSystem.store.clear()
-        yield "fsspec+memory://bucket/profiles"
+        pytest.importorskip("obstore", reason="needs obstore")
+        with fake_http() as server:
+            yield server.url
     else:
         with fake_hub(tmp_path / "cache", monkeypatch):
             yield f"hf://{REPOSITORY}"
@@ -115,7 +113,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     identity = "0" * 32
     fails("profile", "push", tmp_path / "missing", tmp_path, match="no profile at")
     fails("profile", "push", tmp_path / "p", f"file://{tmp_path}?id={identity}", match="WHERE: must be without an id")
-    fails("profile", "push", tmp_path / "p", "memory://", match="must be in one place that lasts")
+    fails("profile", "push", tmp_path / "p", "memory://", match="must name a folder, object storage")
     fails("profile", "pull", MODEL, "hf://gpt2", *out, match="profile: must be hf://owner/name")
     fails("profile", "pull", MODEL, tmp_path, *out, "--other-weights", match="--other-weights: must come with an id")
     fails("profile", "pull", "/nowhere", tmp_path, *out, match="nowhere: no such model folder")
@@ -125,6 +123,6 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 
 def test_no_message_shows_a_password(tmp_path: Path) -> None:
     small_profile().save(tmp_path / "p")
-    url = "redis://user:verysecret@127.0.0.1:1/0"
+    url = "http://user:verysecret@127.0.0.1:1/kv"
     for command in (("push", tmp_path / "p", url), ("pull", MODEL, url, "-o", tmp_path / "out")):
         assert "verysecret" not in fails("profile", *command, match="127.0.0.1:1")
