@@ -10,51 +10,19 @@ import math
 import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
 
 import numpy as np
-import torch
-from tests.codec.forging import reseal, reseal_header, sections_of, with_section
-from tests.fuzz.blobs import MAX_TOKENS, SMALL, subjects
 from tests.fuzz.commands import _CONFIG, _good, _joined
 from tests.fuzz.entries import KEY, NOW
 from tests.fuzz.profiles import file_of, named_by_content, parts
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
-from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.profiles.profile import Profile
 
 CORPUS = Path(__file__).parent / "corpus"
-
-
-def _blobs() -> Iterator[tuple[str, bytes]]:
-    names = [subject.name for subject in subjects()]
-    # Zeros compress to almost no bytes: a valid blob of more tokens than allowed.
-    tokens = MAX_TOKENS + 904
-    at = names.index("small lossless")
-    layers = [(torch.zeros(tokens, x.kv_heads, 4), torch.zeros(tokens, x.kv_heads, 3)) for x in SMALL.layers]
-    zeros = KVChunk([keys for keys, _ in layers], [values for _, values in layers], replace(SMALL, max_positions=None))
-    bomb = Codec(Profile.unlearned(zeros.layout), "lossless").encode(zeros)
-    layout = subjects()[at].profile.layout.fingerprint
-    yield "bomb", bytes([at]) + reseal_header(bomb[:32] + layout + bomb[48:], len(SMALL.layers))
-    at = names.index("correlated transform")
-    blob = subjects()[at].blob
-    yield "tokens-without-streams", bytes([at]) + reseal(blob, [bytes(2048)] * 2, tokens=2048 * 128)
-    section = bytearray(sections_of(blob)[0])
-    struct.pack_into("<Q", section, 0, (1 << 64) - 1)
-    yield "counts-overflow", bytes([at]) + with_section(blob, bytes(section))
-    at = names.index("correlated classes")
-    blob = subjects()[at].blob
-    many = struct.pack("<IIB3xII", 0, 0, 7, 0, 1 << 16) + struct.pack("<I", 1 << 16) * 340 + bytes(2 * 340)
-    yield "classes-without-words", bytes([at]) + reseal(blob, [many] * 2, tokens=340 * 128)
-    section = bytearray(sections_of(blob)[0])
-    struct.pack_into("<I", section, 12, (1 << 32) - 1)
-    yield "class-words-overflow", bytes([at]) + with_section(blob, bytes(section))
 
 
 def _profiles() -> Iterator[tuple[str, bytes]]:
@@ -95,7 +63,6 @@ def _entries() -> Iterator[tuple[str, bytes]]:
 
 def cases() -> Iterator[tuple[str, bytes]]:
     """Yield names and bytes of the cases."""
-    yield from (("blob-" + name, data) for name, data in _blobs())
     yield from (("profile-" + name, data) for name, data in _profiles())
     yield from (("envelope-" + name, data) for name, data in _entries())
     config = {**_CONFIG, "num_hidden_layers": None}
