@@ -63,7 +63,8 @@ class Setting:
             return cls(Scheme.LOSSLESS)
         if finer := profile.least_promise(quality, plain=plain):
             of = " of chunks without token ids" if plain else ""
-            _log.info("%s=%.3g is below %.3g, the least that the profile's curve%s reaches: lossless", *finer, of)
+            reached = "the least that the profile's curve%s reaches: lossless instead"
+            _log.info(f"%s=%.3g is below %.3g, {reached}", *finer, of)
             return cls(Scheme.LOSSLESS)
         index = profile.resolve(quality, plain=plain)
         # A base and its refinement have the error of one blob at the refinement's step.

@@ -171,9 +171,7 @@ class Quality:
         """
         if isinstance(quality, Quality):
             if limits:
-                raise InputError(
-                    f"quality: must be all that is asked for if it is a Quality, got {', '.join(limits)}, too"
-                )
+                raise InputError(f"quality: must come alone if it is a Quality, got {', '.join(limits)}, too")
             return quality
         asked = (quality, *(limits.get(name) for name in ("kl", "bits", "ratio", "step")))
         return cls(default if asked == (None,) * 5 else quality, **limits)

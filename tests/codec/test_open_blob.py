@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.conftest import decoded_layers
 
-from cuvee.codec import codec as module
+from cuvee.codec import opening as module
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
