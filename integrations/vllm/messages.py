@@ -96,7 +96,7 @@ class Aim:
         kl_max: most nats per token that the load's tokens may lose in the mean; None: no limit.
         rest: tokens of the prompt behind the load, which are computed in any case.
         queued: tokens that the engine computes before it can begin with this prompt.
-        prefill: what computing costs: the coefficients and the spread of a `loading.LinearCost`.
+        prefill: what computing costs: the coefficients and the spread of a `LinearCost`.
     """
 
     seconds: float | None

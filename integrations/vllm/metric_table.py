@@ -88,8 +88,6 @@ METRICS: dict[str, Metric] = {
         Metric("recomputed_tokens", "counter", "Tokens of failed loads that were recomputed, of all ranks."),
         Metric("fetched_parts", "counter", "Parts of chunks that loads have fetched, of all ranks; with refinements, a "
                "deadline or kl_max.", "part", PARTS),
-        Metric("canceled_parts", "counter", "Parts that planned loads had asked for and no longer wanted, of all "
-               "ranks."),
         Metric("bad_refinements", "counter", "Refinements that were damaged or belong to another base, of all ranks: "
                "deleted, and their chunks loaded without them."),
         Metric("loaded_at", "counter", "Tokens loaded from so many parts of their chunks, of all ranks; with "

@@ -25,8 +25,8 @@ from typing import Any
 from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.identity import Identity
 from cuvee.integrations.adapters import Adapters
+from cuvee.integrations.costs import prefill_quantities
 from cuvee.integrations.guard import Guard
-from cuvee.integrations.loading import prefill_quantities
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.blending.planning import BlendPlanner

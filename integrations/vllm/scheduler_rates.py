@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from cuvee.integrations.loading import LinearCost
+from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.vllm.decision import BlendPays, BreakEven, Estimate, load_work
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
@@ -61,7 +61,7 @@ class Rates:
         Args:
             plan: of the step.
             prompt_tokens: that the step computes.
-            looked_at: what these look at, as `loading.prefill_quantities`.
+            looked_at: what these look at, as `prefill_quantities`.
             scheduled: all tokens that the step computes.
         """
         mostly_prefill = 2 * prompt_tokens >= max(scheduled, 2 * _LEAST_PREFILL)

@@ -21,16 +21,8 @@ from queue import Empty, SimpleQueue
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.identity import store_key
 from cuvee.codec.part_keys import part_key
-from cuvee.integrations.loading import (
-    Decode,
-    Fetch,
-    LinearCost,
-    LinkRate,
-    LoadPlanner,
-    LoadRequest,
-    Start,
-    Step,
-)
+from cuvee.integrations.costs import LinearCost
+from cuvee.integrations.loading import Decode, Fetch, LinkRate, LoadPlanner, LoadRequest, Step
 from cuvee.integrations.vllm.messages import Aim, Entry
 from cuvee.integrations.vllm.metric_table import PARTS
 from cuvee.integrations.vllm.worker_restore import LoadJob, Planned, Restorer
@@ -106,8 +98,6 @@ class _Run:
         self._events: SimpleQueue[_Answer | _Decoded] = SimpleQueue()
         self._parts: list[list[bytes | None]] = [[None] * self._state.parts for _ in self._entries]
         self._keys: list[str] = []
-        self._given_up: set[int] = set()  # ids of requests
-        self._requests: list[Fetch] = []  # keeps their ids from being used again
         self._levels = [0] * len(self._entries)  # of how many parts each entry was decoded
         self._lost = False
         self._incomplete: set[int] = set()  # entries without all of their refinements
@@ -116,14 +106,14 @@ class _Run:
         job, state = self._job, self._state
         if job.over:  # given up before a thread was free for it
             return
-        # A request that a plan gave up may still hang in the store, and no one waits for it.
+        # A request of an earlier load may still hang in the store, and no one waits for it.
         state.store.overdue("get_many", state.timeout)
         planner = self._planner()
         while not job.over:
             with self._loads.lock:
                 step = planner.next(time.monotonic())
             if step.start is not None:
-                self._end(step.start)
+                self._end(len(step.start))
                 return
             self._carry_out(step)
             try:
@@ -144,7 +134,6 @@ class _Run:
             own = tiers[at * state.parts : (at + 1) * state.parts]
             expected = state.figures.expected(entry.tokens, own)
             chunks.append(replace(expected, tokens=len(load.placed(entry))))
-        now = time.monotonic()
         begun = self._job.begun
         first, second, spread = aim.prefill
         prefill = LinearCost(first, second, spread)
@@ -154,14 +143,10 @@ class _Run:
             engine_free=begun + aim.queued * first,
         )  # fmt: skip
         with self._loads.lock:
-            return LoadPlanner(request, self._loads.links(sorted(set(tiers))), prefill, self._loads.decode, now)
+            return LoadPlanner(request, self._loads.links(sorted(set(tiers))), prefill, self._loads.decode)
 
     def _carry_out(self, step: Step) -> None:
-        for fetch in step.cancel:
-            self._given_up.add(id(fetch))
-            self._state.recorder.count("canceled_parts", len(fetch.parts))
         for fetch in step.fetch:
-            self._requests.append(fetch)
             self._loads.pools.fetchers.submit(self._fetch, fetch)
         if step.decode is not None:
             if self._state.codec.on_device(self._state.pages.device):
@@ -177,9 +162,7 @@ class _Run:
                 if event.problem is None:
                     planner.decoded(now)
                 else:
-                    self._leave_out(event, planner, now)
-            return
-        if id(event.fetch) in self._given_up:
+                    self._leave_out(event, planner)
             return
         missing = tuple(part for part in event.fetch.parts if part not in event.parts)
         for (chunk, number), (key, part) in event.parts.items():
@@ -190,19 +173,16 @@ class _Run:
         for chunk, number in missing:
             self._lack(chunk, number)
         with self._loads.lock:
-            if missing:
-                planner.failed(event.fetch, now, missing)
-            else:
-                planner.arrived(event.fetch, now)
+            planner.arrived(event.fetch, now, missing)
 
-    def _leave_out(self, event: _Decoded, planner: LoadPlanner, now: float) -> None:
+    def _leave_out(self, event: _Decoded, planner: LoadPlanner) -> None:
         """Leave out the last part of what does not decode. If that was not to blame, the one before is next."""
         chunk, number = event.what.chunk, event.what.parts - 1
         logger.debug("cuvee: part %d of an entry is left out: %s", number, event.problem)
         if event.blames_blob:
             self._job.bad.append((self._keys[chunk], number))
         self._lack(chunk, number)
-        planner.decode_failed(number, now)
+        planner.decode_failed(number)
 
     def _lack(self, chunk: int, number: int) -> None:
         """Note that a part of an entry is not to be had."""
@@ -216,7 +196,7 @@ class _Run:
         found: Mapping[tuple[int, int], tuple[str, bytes]] = {}
         begun = time.monotonic()
         try:
-            if id(fetch) not in self._given_up and not self._job.over:
+            if not self._job.over:
                 found = self._get(fetch)
         except Exception as error:
             logger.warning("cuvee: request %s: parts could not be fetched: %s", self._job.load.request, error)
@@ -261,16 +241,15 @@ class _Run:
             self._state.recorder.count("decode_seconds", time.monotonic() - begun)
             self._events.put(outcome)
 
-    def _end(self, start: Start) -> None:
+    def _end(self, chunks: int) -> None:
         """Note what is in place. What is still on its way is not waited for."""
         job, load = self._job, self._job.load
-        self._given_up.update(map(id, self._requests))
-        poor = [self._entries[at].digest for at in sorted(self._incomplete) if at >= start.chunks]
+        poor = [self._entries[at].digest for at in sorted(self._incomplete) if at >= chunks]
         with job.lock:
             if job.over:
                 return
-            for entry in self._entries[: start.chunks]:
+            for entry in self._entries[:chunks]:
                 self._loads.restorer.count(entry)
                 job.valid_until = max(job.valid_until, min(entry.end, load.end))
-            job.parts = self._levels[: start.chunks]
+            job.parts = self._levels[:chunks]
             job.planned = Planned(self._lost, tuple(poor))

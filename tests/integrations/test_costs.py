@@ -1,0 +1,68 @@
+"""`LinearCost`: what it learns from measurements, and what it forgets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.costs import WINDOW, LinearCost, prefill_quantities
+
+
+def test_prefill_is_learned_with_its_attention() -> None:
+    cost = LinearCost(1e-3, 0.0)
+    for start in (0, 1024, 4096):
+        for tokens in (256, 512, 2048):
+            x, y = prefill_quantities(start, start + tokens)
+            cost.observe(x, y, 4e-4 * x + 2e-8 * y)
+    assert cost.samples == 9
+    assert (cost.first, cost.second) == pytest.approx((4e-4, 2e-8), rel=0.02) and cost.spread < 0.1
+    x, y = prefill_quantities(8192, 9216)
+    assert cost(x, y) == pytest.approx(4e-4 * x + 2e-8 * y, rel=0.02)
+
+
+def test_loads_of_several_lengths_tell_latency_from_bandwidth() -> None:
+    cost = LinearCost(1e-3, 1e-4)
+    for tokens in (64, 256, 1024, 4096, 512):
+        cost.observe(1.0, tokens, 0.02 + 1e-5 * tokens)
+    assert (cost.first, cost.second) == pytest.approx((0.02, 1e-5), rel=0.05)
+
+
+def test_quantities_that_samples_do_not_tell_apart_share_the_cost() -> None:
+    cost = LinearCost(1e-3, 1e-6)
+    for _ in range(8):
+        cost.observe(256, 100_000, 0.05)
+    assert cost(256, 100_000) == pytest.approx(0.05, rel=0.02)
+    assert cost(512, 200_000) == pytest.approx(0.1, rel=0.02)
+
+
+@pytest.mark.parametrize("slow", [0, 3])
+def test_samples_that_compile_count_little(slow: int) -> None:
+    cost = LinearCost(1e-3, 0.0)
+    for at in range(6):
+        cost.observe(512, 0, 0.1 * (100 if at == slow else 1))
+    assert cost(512, 0) == pytest.approx(0.1, rel=0.05)
+
+
+def test_old_costs_are_forgotten_and_none_is_negative() -> None:
+    cost = LinearCost(1e-3, 0.0)
+    for _ in range(20):
+        cost.observe(256, 0, 0.2)
+    for _ in range(12):
+        cost.observe(256, 0, 0.05)
+    assert cost(256, 0) < 0.11
+    for _ in range(WINDOW):
+        cost.observe(256, 0, 0.05)
+    assert cost(256, 0) == pytest.approx(0.05, rel=0.02)
+    for seconds, y in ((0.1, 1000), (0.05, 9000)):  # a longer one was quicker
+        cost.observe(256, y, seconds)
+    assert cost.first >= 0 and cost.second >= 0
+
+
+@pytest.mark.parametrize("sample", [(0, 0, 1.0), (-1, 0, 1.0), (1, 0, 0.0), (1, 0, math.inf), (math.nan, 0, 1.0)])
+def test_measurements_are_checked(sample: tuple[float, float, float]) -> None:
+    cost = LinearCost(1e-3, 0.0)
+    with pytest.raises(InputError, match="x, y, seconds: must be finite"):
+        cost.observe(*sample)
+    assert cost.samples == 0 and cost(1, 0) == 1e-3
