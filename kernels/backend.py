@@ -148,7 +148,7 @@ class TritonBackend:
     def _scheme(self, coding: Coding, cache: PagedCache) -> DeviceScheme:
         # A bfloat16 product is as precise as a bfloat16 or FP8 cache; float16 has a longer mantissa.
         product = torch.bfloat16 if cache.dtype == torch.bfloat16 or cache.scaled else torch.float32
-        how = (coding.scheme, coding.step_index, coding.dtype, coding.predicted)
+        how = (coding.scheme, coding.step_index, coding.dtype, coding.predicted, coding.refinements)
         key = (coding.profile.id, how, cache.device, product)
         with self._making:
             if key not in self._schemes:
@@ -163,9 +163,9 @@ class TritonBackend:
         device, layout = cache.device, replace(coding.profile.layout, dtype=coding.dtype)
         if coding.scheme is Scheme.LOSSLESS:
             return LosslessDevice(layout, Geometry(layout, partition(layout, "unit"), device), device)
-        if coding.refinements:
-            raise InputError("refinements: must be 0 on a GPU, got 1: encode and decode parts on the CPU")
-        plan = TransformPlan(coding.profile, coding.step_index, device, product, coding.predicted)
+        plan = TransformPlan(
+            coding.profile, coding.step_index, device, product, coding.predicted, coding.refinements > 0
+        )
         return TransformDevice(coding, plan, self._family_tables(plan.family, device))
 
     def _family_tables(self, family: Family, device: torch.device) -> FamilyTables:

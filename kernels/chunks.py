@@ -13,7 +13,7 @@ import torch
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.sections import Section
-from cuvee.kernels.jobs import I64, ChunkField, JobField, Status, TileField
+from cuvee.kernels.jobs import I64, ChunkField, Status, TileField
 from cuvee.kernels.ops.arguments import CacheView
 from cuvee.kernels.ops.pages import contiguity, place_row
 
@@ -70,19 +70,6 @@ def chunk_table(tokens: Sequence[int], sources: Sequence[int], targets: Sequence
     table[:, ChunkField.SOURCE] = sources
     table[:, ChunkField.TARGET] = targets
     return table
-
-
-def encoding_tables(slots: Sequence[torch.Tensor], starts: Sequence[int], sections: int) -> tuple[I64, I64]:
-    """Return the tables `chunks` and `jobs` of chunks to encode: each job has its plan, chunk and tokens.
-
-    Plans have the numbers of a chunk's sections.
-    """
-    tokens = [len(at) for at in slots]
-    jobs = np.zeros((len(slots) * sections, len(JobField)), np.int64)
-    jobs[:, JobField.PLAN] = np.tile(np.arange(sections), len(slots))
-    jobs[:, JobField.CHUNK] = np.repeat(np.arange(len(slots)), sections)
-    jobs[:, JobField.TOKENS] = np.repeat(tokens, sections)
-    return chunk_table(tokens, starts, starts), jobs
 
 
 def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.support.arrays import F32
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import Centers
-from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField
+from cuvee.kernels.jobs import I64, BlockField, ChunkField, job_table
 from cuvee.kernels.ops.analyze import analyze
 from cuvee.kernels.ops.arguments import ChunkBatch
 from cuvee.kernels.tiles import TileLayout
@@ -95,10 +95,10 @@ class DevicePredictor:
             following: of each chunk, the number of tokens after it.
         """
         tokens = int(chunks[:, ChunkField.TOKENS].sum())
-        jobs = np.zeros((len(chunks), self._of_all, len(JobField)), np.int64)
-        jobs[:, self.sections, JobField.LEVELS] = np.arange(len(self.sections)) * self.components * tokens
-        jobs[:, :, JobField.LEVELS] += chunks[:, None, ChunkField.FIRST]
-        jobs[:, :, JobField.STRIDE] = tokens
+        at = np.zeros((len(chunks), self._of_all), np.int64)
+        at[:, self.sections] = np.arange(len(self.sections)) * self.components * tokens
+        at += chunks[:, ChunkField.FIRST, None]
+        jobs = job_table(at.size, coefficients=at.ravel(), stride=tokens)
         last = self._limits.shape[1] - 1
         positions = [
             np.minimum(source + np.arange(count), last)
@@ -110,7 +110,7 @@ class DevicePredictor:
             predictor.bias - torch.cat([finer_near_end(predictor.recency, *at) for at in places])
             for predictor in self._predictors
         ]
-        return jobs.reshape(-1, len(JobField)), np.concatenate(positions), torch.stack(levels).numpy()
+        return jobs, np.concatenate(positions), torch.stack(levels).numpy()
 
     def offsets(
         self,

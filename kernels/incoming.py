@@ -1,4 +1,4 @@
-"""Incoming blobs: verify them, pack them for the device, find their parts.
+"""Incoming blobs, with their refinements: verify them, pack them for the device, find their parts.
 
 The host checks what it can without touching every byte twice: checksums, and that the parts of each coded section
 fill it exactly (`FORMAT.md`). What only the streams themselves can tell, the kernels flag in `Status`.
@@ -13,20 +13,23 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import DecodeRequest
-from cuvee.codec.errors import FormatError
+from cuvee.codec.errors import CuveeError
+from cuvee.codec.format import rules
 from cuvee.codec.format.container import read_sections
-from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM_LOG2
+from cuvee.codec.format.rules import rule_error
+from cuvee.codec.format.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2
 from cuvee.codec.paged import PagedCache
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join
-from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField
+from cuvee.kernels.jobs import I64, ChunkField, JobField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch
-from cuvee.kernels.ops.coded_part import CLASS_HEADER_BYTES, HEADER_BYTES, long_lengths
+from cuvee.kernels.ops.coded_part import HEADER_BYTES, long_lengths
 from cuvee.kernels.upload import Packed, Upload, for_each
-from cuvee.kernels.workspace import place_jobs
 
 
 class Incoming:
-    """Verified blobs of a batch, packed for the device, with the table of their jobs.
+    """Verified blobs of a batch, packed for the device.
+
+    A job is one section of a blob: first those of all blobs or bases, chunk-major, then those of their refinements.
 
     Args:
         chunks: the blobs.
@@ -34,12 +37,15 @@ class Incoming:
         cache: the cache that they are decoded into.
 
     Attributes:
-        upload: the arrays to send; add to it before `pack`.
-        jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
+        upload: the arrays to send; add to it before `upload.pack`.
+        count: jobs of each part, chunks * sections.
+        parts: blobs of each chunk: 1, or 2 with a refinement.
+        tokens: `[count]`, of each job of a part.
         chunks: int64 `[chunks, len(ChunkField)]`.
         slots: int64, slots of all chunks in a row.
         max_tokens: tokens of the longest chunk.
         views: bytes of each job's section.
+        names: of the jobs, for messages.
 
     Raises:
         CorruptError: a checksum does not match.
@@ -50,36 +56,80 @@ class Incoming:
         self.chunks = chunk_table(
             [h.tokens for h in headers], [h.start for h in headers], [chunk.blob_start for chunk in chunks]
         )
-        self.jobs = np.zeros((len(chunks) * len(sections), len(JobField)), np.int64)
-        self.jobs[:, JobField.CHUNK] = np.repeat(np.arange(len(chunks)), len(sections))
-        self.jobs[:, JobField.TOKENS] = np.repeat(self.chunks[:, ChunkField.TOKENS], len(sections))
+        self.count, self.parts = len(chunks) * len(sections), 1 + len(chunks[0].refinements)
+        self.tokens = np.repeat(self.chunks[:, ChunkField.TOKENS], len(sections))
         self.slots = join([chunk.every_slot for chunk in chunks])
         self.max_tokens = int(self.chunks[:, ChunkField.TOKENS].max())
         self._sections = sections
         self.upload = Upload()
-        self._at_jobs = self.upload.add(self.jobs)
+        self._blank = np.zeros((self.parts * self.count, len(JobField)), np.int64)
+        self._at_jobs = self.upload.add(self._blank)
         self._at_chunks = self.upload.add(self.chunks)
         self._memory = CacheMemory.of(cache)
         self._at_memory = {name: self.upload.add(array) for name, array in self._memory.named().items()}
         self.views: list[memoryview] = []
+        self.names: list[str] = []
         self._begin: list[int] = []
-        self._names: list[str] = []
+        blobs = [[(chunk.blob, chunk.header), *chunk.refinements] for chunk in chunks]
+        flat = [(part, *own[part]) for part in range(self.parts) for own in blobs]
         verified = for_each(
-            lambda chunk: read_sections(chunk.blob, chunk.header, sections), chunks, sum(len(c.blob) for c in chunks)
+            lambda each: read_sections(each[1], each[2], sections), flat, sum(len(blob) for _, blob, _ in flat)
         )
-        for chunk, views in zip(chunks, verified, strict=True):
+        for number, ((part, blob, header), views) in enumerate(zip(flat, verified, strict=True)):
             size = sum(map(len, views))
-            offset = chunk.header.section_offset(sections.start)
-            at = self.upload.add(memoryview(chunk.blob)[offset : offset + size])
+            offset = header.section_offset(sections.start)
+            at = self.upload.add(memoryview(blob)[offset : offset + size])
+            name = f"{'refinement of ' if part else ''}blob {chunks[number % len(chunks)].number}"
             for index, view in zip(sections, views, strict=True):
                 self.views.append(view)
                 self._begin.append(at)
-                self._names.append(f"section {index} of blob {chunk.number}")
+                self.names.append(f"section {index} of {name}")
                 at += len(view)
+
+    def offset(self, job: int) -> int:
+        """Return the offset of a job's section in the upload."""
+        return self._begin[job]
+
+    def read(
+        self,
+        packed: Packed,
+        planes: I64,
+        coded: Sequence[int] | None = None,
+        which: I64 | None = None,
+        one_class: bool = False,
+    ) -> dict[str, I64]:
+        """Find the parts of the coded sections: fields of jobs, by their names in lower case, all 0 for other jobs.
+
+        Args:
+            packed: the upload on the host.
+            planes: of each job, the most that a token may have.
+            coded: where in the section of each job its coded part begins; default: at once.
+            which: the jobs that have a coded part; default: all.
+            one_class: whether all tokens have one class.
+
+        Raises:
+            FormatError: parts that do not fill their section.
+        """
+        which = np.arange(len(self.views)) if which is None else which
+        begin = np.array(self._begin, np.int64)
+        end = begin + np.array([len(view) for view in self.views], np.int64)
+        if coded is not None:
+            begin += np.array(coded, np.int64)
+        tokens = np.tile(self.tokens, self.parts)[which]
+        names = [self.names[job] for job in which]
+        found = read_coded(packed.bytes.numpy(), begin[which], end[which], tokens, planes[which], names, one_class)
+        out = {name: np.zeros(len(self.views), np.int64) for name in found}
+        for name, values in found.items():
+            out[name][which] = values
+        return out
+
+    def fill_in(self, packed: Packed, jobs: I64) -> None:
+        """Copy the table of jobs into the upload on the host."""
+        packed.host(self._at_jobs, self._blank)[:] = jobs
 
     def device_jobs(self, sent: Packed) -> torch.Tensor:
         """Return the jobs on the device, given the upload there."""
-        return sent.view(self._at_jobs, self.jobs)
+        return sent.view(self._at_jobs, self._blank)
 
     def chunk_batch(self, sent: Packed, status: torch.Tensor) -> ChunkBatch:
         """Return the chunks in the form that launches take.
@@ -101,73 +151,12 @@ class Incoming:
         memory = {name: sent.view(self._at_memory[name], array) for name, array in self._memory.named().items()}
         return self._memory.view(memory, self.slots, tiles)
 
-    def offset(self, job: int) -> int:
-        """Return the offset of a job's section in the upload."""
-        return self._begin[job]
 
-    def name(self, job: int) -> str:
-        """Return the name of a job's section, for messages."""
-        return self._names[job]
-
-    def pack(
-        self, device: torch.device, plans: I64, coded: Sequence[int] | None = None, which: I64 | None = None
-    ) -> tuple[Packed, int, int]:
-        """Describe the jobs and pack everything into one buffer, for tokens without classes.
-
-        Args:
-            device: where it will go.
-            plans: `[Q, len(PlanField)]`, which the jobs' PLAN names already.
-            coded: where in the section of each job its coded part begins; default: at once.
-            which: the jobs that have a coded part; default: all.
-
-        Returns:
-            the buffer, and the sizes of the byte planes (bytes) and of the coefficients (elements).
-
-        Raises:
-            FormatError: parts that do not fill their section.
-        """
-        packed, _ = self.read(device, plans[self.jobs[:, JobField.PLAN], PlanField.PLANES], coded, which)
-        return packed, *self.place(packed, plans)
-
-    def read(
-        self,
-        device: torch.device,
-        planes: I64,
-        coded: Sequence[int] | None = None,
-        which: I64 | None = None,
-        class_planes: I64 | None = None,
-    ) -> tuple[Packed, npt.NDArray[np.bool_]]:
-        """Pack everything into one buffer and fill in the fields that the coded parts give; call `place` next.
-
-        Args:
-            device: as for `pack`, as are `coded` and `which`.
-            planes: of each job, if its tokens have no classes.
-            coded: see there.
-            which: see there.
-            class_planes: of the finest class of each job; -1: its tokens may have none; None: no job's may.
-
-        Returns:
-            the buffer, and a mask over `which` of the jobs whose tokens have classes.
-        """
-        packed = self.upload.pack(device)
-        which = np.arange(len(self.jobs)) if which is None else which
-        begin = np.array(self._begin, np.int64)
-        end = begin + np.array([len(view) for view in self.views], np.int64)
-        if coded is not None:
-            begin += np.array(coded, np.int64)
-        jobs = self.jobs[which]
-        classed = read_coded(
-            packed.bytes.numpy(), begin[which], end[which], jobs[:, JobField.TOKENS], planes[which], jobs,
-            [self._names[job] for job in which], None if class_planes is None else class_planes[which],
-        )  # fmt: skip
-        self.jobs[which] = jobs
-        return packed, classed
-
-    def place(self, packed: Packed, plans: I64) -> tuple[int, int]:
-        """Assign places to the jobs, see `place_jobs`, and copy the jobs into the buffer."""
-        sizes = place_jobs(self.jobs, plans)
-        packed.host(self._at_jobs, self.jobs)[:] = self.jobs
-        return sizes
+def job_error(rule: int, name: str, *numbers: int) -> CuveeError:
+    """Return `rule_error` about a section that has a name."""
+    error = rule_error(rule, *numbers)
+    text = str(error)
+    return type(error)(text.replace("a section" if "a section" in text else "section", name, 1))
 
 
 def read_coded(
@@ -176,73 +165,61 @@ def read_coded(
     end: I64,
     tokens: I64,
     planes: I64,
-    jobs: I64,
-    names: list[str],
-    class_planes: I64 | None = None,
-) -> npt.NDArray[np.bool_]:
-    """Find the parts of coded sections and fill them into `jobs` `[J, len(JobField)]`.
+    names: Sequence[str],
+    one_class: bool = False,
+) -> dict[str, I64]:
+    """Find the parts of coded sections: fields of jobs `[J]`, by their names in lower case.
 
     Args:
         data: bytes that hold the coded parts.
         begin: `[J]` where each coded part begins, a multiple of four.
         end: `[J]` where it must end.
         tokens: `[J]` tokens of each job.
-        planes: `[J]` byte planes of each job, if its tokens have no classes.
-        jobs: the table; the columns STATES … PER_STREAM, LONG_LENGTHS and CLASS_WORDS … CLASS_STATE are written.
+        planes: `[J]` the most byte planes that a token of each job may have.
         names: of each job, for messages.
-        class_planes: `[J]` byte planes of the finest class; -1: a job's tokens may have no classes; None: no job's may.
-
-    Returns:
-        `[J]` whose tokens have classes.
+        one_class: whether all tokens have one class, and no escapes.
 
     Raises:
         FormatError: parts that do not fill their section.
     """
 
-    def require(good: npt.NDArray[np.bool_], what: str) -> None:
+    def require(good: npt.NDArray[np.bool_], rule: int, missing: I64 | None = None) -> None:
         if not good.all():
-            raise FormatError(f"{names[int(np.argmin(good))]}: {what}")
+            job = int(np.argmin(good))
+            raise job_error(rule, names[job], *([] if missing is None else [int(missing[job])]))
 
-    require(end - begin >= HEADER_BYTES, "ends before its stream header does")
+    states = begin + HEADER_BYTES
+    require(end >= states, rules.SHORT, states - end)
     words32, words16 = data.view(np.uint32), data.view(np.uint16)
-    at = begin // 4
-    words, escapes = words32[at].astype(np.int64), words32[at + 1].astype(np.int64)
-    packed = words32[at + 2].astype(np.int64)
-    classed: npt.NDArray[np.bool_] = packed >> 8 == 1
-    require((packed & 0xFF <= MAX_TOKENS_PER_STREAM_LOG2) & (packed >> 9 == 0), "has a stream header out of range")
-    allowed = np.zeros(len(jobs), np.bool_) if class_planes is None else class_planes >= 0
-    require(~classed | allowed, "has token classes, which its scheme does not")
-    states = begin + HEADER_BYTES + np.where(classed, CLASS_HEADER_BYTES, 0)
-    require(end >= states, "ends before its stream header does")
-    class_words, class_state = (
-        np.where(classed, words32[np.where(classed, at + place, 0)], 0).astype(np.int64) for place in (3, 4)
-    )
-    per_stream = np.left_shift(np.int64(1), packed & 0xFF)
+    words, escapes, log2, class_words, class_state = (words32[begin // 4 + i].astype(np.int64) for i in range(5))
+    require(log2 <= MAX_TOKENS_PER_STREAM_LOG2, rules.HEADER)
+    require(class_state >= LOWER_BOUND, rules.CLASS_STATE)
+    if one_class:
+        require((class_words == 0) & (escapes == 0) & (class_state == LOWER_BOUND), rules.ONE_CLASS)
+    per_stream = np.left_shift(np.int64(1), log2)
     streams = -(-tokens // per_stream)
-    long = long_lengths(np.where(classed, planes if class_planes is None else class_planes, planes), per_stream)
+    long = long_lengths(planes, per_stream)
     lengths = states + 4 * streams
     first_class = lengths + streams * (2 + 2 * long)
     first_word = first_class + 2 * class_words
     last_word = first_word + 2 * words
     listed = last_word + (begin - last_word) % 4
-    require(listed + 8 * escapes == end, "is not filled exactly by its streams and escapes")
+    ends = listed + 8 * escapes
+    require(ends <= end, rules.SHORT, ends - end)
+    require(ends == end, rules.LONG, end - ends)
     padded = listed != last_word
-    zero = words16[np.where(padded, last_word // 2, 0)] == 0
-    require(zero | ~padded, "has padding that is not zero")
-    for field, value in (
-        (JobField.STATES, states // 4),
-        (JobField.LENGTHS, lengths // 2),
-        (JobField.WORDS, first_word // 2),
-        (JobField.ESCAPES, listed // 4),
-        (JobField.WORD_COUNT, words),
-        (JobField.ESCAPE_COUNT, escapes),
-        (JobField.STREAMS, streams),
-        (JobField.TOKENS, tokens),
-        (JobField.PER_STREAM, per_stream),
-        (JobField.LONG_LENGTHS, long),
-        (JobField.CLASS_WORDS, first_class // 2),
-        (JobField.CLASS_WORD_COUNT, class_words),
-        (JobField.CLASS_STATE, class_state),
-    ):
-        jobs[:, field] = value
-    return classed
+    require((words16[np.where(padded, last_word // 2, 0)] == 0) | ~padded, rules.PADDING)
+    return {
+        "states": states // 4,
+        "lengths": lengths // 2,
+        "words": first_word // 2,
+        "escapes": listed // 4,
+        "word_count": words,
+        "escape_count": escapes,
+        "streams": streams,
+        "per_stream": per_stream,
+        "long_lengths": long,
+        "class_words": first_class // 2,
+        "class_word_count": class_words,
+        "class_state": class_state,
+    }

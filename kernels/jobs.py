@@ -1,16 +1,18 @@
 """Descriptor tables of the kernels: one launch handles many chunks, layers and groups.
 
 All are int64 `[rows, FIELDS]` on the device; each enumeration names the fields of a row. A *job* is one coded part: one
-section of one chunk. A *plan* says how the components of a section are coded
-(`CodingPlan` on the device). A *chunk* is a run of tokens and where they go. A *place* is one unit (K or V of a layer)
-in memory. A *tile* is a piece of one head that a program produces or reads: up to `PAIRS` pairs of dimensions that RoPE
-turns together.
+section of one chunk, or of its refinement. A *plan* says how the components of one class of a section's tokens are
+coded (`CodingPlan` on the device). A *chunk* is a run of tokens and where they go. A *place* is one unit (K or V of a
+layer) in memory. A *tile* is a piece of one head that a program produces or reads: up to `PAIRS` pairs of dimensions
+that RoPE turns together.
 
-Offsets count elements of the array they point into, never bytes, and are int64 wherever a chunk may exceed 2**31.
+The host makes each table at once (`job_table`) and changes none. Offsets count elements of the array they point into,
+never bytes, and are int64 wherever a chunk may exceed 2**31.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from enum import IntEnum, IntFlag
 from typing import Any
 
@@ -23,29 +25,37 @@ I64 = npt.NDArray[np.int64]
 
 
 class JobField(IntEnum):
-    """A row of `jobs`."""
+    """A row of `jobs`. What only decoding or only encoding reads is 0 in the tables of the other."""
 
-    STATES = 0  # in `data` as uint32: the initial states of the streams
-    LENGTHS = 1  # in `data` as uint16: words of each stream
-    WORDS = 2  # in `data` as uint16
-    ESCAPES = 3  # in `data` as uint32: E indices row * T + token, then E values (int32)
-    WORD_COUNT = 4
-    ESCAPE_COUNT = 5
-    STREAMS = 6  # S = ceil(T / n)
-    TOKENS = 7  # T
-    PER_STREAM = 8  # n
-    LONG_LENGTHS = 9  # 1: a length takes two uint16
-    PLAN = 10  # row of `plans`
-    PLANES = 11  # in `planes`: `[P, T]` uint8
-    LEVELS = 12  # in `y`: `[R, STRIDE]` coefficients
-    STRIDE = 13  # stride of a row of coefficients, at least T
-    CHUNK = 14  # row of `chunks`
-    SECTION = 15  # in `out`: byte offset of the coded part, a multiple of 4 (encoding)
-    CLASS_PLAN = 16  # row of `plans` for class 0; class k is k rows later; 0 or below: no classes
-    COLUMNS = 17  # in `classes` and `order`: the job's tokens in coding order
-    CLASS_WORDS = 18  # in `class_words`: the stream of its classes (encoding)
-    CLASS_WORD_COUNT = 19
-    CLASS_STATE = 20  # initial state of that stream
+    TOKENS = 0  # T
+    PLAN = 1  # row of `plans` for class 0; class k is k rows later
+    DEEPEST = 2  # row of `plans` for the finest class that occurs
+    COLUMNS = 3  # in `classes` and `order`: the job's tokens in coding order
+    PLANES = 4  # in `planes`: `[P, T]` uint8
+    COEFFICIENTS = 5  # in `y`: `[R, STRIDE]`
+    STRIDE = 6  # stride of a row of coefficients, at least T
+    PER_STREAM = 7  # n
+    STREAMS = 8  # S = ceil(T / n)
+    STATES = 9  # initial states of the streams, uint32: in `data` (decoding), or in `EncodedStreams.states`
+    LENGTHS = 10  # words of each stream: in `data` as uint16 (decoding), or in `EncodedStreams.lengths`
+    LONG_LENGTHS = 11  # 1: in the coded part a length takes two uint16
+    WORDS = 12  # uint16: in `data` (decoding), or in `EncodedStreams.words`
+    WORD_COUNT = 13  # decoding
+    ESCAPES = 14  # decoding: in `data` as uint32: E indices row * T + column, then E values (int32)
+    ESCAPE_COUNT = 15  # decoding
+    CLASS_WORDS = 16  # the stream of its classes: in `data` as uint16 (decoding), or in `class_words`
+    CLASS_WORD_COUNT = 17
+    CLASS_STATE = 18  # initial state of that stream
+    PADDING = 19  # a row is a multiple of 16 bytes, so that the rows of refinements are aligned
+
+
+class PartField(IntEnum):
+    """A row of `parts`: what is known of a job only once its streams are coded (encoding)."""
+
+    SECTION = 0  # in `out`: byte offset of the coded part, a multiple of 4
+    WORD_COUNT = 1
+    ESCAPES = 2  # in the arrays of escapes
+    ESCAPE_COUNT = 3
 
 
 class PlanField(IntEnum):
@@ -121,83 +131,43 @@ class Status(IntFlag):
     SLOT = 16  # a slot beyond the cache
 
 
-# A kernel can read a global only as a constexpr.
-JOB_FIELDS = tl.constexpr(len(JobField))
-JOB_STATES = tl.constexpr(int(JobField.STATES))
-JOB_LENGTHS = tl.constexpr(int(JobField.LENGTHS))
-JOB_WORDS = tl.constexpr(int(JobField.WORDS))
-JOB_ESCAPES = tl.constexpr(int(JobField.ESCAPES))
-JOB_WORD_COUNT = tl.constexpr(int(JobField.WORD_COUNT))
-JOB_ESCAPE_COUNT = tl.constexpr(int(JobField.ESCAPE_COUNT))
-JOB_STREAMS = tl.constexpr(int(JobField.STREAMS))
-JOB_TOKENS = tl.constexpr(int(JobField.TOKENS))
-JOB_PER_STREAM = tl.constexpr(int(JobField.PER_STREAM))
-JOB_LONG_LENGTHS = tl.constexpr(int(JobField.LONG_LENGTHS))
-JOB_PLAN = tl.constexpr(int(JobField.PLAN))
-JOB_PLANES = tl.constexpr(int(JobField.PLANES))
-JOB_LEVELS = tl.constexpr(int(JobField.LEVELS))
-JOB_STRIDE = tl.constexpr(int(JobField.STRIDE))
-JOB_CHUNK = tl.constexpr(int(JobField.CHUNK))
-JOB_SECTION = tl.constexpr(int(JobField.SECTION))
-JOB_CLASS_PLAN = tl.constexpr(int(JobField.CLASS_PLAN))
-JOB_COLUMNS = tl.constexpr(int(JobField.COLUMNS))
-JOB_CLASS_WORDS = tl.constexpr(int(JobField.CLASS_WORDS))
-JOB_CLASS_WORD_COUNT = tl.constexpr(int(JobField.CLASS_WORD_COUNT))
-JOB_CLASS_STATE = tl.constexpr(int(JobField.CLASS_STATE))
+class Fields(tl.constexpr):  # type: ignore[misc]
+    """The fields of a table as kernels read them: a global that is a constexpr, so that it counts in their cache keys.
 
-PLAN_FIELDS = tl.constexpr(len(PlanField))
-PLAN_PLANES = tl.constexpr(int(PlanField.PLANES))
-PLAN_ROWS = tl.constexpr(int(PlanField.ROWS))
-PLAN_TABLES = tl.constexpr(int(PlanField.TABLES))
-PLAN_ROW = tl.constexpr(int(PlanField.ROW))
-PLAN_EXTENT = tl.constexpr(int(PlanField.EXTENT))
-PLAN_ROW_MAP = tl.constexpr(int(PlanField.ROW_MAP))
+    `FIELDS` is their number. The interpreter asks the constexpr for its attributes, the compiler asks its value.
+    """
 
-CHUNK_FIELDS = tl.constexpr(len(ChunkField))
-CHUNK_TOKENS = tl.constexpr(int(ChunkField.TOKENS))
-CHUNK_FIRST = tl.constexpr(int(ChunkField.FIRST))
-CHUNK_SOURCE = tl.constexpr(int(ChunkField.SOURCE))
-CHUNK_TARGET = tl.constexpr(int(ChunkField.TARGET))
+    def __getattr__(self, name: str) -> Any:
+        """Return the number of a field."""
+        if name == "value" or name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.value, name)
 
-PLACE_FIELDS = tl.constexpr(len(PlaceField))
-PLACE_POINTER = tl.constexpr(int(PlaceField.POINTER))
-PLACE_BLOCK = tl.constexpr(int(PlaceField.BLOCK))
-PLACE_TOKEN = tl.constexpr(int(PlaceField.TOKEN))
-PLACE_HEAD = tl.constexpr(int(PlaceField.HEAD))
-PLACE_DIM = tl.constexpr(int(PlaceField.DIM))
-PLACE_BLOCK_TOKENS = tl.constexpr(int(PlaceField.BLOCK_TOKENS))
-PLACE_SLOTS = tl.constexpr(int(PlaceField.SLOTS))
 
-TILE_FIELDS = tl.constexpr(len(TileField))
-TILE_SECTION = tl.constexpr(int(TileField.SECTION))
-TILE_UNIT = tl.constexpr(int(TileField.UNIT))
-TILE_HEAD = tl.constexpr(int(TileField.HEAD))
-TILE_DIM0 = tl.constexpr(int(TileField.DIM0))
-TILE_DIM1 = tl.constexpr(int(TileField.DIM1))
-TILE_COUNT0 = tl.constexpr(int(TileField.COUNT0))
-TILE_COUNT1 = tl.constexpr(int(TileField.COUNT1))
-TILE_STEP = tl.constexpr(int(TileField.STEP))
-TILE_ANGLE = tl.constexpr(int(TileField.ANGLE))
-TILE_ROW = tl.constexpr(int(TileField.ROW))
-TILE_RANK = tl.constexpr(int(TileField.RANK))
-TILE_BASIS = tl.constexpr(int(TileField.BASIS))
-TILE_BASIS_STRIDE = tl.constexpr(int(TileField.BASIS_STRIDE))
-TILE_COLUMN = tl.constexpr(int(TileField.COLUMN))
-TILE_BLOCK = tl.constexpr(int(TileField.BLOCK))
+def _fields(table: type[IntEnum | IntFlag]) -> Any:
+    numbers = {name: int(field) for name, field in table.__members__.items()}
+    make: Any = namedtuple  # noqa: PYI024 - its names are known at run time
+    return Fields(make(table.__name__, [*numbers, "FIELDS"])(*numbers.values(), len(numbers)))
 
-BLOCK_FIELDS = tl.constexpr(len(BlockField))
-BLOCK_SECTION = tl.constexpr(int(BlockField.SECTION))
-BLOCK_ROW = tl.constexpr(int(BlockField.ROW))
-BLOCK_RANK = tl.constexpr(int(BlockField.RANK))
-BLOCK_BASIS = tl.constexpr(int(BlockField.BASIS))
-BLOCK_COLUMN = tl.constexpr(int(BlockField.COLUMN))
-BLOCK_COLUMNS = tl.constexpr(int(BlockField.COLUMNS))
 
-STATUS_STREAMS = tl.constexpr(int(Status.STREAMS))
-STATUS_ESCAPES = tl.constexpr(int(Status.ESCAPES))
-STATUS_NOT_FINITE = tl.constexpr(int(Status.NOT_FINITE))
-STATUS_TOO_LARGE = tl.constexpr(int(Status.TOO_LARGE))
-STATUS_SLOT = tl.constexpr(int(Status.SLOT))
+JOB = _fields(JobField)
+PART = _fields(PartField)
+PLAN = _fields(PlanField)
+CHUNK = _fields(ChunkField)
+PLACE = _fields(PlaceField)
+TILE = _fields(TileField)
+BLOCK = _fields(BlockField)
+STATUS = _fields(Status)
+
+
+def job_table(count: int, **fields: npt.ArrayLike) -> I64:
+    """Return a table of `count` jobs, given the values of fields by their names in lower case; it does not change."""
+    table = np.zeros((count, len(JobField)), np.int64)
+    for name, values in fields.items():
+        table[:, JobField[name.upper()]] = values
+    table.setflags(write=False)
+    return table
+
 
 # Triton's names of a cache's element types.
 ELEMENTS: dict[torch.dtype, Any] = {

@@ -12,27 +12,27 @@ import torch
 
 from cuvee.codec.backends import DecodeRequest, EncodeRequest
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, raw_bit_tables
-from cuvee.codec.errors import FormatError
 from cuvee.codec.format.coded_part import Reader
+from cuvee.codec.format.streams import LOWER_BOUND
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.schemes.coefficients import tokens_per_stream
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_tables, read_model, write_model
-from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
+from cuvee.kernels.chunks import CacheMemory, chunk_table, join, of_layers, raise_status, touched
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
-from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField
+from cuvee.kernels.jobs import I64, ChunkField, PlanField, job_table
 from cuvee.kernels.ops.arguments import ChunkBatch, DecodingTables, TileTable
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
 from cuvee.kernels.ops.rans import WIDTH, coding_table, rans_decode
 from cuvee.kernels.ops.split_planes import count_symbols, split_planes, sum_bytes
-from cuvee.kernels.outgoing import encode_planes, place_streams, stream_jobs
+from cuvee.kernels.outgoing import code_streams, measure, stream_fields, stream_jobs, write_parts
 from cuvee.kernels.plans import Geometry
 from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import ALIGNMENT, Packed, send_arrays
-from cuvee.kernels.workspace import place_jobs
+from cuvee.kernels.workspace import place_planes
 
 STORED = -1  # BytePlaneField.REFERENCE of a plane that is not coded
 
@@ -44,16 +44,23 @@ class LosslessBatch:
     incoming: Incoming
     sections: range
     packed: Packed
+    jobs: I64
     parts: dict[str, tuple[int, npt.NDArray[Any]]]
     planes: int
 
 
-def _plans(planes: Sequence[int]) -> I64:
+def _plans(planes: I64) -> I64:
     """Build plans for jobs with this many coded planes of channels each; their tables are consecutive."""
     plans = np.zeros((len(planes), len(PlanField)), np.int64)
     plans[:, PlanField.PLANES] = planes
-    plans[:, PlanField.TABLES] = np.cumsum([0, *planes])[:-1]
+    plans[:, PlanField.TABLES] = np.cumsum(planes) - planes
     return plans
+
+
+def _one_class(jobs: int) -> dict[str, npt.ArrayLike]:
+    """Return the fields of jobs whose tokens have one class each: its plan has the number of the job."""
+    numbers = np.arange(jobs)
+    return {"plan": numbers, "deepest": numbers, "columns": 0, "class_state": LOWER_BOUND}
 
 
 class LosslessDevice:
@@ -96,14 +103,14 @@ class LosslessDevice:
         """Verify the sections of these layers, and pack the arrays for the device."""
         sections = touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)
-        jobs, width = incoming.jobs, self._dtype.itemsize
-        table = self._empty_table(len(jobs), sections)
+        width = self._dtype.itemsize
+        table = self._empty_table(incoming.count, sections)
         freq: list[npt.NDArray[np.uint16]] = []
         which: list[int] = []  # table of each coded plane of a channel
-        planes: list[int] = []
+        counts: list[int] = []
         coded: list[int] = []
         for job, view in enumerate(incoming.views):
-            index, tokens = sections[job % len(sections)], int(jobs[job, JobField.TOKENS])
+            index, tokens = sections[job % len(sections)], int(incoming.tokens[job])
             channels = [size for size in self.sections[index].blocks for _ in range(width)]
             reader, base, count = Reader(view), incoming.offset(job), 0
             rows = table[2 * job * width : 2 * (job + 1) * width]
@@ -124,26 +131,29 @@ class LosslessDevice:
             reader.skip_padding()
             if not count:
                 reader.finish()
-            planes.append(count)
+            counts.append(count)
             coded.append(reader.position)
-        plans = _plans(planes)
-        jobs[:, JobField.PLAN] = np.arange(len(jobs))
+        planes = np.array(counts, np.int64)
         tables = np.array(which, np.int32)
         # The tables are checked here; the device makes the decoder's tables from them.
         entropy = EntropyTables(np.stack(freq), PROB_BITS).freq if freq else np.empty((0, SYMBOLS), np.uint16)
         parts: dict[str, tuple[int, npt.NDArray[Any]]] = {}
         tiles = of_layers(self._geometry.tiles.tiles, layers)
         for name, array in (
-            ("plans", plans), ("tables", tables), ("freq", entropy), ("tiles", tiles), ("table", table)
+            ("plans", _plans(planes)), ("tables", tables), ("freq", entropy), ("tiles", tiles), ("table", table),
+            ("classes", np.zeros(incoming.max_tokens, np.uint8)),
         ):  # fmt: skip
             parts[name] = (incoming.upload.add(array), array)
-        packed, size, _ = incoming.pack(self._device, plans, coded, np.flatnonzero(planes))
-        if np.any(escapes := jobs[:, JobField.ESCAPE_COUNT] > 0):
-            raise FormatError(f"{incoming.name(int(np.argmax(escapes)))}: is lossless and has escapes")
+        packed = incoming.upload.pack(self._device)
+        places, size = place_planes(planes, incoming.tokens)
+        found = incoming.read(packed, planes, coded, np.flatnonzero(planes), one_class=True)
+        fields = {**found, **_one_class(len(planes)), "tokens": incoming.tokens, "planes": places}
+        jobs = job_table(len(planes), **fields)
+        incoming.fill_in(packed, jobs)
         is_coded = table[:, BytePlaneField.REFERENCE] != STORED
-        table[is_coded, BytePlaneField.PLANE] += np.repeat(jobs[:, JobField.PLANES], 2 * width)[is_coded]
+        table[is_coded, BytePlaneField.PLANE] += np.repeat(places, 2 * width)[is_coded]
         packed.host(*parts["table"])[:] = table
-        return LosslessBatch(incoming, sections, packed, parts, size)
+        return LosslessBatch(incoming, sections, packed, jobs, parts, size)
 
     def launch(self, batch: LosslessBatch) -> torch.Tensor:
         """Decode a batch. Return the status of its jobs, int32 on the device."""
@@ -151,8 +161,7 @@ class LosslessDevice:
         with stage("upload"):
             sent = batch.packed.send(self._device)
         part = {name: sent.view(*where) for name, where in batch.parts.items()}
-        jobs = incoming.device_jobs(sent)
-        status = torch.zeros(len(incoming.jobs), dtype=torch.int32, device=self._device)
+        status = torch.zeros(incoming.count, dtype=torch.int32, device=self._device)
         planes = torch.empty(batch.planes, dtype=torch.uint8, device=self._device)
         decoding = torch.empty(len(part["freq"]), WIDTH, dtype=torch.uint32, device=self._device)
         max_tokens = incoming.max_tokens
@@ -165,12 +174,12 @@ class LosslessDevice:
             source = geometry.rotations(*turning, use_source=True, inverse=True)
         with stage("rans"):
             decoding_tables(part["freq"], decoding)
-            coding = stream_jobs(incoming.jobs, jobs, part["plans"], part["tables"])
-            rans_decode(sent.bytes, coding, DecodingTables(decoding, PROB_BITS), planes, status)
+            coding = stream_jobs(batch.jobs, incoming.device_jobs(sent), part["plans"], part["tables"])
+            rans_decode(sent.bytes, coding, DecodingTables(decoding, PROB_BITS), part["classes"], planes, status)
         table, tiles = batch.parts["table"][1], batch.parts["tiles"][1]
         with stage("merge"):
             merge_planes(
-                sent.bytes, planes, part["table"], jobs, TileTable(part["tiles"], geometry.tiles.pairs), chunks,
+                sent.bytes, planes, part["table"], TileTable(part["tiles"], geometry.tiles.pairs), chunks,
                 incoming.cache_view(sent, tiles), source, target, dtype=self._dtype, moved=moved,
                 even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
             )  # fmt: skip
@@ -192,23 +201,24 @@ class LosslessDevice:
         """Return the encoded sections of each chunk. Waits for the device three times, first for symbol counts."""
         memory, geometry, device = CacheMemory.of(cache), self._geometry, self._device
         count, joined, width = len(self.sections), join(slots), self._dtype.itemsize
-        chunks, jobs = encoding_tables(slots, [request.start for request in requests], count)
-        tokens = chunks[:, ChunkField.TOKENS]
-        table = self._empty_table(len(jobs), range(count))
+        starts = [request.start for request in requests]
+        chunks = chunk_table([len(at) for at in slots], starts, starts)
+        tokens = np.repeat(chunks[:, ChunkField.TOKENS], count)  # of each job
+        max_tokens = int(tokens.max())
+        table = self._empty_table(len(tokens), range(count))
         channels = np.tile([size for s in self.sections for size in s.blocks for _ in range(width)], len(slots))
         table[:, BytePlaneField.REFERENCE] = np.cumsum(channels) - channels
         tiles = geometry.tiles.tiles
 
-        part = send_arrays({"table": table, "jobs": jobs, "chunks": chunks, "tiles": tiles, **memory.named()}, device)
-        status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
+        part = send_arrays({"table": table, "chunks": chunks, "tiles": tiles, **memory.named()}, device)
+        status = torch.zeros(len(tokens), dtype=torch.int32, device=device)
         total = int(channels.sum())
         sums = torch.zeros(total, dtype=torch.int64, device=device)
         references = torch.empty(total, dtype=torch.uint8, device=device)
         counts = torch.zeros(len(table), SYMBOLS, dtype=torch.int32, device=device)
         source = (
-            part["jobs"],
             TileTable(part["tiles"], geometry.tiles.pairs),
-            ChunkBatch(part["chunks"], status, count, 0, int(tokens.max())),
+            ChunkBatch(part["chunks"], status, count, 0, max_tokens),
             memory.view(part, joined, tiles),
         )
         with stage("statistics"):
@@ -217,18 +227,18 @@ class LosslessDevice:
         measured = Download(torch.cat([counts.flatten(), status, references.int()])).wait()
         symbol_counts = measured[: counts.numel()].reshape(counts.shape)
         numbers = range(first_chunk, first_chunk + len(slots))
-        raise_status(measured[counts.numel() : counts.numel() + len(jobs)], self.sections, numbers)
-        reference = measured[counts.numel() + len(jobs) :].astype(np.uint8)
+        raise_status(measured[counts.numel() : counts.numel() + len(tokens)], self.sections, numbers)
+        reference = measured[counts.numel() + len(tokens) :].astype(np.uint8)
 
-        heads = [b""] * len(jobs)
+        heads = [b""] * len(tokens)
         freq: list[npt.NDArray[np.uint16]] = []
         which: list[int] = []
-        planes: list[int] = []
+        coded_planes: list[int] = []
         kept_at: list[slice] = []  # places of the stored planes of each job
         stored = 0
         all_chosen = choose_tables(symbol_counts, channels)
-        for job in range(len(jobs)):
-            length, coded, kept = int(jobs[job, JobField.TOKENS]), 0, 0
+        for job in range(len(tokens)):
+            length, coded, kept = int(tokens[job]), 0, 0
             parts: list[bytes] = []
             for row in range(2 * job * width, 2 * (job + 1) * width):
                 size, first = int(channels[row]), int(table[row, BytePlaneField.REFERENCE])
@@ -244,25 +254,31 @@ class LosslessDevice:
                 freq.append(chosen)
                 coded += size
             heads[job] = b"".join(parts)
-            planes.append(coded)
+            coded_planes.append(coded)
             kept_at.append(slice(stored, stored + kept))
             stored += -(-kept // ALIGNMENT) * ALIGNMENT
-        plans = _plans(planes)
-        jobs[:, JobField.PLAN] = np.arange(len(jobs))
-        plane_bytes, _ = place_jobs(jobs, plans)
+        planes = np.array(coded_planes, np.int64)
+        places, plane_bytes = place_planes(planes, tokens)
         is_coded = table[:, BytePlaneField.REFERENCE] != STORED
-        table[is_coded, BytePlaneField.PLANE] += np.repeat(jobs[:, JobField.PLANES], 2 * width)[is_coded]
+        table[is_coded, BytePlaneField.PLANE] += np.repeat(places, 2 * width)[is_coded]
         tables = EntropyTables(np.stack(freq), PROB_BITS) if freq else None
         used = np.array(which, np.int32)
         ends = np.cumsum(planes)
+        per_stream = np.zeros(len(tokens), np.int64)
         for job, end in enumerate(ends):
             own_tables = used[end - planes[job] : end]
             bits = 0.0 if tables is None else float(tables.entropy[own_tables].sum())
-            jobs[job, JobField.PER_STREAM] = tokens_per_stream(planes[job], bits)
-        place_streams(jobs, plans)
-
+            per_stream[job] = tokens_per_stream(int(planes[job]), bits)
+        fields = {"tokens": tokens, "planes": places, **stream_fields(tokens, per_stream, planes, planes)}
+        jobs = job_table(len(tokens), **fields, **_one_class(len(tokens)))
         entries = coding_table(tables or raw_bit_tables(PROB_BITS))  # some table, even where no plane is coded
-        part |= send_arrays({"plans": plans, "tables": used, "entries": entries, "table": table, "jobs": jobs}, device)
+        part |= send_arrays(
+            {
+                "plans": _plans(planes), "tables": used, "entries": entries, "table": table, "jobs": jobs,
+                "classes": np.zeros(max_tokens, np.uint8),
+            },
+            device,
+        )  # fmt: skip
         out = torch.empty(plane_bytes, dtype=torch.uint8, device=device)
         kept_out = torch.empty(stored, dtype=torch.uint8, device=device)
         with stage("split"):
@@ -270,10 +286,11 @@ class LosslessDevice:
                 part["table"], *source, references, out, kept_out, dtype=self._dtype, even=self._even(table, tokens)
             )
         download = Download(kept_out)
-        bodies = encode_planes(
-            jobs, plans, stream_jobs(jobs, part["jobs"], part["plans"], part["tables"]), part["entries"], out, status,
-            self.sections, first_chunk,
-        )  # fmt: skip
+        coding = stream_jobs(jobs, part["jobs"], part["plans"], part["tables"])
+        streams, totals = code_streams(jobs, coding, part["entries"], out, planes, part["classes"])
+        sizes = measure(jobs, totals, torch.zeros_like(totals), status, self.sections, first_chunk)
+        index, value = (torch.empty(0, dtype=kind, device=device) for kind in (torch.uint32, torch.int32))
+        bodies = write_parts(coding, sizes, streams, index, value, streams.words)
         raw = download.wait()  # it has ended, as the bodies came later on the same stream
         whole = []
         for job, (head, body) in enumerate(zip(heads, bodies, strict=True)):

@@ -12,7 +12,8 @@ import torch
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family, coding_plan
-from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES, ClassedPlan
+from cuvee.codec.entropy.residuals import FINER
+from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.profiles.profile import Profile
@@ -20,7 +21,6 @@ from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.support.lazy import lazy
-from cuvee.codec.support.steps import step_value
 from cuvee.kernels.centers import TokenCenters
 from cuvee.kernels.jobs import I64, PlanField
 from cuvee.kernels.ops.arguments import CodableBytes, DecodingTables, DevicePlans, RotationTables
@@ -33,6 +33,7 @@ Numbers = TypeVar("Numbers", int, I64)
 
 USUAL_FREQUENCY = (1 << CLASS_BITS) // 100  # classes of at least this frequency are not rare
 ANGLE_ALIGNMENT = 4  # columns of a rotation table: the widest load of a thread
+_UNSERVED = coding_plan(np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class FamilyTables:
     def of(cls, family: Family, device: torch.device) -> FamilyTables:
         """Copy the tables of a family to a device."""
         tables = family.tables
-        arrays = (decoding_table(tables), coding_table(tables), tables.freq, tables.reach)
+        arrays = decoding_table(tables), coding_table(tables), tables.freq, tables.reach
         decoding, entries, freq, reach = (torch.from_numpy(array).to(device) for array in arrays)
         gaps = bool((tables.reach[:, 0] > tables.reach[:, 1]).any())
         return cls(DecodingTables(decoding, tables.prob_bits), entries, CodableBytes(freq, None if gaps else reach))
@@ -67,22 +68,20 @@ class PlanArrays:
     tables: npt.NDArray[np.int32]
     row_floats: npt.NDArray[np.float32]
     row_ints: npt.NDArray[np.int32]
+    row_maps: npt.NDArray[np.int32]
     steps: npt.NDArray[np.float32]
     inverses: npt.NDArray[np.float32]
     limits: npt.NDArray[np.float32]
 
     @classmethod
-    def of(cls, plans: Sequence[CodingPlan], family: Family, step_index: int) -> PlanArrays:
-        """Return the arrays of plans that share a family and a step index."""
-        return cls.at_steps(plans, family, [step_value(step_index)] * len(plans))
-
-    @classmethod
-    def at_steps(
+    def of(
         cls,
         plans: Sequence[CodingPlan],
         family: Family,
         steps: Sequence[float],
-        rows_of: Sequence[npt.NDArray[np.intp]] | None = None,
+        rows_of: Sequence[npt.NDArray[np.intp]],
+        extents: Sequence[int],
+        widths: Sequence[int],
     ) -> PlanArrays:
         """Return the arrays of plans that share a family.
 
@@ -90,31 +89,36 @@ class PlanArrays:
             plans: how components are coded.
             family: gives the quantizer.
             steps: step of each plan.
-            rows_of: for each plan, the row of coefficients of each component; None: consecutive rows.
+            rows_of: for each plan, the row of coefficients of each component.
+            extents: for each plan, the rows of coefficients that a column has.
+            widths: for each plan, those of a column of the finest class of its section.
         """
         table = np.zeros((len(plans), len(PlanField)), np.int64)
         tables: list[npt.NDArray[Any]] = []
         floats: list[npt.NDArray[Any]] = []
         ints: list[npt.NDArray[Any]] = []
+        maps: list[npt.NDArray[np.int32]] = []
         quantizer = family.quantizer
-        plane = row = 0
-        for index, plan in enumerate(plans):
+        plane = row = place = 0
+        for index, (plan, places, extent, width) in enumerate(zip(plans, rows_of, extents, widths, strict=True)):
             rows = len(plan.shift)
-            places = np.arange(rows) if rows_of is None else rows_of[index]
-            table[index, : PlanField.ROW_MAP] = (plan.planes, rows, plane, row, places.max(initial=-1) + 1)
+            table[index] = plan.planes, rows, plane, row, extent, place
             tables.append(plan.tables.astype(np.int32))
             low = np.full(rows, -1, np.int32)
             low[plan.wide] = rows + np.arange(len(plan.wide))
             ints.append(np.stack([plan.shift, low, places, np.zeros(rows)], axis=1).astype(np.int32))
             at = plan.level_table
             floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
-            plane += plan.planes
-            row += rows
+            row_map = np.full(width, -1, np.int32)
+            row_map[places] = np.arange(rows)
+            maps.append(row_map)
+            plane, row, place = plane + plan.planes, row + rows, place + width
         return cls(
             table,
-            np.concatenate(tables).astype(np.int32),
+            np.concatenate(tables),
             np.concatenate(floats).astype(np.float32),
             np.concatenate(ints),
+            np.concatenate(maps),
             np.array(steps, np.float32),
             np.array([1.0 / step for step in steps], np.float32),
             np.array([level_limit(step) for step in steps], np.float32),
@@ -122,11 +126,8 @@ class PlanArrays:
 
     def to(self, device: torch.device) -> DevicePlans:
         """Copy the arrays to the device."""
-        return DevicePlans(**{name: torch.from_numpy(array).to(device) for name, array in self.named().items()})
-
-    def named(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        return DevicePlans(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
 
 
 class Geometry:
@@ -218,20 +219,36 @@ class LinearMaps:
 class TransformPlan:
     """Everything on the device that coding at one step of a learned profile needs.
 
+    A class has the leading components of each block. To keep the components of all classes in the same rows, the
+    coefficients of a section are laid out for the finest class that is served; coarser classes leave rows unused. A
+    base and its refinement share the rows.
+
     Args:
         profile: a learned profile.
         step_index: of the blobs.
         device: where the arrays go.
         product: dtype of the inverse transform's matrix product, bfloat16 or float32.
         predicted: whether the blobs hold token ids.
+        refined: whether a refinement follows each blob.
 
     Attributes:
         learned: how the profile's sections are coded.
         family: whose tables and quantizer the blobs have.
+        coding: of each section, on the host, part by part: of the blobs, and of their refinements.
         geometry: the tiles of its sections.
-        coding: of each section, on the host.
-        arrays: the plans of tokens without classes as flat arrays, on the host; `device_plans` on the device.
-        maps: the bases, as deep as such tokens need them.
+        arrays: the plan of class k of section s in a part p, in row 16 (S p + s) + k, on the host; `device_plans` on
+            the device. Classes that are not served have no planes.
+        block_ranks: int32 `[blocks, 16]` components of each block by class.
+        maps: the bases, as deep as the finest class needs them.
+        finest: int64 `[parts, S]` finest class of each section that is served.
+        planes: int64 `[parts, S, 16]`; the maximum over the classes is P of the format, `most_planes`.
+        bits: float64 `[parts, S, 16]` that a token of each class is expected to take.
+        usual: int64 `[S]` the finest class that is no rarity, which tells how large a chunk is as a rule.
+        slots: uint32 `[S, 4096]` of the tables that code the classes.
+        freq: uint16 `[S, 256]` of these tables.
+
+    Raises:
+        ProfileError: coarser tokens have more components than finer ones.
     """
 
     def __init__(
@@ -241,17 +258,63 @@ class TransformPlan:
         device: torch.device,
         product: torch.dtype,
         predicted: bool = False,
+        refined: bool = False,
     ) -> None:
-        self.profile, self.step_index = profile, step_index
-        self.learned = profile.learned_for(predicted)
-        self.predicted = predicted
-        self.family = profile.family
-        self.coding = tuple(SectionCoding(section, step_index) for section in self.learned)
+        self.profile, self.predicted = profile, predicted
+        self.learned, self.family = profile.learned_for(predicted), profile.family
+        self.coding = [tuple(SectionCoding(section, step_index) for section in self.learned)]
+        if refined:
+            finer = step_index - FINER
+            self.coding.append(tuple(SectionCoding(section, finer, residual=True) for section in self.learned))
+        self.parts = len(self.coding)
         self.device, self.product = device, product
         self.geometry = Geometry(profile.layout, profile.sections, device)
-        self.arrays = PlanArrays.of([own.plan for own in self.coding], self.family, step_index)
+        all_parts = [own for part in self.coding for own in part]
+        for own in all_parts:
+            # The kernels rely on this: they size their scratch for the finest class that occurs.
+            served = slice(own.classed.finest, None)
+            if any(np.any(np.diff(falling[served]) > 0) for falling in (own.classed.rows, own.classed.planes)):
+                raise ProfileError("profile: codes more components of coarser tokens than of finer ones")
+        # `[16, blocks]` of each section: components in the part that has most.
+        by_class = [np.max([own.class_ranks for own in of], axis=0) for of in zip(*self.coding, strict=True)]
+        self._deepest = [ranks.max(0) for ranks in by_class]
+        self.arrays = self._plan_arrays(by_class)
         self.device_plans = self.arrays.to(device)
-        self.maps = LinearMaps(self.geometry, self.learned, [own.ranks for own in self.coding], device, product)
+        block_ranks = np.ascontiguousarray(np.concatenate(by_class, axis=1, dtype=np.int32).T)
+        self.block_ranks = torch.from_numpy(block_ranks).to(device)
+        self.maps = LinearMaps(self.geometry, self.learned, [list(own) for own in self._deepest], device, product)
+        shape = self.parts, len(self.learned)
+        self.finest = np.array([own.classed.finest for own in all_parts], np.int64).reshape(shape)
+        self.planes = np.stack([own.classed.planes for own in all_parts]).astype(np.int64).reshape(*shape, CLASSES)
+        self.most_planes = self.planes.max(2)
+        self.bits = np.stack([own.classed.entropy(self.family.tables) for own in all_parts]).reshape(*shape, CLASSES)
+        tables = [own.class_table for own in self.coding[0]]
+        self.slots = np.concatenate([table.slots for table in tables])
+        self.freq = np.concatenate([table.freq for table in tables])
+        self.usual = np.maximum((self.freq[:, :CLASSES] >= USUAL_FREQUENCY).argmax(1), self.finest[0])
+
+    def _plan_arrays(self, by_class: Sequence[npt.NDArray[np.intp]]) -> PlanArrays:
+        """Return the plans of all classes of all sections of all parts."""
+        plans: list[CodingPlan] = []
+        steps: list[float] = []
+        rows_of: list[npt.NDArray[np.intp]] = []
+        extents: list[int] = []
+        widths: list[int] = []
+        for part in self.coding:
+            for own, deepest, most in zip(part, self._deepest, by_class, strict=True):
+                begin = np.cumsum(deepest) - deepest
+                for k, ranks in enumerate(own.class_ranks):
+                    plans.append(own.classed.plans[k] or _UNSERVED)
+                    steps.append(float(own.classed.steps[k]))
+                    rows_of.append(_runs(begin, np.array(ranks)))
+                    extents.append(int(_runs(begin, most[k]).max(initial=-1)) + 1)
+                    widths.append(int(deepest.sum()))
+        return PlanArrays.of(plans, self.family, steps, rows_of, extents, widths)
+
+    def rows(self, sections: Numbers, classes: Numbers | int = 0, part: int = 0) -> Numbers:
+        """Return the rows of `plans` for class `classes` of each of `sections`, in a part of them."""
+        rows: Numbers = (len(self.learned) * part + sections) * CLASSES + classes
+        return rows
 
     @lazy
     def means(self) -> torch.Tensor:
@@ -273,94 +336,7 @@ class TransformPlan:
             return None
         return TokenCenters(self.profile, table, self.geometry.tiles, self.means)
 
-    @lazy
-    def classes(self) -> ClassTables:
-        """Tables for tokens that have classes; made when the first such token is coded."""
-        return ClassTables(self)
 
-
-class ClassTables:
-    """Tables of a `TransformPlan` for tokens that have classes.
-
-    A class has the leading components of each block. To keep the components of all classes in the same rows, the
-    coefficients of a section are laid out for the finest class that is served; coarser classes leave rows unused.
-
-    Attributes:
-        arrays: the plans of all sections without classes, then of class k of section s in row S + 16 s + k, on the
-            host; `device_plans` on the device. Classes that are not served have no planes.
-        row_maps: int32 at `PlanField.ROW_MAP`: which component of the class each row of coefficients holds, or -1.
-        block_ranks: int32 `[blocks, 16]` components of each block by class.
-        maps: the bases, as deep as the finest class needs them.
-        finest: int64 `[S]` finest class of each section that is served.
-        planes: int64 `[S, 16]` of each section's classes; its maximum over the classes is P of the format.
-        bits: float64 `[S, 16]` that a token of each class is expected to take.
-        usual: int64 `[S]` the finest class that is no rarity, which tells how large a chunk is as a rule.
-        slots: uint32 `[S, 4096]` of the tables that code the classes.
-        freq: uint16 `[S, 256]` of these tables.
-    """
-
-    def __init__(self, plan: TransformPlan) -> None:
-        coding = plan.coding
-        for own in coding:
-            # The kernels rely on this: they size their scratch for the finest class that occurs.
-            for falling in (own.classed.rows[own.classed.finest :], own.classed.planes[own.classed.finest :]):
-                if np.any(np.diff(falling) > 0):
-                    raise ProfileError("profile: codes more components of coarser tokens than of finer ones")
-        deepest = [own.class_ranks[own.classed.finest] for own in coding]
-        flat = _Flat(plan)
-        for own, ranks in zip(coding, deepest, strict=True):
-            flat.add(own.classed, own.class_ranks, ranks)
-        self.arrays = flat.arrays()
-        self.device_plans = self.arrays.to(plan.device)
-        self.row_maps = torch.from_numpy(flat.row_maps()).to(plan.device)
-        ranks_by_class = [np.array(own.class_ranks, np.int32).T for own in coding]
-        self.block_ranks = torch.from_numpy(np.ascontiguousarray(np.concatenate(ranks_by_class))).to(plan.device)
-        self.maps = LinearMaps(plan.geometry, plan.learned, deepest, plan.device, plan.product)
-        self.finest = np.array([own.classed.finest for own in coding], np.int64)
-        self.planes = np.stack([own.classed.planes for own in coding]).astype(np.int64)
-        self.bits = np.stack([own.classed.entropy(plan.family.tables) for own in coding])
-        tables = [own.class_table for own in coding]
-        self.slots = np.concatenate([table.slots for table in tables])
-        self.freq = np.concatenate([table.freq for table in tables])
-        self.usual = np.maximum((self.freq[:, :CLASSES] >= USUAL_FREQUENCY).argmax(1), self.finest)
-
-    def rows(self, sections: Numbers, classes: Numbers | int = 0) -> Numbers:
-        """Return the rows of `plans` for class `classes` of each of `sections`."""
-        rows: Numbers = len(self.finest) + sections * CLASSES + classes
-        return rows
-
-
-class _Flat:
-    """Collects the plans of classes, section by section; then makes the arrays of `ClassTables`."""
-
-    def __init__(self, plan: TransformPlan) -> None:
-        self._family = plan.family
-        self._plans = [own.plan for own in plan.coding]
-        self._steps = [step_value(plan.step_index)] * len(self._plans)
-        self._rows = [np.arange(len(own.shift)) for own in self._plans]
-        self._unclassed = len(self._plans)
-        self._row_maps: list[npt.NDArray[np.int32]] = []
-
-    def add(self, classed: ClassedPlan, class_ranks: Sequence[Sequence[int]], deepest: Sequence[int]) -> None:
-        """Add the plans of a section's classes. Each block has `deepest` rows for components."""
-        begin = np.cumsum(deepest) - deepest
-        for k, ranks in enumerate(class_ranks):
-            rows = np.concatenate([first + np.arange(rank) for first, rank in zip(begin, ranks, strict=True)])
-            row_map = np.full(sum(deepest), -1, np.int32)
-            row_map[rows] = np.arange(len(rows))
-            self._row_maps.append(row_map)
-            self._plans.append(classed.plans[k] or coding_plan(np.empty(0, np.int32)))
-            self._steps.append(float(classed.steps[k]))
-            self._rows.append(rows)
-
-    def arrays(self) -> PlanArrays:
-        """Return the plans, with the places of their row maps."""
-        arrays = PlanArrays.at_steps(self._plans, self._family, self._steps, self._rows)
-        ends = np.cumsum([len(row_map) for row_map in self._row_maps])
-        starts = ends - [len(row_map) for row_map in self._row_maps]
-        arrays.plans[self._unclassed :, PlanField.ROW_MAP] = starts
-        return arrays
-
-    def row_maps(self) -> npt.NDArray[np.int32]:
-        """See `ClassTables.row_maps`."""
-        return np.concatenate(self._row_maps)
+def _runs(begin: npt.NDArray[np.intp], counts: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Return runs of consecutive numbers, given where each begins and how many it has."""
+    return np.concatenate([first + np.arange(count) for first, count in zip(begin, counts, strict=True)])

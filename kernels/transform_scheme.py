@@ -4,8 +4,8 @@
              rans_decode --> dequantize --> synthesize                offsets --host--> classes, columns
                                                                       analyze --> quantize --> rans_encode --> blobs
 
-Sections whose tokens have classes and sections whose tokens have none go through kernels of their own, each of which
-leaves the other's jobs out; a batch may hold both.
+A job is one section of one chunk; where chunks have refinements, the jobs of these follow. A base and its refinement
+share the rows of coefficients: the refinement codes what quantizing the base left over, and a decoder adds both.
 """
 
 from __future__ import annotations
@@ -19,34 +19,31 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
-from cuvee.codec.errors import InputError
+from cuvee.codec.entropy.token_classes import NEUTRAL
+from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import choose_classes
 from cuvee.codec.schemes.coefficients import tokens_per_stream
-from cuvee.codec.support.arrays import U8, U16
+from cuvee.codec.support.arrays import U8
 from cuvee.codec.support.lazy import lazy
-from cuvee.kernels.centers import CENTER_BYTES, SentArrays, TokenRun
-from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
+from cuvee.kernels.centers import CENTER_BYTES, Centers, SentArrays, TokenRun
+from cuvee.kernels.chunks import CacheMemory, chunk_table, join, of_layers, raise_status, touched
 from cuvee.kernels.class_predictor import ARRAYS, DevicePredictor
 from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
-from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField, PlanField, TileField
+from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField, PlanField, TileField, job_table
 from cuvee.kernels.ops.analyze import analyze, gather
-from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable, TokenOrder
-from cuvee.kernels.ops.dequantize import dequantize
+from cuvee.kernels.ops.arguments import ChunkBatch, TileTable, TokenOrder
+from cuvee.kernels.ops.dequantize import MIN_DEPTH, dequantize
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.rans import rans_decode
-from cuvee.kernels.ops.rans_by_class import rans_decode_classes
-from cuvee.kernels.ops.symbols_by_class import MIN_DEPTH, dequantize_classes, list_escapes_classes, quantize_classes
-from cuvee.kernels.ops.synthesize import SynthesisConfig, synthesis_config, synthesize
-from cuvee.kernels.outgoing import check_size, encode_planes, place_streams, stream_jobs, tokens_per_stream_of
-from cuvee.kernels.plans import FamilyTables, LinearMaps, TransformPlan
+from cuvee.kernels.ops.synthesize import synthesis_config, synthesize
+from cuvee.kernels.outgoing import check_size, code_streams, measure, stream_fields, stream_jobs, write_parts
+from cuvee.kernels.plans import FamilyTables, TransformPlan
 from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import Packed, send_arrays
-from cuvee.kernels.workspace import place_jobs, running_offsets, zeros
-
-MODE_BYTE = 9  # offset in a section of the byte that tells whether its tokens have classes
+from cuvee.kernels.workspace import place_coefficients, place_planes, running_offsets, zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,37 +51,27 @@ class TransformBatch:
     """A batch of verified and packed blobs, and the sizes of the arrays that decoding it needs.
 
     Attributes:
-        tiles, class_tiles: offset in `packed`, and contents; None: all tiles.
+        jobs: on the host.
+        tiles: offset in `packed`, and contents; None: all tiles.
         columns: offsets in `packed` of the columns' classes and of their order, and what is as long.
         centers: offset in `packed`, and contents, of each of `CenterArrays`; None: nothing is predicted.
-        classed: `[J]` which jobs' tokens have classes.
+        max_rows: of coefficients of a job.
     """
 
     incoming: Incoming
     sections: range
     packed: Packed
+    jobs: I64
     tiles: tuple[int, I64] | None
-    class_tiles: tuple[int, I64] | None
     columns: tuple[int, int, U8]
     centers: Sequence[tuple[int, npt.NDArray[Any]]] | None
-    classed: npt.NDArray[np.bool_]
     planes: int
     coefficients: int
-
-
-@dataclass(frozen=True, slots=True)
-class SynthesisLaunch:
-    """A launch of `synthesize`, for the jobs whose tokens have classes or for the others."""
-
-    maps: LinearMaps
-    tiles: TileTable
-    cache: CacheView
-    config: SynthesisConfig
-    order: TokenOrder | None
+    max_rows: int
 
 
 class TransformDevice:
-    """Codes chunks with a learned profile at one step.
+    """Codes chunks with a learned profile at one step, or as bases and refinements.
 
     Args:
         coding: whose profile and step.
@@ -99,40 +86,33 @@ class TransformDevice:
 
     @lazy
     def _predictor(self) -> DevicePredictor | None:
-        learned = self._plan.learned
-        if all(section.predictor is None for section in learned):
+        if all(section.predictor is None for section in self._plan.learned):
             return None
-        return DevicePredictor(self._plan.coding, self._plan.geometry.tiles, self._plan.device)
+        return DevicePredictor(self._plan.coding[0], self._plan.geometry.tiles, self._plan.device)
 
     # Decoding --------------------------------------------------------------------------------------------------
 
     def decode_bytes(self, tokens: int) -> int:
         """Return the scratch memory that decoding a chunk of this many tokens usually takes, in bytes."""
-        plans, _ = self._usual_plans()
-        sizes = plans[:, PlanField.PLANES].sum() + self._plan.product.itemsize * plans[:, PlanField.EXTENT].sum()
-        return int(tokens * sizes) + self._center_bytes(tokens)
+        planes, rows = self._usual_sizes()
+        width = self._plan.product.itemsize + (4 if self._plan.parts > 1 else 0)
+        return tokens * (planes + width * rows) + self._center_bytes(tokens)
 
     def _center_bytes(self, tokens: int) -> int:
         """Return the scratch memory that the centers of tokens take, in bytes, if no two of the tokens are alike."""
         return 0 if self._plan.token_centers is None else CENTER_BYTES * tokens * self._plan.geometry.tiles.columns
 
-    def _usual_plans(self) -> tuple[I64, int]:
-        """Return a usual plan per section, and how many components per token choosing classes reads."""
-        plan, predictor = self._plan, self._predictor
-        if predictor is None:
-            return plan.arrays.plans, 0
-        tables, sections = plan.classes, np.arange(len(self.sections))
-        plans = tables.arrays.plans[tables.rows(sections, tables.usual)]
-        return plans, len(predictor.sections) * predictor.components
+    def _usual_sizes(self) -> tuple[int, int]:
+        """Return the planes of all parts and the rows of coefficients that a token usually has, in all sections."""
+        plan, sections = self._plan, np.arange(len(self.sections))
+        plans = np.stack([plan.arrays.plans[plan.rows(sections, plan.usual, part)] for part in range(plan.parts)])
+        return int(plans[:, :, PlanField.PLANES].sum()), int(plans[0, :, PlanField.EXTENT].sum())
 
     def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> TransformBatch:
         """Verify the sections of these blobs that contain any of `layers`, and pack the arrays for the device."""
         plan, sections = self._plan, touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)
-        jobs, index = incoming.jobs, np.tile(np.asarray(sections), len(chunks))
-        jobs[:, JobField.PLAN] = index
-        classed = np.array([len(view) > MODE_BYTE and view[MODE_BYTE] != 0 for view in incoming.views])
-        jobs[classed, JobField.COLUMNS], count = running_offsets(jobs[classed, JobField.TOKENS])
+        first, count = running_offsets(incoming.tokens)
         # Each array begins at a multiple of 16 bytes, because kernels are compiled for that alignment.
         blank = np.zeros(count, np.uint8)
         columns = (incoming.upload.add(blank), incoming.upload.add(blank), blank)
@@ -140,84 +120,80 @@ class TransformDevice:
         if plan.token_centers is not None:
             runs = [TokenRun(_ids(chunk.token_ids), chunk.header.start) for chunk in chunks]
             centers = [(incoming.upload.add(array), array) for array in plan.token_centers.lay_out(runs)]
-        some = len(layers) < cache.layout.num_layers
-        own = of_layers(plan.maps.tiles, layers)
-        tiles = (incoming.upload.add(own), own) if some else None
-        class_tiles = None
-        class_planes: I64 | None = None
-        if classed.any():
-            class_planes = plan.classes.planes[index].max(1)
-            if some:
-                own = of_layers(plan.classes.maps.tiles, layers)
-                class_tiles = (incoming.upload.add(own), own)
-        planes_of = plan.arrays.plans[index, PlanField.PLANES]
-        packed, classed = incoming.read(plan.device, planes_of, None, None, class_planes)
-        plans = plan.arrays.plans
-        if classed.any():
-            plans = plan.classes.arrays.plans
-            which, data = np.flatnonzero(classed), packed.bytes.numpy()
-            sorted_columns = self._read_classes(data.view(np.uint16), jobs, which, index[which], incoming)
-            for offset, array in zip(columns[:2], sorted_columns, strict=True):
-                packed.host(offset, array)[:] = array
-        planes, coefficients = incoming.place(packed, plans)
+        tiles = None
+        if len(layers) < cache.layout.num_layers:
+            own = of_layers(plan.maps.tiles, layers)
+            tiles = (incoming.upload.add(own), own)
+        packed = incoming.upload.pack(plan.device)
+
+        part, index, tokens = self._of_jobs(np.tile(np.asarray(sections), len(chunks)), incoming.tokens)
+        coded = incoming.read(packed, plan.most_planes[part, index])
+        everywhere, _ = running_offsets(tokens)
+        classes = read_classes(
+            packed.bytes.numpy(), coded, everywhere, tokens, plan.slots, index, plan.finest[part, index], incoming.names
+        )
+        if np.any(other := classes[count:] != np.tile(classes[:count], plan.parts - 1)):
+            job = int(np.searchsorted(everywhere, count + np.argmax(other), side="right")) - 1
+            raise CorruptError(
+                f"{incoming.names[job]}: must have the token classes of its base, got other ones: the bytes are damaged"
+            )
+        by_class, order, counts = sort_columns(classes[:count], first, incoming.tokens)
+        for offset, array in zip(columns[:2], (by_class, order), strict=True):
+            packed.host(offset, array)[:] = array
+        deepest = plan.rows(index, np.tile((counts > 0).argmax(1), plan.parts), part)
+        plans = plan.arrays.plans[deepest]
+        planes_at, planes = place_planes(plans[:, PlanField.PLANES], tokens)
+        extents = plans[: incoming.count, PlanField.EXTENT]
+        at, stride, coefficients = place_coefficients(extents, incoming.tokens)
+        jobs = job_table(
+            len(index), tokens=tokens, plan=plan.rows(index, 0, part), deepest=deepest,
+            columns=np.tile(first, plan.parts), planes=planes_at, coefficients=np.tile(at, plan.parts),
+            stride=np.tile(stride, plan.parts), **coded,
+        )  # fmt: skip
+        incoming.fill_in(packed, jobs)
         return TransformBatch(
-            incoming, sections, packed, tiles, class_tiles, columns, centers, classed, planes, coefficients
+            incoming, sections, packed, jobs, tiles, columns, centers, planes, coefficients, int(extents.max())
         )
 
-    def _read_classes(self, words: U16, jobs: I64, which: I64, sections: I64, incoming: Incoming) -> tuple[U8, U8]:
-        """Return classes and order of the columns of the jobs `which`, and fill in the plans of these jobs."""
-        tables, own = self._plan.classes, jobs[which]
-        names = [incoming.name(job) for job in which]
-        classes = read_classes(words, own, tables.slots, sections, tables.finest[sections], names)
-        columns, order, counts = sort_columns(classes, own)
-        jobs[which, JobField.CLASS_PLAN] = tables.rows(sections)
-        jobs[which, JobField.PLAN] = tables.rows(sections, (counts > 0).argmax(1))
-        return columns, order
+    def _of_jobs(self, index: I64, tokens: I64) -> tuple[I64, I64, I64]:
+        """Return part, section and tokens of each job, given the sections and tokens of those of one part."""
+        parts = self._plan.parts
+        return np.repeat(np.arange(parts), len(index)), np.tile(index, parts), np.tile(tokens, parts)
 
     def launch(self, batch: TransformBatch) -> torch.Tensor:
         """Decode a batch. Return the status of its jobs, int32 on the device."""
         plan = self._plan
         geometry, device = plan.geometry, plan.device
-        plain, classed = not batch.classed.all(), bool(batch.classed.any())
-        plans = plan.classes.device_plans if classed else plan.device_plans
         with stage("upload"):
             sent = batch.packed.send(device)
-        incoming, host_jobs = batch.incoming, batch.incoming.jobs
-        jobs = incoming.device_jobs(sent)
-        status, found = zeros(2, len(host_jobs), device)
+        incoming, max_tokens = batch.incoming, batch.incoming.max_tokens
+        jobs, count = incoming.device_jobs(sent), incoming.count
+        status, *found = zeros(1 + plan.parts, count, device)
         planes = torch.empty(batch.planes, dtype=torch.uint8, device=device)
         y = torch.empty(batch.coefficients, dtype=plan.product, device=device)
-        max_tokens = incoming.max_tokens
         chunks = incoming.chunk_batch(sent, status)
-        launches: list[SynthesisLaunch] = []
-        if plain:
-            launches.append(self._synthesis(batch, sent, max_tokens))
-        order = None
-        if classed:
-            classes, tokens = (sent.view(offset, batch.columns[2]) for offset in batch.columns[:2])
-            order = TokenOrder(classes, tokens, plan.classes.block_ranks)
-            launches.append(self._synthesis(batch, sent, max_tokens, order))
+        classes, tokens = (sent.view(offset, batch.columns[2]) for offset in batch.columns[:2])
+        order = TokenOrder(classes, tokens, plan.block_ranks)
+        tiles = plan.maps.tiles if batch.tiles is None else batch.tiles[1]
+        device_tiles = plan.maps.device_tiles if batch.tiles is None else sent.view(*batch.tiles)
+        cache = incoming.cache_view(sent, tiles)
+        max_rank = int(tiles[:, TileField.RANK].max())
+        config = synthesis_config(plan.product, cache.element, max_rank, max_tokens, cache.aligned)
         with stage("rotation tables"):
             rotations = geometry.rotations(chunks.chunks, len(incoming.slots), max_tokens)
-        coding = stream_jobs(host_jobs, jobs, plans.plans, plans.tables)
-        with stage("rans"):
-            if plain:
-                rans_decode(sent.bytes, coding, self._tables.decoding, planes, status)
-            if order is not None:
-                rans_decode_classes(sent.bytes, coding, self._tables.decoding, order.classes, planes, status)
-        with stage("dequantize"):
-            if plain:
+        base = None
+        for part in range(plan.parts):
+            own, last = slice(part * count, (part + 1) * count), part == plan.parts - 1
+            with stage("rans"):
+                coding = stream_jobs(batch.jobs[own], jobs[own], plan.device_plans.plans, plan.device_plans.tables)
+                rans_decode(sent.bytes, coding, self._tables.decoding, classes, planes, status)
+            out = y if last else torch.empty(batch.coefficients, dtype=torch.float32, device=device)
+            with stage("dequantize"):
                 dequantize(
-                    sent.bytes, jobs, plans, planes, y, status, found,
-                    max_rows=int(plan.arrays.plans[:, PlanField.ROWS].max()), max_tokens=max_tokens,
+                    sent.bytes, jobs[own], plan.device_plans, classes, planes, out, status, found[part],
+                    batch.max_rows, max_tokens, max(config.block_t, MIN_DEPTH), base,
                 )  # fmt: skip
-            if order is not None:
-                deepest = plan.classes.arrays.plans[host_jobs[batch.classed, JobField.PLAN], PlanField.EXTENT]
-                max_rows, depth = int(deepest.max()), max(launches[-1].config.block_t, MIN_DEPTH)
-                dequantize_classes(
-                    sent.bytes, jobs, plans, plan.classes.row_maps, order.classes, planes, y, status, found,
-                    max_rows, max_tokens, depth,
-                )  # fmt: skip
+            base = out
         means, center_rows = plan.means, None
         if batch.centers is not None and plan.token_centers is not None:
             with stage("predict"):
@@ -225,32 +201,20 @@ class TransformDevice:
                 centers = plan.token_centers.centers(arrays, batch.sections)
             means, center_rows = centers.table, centers.rows
         with stage("synthesize"):
-            for own in launches:
-                synthesize(
-                    y, jobs, own.tiles, own.maps.inverse, means, chunks, rotations, own.cache, own.config, own.order,
-                    center_rows,
-                )  # fmt: skip
+            synthesize(
+                y, jobs, TileTable(device_tiles, geometry.tiles.pairs), plan.maps.inverse, means, chunks, rotations,
+                cache, order, config, center_rows,
+            )  # fmt: skip
         return status
-
-    def _synthesis(
-        self, batch: TransformBatch, sent: Packed, max_tokens: int, order: TokenOrder | None = None
-    ) -> SynthesisLaunch:
-        plan = self._plan
-        maps, some = (plan.maps, batch.tiles) if order is None else (plan.classes.maps, batch.class_tiles)
-        own = maps.tiles if some is None else some[1]
-        tiles = TileTable(maps.device_tiles if some is None else sent.view(*some), plan.geometry.tiles.pairs)
-        cache = batch.incoming.cache_view(sent, own)
-        max_rank = int(own[:, TileField.RANK].max())
-        config = synthesis_config(plan.product, cache.element, max_rank, max_tokens, cache.aligned)
-        return SynthesisLaunch(maps, tiles, cache, config, order)
 
     # Encoding --------------------------------------------------------------------------------------------------
 
     def encode_bytes(self, tokens: int) -> int:
         """Return the scratch memory that encoding a chunk of this many tokens usually takes, in bytes."""
-        plans, leading = self._usual_plans()
-        rows, planes = int(plans[:, PlanField.EXTENT].sum()), int(plans[:, PlanField.PLANES].sum())
-        sizes = 4 * (self._plan.geometry.tiles.columns + rows + ARRAYS * leading) + 3 * planes
+        planes, rows = self._usual_sizes()
+        predictor = self._predictor
+        leading = 0 if predictor is None else len(predictor.sections) * predictor.components
+        sizes = 4 * (self._plan.geometry.tiles.columns + self._plan.parts * rows + ARRAYS * leading) + 3 * planes
         return tokens * sizes + self._center_bytes(tokens)
 
     def encode(
@@ -260,152 +224,137 @@ class TransformDevice:
         requests: Sequence[EncodeRequest],
         first_chunk: int,
     ) -> list[list[bytes]]:
-        """Return the encoded sections of each chunk; chunks count from `first_chunk`.
+        """Return the encoded sections of each chunk, part by part; chunks count from `first_chunk`.
 
         Waits for the device twice, and once more where a predictor is asked.
         """
         plan, memory = self._plan, CacheMemory.of(cache)
         geometry, device = plan.geometry, plan.device
-        count = len(self.sections)
-        table, jobs = encoding_tables(slots, [request.start for request in requests], count)
+        count, numbers = len(self.sections), range(first_chunk, first_chunk + len(slots))
+        starts = [request.start for request in requests]
+        table = chunk_table([len(at) for at in slots], starts, starts)
         predictor = self._predictor
-        host = {"chunks": table, **memory.named()}
+        host: dict[str, npt.NDArray[Any]] = {"chunks": table, **memory.named()}
         if predictor is not None:
             following = [request.following for request in requests]
             host["jobs"], host["positions"], host["levels"] = predictor.place(table, following)
         if plan.token_centers is not None:
             runs = [TokenRun(_ids(request.token_ids), request.start) for request in requests]
             host |= plan.token_centers.lay_out(runs)._asdict()
-        part = send_arrays(host, device)
+        sent = send_arrays(host, device)
         joined = join(slots)
         max_tokens = int(table[:, ChunkField.TOKENS].max())
-        status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
-        chunks = ChunkBatch(part["chunks"], status, count, 0, max_tokens)
+        status = torch.zeros(len(slots) * count, dtype=torch.int32, device=device)
+        chunks = ChunkBatch(sent["chunks"], status, count, 0, max_tokens)
         x = torch.empty(len(joined), geometry.tiles.columns, dtype=torch.float32, device=device)
         with stage("rotation tables"):
             rotations = geometry.rotations(chunks.chunks, len(joined), max_tokens, use_source=True, inverse=True)
-        view = memory.view(part, joined, plan.maps.tiles)
-        tiles = TileTable(plan.maps.device_tiles, geometry.tiles.pairs)
+        view = memory.view(sent, joined, plan.maps.tiles)
         centers = None
         if plan.token_centers is not None:
             with stage("predict"):
-                arrays = SentArrays(*(part[name] for name in SentArrays._fields))
+                arrays = SentArrays(*(sent[name] for name in SentArrays._fields))
                 centers = plan.token_centers.centers(arrays, range(count))
+        means, center_rows = (plan.means, None) if centers is None else (centers.table, centers.rows)
         with stage("gather"):
-            if centers is None:
-                gather(view, tiles, chunks, rotations, plan.means, x)
-            else:
-                gather(view, tiles, chunks, rotations, centers.table, x, centers.rows)
-        predicted = None
-        if predictor is not None:
-            with stage("predict"):
-                asked = predictor.offsets(x, part["jobs"], chunks, part["positions"], part["levels"], centers)
-            answer = Download(torch.cat([asked.flatten(), status.float()])).wait()
-            numbers = range(first_chunk, first_chunk + len(slots))
-            raise_status(answer[asked.numel() :].astype(np.int32), self.sections, numbers)
-            predicted = torch.from_numpy(answer[: asked.numel()]).view(asked.shape)
+            gather(
+                view, TileTable(plan.maps.device_tiles, geometry.tiles.pairs), chunks, rotations, means, x, center_rows
+            )
 
-        host_plans, plans = plan.arrays.plans, plan.device_plans
-        per_stream = tokens_per_stream_of([own.plan for own in plan.coding], plan.family)
-        jobs[:, JobField.PER_STREAM] = np.tile(per_stream, len(slots))
-        classes = self._choose(jobs, table, predictor, predicted)
-        class_planes = None
-        host = {}
-        if classes is not None:
-            host_plans, plans = plan.classes.arrays.plans, plan.classes.device_plans
-            host |= self._set_classes(jobs, classes)
-            class_planes = np.tile(plan.classes.planes.max(1), len(slots))
-        host["jobs"] = jobs
-        check_size(jobs, host_plans)
-        plane_bytes, coefficients = place_jobs(jobs, host_plans)
-        place_streams(jobs, host_plans, class_planes)
-        part = send_arrays(host, device)
-        device_jobs, own_classes = part["jobs"], part.get("classes")
-        order = None
-        if own_classes is not None:
-            order = TokenOrder(own_classes, part["order"], plan.classes.block_ranks)
-        plain = bool((jobs[:, JobField.CLASS_PLAN] <= 0).any())
-        max_rows = int(host_plans[jobs[:, JobField.PLAN], PlanField.ROWS].max())
-        y = torch.empty(coefficients, dtype=torch.float32, device=device)
-        planes = torch.empty(plane_bytes, dtype=torch.uint8, device=device)
+        classes = self._choose(table, predictor, x, sent, chunks, centers, numbers)
+        jobs, planes_size, coefficients, arrays_of_classes = self._plan_jobs(table, classes)
+        sent = send_arrays({"jobs": jobs, **arrays_of_classes}, device)
+        of_part, plans = len(status), plan.arrays.plans[jobs[:, JobField.DEEPEST]]
+        order = TokenOrder(sent["classes"], sent["order"], plan.block_ranks)
+        y = torch.empty(plan.parts * coefficients, dtype=torch.float32, device=device)
+        planes = torch.empty(planes_size, dtype=torch.uint8, device=device)
+        # A multiple of four, so that the rows of each part begin at a multiple of 16 bytes.
+        max_rows = -(-int(plans[:, PlanField.ROWS].max()) // 4) * 4
         counts = torch.empty(len(jobs), max_rows, dtype=torch.int32, device=device)
-        used: list[tuple[LinearMaps, TokenOrder | None]] = [(plan.maps, None)] if plain else []
-        if order is not None:
-            used.append((plan.classes.maps, order))
         with stage("analyze"):
-            for maps, own in used:
-                analyze(
-                    x, device_jobs, maps.device_blocks, maps.forward, chunks, y,
-                    max_rank=int(maps.blocks[:, BlockField.RANK].max()), order=own,
-                )  # fmt: skip
+            analyze(
+                x, sent["jobs"][:of_part], plan.maps.device_blocks, plan.maps.forward, chunks, y,
+                max_rank=int(plan.maps.blocks[:, BlockField.RANK].max()), order=order,
+            )  # fmt: skip
         with stage("quantize"):
-            if plain:
+            for part in range(plan.parts):
+                own, left = slice(part * of_part, (part + 1) * of_part), None
+                if part < plan.parts - 1:
+                    # Of the components that a base does not have, all is left.
+                    left = y[coefficients:].copy_(y[:coefficients])
                 quantize(
-                    y, device_jobs, plans, self._tables.codable, planes, counts, status, max_rows,
+                    y, sent["jobs"][own], plan.device_plans, self._tables.codable, order.classes, planes,
+                    counts[own], status, max_rows, left,
                 )  # fmt: skip
-            if own_classes is not None:
-                quantize_classes(
-                    y, device_jobs, plans, self._tables.codable, own_classes, planes, counts, status, max_rows
-                )
-
-        def escapes(starts: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
-            if plain:
-                list_escapes(y, device_jobs, plans, planes, starts, index, value, max_rows)
-            if own_classes is not None:
-                list_escapes_classes(y, device_jobs, plans, own_classes, planes, starts, index, value, max_rows)
-
-        parts = encode_planes(
-            jobs, host_plans, stream_jobs(jobs, device_jobs, plans.plans, plans.tables), self._tables.entries, planes,
-            status, self.sections, first_chunk, counts, escapes, own_classes, part.get("class_words"),
-        )  # fmt: skip
-        return [parts[at : at + count] for at in range(0, len(parts), count)]
+        coding = stream_jobs(jobs, sent["jobs"], plan.device_plans.plans, plan.device_plans.tables)
+        streams, totals = code_streams(
+            jobs, coding, self._tables.entries, planes, plans[:, PlanField.PLANES], order.classes
+        )
+        sizes = measure(jobs, totals, counts.sum(1, dtype=torch.int64), status, self.sections, first_chunk)
+        index = torch.empty(sizes.escapes, dtype=torch.uint32, device=device)
+        value = torch.empty(sizes.escapes, dtype=torch.int32, device=device)
+        with stage("escapes"):
+            flat = counts.flatten().to(torch.int64)
+            starts_at = (flat.cumsum(0) - flat).view(counts.shape)
+            list_escapes(y, sent["jobs"], plan.device_plans, order.classes, planes, starts_at, index, value, max_rows)
+        parts = write_parts(coding, sizes, streams, index, value, sent["class_words"])
+        return [
+            [section for first in range(at, len(parts), of_part) for section in parts[first : first + count]]
+            for at in range(0, of_part, count)
+        ]
 
     def _choose(
         self,
-        jobs: I64,
         chunks: I64,
         predictor: DevicePredictor | None,
-        predicted: torch.Tensor | None,
-    ) -> U8 | None:
-        """Return the classes of all tokens that have one, or None; fill in CLASS_PLAN and COLUMNS of their jobs.
+        x: torch.Tensor,
+        sent: dict[str, torch.Tensor],
+        batch: ChunkBatch,
+        centers: Centers | None,
+        numbers: range,
+    ) -> U8:
+        """Return the classes of all tokens of all jobs of a part: what the predictor says, or the neutral one.
 
-        Args:
-            jobs: of all sections of all chunks.
-            chunks: likewise.
-            predictor: of the profile, if it has one.
-            predicted: its answer, `[S, tokens]` on the host.
+        Waits for the device if there is a predictor; then it raises what the kernels have found wrong so far.
         """
-        asked = {} if predictor is None else {int(section): i for i, section in enumerate(predictor.sections)}
-        told = None if predicted is None else choose_classes(predicted, 0)
-        chosen: list[U8] = []
-        at = 0
-        for job, row in enumerate(jobs):
-            chunk, section = divmod(job, len(self.sections))
-            own = None
-            if told is not None and section in asked:
-                first = int(chunks[chunk, ChunkField.FIRST])
-                own = told[asked[section], first : first + int(chunks[chunk, ChunkField.TOKENS])]
-            if own is None:
-                continue
-            tables = self._plan.classes
-            row[JobField.CLASS_PLAN], row[JobField.COLUMNS] = tables.rows(section), at
-            chosen.append(np.maximum(own, np.uint8(tables.finest[section])))
-            at += len(own)
-        return np.concatenate(chosen) if chosen else None
+        finest = self._plan.finest[0].astype(np.uint8)
+        told = np.full((len(self.sections), len(x)), NEUTRAL, np.uint8)
+        if predictor is not None:
+            with stage("predict"):
+                asked = predictor.offsets(x, sent["jobs"], batch, sent["positions"], sent["levels"], centers)
+            answer = Download(torch.cat([asked.flatten(), batch.status.float()])).wait()
+            raise_status(answer[asked.numel() :].astype(np.int32), self.sections, numbers)
+            told[predictor.sections] = choose_classes(torch.from_numpy(answer[: asked.numel()]).view(asked.shape), 0)
+        told = np.maximum(told, finest[:, None])
+        ends = chunks[:, ChunkField.FIRST] + chunks[:, ChunkField.TOKENS]
+        runs = zip(chunks[:, ChunkField.FIRST].tolist(), ends.tolist(), strict=True)
+        return np.concatenate([told[:, first:end].ravel() for first, end in runs])
 
-    def _set_classes(self, jobs: I64, classes: U8) -> dict[str, npt.NDArray[Any]]:
-        """Fill in the fields of jobs that depend on classes. Return the arrays for the device, by name."""
-        tables, which = self._plan.classes, np.flatnonzero(jobs[:, JobField.CLASS_PLAN] > 0)
-        own, sections = jobs[which], which % len(self.sections)
-        columns, order, counts = sort_columns(classes, own)
-        own[:, JobField.PLAN] = tables.rows(sections, (counts > 0).argmax(1))
-        share = counts / own[:, JobField.TOKENS, None]
-        planes = (share * tables.planes[sections]).sum(1)
-        bits = (share * tables.bits[sections]).sum(1)
-        own[:, JobField.PER_STREAM] = [tokens_per_stream(int(p), b) for p, b in zip(planes, bits, strict=True)]
-        words = write_classes(classes, own, tables.freq, sections)
-        jobs[which] = own
-        return {"classes": columns, "order": order, "class_words": words}
+    def _plan_jobs(self, chunks: I64, classes: U8) -> tuple[I64, int, int, dict[str, npt.NDArray[Any]]]:
+        """Return the table of jobs, the sizes of planes and of coefficients, and further arrays for the device."""
+        plan, count = self._plan, len(self.sections)
+        one_tokens = np.repeat(chunks[:, ChunkField.TOKENS], count)
+        sections = np.tile(np.arange(count), len(chunks))
+        part, index, tokens = self._of_jobs(sections, one_tokens)
+        first, _ = running_offsets(one_tokens)
+        by_class, order, counts = sort_columns(classes, first, one_tokens)
+        words, class_fields = write_classes(classes, first, one_tokens, plan.freq, sections)
+        share = np.tile(counts / one_tokens[:, None], (plan.parts, 1))
+        planes, bits = ((share * own[part, index]).sum(1) for own in (plan.planes, plan.bits))
+        per_stream = np.array([tokens_per_stream(int(p), b) for p, b in zip(planes, bits, strict=True)], np.int64)
+        deepest = plan.rows(index, np.tile((counts > 0).argmax(1), plan.parts), part)
+        plans = plan.arrays.plans[deepest]
+        check_size(plans[:, PlanField.ROWS], tokens)
+        planes_at, plane_bytes = place_planes(plans[:, PlanField.PLANES], tokens)
+        at, stride, coefficients = place_coefficients(plans[: len(sections), PlanField.EXTENT], one_tokens)
+        jobs = job_table(
+            len(index), tokens=tokens, plan=plan.rows(index, 0, part), deepest=deepest,
+            columns=np.tile(first, plan.parts), planes=planes_at, stride=np.tile(stride, plan.parts),
+            coefficients=np.tile(at, plan.parts) + part * coefficients,
+            **{name: np.tile(values, plan.parts) for name, values in class_fields.items()},
+            **stream_fields(tokens, per_stream, plans[:, PlanField.PLANES], plan.most_planes[part, index]),
+        )  # fmt: skip
+        return jobs, plane_bytes, coefficients, {"classes": by_class, "order": order, "class_words": words}
 
 
 def _ids(token_ids: I64 | None) -> I64:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.kernels.jobs import I64, JobField, PlanField
+from cuvee.kernels.jobs import I64
 from cuvee.kernels.upload import ALIGNMENT
 
 
@@ -24,23 +24,16 @@ def batches(weights: Sequence[int], limit: int, most: int) -> Iterator[slice]:
         yield slice(start, len(weights))
 
 
-def place_jobs(jobs: I64, plans: I64) -> tuple[int, int]:
-    """Assign every job a place among the byte planes and the coefficients.
+def place_planes(planes: I64, tokens: I64) -> tuple[I64, int]:
+    """Return where the byte planes of each job begin, and their size in all, given their numbers."""
+    return running_offsets(planes * tokens, ALIGNMENT)
 
-    Args:
-        jobs: `[J, len(JobField)]` with PLAN and TOKENS; PLANES, LEVELS and STRIDE are written.
-        plans: `[Q, len(PlanField)]`.
 
-    Returns:
-        the sizes of the planes (bytes) and of the coefficients (elements).
-    """
-    plan = plans[jobs[:, JobField.PLAN]]
-    tokens = jobs[:, JobField.TOKENS]
+def place_coefficients(extents: I64, tokens: I64) -> tuple[I64, I64, int]:
+    """Return where the coefficients of each job begin, the strides of their rows, and their number in all."""
     stride = -(-tokens // ALIGNMENT) * ALIGNMENT
-    jobs[:, JobField.STRIDE] = stride
-    jobs[:, JobField.PLANES], planes = running_offsets(plan[:, PlanField.PLANES] * tokens, ALIGNMENT)
-    jobs[:, JobField.LEVELS], coefficients = running_offsets(plan[:, PlanField.EXTENT] * stride, ALIGNMENT)
-    return planes, coefficients
+    at, total = running_offsets(extents * stride, ALIGNMENT)
+    return at, stride, total
 
 
 def running_offsets(sizes: npt.NDArray[np.integer], alignment: int = 1) -> tuple[I64, int]:

@@ -9,32 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.jobs import (
-    BLOCK_BASIS,
-    BLOCK_COLUMN,
-    BLOCK_COLUMNS,
-    BLOCK_FIELDS,
-    BLOCK_RANK,
-    BLOCK_ROW,
-    BLOCK_SECTION,
-    CHUNK_FIELDS,
-    CHUNK_FIRST,
-    CHUNK_SOURCE,
-    CHUNK_TOKENS,
-    ELEMENTS,
-    JOB_CLASS_PLAN,
-    JOB_FIELDS,
-    JOB_LEVELS,
-    JOB_STRIDE,
-    STATUS_NOT_FINITE,
-    TILE_ANGLE,
-    TILE_COLUMN,
-    TILE_COUNT0,
-    TILE_COUNT1,
-    TILE_FIELDS,
-    TILE_SECTION,
-    TILE_UNIT,
-)
+from cuvee.kernels.jobs import BLOCK, CHUNK, ELEMENTS, JOB, STATUS, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
 from cuvee.kernels.ops.pages import (
     COMPILED,
@@ -42,7 +17,7 @@ from cuvee.kernels.ops.pages import (
     token_offsets,
     turn_pairs,
 )
-from cuvee.kernels.ops.transform import _classed_columns, _unpacked
+from cuvee.kernels.ops.transform import _sorted_columns
 
 GATHER_TOKENS = 64
 ANALYSIS_ROWS, ANALYSIS_TOKENS, ANALYSIS_COLUMNS = 128, 64, 32  # a step of `analyze`: what fits registers
@@ -52,40 +27,40 @@ INFINITY = tl.constexpr(float("inf"))
 @triton.jit(do_not_specialize=["sections", "first_section", "sinks"])
 def _gather(  # type: ignore[no-untyped-def]
     tiles, means, center_rows, chunks, slots, cos, sin, places, scales, x, status, sections, first_section, sinks,
-    columns, width, first_column, angles, BLOCK_T: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    columns, width, angles, BLOCK_T: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PREDICTED: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + tl.program_id(0) * TILE_FIELDS
+    tile = tiles + tl.program_id(0) * TILE.FIELDS
     chunk_index = tl.program_id(2)
-    chunk = chunks + chunk_index * CHUNK_FIELDS
-    tokens = tl.load(chunk + CHUNK_TOKENS).to(tl.int32)
+    chunk = chunks + chunk_index * CHUNK.FIELDS
+    tokens = tl.load(chunk + CHUNK.TOKENS).to(tl.int32)
     start = tl.program_id(1) * BLOCK_T
     if start >= tokens:
         return
     token = start + tl.arange(0, BLOCK_T)
     inside = token < tokens
-    section = tl.load(tile + TILE_SECTION)
+    section = tl.load(tile + TILE.SECTION)
     job_status = status + chunk_index * sections + (section - first_section)
-    row = tl.load(chunk + CHUNK_FIRST) + token
-    offset, exists = token_offsets(places, tl.load(tile + TILE_UNIT), slots, row, inside, job_status)
+    row = tl.load(chunk + CHUNK.FIRST) + token
+    offset, exists = token_offsets(places, tl.load(tile + TILE.UNIT), slots, row, inside, job_status)
     a, b = load_pairs(places, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
-    angle = tl.load(tile + TILE_ANGLE)
+    angle = tl.load(tile + TILE.ANGLE)
     if angle >= 0:
         a, b = turn_pairs(a, b, cos, sin, row, inside, angles, angle, PAIRS, True, ALIGNED)
     finite = (tl.abs(a) < INFINITY) & (tl.abs(b) < INFINITY)
     bad = tl.max(tl.max(tl.where(finite, 0, 1), 1), 0)
-    tl.atomic_or(job_status, STATUS_NOT_FINITE, mask=bad > 0)
+    tl.atomic_or(job_status, STATUS.NOT_FINITE, mask=bad > 0)
     pair = tl.arange(0, PAIRS)
-    column = tl.multiple_of(tl.load(tile + TILE_COLUMN), 2 * PAIRS)
+    column = tl.multiple_of(tl.load(tile + TILE.COLUMN), 2 * PAIRS)
     if PREDICTED:
         center = tl.load(center_rows + row, mask=inside, other=0).to(tl.int64)
     else:
-        center = tl.minimum(tl.load(chunk + CHUNK_SOURCE) + token, sinks)
+        center = tl.minimum(tl.load(chunk + CHUNK.SOURCE) + token, sinks)
     mean = means + (center * columns + column)[:, None] + pair[None, :]
     a -= tl.load(mean, mask=inside[:, None], other=0.0)
     b -= tl.load(mean + PAIRS, mask=inside[:, None], other=0.0)
-    has0, has1 = pair < tl.load(tile + TILE_COUNT0), pair < tl.load(tile + TILE_COUNT1)
-    out = x + (row * width + (column - tl.multiple_of(first_column, 2 * PAIRS)))[:, None] + pair[None, :]
+    has0, has1 = pair < tl.load(tile + TILE.COUNT0), pair < tl.load(tile + TILE.COUNT1)
+    out = x + (row * width + column)[:, None] + pair[None, :]
     tl.store(out, tl.where(has0[None, :], a, 0.0), mask=inside[:, None])
     tl.store(out + PAIRS, tl.where(has1[None, :], b, 0.0), mask=inside[:, None])
 
@@ -110,7 +85,7 @@ def gather(
         batch: status bits are added to its jobs.
         rotations: from `rotation_tables(inverse=True)`, by source positions.
         means: float32 `[S + 1, M]`: means of the first S positions of a sequence, then that of all others.
-        x: float32 `[tokens, width]`, written in rows ChunkField.FIRST …, columns `TileField.COLUMN - first_column …`;
+        x: float32 `[tokens, width]`, written in rows ChunkField.FIRST …, columns TileField.COLUMN …;
             padded columns become zero.
         center_rows: int32 `[tokens]`, the row of `means` that is subtracted from each token, from ChunkField.FIRST on;
             `means` may then have further rows. None: the row of the token's position.
@@ -118,7 +93,7 @@ def gather(
     _gather[(len(tiles.tiles), triton.cdiv(batch.max_tokens, GATHER_TOKENS), len(batch.chunks))](
         tiles.tiles, means, center_rows, batch.chunks, cache.slots, rotations.cos, rotations.sin, cache.places,
         cache.scales, x, batch.status, batch.sections, batch.first_section, len(means) - 1, means.stride(0),
-        x.stride(0), tiles.first_column, rotations.cos.shape[1], BLOCK_T=GATHER_TOKENS, ELEMENT=ELEMENTS[cache.element],
+        x.stride(0), rotations.cos.shape[1], BLOCK_T=GATHER_TOKENS, ELEMENT=ELEMENTS[cache.element],
         UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs, PREDICTED=center_rows is not None,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -126,9 +101,9 @@ def gather(
 
 @triton.jit(do_not_specialize=["sections", "first_section", "rank_blocks", "token_blocks", "chunk_count"])
 def _analyze(  # type: ignore[no-untyped-def]
-    x, jobs, blocks, basis, chunks, y, classes, order, block_ranks, sections, first_section, first_column, width,
+    x, jobs, blocks, basis, chunks, y, classes, order, block_ranks, sections, first_section, width,
     rank_blocks, token_blocks, chunk_count, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, CLASSED: tl.constexpr,
+    PRECISION: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     # Programs that share tokens run together, then those that share a basis.
     program = tl.program_id(0)
@@ -138,28 +113,28 @@ def _analyze(  # type: ignore[no-untyped-def]
     rest = rest // token_blocks
     chunk_index = rest % chunk_count
     block_index = rest // chunk_count
-    block = blocks + block_index * BLOCK_FIELDS
-    chunk = chunks + chunk_index * CHUNK_FIELDS
-    job = jobs + (chunk_index * sections + tl.load(block + BLOCK_SECTION) - first_section) * JOB_FIELDS
-    tokens = tl.load(chunk + CHUNK_TOKENS).to(tl.int32)
+    block = blocks + block_index * BLOCK.FIELDS
+    chunk = chunks + chunk_index * CHUNK.FIELDS
+    job = jobs + (chunk_index * sections + tl.load(block + BLOCK.SECTION) - first_section) * JOB.FIELDS
+    tokens = tl.load(chunk + CHUNK.TOKENS).to(tl.int32)
     start = token_block * BLOCK_T
-    if (start >= tokens) | ((tl.load(job + JOB_CLASS_PLAN) > 0) != CLASSED):
+    if start >= tokens:
         return
     column = start + tl.arange(0, BLOCK_T)
     inside = column < tokens
-    if CLASSED:
-        token, rank = _classed_columns(job, block_index, start, column, inside, classes, order, block_ranks)
+    if SORTED:
+        token, rank = _sorted_columns(job, block_index, start, column, inside, classes, order, block_ranks)
     else:
-        token, rank = column, tl.load(block + BLOCK_RANK).to(tl.int32)
+        token, rank = column, tl.load(block + BLOCK.RANK).to(tl.int32)
     if rank_block * BLOCK_R >= rank:
         return
     row = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
-    size = tl.multiple_of(tl.load(block + BLOCK_COLUMNS).to(tl.int32), BLOCK_K)
+    size = tl.multiple_of(tl.load(block + BLOCK.COLUMNS).to(tl.int32), BLOCK_K)
     coded = row < rank
-    value = tl.multiple_of(tl.load(block + BLOCK_COLUMN) - first_column, BLOCK_K)
-    x_at = x + ((tl.load(chunk + CHUNK_FIRST) + token) * width + value)[:, None] + k[None, :]
-    basis_at = basis + tl.multiple_of(tl.load(block + BLOCK_BASIS), BLOCK_K)
+    value = tl.multiple_of(tl.load(block + BLOCK.COLUMN), BLOCK_K)
+    x_at = x + ((tl.load(chunk + CHUNK.FIRST) + token) * width + value)[:, None] + k[None, :]
+    basis_at = basis + tl.multiple_of(tl.load(block + BLOCK.BASIS), BLOCK_K)
     basis_at = basis_at + (row.to(tl.int64) * size)[:, None] + k[None, :]
     acc = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
     for _ in range(0, size, BLOCK_K):
@@ -168,7 +143,7 @@ def _analyze(  # type: ignore[no-untyped-def]
         acc = tl.dot(left, tl.trans(right), acc, input_precision=PRECISION)
         basis_at += BLOCK_K
         x_at += BLOCK_K
-    out = y + tl.load(job + JOB_LEVELS) + (tl.load(block + BLOCK_ROW) + row)[:, None] * tl.load(job + JOB_STRIDE)
+    out = y + tl.load(job + JOB.COEFFICIENTS) + (tl.load(block + BLOCK.ROW) + row)[:, None] * tl.load(job + JOB.STRIDE)
     tl.store(out + column[None, :], acc, mask=coded[:, None] & inside[None, :])
 
 
@@ -180,7 +155,6 @@ def analyze(
     batch: ChunkBatch,
     y: torch.Tensor,
     max_rank: int,
-    first_column: int = 0,
     order: TokenOrder | None = None,
 ) -> None:
     """Compute coefficients of centered values: `SectionBasis.analyze` for every block of every chunk.
@@ -194,13 +168,11 @@ def analyze(
         blocks: int64 `[blocks, len(BlockField)]`: those of the batch's sections.
         basis: float32; `[BlockField.RANK, BlockField.COLUMNS]` at BlockField.BASIS, padded columns zero.
         batch: its chunks.
-        y: float32; rows BlockField.ROW … of a job's `[R, JobField.STRIDE]` at JobField.LEVELS are written,
+        y: float32; rows BlockField.ROW … of a job's `[R, JobField.STRIDE]` at JobField.COEFFICIENTS are written,
             tokens 0 … T - 1.
         max_rank: components of the largest block.
-        first_column: `BlockField.COLUMN` of the first value in x.
-        order: None: jobs whose tokens have classes are skipped. Otherwise the other jobs are, column i of the
-            coefficients is the token that the order names, and rows of a block that none of 64 columns has are not
-            written; row i of `block_ranks` is row i of `blocks`.
+        order: column i of the coefficients is the token that it names, and rows of a block that none of 64 columns has
+            are not written; row i of `block_ranks` is row i of `blocks`. None: columns are the tokens, with all rows.
     """
     block_r = min(max(triton.next_power_of_2(max_rank), 16), ANALYSIS_ROWS)
     block_t = analysis_tokens(batch.max_tokens)
@@ -208,11 +180,12 @@ def analyze(
     grid = (len(blocks) * len(batch.chunks) * rank_blocks * token_blocks,)
     if not grid[0]:
         return
+    arrays = (None, None, None) if order is None else (order.classes, order.order, order.block_ranks)
     _analyze[grid](
-        x, jobs, blocks, basis, batch.chunks, y, *_unpacked(order), batch.sections, batch.first_section, first_column,
+        x, jobs, blocks, basis, batch.chunks, y, *arrays, batch.sections, batch.first_section,
         x.stride(0), rank_blocks, token_blocks, len(batch.chunks), BLOCK_T=block_t, BLOCK_R=block_r,
         BLOCK_K=ANALYSIS_COLUMNS, PRECISION="tf32x3" if COMPILED.value and not torch.version.hip else "ieee",
-        CLASSED=order is not None, num_warps=8, num_stages=3, enable_fp_fusion=True,
+        SORTED=order is not None, num_warps=8, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -42,12 +42,10 @@ class TileTable:
     Attributes:
         tiles: int64 `[tiles, len(TileField)]`.
         pairs: PAIRS of `lay_out_tiles`: width of half a tile.
-        first_column: `TileField.COLUMN` of the first value in arrays that hold these sections only.
     """
 
     tiles: torch.Tensor
     pairs: int
-    first_column: int = 0
 
     def grid(self, batch: ChunkBatch, tokens: int) -> tuple[int, int, int]:
         """Return the grid of programs that take this many tokens of one tile: blocks of tokens, tiles, chunks."""
@@ -90,7 +88,7 @@ class RotationTables:
 
 @dataclass(frozen=True, slots=True)
 class TokenOrder:
-    """Where tokens have classes: the order in which the coefficients of a job lie, and how many there are.
+    """The order in which the coefficients of a job lie, and how many a column has.
 
     Attributes:
         classes: uint8 below 16, at `JobField.COLUMNS` of each job: class of each of its T columns, never falling within
@@ -113,8 +111,8 @@ class DevicePlans:
         tables: int32: entropy table of each plane, at `PlanField.TABLES`.
         row_floats: float32 `[components, 4]`, from `PlanField.ROW` on: shrinkage of level 1, shrinkage of higher
             levels, dead zone, rounding; the last two in steps.
-        row_ints: int32 `[components, 4]`, likewise: shift, plane of the low bits or -1, row of coefficients, which is
-            read only where tokens have classes, and zero.
+        row_ints: int32 `[components, 4]`, likewise: shift, plane of the low bits or -1, row of coefficients, and zero.
+        row_maps: int32, from `PlanField.ROW_MAP` on: which component each row of coefficients holds, or -1.
         steps: float32 `[Q]`: quantizer step.
         inverses: float32 `[Q]`: float32(1 / step).
         limits: float32 `[Q]`: `level_limit(step)`; coefficients must lie below.
@@ -124,6 +122,7 @@ class DevicePlans:
     tables: torch.Tensor
     row_floats: torch.Tensor
     row_ints: torch.Tensor
+    row_maps: torch.Tensor
     steps: torch.Tensor
     inverses: torch.Tensor
     limits: torch.Tensor

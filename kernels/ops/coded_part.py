@@ -15,32 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.jobs import (
-    JOB_CLASS_PLAN,
-    JOB_CLASS_STATE,
-    JOB_CLASS_WORD_COUNT,
-    JOB_CLASS_WORDS,
-    JOB_ESCAPE_COUNT,
-    JOB_ESCAPES,
-    JOB_FIELDS,
-    JOB_LENGTHS,
-    JOB_LONG_LENGTHS,
-    JOB_PER_STREAM,
-    JOB_PLAN,
-    JOB_SECTION,
-    JOB_STATES,
-    JOB_STREAMS,
-    JOB_WORD_COUNT,
-    JOB_WORDS,
-    PLAN_FIELDS,
-    PLAN_PLANES,
-)
+from cuvee.kernels.jobs import JOB, PART, PLAN
 from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
 
-HEADER_BYTES = 12  # W, E, log2 n, the mode, zeros
+HEADER_BYTES = 20  # W, E, log2 n, zeros, C, the class state
 _HEADER = tl.constexpr(HEADER_BYTES // 4)
-CLASS_HEADER_BYTES = 8  # C, the class state
-_CLASS_HEADER = tl.constexpr(CLASS_HEADER_BYTES // 4)
 _SHORT_LENGTH = 0xFFFF  # the most symbols of a stream for which two bytes hold its words
 _WRITE_STREAMS = 16
 _WRITE_PRECEDING = 256
@@ -57,9 +36,9 @@ def long_lengths(planes: Count, per_stream: Count) -> Count:
 
 @triton.jit
 def _count_kernel(jobs, lengths, totals, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    job = jobs + tl.program_id(0) * JOB_FIELDS
-    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
-    first = lengths + tl.load(job + JOB_LENGTHS)
+    job = jobs + tl.program_id(0) * JOB.FIELDS
+    streams = tl.load(job + JOB.STREAMS).to(tl.int32)
+    first = lengths + tl.load(job + JOB.LENGTHS)
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, streams, BLOCK):
         stream = start + tl.arange(0, BLOCK)
@@ -79,7 +58,7 @@ def count_words(coding: StreamJobs, lengths: torch.Tensor, totals: torch.Tensor)
     _count_kernel[(len(coding.jobs),)](coding.jobs, lengths, totals, BLOCK=block, enable_fp_fusion=True)
 
 
-def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, classes: Count) -> Count:
+def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, class_words: Count) -> Count:
     """Return the size of coded parts in bytes: of one part (ints) or of many (int64 arrays).
 
     Args:
@@ -87,58 +66,51 @@ def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, class
         long: 1: lengths take four bytes, 0: two.
         words: W, of all streams.
         escapes: E.
-        classes: bytes of the stream of classes, `class_bytes`; 0: there are none.
+        class_words: C.
     """
-    coded = HEADER_BYTES + (6 + 2 * long) * streams + 2 * words + classes
+    coded = HEADER_BYTES + (6 + 2 * long) * streams + 2 * (words + class_words)
     size: Count = coded + -coded % 4 + 8 * escapes
-    return size
-
-
-def class_bytes(words: Count) -> Count:
-    """Return the size of the classes in a coded part whose class stream has this many words."""
-    size: Count = CLASS_HEADER_BYTES + 2 * words
     return size
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _write_kernel(  # type: ignore[no-untyped-def]
-    jobs, plans, words, states, lengths, escape_index, escape_value, class_words, out16, out32, blocks,
+    jobs, parts, plans, words, states, lengths, escape_index, escape_value, class_words, out16, out32, blocks,
     STREAMS: tl.constexpr, WORDS: tl.constexpr, ESCAPES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % blocks
     first = block * STREAMS
-    job = jobs + tl.program_id(0) // blocks * JOB_FIELDS
-    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
+    job = jobs + tl.program_id(0) // blocks * JOB.FIELDS
+    part = parts + tl.program_id(0) // blocks * PART.FIELDS
+    streams = tl.load(job + JOB.STREAMS).to(tl.int32)
     if first >= streams:
         return
-    steps = tl.load(plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS + PLAN_PLANES)
-    region = steps * tl.load(job + JOB_PER_STREAM)
-    long = tl.load(job + JOB_LONG_LENGTHS).to(tl.int32)
-    word_count = tl.load(job + JOB_WORD_COUNT)
-    escape_count = tl.load(job + JOB_ESCAPE_COUNT)
-    classed = tl.load(job + JOB_CLASS_PLAN) > 0
-    class_count = tl.where(classed, tl.load(job + JOB_CLASS_WORD_COUNT), 0)
-    header = tl.where(classed, _HEADER + _CLASS_HEADER, _HEADER)
-    section = out32 + tl.load(job + JOB_SECTION) // 4
-    coded_lengths = out16 + tl.load(job + JOB_SECTION) // 2 + 2 * (header + streams)
+    steps = tl.load(plans + tl.load(job + JOB.DEEPEST) * PLAN.FIELDS + PLAN.PLANES)
+    region = steps * tl.load(job + JOB.PER_STREAM)
+    long = tl.load(job + JOB.LONG_LENGTHS).to(tl.int32)
+    word_count = tl.load(part + PART.WORD_COUNT)
+    escape_count = tl.load(part + PART.ESCAPE_COUNT)
+    class_count = tl.load(job + JOB.CLASS_WORD_COUNT)
+    section = out32 + tl.load(part + PART.SECTION) // 4
+    coded_lengths = out16 + tl.load(part + PART.SECTION) // 2 + 2 * (_HEADER + streams)
     coded_words = coded_lengths + streams * (1 + long) + class_count
-    coded = 2 * (header + streams) + streams * (1 + long) + class_count + word_count  # in uint16, padding apart
+    coded = 2 * (_HEADER + streams) + streams * (1 + long) + class_count + word_count  # in uint16, padding apart
     if block == 0:
-        per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+        per_stream = tl.load(job + JOB.PER_STREAM).to(tl.int32)
         log2 = tl.sum((per_stream >> tl.arange(0, 8) > 0).to(tl.int32), 0) - 1
         tl.store(section, word_count.to(tl.uint32))
         tl.store(section + 1, escape_count.to(tl.uint32))
-        tl.store(section + 2, (log2 | (classed.to(tl.int32) << 8)).to(tl.uint32))
-        tl.store(section + 3, class_count.to(tl.uint32), mask=classed)
-        tl.store(section + 4, tl.load(job + JOB_CLASS_STATE).to(tl.uint32), mask=classed)
-        listed = class_words + tl.where(classed, tl.load(job + JOB_CLASS_WORDS), 0)
+        tl.store(section + 2, log2.to(tl.uint32))
+        tl.store(section + 3, class_count.to(tl.uint32))
+        tl.store(section + 4, tl.load(job + JOB.CLASS_STATE).to(tl.uint32))
+        listed = class_words + tl.load(job + JOB.CLASS_WORDS)
         for start in range(0, class_count, WORDS):
             at = start + tl.arange(0, WORDS)
             word = tl.load(listed + at, mask=at < class_count, other=0)
             tl.store(coded_words - class_count + at, word, mask=at < class_count)
         tl.store(coded_words + word_count, 0, mask=coded % 2 > 0)
 
-    lengths += tl.load(job + JOB_LENGTHS)
+    lengths += tl.load(job + JOB.LENGTHS)
     before = tl.zeros([BLOCK], tl.int64)
     for start in range(0, first, BLOCK):
         other = start + tl.arange(0, BLOCK)
@@ -149,11 +121,11 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     written = coded_lengths + stream * (1 + long)
     tl.store(written, length.to(tl.uint16), mask=exists)
     tl.store(written + 1, (length >> 16).to(tl.uint16), mask=tl.where(exists, long, 0) > 0)
-    state = tl.load(states + tl.load(job + JOB_STATES) + stream, mask=exists, other=0)
-    tl.store(section + header + stream, state, mask=exists)
+    state = tl.load(states + tl.load(job + JOB.STATES) + stream, mask=exists, other=0)
+    tl.store(section + _HEADER + stream, state, mask=exists)
 
     size = length.to(tl.int64)
-    source = words + tl.load(job + JOB_WORDS) + (stream + 1) * region - size
+    source = words + tl.load(job + JOB.WORDS) + (stream + 1) * region - size
     target = coded_words + tl.sum(before, 0) + tl.cumsum(size, 0) - size
     for start in range(0, tl.max(length, 0).to(tl.int32), WORDS):
         at = start + tl.arange(0, WORDS)
@@ -163,7 +135,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
     # The programs of a job share its escapes.
     index = section + (coded + 1) // 2
-    escapes = tl.load(job + JOB_ESCAPES)
+    escapes = tl.load(part + PART.ESCAPES)
     for start in range(block * ESCAPES, escape_count, tl.cdiv(streams, STREAMS) * ESCAPES):
         escape = start + tl.arange(0, ESCAPES)
         inside = escape < escape_count
@@ -174,28 +146,27 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 def write_coded(
     coding: StreamJobs,
+    parts: torch.Tensor,
     streams: EncodedStreams,
     escape_index: torch.Tensor,
     escape_value: torch.Tensor,
+    class_words: torch.Tensor,
     out: torch.Tensor,
-    class_words: torch.Tensor | None = None,
 ) -> None:
     """Write the coded part of each job as FORMAT.md describes it, `coded_bytes` long.
 
     Args:
-        coding: as for `rans_encode`; of the jobs, WORD_COUNT (of `count_words`), LONG_LENGTHS, ESCAPE_COUNT, ESCAPES,
-            which here indexes `escape_index` and `escape_value`, SECTION and CLASS_PLAN are read too, and where that
-            tells of classes CLASS_WORDS, which indexes `class_words`, CLASS_WORD_COUNT and CLASS_STATE.
+        coding: as for `rans_encode`; the fields of lengths and class streams are read too.
+        parts: int64 `[J, len(PartField)]`.
         streams: of `rans_encode`.
-        escape_index: uint32, row * T + token, rising within a job.
+        escape_index: uint32, row * T + column, rising within a job.
         escape_value: int32.
-        out: uint8, a multiple of 4; gets each coded part at `JobField.SECTION`.
-        class_words: uint16, words of the streams of classes; None: no tokens have classes.
+        class_words: uint16, words of the streams of classes.
+        out: uint8, a multiple of 4; gets each coded part at `PartField.SECTION`.
     """
     blocks = triton.cdiv(coding.max_streams, _WRITE_STREAMS)
     _write_kernel[(blocks * len(coding.jobs),)](
-        coding.jobs, coding.plans, streams.words, streams.states, streams.lengths, escape_index, escape_value,
-        streams.words if class_words is None else class_words, out.view(torch.uint16), out.view(torch.uint32), blocks,
-        STREAMS=_WRITE_STREAMS, WORDS=_WRITE_WORDS, ESCAPES=_WRITE_ESCAPES, BLOCK=_WRITE_PRECEDING,
-        enable_fp_fusion=True,
+        coding.jobs, parts, coding.plans, streams.words, streams.states, streams.lengths, escape_index, escape_value,
+        class_words, out.view(torch.uint16), out.view(torch.uint32), blocks, STREAMS=_WRITE_STREAMS,
+        WORDS=_WRITE_WORDS, ESCAPES=_WRITE_ESCAPES, BLOCK=_WRITE_PRECEDING, enable_fp_fusion=True,
     )  # fmt: skip

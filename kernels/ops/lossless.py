@@ -1,8 +1,7 @@
 """Lossless sections: the table of byte planes, and the parts that `merge_planes.py` and `split_planes.py` share.
 
-A section is one layer, K then V. `jobs` holds the sections of one chunk after the other, so that the job of a tile is
-chunk * sections + TileField.SECTION - first_section. Values are rotated left by one bit before they are cut into bytes:
-see `codec/stages/reference/byte_planes.py`.
+A section is one layer, K then V. The job of a tile is chunk * sections + TileField.SECTION - first_section. Values are
+rotated left by one bit before they are cut into bytes: see `codec/stages/reference/byte_planes.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.tables import SYMBOLS
-from cuvee.kernels.jobs import (
-    ELEMENTS,
-    TILE_HEAD,
-    TILE_STEP,
-)
+from cuvee.kernels.jobs import ELEMENTS, TILE
 from cuvee.kernels.ops.arguments import CacheView, TileTable
 from cuvee.kernels.ops.pages import (
     rounded,
@@ -52,8 +47,8 @@ VALUES = tl.constexpr(SYMBOLS)
 @triton.jit
 def _half_channels(tile, pair, head_dim, DIM: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the channels of a tile's first or second dimensions, and a mask of those that exist."""
-    dim = tl.load(tile + DIM) + pair * tl.load(tile + TILE_STEP)
-    return tl.load(tile + TILE_HEAD) * head_dim + dim, pair < tl.load(tile + COUNT)
+    dim = tl.load(tile + DIM) + pair * tl.load(tile + TILE.STEP)
+    return tl.load(tile + TILE.HEAD) * head_dim + dim, pair < tl.load(tile + COUNT)
 
 
 @triton.jit

@@ -10,23 +10,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS
-from cuvee.kernels.jobs import (
-    CHUNK_FIELDS,
-    CHUNK_FIRST,
-    CHUNK_SOURCE,
-    CHUNK_TARGET,
-    JOB_CHUNK,
-    JOB_FIELDS,
-    JOB_TOKENS,
-    TILE_ANGLE,
-    TILE_COUNT0,
-    TILE_COUNT1,
-    TILE_DIM0,
-    TILE_DIM1,
-    TILE_FIELDS,
-    TILE_SECTION,
-    TILE_UNIT,
-)
+from cuvee.kernels.jobs import CHUNK, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.lossless import (
     BYTE_FIELDS,
@@ -107,31 +91,31 @@ def _values(word, inside, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["sections", "first_section"])
 def _merge_planes(  # type: ignore[no-untyped-def]
-    data, planes, table, jobs, chunks, tiles, places, scales, slots, source_cos, source_sin, cos, sin, status,
+    data, planes, table, chunks, tiles, places, scales, slots, source_cos, source_sin, cos, sin, status,
     sections, first_section, angles,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr, MOVED: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + tl.program_id(1) * TILE_FIELDS
-    unit = tl.load(tile + TILE_UNIT)
-    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
-    tokens = _multiple(tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS), FACTOR)
+    tile = tiles + tl.program_id(1) * TILE.FIELDS
+    unit = tl.load(tile + TILE.UNIT)
+    job = tl.program_id(2) * sections + tl.load(tile + TILE.SECTION) - first_section
+    chunk = chunks + tl.program_id(2) * CHUNK.FIELDS
+    tokens = _multiple(tl.load(chunk + CHUNK.TOKENS), FACTOR)
     if tl.program_id(0) * TOKENS >= tokens:
         return
-    chunk = chunks + tl.load(jobs + job * JOB_FIELDS + JOB_CHUNK) * CHUNK_FIELDS
-    first = tl.load(chunk + CHUNK_FIRST)
+    first = tl.load(chunk + CHUNK.FIRST)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     pair = tl.arange(0, PAIRS)
     row = table + (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8 * BYTE_FIELDS)
     head_dim = tl.load(row + BYTE_HEAD_DIM)
-    channel0, has0 = _half_channels(tile, pair, head_dim, TILE_DIM0, TILE_COUNT0)
-    channel1, has1 = _half_channels(tile, pair, head_dim, TILE_DIM1, TILE_COUNT1)
+    channel0, has0 = _half_channels(tile, pair, head_dim, TILE.DIM0, TILE.COUNT0)
+    channel1, has1 = _half_channels(tile, pair, head_dim, TILE.DIM1, TILE.COUNT1)
     a = _merge_half(data, planes, row, channel0, has0, token, inside, tokens, WORD, FACTOR)
     b = _merge_half(data, planes, row, channel1, has1, token, inside, tokens, WORD, FACTOR)
     if MOVED:
-        angle = tl.load(tile + TILE_ANGLE)
-        if (angle >= 0) & (tl.load(chunk + CHUNK_SOURCE) != tl.load(chunk + CHUNK_TARGET)):
+        angle = tl.load(tile + TILE.ANGLE)
+        if (angle >= 0) & (tl.load(chunk + CHUNK.SOURCE) != tl.load(chunk + CHUNK.TARGET)):
             x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
             both = finite(x) & finite(y)
             at = first + token
@@ -141,10 +125,10 @@ def _merge_planes(  # type: ignore[no-untyped-def]
     offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
     if ELEMENT == DTYPE:
         at0, mask0 = half_addresses(
-            places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+            places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
         )  # fmt: skip
         at1, mask1 = half_addresses(
-            places, tile, offset, exists, TILE_DIM1, TILE_COUNT1, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+            places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
         )  # fmt: skip
         tl.store(at0, a, mask=mask0)
         tl.store(at1, b, mask=mask1)
@@ -169,7 +153,6 @@ def merge_planes(
     data: torch.Tensor,
     planes: torch.Tensor,
     table: torch.Tensor,
-    jobs: torch.Tensor,
     tiles: TileTable,
     batch: ChunkBatch,
     cache: CacheView,
@@ -189,7 +172,6 @@ def merge_planes(
         data: uint8, stored planes and reference bytes.
         planes: uint8, decoded symbols of the coded planes.
         table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`.
-        jobs: int64 `[chunks * sections, len(JobField)]`; TOKENS and CHUNK are read.
         tiles: of the batch's sections.
         batch: status bits are added to its jobs.
         cache: what is written.
@@ -205,7 +187,7 @@ def merge_planes(
         return
     # No fused multiply-add: the turned keys are then the codec's, bit for bit, given the same tables.
     _merge_planes[grid](
-        data, planes, table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, source.cos,
+        data, planes, table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, source.cos,
         source.sin, target.cos, target.sin, batch.status, batch.sections, batch.first_section, target.cos.shape[1],
         FACTOR=4 if even else 1, MOVED=moved, **_constants(tiles, cache, dtype), num_warps=WARPS,
         enable_fp_fusion=False,

@@ -16,26 +16,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.errors import InputError
-from cuvee.kernels.jobs import (
-    PLACE_BLOCK,
-    PLACE_BLOCK_TOKENS,
-    PLACE_DIM,
-    PLACE_FIELDS,
-    PLACE_HEAD,
-    PLACE_POINTER,
-    PLACE_SLOTS,
-    PLACE_TOKEN,
-    STATUS_SLOT,
-    TILE_COUNT0,
-    TILE_COUNT1,
-    TILE_DIM0,
-    TILE_DIM1,
-    TILE_HEAD,
-    TILE_STEP,
-    TILE_UNIT,
-    PlaceField,
-    TileField,
-)
+from cuvee.kernels.jobs import PLACE, STATUS, TILE, PlaceField, TileField
 
 MAX_SLOTS = tl.constexpr(2**31 - 1)
 INFINITY = tl.constexpr(float("inf"))
@@ -51,23 +32,23 @@ def token_offsets(places, unit, slots, token, inside, status):  # type: ignore[n
         slots: int64, the slot of each token; -1: nowhere.
         token: indices into `slots`.
         inside: which of them exist.
-        status: int32 of the job; gets STATUS_SLOT for a slot beyond the cache.
+        status: int32 of the job; gets STATUS.SLOT for a slot beyond the cache.
 
     Returns:
         offsets in elements (int64), and which tokens have a place.
     """
-    place = places + unit * PLACE_FIELDS
+    place = places + unit * PLACE.FIELDS
     slot = tl.load(slots + token, mask=inside, other=-1)
     # A slot fits 32 bits, whose division is several times cheaper.
-    total = tl.minimum(tl.load(place + PLACE_SLOTS), MAX_SLOTS)
+    total = tl.minimum(tl.load(place + PLACE.SLOTS), MAX_SLOTS)
     beyond = inside & ((slot >= total) | (slot < -1))
-    tl.atomic_or(status, STATUS_SLOT, mask=tl.max(beyond.to(tl.int32), 0) > 0)
+    tl.atomic_or(status, STATUS.SLOT, mask=tl.max(beyond.to(tl.int32), 0) > 0)
     exists = inside & (slot >= 0) & (slot < total)
     small = tl.where(exists, slot, 0).to(tl.uint32)
-    block_tokens = tl.load(place + PLACE_BLOCK_TOKENS).to(tl.uint32)
+    block_tokens = tl.load(place + PLACE.BLOCK_TOKENS).to(tl.uint32)
     block = small // block_tokens
     row = (small - block * block_tokens).to(tl.int64)
-    return block.to(tl.int64) * tl.load(place + PLACE_BLOCK) + row * tl.load(place + PLACE_TOKEN), exists
+    return block.to(tl.int64) * tl.load(place + PLACE.BLOCK) + row * tl.load(place + PLACE.TOKEN), exists
 
 
 @triton.jit
@@ -76,17 +57,17 @@ def half_addresses(  # type: ignore[no-untyped-def]
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Addresses `[tokens, PAIRS]` of a tile's first or second dimensions, and which of them exist."""
-    unit = tl.load(tile + TILE_UNIT)
-    place = places + unit * PLACE_FIELDS
+    unit = tl.load(tile + TILE.UNIT)
+    place = places + unit * PLACE.FIELDS
     pair = FIRST + tl.arange(0, PAIRS)
     count = tl.load(tile + COUNT).to(tl.int32)
-    row = offset + tl.load(tile + TILE_HEAD) * tl.load(place + PLACE_HEAD)
-    row += tl.load(tile + DIM) * tl.load(place + PLACE_DIM)
+    row = offset + tl.load(tile + TILE.HEAD) * tl.load(place + PLACE.HEAD)
+    row += tl.load(tile + DIM) * tl.load(place + PLACE.DIM)
     # FP8 is read and written as bytes.
     if ELEMENT.primitive_bitwidth == 8:
-        base = tl.load(place + PLACE_POINTER).to(tl.pointer_type(tl.uint8))
+        base = tl.load(place + PLACE.POINTER).to(tl.pointer_type(tl.uint8))
     else:
-        base = tl.load(place + PLACE_POINTER).to(tl.pointer_type(ELEMENT))
+        base = tl.load(place + PLACE.POINTER).to(tl.pointer_type(ELEMENT))
     if ALIGNED:
         row = tl.multiple_of(row, 128 // ELEMENT.primitive_bitwidth)
         count = tl.multiple_of(count, 128 // ELEMENT.primitive_bitwidth)
@@ -95,7 +76,7 @@ def half_addresses(  # type: ignore[no-untyped-def]
     if UNIT_STRIDE:
         address = address + pair[None, :]
     else:
-        step = tl.load(tile + TILE_STEP) * tl.load(place + PLACE_DIM)
+        step = tl.load(tile + TILE.STEP) * tl.load(place + PLACE.DIM)
         address = address + (pair * step)[None, :]
     return address, exists[:, None] & (pair < count)[None, :]
 
@@ -123,13 +104,13 @@ def load_pairs(  # type: ignore[no-untyped-def]
         two `[tokens, PAIRS]` float32.
     """
     at0, mask0 = half_addresses(
-        places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+        places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
     )  # fmt: skip
     at1, mask1 = half_addresses(
-        places, tile, offset, exists, TILE_DIM1, TILE_COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+        places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
     )  # fmt: skip
     if ELEMENT.primitive_bitwidth == 8:
-        scale = tl.load(scales + tl.load(tile + TILE_UNIT))
+        scale = tl.load(scales + tl.load(tile + TILE.UNIT))
         a = _from_fp8(tl.load(at0, mask=mask0, other=0), ELEMENT) * scale
         b = _from_fp8(tl.load(at1, mask=mask1, other=0), ELEMENT) * scale
     else:
@@ -145,13 +126,13 @@ def store_pairs(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write a tile: the inverse of `load_pairs`, rounded to nearest even; FP8 is divided by its scale and saturates."""
     at0, mask0 = half_addresses(
-        places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+        places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
     )  # fmt: skip
     at1, mask1 = half_addresses(
-        places, tile, offset, exists, TILE_DIM1, TILE_COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+        places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
     )  # fmt: skip
     if ELEMENT.primitive_bitwidth == 8:
-        scale = tl.div_rn(1.0, tl.load(scales + tl.load(tile + TILE_UNIT)))
+        scale = tl.div_rn(1.0, tl.load(scales + tl.load(tile + TILE.UNIT)))
         tl.store(at0, _to_fp8(a * scale, ELEMENT), mask=mask0)
         tl.store(at1, _to_fp8(b * scale, ELEMENT), mask=mask1)
     else:

@@ -9,43 +9,33 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.jobs import (
-    JOB_CLASS_PLAN,
-    JOB_FIELDS,
-    JOB_LEVELS,
-    JOB_PLAN,
-    JOB_PLANES,
-    JOB_STRIDE,
-    JOB_TOKENS,
-    PLAN_FIELDS,
-    PLAN_ROW,
-    PLAN_ROWS,
-    PLAN_TABLES,
-    STATUS_TOO_LARGE,
-)
+from cuvee.codec.format.streams import WINDOW
+from cuvee.kernels.jobs import JOB, PLAN, STATUS
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.symbols import (
-    _TOKENS,
     DEAD_ZONE,
     ESCAPE,
     FLOAT_FIELDS,
     INT_FIELDS,
-    ROUNDING,
-    RUN,
     SHIFT,
+    Y_ROW,
+    _coefficient,
     _half,
     _low_bits,
+    _of_row,
+    _shrinkage,
+    _two,
 )
 
 BEYOND = tl.constexpr(float(1 << 30))  # steps; what is larger, or NaN, has no int32 level
-_BLOCK_ROWS = 4  # rows of `quantize`: its many numbers per row take registers
+_BLOCK_ROWS = 4  # of `quantize`, which goes along the windows
 
 
 @triton.jit
 def _thresholds(row_floats, component, mask):  # type: ignore[no-untyped-def]
     """Return the dead zone and rounding, by component."""
-    at = row_floats + component * FLOAT_FIELDS
-    return tl.load(at + DEAD_ZONE, mask=mask, other=0.0), tl.load(at + ROUNDING, mask=mask, other=0.0)
+    dead_zone, rounding = _two(row_floats, component * FLOAT_FIELDS + DEAD_ZONE, mask, 0)
+    return dead_zone.to(tl.float32, bitcast=True), rounding.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -69,86 +59,58 @@ def _within(high, table, freq, reach, inside):  # type: ignore[no-untyped-def]
         return (high >= least) & (high <= greatest)
 
 
-@triton.jit
-def _quantize_rows(  # type: ignore[no-untyped-def]
-    job, plan, row, component, exists, row_floats, row_ints, inverse, limit, tables, freq, reach, y, planes,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Quantize all tokens of ROWS rows, `[ROWS, 1]`. Return their escapes, and whether a value is too large."""
-    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
-    stride = tl.load(job + JOB_STRIDE).to(tl.int32)
-    planes_at = tl.load(job + JOB_PLANES)
-    y_at = tl.load(job + JOB_LEVELS)
-    if ALIGNED:
-        # They are multiples of RUN; the division tells the compiler.
-        tokens = tokens // RUN * RUN
-        stride = stride // RUN * RUN
-        planes_at = planes_at // RUN * RUN
-        y_at = y_at // RUN * RUN
-    dead_zone, rounding = _thresholds(row_floats, component, exists)
-    shift, low_plane = _low_bits(row_ints, component, exists)
-    table = tl.load(tables + tl.load(plan + PLAN_TABLES) + row, mask=exists, other=0)
-    half = _half(shift)
-    y_row = y + (y_at + row.to(tl.int64) * stride)
-    high_row = planes + (planes_at + row.to(tl.int64) * tokens)
-    low_row = planes + (planes_at + low_plane.to(tl.int64) * tokens)
-    count = tl.zeros((ROWS, TOKENS), tl.int32)
-    # The bits of magnitudes are in their order, and those of NaN above all.
-    largest = tl.zeros((ROWS, TOKENS), tl.int32)
-    for start in range(0, tokens, TOKENS):
-        token = start + tl.arange(0, TOKENS)[None, :]
-        inside = exists & (token < tokens)
-        value = tl.load(y_row + token, mask=inside, other=0.0)
-        shifted = _level(value, inverse, dead_zone, rounding) + half
-        largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        high = shifted >> shift
-        escaped = inside & (_within(high, table, freq, reach, inside) == 0)
-        count += escaped.to(tl.int32)
-        tl.store(high_row + token, tl.where(escaped, ESCAPE, high).to(tl.uint8), mask=inside)
-        low = shifted & ((1 << shift) - 1)
-        tl.store(low_row + token, low.to(tl.uint8), mask=inside & (low_plane >= 0))
-    bits = tl.max(tl.max(largest, 1), 0)
-    # Not `>=`: NaN is too large as well.
-    return tl.sum(count, 1), (bits.to(tl.float32, bitcast=True) < limit) == 0
-
-
 @triton.jit(do_not_specialize=["max_rows"])
 def _quantize(  # type: ignore[no-untyped-def]
-    y, jobs, plans, row_floats, row_ints, inverses, limits, tables, freq, reach, planes, counts, status, max_rows,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    y, left, jobs, plans, row_floats, row_ints, steps, inverses, limits, tables, freq, reach, classes, planes, counts,
+    status, max_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    job = jobs + index * JOB_FIELDS
-    if tl.load(job + JOB_CLASS_PLAN) > 0:
-        return
-    plan_index = tl.load(job + JOB_PLAN)
-    plan = plans + plan_index * PLAN_FIELDS
+    job = jobs + index * JOB.FIELDS
+    first_plan = tl.load(job + JOB.PLAN).to(tl.int32)
+    tokens = tl.load(job + JOB.TOKENS).to(tl.int32)
+    stride = tl.load(job + JOB.STRIDE).to(tl.int32)
+    classes += tl.load(job + JOB.COLUMNS)
+    planes += tl.load(job + JOB.PLANES)
+    y += tl.load(job + JOB.COEFFICIENTS)
+    if left is not None:
+        left += tl.load(job + JOB.COEFFICIENTS)
     first_row = tl.program_id(1) * ROWS
-    slot = first_row + tl.arange(0, ROWS)
-    at = counts + index * max_rows + slot
-    rows = tl.load(plan + PLAN_ROWS)
-    if first_row >= rows:
-        # There is nothing to read, but the counts must be written.
-        tl.store(at, tl.zeros((ROWS,), tl.int32), mask=slot < max_rows)
-        return
     row = first_row + tl.arange(0, ROWS)[:, None]
-    component = tl.load(plan + PLAN_ROW) + row
-    inverse = tl.load(inverses + plan_index)
-    limit = tl.load(limits + plan_index)
-    sizes = tl.load(job + JOB_TOKENS) | tl.load(job + JOB_STRIDE)
-    offsets = tl.load(job + JOB_PLANES) | tl.load(job + JOB_LEVELS)
-    if (sizes | offsets) % RUN == 0:
-        count, large = _quantize_rows(
-            job, plan, row, component, row < rows, row_floats, row_ints, inverse, limit, tables, freq, reach,
-            y, planes, True, ROWS, TOKENS,
-        )  # fmt: skip
-    else:
-        count, large = _quantize_rows(
-            job, plan, row, component, row < rows, row_floats, row_ints, inverse, limit, tables, freq, reach,
-            y, planes, False, ROWS, TOKENS,
-        )  # fmt: skip
-    tl.store(at, count, mask=slot < max_rows)
-    tl.atomic_or(status + index, STATUS_TOO_LARGE, mask=large, sem="relaxed")
+    count = tl.zeros((ROWS, COLUMNS), tl.int32)
+    large = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, tokens, COLUMNS):
+        finest = tl.load(classes + start).to(tl.int64)  # of a window
+        if first_row < tl.load(plans + (first_plan + finest) * PLAN.FIELDS + PLAN.ROWS):
+            column = start + tl.arange(0, COLUMNS)[None, :]
+            inside = column < tokens
+            plan_index = first_plan + tl.load(classes + column, mask=inside, other=0).to(tl.int32)
+            plan = plans + plan_index * PLAN.FIELDS
+            own = inside & (row < tl.load(plan + PLAN.ROWS).to(tl.int32))
+            component = tl.load(plan + PLAN.ROW).to(tl.int32) + row
+            dead_zone, rounding = _thresholds(row_floats, component, own)
+            shift, low_plane = _low_bits(row_ints, component, own)
+            y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=own, other=0)
+            table = _of_row(tables, plan, PLAN.TABLES, row, own, 0)
+            at = y_row.to(tl.int64) * stride + column
+            value = tl.load(y + at, mask=own, other=0.0)
+            level = _level(value, tl.load(inverses + plan_index), dead_zone, rounding)
+            if left is not None:
+                shrink_one, shrink_more = _shrinkage(row_floats, component, own)
+                coded = _coefficient(level, shrink_one, shrink_more, tl.load(steps + plan_index))
+                tl.store(left + at, value - coded, mask=own)
+            d = level + _half(shift)
+            # Not `>=`: NaN is too large as well.
+            large |= ((tl.abs(value) < tl.load(limits + plan_index)) == 0).to(tl.int32)
+            high = d >> shift
+            escaped = own & (_within(high, table, freq, reach, own) == 0)
+            count += escaped.to(tl.int32)
+            high_row = planes + row.to(tl.int64) * tokens
+            tl.store(high_row + column, tl.where(escaped, ESCAPE, high).to(tl.uint8), mask=own)
+            low_row = planes + low_plane.to(tl.int64) * tokens
+            tl.store(low_row + column, (d & ((1 << shift) - 1)).to(tl.uint8), mask=own & (low_plane >= 0))
+    slot = first_row + tl.arange(0, ROWS)
+    tl.store(counts + index * max_rows + slot, tl.sum(count, 1), mask=slot < max_rows)
+    tl.atomic_or(status + index, STATUS.TOO_LARGE, mask=tl.max(tl.max(large, 1), 0) > 0, sem="relaxed")
 
 
 def quantize(
@@ -156,30 +118,34 @@ def quantize(
     jobs: torch.Tensor,
     plans: DevicePlans,
     codable: CodableBytes,
+    classes: torch.Tensor,
     planes: torch.Tensor,
     counts: torch.Tensor,
     status: torch.Tensor,
     max_rows: int,
+    left: torch.Tensor | None = None,
 ) -> None:
     """Convert coefficients to byte planes and count the escapes of each row; the bytes are those of the reference.
 
-    Planes and counts of a job whose status gets `Status.TOO_LARGE` are arbitrary.
+    Planes and counts of a job whose status gets `Status.TOO_LARGE` mean nothing. Below a column's last plane nothing
+    is written.
 
     Args:
-        y: float32.
-        jobs: int64 `[J, len(JobField)]` with TOKENS, PLAN, PLANES, LEVELS and STRIDE.
-        plans: how each job is coded.
+        y: float32, columns in coding order.
+        jobs: int64 `[J, len(JobField)]`.
+        plans: as for `dequantize`.
         codable: what each table codes.
+        classes: as for `dequantize`.
         planes: uint8; gets `[P, T]` of each job.
-        counts: int32 `[J, max_rows]`; rows of jobs whose tokens have no classes are written fully, with zeros where a
-            job has no row.
+        counts: int32 `[J, max_rows]`, written; zero where a job has no row.
         status: int32 `[J]`; gets `Status.TOO_LARGE` where a coefficient is `MAX_LEVEL` steps or more, or NaN.
         max_rows: rows of the largest job.
+        left: float32; gets, at the places of the coefficients, what their planes leave over. None: nobody asks.
     """
     _quantize[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-        y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, plans.limits, plans.tables,
-        codable.freq, codable.reach, planes, counts, status, max_rows, ROWS=_BLOCK_ROWS, TOKENS=_TOKENS,
-        num_warps=4, enable_fp_fusion=False,
+        y, left, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, plans.inverses, plans.limits,
+        plans.tables, codable.freq, codable.reach, classes, planes, counts, status, max_rows, ROWS=_BLOCK_ROWS,
+        COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -193,47 +159,50 @@ def _has_escapes(starts, job, first_row, max_rows, total, ROWS: tl.constexpr):  
     return end > tl.load(starts + first)
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "max_rows"])
 def _list_escapes(  # type: ignore[no-untyped-def]
-    y, jobs, plans, row_floats, row_ints, inverses, planes, starts, index, value, total, max_rows,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    y, jobs, plans, row_floats, row_ints, inverses, classes, planes, starts, index, value, total, max_rows,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
-    job = jobs + number * JOB_FIELDS
-    if tl.load(job + JOB_CLASS_PLAN) > 0:
-        return
+    job = jobs + number * JOB.FIELDS
+    first_plan = tl.load(job + JOB.PLAN)
     if not _has_escapes(starts, number, tl.program_id(1) * ROWS, max_rows, total, ROWS):
         return
-    plan_index = tl.load(job + JOB_PLAN)
-    plan = plans + plan_index * PLAN_FIELDS
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    exists = row < tl.load(plan + PLAN_ROWS)
+    exists = row < tl.load(plans + tl.load(job + JOB.DEEPEST) * PLAN.FIELDS + PLAN.ROWS)
     slot = number * max_rows + row
     position = tl.load(starts + slot, mask=exists, other=0)
     last = slot + 1 == tl.num_programs(0).to(tl.int64) * max_rows
     end = tl.where(last, total, tl.load(starts + slot + 1, mask=exists & (last == 0), other=0))
     has = exists & (end > position)
-    component = tl.load(plan + PLAN_ROW) + row
-    dead_zone, rounding = _thresholds(row_floats, component, has)
-    dead_zone, rounding = dead_zone[:, None], rounding[:, None]
-    shift = tl.load(row_ints + component * INT_FIELDS + SHIFT, mask=has, other=0)[:, None]
-    inverse = tl.load(inverses + plan_index)
-    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
-    y_row = y + tl.load(job + JOB_LEVELS) + row.to(tl.int64)[:, None] * tl.load(job + JOB_STRIDE)
+    tokens = tl.load(job + JOB.TOKENS).to(tl.int32)
+    stride = tl.load(job + JOB.STRIDE)
+    classes += tl.load(job + JOB.COLUMNS)
+    planes += tl.load(job + JOB.PLANES)
+    y += tl.load(job + JOB.COEFFICIENTS)
     first_cell = row.to(tl.int64)[:, None] * tokens
-    high_row = planes + tl.load(job + JOB_PLANES) + first_cell
-    half = _half(shift)
-    for start in range(0, tokens, TOKENS):
-        token = start + tl.arange(0, TOKENS)[None, :]
-        inside = has[:, None] & (token < tokens)
-        escaped = tl.load(high_row + token, mask=inside, other=0) == ESCAPE
+    for start in range(0, tokens, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = column < tokens
+        plan_index = first_plan + tl.load(classes + column, mask=inside, other=0).to(tl.int64)
+        plan = plans + plan_index * PLAN.FIELDS
+        own = has[:, None] & inside & (row[:, None] < tl.load(plan + PLAN.ROWS))
+        escaped = tl.load(planes + first_cell + column, mask=own, other=0) == ESCAPE
         marks = escaped.to(tl.int32)
         if tl.max(tl.max(marks, 1), 0) > 0:
-            level = _level(tl.load(y_row + token, mask=escaped, other=0.0), inverse, dead_zone, rounding)
+            # So few that each looks up its own component.
+            component = tl.load(plan + PLAN.ROW) + row[:, None]
+            dead_zone, rounding = _thresholds(row_floats, component, escaped)
+            ints = row_ints + component * INT_FIELDS
+            shift = tl.load(ints + SHIFT, mask=escaped, other=0)
+            y_row = tl.load(ints + Y_ROW, mask=escaped, other=0)
+            found = tl.load(y + y_row * stride + column, mask=escaped, other=0.0)
+            d = _level(found, tl.load(inverses + plan_index), dead_zone, rounding) + _half(shift)
             at = position[:, None] + tl.cumsum(marks, 1) - 1
             escaped &= at < total
-            tl.store(index + at, (first_cell + token).to(tl.uint32), mask=escaped)
-            tl.store(value + at, (level + half) >> shift, mask=escaped)
+            tl.store(index + at, (first_cell + column).to(tl.uint32), mask=escaped)
+            tl.store(value + at, d >> shift, mask=escaped)
             position += tl.sum(marks, 1)
 
 
@@ -241,27 +210,29 @@ def list_escapes(
     y: torch.Tensor,
     jobs: torch.Tensor,
     plans: DevicePlans,
+    classes: torch.Tensor,
     planes: torch.Tensor,
     starts: torch.Tensor,
     index: torch.Tensor,
     value: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """List the escapes of all jobs whose tokens have no classes, job by job, each in rising order.
+    """List the escapes of all jobs, job by job, each in rising order.
 
     Args:
         y: as for `quantize`.
         jobs: likewise.
         plans: likewise.
+        classes: likewise.
         planes: as `quantize` wrote them.
         starts: int64 `[J, max_rows]`: where a row's escapes begin, the sum of all counts before it.
-        index: uint32 `[E]`; gets row * T + token.
+        index: uint32 `[E]`; gets row * T + column.
         value: int32 `[E]`; gets the number in place of the ESCAPE byte.
         max_rows: rows of the largest job.
     """
     total = len(index)
     if total:
         _list_escapes[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-            y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, planes, starts, index, value,
-            total, max_rows, ROWS=_BLOCK_ROWS, TOKENS=_TOKENS, num_warps=4, enable_fp_fusion=False,
+            y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, classes, planes, starts, index,
+            value, total, max_rows, ROWS=_BLOCK_ROWS, COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -4,8 +4,15 @@
     encode   planes --rans_encode--> words, states, lengths --coded_part--> out
 
 `codec/stages/reference/rans.py` specifies the coder, `codec/FORMAT.md` ("Coded part") the bytes. Each lane codes one
-stream: at every step all lanes of a program use the same table, and the symbols that they store or load lie side by
-side.
+stream, and the symbols that the lanes of a program store or load lie side by side. The columns of the lanes may belong
+to several classes, which differ in their planes and tables. Columns are sorted, so the classes at one time are few.
+Every lane looks up its own table, and a row of columns, one per lane, is coded in *segments* that end where the planes
+of some class end:
+
+    lanes   0 … 9   10 … 25   26 … 31
+    planes  70      64        51          0 … 50 in all lanes, 51 … 63 in lanes 0 … 25, 64 … 69 in lanes 0 … 9
+
+Within a segment the same lanes stay active, so its loop costs no more than if all had one class.
 """
 
 from __future__ import annotations
@@ -18,30 +25,14 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
-from cuvee.codec.format.streams import LOWER_BOUND
+from cuvee.codec.format.streams import LOWER_BOUND, WINDOW
 from cuvee.codec.support.arrays import U32
-from cuvee.kernels.jobs import (
-    JOB_CLASS_PLAN,
-    JOB_FIELDS,
-    JOB_LENGTHS,
-    JOB_LONG_LENGTHS,
-    JOB_PER_STREAM,
-    JOB_PLAN,
-    JOB_PLANES,
-    JOB_STATES,
-    JOB_STREAMS,
-    JOB_TOKENS,
-    JOB_WORD_COUNT,
-    JOB_WORDS,
-    PLAN_FIELDS,
-    PLAN_PLANES,
-    PLAN_TABLES,
-    STATUS_STREAMS,
-)
+from cuvee.kernels.jobs import JOB, PLAN, STATUS
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 
 _BOUND = tl.constexpr(LOWER_BOUND)
 _SYMBOLS = tl.constexpr(SYMBOLS)
+_WINDOW = tl.constexpr(WINDOW)
 # A row of a decode table: a word for each SPAN slots, then an entry per symbol. See `decoding_table`.
 SPAN = 24
 ENTRIES = 256  # where these begin
@@ -127,15 +118,15 @@ def _open_streams(data16, job, first, stream, exists, BLOCK: tl.constexpr):  # t
     The sums are exact, then clamped to the existing words. Wrong lengths shift a stream and are detected, but no read
     leaves the words. Positions fit int32: a section has less than 2**32 bytes.
     """
-    long = tl.load(job + JOB_LONG_LENGTHS).to(tl.int32)
-    lengths = data16 + tl.load(job + JOB_LENGTHS)
+    long = tl.load(job + JOB.LONG_LENGTHS).to(tl.int32)
+    lengths = data16 + tl.load(job + JOB.LENGTHS)
     before = tl.zeros([BLOCK], tl.int64)
     for start in range(0, first, BLOCK):
         other = start + tl.arange(0, BLOCK)
         before += _length(lengths, other, long, other < first)
     length = _length(lengths, stream, long, exists)
     ends = tl.sum(before, 0) + tl.cumsum(length, 0)
-    word_count = tl.load(job + JOB_WORD_COUNT)
+    word_count = tl.load(job + JOB.WORD_COUNT)
     return tl.minimum(ends - length, word_count).to(tl.int32), tl.minimum(ends, word_count).to(tl.int32), ends
 
 
@@ -143,46 +134,77 @@ def _open_streams(data16, job, first, stream, exists, BLOCK: tl.constexpr):  # t
 def _flag_streams(status, bad, exists, ends, job, is_last):  # type: ignore[no-untyped-def]
     """Flag the job if a stream is `bad`, or if the last program's lengths do not add up."""
     wrong = tl.max((bad & exists).to(tl.int32), 0) > 0
-    wrong |= is_last & (tl.max(ends, 0) != tl.load(job + JOB_WORD_COUNT))
-    tl.atomic_or(status, STATUS_STREAMS, mask=wrong)
+    wrong |= is_last & (tl.max(ends, 0) != tl.load(job + JOB.WORD_COUNT))
+    tl.atomic_or(status, STATUS.STREAMS, mask=wrong)
+
+
+@triton.jit
+def _columns(stream, tokens, per_stream):  # type: ignore[no-untyped-def]
+    """Return each stream's first column, the distance to its next column, and the end of its window."""
+    in_window = _WINDOW // per_stream
+    window = stream // in_window * _WINDOW
+    end = tl.minimum(window + _WINDOW, tokens)
+    return window + stream % in_window, (end - window + per_stream - 1) // per_stream, end
+
+
+@triton.jit
+def _class_of(plans, first_plan, classes, column, active):  # type: ignore[no-untyped-def]
+    """Return the planes of each lane's column and the place of its tables; 0 planes where there is no column."""
+    k = tl.load(classes + column, mask=active, other=0).to(tl.int32)
+    plan = plans + (first_plan + k) * PLAN.FIELDS
+    depth = tl.load(plan + PLAN.PLANES, mask=active, other=0).to(tl.int32)
+    return depth, tl.load(plan + PLAN.TABLES, mask=active, other=0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    data16, data32, jobs, plans, tables, decoding, planes, status, blocks,
+    data16, data32, jobs, plans, tables, decoding, classes, planes, status, blocks,
     PROB_BITS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * LANES
-    job = jobs + index * JOB_FIELDS
-    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
-    if (first >= streams) | (tl.load(job + JOB_CLASS_PLAN) > 0):
+    job = jobs + index * JOB.FIELDS
+    streams = tl.load(job + JOB.STREAMS).to(tl.int32)
+    if first >= streams:
         return
-    plan = plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS
-    steps = tl.load(plan + PLAN_PLANES).to(tl.int32)
-    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
-    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+    first_plan = tl.load(job + JOB.PLAN)
+    deepest_table = tl.load(plans + tl.load(job + JOB.DEEPEST) * PLAN.FIELDS + PLAN.TABLES).to(tl.int32)
+    tokens = tl.load(job + JOB.TOKENS).to(tl.int32)
+    per_stream = tl.load(job + JOB.PER_STREAM).to(tl.int32)
     stream = first + tl.arange(0, LANES)
     exists = stream < streams
     at, end, ends = _open_streams(data16, job, first, stream, exists, BLOCK)
-    x = tl.load(data32 + tl.load(job + JOB_STATES) + stream, mask=exists, other=_BOUND)
+    x = tl.load(data32 + tl.load(job + JOB.STATES) + stream, mask=exists, other=_BOUND)
     bad = x < _BOUND
-    words = data16 + tl.load(job + JOB_WORDS)
-    word = tl.load(words + at, mask=at < end, other=0).to(tl.uint32)
-    last_x, last_at = x, at
-    token = stream * per_stream
-    column = planes + tl.load(job + JOB_PLANES) + token
-    # Without planes there is nothing to decode, and a run has at least one step.
-    turns = tl.where(steps > 0, tl.minimum(per_stream, tokens - first * per_stream), 0)
-    table_of = tables + tl.load(plan + PLAN_TABLES)
-    for j in range(turns):
-        # Lanes without a token run along, store nothing, and keep the state they ended in.
-        active = exists & (token + j < tokens)
-        x, at, word = _decode_run(x, at, word, end, words, decoding, table_of, column, tokens, steps, active, PROB_BITS)
-        last_x = tl.where(active, x, last_x)
-        last_at = tl.where(active, at, last_at)
-        column += 1
-    bad |= (last_x != _BOUND) | (last_at != end)
+    words = data16 + tl.load(job + JOB.WORDS)
+    classes += tl.load(job + JOB.COLUMNS)
+    planes += tl.load(job + JOB.PLANES)
+    column, stride, end_column = _columns(stream, tokens, per_stream)
+    for _ in range(tl.minimum(per_stream, tokens)):
+        depth, table = _class_of(plans, first_plan, classes, column, exists & (column < end_column))
+        deepest = tl.max(depth, 0)
+        word = tl.load(words + at, mask=at < end, other=0).to(tl.uint32)
+        last_x, last_at = x, at
+        done = tl.minimum(deepest, 0)
+        while done < deepest:
+            active = depth > done
+            stop = tl.min(tl.where(active, depth, deepest), 0)
+            # Lanes that are done run along, store nothing, and keep the state they ended in. With a state of 0 and no
+            # more words they stay at slot 0 of a table that another lane reads, and cost no cache lines.
+            x = tl.where(active, x, 0)
+            at = tl.where(active, at, end)
+            word = tl.where(active, word, 0)
+            table_of = tables + (tl.where(active, table, deepest_table) + done)
+            row = planes + done.to(tl.int64) * tokens + column
+            x, at, word = _decode_run(
+                x, at, word, end, words, decoding, table_of, row, tokens, stop - done, active, PROB_BITS
+            )
+            last_x = tl.where(active, x, last_x)
+            last_at = tl.where(active, at, last_at)
+            done = stop
+        x, at = last_x, last_at
+        column += stride
+    bad |= (x != _BOUND) | (at != end)
     _flag_streams(status + index, bad, exists, ends, job, first + LANES >= streams)
 
 
@@ -190,10 +212,11 @@ def rans_decode(
     data: torch.Tensor,
     coding: StreamJobs,
     decoding: DecodingTables,
+    classes: torch.Tensor,
     planes: torch.Tensor,
     status: torch.Tensor,
 ) -> None:
-    """Decode the streams of all jobs whose tokens have no classes.
+    """Decode the streams of all jobs.
 
     The caller has checked that the states, lengths and words of a job lie within `data`; their values are not trusted.
     Every program reads the lengths of all streams before its own: S**2 / 64 lengths per job, which is little beside its
@@ -201,17 +224,18 @@ def rans_decode(
 
     Args:
         data: `[bytes]` uint8, a multiple of 4: the coded parts.
-        coding: of the jobs, STATES, LENGTHS, WORDS, WORD_COUNT, STREAMS, TOKENS, PER_STREAM, LONG_LENGTHS, PLAN and
-            PLANES are read.
+        coding: all fields of jobs but those of escapes, coefficients and class streams are read; of the plans, PLANES
+            and TABLES. PLANES never rises with the class.
         decoding: of `decoding_table`.
-        planes: uint8, gets `[P, T]` at `JobField.PLANES`.
+        classes: uint8 below 16: `TokenOrder.classes`.
+        planes: uint8, gets `[P, T]` at `JobField.PLANES`; below a column's last plane nothing is written.
         status: `[J]` int32, gets `Status.STREAMS` where the lengths do not add up to WORD_COUNT, or a stream begins in
             a state below 2**16, does not end in 2**16, or does not end with its words. Its symbols are then anything.
     """
     blocks = triton.cdiv(coding.max_streams, LANES)
     _decode_kernel[(blocks * len(coding.jobs),)](
         data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables,
-        decoding.words, planes, status, blocks, PROB_BITS=decoding.prob_bits, LANES=LANES, BLOCK=PRECEDING,
+        decoding.words, classes, planes, status, blocks, PROB_BITS=decoding.prob_bits, LANES=LANES, BLOCK=PRECEDING,
         num_warps=1, enable_fp_fusion=True, **REGISTERS,
     )  # fmt: skip
 
@@ -311,52 +335,69 @@ def _totals(coding):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _encode_kernel(planes, jobs, plans, tables, coding, words, states, lengths, blocks, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _encode_kernel(  # type: ignore[no-untyped-def]
+    planes, jobs, plans, tables, coding, classes, words, states, lengths, blocks, LANES: tl.constexpr
+):
     index = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * LANES
-    job = jobs + index * JOB_FIELDS
-    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
-    if (first >= streams) | (tl.load(job + JOB_CLASS_PLAN) > 0):
+    job = jobs + index * JOB.FIELDS
+    streams = tl.load(job + JOB.STREAMS).to(tl.int32)
+    if first >= streams:
         return
-    plan = plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS
-    steps = tl.load(plan + PLAN_PLANES).to(tl.int32)
-    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
-    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+    first_plan = tl.load(job + JOB.PLAN)
+    plan = plans + tl.load(job + JOB.DEEPEST) * PLAN.FIELDS
+    deepest_table = tl.load(plan + PLAN.TABLES).to(tl.int32)
+    tokens = tl.load(job + JOB.TOKENS).to(tl.int32)
+    per_stream = tl.load(job + JOB.PER_STREAM).to(tl.int32)
     total, scale = _totals(coding)
     stream = first + tl.arange(0, LANES)
     exists = stream < streams
-    token = stream * per_stream
-    top = words + tl.load(job + JOB_WORDS) + (stream + 1).to(tl.int64) * (steps * per_stream)
-    last_row = planes + tl.load(job + JOB_PLANES) + (steps - 1).to(tl.int64) * tokens + token
+    region = tl.load(plan + PLAN.PLANES) * per_stream
+    top = words + tl.load(job + JOB.WORDS) + (stream + 1).to(tl.int64) * region
+    classes += tl.load(job + JOB.COLUMNS)
+    planes += tl.load(job + JOB.PLANES)
+    column, stride, end_column = _columns(stream, tokens, per_stream)
+    rows = tl.minimum(per_stream, tokens)
+    column += (rows - 1) * stride
     x = tl.full([LANES], _BOUND, tl.uint32)
     at = tl.zeros([LANES], tl.int32)
-    longest = tl.minimum(per_stream, tokens - first * per_stream)
-    last_table = tables + tl.load(plan + PLAN_TABLES) + (steps - 1)
-    for back in range(longest):
-        j = longest - 1 - back
-        active = exists & (token + j < tokens)
-        x, at = _encode_run(x, at, top, coding, last_table, last_row + j, tokens, steps, total, scale, active)
-        # Lanes without a token run along, store nothing, and begin where the others do.
-        x = tl.where(active, x, _BOUND)
-        at = tl.where(active, at, 0)
-    tl.store(states + tl.load(job + JOB_STATES) + stream, x, mask=exists)
-    tl.store(lengths + tl.load(job + JOB_LENGTHS) + stream, (-at).to(tl.uint32), mask=exists)
+    for _ in range(rows):
+        depth, table = _class_of(plans, first_plan, classes, column, exists & (column < end_column))
+        left = tl.max(depth, 0)
+        while left > 0:
+            active = depth >= left
+            stop = tl.max(tl.where(active, 0, depth), 0)
+            table_of = tables + (tl.where(active, table, deepest_table) + left - 1)
+            row = planes + (left - 1).to(tl.int64) * tokens + column
+            new_x, new_at = _encode_run(x, at, top, coding, table_of, row, tokens, left - stop, total, scale, active)
+            x = tl.where(active, new_x, x)
+            at = tl.where(active, new_at, at)
+            left = stop
+        column -= stride
+    tl.store(states + tl.load(job + JOB.STATES) + stream, x, mask=exists)
+    tl.store(lengths + tl.load(job + JOB.LENGTHS) + stream, (-at).to(tl.uint32), mask=exists)
 
 
-def rans_encode(planes: torch.Tensor, coding: StreamJobs, entries: torch.Tensor, streams: EncodedStreams) -> None:
-    """Code the planes of all jobs whose tokens have no classes: the words of the reference's `rans_encode`.
+def rans_encode(
+    planes: torch.Tensor,
+    coding: StreamJobs,
+    entries: torch.Tensor,
+    classes: torch.Tensor,
+    streams: EncodedStreams,
+) -> None:
+    """Code the planes of all jobs: the words of the reference's `rans_encode`.
 
     A byte whose frequency is zero corrupts its stream, but no other (escape it instead).
 
     Args:
         planes: uint8, `[P, T]` of each job at `JobField.PLANES`.
-        coding: of the jobs, STATES, LENGTHS and WORDS, which index `streams`, STREAMS, TOKENS, PER_STREAM, PLAN and
-            PLANES are read.
+        coding: as for `rans_decode`; STATES, LENGTHS and WORDS of the jobs index `streams`.
         entries: `[K, 256, 2]` uint32 of `coding_table`.
+        classes: as for `rans_decode`.
         streams: written.
     """
     blocks = triton.cdiv(coding.max_streams, LANES)
     _encode_kernel[(blocks * len(coding.jobs),)](
-        planes, coding.jobs, coding.plans, coding.tables, entries.view(torch.int64), streams.words, streams.states,
-        streams.lengths, blocks, LANES=LANES, num_warps=1, enable_fp_fusion=True,
+        planes, coding.jobs, coding.plans, coding.tables, entries.view(torch.int64), classes, streams.words,
+        streams.states, streams.lengths, blocks, LANES=LANES, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip

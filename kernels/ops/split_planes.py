@@ -13,20 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.jobs import (
-    CHUNK_FIELDS,
-    CHUNK_FIRST,
-    JOB_CHUNK,
-    JOB_FIELDS,
-    JOB_TOKENS,
-    TILE_COUNT0,
-    TILE_COUNT1,
-    TILE_DIM0,
-    TILE_DIM1,
-    TILE_FIELDS,
-    TILE_SECTION,
-    TILE_UNIT,
-)
+from cuvee.kernels.jobs import CHUNK, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
 from cuvee.kernels.ops.lossless import (
     BYTE_FIELDS,
@@ -58,10 +45,10 @@ def _load_words(  # type: ignore[no-untyped-def]
     """Read a tile as words of the blob's dtype, rotated left by one bit; zero where there is no value."""
     if ELEMENT == DTYPE:
         at0, mask0 = half_addresses(
-            places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+            places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
         )  # fmt: skip
         at1, mask1 = half_addresses(
-            places, tile, offset, exists, TILE_DIM1, TILE_COUNT1, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+            places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
         )  # fmt: skip
         a, b = tl.load(at0, mask=mask0, other=0), tl.load(at1, mask=mask1, other=0)
     else:
@@ -73,15 +60,16 @@ def _load_words(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _read_tile(  # type: ignore[no-untyped-def]
-    table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+    table, chunks, tile, places, scales, slots, status, sections, first_section,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Return the words of this program and their channels; every encoding kernel begins with this."""
-    unit = tl.load(tile + TILE_UNIT)
-    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
-    tokens = _multiple(tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS), FACTOR)
-    first = tl.load(chunks + tl.load(jobs + job * JOB_FIELDS + JOB_CHUNK) * CHUNK_FIELDS + CHUNK_FIRST)
+    unit = tl.load(tile + TILE.UNIT)
+    job = tl.program_id(2) * sections + tl.load(tile + TILE.SECTION) - first_section
+    chunk = chunks + tl.program_id(2) * CHUNK.FIELDS
+    tokens = _multiple(tl.load(chunk + CHUNK.TOKENS), FACTOR)
+    first = tl.load(chunk + CHUNK.FIRST)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
@@ -89,23 +77,22 @@ def _read_tile(  # type: ignore[no-untyped-def]
     index = (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8)
     head_dim = tl.load(table + index * BYTE_FIELDS + BYTE_HEAD_DIM)
     pair = tl.arange(0, PAIRS)
-    channel0, has0 = _half_channels(tile, pair, head_dim, TILE_DIM0, TILE_COUNT0)
-    channel1, has1 = _half_channels(tile, pair, head_dim, TILE_DIM1, TILE_COUNT1)
+    channel0, has0 = _half_channels(tile, pair, head_dim, TILE.DIM0, TILE.COUNT0)
+    channel1, has1 = _half_channels(tile, pair, head_dim, TILE.DIM1, TILE.COUNT1)
     return a, b, channel0, has0, channel1, has1, index, token, inside, tokens
 
 
 @triton.jit(do_not_specialize=["sections", "first_section"])
 def _sum_bytes(  # type: ignore[no-untyped-def]
-    table, jobs, chunks, tiles, places, scales, slots, sums, status, sections, first_section,
+    table, chunks, tiles, places, scales, slots, sums, status, sections, first_section,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + tl.program_id(1) * TILE_FIELDS
-    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
-    if tl.program_id(0) * TOKENS >= tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS):
+    tile = tiles + tl.program_id(1) * TILE.FIELDS
+    if tl.program_id(0) * TOKENS >= tl.load(chunks + tl.program_id(2) * CHUNK.FIELDS + CHUNK.TOKENS):
         return
     a, b, channel0, has0, channel1, has1, index, _, _, _ = _read_tile(
-        table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+        table, chunks, tile, places, scales, slots, status, sections, first_section,
         DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
     )  # fmt: skip
     for byte in tl.static_range(WORD.primitive_bitwidth // 8):
@@ -141,16 +128,15 @@ def _count_half(word, byte: tl.constexpr, sums, references, channel, has, inside
 
 @triton.jit(do_not_specialize=["sections", "first_section"])
 def _count_symbols(  # type: ignore[no-untyped-def]
-    table, jobs, chunks, tiles, places, scales, slots, sums, references, counts, status, sections, first_section,
+    table, chunks, tiles, places, scales, slots, sums, references, counts, status, sections, first_section,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + tl.program_id(1) * TILE_FIELDS
-    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
-    if tl.program_id(0) * TOKENS >= tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS):
+    tile = tiles + tl.program_id(1) * TILE.FIELDS
+    if tl.program_id(0) * TOKENS >= tl.load(chunks + tl.program_id(2) * CHUNK.FIELDS + CHUNK.TOKENS):
         return
     a, b, channel0, has0, channel1, has1, index, _, inside, tokens = _read_tile(
-        table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+        table, chunks, tile, places, scales, slots, status, sections, first_section,
         DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
     )  # fmt: skip
     symbol = tl.arange(0, VALUES)
@@ -181,16 +167,15 @@ def _split_half(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["sections", "first_section"])
 def _split_planes(  # type: ignore[no-untyped-def]
-    table, jobs, chunks, tiles, places, scales, slots, references, planes, out, status, sections, first_section,
+    table, chunks, tiles, places, scales, slots, references, planes, out, status, sections, first_section,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + tl.program_id(1) * TILE_FIELDS
-    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
-    if tl.program_id(0) * TOKENS >= tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS):
+    tile = tiles + tl.program_id(1) * TILE.FIELDS
+    if tl.program_id(0) * TOKENS >= tl.load(chunks + tl.program_id(2) * CHUNK.FIELDS + CHUNK.TOKENS):
         return
     a, b, channel0, has0, channel1, has1, index, token, inside, tokens = _read_tile(
-        table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+        table, chunks, tile, places, scales, slots, status, sections, first_section,
         DTYPE, ELEMENT, WORD, FACTOR, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
     )  # fmt: skip
     row = table + index * BYTE_FIELDS
@@ -200,7 +185,6 @@ def _split_planes(  # type: ignore[no-untyped-def]
 
 def sum_bytes(
     table: torch.Tensor,
-    jobs: torch.Tensor,
     tiles: TileTable,
     batch: ChunkBatch,
     cache: CacheView,
@@ -214,8 +198,7 @@ def sum_bytes(
 
     Args:
         table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`; REFERENCE (in `sums`) and HEAD_DIM are read.
-        jobs: as for `merge_planes`.
-        tiles: likewise.
+        tiles: as for `merge_planes`.
         batch: likewise.
         cache: what is read.
         sums: int64, added to: zero before.
@@ -225,7 +208,7 @@ def sum_bytes(
     if 0 in grid:
         return
     _sum_bytes[grid](
-        table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, batch.status,
+        table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, batch.status,
         batch.sections, batch.first_section, **_constants(tiles, cache, dtype), num_warps=WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -233,7 +216,6 @@ def sum_bytes(
 
 def count_symbols(
     table: torch.Tensor,
-    jobs: torch.Tensor,
     tiles: TileTable,
     batch: ChunkBatch,
     cache: CacheView,
@@ -250,7 +232,6 @@ def count_symbols(
 
     Args:
         table: as for `sum_bytes`.
-        jobs: likewise.
         tiles: likewise.
         batch: likewise.
         cache: likewise.
@@ -263,7 +244,7 @@ def count_symbols(
     if 0 in grid:
         return
     _count_symbols[grid](
-        table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, references, counts,
+        table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, references, counts,
         batch.status, batch.sections, batch.first_section, **_constants(tiles, cache, dtype), num_warps=WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -271,7 +252,6 @@ def count_symbols(
 
 def split_planes(
     table: torch.Tensor,
-    jobs: torch.Tensor,
     tiles: TileTable,
     batch: ChunkBatch,
     cache: CacheView,
@@ -287,8 +267,7 @@ def split_planes(
     Args:
         table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`: where each plane goes: to `planes`,
             or to `out` if REFERENCE is -1.
-        jobs: as for `sum_bytes`.
-        tiles: likewise.
+        tiles: as for `sum_bytes`.
         batch: likewise.
         cache: likewise.
         references: of `count_symbols`.
@@ -301,7 +280,7 @@ def split_planes(
     if 0 in grid:
         return
     _split_planes[grid](
-        table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, references, planes, out,
+        table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, references, planes, out,
         batch.status, batch.sections, batch.first_section, FACTOR=4 if even else 1,
         **_constants(tiles, cache, dtype), num_warps=WARPS, enable_fp_fusion=True,
     )  # fmt: skip

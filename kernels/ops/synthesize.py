@@ -11,27 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.kernels.jobs import (
-    CHUNK_FIELDS,
-    CHUNK_FIRST,
-    CHUNK_SOURCE,
-    CHUNK_TOKENS,
-    ELEMENTS,
-    JOB_CLASS_PLAN,
-    JOB_FIELDS,
-    JOB_LEVELS,
-    JOB_STRIDE,
-    TILE_ANGLE,
-    TILE_BASIS,
-    TILE_BASIS_STRIDE,
-    TILE_BLOCK,
-    TILE_COLUMN,
-    TILE_FIELDS,
-    TILE_RANK,
-    TILE_ROW,
-    TILE_SECTION,
-    TILE_UNIT,
-)
+from cuvee.kernels.jobs import CHUNK, ELEMENTS, JOB, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
 from cuvee.kernels.ops.pages import (
     COMPILED,
@@ -40,7 +20,7 @@ from cuvee.kernels.ops.pages import (
     token_offsets,
     turn_pairs,
 )
-from cuvee.kernels.ops.transform import _WINDOW, _classed_columns, _unpacked
+from cuvee.kernels.ops.transform import _WINDOW, _sorted_columns
 
 MAX_GROUP = 32  # tiles that run together: all of a section of two layers of 8 heads
 
@@ -111,24 +91,24 @@ def _finish(  # type: ignore[no-untyped-def]
     """Add centers to half of a tile's pairs, from FIRST on, turn and store them; no token comes before `start`."""
     HALF: tl.constexpr = PAIRS // 2
     pair = FIRST + tl.arange(0, HALF)
-    mean = means + tl.multiple_of(tl.load(tile + TILE_COLUMN), 2 * PAIRS)
+    mean = means + tl.multiple_of(tl.load(tile + TILE.COLUMN), 2 * PAIRS)
     if PREDICTED:
         center = tl.load(center_rows + row, mask=inside, other=0).to(tl.int64)
         own = mean + (center * columns)[:, None] + pair[None, :]
         a += tl.load(own)
         b += tl.load(own + PAIRS)
     else:
-        position = tl.load(chunk + CHUNK_SOURCE)
+        position = tl.load(chunk + CHUNK.SOURCE)
         if position + start >= sinks:
             mean += sinks * columns
             a += tl.load(mean + pair)[None, :]
             b += tl.load(mean + PAIRS + pair)[None, :]
         else:
-            source = tl.minimum(row - tl.load(chunk + CHUNK_FIRST) + position, sinks).to(tl.int32)
+            source = tl.minimum(row - tl.load(chunk + CHUNK.FIRST) + position, sinks).to(tl.int32)
             own = mean + (source * columns)[:, None] + pair[None, :]
             a += tl.load(own)
             b += tl.load(own + PAIRS)
-    angle = tl.load(tile + TILE_ANGLE)
+    angle = tl.load(tile + TILE.ANGLE)
     if angle >= 0:
         a, b = turn_pairs(a, b, cos, sin, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
     a, b = saturated(a, True, ELEMENT), saturated(b, True, ELEMENT)
@@ -142,8 +122,7 @@ def _synthesize(  # type: ignore[no-untyped-def]
     y, jobs, tiles, basis, means, center_rows, chunks, slots, cos, sin, places, scales, status, classes, order,
     block_ranks, sections, first_section, tile_count, group, chunk_count, token_blocks, sinks, columns, angles,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-    ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, CLASSED: tl.constexpr,
-    PREDICTED: tl.constexpr,
+    ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, PREDICTED: tl.constexpr,
 ):  # fmt: skip
     # `group` tiles, usually a section's, share the coefficients of a block of tokens: they run together. The blocks
     # of tokens of all chunks follow, which share the group's bases.
@@ -152,34 +131,27 @@ def _synthesize(  # type: ignore[no-untyped-def]
     first = program // (group * blocks) * group
     in_group = program - first * blocks
     members = tl.minimum(group, tile_count - first)
-    tile = tiles + (first + in_group % members) * TILE_FIELDS
+    tile = tiles + (first + in_group % members) * TILE.FIELDS
     block = in_group // members
     chunk_index = block // token_blocks
     start = (block - chunk_index * token_blocks) * BLOCK_T
-    chunk = chunks + chunk_index * CHUNK_FIELDS
-    tokens = tl.load(chunk + CHUNK_TOKENS).to(tl.int32)
+    chunk = chunks + chunk_index * CHUNK.FIELDS
+    tokens = tl.load(chunk + CHUNK.TOKENS).to(tl.int32)
     if start >= tokens:
         return
-    job_index = chunk_index * sections + tl.load(tile + TILE_SECTION) - first_section
-    job = jobs + job_index * JOB_FIELDS
-    if (tl.load(job + JOB_CLASS_PLAN) > 0) != CLASSED:
-        return
+    job_index = chunk_index * sections + tl.load(tile + TILE.SECTION) - first_section
+    job = jobs + job_index * JOB.FIELDS
     column = start + tl.arange(0, BLOCK_T)
     inside = column < tokens
-    if CLASSED:
-        # Columns are sorted: the first of them has the most components.
-        block_index = tl.load(tile + TILE_BLOCK)
-        token, rank = _classed_columns(job, block_index, start, column, inside, classes, order, block_ranks)
-        first_token = start // _WINDOW * _WINDOW
-    else:
-        token, rank = column, tl.load(tile + TILE_RANK).to(tl.int32)
-        first_token = start
+    # Columns are sorted: the first of them has the most components.
+    token, rank = _sorted_columns(job, tl.load(tile + TILE.BLOCK), start, column, inside, classes, order, block_ranks)
+    first_token = start // _WINDOW * _WINDOW
     component = tl.arange(0, BLOCK_R)
-    stride = tl.multiple_of(tl.load(job + JOB_STRIDE), 16)
-    y_at = y + tl.multiple_of(tl.load(job + JOB_LEVELS), 16) + tl.load(tile + TILE_ROW) * stride
+    stride = tl.multiple_of(tl.load(job + JOB.STRIDE), 16)
+    y_at = y + tl.multiple_of(tl.load(job + JOB.COEFFICIENTS), 16) + tl.load(tile + TILE.ROW) * stride
     y_at = y_at + (component * stride)[:, None] + column[None, :]
-    basis_stride = tl.multiple_of(tl.load(tile + TILE_BASIS_STRIDE), 2 * PAIRS)
-    basis_at = basis + tl.multiple_of(tl.load(tile + TILE_BASIS), 2 * PAIRS)
+    basis_stride = tl.multiple_of(tl.load(tile + TILE.BASIS_STRIDE), 2 * PAIRS)
+    basis_at = basis + tl.multiple_of(tl.load(tile + TILE.BASIS), 2 * PAIRS)
     basis_at = basis_at + (component * basis_stride)[:, None] + tl.arange(0, 2 * PAIRS)[None, :]
     # Columns T … STRIDE - 1 hold anything; they are computed and not stored.
     readable = (column < stride)[None, :]
@@ -193,8 +165,8 @@ def _synthesize(  # type: ignore[no-untyped-def]
         acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
         y_at += BLOCK_R * stride
         basis_at += BLOCK_R * basis_stride
-    row = tl.load(chunk + CHUNK_FIRST) + token
-    offset, exists = token_offsets(places, tl.load(tile + TILE_UNIT), slots, row, inside, status + job_index)
+    row = tl.load(chunk + CHUNK.FIRST) + token
+    offset, exists = token_offsets(places, tl.load(tile + TILE.UNIT), slots, row, inside, status + job_index)
     # One half of the pairs after the other: means, angles and addresses of all would not fit registers.
     HALF: tl.constexpr = PAIRS // 2
     left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, 2, HALF)), (0, 1, 3, 2)))
@@ -219,8 +191,8 @@ def synthesize(
     batch: ChunkBatch,
     rotations: RotationTables,
     cache: CacheView,
+    order: TokenOrder,
     config: SynthesisConfig | None = None,
-    order: TokenOrder | None = None,
     center_rows: torch.Tensor | None = None,
 ) -> None:
     """Write a cache in one pass: inverse transform, mean or center, rotation, rounding.
@@ -230,8 +202,7 @@ def synthesize(
 
     Args:
         y: coefficients, bfloat16, float16 or float32, at a multiple of 16 bytes: a job's `[R, JobField.STRIDE]` at
-            JobField.LEVELS. JobField.LEVELS and JobField.STRIDE are multiples of 16; what lies beyond a job's tokens is
-            ignored.
+            JobField.COEFFICIENTS, both of them multiples of 16; what lies beyond a job's tokens is ignored.
         jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
         tiles: of the batch's sections.
         basis: dtype of y, at a multiple of 16 bytes: a tile's `[RANK, 2 * PAIRS]` at TileField.BASIS with rows
@@ -240,10 +211,9 @@ def synthesize(
         batch: status bits are added to its jobs.
         rotations: from `rotation_tables`, by target positions.
         cache: what is written.
+        order: column i of the coefficients is the token that it names; of each `block_t` columns, the components of
+            the first are read.
         config: None: the `synthesis_config` of a large rank.
-        order: None: jobs whose tokens have classes are skipped. Otherwise the other jobs are, and column i of the
-            coefficients is the token that the order names; of each `block_t` columns, the components of the first are
-            read.
         center_rows: int32 `[tokens]`, the row of `means` that is added to each token, from ChunkField.FIRST on; `means`
             may then have further rows. None: the row of the token's position.
     """
@@ -253,12 +223,12 @@ def synthesize(
     group = max(min(count // batch.sections, MAX_GROUP), 1)
     _synthesize[(count * chunks * token_blocks,)](
         y, jobs, tiles.tiles, basis, means, center_rows, batch.chunks, cache.slots, rotations.cos, rotations.sin,
-        cache.places, cache.scales, batch.status, *_unpacked(order), batch.sections, batch.first_section, count, group,
-        chunks, token_blocks, len(means) - 1, means.stride(0), rotations.cos.shape[1], BLOCK_T=chosen.block_t,
-        BLOCK_R=chosen.block_r, ELEMENT=ELEMENTS[cache.element], UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned,
-        PAIRS=tiles.pairs, PRECISION=product_precision(y.dtype, cache.element), CLASSED=order is not None,
-        PREDICTED=center_rows is not None, num_warps=chosen.num_warps, enable_fp_fusion=True,
-        num_stages=_stages(chosen),
+        cache.places, cache.scales, batch.status, order.classes, order.order, order.block_ranks, batch.sections,
+        batch.first_section, count, group, chunks, token_blocks, len(means) - 1, means.stride(0),
+        rotations.cos.shape[1], BLOCK_T=chosen.block_t, BLOCK_R=chosen.block_r, ELEMENT=ELEMENTS[cache.element],
+        UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs,
+        PRECISION=product_precision(y.dtype, cache.element), PREDICTED=center_rows is not None,
+        num_warps=chosen.num_warps, enable_fp_fusion=True, num_stages=_stages(chosen),
     )  # fmt: skip
 
 

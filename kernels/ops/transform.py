@@ -11,14 +11,8 @@ import triton.language as tl
 
 from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.format.streams import WINDOW
-from cuvee.kernels.jobs import (
-    CHUNK_FIELDS,
-    CHUNK_FIRST,
-    CHUNK_TOKENS,
-    JOB_COLUMNS,
-    ChunkField,
-)
-from cuvee.kernels.ops.arguments import RotationTables, TokenOrder
+from cuvee.kernels.jobs import CHUNK, JOB, ChunkField
+from cuvee.kernels.ops.arguments import RotationTables
 
 TABLE_TOKENS = 16  # a program of `rotation_tables`
 _WINDOW = tl.constexpr(WINDOW)
@@ -26,9 +20,9 @@ _CLASSES = tl.constexpr(CLASSES)
 
 
 @triton.jit
-def _classed_columns(job, block, start, column, inside, classes, order, block_ranks):  # type: ignore[no-untyped-def]
+def _sorted_columns(job, block, start, column, inside, classes, order, block_ranks):  # type: ignore[no-untyped-def]
     """Return the tokens of columns from `start` on, all of one window, and the components that they have of a block."""
-    first = tl.load(job + JOB_COLUMNS)
+    first = tl.load(job + JOB.COLUMNS)
     token = start // _WINDOW * _WINDOW + tl.load(order + first + column, mask=inside, other=0).to(tl.int32)
     finest = tl.load(classes + first + start).to(tl.int64)
     return token, tl.load(block_ranks + (block * _CLASSES + finest))
@@ -39,7 +33,7 @@ def _rotation_tables(  # type: ignore[no-untyped-def]
     chunks, inv_freq, scaling, cos, sin, angles, POSITION: tl.constexpr, INVERSE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
-    chunk = chunks + tl.program_id(0) * CHUNK_FIELDS
+    chunk = chunks + tl.program_id(0) * CHUNK.FIELDS
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     angle = tl.program_id(2) * BLOCK_A + tl.arange(0, BLOCK_A)
     has = angle < angles
@@ -48,8 +42,8 @@ def _rotation_tables(  # type: ignore[no-untyped-def]
     if INVERSE:
         scale = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     turn = position[:, None] * tl.load(inv_freq + angle, mask=has, other=0.0)[None, :]
-    at = ((tl.load(chunk + CHUNK_FIRST) + token) * angles)[:, None] + angle[None, :]
-    mask = (token < tl.load(chunk + CHUNK_TOKENS))[:, None] & has[None, :]
+    at = ((tl.load(chunk + CHUNK.FIRST) + token) * angles)[:, None] + angle[None, :]
+    mask = (token < tl.load(chunk + CHUNK.TOKENS))[:, None] & has[None, :]
     # On all targets these are the accurate functions, with a full reduction of large arguments.
     tl.store(cos + at, tl.cos(turn) * scale[None, :], mask=mask)
     tl.store(sin + at, tl.sin(turn) * scale[None, :], mask=mask)
@@ -86,7 +80,3 @@ def rotation_tables(
         BLOCK_A=block_a, num_warps=4,
         enable_fp_fusion=False,  # an angle is rounded before its reduction, as in codec/models/rope.py
     )  # fmt: skip
-
-
-def _unpacked(order: TokenOrder | None) -> tuple[torch.Tensor | None, ...]:
-    return (None, None, None) if order is None else (order.classes, order.order, order.block_ranks)

@@ -99,6 +99,7 @@ def main(target: str) -> None:
         ("bfloat16", "layer classes"),
         ("float16", "head classes"),
         ("bfloat16", "layer tokens"),
+        ("bfloat16", "layer parts"),
         ("bfloat16", "lossless"),
         ("interleaved", "lossless"),
     ):
@@ -109,12 +110,16 @@ def main(target: str) -> None:
         profile = predicting(profile) if extra == "tokens" else profile
         profile = with_classes(profile) if extra == "classes" else profile
         quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}
+        quality |= {"refinements": 1} if extra == "parts" else {}
         cpu, gpu = Codec(profile, **quality), Codec(profile, backend="triton", **quality)
         first = len(compiled)
         chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 50, 41))]
         ids = [torch.randint(VOCABULARY, (chunk.tokens,)) if extra == "tokens" else None for chunk in chunks]
-        blob = gpu.encode(chunks[0], tokens=ids[0])
-        want, got = (codec.decode(blob, 100) for codec in (cpu, gpu))
+        if extra == "parts":
+            blob, *finer = gpu.encode_parts(chunks[0])
+        else:
+            blob, finer = gpu.encode(chunks[0], tokens=ids[0]), []
+        want, got = (codec.decode(blob, 100, refinements=finer) for codec in (cpu, gpu))
         error = max(
             float((a.float() - b.float()).abs().max() / a.float().abs().max())
             for a, b in zip([*want.keys, *want.values], [*got.keys, *got.values], strict=True)
@@ -126,7 +131,12 @@ def main(target: str) -> None:
         before = len(compiled)
         pages = conftest.dense_pages(layout, chunks)
         slots = list(torch.arange(128).split([37, 50, 41]))
-        blobs = gpu.encode(PagedChunks(pages, slots, [5, 5, 5], tokens=ids))
+        source = PagedChunks(pages, slots, [5, 5, 5], tokens=ids)
+        blobs: list[Any] = []
+        if extra == "parts":
+            blobs += [gpu.open(base, refinements=finer) for base, *finer in gpu.encode_parts(source)]
+        else:
+            blobs += gpu.encode(source)
         gpu.decode_paged(blobs, pages, slots, [90, 200, 300]).check()
         report["again"][case] = compiled[before:]
     print(json.dumps(report))

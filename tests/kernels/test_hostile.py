@@ -120,13 +120,9 @@ class Coded:
     def of(cls, scheme: str, blob: bytes) -> Coded:
         section, tokens = sections_of(blob)[0], read_header(blob).tokens
         at = side_bytes(scheme, section, tokens)
-        words, escapes, log2, low, high = struct.unpack_from("<IIBBH", section, at)
+        words, escapes, log2, low, high, class_count, class_state = struct.unpack_from("<IIBBHII", section, at)
         streams = -(-tokens // (1 << log2))
-        side, at = section[:at], at + 12
-        class_count = class_state = 0
-        if low:
-            class_count, class_state = struct.unpack_from("<II", section, at)
-            at += 8
+        side, at = section[:at], at + 20
 
         def take(code: str, count: int) -> list[int]:
             nonlocal at
@@ -156,7 +152,7 @@ class Coded:
             [
                 self.side,
                 struct.pack("<III", self.word_count, self.escape_count, self.log2 | self.reserved << 8),
-                struct.pack("<II", self.class_count, self.class_state) if self.reserved & 0xFF == 1 else b"",
+                struct.pack("<II", self.class_count, self.class_state),
                 struct.pack(f"<{len(self.states)}I", *self.states),
                 struct.pack(f"<{len(self.lengths)}H", *self.lengths),
                 struct.pack(f"<{len(self.class_words)}H", *self.class_words),
@@ -321,7 +317,7 @@ STREAMS: dict[str, Forge] = {
     "streams half as long": _log2(-1),
     "streams of one token": _set("log2", 0),
     "streams of 256 tokens": _set("log2", 8),
-    "another mode": lambda coded: setattr(coded, "reserved", coded.reserved | 2),
+    "a byte that is 0": _set("reserved", 1),
     "reserved word": _set("reserved", 1 << 23),
     "first state": _flip("states", 0, 1),
     "first state, high bit": _flip("states", 0, 1 << 31),
@@ -370,7 +366,7 @@ def test_streams_that_lie_are_refused(scheme: str, device: torch.device) -> None
 @pytest.mark.parametrize("scheme", LOSSY)
 def test_stream_headers_out_of_range_are_refused_where_all_else_fits(scheme: str, device: torch.device) -> None:
     blob = encoded(scheme, smooth_chunk(LAYOUT, 3, 56), 128, 0.5)
-    for head in (2 << 8, 1 << 31, 8, 31, 64, 255):
+    for head in (1 << 8, 1 << 31, 8, 31, 64, 255):
         coded = Coded.of(scheme, blob)
         coded.log2, coded.reserved = head & 0xFF, head >> 8
         assert assert_agree(scheme, with_section(blob, coded.section()), device, 0.5) is None, head
@@ -381,7 +377,7 @@ def test_sections_without_room_for_a_stream_header_are_refused(device: torch.dev
     blob = encoded("transform", smooth_chunk(LAYOUT, 3, 57), 128, 0.5)
     sections = sections_of(blob)
     first = sections[0] + bytes(8 + -len(sections[0]) % 16)
-    for length in range(1, 12):
+    for length in range(1, 20):
         with pytest.raises(FormatError):
             codec_of("transform", "triton", 0.5).decode(reseal(blob, [first, sections[1][:length]]), device=device)
 
@@ -422,10 +418,6 @@ CLASS_STREAMS: dict[str, Forge] = {
     "a word that is one of the streams'": _many(
         lambda coded: setattr(coded, "class_count", coded.class_count + 1), _counts(-1, 0)
     ),
-    "no classes": _set("reserved", 0),
-    "another mode": _set("reserved", 2),
-    "the largest mode": _set("reserved", 255),
-    "reserved": _set("reserved", 1 | 1 << 8),
 }
 
 
@@ -433,7 +425,7 @@ CLASS_STREAMS: dict[str, Forge] = {
 def test_class_streams_that_lie_are_refused(device: torch.device) -> None:
     blob = blob_of(CLASSES)
     assert Coded.of(CLASSES, blob).section() == sections_of(blob)[0]
-    assert Coded.of(CLASSES, blob).class_count > 0 and Coded.of(CLASSES, blob).reserved == 1
+    assert Coded.of(CLASSES, blob).class_count > 0 and Coded.of(CLASSES, blob).reserved == 0
     assert assert_agree(CLASSES, blob, device) is not None
     for name, forge in CLASS_STREAMS.items():
         coded = Coded.of(CLASSES, blob)
@@ -444,8 +436,7 @@ def test_class_streams_that_lie_are_refused(device: torch.device) -> None:
 def class_stream(classes: Sequence[int], section: int = 0) -> tuple[int, list[int]]:
     """State and words of a stream of these classes."""
     table = class_table(learned().learned[section].class_freq)
-    which = np.zeros(len(classes), np.uint16)
-    streams = rans.rans_encode(np.array(classes, np.uint8)[:, None], which, table, 1)
+    streams = rans.encode_classes(np.array(classes, np.uint8), table)
     return int(streams.states[0]), streams.words.tolist()
 
 
@@ -476,7 +467,6 @@ def test_classes_that_the_profile_does_not_serve_are_refused(device: torch.devic
 def test_classes_where_the_scheme_has_none_are_refused(device: torch.device) -> None:
     blob = blob_of("lossless")
     coded = Coded.of("lossless", blob)
-    coded.reserved = 1
     coded.class_state, coded.class_words = class_stream([8] * TOKENS["lossless"])
     coded.counted()
     assert assert_agree("lossless", with_section(blob, coded.section()), device) is None
@@ -653,22 +643,31 @@ def test_a_section_that_only_stores(device: torch.device) -> None:
         assert assert_agree("lossless", with_section(blob, forged), device) is None
 
 
-NOTHING_CODED = struct.pack("<IIIIHH", 0, 0, 7, 1 << 16, 0, 0)  # one stream without a symbol
-EMPTY: dict[str, bytes] = {
-    "an escape": struct.pack("<IIIIHHII", 0, 1, 7, 1 << 16, 0, 0, 0, 0),
-    "a word": struct.pack("<IIIIHH", 1, 0, 7, 1 << 16, 1, 0),
-    "a length": struct.pack("<IIIIHH", 0, 0, 7, 1 << 16, 1, 0),
-    "a state": struct.pack("<IIIIHH", 0, 0, 7, 1 << 17, 0, 0),
-}
+def nothing_coded(section: bytes, *fields: int) -> bytes:
+    """One stream without a symbol: words, escapes, its state and length, and the class stream of `section`."""
+    words, escapes, state, length = fields or (0, 0, 1 << 16, 0)
+    head = struct.pack("<III", words, escapes, 7) + section[12:20]
+    listed = section[26 : 26 + 2 * struct.unpack_from("<I", section, 12)[0]]
+    coded = head + struct.pack("<IH", state, length) + listed + bytes(2 * words)
+    return coded + bytes(-len(coded) % 4) + bytes(8 * escapes)
+
+
+EMPTY = {
+    "an escape": (0, 1, 1 << 16, 0), "a word": (1, 0, 1 << 16, 1), "a length": (0, 0, 1 << 16, 1),
+    "a state": (0, 0, 1 << 17, 0),
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("plain_coder")
 def test_sections_without_a_component(device: torch.device) -> None:
     step = 16.0
     blob = encoded("transform", smooth_chunk(LAYOUT, 1, 50, outlier=9.0), 128, step)
-    assert assert_agree("transform", with_section(blob, NOTHING_CODED), device, step) is not None
+    section = sections_of(blob)[0]
+    assert assert_agree("transform", with_section(blob, nothing_coded(section)), device, step) is not None
     for name, forged in EMPTY.items():
-        assert assert_agree("transform", with_section(blob, forged), device, step) is None, name
+        assert assert_agree("transform", with_section(blob, nothing_coded(section, *forged)), device, step) is None, (
+            name
+        )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -689,8 +688,8 @@ def test_lengths_of_four_bytes(device: torch.device) -> None:
     step = 0.06
     blob = encoded("transform", smooth_chunk(WIDE, 2, 52), 128, step)
     section = bytearray(sections_of(blob)[0])
-    length = 12 + 4
-    words, _, log2 = struct.unpack_from("<III", section, length - 16)
+    length = 20 + 4
+    words, _, log2 = struct.unpack_from("<III", section)
     assert log2 == 7 and struct.unpack_from("<I", section, length) == (words,)
     assert assert_agree("transform", blob, device, step, WIDE) is not None
     for wrong in (words + (1 << 16), 2**32 - 1):

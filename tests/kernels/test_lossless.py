@@ -18,7 +18,7 @@ from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.models.rope import cos_sin, rotate, unrotate
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.reference.byte_planes import byte_planes, choose_tables, split_unit
-from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
+from cuvee.kernels.jobs import ChunkField, Status, TileField
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
 from cuvee.kernels.ops.pages import contiguity, place_row
@@ -127,22 +127,18 @@ class Tables:
         """The arguments of `merge_planes` and its kin but for the arrays of bytes."""
         sections = partition(self.layout, "unit")
         laid = lay_out_tiles(self.layout, sections, self.angles())
-        jobs = np.full((len(self.tokens) * len(sections), len(JobField)), -(1 << 40), np.int64)
-        jobs[:, JobField.TOKENS] = np.repeat(self.tokens, len(sections))
-        jobs[:, JobField.CHUNK] = np.repeat(np.arange(len(self.tokens)), len(sections))
         chunks = np.zeros((len(self.tokens), len(ChunkField)), np.int64)
         chunks[:, ChunkField.TOKENS] = self.tokens
         chunks[:, ChunkField.FIRST] = np.cumsum(self.tokens) - self.tokens
         chunks[:, ChunkField.SOURCE], chunks[:, ChunkField.TARGET] = self.sources, self.targets
         unit_stride, aligned = contiguity(cache.places.cpu().numpy(), laid.tiles, element)
         return {
-            "jobs": torch.from_numpy(jobs).to(self.device),
             "chunks": torch.from_numpy(chunks).to(self.device),
             "tiles": torch.from_numpy(laid.tiles).to(self.device),
             "places": cache.places,
             "scales": torch.rand(len(cache.places), generator=torch.Generator().manual_seed(8)).to(self.device) + 0.01,
             "slots": cache.slots,
-            "status": torch.zeros(len(jobs), dtype=torch.int32, device=self.device),
+            "status": torch.zeros(len(self.tokens) * len(sections), dtype=torch.int32, device=self.device),
             "sections": len(sections),
             "first_section": 0,
             "max_tokens": max(self.tokens),
@@ -341,9 +337,8 @@ def test_a_run_of_layers(layouts: dict[str, KVLayout], device: torch.device) -> 
     coded = tables.coded(values)
     cache = make_cache(tables.layout, tables.total, "dense", torch.bfloat16, device)
     whole = tables.arguments(cache, torch.bfloat16)
-    layer = torch.arange(len(whole["jobs"]), device=device) % 3
     tiles = whole["tiles"][whole["tiles"][:, TileField.SECTION] >= 1]
-    own = {"jobs": whole["jobs"][layer >= 1], "tiles": tiles, "sections": 2, "first_section": 1}
+    own: dict[str, Any] = {"tiles": tiles, "sections": 2, "first_section": 1}
     coded["table"] = coded["table"].view(2, 3, -1, len(BytePlaneField))[:, 1:].reshape(-1, len(BytePlaneField))
     own["status"] = torch.zeros(4, dtype=torch.int32, device=device)
     cache, _ = merge_both(tables, "dense", torch.bfloat16, coded, **own)
@@ -457,7 +452,7 @@ def test_means_are_rounded_to_even(device: torch.device, layouts: dict[str, KVLa
     table = torch.tensor([(0, index * 32, head_dim) for index in range(12)], device=device)
     for tokens in (2, 16, (1 << 24) - 1):
         exact = torch.arange(32) * tokens // 2 if tokens < 99 else 255 * tokens - torch.arange(32) * (tokens // 2)
-        arguments["jobs"][:, JobField.TOKENS] = tokens
+        arguments["chunks"][:, ChunkField.TOKENS] = tokens
         arguments["max_tokens"] = 1  # the first programs write the references
         references, sums = poisoned(12 * 32, device), exact.repeat(12).to(device)
         counts = torch.zeros(12, 256, dtype=torch.int32, device=device)

@@ -14,11 +14,12 @@ import torch
 from tests.kernels.naive import rans as naive
 
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
-from cuvee.codec.format.coded_part import Reader, read_coded, write_streams
-from cuvee.codec.format.streams import Escapes, Streams, stream_count
+from cuvee.codec.entropy.token_classes import SectionPlanes, one_class
+from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded, write_coded
+from cuvee.codec.format.streams import ONE_CLASS, Escapes, Streams, stream_count
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8, U16
-from cuvee.kernels.jobs import JobField, PlanField, Status
+from cuvee.kernels.jobs import JobField, PartField, PlanField, Status
 from cuvee.kernels.ops import coded_part
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.rans import ENTRIES, SPAN, coding_table, decoding_table, rans_decode, rans_encode
@@ -72,11 +73,18 @@ class Part:
 
     @property
     def streams(self) -> Streams:
-        return rans.rans_encode(self.symbols, self.which, self.tables, self.per_stream)
+        columns = np.zeros(self.tokens, np.uint8)
+        return rans.rans_encode(
+            [SectionPlanes(self.symbols, columns, one_class(self.which), self.per_stream)], self.tables
+        )[0]
 
     @property
     def coded(self) -> bytes:
-        return write_streams(self.streams, self.escapes, self.steps, self.per_stream)
+        return self.written(self.streams)
+
+    def written(self, streams: Streams) -> bytes:
+        """The bytes with other streams."""
+        return write_coded(CodedPart(streams, self.escapes, self.per_stream, ONE_CLASS), self.steps)
 
 
 def make_parts(shapes: Sequence[tuple[int, int, int]], prob_bits: int, seed: int = 0) -> list[Part]:
@@ -117,7 +125,9 @@ class Launch:
                 plans[part.plan, [PlanField.PLANES, PlanField.TABLES]] = part.steps, len(tables)
                 tables += part.which.tolist()
             job[[JobField.STREAMS, JobField.TOKENS, JobField.PER_STREAM]] = part.count, part.tokens, part.per_stream
-            job[[JobField.PLAN, JobField.PLANES]] = part.plan, launch.planes
+            job[[JobField.PLAN, JobField.DEEPEST, JobField.PLANES]] = part.plan, part.plan, launch.planes
+            job[[JobField.COLUMNS, JobField.CLASS_WORDS, JobField.CLASS_WORD_COUNT]] = 0
+            job[JobField.CLASS_STATE] = 1 << 16
             launch.planes += part.symbols.size + GAP
         launch.tables = np.array(tables, np.int32)
         return launch
@@ -129,6 +139,11 @@ class Launch:
     @property
     def coding(self) -> StreamJobs:
         return StreamJobs(self.tensor(self.jobs), self.tensor(self.plans), self.tensor(self.tables), self.max_streams)
+
+    @property
+    def classes(self) -> torch.Tensor:
+        """Those of all columns of all jobs: 0."""
+        return torch.zeros(max(part.tokens for part in self.parts), dtype=torch.uint8, device=self.device)
 
     @property
     def decoding(self) -> DecodingTables:
@@ -154,9 +169,9 @@ class Launch:
         for job, part, one in zip(self.jobs, self.parts, coded, strict=True):
             header = len(data)
             length_bytes = 4 if part.long else 2
-            job[JobField.STATES] = (header + 12) // 4
-            job[JobField.LENGTHS] = (header + 12 + 4 * part.count) // 2
-            job[JobField.WORDS] = (header + 12 + (4 + length_bytes) * part.count) // 2
+            job[JobField.STATES] = (header + 20) // 4
+            job[JobField.LENGTHS] = (header + 20 + 4 * part.count) // 2
+            job[JobField.WORDS] = (header + 20 + (4 + length_bytes) * part.count) // 2
             job[JobField.LONG_LENGTHS] = part.long
             job[JobField.WORD_COUNT] = int.from_bytes(one[:4], "little")
             data = np.concatenate([data, np.frombuffer(one, np.uint8), np.full(4 * GAP, POISON, np.uint8)])
@@ -167,7 +182,7 @@ class Launch:
         planes = self.poison(self.planes)
         status = torch.zeros(len(self.parts), dtype=torch.int32, device=self.device)
         run = naive.rans_decode_reference if reference else rans_decode
-        run(self.tensor(data), self.coding, self.decoding, planes, status)
+        run(self.tensor(data), self.coding, self.decoding, self.classes, planes, status)
         return planes, status.tolist()
 
 
@@ -299,7 +314,7 @@ def test_damage_is_found_and_stays_in_its_job(name: str, device: torch.device) -
     bad = parts[1]
     streams = DAMAGE[name](bad, np.random.default_rng(7))
     coded = [part.coded for part in parts]
-    coded[1] = write_streams(streams, bad.escapes, bad.steps, bad.per_stream)
+    coded[1] = bad.written(streams)
     launch = Launch.of(parts, device)
     data = launch.place_data(coded)
     planes, status = launch.decode(data)
@@ -319,7 +334,7 @@ def test_a_state_below_its_bound_is_found_where_all_else_fits(device: torch.devi
     low = int(part.tables.cumulative[part.which[0], int(part.symbols[0, 0])])
     streams = Streams(np.array([low + 1], np.uint32), np.ones(1, np.uint32), np.zeros(1, np.uint16))
     launch = Launch.of([part], device)
-    planes, status = launch.decode(launch.place_data([write_streams(streams, part.escapes, 1, 1)]))
+    planes, status = launch.decode(launch.place_data([part.written(streams)]))
     assert torch.equal(planes, launch.place_planes())
     assert status == [int(Status.STREAMS)]
 
@@ -336,7 +351,7 @@ def test_words_missing_or_left_are_found_where_all_else_fits(words: list[int], d
     assert part.streams.words.tolist() == [0]
     launch = Launch.of([part], device)
     streams = Streams(part.streams.states, np.full(1, len(words), np.uint32), np.array(words, np.uint16))
-    planes, status = launch.decode(launch.place_data([write_streams(streams, part.escapes, 2, 1)]))
+    planes, status = launch.decode(launch.place_data([part.written(streams)]))
     assert torch.equal(planes, launch.place_planes())
     assert status == [int(Status.STREAMS)]
 
@@ -369,7 +384,7 @@ def test_status_keeps_what_others_found(device: torch.device) -> None:
     data.view(np.uint32)[launch.jobs[1, JobField.STATES]] ^= 1
     status = torch.tensor([int(Status.ESCAPES), int(Status.SLOT)], dtype=torch.int32, device=device)
     planes = launch.poison(launch.planes)
-    rans_decode(launch.tensor(data), launch.coding, launch.decoding, planes, status)
+    rans_decode(launch.tensor(data), launch.coding, launch.decoding, launch.classes, planes, status)
     assert status.tolist() == [int(Status.ESCAPES), int(Status.SLOT | Status.STREAMS)]
 
 
@@ -387,7 +402,7 @@ def encoded(launch: Launch, planes: torch.Tensor, reference: bool) -> tuple[torc
     )
     run = naive.rans_encode_reference if reference else rans_encode
     entries = launch.tensor(coding_table(launch.parts[0].tables))
-    run(planes, launch.coding, entries, EncodedStreams(*out))
+    run(planes, launch.coding, entries, launch.classes, EncodedStreams(*out))
     return out
 
 
@@ -399,14 +414,11 @@ def write(launch: Launch, arrays: tuple[torch.Tensor, torch.Tensor, torch.Tensor
     count(launch.coding, lengths, totals)
     index, value = np.full(3, 1, np.uint32), np.full(3, 1, np.int32)
     at, sizes = 4 * GAP, []
-    for job, part, total in zip(launch.jobs, launch.parts, totals.tolist(), strict=True):
+    table = np.zeros((len(launch.parts), len(PartField)), np.int64)
+    for job, row, part, total in zip(launch.jobs, table, launch.parts, totals.tolist(), strict=True):
         escapes = len(part.escapes.index)
-        job[[JobField.WORD_COUNT, JobField.ESCAPE_COUNT, JobField.ESCAPES, JobField.SECTION]] = (
-            total,
-            escapes,
-            len(index),
-            at,
-        )
+        row[PartField.WORD_COUNT], row[PartField.ESCAPE_COUNT] = total, escapes
+        row[PartField.ESCAPES], row[PartField.SECTION] = len(index), at
         job[JobField.LONG_LENGTHS] = part.long
         index = np.concatenate([index, part.escapes.index])
         value = np.concatenate([value, part.escapes.value])
@@ -414,10 +426,13 @@ def write(launch: Launch, arrays: tuple[torch.Tensor, torch.Tensor, torch.Tensor
         at += sizes[-1] + 4 * GAP
     out = launch.poison(at)
     run = naive.write_coded_reference if reference else coded_part.write_coded
-    run(launch.coding, EncodedStreams(words, states, lengths), launch.tensor(index), launch.tensor(value), out)
+    run(
+        launch.coding, launch.tensor(table), EncodedStreams(words, states, lengths), launch.tensor(index),
+        launch.tensor(value), words, out,
+    )  # fmt: skip
     raw = out.cpu().numpy()
-    ends = [int(job[JobField.SECTION]) + size for job, size in zip(launch.jobs, sizes, strict=True)]
-    starts = [int(job[JobField.SECTION]) for job in launch.jobs]
+    starts = table[:, PartField.SECTION].tolist()
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
     for low, high in zip([0, *ends], [*starts, at], strict=True):
         assert (raw[low:high] == POISON).all()
     return [raw[low:high].tobytes() for low, high in zip(starts, ends, strict=True)]
@@ -477,7 +492,7 @@ def test_writes_lengths_that_need_four_bytes(reference: bool, device: torch.devi
     launch.jobs[0, [JobField.WORDS, JobField.STATES, JobField.LENGTHS]] = 0
     coded = write(launch, (launch.tensor(words), launch.tensor(states), launch.tensor(lengths)), reference)
     tails = [words[(s + 1) * region - n : (s + 1) * region] for s, n in enumerate(lengths.tolist())]
-    assert coded == [write_streams(Streams(states, lengths, np.concatenate(tails)), NO_ESCAPES, steps, per_stream)]
+    assert coded == [part.written(Streams(states, lengths, np.concatenate(tails)))]
 
 
 def test_a_byte_without_frequency_harms_only_its_stream(device: torch.device) -> None:
@@ -486,14 +501,14 @@ def test_a_byte_without_frequency_harms_only_its_stream(device: torch.device) ->
     planes = launch.place_planes()
     clean = encoded(launch, planes, reference=True)
     freq = parts[0].tables.freq[parts[0].which[2]]
-    token = 21  # the second of stream 10
+    token = 35 + 10  # the second of stream 10
     planes[launch.jobs[0, JobField.PLANES] + 2 * 70 + token] = int(np.argmin(freq))
     assert freq.min() == 0
     dirty = encoded(launch, planes, reference=False)
     region = 6 * 2
     for job, part in zip(launch.jobs, parts, strict=True):
         for s in range(part.count):
-            if job[JobField.PLANES] == launch.jobs[0, JobField.PLANES] and s == token // 2:
+            if job[JobField.PLANES] == launch.jobs[0, JobField.PLANES] and s == token % 35:
                 continue
             length = int(clean[2][job[JobField.LENGTHS] + s])
             top = job[JobField.WORDS] + (s + 1) * region
@@ -528,17 +543,14 @@ def test_size_of_a_coded_part() -> None:
         for p, n in ((1, 1), (511, 128), (512, 128))
         for w in (0, 1)
         for e in (0, 3)
-        for c in (None, 0, 3)
+        for c in (0, 3)
     ]
     sizes, counts = [], []
     for count, steps, per_stream, words, escapes, classes in shapes:
         streams = Streams(np.zeros(count, np.uint32), np.zeros(count, np.uint32), np.zeros(words, np.uint16))
         listed = Escapes(np.zeros(escapes, np.uint32), np.zeros(escapes, np.int32))
-        own = None
-        if classes is not None:
-            own = Streams(np.zeros(1, np.uint32), np.full(1, classes, np.uint32), np.zeros(classes, np.uint16))
-        sizes.append(len(write_streams(streams, listed, steps, per_stream, own)))
-        long = coded_part.long_lengths(steps, per_stream)
-        counts.append((count, long, words, escapes, 0 if classes is None else coded_part.class_bytes(classes)))
+        own = Streams(np.zeros(1, np.uint32), np.full(1, classes, np.uint32), np.zeros(classes, np.uint16))
+        sizes.append(len(write_coded(CodedPart(streams, listed, per_stream, own), steps)))
+        counts.append((count, coded_part.long_lengths(steps, per_stream), words, escapes, classes))
     assert [coded_part.coded_bytes(*shape) for shape in counts] == sizes
     assert coded_part.coded_bytes(*np.array(counts, np.int64).T).tolist() == sizes

@@ -18,7 +18,7 @@ from cuvee.codec.stages.reference import symbols
 from cuvee.codec.support.arrays import F32, U8, U32
 from cuvee.kernels.jobs import JobField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
-from cuvee.kernels.ops.dequantize import dequantize
+from cuvee.kernels.ops.dequantize import MIN_DEPTH, dequantize
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.symbols import level_limit
 
@@ -71,9 +71,11 @@ class Case:
         tables: list[np.ndarray[tuple[int, ...], np.dtype[np.uint16]]] = []
         floats, ints = [np.full((3, 4), np.nan)], [np.full((3, 4), 7)]
         at_row, at_table = 3, 0
+        maps: list[int] = []
         for plan in self.plans:
             count = len(plan.shift)
-            rows.append([plan.planes, count, at_table, at_row, count, 0])
+            rows.append([plan.planes, count, at_table, at_row, count, len(maps)])
+            maps += range(count)
             tables.append(plan.tables)
             low = np.full(count, -1)
             low[plan.wide] = count + np.arange(len(plan.wide))
@@ -84,6 +86,7 @@ class Case:
         self.plan_table = self.tensor(np.array(rows, np.int64))
         self.row_floats = self.tensor(np.concatenate(floats).astype(np.float32))
         self.row_ints = self.tensor(np.concatenate(ints).astype(np.int32))
+        self.row_maps = self.tensor(np.array([*maps, *[-1] * 16], np.int32))
         self.step_table = self.tensor(np.array(self.steps, np.float32))
         self.inverses = self.tensor(np.array([np.float32(1.0 / step) for step in self.steps]))
         self.limits = self.tensor(np.array([level_limit(step) for step in self.steps], np.float32))
@@ -91,6 +94,7 @@ class Case:
         self.codable = CodableBytes(self.tensor(FAMILY_TABLES.freq), self.tensor(FAMILY_TABLES.reach))
         self.max_rows = max(len(plan.shift) for plan in self.plans)
         self.max_tokens = max(job[JobField.TOKENS] for job in self.jobs)
+        self.classes = torch.zeros(self.max_tokens, dtype=torch.uint8, device=self.device)  # of all jobs
         self.place()
 
     def tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
@@ -101,7 +105,7 @@ class Case:
         planes, levels, lists = self.gap, self.gap, 2
         for job, escapes in zip(self.jobs, self.escapes, strict=True):
             plan = self.plans[job[JobField.PLAN]]
-            job[JobField.PLANES], job[JobField.LEVELS], job[JobField.ESCAPES] = planes, levels, lists
+            job[JobField.PLANES], job[JobField.COEFFICIENTS], job[JobField.ESCAPES] = planes, levels, lists
             planes += plan.planes * job[JobField.TOKENS] + self.gap
             levels += len(plan.shift) * job[JobField.STRIDE] + self.gap
             lists += 2 * len(escapes.index) + 1
@@ -124,22 +128,23 @@ class Case:
     def y(self) -> torch.Tensor:
         out = np.full(self.sizes[1], np.nan, np.float32)
         for job, source in zip(self.jobs, self.source, strict=True):
-            at, stride = job[JobField.LEVELS], job[JobField.STRIDE]
+            at, stride = job[JobField.COEFFICIENTS], job[JobField.STRIDE]
             out[at : at + len(source) * stride].reshape(len(source), stride)[:, : job[JobField.TOKENS]] = source
         return self.tensor(out)
 
     @property
     def device_plans(self) -> DevicePlans:
         return DevicePlans(
-            self.plan_table, self.tables, self.row_floats, self.row_ints, self.step_table, self.inverses, self.limits
-        )
+            self.plan_table, self.tables, self.row_floats, self.row_ints, self.row_maps, self.step_table,
+            self.inverses, self.limits,
+        )  # fmt: skip
 
     def dequantized(self, kernel: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         y = torch.full((self.sizes[1],), float("nan"), dtype=dtype, device=self.device)
         found, status = (torch.zeros(len(self.jobs), dtype=torch.int32, device=self.device) for _ in range(2))
         (dequantize if kernel else dequantize_reference)(
-            self.data(), self.job_table, self.device_plans, self.planes(), y, status, found, self.max_rows,
-            self.max_tokens,
+            self.data(), self.job_table, self.device_plans, self.classes, self.planes(), y, status, found,
+            self.max_rows, self.max_tokens, MIN_DEPTH,
         )  # fmt: skip
         return y, status, found
 
@@ -152,6 +157,7 @@ class Case:
             self.job_table,
             self.device_plans,
             self.codable,
+            self.classes,
             planes,
             counts,
             status,
@@ -163,16 +169,17 @@ class Case:
         index = torch.from_numpy(np.full(total + 5, POISON, np.uint32)).to(self.device)
         value = torch.full((total + 5,), POISON, dtype=torch.int32, device=self.device)
         (list_escapes if kernel else list_escapes_reference)(
-            self.y(), self.job_table, self.device_plans, planes, starts, index[:total], value[:total], self.max_rows
-        )
+            self.y(), self.job_table, self.device_plans, self.classes, planes, starts, index[:total], value[:total],
+            self.max_rows,
+        )  # fmt: skip
         return [index, value]
 
     def written(self, index: int) -> slice:
         """The coefficients of a job."""
         job = self.jobs[index]
         return slice(
-            job[JobField.LEVELS],
-            job[JobField.LEVELS] + len(self.plans[job[JobField.PLAN]].shift) * job[JobField.STRIDE],
+            job[JobField.COEFFICIENTS],
+            job[JobField.COEFFICIENTS] + len(self.plans[job[JobField.PLAN]].shift) * job[JobField.STRIDE],
         )
 
 
@@ -192,7 +199,7 @@ def make_case(
         levels = symbols.quantize(y, steps[which], plan, quantizer())
         packed, listed = symbols.pack(levels, plan, default_family().tables)
         job = [0] * len(JobField)
-        job[JobField.TOKENS], job[JobField.PLAN] = tokens, which
+        job[JobField.TOKENS], job[JobField.PLAN], job[JobField.DEEPEST] = tokens, which, which
         job[JobField.STRIDE] = -(-tokens // stride) * stride
         job[JobField.ESCAPE_COUNT] = len(listed.index)
         jobs.append(job)

@@ -23,12 +23,10 @@ MOST = {
     ("head", "decode", "rans_decode", "instructions"): 46 / 32,
     ("head", "decode", "rans_decode", "sectors"): 27 / 32,
     ("head", "encode", "rans_encode", "instructions"): 38 / 32,
-    ("head", "encode", "quantize", "instructions"): 1.8,
-    ("head", "decode", "dequantize", "instructions"): 1.1,
-    ("head, classes", "encode", "quantize_classes", "instructions"): 3.6,
-    ("head, classes", "encode", "quantize_classes", "barriers"): 0.03,
-    ("head, classes", "decode", "dequantize_classes", "instructions"): 2.8,
-    ("head, classes", "decode", "dequantize_classes", "barriers"): 0.02,
+    ("head, classes", "encode", "quantize", "instructions"): 3.6,
+    ("head, classes", "encode", "quantize", "barriers"): 0.03,
+    ("head, classes", "decode", "dequantize", "instructions"): 2.8,
+    ("head, classes", "decode", "dequantize", "barriers"): 0.02,
 }  # fmt: skip
 
 

@@ -17,7 +17,9 @@ from tests.kernels.naive.transform import (
 from tests.kernels.packing import launch
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.errors import InputError
+from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.models.rope import cos_sin
 from cuvee.codec.profiles.block_map import BlockMap
@@ -139,10 +141,10 @@ class World:
     def jobs(self) -> tuple[torch.Tensor, int]:
         """Jobs of all sections of all chunks, strides with room beyond the tokens, and the coefficients they need."""
         rows, size = [], 16
-        for chunk, tokens in enumerate(self.counts):
+        for tokens in self.counts:
             for section, ranks in enumerate(self.ranks):
                 row = [0] * len(JobField)
-                row[JobField.TOKENS], row[JobField.CHUNK], row[JobField.LEVELS] = tokens, chunk, size
+                row[JobField.TOKENS], row[JobField.COEFFICIENTS] = tokens, size
                 row[JobField.STRIDE] = -(-tokens // 16) * 16 + 16 * (section % 2)
                 size += sum(ranks) * row[JobField.STRIDE] + 16
                 rows.append(row)
@@ -355,7 +357,7 @@ def gather_arguments(world: World, sections: slice = slice(None)) -> tuple[dict[
     own = (world.tiles[:, TileField.SECTION] >= first) & (world.tiles[:, TileField.SECTION] < end)
     tiles = world.tiles[own]
     bounds = world.tables.bounds
-    width = int(bounds[end] - bounds[first]) + 32
+    width = int(bounds[end]) + 32
     x = torch.full((world.total + 2, width), POISON, device=world.device)
     cos, sin = world.tables_of(True, True)
     status = torch.zeros(len(world.counts) * (end - first), dtype=torch.int32, device=world.device)
@@ -366,7 +368,7 @@ def gather_arguments(world: World, sections: slice = slice(None)) -> tuple[dict[
             "cos": cos, "sin": sin, "places": world.to_device(world.places), "scales": world.scales(), "x": x,
             "status": status, "sections": end - first, "first_section": first, "max_tokens": max(world.counts),
             "element": world.layout.torch_dtype, "unit_stride": unit_stride, "aligned": aligned,
-            "pairs": world.tables.pairs, "first_column": int(bounds[first]),
+            "pairs": world.tables.pairs,
         },
         x,
         status,
@@ -447,10 +449,9 @@ def test_gather_a_run_of_sections_with_holes(device: torch.device) -> None:
     launch(gather_reference, **{**arguments, "x": want})
     torch.testing.assert_close(x, want, rtol=1e-6, atol=1e-5, equal_nan=True)
     assert not status.any()
-    width = int(world.tables.bounds[3] - world.tables.bounds[1])
-    mean = world.means()[:, world.tables.bounds[1] : world.tables.bounds[3]]
-    torch.testing.assert_close(x[2, :width], -mean[2], rtol=0, atol=0)
-    torch.testing.assert_close(x[40, :width], -mean[SINKS], rtol=0, atol=0)
+    own = slice(int(world.tables.bounds[1]), int(world.tables.bounds[3]))
+    torch.testing.assert_close(x[2, own], -world.means()[2, own], rtol=0, atol=0)
+    torch.testing.assert_close(x[40, own], -world.means()[SINKS, own], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -496,7 +497,7 @@ def test_analyze(name: str, group: str, device: torch.device) -> None:
             theirs = world.bases[i].analyze(codec.gather(chunk, section, inverse, whole), source, whole, world.ranks[i])
             job = jobs[index * len(world.sections) + i].tolist()
             stride = job[JobField.STRIDE]
-            mine = y[job[JobField.LEVELS] :][: len(theirs) * stride].view(len(theirs), stride)[:, :tokens].cpu()
+            mine = y[job[JobField.COEFFICIENTS] :][: len(theirs) * stride].view(len(theirs), stride)[:, :tokens].cpu()
             torch.testing.assert_close(mine, theirs, rtol=0, atol=bound)
 
 
@@ -510,9 +511,8 @@ def test_analyze_a_run_of_sections_and_large_ranks(device: torch.device) -> None
     y, want = (torch.full((size,), POISON, device=device) for _ in range(2))
     blocks = world.to_device(world.blocks[1:])
     shared = (rows[1:], blocks, world.basis(inverse=False), world.batch(1, 1))
-    sizes = (131, int(world.tables.bounds[1]))
-    analyze(x, *shared, y, *sizes)
-    analyze_reference(x, *shared, want, *sizes)
+    analyze(x, *shared, y, 131)
+    analyze_reference(x, *shared, want, 131)
     torch.testing.assert_close(y, want, rtol=0, atol=2e-3, equal_nan=True)
     assert int((~y.isnan()).sum()) == 131 * 20
     analyze(x, *shared, y, 0)  # nothing is coded, nothing is launched
@@ -529,10 +529,13 @@ def synthesis(world: World, dtype: torch.dtype, sections: slice = slice(None)) -
     generator = torch.Generator().manual_seed(5)
     for index, row in enumerate(rows.tolist()):
         rank = sum(world.ranks[first + index % (end - first)])
-        part = y.as_strided((rank, row[JobField.TOKENS]), (row[JobField.STRIDE], 1), row[JobField.LEVELS])
+        part = y.as_strided((rank, row[JobField.TOKENS]), (row[JobField.STRIDE], 1), row[JobField.COEFFICIENTS])
         part.copy_(torch.randn(part.shape, generator=generator))
     cos, sin = world.tables_of(False, False)
     element = world.units[0].dtype
+    # All tokens have class 0, so that they keep their order.
+    columns = torch.arange(max(world.counts), device=world.device)
+    block_ranks = world.to_device(world.blocks[:, BlockField.RANK]).int()[:, None].repeat(1, CLASSES)
     unit_stride, aligned = contiguity(world.places, tiles, element)
     return {
         "y": y, "jobs": rows, "tiles": world.to_device(tiles), "basis": world.basis(True, dtype),
@@ -540,7 +543,8 @@ def synthesis(world: World, dtype: torch.dtype, sections: slice = slice(None)) -
         "places": world.to_device(world.places), "scales": world.scales(),
         "status": torch.zeros(len(rows), dtype=torch.int32, device=world.device), "sections": end - first,
         "first_section": first, "max_tokens": max(world.counts), "element": element, "unit_stride": unit_stride,
-        "pairs": world.tables.pairs, "aligned": aligned,
+        "pairs": world.tables.pairs, "aligned": aligned, "order": (columns % WINDOW).to(torch.uint8),
+        "classes": torch.zeros(len(columns), dtype=torch.uint8, device=world.device), "block_ranks": block_ranks,
     }, y  # fmt: skip
 
 
@@ -603,7 +607,7 @@ def test_synthesize(name: str, group: str, dtype: torch.dtype, device: torch.dev
         for i, section in enumerate(world.sections):
             row = arguments["jobs"][index * len(world.sections) + i].tolist()
             rank = sum(world.ranks[i])
-            part = y.as_strided((rank, tokens), (row[JobField.STRIDE], 1), row[JobField.LEVELS]).float().cpu()
+            part = y.as_strided((rank, tokens), (row[JobField.STRIDE], 1), row[JobField.COEFFICIENTS]).float().cpu()
             pieces = part.split(world.ranks[i])
             x = torch.cat(
                 [

@@ -248,7 +248,7 @@ def test_what_was_launched_is_over_when_an_encode_raises(late: LateDevice, monke
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(lossless_scheme, "encode_planes", fail)  # the planes are being split by now
+    monkeypatch.setattr(lossless_scheme, "code_streams", fail)  # the planes are being split by now
     with pytest.raises(torch.OutOfMemoryError):
         case.encode()
     assert late.engine.done == late.engine.given

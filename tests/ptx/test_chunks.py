@@ -111,7 +111,7 @@ def use_references(patch: pytest.MonkeyPatch) -> int:
     """Put the plain references of all that follows the transform in the place of kernels; returns of how many."""
     users = [import_module(f"cuvee.kernels.{name}") for name in ("outgoing", "transform_scheme")]
     count = 0
-    for home in ("rans", "rans_by_class", "symbols", "symbols_by_class"):
+    for home in ("rans", "symbols"):
         for name, reference in vars(import_module(f"tests.kernels.naive.{home}")).items():
             own = name.removesuffix("_reference")
             for user in users:
@@ -128,7 +128,7 @@ def test_all_behind_the_transform_is_the_same_bytes(name: str, scheme: str) -> N
         chunk = chunk_of(name, scheme, tokens)
         mine = gpu.encode(chunk)
         with pytest.MonkeyPatch.context() as patch:
-            assert use_references(patch) >= 8
+            assert use_references(patch) >= 5
             assert gpu.encode(chunk) == mine, tokens
 
 

@@ -27,8 +27,7 @@ from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.rope import rotate
 from cuvee.codec.profiles.class_predictor import choose_classes
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.support.arrays import I64, U8
-from cuvee.kernels.jobs import JobField
+from cuvee.codec.support.arrays import U8
 from cuvee.kernels.transform_scheme import TransformDevice
 
 FILE = Path(__file__).with_name("counts.json")
@@ -36,13 +35,12 @@ TOKENS, HEADS, DIM = 256, 8, 128
 LAYERS = {"head": 2, "head, classes": 2, "layer": 1, "lossless": 2}
 # Kernels by the names of their specs; those that are compiled in several ways are told apart by the scheme.
 NAMES = {
-    "_decode_kernel": "rans_decode", "_encode_kernel": "rans_encode",
-    "_decode_classes_kernel": "rans_decode_classes", "_encode_classes_kernel": "rans_encode_classes",
-    "_count_kernel": "count_words", "_write_kernel": "write_coded",
+    "_decode_kernel": "rans_decode", "_encode_kernel": "rans_encode", "_count_kernel": "count_words",
+    "_write_kernel": "write_coded",
 }  # fmt: skip
 PRODUCTS = {
-    ("_synthesize", "head"): "synthesize head", ("_synthesize", "head, classes"): "synthesize class heads",
-    ("_synthesize", "layer"): "synthesize layer", ("_analyze", "head, classes"): "analyze classes",
+    ("_synthesize", "head"): "synthesize head", ("_synthesize", "head, classes"): "synthesize head",
+    ("_synthesize", "layer"): "synthesize layer",
 }  # fmt: skip
 _THROUGH = ("st.global", "atom.global", "cp.async")  # what a first-level cache does not keep from the second
 
@@ -82,13 +80,11 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _choose(device: Any, jobs: I64, *_: object) -> U8:
+def _choose(device: Any, *_: object) -> U8:
     """Random classes, in place of those of a predictor, whose kernels are those of `analyze` once more."""
     octaves = -0.75 * torch.randn(TOKENS, generator=torch.Generator().manual_seed(1))
-    tables, sections = device._plan.classes, np.arange(len(jobs)) % len(device.sections)
-    jobs[:, JobField.CLASS_PLAN], jobs[:, JobField.COLUMNS] = tables.rows(sections), np.arange(len(jobs)) * TOKENS
     classes = choose_classes(octaves - octaves.mean(), 0)
-    return np.concatenate([np.maximum(classes, np.uint8(tables.finest[section])) for section in sections])
+    return np.concatenate([np.maximum(classes, np.uint8(finest)) for finest in device._plan.finest[0]])
 
 
 def count(scheme: str) -> dict[str, Any]:

@@ -16,28 +16,26 @@ from cuvee.kernels.ops import (
     merge_planes,
     quantize,
     rans,
-    rans_by_class,
     split_planes,
     transform,
 )
 from cuvee.kernels.ops import lossless as byte_planes
-from cuvee.kernels.ops import symbols as tokens
-from cuvee.kernels.ops import symbols_by_class as classes
 from cuvee.kernels.ops import synthesize as synthesis
 
 # Types of arguments, by name; `_spec` takes those that differ.
-_I64 = ("jobs", "plans", "chunks", "tiles", "blocks", "places", "slots", "table", "coding", "totals", "starts", "sums")
+_I64 = ("jobs", "parts", "plans", "chunks", "tiles", "blocks", "places", "slots", "table", "coding", "totals", "starts",
+        "sums")  # fmt: skip
 _I32 = ("tables", "row_maps", "row_ints", "reach", "counts", "status", "found", "block_ranks", "center_rows",
         "escape_value", "value")  # fmt: skip
-_FLOATS = ("row_floats", "steps", "inverses", "limits", "x", "means", "cos", "sin", "source_cos", "source_sin",
-           "scales", "inv_freq", "scaling")  # fmt: skip
+_FLOATS = ("y", "base", "left", "row_floats", "steps", "inverses", "limits", "x", "means", "cos", "sin", "source_cos",
+           "source_sin", "scales", "inv_freq", "scaling")  # fmt: skip
 _TYPES = {
     **dict.fromkeys(_I64, "*i64"), **dict.fromkeys(_I32, "*i32"), **dict.fromkeys(_FLOATS, "*fp32"),
     **dict.fromkeys(("data32", "decoding", "states", "lengths", "escape_index", "index", "out32", "data"), "*u32"),
     **dict.fromkeys(("data16", "words", "class_words", "out16", "freq"), "*u16"),
     **dict.fromkeys(("planes", "classes", "order", "references", "out"), "*u8"),
 }  # fmt: skip
-_SIZES_OF_16 = ("columns", "width", "first_column", "angles")  # Llama-3.1-8B's are multiples of 16
+_SIZES_OF_16 = ("columns", "width", "angles")  # Llama-3.1-8B's are multiples of 16
 _UNALIGNED = ("classes", "order")  # a job's columns begin anywhere
 _BIG_ALIGNED = ("x", "y", "basis", "means", "cos", "sin", "tiles", *_SIZES_OF_16)
 
@@ -71,7 +69,7 @@ def _coder(name: str, kernel: Any, most: int) -> KernelSpec:
     constants: dict[str, Any] = {"PROB_BITS": 12, "LANES": 32, "BLOCK": rans.PRECEDING} if decodes else {"LANES": 32}
     return _spec(
         name, kernel, constants, num_warps=1, options={"maxnreg": 40} if decodes else None,
-        access="store8" if decodes else "load8", changes={"gfx942": {"constants": {"LANES": 64}}},
+        access="store8" if decodes else "load8", changes={"gfx942": {"constants": {"LANES": 64}}}, blocks="i32",
         budget=Budget(instructions_per_symbol=most, registers=40 if decodes else 64, spilled_bytes=0),
     )  # fmt: skip
 
@@ -81,19 +79,19 @@ def _symbols(name: str, kernel: Any, registers: int, constants: dict[str, Any], 
     return _spec(name, kernel, constants, budget=budget, options={"enable_fp_fusion": False}, **types)
 
 
-_PLAIN = {"classes": None, "order": None, "block_ranks": None, "CLASSED": False}
+_UNSORTED = {"classes": None, "order": None, "block_ranks": None, "SORTED": False}
 _UNPREDICTED = {"center_rows": None, "PREDICTED": False}
 
 
 def _synthesis(
-    name: str, dtype: torch.dtype, element: torch.dtype, max_rank: int, classed: bool = False, predicted: bool = False
+    name: str, dtype: torch.dtype, element: torch.dtype, max_rank: int, predicted: bool = False
 ) -> KernelSpec:
     config = synthesis.synthesis_config(dtype, element, max_rank, 256)
     y = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     constants = {
         "BLOCK_T": config.block_t, "BLOCK_R": config.block_r, "ELEMENT": ELEMENTS[element], "UNIT_STRIDE": True,
         "ALIGNED": True, "PAIRS": 64, "PRECISION": synthesis.product_precision(dtype, element),
-        **({"CLASSED": True} if classed else _PLAIN), **({"PREDICTED": True} if predicted else _UNPREDICTED),
+        **({"PREDICTED": True} if predicted else _UNPREDICTED),
     }  # fmt: skip
     hip = {"num_stages": min(config.num_stages, synthesis.HIP_STAGES), "constants": {"PRECISION": "ieee"}}
     return _spec(
@@ -110,13 +108,13 @@ def _gather(name: str, predicted: bool) -> KernelSpec:
     return _spec(name, analyze._gather, constants, divisible=_BIG_ALIGNED)
 
 
-def _analysis(name: str, classed: bool) -> KernelSpec:
+def _analysis(name: str, is_sorted: bool) -> KernelSpec:
     constants = {
         "BLOCK_T": analyze.ANALYSIS_TOKENS, "BLOCK_R": analyze.ANALYSIS_ROWS, "BLOCK_K": analyze.ANALYSIS_COLUMNS,
-        "PRECISION": "tf32x3", **({"CLASSED": True} if classed else _PLAIN),
+        "PRECISION": "tf32x3", **({"SORTED": True} if is_sorted else _UNSORTED),
     }  # fmt: skip
     return _spec(
-        name, analyze._analyze, constants, num_warps=8, y="*fp32", basis="*fp32", divisible=_BIG_ALIGNED,
+        name, analyze._analyze, constants, num_warps=8, basis="*fp32", divisible=_BIG_ALIGNED,
         changes={"gfx942": {"constants": {"PRECISION": "ieee"}}},
     )  # fmt: skip
 
@@ -136,39 +134,32 @@ _WRITE = {
     "STREAMS": coded_part._WRITE_STREAMS, "WORDS": coded_part._WRITE_WORDS, "ESCAPES": coded_part._WRITE_ESCAPES,
     "BLOCK": coded_part._WRITE_PRECEDING,
 }  # fmt: skip
-_TILE = {"ROWS": dequantize._ROWS, "GROUPS": dequantize._GROUPS, "RUN": tokens._RUN}
-_ROWS = {"ROWS": quantize._BLOCK_ROWS, "TOKENS": tokens._TOKENS}
-_COLUMNS = {"ROWS": classes._ROWS, "COLUMNS": classes.MIN_DEPTH}
-_WINDOWS = {"ROWS": classes._BLOCK_ROWS, "COLUMNS": classes.WINDOW}
+_COLUMNS = {"ROWS": dequantize._ROWS, "COLUMNS": dequantize.MIN_DEPTH}
+_WINDOWS = {"ROWS": quantize._BLOCK_ROWS, "COLUMNS": 256}
 _ENTRIES = {"ENTRIES": dequantize.ENTRIES}
 _ROTATE = {"POSITION": int(ChunkField.TARGET), "INVERSE": False, "BLOCK_T": transform.TABLE_TOKENS, "BLOCK_A": 64}
 
 SPECS: tuple[KernelSpec, ...] = (
     _coder("rans_decode", rans._decode_kernel, 42),
-    _coder("rans_encode", rans._encode_kernel, 34),
-    _coder("rans_decode_classes", rans_by_class._decode_classes_kernel, 42),
-    _coder("rans_encode_classes", rans_by_class._encode_classes_kernel, 36),
+    _coder("rans_encode", rans._encode_kernel, 36),
     _spec("count_words", coded_part._count_kernel, {"BLOCK": 256}),
-    _spec("write_coded", coded_part._write_kernel, _WRITE),
-    _symbols("dequantize", dequantize._dequantize, 80, _TILE, y="*bf16"),
-    _symbols("place_escapes", dequantize._place_escapes, 48, _ENTRIES, y="*bf16"),
-    _symbols("quantize", quantize._quantize, 128, _ROWS, y="*fp32"),
-    _symbols("list_escapes", quantize._list_escapes, 128, _ROWS, y="*fp32"),
-    _symbols("dequantize_classes", classes._dequantize_classes, 80, _COLUMNS, y="*bf16"),
-    _symbols("place_escapes_classes", classes._place_escapes_classes, 48, _ENTRIES, y="*bf16"),
-    _symbols("quantize_classes", classes._quantize_classes, 128, _WINDOWS, y="*fp32"),
-    _symbols("list_escapes_classes", classes._list_escapes_classes, 128, _WINDOWS, y="*fp32"),
+    _spec("write_coded", coded_part._write_kernel, _WRITE, blocks="i32"),
+    _symbols("dequantize", dequantize._dequantize, 80, {**_COLUMNS, "base": None}, y="*bf16"),
+    _symbols("dequantize refinement", dequantize._dequantize, 80, _COLUMNS, y="*bf16"),
+    _symbols("place_escapes", dequantize._place_escapes, 48, {**_ENTRIES, "base": None}, y="*bf16"),
+    _symbols("place_escapes refinement", dequantize._place_escapes, 48, _ENTRIES, y="*bf16"),
+    _symbols("quantize", quantize._quantize, 128, {**_WINDOWS, "left": None}),
+    _symbols("quantize base", quantize._quantize, 144, _WINDOWS),
+    _symbols("list_escapes", quantize._list_escapes, 128, _WINDOWS),
     _spec("rotation_tables", transform._rotation_tables, _ROTATE, options={"enable_fp_fusion": False},
           divisible=_BIG_ALIGNED),
     _gather("gather", False),
     _gather("gather predicted", True),
-    _analysis("analyze", False),
-    _analysis("analyze classes", True),
+    _analysis("analyze", True),
+    _analysis("analyze unsorted", False),
     _synthesis("synthesize layer", torch.bfloat16, torch.bfloat16, 1400),
-    _synthesis("synthesize classes", torch.bfloat16, torch.bfloat16, 1400, True),
-    _synthesis("synthesize predicted", torch.bfloat16, torch.bfloat16, 1400, True, True),
+    _synthesis("synthesize predicted", torch.bfloat16, torch.bfloat16, 1400, True),
     _synthesis("synthesize head", torch.bfloat16, torch.bfloat16, 128),
-    _synthesis("synthesize class heads", torch.bfloat16, torch.bfloat16, 128, True),
     _synthesis("synthesize float16", torch.float32, torch.float16, 1400),
     _spec("decoding_tables", merge_planes._decoding_tables, {}, num_warps=byte_planes.WARPS),
     _byte_planes("merge_planes", merge_planes._merge_planes, False, FACTOR=4, MOVED=True),

@@ -183,4 +183,4 @@ def _stored(found: Mapping[str, Any]) -> float:
 
 def _plain(kernel: str) -> str:
     """Return the name of a kernel without the name of its variant."""
-    return kernel.split(" ", maxsplit=1)[0].removesuffix("_classes")
+    return kernel.split(" ", maxsplit=1)[0]

@@ -37,7 +37,6 @@ def merge_planes_reference(
     data: torch.Tensor,
     planes: torch.Tensor,
     table: torch.Tensor,
-    jobs: torch.Tensor,
     tiles: TileTable,
     batch: ChunkBatch,
     cache: CacheView,
@@ -49,7 +48,7 @@ def merge_planes_reference(
     even: bool,
 ) -> None:
     """See `merge_planes`; with the codec's functions, tile by tile."""
-    for part in tile_parts(jobs, tiles, batch, cache):
+    for part in tile_parts(tiles, batch, cache):
         _, rows, channels = _rows(part, table, dtype)
         values = channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
         parts = []
@@ -74,7 +73,6 @@ def merge_planes_reference(
 
 def sum_bytes_reference(
     table: torch.Tensor,
-    jobs: torch.Tensor,
     tiles: TileTable,
     batch: ChunkBatch,
     cache: CacheView,
@@ -83,7 +81,7 @@ def sum_bytes_reference(
     dtype: torch.dtype,
 ) -> None:
     """See `sum_bytes`; with the codec's functions, tile by tile."""
-    for part in tile_parts(jobs, tiles, batch, cache):
+    for part in tile_parts(tiles, batch, cache):
         _, rows, channels = _rows(part, table, dtype)
         for row, plane in zip(rows, _part_bytes(part, dtype), strict=True):
             sums[row[BytePlaneField.REFERENCE] + channels] += plane.sum(1, dtype=torch.int64)
@@ -91,7 +89,6 @@ def sum_bytes_reference(
 
 def count_symbols_reference(
     table: torch.Tensor,
-    jobs: torch.Tensor,
     tiles: TileTable,
     batch: ChunkBatch,
     cache: CacheView,
@@ -102,7 +99,7 @@ def count_symbols_reference(
     dtype: torch.dtype,
 ) -> None:
     """See `count_symbols`; with the codec's functions, tile by tile."""
-    for part in tile_parts(jobs, tiles, batch, cache):
+    for part in tile_parts(tiles, batch, cache):
         first, rows, channels = _rows(part, table, dtype)
         for index, (row, plane) in enumerate(zip(rows, _part_bytes(part, dtype), strict=True)):
             at = row[BytePlaneField.REFERENCE] + channels
@@ -114,7 +111,6 @@ def count_symbols_reference(
 
 def split_planes_reference(
     table: torch.Tensor,
-    jobs: torch.Tensor,
     tiles: TileTable,
     batch: ChunkBatch,
     cache: CacheView,
@@ -126,7 +122,7 @@ def split_planes_reference(
     even: bool,
 ) -> None:
     """See `split_planes`; with the codec's functions, tile by tile."""
-    for part in tile_parts(jobs, tiles, batch, cache):
+    for part in tile_parts(tiles, batch, cache):
         _, rows, channels = _rows(part, table, dtype)
         values = channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
         for (at, reference, _), plane in zip(rows, _part_bytes(part, dtype), strict=True):

@@ -7,11 +7,12 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.format.coded_part import write_streams
+from cuvee.codec.entropy.token_classes import ColumnPlan, SectionPlanes
+from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.streams import LOWER_BOUND, WORD_BITS, Escapes, Streams
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8, U32
-from cuvee.kernels.jobs import JobField, PlanField, Status
+from cuvee.kernels.jobs import JobField, PartField, PlanField, Status
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.rans import ENTRIES
 
@@ -69,29 +70,46 @@ class Decoder:
         return int(Status.STREAMS) if wrong else 0
 
 
+def _columns_of(job: list[int], coding: StreamJobs, classes: torch.Tensor) -> tuple[U8, ColumnPlan]:
+    """The classes of a job's columns, and what the codec's coder reads of these classes."""
+    columns: U8 = classes[job[JobField.COLUMNS] :][: job[JobField.TOKENS]].cpu().numpy()
+    table_of = coding.tables.cpu().numpy().astype(np.uint16)
+    rows = coding.plans[job[JobField.PLAN] :][: int(columns.max()) + 1].tolist()
+    wide = np.zeros((len(rows), max(row[PlanField.PLANES] for row in rows)), np.uint16)
+    for own, row in zip(wide, rows, strict=True):
+        own[: row[PlanField.PLANES]] = table_of[row[PlanField.TABLES] :][: row[PlanField.PLANES]]
+    return columns, ColumnPlan(np.array([row[PlanField.PLANES] for row in rows], np.int32), wide)
+
+
+def _planes_of(job: list[int], coding: StreamJobs, planes: torch.Tensor) -> torch.Tensor:
+    """A job's `[P, T]`, a view."""
+    count = int(coding.plans[job[JobField.DEEPEST], PlanField.PLANES])
+    return planes[job[JobField.PLANES] :][: count * job[JobField.TOKENS]].view(count, job[JobField.TOKENS])
+
+
 def rans_decode_reference(
     data: torch.Tensor,
     coding: StreamJobs,
     decoding: DecodingTables,
+    classes: torch.Tensor,
     planes: torch.Tensor,
     status: torch.Tensor,
 ) -> None:
     """See `rans_decode`."""
-    raw, table_of, slot_of = data.cpu().numpy(), coding.tables.cpu().numpy(), slots_of(decoding)
+    raw, slot_of = data.cpu().numpy(), slots_of(decoding)
     for index, job in enumerate(coding.jobs.tolist()):
-        if job[JobField.CLASS_PLAN] > 0 or not job[JobField.STREAMS]:  # a section may have no coded part
+        if not job[JobField.STREAMS]:  # a section may have no coded part
             continue
-        plan, decoder = coding.plans[job[JobField.PLAN]].tolist(), Decoder(raw, job, slot_of)
-        steps, tokens, per_stream = plan[PlanField.PLANES], job[JobField.TOKENS], job[JobField.PER_STREAM]
-        out = np.empty((steps, tokens), np.uint8)
-        every = np.arange(job[JobField.STREAMS])
-        for j in range(per_stream):
-            lanes = every[every * per_stream + j < tokens]
-            for c in range(steps):
-                table = int(table_of[plan[PlanField.TABLES] + c])
-                out[c, lanes * per_stream + j] = decoder.symbols(lanes, table)
+        columns, plan = _columns_of(job, coding, classes)
+        decoder, target = Decoder(raw, job, slot_of), _planes_of(job, coding, planes)
+        out = target.cpu().numpy().copy()
+        for lanes, row in rans.stream_rows(len(columns), job[JobField.PER_STREAM]):
+            own = columns[row]
+            for c in range(int(plan.planes[own].max())):
+                active = np.flatnonzero(plan.planes[own] > c)
+                out[c, active + row.start] = decoder.symbols(active + lanes.start, plan.tables[own[active], c])
         status[index] |= decoder.finish()
-        planes[job[JobField.PLANES] :][: steps * tokens] = torch.from_numpy(out.ravel()).to(planes.device)
+        target.copy_(torch.from_numpy(out))
 
 
 def coder_tables(entries: torch.Tensor) -> EntropyTables:
@@ -112,18 +130,19 @@ def store_streams(found: Streams, job: list[int], region: int, streams: EncodedS
 
 
 def rans_encode_reference(
-    planes: torch.Tensor, coding: StreamJobs, entries: torch.Tensor, streams: EncodedStreams
+    planes: torch.Tensor,
+    coding: StreamJobs,
+    entries: torch.Tensor,
+    classes: torch.Tensor,
+    streams: EncodedStreams,
 ) -> None:
     """See `rans_encode`."""
-    model, table_of = coder_tables(entries), coding.tables.cpu().numpy().astype(np.uint16)
+    model = coder_tables(entries)
     for job in coding.jobs.tolist():
-        if job[JobField.CLASS_PLAN] > 0:
-            continue
-        plan = coding.plans[job[JobField.PLAN]].tolist()
-        steps, tokens, per_stream = plan[PlanField.PLANES], job[JobField.TOKENS], job[JobField.PER_STREAM]
-        symbols = planes[job[JobField.PLANES] :][: steps * tokens].cpu().numpy().reshape(steps, tokens)
-        found = rans.rans_encode(symbols, table_of[plan[PlanField.TABLES] :][:steps], model, per_stream)
-        store_streams(found, job, steps * per_stream, streams)
+        columns, plan = _columns_of(job, coding, classes)
+        symbols, per_stream = _planes_of(job, coding, planes).cpu().numpy(), job[JobField.PER_STREAM]
+        (found,) = rans.rans_encode([SectionPlanes(symbols, columns, plan, per_stream)], model)
+        store_streams(found, job, len(symbols) * per_stream, streams)
 
 
 def count_words_reference(coding: StreamJobs, lengths: torch.Tensor, totals: torch.Tensor) -> None:
@@ -134,27 +153,26 @@ def count_words_reference(coding: StreamJobs, lengths: torch.Tensor, totals: tor
 
 def write_coded_reference(
     coding: StreamJobs,
+    parts: torch.Tensor,
     streams: EncodedStreams,
     escape_index: torch.Tensor,
     escape_value: torch.Tensor,
+    class_words: torch.Tensor,
     out: torch.Tensor,
-    class_words: torch.Tensor | None = None,
 ) -> None:
     """See `write_coded`."""
-    for job in coding.jobs.tolist():
-        steps, per_stream = int(coding.plans[job[JobField.PLAN], PlanField.PLANES]), job[JobField.PER_STREAM]
+    for job, part in zip(coding.jobs.tolist(), parts.tolist(), strict=True):
+        steps, per_stream = int(coding.plans[job[JobField.DEEPEST], PlanField.PLANES]), job[JobField.PER_STREAM]
         count = job[JobField.STREAMS]
         length = streams.lengths[job[JobField.LENGTHS] :][:count].cpu().numpy()
         region = streams.words[job[JobField.WORDS] :][: count * steps * per_stream].cpu().numpy().reshape(count, -1)
         words = np.concatenate([row[len(row) - n :] for row, n in zip(region, length.tolist(), strict=True)])
         found = Streams(streams.states[job[JobField.STATES] :][:count].cpu().numpy(), length, words)
-        listed = slice(job[JobField.ESCAPES], job[JobField.ESCAPES] + job[JobField.ESCAPE_COUNT])
+        listed = slice(part[PartField.ESCAPES], part[PartField.ESCAPES] + part[PartField.ESCAPE_COUNT])
         escapes = Escapes(escape_index[listed].cpu().numpy(), escape_value[listed].cpu().numpy())
-        classes = None
-        if job[JobField.CLASS_PLAN] > 0 and class_words is not None:
-            own = class_words[job[JobField.CLASS_WORDS] :][: job[JobField.CLASS_WORD_COUNT]].cpu().numpy()
-            classes = Streams(np.array([job[JobField.CLASS_STATE]], np.uint32), np.array([len(own)], np.uint32), own)
+        own = class_words[job[JobField.CLASS_WORDS] :][: job[JobField.CLASS_WORD_COUNT]].cpu().numpy()
+        classes = Streams(np.array([job[JobField.CLASS_STATE]], np.uint32), np.array([len(own)], np.uint32), own)
         # The planes decide how long a length is, and nothing else.
         planes = 1 << 16 if job[JobField.LONG_LENGTHS] else 0
-        part = np.frombuffer(write_streams(found, escapes, planes, per_stream, classes), np.uint8)
-        out[job[JobField.SECTION] :][: len(part)] = torch.from_numpy(part.copy()).to(out.device)
+        coded = np.frombuffer(write_coded(CodedPart(found, escapes, per_stream, classes), planes), np.uint8)
+        out[part[PartField.SECTION] :][: len(coded)] = torch.from_numpy(coded.copy()).to(out.device)

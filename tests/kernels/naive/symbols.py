@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Quantizer
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.format.streams import Escapes
-from cuvee.codec.stages.reference import symbols
+from cuvee.codec.stages.reference import symbols as codec
 from cuvee.codec.support.arrays import I32
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
@@ -23,56 +24,61 @@ def host_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return tensor.detach().cpu().numpy()
 
 
-def _without_classes(jobs: torch.Tensor) -> list[int]:
-    return [index for index, job in enumerate(jobs.tolist()) if job[JobField.CLASS_PLAN] <= 0]
+class ClassPart:
+    """What one class of a job's tokens has, in the terms of `stages/reference/symbols.py`."""
 
-
-class JobPart:
-    """One job with its plan in the terms of `codec.symbols`."""
-
-    def __init__(self, jobs: torch.Tensor, plans: DevicePlans, index: int) -> None:
-        self.job = jobs[index].tolist()
-        plan = plans.plans[self.job[JobField.PLAN]].tolist()
-        self.plan_index = self.job[JobField.PLAN]
-        self.rows, self.count = plan[PlanField.ROWS], plan[PlanField.PLANES]
-        self.tables = plan[PlanField.TABLES]
-        self.tokens = self.job[JobField.TOKENS]
+    def __init__(self, plans: DevicePlans, index: int) -> None:
+        plan = plans.plans[index].tolist()
+        self.rows, self.count, self._tables = (plan[f] for f in (PlanField.ROWS, PlanField.PLANES, PlanField.TABLES))
         components = slice(plan[PlanField.ROW], plan[PlanField.ROW] + self.rows)
         self._floats, ints = host_array(plans.row_floats[components]), host_array(plans.row_ints[components])
-        # The planes as `codec.symbols` orders them: high parts, then the low bits of the wide components.
+        # The planes as the codec orders them: high parts, then the low bits of the wide components.
         self.order = np.concatenate([np.arange(self.rows), ints[ints[:, 0] > 0, 1]])
         self.y_rows = torch.from_numpy(ints[:, 2].astype(np.int64))
         self._shift = ints[:, 0].astype(np.uint8)
-        self.step = float(plans.steps[self.plan_index])
+        self.step, self.limit = float(plans.steps[index]), float(plans.limits[index])
         # Rounded to float32, its inverse is `inverse` again.
-        self.coding_step = 1.0 / float(plans.inverses[self.plan_index])
+        self.coding_step = 1.0 / float(plans.inverses[index])
 
     @property
     def quantizer(self) -> Quantizer:
-        """That of the job's components."""
+        """That of the class's components."""
         return Quantizer(self._floats[:, 2], self._floats[:, 3], self._floats[:, :2])
 
     def plan(self, tables: torch.Tensor | None = None) -> CodingPlan:
         """The plan; without `tables` its entropy tables are all 0."""
         which = np.zeros(self.count, np.uint16)
         if tables is not None:
-            which = host_array(tables[self.tables : self.tables + self.count]).astype(np.uint16)[self.order]
+            which = host_array(tables[self._tables : self._tables + self.count]).astype(np.uint16)[self.order]
         return CodingPlan(np.arange(self.rows, dtype=np.uint16), self._shift, which)
+
+
+class JobPart:
+    """One job and its columns."""
+
+    def __init__(self, jobs: torch.Tensor, plans: DevicePlans, classes: torch.Tensor, index: int) -> None:
+        self.job, self._plans = jobs[index].tolist(), plans
+        self.tokens = self.job[JobField.TOKENS]
+        self.columns: npt.NDArray[np.uint8] = host_array(classes[self.job[JobField.COLUMNS] :][: self.tokens])
+
+    def runs(self) -> Iterator[tuple[slice, ClassPart]]:
+        """Runs of adjacent columns of one class."""
+        for at, k in codec.class_runs(self.columns):
+            yield at, ClassPart(self._plans, self.job[JobField.PLAN] + k)
 
     def planes(self, planes: torch.Tensor) -> torch.Tensor:
         """The job's `[P, T]`, a view."""
-        at = self.job[JobField.PLANES]
-        return planes[at : at + self.count * self.tokens].view(self.count, self.tokens)
+        count = int(self._plans.plans[self.job[JobField.DEEPEST], PlanField.PLANES])
+        return planes[self.job[JobField.PLANES] :][: count * self.tokens].view(count, self.tokens)
 
     def coefficients(self, y: torch.Tensor) -> torch.Tensor:
-        """The job's `[R, STRIDE]`, a view."""
-        at, stride = self.job[JobField.LEVELS], self.job[JobField.STRIDE]
-        return y[at : at + self.rows * stride].view(self.rows, stride)
+        """The job's `[rows, STRIDE]`, a view."""
+        count, stride = int(self._plans.plans[self.job[JobField.DEEPEST], PlanField.EXTENT]), self.job[JobField.STRIDE]
+        return y[self.job[JobField.COEFFICIENTS] :][: count * stride].view(count, stride)
 
-    def levels(self, y: torch.Tensor, plan: CodingPlan) -> I32:
-        """Quantized, `[R, T]`."""
-        source = host_array(self.coefficients(y)[:, : self.tokens])
-        return symbols.quantize(source, self.coding_step, plan, self.quantizer)
+    def extent(self, column: int) -> int:
+        """Rows of coefficients up to the last that a column fills."""
+        return int(self._plans.plans[self.job[JobField.PLAN] + int(self.columns[column]), PlanField.EXTENT])
 
 
 def frequency_tables(freq: torch.Tensor) -> EntropyTables:
@@ -81,42 +87,50 @@ def frequency_tables(freq: torch.Tensor) -> EntropyTables:
     return EntropyTables(frequencies, int(frequencies[0].sum()).bit_length() - 1)
 
 
-def high_parts(levels: I32, plan: CodingPlan) -> I32:
-    """Levels `[R, T]` without their low bits: what a byte or an escape holds."""
-    shift = plan.shift.astype(np.int32)[:, None]
-    high: I32 = (levels + ((1 << shift) >> 1)) >> shift
-    return high
-
-
 def dequantize_reference(
     data: torch.Tensor,
     jobs: torch.Tensor,
     plans: DevicePlans,
+    classes: torch.Tensor,
     planes: torch.Tensor,
     y: torch.Tensor,
     status: torch.Tensor,
     found: torch.Tensor,
     max_rows: int,
     max_tokens: int,
+    depth: int,
+    base: torch.Tensor | None = None,
 ) -> None:
     """See `dequantize`; the coefficients of a job with a status are zero."""
     words = host_array(data).view(np.uint32)
-    for index in _without_classes(jobs):
-        part = JobPart(jobs, plans, index)
-        plan = part.plan()
-        at, count = part.job[JobField.ESCAPES], part.job[JobField.ESCAPE_COUNT]
-        escapes = Escapes(words[at : at + count], words[at + count : at + 2 * count].view(np.int32))
-        coded = host_array(part.planes(planes))[part.order]
-        target = part.coefficients(y)
-        target.zero_()
-        found[index] = int((coded[: part.rows] == ESCAPE).sum())
-        try:
-            levels = symbols.unpack(coded, escapes, plan)
-        except CorruptError:
+    for index in range(len(jobs)):
+        part = JobPart(jobs, plans, classes, index)
+        count, listed = part.job[JobField.ESCAPE_COUNT], words[part.job[JobField.ESCAPES] :]
+        row, column = np.divmod(listed[:count], np.uint32(part.tokens))
+        value = listed[count : 2 * count].view(np.int32)
+        coded, target = host_array(part.planes(planes)), part.coefficients(y)
+        out = torch.zeros(target.shape, device=y.device)
+        escaped, matching = 0, not np.any(np.diff(listed[:count].astype(np.int64)) <= 0)
+        for at, own in part.runs():
+            width = at.stop - at.start
+            high = coded[own.order][:, at]
+            escaped += int((high[: own.rows] == ESCAPE).sum())
+            inside = (column >= at.start) & (column < at.stop)
+            local = Escapes(row[inside] * np.uint32(width) + column[inside] - np.uint32(at.start), value[inside])
+            try:
+                levels = codec.unpack(high, local, own.plan())
+            except CorruptError:
+                matching = False
+                continue
+            back = codec.dequantize(levels, own.step, own.plan(), own.quantizer)
+            out[own.y_rows, at] = torch.from_numpy(back).to(y.device)
+        for start in range(0, part.tokens, depth):
+            run = slice(0, part.extent(start)), slice(start, start + depth)
+            known = 0.0 if base is None else part.coefficients(base)[run]
+            target[run] = (out[run] + known).to(y.dtype)
+        found[index] = escaped
+        if not matching or escaped != count:
             status[index] |= int(Status.ESCAPES)
-            continue
-        back = symbols.dequantize(levels, part.step, plan, part.quantizer)
-        target[:, : part.tokens] = torch.from_numpy(back).to(y)
 
 
 def quantize_reference(
@@ -124,31 +138,40 @@ def quantize_reference(
     jobs: torch.Tensor,
     plans: DevicePlans,
     codable: CodableBytes,
+    classes: torch.Tensor,
     planes: torch.Tensor,
     counts: torch.Tensor,
     status: torch.Tensor,
     max_rows: int,
+    left: torch.Tensor | None = None,
 ) -> None:
-    """See `quantize`; a job with a status keeps its planes."""
+    """See `quantize`; columns of a class with a status keep their planes."""
     entropy = frequency_tables(codable.freq)
-    for index in _without_classes(jobs):
-        part = JobPart(jobs, plans, index)
+    for index in range(len(jobs)):
+        part = JobPart(jobs, plans, classes, index)
         counts[index] = 0
-        peak = np.abs(host_array(part.coefficients(y)[:, : part.tokens])).max()
-        if not peak < float(plans.limits[part.plan_index]):
-            status[index] |= int(Status.TOO_LARGE)
-            continue
-        plan = part.plan(plans.tables)
-        coded, escapes = symbols.pack(part.levels(y, plan), plan, entropy)
-        part.planes(planes)[torch.from_numpy(part.order).to(planes.device)] = torch.from_numpy(coded).to(planes.device)
-        by_row = np.bincount(escapes.index // np.uint32(part.tokens), minlength=part.rows)
-        counts[index, : part.rows] = torch.from_numpy(by_row).to(counts)
+        target = part.planes(planes)
+        for at, own in part.runs():
+            source = host_array(part.coefficients(y)[own.y_rows, at])
+            if not np.abs(source).max(initial=0) < own.limit:
+                status[index] |= int(Status.TOO_LARGE)
+                continue
+            plan = own.plan(plans.tables)
+            levels = codec.quantize(source, own.coding_step, plan, own.quantizer)
+            if left is not None:
+                known = codec.dequantize(levels, own.step, plan, own.quantizer)
+                part.coefficients(left)[own.y_rows, at] = torch.from_numpy(source - known).to(left.device)
+            coded, escapes = codec.pack(levels, plan, entropy)
+            target[torch.from_numpy(own.order).to(planes.device), at] = torch.from_numpy(coded).to(planes.device)
+            by_row = np.bincount(escapes.index // np.uint32(at.stop - at.start), minlength=own.rows)
+            counts[index, : own.rows] += torch.from_numpy(by_row).to(counts)
 
 
 def list_escapes_reference(
     y: torch.Tensor,
     jobs: torch.Tensor,
     plans: DevicePlans,
+    classes: torch.Tensor,
     planes: torch.Tensor,
     starts: torch.Tensor,
     index: torch.Tensor,
@@ -156,12 +179,22 @@ def list_escapes_reference(
     max_rows: int,
 ) -> None:
     """See `list_escapes`."""
-    for number in _without_classes(jobs):
-        part = JobPart(jobs, plans, number)
-        plan = part.plan()
-        high = high_parts(part.levels(y, plan), plan)
-        cells = np.flatnonzero(host_array(part.planes(planes)[: part.rows]) == ESCAPE)
-        at = int(starts[number, 0])
-        found = slice(at, at + len(cells))
-        index[found] = torch.from_numpy(cells.astype(np.uint32)).to(index.device)
-        value[found] = torch.from_numpy(high.ravel()[cells].astype(np.int32)).to(value.device)
+    for number in range(len(jobs)):
+        part = JobPart(jobs, plans, classes, number)
+        cells, values = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+        coded = host_array(part.planes(planes))
+        for at, own in part.runs():
+            plan = own.plan()
+            levels: I32 = codec.quantize(
+                host_array(part.coefficients(y)[own.y_rows, at]), own.coding_step, plan, own.quantizer
+            )
+            shift = plan.shift.astype(np.int32)[:, None]
+            high = (levels + ((1 << shift) >> 1)) >> shift  # what a byte or an escape holds
+            row, column = np.nonzero(coded[: own.rows, at] == ESCAPE)
+            cells.append(row * part.tokens + column + at.start)
+            values.append(high[row, column])
+        joined = np.concatenate(cells)
+        order = np.argsort(joined)
+        found = slice(int(starts[number, 0]), int(starts[number, 0]) + len(order))
+        index[found] = torch.from_numpy(joined[order].astype(np.uint32)).to(index.device)
+        value[found] = torch.from_numpy(np.concatenate(values)[order].astype(np.int32)).to(value.device)

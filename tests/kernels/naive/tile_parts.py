@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from tests.kernels.naive.pages import check_slots, half_views, load_pairs_reference, store_pairs_reference
 
-from cuvee.kernels.jobs import ChunkField, JobField, TileField
+from cuvee.kernels.jobs import ChunkField, TileField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
 
 INTEGERS = {2: torch.int16, 4: torch.int32}  # by size in bytes
@@ -19,7 +19,7 @@ class TilePart:
     """One tile of one chunk.
 
     Attributes:
-        job: row of `jobs`.
+        job: its number.
         tokens: T.
         chunk: row of `chunks`.
         tile: row of `tiles`.
@@ -69,13 +69,12 @@ class TilePart:
         )  # fmt: skip
 
 
-def tile_parts(jobs: torch.Tensor, tiles: TileTable, batch: ChunkBatch, cache: CacheView) -> Iterator[TilePart]:
+def tile_parts(tiles: TileTable, batch: ChunkBatch, cache: CacheView) -> Iterator[TilePart]:
     """What the programs of a launch over chunks and tiles handle; flags slots beyond the cache."""
-    for first in range(0, len(jobs), batch.sections):
+    for number, chunk in enumerate(batch.chunks.tolist()):
         for tile in tiles.tiles.tolist():
-            job, unit = first + tile[TileField.SECTION] - batch.first_section, tile[TileField.UNIT]
-            tokens, row = int(jobs[job, JobField.TOKENS]), int(jobs[job, JobField.CHUNK])
-            chunk, place = batch.chunks[row].tolist(), cache.places[unit].tolist()
+            job, unit = number * batch.sections + tile[TileField.SECTION] - batch.first_section, tile[TileField.UNIT]
+            tokens, place = chunk[ChunkField.TOKENS], cache.places[unit].tolist()
             own = cache.slots[chunk[ChunkField.FIRST] : chunk[ChunkField.FIRST] + tokens]
             exist = check_slots(own, place, batch.status[job : job + 1])
             dims = torch.cat(

@@ -62,7 +62,7 @@ def gather_reference(
             both -= mean[:, tile[TileField.COLUMN] : tile[TileField.COLUMN] + 2 * pairs]
             both[:, tile[TileField.COUNT0] : pairs] = 0
             both[:, pairs + tile[TileField.COUNT1] :] = 0
-            first = tile[TileField.COLUMN] - tiles.first_column
+            first = tile[TileField.COLUMN]
             x[at, first : first + 2 * pairs] = both
 
 
@@ -107,7 +107,6 @@ def analyze_reference(
     batch: ChunkBatch,
     y: torch.Tensor,
     max_rank: int,
-    first_column: int = 0,
     order: TokenOrder | None = None,
 ) -> None:
     """See `analyze`."""
@@ -120,12 +119,10 @@ def analyze_reference(
         )
         for index, block in enumerate(blocks.tolist()):
             job = job_rows[chunk * batch.sections + block[BlockField.SECTION] - batch.first_section]
-            if (job[JobField.CLASS_PLAN] > 0) != (order is not None):
-                continue
             size, rank, column = (
                 block[BlockField.COLUMNS],
                 block[BlockField.RANK],
-                block[BlockField.COLUMN] - first_column,
+                block[BlockField.COLUMN],
             )
             matrix = basis[block[BlockField.BASIS] :][: rank * size].view(rank, size)
             values = x[at, column : column + size]
@@ -141,7 +138,7 @@ def analyze_reference(
 def _coefficients(y: torch.Tensor, job: Sequence[int], first: int, rank: int, tokens: int) -> torch.Tensor:
     """View `[rank, tokens]` of components `first …` of a job."""
     stride = job[JobField.STRIDE]
-    return y.as_strided((rank, tokens), (stride, 1), y.storage_offset() + job[JobField.LEVELS] + first * stride)
+    return y.as_strided((rank, tokens), (stride, 1), y.storage_offset() + job[JobField.COEFFICIENTS] + first * stride)
 
 
 def synthesize_reference(
@@ -153,8 +150,8 @@ def synthesize_reference(
     batch: ChunkBatch,
     rotations: RotationTables,
     cache: CacheView,
+    order: TokenOrder,
     config: SynthesisConfig | None = None,
-    order: TokenOrder | None = None,
     center_rows: torch.Tensor | None = None,
 ) -> None:
     """See `synthesize`."""
@@ -170,21 +167,16 @@ def synthesize_reference(
         for tile in tiles.tiles.tolist():
             index = chunk * batch.sections + tile[TileField.SECTION] - batch.first_section
             job = job_rows[index]
-            if (job[JobField.CLASS_PLAN] > 0) != (order is not None):
-                continue
             right = basis.as_strided(
                 (tile[TileField.RANK], 2 * pairs),
                 (tile[TileField.BASIS_STRIDE], 1),
                 basis.storage_offset() + tile[TileField.BASIS],
             ).float()
-            if order is None:
-                both = _coefficients(y, job, tile[TileField.ROW], tile[TileField.RANK], tokens).float().T @ right
-            else:
-                both = torch.empty(tokens, 2 * pairs, device=y.device)
-                token = _tokens_of(job, order)
-                for run, rank in _ranks_of(job, order, tile[TileField.BLOCK], block_t):
-                    left = _coefficients(y, job, tile[TileField.ROW], rank, tokens)
-                    both[token[run]] = left[:, run].float().T @ right[:rank]
+            both = torch.empty(tokens, 2 * pairs, device=y.device)
+            token = _tokens_of(job, order)
+            for run, rank in _ranks_of(job, order, tile[TileField.BLOCK], block_t):
+                left = _coefficients(y, job, tile[TileField.ROW], rank, tokens)
+                both[token[run]] = left[:, run].float().T @ right[:rank]
             both = both + mean[:, tile[TileField.COLUMN] : tile[TileField.COLUMN] + 2 * pairs]
             a, b = both[:, :pairs], both[:, pairs:]
             if tile[TileField.ANGLE] >= 0:
