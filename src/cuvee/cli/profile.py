@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cuvee.codec.profiles.quality import CurvePoint
 
 _WHERE_HELP = (
-    "The collection of profiles: a folder, a store (s3://bucket/prefix, redis://host:6379/0, …), or a repository of "
+    "The collection of profiles: a folder, object storage (s3://bucket/prefix, …), or a repository of "
     "the Hugging Face hub (hf://owner/name, or hf://owner/name@revision)."
 )
 

@@ -97,7 +97,7 @@ def store_delete_tenant(
 
 @app.command("clear")
 def store_clear(url: _Url, yes: _Yes = False, as_json: Json = False) -> None:
-    """Delete every entry of all tenants, profiles included, and report how many there were. Exit code 1 if some remain.
+    """Delete every entry of all tenants, and report how many there were. Exit code 1 if some remain.
 
     Other files, keys and objects in the same place stay. Stop the servers first, or they may write more entries.
 
