@@ -21,7 +21,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -290,7 +290,7 @@ class FolderBudget:
                 elif entry.name.startswith(".tmp-") and is_abandoned(entry.name, root):
                     unlink(entry.name, root)
 
-    def _files(self, root: int) -> Iterator[tuple[str, int, os.DirEntry[str]]]:
+    def _files(self, root: int) -> Generator[tuple[str, int, os.DirEntry[str]], None, None]:
         """Yield the tenant, the open folder and the file of each entry, skip other files, and remove empty folders."""
         for tenant in [entry.name for entry in list_folder(root) if is_hex(entry.name, 64)]:
             with self._tolerate(tenant), open_folder(root, tenant) as folder:

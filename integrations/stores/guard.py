@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from cuvee.codec.errors import InputError
@@ -49,32 +49,17 @@ class _Circuit:
         self.retry_at = retry_at
         self.outages += 1
 
-    def close(self) -> None:
-        self.retry_at, self.failed = None, False
-
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A running operation.
-
-    Attributes:
-        operation: the name of the operation.
-        circuit: the circuit of its direction.
-        began: when the operation began, on the guard's clock.
-        probe: whether the operation is the probe of an open circuit.
-        outages: how often the circuit had opened when the operation began.
-        given_up: whether the operation was counted as a failure before it ended.
-    """
+    """A running operation: `outages` of its circuit when it began; `given_up` once it was counted as a failure."""
 
     operation: str
     circuit: _Circuit
     began: float
     probe: bool
-    outages: int = field(init=False)
+    outages: int
     given_up: bool = False
-
-    def __post_init__(self) -> None:
-        self.outages = self.circuit.outages
 
 
 class GuardedStore(Store):
@@ -219,7 +204,7 @@ class GuardedStore(Store):
                     self._skipped += 1
                     return otherwise
                 circuit.probing = True
-            call = _Call(operation, circuit, now, probe)
+            call = _Call(operation, circuit, now, probe, circuit.outages)
             self._calls.add(call)
         try:
             answer = work()
@@ -271,11 +256,11 @@ class GuardedStore(Store):
 
     def _recover(self, circuit: _Circuit) -> None:
         with self._lock:
-            circuit.close()
+            circuit.retry_at, circuit.failed = None, False
             other = self._other(circuit)
             if other.failed or self._down_since is None:
                 return
-            other.close()
+            other.retry_at = None
             seconds, skipped = self._clock() - self._down_since, self._skipped - self._skipped_before
             self._down_since = None
         _log.info("the %s store answers again after %.1f s; %d operations were skipped", self.name, seconds, skipped)

@@ -202,8 +202,8 @@ class ObjectStore(Store):
 
     def _paths(self, tenant: str | None) -> Iterator[list[str]]:
         """Yield the paths of a tenant's entries, or of all tenants', page by page."""
-        pages = self._call(lambda: obstore.list(self._place, tenant, chunk_size=1000))
-        while page := self._call(lambda: next(pages, None)):  # type: ignore[call-overload, unused-ignore]
+        pages: Any = self._call(lambda: obstore.list(self._place, tenant, chunk_size=1000))
+        while page := self._call(lambda: next(pages, None)):
             # A server may list anything, so what has not the name of an entry of this tenant is passed over.
             names = [_PATH.fullmatch(each["path"]) for each in page]
             if paths := [name[0] for name in names if name is not None and tenant in (None, name[1])]:

@@ -110,7 +110,8 @@ class RedisStore(Store):
         self._most = min(HEADER_BYTES + max_entry, _MAX_VALUE_BYTES)
         self._monitor = StoreMonitor(_log, f"redis store {redacted(url)}", secrets_of(url))
         try:
-            redis.connection.parse_url(self._url)
+            parse: Any = redis.connection.parse_url
+            parse(self._url)
         except ValueError:
             # The message of the ValueError may quote a part of the password.
             raise InputError(

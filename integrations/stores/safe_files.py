@@ -29,14 +29,7 @@ _LINKS = 40
 
 
 def open_file(name: str, flags: int, parent: int) -> tuple[int, os.stat_result]:
-    """Open a regular file in an open folder, without blocking.
-
-    Returns:
-        Its descriptor and its `fstat`.
-
-    Raises:
-        OSError: the file cannot be opened, or is a link, a folder, a FIFO, a socket or a device.
-    """
+    """Open a regular file in an open folder, without blocking; return its descriptor and its `fstat`."""
     file = os.open(name, flags | FILE_FLAGS, 0o600, dir_fd=parent)
     try:
         info = os.fstat(file)
@@ -105,12 +98,7 @@ def make_folder(path: str, mode: int) -> None:
 
 
 def open_root(path: str, links: int = _LINKS) -> int:
-    """Open a folder. Its path may be a link, but not one that another user made.
-
-    Raises:
-        PermissionError: the path is such a link.
-        OSError: the folder cannot be opened.
-    """
+    """Open a folder. Its path may be a link, but not one that another user made (PermissionError)."""
     try:
         return os.open(path, _FOLDER)
     except NotADirectoryError:
@@ -155,14 +143,7 @@ def objection(info: os.stat_result, path: str) -> str | None:
 def replace_file(name: str, data: bytes, parent: int, mode: int = 0o600) -> None:
     """Write a file of an open folder. Readers see the old file, or all of the new one, even after a power failure.
 
-    Args:
-        name: the file; a link in its place is replaced, not followed.
-        data: the new content.
-        parent: descriptor of the open folder.
-        mode: permissions of a new file, before the umask.
-
-    Raises:
-        OSError: the file could not be written; what was there stays.
+    A link in its place is replaced, not followed. If this fails, what was there stays.
     """
     temporary = ".tmp-" + secrets.token_hex(8)
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, mode, dir_fd=parent)
@@ -180,17 +161,7 @@ def replace_file(name: str, data: bytes, parent: int, mode: int = 0o600) -> None
 
 @contextmanager
 def open_folder(parent: int, name: str, *, create: bool = False, mode: int = 0o700) -> Iterator[int]:
-    """Open a folder inside an open folder, never through a link, and yield its descriptor.
-
-    Args:
-        parent: descriptor of the open folder.
-        name: the name of the folder inside it.
-        create: create the folder if it is missing.
-        mode: permissions of a new folder, before the umask.
-
-    Raises:
-        OSError: the folder is missing, is not a folder (a link is none), or may not be opened.
-    """
+    """Open a folder inside an open folder, or create it; never through a link. Yield its descriptor."""
     try:
         file = os.open(name, _FOLDER, dir_fd=parent)
     except FileNotFoundError:
@@ -206,13 +177,9 @@ def open_folder(parent: int, name: str, *, create: bool = False, mode: int = 0o7
 
 
 def remove_tree(name: str, parent: int, depth: int = _DEPTH) -> tuple[int, int]:
-    """Delete a folder, or a link in its place. Others may delete it at the same time.
+    """Delete a folder, or a link in its place, even if others delete it, too; return its files and their bytes.
 
-    Returns:
-        How many files it held, and their bytes.
-
-    Raises:
-        OSError: some file or folder could not be deleted; the rest is gone.
+    If some of it cannot be deleted, this raises the last error, and the rest is gone.
     """
     if not depth:
         raise OSError(errno.ELOOP, "folders nested too deep", name)
@@ -262,18 +229,9 @@ def is_abandoned(name: str, parent: int) -> bool:
 
 @contextmanager
 def file_lock(parent: int, name: str, *, wait: float | None = None) -> Iterator[int]:
-    """Hold an flock on a file of an open folder. Each call opens the file, so the lock also excludes other threads.
+    """Hold an flock on a file of an open folder, and yield its descriptor. It also excludes other threads.
 
-    Args:
-        parent: descriptor of the folder.
-        name: the lock file, which is created if it is missing.
-        wait: seconds; default: `LOCK_SECONDS`.
-
-    Yields:
-        The descriptor of the lock file.
-
-    Raises:
-        TimeoutError: another process or thread held the lock for `wait` seconds.
+    If another holds it for `wait` seconds (`LOCK_SECONDS`), this raises a TimeoutError.
     """
     file, _ = open_file(name, os.O_RDWR | os.O_CREAT, parent)
     try:

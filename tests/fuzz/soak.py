@@ -250,10 +250,6 @@ def _audit(url: str, root: Path | None) -> dict[str, int]:
             raise Wrong(f"the folder holds {used} bytes, its budget is {MAX_MB} MB")
         if stray := [file.name for file in root.iterdir() if file.name.startswith(".gone-")]:
             raise Wrong(f"remains of deleted tenants: {stray}")
-    else:
-        used = store.counters()["redis"].bytes or 0
-        if used > most:
-            raise Wrong(f"Redis holds {used} bytes, the budget is {MAX_MB} MB")
     if not held:
         raise Wrong("no entry that was put can be found")
     for tenant in range(TENANTS):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,7 @@ def _bucket(server: S3Server) -> bool:
         import obstore
         from obstore.store import S3Store
 
-        options = {name.lower(): text for name, text in server.environment.items() if name != "AWS_ALLOW_HTTP"}
+        options: Any = {name.lower(): text for name, text in server.environment.items() if name != "AWS_ALLOW_HTTP"}
         store = S3Store(BUCKET, config=options, client_options={"allow_http": True}, retry_config={"max_retries": 0})
         try:
             # SeaweedFS makes the bucket of the first object that an administrator puts.
