@@ -30,7 +30,6 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileMismatchError, VersionError
 from cuvee.codec.layout import KVLayout
@@ -47,8 +46,7 @@ logger = logging.getLogger(__name__)
 # What may be read into memory. That of SmolLM2-135M takes 39 MB; a profile grows more slowly than its model.
 MAX_PROFILE_BYTES = 8 << 30
 _MAX_NEWEST_BYTES = 4096
-_FOLDER = "cuvee-profiles"
-_NEWEST_FORMAT = "cuvee-newest-profile"
+_FORMAT = "cuvee-newest-profile"
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _LATEST = 1 << 40  # seconds since 1970: a later time of a push cannot be written as a date
 
@@ -74,17 +72,20 @@ class PushedProfile:
 
 @dataclass(frozen=True, slots=True)
 class PulledProfile:
-    """What `ProfileCollection.pull` wrote.
-
-    Attributes:
-        profile: the profile, verified.
-        bytes: its size.
-        pushed: when it was pushed, in seconds since 1970; None if it was named by its id.
-    """
+    """A verified profile, its bytes, and the time of its push in seconds since 1970; None if an id named it."""
 
     profile: Profile
     bytes: int
     pushed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    """The content of a file that says which profile of a model is the newest."""
+
+    id: str
+    weights: str
+    pushed: int
 
 
 class ProfileCollection:
@@ -94,7 +95,7 @@ class ProfileCollection:
         >>> from cuvee.codec.layout import LayerLayout
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "bfloat16", None)
         >>> with TemporaryDirectory() as folder:
-        ...     collection = ProfileCollection.open(f"{folder}/profiles")
+        ...     collection = ProfileCollection(f"{folder}/profiles")
         ...     Profile.unlearned(layout).save(f"{folder}/pushed.safetensors")
         ...     pushed = collection.push(f"{folder}/pushed.safetensors")
         ...     pulled = collection.pull(layout, f"{folder}/pulled.safetensors", id=pushed.id)
@@ -102,49 +103,40 @@ class ProfileCollection:
         True
 
     Args:
-        files: the place.
+        where: the location (`profile_collection.location`). An id in it is not used here.
+
+    Raises:
+        InputError: the location is wrong.
+        ImportError: obstore or huggingface_hub is missing.
     """
 
-    def __init__(self, files: NamedFiles) -> None:
-        self._files = files
-
-    @classmethod
-    def open(cls, where: str | ProfileLocation) -> Self:
-        """Open the collection at a location (`profile_collection.location`). An id in it is not used here.
-
-        Raises:
-            InputError: the location is wrong.
-            ImportError: obstore or huggingface_hub is missing.
-        """
+    def __init__(self, where: str | ProfileLocation) -> None:
         location = ProfileLocation.parse(where) if isinstance(where, str) else where
+        self._files: NamedFiles
         if location.kind == "folder":
-            return cls(FolderFiles(location.place))
-        if location.kind == "objects":
-            return cls(ObjectFiles(location.place, location.shown))
-        return cls(HubFiles(location.place, location.revision, location.shown))
+            self._files = FolderFiles(location.place)
+        elif location.kind == "objects":
+            self._files = ObjectFiles(location.place, location.shown)
+        else:
+            self._files = HubFiles(location.place, location.revision, location.shown)
 
     def push(self, file: str | os.PathLike[str]) -> PushedProfile:
         """Put a profile into the collection. It becomes the newest of its model if it names the model's weights.
 
         A profile of the same id is replaced: its curve may differ, which the id does not cover.
 
-        Args:
-            file: the profile.
-
         Raises:
             FormatError, VersionError, OSError: as `Profile.load`.
             InputError: the profile is too large.
             StoreError: the place cannot be reached, or refuses the profile. What was the newest still is.
         """
-        return self._write(*_verified(Path(file)))
-
-    def _write(self, data: bytes, profile: Profile) -> PushedProfile:
+        data, profile = _verified(Path(file))
         layout, identity, weights = _layout_name(profile.layout), profile.id.hex(), profile.model
-        name = _profile_name(layout, identity)
+        name = f"cuvee-profiles/{layout}/{identity}.safetensors"
         files = {name: data}
         if weights is not None:
             newest = {
-                "format": _NEWEST_FORMAT, "version": VERSION, "layout": layout, "weights": weights, "id": identity,
+                "format": _FORMAT, "version": VERSION, "layout": layout, "weights": weights, "id": identity,
                 "pushed": int(time.time()),
             }  # fmt: skip
             files[_newest_name(layout, weights)] = json.dumps(newest, indent=1).encode() + b"\n"
@@ -178,19 +170,13 @@ class ProfileCollection:
             OSError: `out` cannot be written.
         """
         shown, of_layout = self._files.shown, _layout_name(layout)
-        pushed: int | None = None
-        if id is None:
-            newest = self._newest(of_layout, weights, layout.model_type)
-            identity, pushed = newest.id, newest.pushed
-        else:
-            newest, identity = None, check_id(id)
-        name = _profile_name(of_layout, identity)
+        newest = None if id is not None else self._newest(of_layout, weights, layout.model_type)
+        identity = newest.id if newest else check_id(id or "")
+        name = f"cuvee-profiles/{of_layout}/{identity}.safetensors"
         data = self._files.read(name, MAX_PROFILE_BYTES)
+        if data is None and newest:
+            raise FileNotFoundError(f"{name}: is missing in {shown}, which says that it is the newest: push it again")
         if data is None:
-            if newest is not None:
-                raise FileNotFoundError(
-                    f"{name}: is missing in {shown}, which says that it is the newest: push it again"
-                )
             raise FileNotFoundError(
                 f"no profile {identity} of this model's layout ({of_layout}) in {shown}: name another id, or push it "
                 "(cuvee profile push)"
@@ -198,33 +184,28 @@ class ProfileCollection:
         with replacing(out) as temporary:
             temporary.write_bytes(data)
             profile = _load(temporary, f"{shown}: {name}", f"; {self._files.remedy}")
-            if profile.id.hex() != identity:
-                raise ProfileMismatchError(
-                    f"id: must be {identity}, as the file is named, got profile {profile.id.hex()} in {name} of {shown}"
-                    "; push the profile there again"
-                )
-            if _layout_name(profile.layout) != of_layout:
-                raise ProfileMismatchError(
-                    f"layout: must be {of_layout}, that of the model, got {_layout_name(profile.layout)} in {name} of "
-                    f"{shown}; push a profile of this model there"
-                )
-            accepted = () if weights is None else weights.found if newest is None else (newest.weights,)
-            if accepted and profile.model not in accepted:
-                raise ProfileMismatchError(
-                    f"weights: must be {' or '.join(accepted)}, those of the model, got a profile of "
-                    f"{profile.model or 'weights that it does not name'} in {name} of {shown}; push a profile of this "
-                    "model there, or name its id"
-                )
-        return PulledProfile(profile, len(data), pushed)
+            accepted = (newest.weights,) if newest else weights.found if weights else ()
+            for field, wanted, got in (
+                ("id", (identity,), profile.id.hex()),
+                ("layout", (of_layout,), _layout_name(profile.layout)),
+                ("weights", accepted, profile.model or "weights that it does not name"),
+            ):
+                if wanted and got not in wanted:
+                    raise ProfileMismatchError(
+                        f"{field}: must be {' or '.join(wanted)}, got a profile of {got} in {name} of {shown}; push a "
+                        "profile of this model there again, or name its id"
+                    )
+        return PulledProfile(profile, len(data), newest.pushed if newest else None)
 
     def _newest(self, layout: str, weights: WeightFingerprints | None, model_type: str) -> _Newest:
         """Return which profile of a model was pushed last."""
         shown = self._files.shown
         if weights is None or not weights.found:
             why = "" if weights is None else f" ({weights.unknown})"
+            url = shown if "://" in shown else f"file://{os.path.abspath(shown)}"
             raise InputError(
                 f"id: must name the profile, because the fingerprint of the model's weights is not known{why}, got "
-                f"none for {shown}: name it as in {_with_id(shown)}; cuvee profile push printed it"
+                f"none for {shown}: name it as in {url}?id=…; cuvee profile push printed it"
             )
         found = [newest for own in weights.found if (newest := self._read_newest(layout, own)) is not None]
         if not found:
@@ -240,33 +221,24 @@ class ProfileCollection:
         data = self._files.read(name, _MAX_NEWEST_BYTES)
         if data is None:
             return None
-        where = f"{name} in {self._files.shown}"
-        remedy = "push a profile of this model there again"
         try:
             fields = parse_json(data)
+            problem = "" if isinstance(fields, dict) else f"must be a JSON object, got {type(fields).__name__}"
         except ValueError as error:
-            raise FormatError(f"{where}: must be JSON, got {error}: {remedy}") from error
-        if not isinstance(fields, dict):
-            raise FormatError(f"{where}: must be a JSON object, got {type(fields).__name__}: {remedy}")
-        expected = {"format": _NEWEST_FORMAT, "version": VERSION, "layout": layout, "weights": weights}
-        for field, value in expected.items():
-            if fields.get(field) != value:
-                raise FormatError(f"{where}: {field}: must be {value!r}, got {fields.get(field)!r:.80}: {remedy}")
-        identity, pushed = fields.get("id"), fields.get("pushed")
-        if not isinstance(identity, str) or _FINGERPRINT.fullmatch(identity) is None:
-            raise FormatError(f"{where}: id: must be 32 hex digits, got {identity!r:.80}: {remedy}")
-        if type(pushed) is not int or not 0 <= pushed < _LATEST:
-            raise FormatError(f"{where}: pushed: must be seconds since 1970, got {pushed!r:.80}: {remedy}")
-        return _Newest(identity, weights, pushed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Newest:
-    """The content of a file that says which profile of a model is the newest."""
-
-    id: str
-    weights: str
-    pushed: int
+            problem = f"must be JSON, got {error}"
+        if not problem:
+            expected = {"format": _FORMAT, "version": VERSION, "layout": layout, "weights": weights}
+            identity, pushed = fields.get("id"), fields.get("pushed")
+            wrong = [field for field, value in expected.items() if fields.get(field) != value]
+            if wrong:
+                problem = f"{wrong[0]}: must be {expected[wrong[0]]!r}, got {fields.get(wrong[0])!r:.80}"
+            elif not isinstance(identity, str) or _FINGERPRINT.fullmatch(identity) is None:
+                problem = f"id: must be 32 hex digits, got {identity!r:.80}"
+            elif type(pushed) is not int or not 0 <= pushed < _LATEST:
+                problem = f"pushed: must be seconds since 1970, got {pushed!r:.80}"
+            else:
+                return _Newest(identity, weights, pushed)
+        raise FormatError(f"{name} in {self._files.shown}: {problem}: push a profile of this model there again")
 
 
 def find_profile(where: str, layout: KVLayout, checkpoint: str | Path, *, revision: str | None = None) -> Profile:
@@ -290,7 +262,7 @@ def find_profile(where: str, layout: KVLayout, checkpoint: str | Path, *, revisi
     weights = None if location.id else weight_fingerprints(checkpoint, revision=revision)
     with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
         path = Path(folder) / "profile.safetensors"
-        pulled = ProfileCollection.open(location).pull(layout, path, weights=weights, id=location.id)
+        pulled = ProfileCollection(location).pull(layout, path, weights=weights, id=location.id)
     profile = pulled.profile
     if pulled.pushed is None:
         why = "named by its id"
@@ -339,14 +311,5 @@ def _layout_name(layout: KVLayout) -> str:
     return replace(layout, dtype="bfloat16").fingerprint.hex()
 
 
-def _profile_name(layout: str, identity: str) -> str:
-    return f"{_FOLDER}/{layout}/{identity}.safetensors"
-
-
 def _newest_name(layout: str, weights: str) -> str:
-    return f"{_FOLDER}/{layout}/newest-{weights}-v{VERSION}.json"
-
-
-def _with_id(shown: str) -> str:
-    url = shown if "://" in shown else f"file://{os.path.abspath(shown)}"
-    return f"{url}{'&' if '?' in url else '?'}id=…"
+    return f"cuvee-profiles/{layout}/newest-{weights}-v{VERSION}.json"

@@ -99,39 +99,31 @@ class HubFiles(NamedFiles):
         return self._commit
 
     def _ask(self, call: Callable[[], _T]) -> _T:
-        """Return `call()`.
-
-        Raises:
-            EntryNotFoundError: of huggingface_hub: there is no such file.
-            StoreError: it failed otherwise.
-        """
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            LocalEntryNotFoundError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+        """Return `call()`; huggingface_hub's EntryNotFoundError if there is no such file, else a StoreError."""
+        from huggingface_hub import errors
 
         try:
             return call()
-        except OfflineModeIsEnabled as error:
-            raise StoreError(
-                f"{self.shown}: cannot be read offline (HF_HUB_OFFLINE), except a commit (hf://owner/name@<40 hex "
-                "digits>) that is in the local cache"
-            ) from error
-        except RepositoryNotFoundError as error:
-            raise StoreError(
-                f"{self.shown}: there is no such repository, or it is not visible: create it (hf repo create), or log "
-                "in (hf auth login, or HF_TOKEN)"
-            ) from error
-        except RevisionNotFoundError as error:
-            raise StoreError(f"{self.shown}: the repository has no such branch, tag or commit") from error
-        except EntryNotFoundError as error:
-            if isinstance(error, LocalEntryNotFoundError):  # the hub did not answer, and the file is not cached
-                raise self._failed(error) from error
+        except errors.LocalEntryNotFoundError as error:  # the hub did not answer, and the file is not cached
+            raise self._failed(error) from error
+        except errors.EntryNotFoundError:
             raise
         except Exception as error:  # of huggingface_hub's HTTP client, which is another one in each of its versions
+            for kind, what in (
+                (
+                    errors.OfflineModeIsEnabled,
+                    "cannot be read offline (HF_HUB_OFFLINE), except a commit (hf://owner/name@<40 hex digits>) that "
+                    "is in the local cache",
+                ),
+                (
+                    errors.RepositoryNotFoundError,
+                    "there is no such repository, or it is not visible: create it (hf repo create), or log in (hf auth "
+                    "login, or HF_TOKEN)",
+                ),
+                (errors.RevisionNotFoundError, "the repository has no such branch, tag or commit"),
+            ):
+                if isinstance(error, kind):
+                    raise StoreError(f"{self.shown}: {what}") from error
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> StoreError:

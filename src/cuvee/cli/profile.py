@@ -348,7 +348,7 @@ def profile_push(
     location = ProfileLocation.parse(where)
     if location.id is not None:
         raise InputError(f"WHERE: must be without an id, got {location.shown}: the profile in FILE has one")
-    collection = ProfileCollection.open(location)
+    collection = ProfileCollection(location)
     with _waiting(f"pushing {file} to {location.shown}"):
         pushed = collection.push(file)
     if as_json:
@@ -410,7 +410,7 @@ def profile_pull(
     layout = read_layout(path, torch.bfloat16)  # profiles serve caches of any dtype
     weights = None if other_weights else weight_fingerprints(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    collection = ProfileCollection.open(location)
+    collection = ProfileCollection(location)
     with _waiting(f"pulling from {location.shown}"):
         pulled = collection.pull(layout, out, weights=weights, id=location.id)
     _show_profile(pulled.profile, out, as_json)

@@ -830,7 +830,7 @@ def test_the_profile_may_be_in_a_collection(tmp_path: Path, memory: Callable[...
     where = f"file://{tmp_path}/profiles"
     with pytest.raises(FileNotFoundError, match="no profile of this llama model"):
         make_adapter({**learned.params, "profile": where})
-    collection = ProfileCollection.open(where)
+    collection = ProfileCollection(where)
     collection.push(learned.params["profile"])
     of_model = memory({**learned.params, "profile": where})
     task = of_model.adapter.submit_store_task([object_key(1)], [learned.object(1)])

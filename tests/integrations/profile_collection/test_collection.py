@@ -70,13 +70,13 @@ def folder(tmp_path: Path) -> Path:
 def push(where: str, profile: Profile) -> str:
     """Push a profile; return its id."""
     with tempfile.TemporaryDirectory() as folder:
-        collection = ProfileCollection.open(where)
+        collection = ProfileCollection(where)
         profile.save(f"{folder}/p")
         return collection.push(f"{folder}/p").id
 
 
 def pull(where: str | Path, out: Path, *, layout: KVLayout = LAYOUT, **named: Any) -> PulledProfile:
-    collection = ProfileCollection.open(str(where))
+    collection = ProfileCollection(str(where))
     return collection.pull(layout, out, **{"weights": OF_MODEL, **named})
 
 
@@ -104,7 +104,7 @@ def out(tmp_path: Path) -> Path:
 def test_a_profile_comes_back_byte_for_byte(where: str, out: Path, tmp_path: Path) -> None:
     profile = small_profile()
     profile.save(tmp_path / "p")
-    collection = ProfileCollection.open(where)
+    collection = ProfileCollection(where)
     pushed = collection.push(tmp_path / "p")
     assert (pushed.id, pushed.layout, pushed.weights) == (profile.id.hex(), LAYOUT_NAME, WEIGHTS)
     assert pushed.bytes == (tmp_path / "p").stat().st_size
@@ -242,7 +242,7 @@ def test_another_profile_under_a_name_is_refused(folder: Path, out: Path) -> Non
     push(str(folder), small_profile(1))
     change(folder, profile_name(1), (folder / profile_name(0)).read_bytes())
     identity = small_profile(1).id.hex()
-    refuses(folder, out, ProfileMismatchError, f"^id: must be {identity}.*got profile {small_profile(0).id.hex()}")
+    refuses(folder, out, ProfileMismatchError, f"^id: must be {identity}.*got a profile of {small_profile(0).id.hex()}")
     refuses(folder, out, ProfileMismatchError, f"^id: must be {identity}", id=identity)
 
 
@@ -385,7 +385,7 @@ def test_names_in_a_profile_do_not_become_paths(tmp_path: Path) -> None:
 
 def test_what_is_pushed_is_verified(tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(b"no profile")
-    collection = ProfileCollection.open(str(tmp_path / "collection"))
+    collection = ProfileCollection(str(tmp_path / "collection"))
     with pytest.raises(FormatError, match=f"^{tmp_path}/p: is not a safetensors file"):
         collection.push(tmp_path / "p")
     for missing in (tmp_path / "missing", tmp_path):
@@ -402,7 +402,7 @@ def test_a_failed_push_leaves_the_newest_as_it_was(
         raise OSError(28, "No space left on device")
 
     small_profile(1).save(tmp_path / "p")
-    collection = ProfileCollection.open(str(folder))
+    collection = ProfileCollection(str(folder))
     with monkeypatch.context() as patched:
         patched.setattr(f"cuvee.integrations.stores.safe_files.os.{function}", fail)
         with pytest.raises(StoreError, match="No space left on device"):

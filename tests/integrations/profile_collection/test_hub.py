@@ -37,12 +37,12 @@ def out(tmp_path: Path) -> Path:
 
 def push(tmp_path: Path, number: int = 0, where: str = WHERE) -> str:
     small_profile(number).save(tmp_path / "pushed")
-    collection = ProfileCollection.open(where)
+    collection = ProfileCollection(where)
     return collection.push(tmp_path / "pushed").id
 
 
 def pull(out: Path, where: str = WHERE, **named: Any) -> PulledProfile:
-    collection = ProfileCollection.open(where)
+    collection = ProfileCollection(where)
     return collection.pull(LAYOUT, out, **{"weights": WeightFingerprints((WEIGHTS,)), **named})
 
 
@@ -209,8 +209,8 @@ def test_the_extra_is_named_without_huggingface_hub(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['huggingface_hub'] = None\n"
         "from cuvee.integrations.profile_collection.collection import ProfileCollection\n"
-        f"ProfileCollection.open({str(tmp_path)!r})\n"
-        "ProfileCollection.open('hf://mine/profiles')\n"
+        f"ProfileCollection({str(tmp_path)!r})\n"
+        "ProfileCollection('hf://mine/profiles')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == "ImportError: hf:// needs huggingface_hub: pip install cuvee[transformers]"

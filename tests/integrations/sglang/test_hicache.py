@@ -536,7 +536,7 @@ def test_the_profile_of_the_model_is_taken_from_a_collection(
         Profile(fitted.layout, fitted.group, fitted.source, fitted.family, fitted.learned, model=name).save(
             tmp_path / "p"
         )  # fmt: skip
-        collection = ProfileCollection.open(where)
+        collection = ProfileCollection(where)
         pushed = collection.push(tmp_path / "p").id
     caplog.set_level("INFO")
     made = rank({"profile": where, "quality": "balanced"})

@@ -195,7 +195,7 @@ def profile(folder: Path, books: Any) -> str:
     """A collection that holds a profile calibrated for the bundled model."""
     path, where = folder / "books.profile", f"file://{folder / 'profiles'}"
     books.profile.save(path)
-    collection = ProfileCollection.open(where)
+    collection = ProfileCollection(where)
     collection.push(path)
     return where
 

@@ -363,7 +363,7 @@ def model_path(tmp_path: Path) -> Path:
 
 def _push(profile: Profile, where: str) -> bytes:
     with TemporaryDirectory() as folder:
-        collection = ProfileCollection.open(where)
+        collection = ProfileCollection(where)
         profile.save(f"{folder}/p")
         collection.push(f"{folder}/p")
     return profile.id
