@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Unpack, overload
 
@@ -135,6 +136,23 @@ class Codec:
             True
         """
         return cls(Profile.unlearned(KVLayout.of(model)), LOSSLESS, backend=backend, threads=threads, key=key)
+
+    def of_layers(self, layers: Sequence[int]) -> Codec:
+        """Make the lossless codec of some of the layers, with the same backend, threads and keys.
+
+        Args:
+            layers: indices of the layers, at least one.
+
+        Example:
+            >>> from cuvee import Codec, KVLayout, LayerLayout
+            >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
+            >>> Codec.without_profile(layout).of_layers([0, 2]).profile.layout.num_layers
+            2
+        """
+        whole = self.profile.layout
+        layout = replace(whole, layers=tuple(whole.layers[layer] for layer in layers))
+        secrets = [key.secret for key in self._keys] or None
+        return Codec.without_profile(layout, backend=self._backends.name, threads=self.threads, key=secrets)
 
     def __repr__(self) -> str:
         key = ", with a key" if self._keys else ""

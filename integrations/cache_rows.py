@@ -32,6 +32,7 @@ class CacheRows:
         width: columns per row, if there is no mask.
         attention_mask: `[B, T]` of a left-padded batch, or None.
         max_tokens: limit of the columns of all rows.
+        late: whether rows may begin after position 0, because windows of all layers have dropped the tokens before.
 
     Attributes:
         width: columns per row.
@@ -39,8 +40,14 @@ class CacheRows:
     """
 
     def __init__(
-        self, layout: KVLayout, width: int, attention_mask: torch.Tensor | None, max_tokens: int | None
+        self,
+        layout: KVLayout,
+        width: int,
+        attention_mask: torch.Tensor | None,
+        max_tokens: int | None,
+        late: bool = False,
     ) -> None:
+        self._late = late
         self._fingerprint = layout.fingerprint
         self._max_tokens = max_tokens
         self._masked: list[int] | None = None
@@ -64,7 +71,7 @@ class CacheRows:
             raise ProfileMismatchError(
                 f"blobs[{index}]: must have the layout of the codec's profile and the dtype of the last blob"
             )
-        if start == 0 and not self._missing:
+        if (start == 0 or self._late) and not self._missing:
             if self._masked is not None and self.count == len(self._masked):
                 raise InputError(
                     f"attention_mask: must have one row for each row of blobs, got {self.count} rows, but "
@@ -72,7 +79,9 @@ class CacheRows:
                 )
             check_tokens((self.count + 1) * self.width, self._max_tokens)
             self.paddings.append(0 if self._masked is None else self._masked[self.count])
-            self._position, self._missing = 0, self.width - self.paddings[-1]
+            # A late row may lack its first tokens; whether its windows are complete is checked elsewhere.
+            self._position = start if self._late else 0
+            self._missing = self.width - self.paddings[-1] - self._position
         if not self.count or start != self._position or tokens > self._missing:
             row, length = max(self.count - 1, 0), self._position + self._missing if self.count else self.width
             raise InputError(
@@ -119,7 +128,8 @@ def bound_blobs(associated_data: Sequence[bytes] | None, blobs: Sequence[bytes])
     if associated_data is None:
         return [b""] * len(blobs)
     # A forged start is found out later: the tag covers it and does not verify.
-    begun = list(accumulate(int(read_header(blob).start == 0) for blob in blobs))
+    starts = [read_header(blob).start for blob in blobs]
+    begun = list(accumulate(int(index == 0 or start <= starts[index - 1]) for index, start in enumerate(starts)))
     rows = bound_rows(associated_data, begun[-1])
     return [rows[max(count, 1) - 1] if rows else b"" for count in begun]
 

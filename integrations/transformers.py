@@ -46,6 +46,7 @@ from cuvee.integrations.cache_rows import (
     row_paddings,
     warn_of_padding,
 )
+from cuvee.integrations.past_windows import decode_past_windows, encode_past_windows, lacks_windows
 
 # Exact types: subclasses keep more state (quantized, indexed, recurrent) than keys and values.
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -61,6 +62,9 @@ def encode_cache(
     associated_data: Sequence[bytes] | None = None,
 ) -> list[bytes]:
     """Compress a transformers cache, on its own device if the codec serves it, else from a copy on the CPU.
+
+    Where sliding windows have dropped tokens, chunks before them hold the other layers, losslessly. Such a list of
+    blobs decodes as a whole only: a part of it lacks the windows of its last tokens.
 
     A cache does not show whether the forward pass that filled it has ended. Do not encode one whose forward pass raised
     or was interrupted: some of its layers may lack tokens.
@@ -103,11 +107,12 @@ def encode_cache(
         InputError: the cache is empty or its shapes differ from the profile's layout; `input_ids` has another shape
             than the cached tokens, or ids outside the vocabulary; the mask is not left padding, or is missing although
             rows begin with padding; `associated_data` does not have one entry per row, or the codec has no key.
-        UnsupportedModelError: a sliding-window layer has dropped tokens, or a layer holds no plain keys and values.
+        UnsupportedModelError: a sliding window has dropped tokens and the codec is lossy, or the cache is static; a
+            layer holds no plain keys and values.
     """
-    tensors = _plain_tensors(cache, codec.profile.layout)
+    tensors = _plain_tensors(cache, codec.profile.layout, past_windows=True)
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
-    rows, _, width, _ = tensors[0][0].shape
+    rows, width = len(tensors[0][0]), int(cache.layers[0].get_seq_length())
     paddings = row_paddings(attention_mask, rows, width)
     ids = _row_ids(input_ids, paddings, width)
     if attention_mask is None:
@@ -119,6 +124,9 @@ def encode_cache(
     devices = {tensor.device for pair in tensors for tensor in pair}
     if len(devices) > 1 or not codec.on_device(*devices):
         tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
+    if any(keys.shape[2] < width for keys, _ in tensors):
+        spans = [_spans(width - padding, chunk_tokens) for padding in paddings]
+        return encode_past_windows(codec, tensors, width, layout, spans, paddings, bound)
     return _encode_batch(codec, tensors, layout, chunk_tokens, paddings, bound, ids)
 
 
@@ -185,7 +193,10 @@ def decode_cache(
     target = torch.device("cpu" if device is None else device)
     where = target if codec.on_device(target) else torch.device("cpu")
     with allocations("rebuilding a cache"):
-        layers = _decode_batch(codec, blobs, bound, where, attention_mask, max_tokens)
+        if lacks_windows(blobs, codec.profile.layout):
+            layers = decode_past_windows(codec, blobs, bound, attention_mask, max_tokens)
+        else:
+            layers = _decode_batch(codec, blobs, bound, where, attention_mask, max_tokens)
         cache = DynamicCache(config=config)
         for layer in range(codec.profile.layout.num_layers):
             keys, values = next(layers)
@@ -379,8 +390,13 @@ def _decode_batch(
     return ((keys.pop(0), values.pop(0)) for _ in layout.layers)
 
 
-def _plain_tensors(cache: Cache, layout: KVLayout | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values [B, H, T, D] of every layer, as the layout names them, from the first token on."""
+def _plain_tensors(
+    cache: Cache, layout: KVLayout | None, past_windows: bool = False
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return keys and values [B, H, T, D] of every layer, as the layout names them, from the first token on.
+
+    With `past_windows`, sliding windows may have dropped tokens: these layers hold the last ones.
+    """
     if not isinstance(cache, Cache):
         raise InputError(f"cache: must be a transformers Cache, got {type(cache).__name__}; build a DynamicCache")
     if isinstance(cache, EncoderDecoderCache):
@@ -394,7 +410,7 @@ def _plain_tensors(cache: Cache, layout: KVLayout | None) -> list[tuple[torch.Te
             "that does not"
         )
     known = () if layout is None else layout.layers
-    tensors = []
+    tensors, tokens = [], []
     layer: Any
     for index, layer in enumerate(cache.layers):
         if type(layer) not in _PLAIN_LAYERS:
@@ -406,18 +422,20 @@ def _plain_tensors(cache: Cache, layout: KVLayout | None) -> list[tuple[torch.Te
         if seen == 0:
             raise InputError(f"cache: must hold tokens, but layer {index} is empty; run a forward pass first")
         held = layer.keys.shape[-2]
-        if seen > held:
+        drops = past_windows and type(layer) is DynamicSlidingWindowLayer
+        if seen > held and not drops:
             raise UnsupportedModelError(
                 f"cache: must hold all tokens, but layer {index} is a sliding window that holds {held} of {seen}; "
                 "prefill with past_key_values=DynamicCache() (no config), which keeps all"
             )
         keys, values = layer_units(layer, known[index]) if index < len(known) else (layer.keys, layer.values)
         tensors.append((keys[:, :, :seen], values[:, :, :seen]))
+        tokens.append(seen)
     if not tensors:
         raise InputError("cache: must hold tokens, got an empty one; run a forward pass first")
     for index, (keys, values) in enumerate(tensors):
         for name, tensor in (("keys", keys), ("values", values)):
-            if tensor.shape[0] != tensors[0][0].shape[0] or tensor.shape[2] != tensors[0][0].shape[2]:
+            if tensor.shape[0] != tensors[0][0].shape[0] or tokens[index] != tokens[0]:
                 raise InputError(
                     f"cache: must hold the same batch and tokens in every layer, got {name} {list(tensor.shape)} in "
                     f"layer {index} and keys {list(tensors[0][0].shape)} in layer 0"

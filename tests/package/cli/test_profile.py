@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.package.cli.running import Files, fails, run
+from transformers import MambaConfig
 
 import cuvee
 from cuvee.codec.data.bundled import bundled_model_path
@@ -30,6 +31,30 @@ def test_profile_show(files: Files) -> None:
     shown = run("profile", "show", files.profile).stdout
     assert profile.id.hex() in shown and f"learned from {profile.text_tokens} tokens" in shown
     fails("profile", "show", files.cache, match="not a cuvee profile")
+
+
+def test_profile_check_shows_the_layers(tmp_path: Path, tiny_config: Any) -> None:
+    tiny_config("gemma3-sliding-first", dtype="bfloat16").save_pretrained(tmp_path / "windows")
+    data = json.loads(run("profile", "check", tmp_path / "windows", "--json").stdout)
+    assert data["coded"] and data["movable"] and [row["window"] for row in data["layers"]] == [8, None]
+    sizes = [row["bytes_per_token"] for row in data["layers"]]
+    assert sizes == [2 * row["heads"] * (row["key"] + row["value"]) for row in data["layers"]]
+    assert sum(sizes) == data["bytes_per_token"]
+    shown = run("profile", "check", tmp_path / "windows").stdout
+    assert "DynamicSlidingWindowLayer" in shown and "rotated, halves" in shown and "Movable" in shown
+    assert len(shown.splitlines()) < 24
+    tiny_config("gpt2").save_pretrained(tmp_path / "tables")
+    shown = run("profile", "check", tmp_path / "tables").stdout
+    assert "Bound: chunks decode at the positions where they were encoded" in shown and "there is no position" in shown
+
+
+def test_profile_check_shows_what_is_not_supported(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 61}
+    MambaConfig(**sizes).save_pretrained(tmp_path / "mamba")
+    shown = run("profile", "check", tmp_path / "mamba").stdout
+    assert "holds conv_states[0] [1, 64, 4]" in shown and "Not supported" in shown
+    assert not json.loads(run("profile", "check", tmp_path / "mamba", "--json").stdout)["coded"]
+    fails("profile", "check", tmp_path / "none", match="none")
 
 
 def test_ratios_are_those_of_a_16_bit_cache(tmp_path: Path, books: Any) -> None:
