@@ -15,6 +15,7 @@ from cuvee.codec.id_coding import IdCoding
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedChunks
 from cuvee.codec.setting import Settings
+from cuvee.codec.token_ids import as_token_ids
 
 
 class Encoder:
@@ -41,11 +42,11 @@ class Encoder:
             InputError: other ids than the tokens have.
         """
         if isinstance(source, KVChunk):
-            given = source.token_ids if tokens is None else tokens
-            return [EncodeRequest(source, self._ids.known(given, source.tokens))]
+            ids = source.token_ids if tokens is None else as_token_ids(tokens, source.tokens)
+            return [EncodeRequest(source, self._ids.known(ids))]
         if tokens is not None:
             raise InputError("tokens: must be those of the PagedChunks, got some beside them")
-        return [EncodeRequest(own, self._ids.known(own.token_ids, own.tokens)) for own in source]
+        return [EncodeRequest(own, self._ids.known(own.token_ids)) for own in source]
 
     def encode(
         self, backend: Backend, layout: KVLayout, requests: Sequence[EncodeRequest], bound: Sequence[bytes]

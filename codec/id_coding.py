@@ -12,7 +12,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.recognition import IdCheck
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.support.lazy import lazy
-from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
+from cuvee.codec.token_ids import NO_TOKEN
 
 _log = logging.getLogger(__name__)
 
@@ -38,13 +38,12 @@ class IdCoding:
     def _check(self) -> IdCheck:
         return IdCheck(self._profile)
 
-    def known(self, given: object, tokens: int) -> I64 | None:
+    def known(self, ids: I64 | None) -> I64 | None:
         """Return the ids of a chunk; None if a token has none, or if nothing is predicted from them.
 
         Raises:
-            InputError: they are not `tokens` ids of the vocabulary.
+            InputError: one is not of the vocabulary.
         """
-        ids = None if given is None else as_token_ids(given, tokens)
         table = self._profile.token_table
         if table is None or not self._used:
             return None

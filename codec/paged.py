@@ -19,6 +19,7 @@ from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES, saturated
 from cuvee.codec.support.arrays import I64
+from cuvee.codec.token_ids import as_token_ids
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 NOWHERE = -1  # the slot of a token that is left out
@@ -120,7 +121,7 @@ class PagedChunk:
     cache: PagedCache
     slots: torch.Tensor
     start: int
-    token_ids: object
+    token_ids: I64 | None
     following: int
 
     @property
@@ -186,8 +187,9 @@ class PagedChunks:
         count = len(self.slots)
         ids = [None] * count if self.tokens is None else self.tokens
         following = [0] * count if self.following is None else self.following
-        for own in zip(self.slots, self.starts, ids, following, strict=True):
-            yield PagedChunk(self.cache, *own)
+        for at, start, given, after in zip(self.slots, self.starts, ids, following, strict=True):
+            known = None if given is None else as_token_ids(given, len(at))
+            yield PagedChunk(self.cache, at, start, known, after)
 
     def __len__(self) -> int:
         return len(self.slots)
