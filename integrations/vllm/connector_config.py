@@ -34,8 +34,8 @@ class Options(CodingOptions):
         lookup_timeout: seconds that a request waits to learn whether it is cached.
         load_timeout: seconds after which a load is given up and its tokens are computed.
         close_timeout: seconds that the engine's stop waits for chunks being stored; the rest is lost.
-        refinements: 1: chunks are stored as a base and a refinement, which a store drops first and a load with a
-            deadline leaves out first (`cuvee.Codec`). Needs a profile. 0: chunks are stored whole.
+        refinements: 1: chunks are stored as a base and a refinement, which a load with a deadline leaves out first
+            (`cuvee.Codec`). Needs a profile. 0: chunks are stored whole.
         deadline_ms: milliseconds from a request's arrival to its first token, by which loads are planned; None: all
             that is found is loaded. Requests may name another.
         kl_max: most nats per token that what is loaded for a prompt may lose in the mean, what is computed instead

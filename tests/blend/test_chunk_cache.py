@@ -351,19 +351,6 @@ def test_no_more_parts_are_loaded_than_asked_for(model: Any, most: int) -> None:
     assert len(library.segment(OTHER).refinements) == 1, "computed ones come with all"
 
 
-def test_a_full_store_degrades_before_it_forgets(model: Any) -> None:
-    """The store has room for five of seven chunks. Without parts, none would be there when it is read again."""
-    codec, store = refined(model), MemoryStore(10**6)
-    make(model, store, codec=codec).get_or_compute(TOKENS)
-    room = 5 * (store.counters()["memory"].bytes or 0)
-    library = make(model, MemoryStore(room), codec=codec)
-    for _ in range(2):
-        for number in range(7):
-            library.get_or_compute([number, *TOKENS[1:]])
-    assert (library.counters.hits, library.counters.misses) == (7, 7)
-    assert min(library.counters.hits_by_parts) > 0
-
-
 @pytest.mark.parametrize("secret", [None, SECRETS[0]])
 def test_a_refinement_that_is_not_of_its_base_is_deleted(model: Any, secret: bytes | None) -> None:
     codec, store = refined(model, key=secret), MemoryStore(10**6)
