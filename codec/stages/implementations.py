@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.entropy.coding_plan import Quantizer
     from cuvee.codec.entropy.tables import EntropyTables
-    from cuvee.codec.entropy.token_classes import ClassedPlan, ColumnPlan, SectionPlanes
+    from cuvee.codec.entropy.token_classes import ClassedPlan, SectionPlanes
     from cuvee.codec.format.streams import Escapes, Streams
     from cuvee.codec.layout import KVLayout, LayerLayout
     from cuvee.codec.profiles.class_predictor import Predictor
@@ -131,12 +131,6 @@ class Stages(Protocol):
         ...
 
     def rans_encode(self, sections: Sequence[SectionPlanes], tables: EntropyTables) -> list[Streams]:
-        """See `reference/rans.py`."""
-        ...
-
-    def rans_decode(
-        self, streams: Streams, columns: U8, plan: ColumnPlan, tables: EntropyTables, tokens_per_stream: int
-    ) -> U8:
         """See `reference/rans.py`."""
         ...
 

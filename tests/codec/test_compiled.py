@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from numba.core import caching
 
+from cuvee.codec.entropy import token_classes
 from cuvee.codec.format import streams
+from cuvee.codec.profiles import flat_plans
 from cuvee.codec.stages.compiled import compiler as module
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.compiler import compiled, source_stamp
@@ -119,5 +121,7 @@ def test_a_change_of_any_file_that_is_compiled_in_is_noticed(tmp_path: Path) -> 
     assert source_stamp([tmp_path / "nowhere"]) == (0.0, 0)
 
     own = lanes.decode_lanes._cache._cache_file._source_stamp
-    here = source_stamp([Path(lanes.__file__).parent, Path(streams.__file__).parent])
+    folders = {Path(file).parent for file in (lanes.__file__, token_classes.__file__, streams.__file__)}
+    assert set(module._SOURCES) == folders | {Path(flat_plans.__file__)}, "all that has constants of compiled loops"
+    here = source_stamp(module._SOURCES)
     assert own[1] == here and here[1] > 100_000

@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.classed import with_classes
-from tests.codec.planned import Planned, coding_of
+from tests.codec.planned import Planned, coding_of, rans_decode
 from tests.codec.vectors import (
     DTYPES,
     EXPECTED,
@@ -117,7 +117,7 @@ def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
         part = read_part(data, plan, header.tokens)
         classes = decode_classes(part.classes, section.class_table, header.tokens)
         columns = classes[coding_order(classes)]
-        planes = backend.rans_decode(part.streams, columns, plan, family.tables, part.tokens_per_stream)
+        planes = rans_decode(backend.name, part.streams, columns, plan, family.tables, part.tokens_per_stream)
         y = from_planes(planes, columns, part.escapes, plan, flat.quantizer, int(plan.rows[columns].max()))
         coding = coding_of([Planned(plan, section.class_ranks, section.class_table)], flat)
         indexed = backend.index_sections(coding, [(0, data)], header.tokens)

@@ -69,32 +69,6 @@ def test_both_products_are_the_exact_one(values: int, share: float) -> None:
             torch.testing.assert_close(joined.double(), want, rtol=1e-5, atol=1e-4)
 
 
-def test_the_operations_that_are_executed() -> None:
-    matrices, runs = maps([40, 40], 160), [(slice(0, 200), [160, 160]), (slice(200, 256), [32, 64])]
-    inverse = compiled.prepare_inverse(matrices, 160, Products.FLOAT32, shares(matrices))
-    whole = 2 * 2 * 160 * 256 * 40
-    wide, narrow = torch.float32, torch.bfloat16
-    assert compiled.executed_operations(torch.ones(2, 160, 256), inverse, runs) == {wide: whole}
-    assert compiled.executed_operations(torch.zeros(2, 160, 256), inverse, runs) == {}
-    few = sparse((2, 160, 256), 0.1)
-    assert compiled.executed_operations(few, inverse, runs) == {wide: 2 * int(few.count_nonzero()) * 40}
-    few[:, :64] = 1  # a slab that a dense product serves, zeros or not
-    few[0, 3, :9] = 0
-    own = 2 * 40 * (2 * 64 * 256 + int(few[:, 64:].count_nonzero()))
-    assert compiled.executed_operations(few, inverse, runs) == {wide: own}
-    mixed = compiled.prepare_inverse(matrices[:1], 160, Products.MIXED, shares(matrices, [0.5, 0.1, 0.1]))
-    assert compiled.executed_operations(few[:1], mixed, runs) == {
-        narrow: 2 * 40 * 64 * 256,
-        wide: 2 * 40 * int(few[0, 64:].count_nonzero()),
-    }
-    together = compiled.prepare_inverse(matrices, 160, Products.BFLOAT16, shares(matrices))
-    assert compiled.executed_operations(few.bfloat16(), together, runs) == {narrow: whole}
-    apart = compiled.prepare_inverse(maps([40, 24], 160), 160, Products.BFLOAT16, shares(matrices))
-    assert compiled.executed_operations(few.bfloat16(), apart, runs) == {
-        narrow: 2 * (200 * 160 * (40 + 24) + 56 * (32 * 40 + 64 * 24))
-    }
-
-
 def test_a_dense_product_serves_coefficients_that_are_rarely_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     dense = torch.addmm

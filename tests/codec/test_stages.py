@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.codec.planned import TABLE, same_escapes, same_streams, section_plan
+from tests.codec.planned import TABLE, rans_decode, same_escapes, same_streams, section_plan
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
@@ -58,6 +60,24 @@ def sorted_classes(tokens: int, seed: int, finest: int = 0) -> U8:
     """Classes of columns: any, rising within each window."""
     classes = np.random.default_rng(seed).integers(finest, CLASSES, tokens).astype(np.uint8)
     return classes[coding_order(classes)]
+
+
+WITHOUT_A_COMPILER = """
+import sys, torch
+from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile
+from cuvee.codec.learning.calibrate import fit
+layout = KVLayout("tiny", (LayerLayout(1, 4, 4, None),), "float32", None)
+chunks = [KVChunk(*torch.randn(2, 1, 60, 1, 4), layout) for _ in range(2)]
+for profile, quality in ((Profile.unlearned(layout), "lossless"), (fit(layout, chunks, "layer"), "balanced")):
+    codec = Codec(profile, quality, backend="reference")
+    assert codec.decode(codec.encode(chunks[0])).tokens == 60
+print([name for name in sys.modules if name.split(".")[0] == "numba" or ".stages.compiled" in name])
+"""
+
+
+def test_the_reference_needs_no_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_A_COMPILER], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 # --- the order of the columns
@@ -165,7 +185,7 @@ class Case:
 
     def decode(self, stages: Stages, streams: Streams) -> U8:
         own = self.section
-        return stages.rans_decode(streams, own.columns, own.plan, self.tables, own.tokens_per_stream)
+        return rans_decode(stages.name, streams, own.columns, own.plan, self.tables, own.tokens_per_stream)
 
     def check(self, planes: U8) -> None:
         """These are the planes of the case; what is below a column's last one does not count."""

@@ -6,7 +6,7 @@ function. In that case it is compiled anew in each process, and one log message 
 cache is pickled, so only this user may be able to write to it.
 
 Numba keeps a compiled function until the file of the function changes. But functions of other files are compiled into
-it, and constants, so here it is kept until any file of `_FOLDERS` changes.
+it, and constants, so here it is kept until any file of `_SOURCES` changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from numba.core.compiler_lock import global_compiler_lock
 
 _log = logging.getLogger(__name__)
 
-_FOLDERS = (Path(__file__).parent, Path(__file__).parents[2] / "entropy")
+_CODEC = Path(__file__).parents[2]
+_SOURCES = (Path(__file__).parent, _CODEC / "entropy", _CODEC / "format", _CODEC / "profiles" / "flat_plans.py")
 _told: dict[str, object] = {}
 
 # A fork waits for the compiler. A child forked while another thread compiles would inherit a lock that no thread of the
@@ -34,13 +35,14 @@ os.register_at_fork(
 )
 
 
-def source_stamp(folders: Iterable[Path]) -> tuple[float, int]:
-    """Return the time of the last change of the folders' Python files, and their size; both are 0 without files."""
-    files = [file.stat() for folder in folders for file in folder.glob("*.py")]
+def source_stamp(sources: Iterable[Path]) -> tuple[float, int]:
+    """Return the last change of Python files and of those in folders, and their size; both are 0 without files."""
+    found = (path.glob("*.py") if path.is_dir() else path.parent.glob(path.name) for path in sources)
+    files = [file.stat() for own in found for file in own]
     return max((file.st_mtime for file in files), default=0.0), sum(file.st_size for file in files)
 
 
-_STAMP = source_stamp(_FOLDERS)
+_STAMP = source_stamp(_SOURCES)
 
 
 def compiled(function: Callable[..., Any]) -> Any:

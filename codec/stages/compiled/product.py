@@ -177,34 +177,6 @@ def _has_leading(inverse: TiledInverse) -> bool:
     return any(len(block.leading) for block in inverse.blocks)
 
 
-def executed_operations(
-    y: torch.Tensor,
-    inverse: Sequence[torch.Tensor] | TiledInverse,
-    runs: Iterable[tuple[slice, Sequence[int]]],
-) -> dict[torch.dtype, int]:
-    """Return the number of floating-point operations that `synthesize` executes for the same arguments, by dtype.
-
-    Each factor counts twice: for its product and for its sum. Zeros that make an array's shape fit do not count.
-    """
-    _, depth, width = y.shape
-    if not isinstance(inverse, TiledInverse):
-        dtype = inverse[0].dtype
-        if dtype == torch.bfloat16 and len(inverse) == 1:
-            return {dtype: 2 * y.numel() * inverse[0].shape[2]}
-        sizes = [matrix.shape[1] for alike in inverse for matrix in alike]
-        return {dtype: sum(2 * len(range(width)[run]) * int(np.dot(rows, sizes)) for run, rows in runs)}
-    whole = not _has_leading(inverse) and _share_there(y.numpy()) > DENSE
-    total = {torch.float32: 0, torch.bfloat16: 0}
-    for own, block in zip(y.numpy(), inverse.blocks, strict=True):
-        leading = min(len(block.leading), depth)
-        total[torch.bfloat16] += 2 * block.values * leading * width
-        rest = own[leading:]
-        lists = _lists(width, len(rest))
-        dense = len(rest) if whole else _list_entries(rest, *lists)
-        total[torch.float32] += 2 * block.values * (dense * width + int(np.count_nonzero(rest[dense:])))
-    return {dtype: operations for dtype, operations in total.items() if operations}
-
-
 def _lists(columns: int, rows: int) -> tuple[U32, F32, I64]:
     """Return room for the coefficients of each column that are not zero: their rows, themselves, and where slabs begin.
 

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.entropy.token_classes import CLASS_BITS, ColumnPlan, SectionPlanes
+from cuvee.codec.entropy.token_classes import CLASS_BITS, SectionPlanes
 from cuvee.codec.format import rules
-from cuvee.codec.format.rules import rule_error
-from cuvee.codec.format.streams import LOWER_BOUND, WINDOW, WORD_BITS, Streams, check_streams, stream_count
+from cuvee.codec.format.streams import LOWER_BOUND, WINDOW, WORD_BITS, Streams, stream_count
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.coded_part import INITIAL, read_u16, read_u32
@@ -31,7 +30,6 @@ from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import U8
 
 _arena = Arena()
-_BEFORE = 4  # bytes that may be read before the first word
 
 
 @compiled
@@ -192,26 +190,3 @@ def decode_streams(  # type: ignore[no-untyped-def]
     problem[part.SECTION], problem[part.RULE] = i, rules.STREAM
     problem[part.FIRST] = (start >> log2) + bad - first_stream[i]
     return False
-
-
-def rans_decode(streams: Streams, columns: U8, plan: ColumnPlan, tables: EntropyTables, tokens_per_stream: int) -> U8:
-    """See `cuvee.codec.stages.reference.rans.rans_decode`."""
-    tokens = len(columns)
-    check_streams(streams, tokens_per_stream, tokens)
-    size = plan.tables.shape[1] * tokens
-    out = np.zeros(size + WIDTH, np.uint8)
-    groups = np.empty((len(streams.states) + 1, lanes.GROUP_FIELDS), np.int64)
-    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
-    words = np.frombuffer(b"".join((bytes(_BEFORE), streams.words.astype("<u2", copy=False).tobytes())), np.uint8)
-    fields[0, lanes.WORDS], fields[0, lanes.COUNT] = _BEFORE, len(streams.words)
-    fields[0, lanes.COLUMNS], fields[0, lanes.STRIDE] = tokens, plan.tables.shape[1]
-    ends = np.cumsum(streams.lengths, dtype=np.uint32)
-    bad = decode_lanes(
-        groups[: list_groups(0, 0, tokens, tokens_per_stream, groups, 0)], fields, streams.states,
-        ends - streams.lengths, ends, words, columns, plan.planes,
-        plan.tables.ravel().astype(np.uint32) << np.uint32(tables.prob_bits), tables.slots.reshape(-1),
-        tables.prob_bits, out,
-    )  # fmt: skip
-    if bad >= 0:
-        raise rule_error(rules.STREAM, int(bad), len(ends))
-    return out[:size].reshape(-1, tokens)

@@ -3,7 +3,7 @@
 from cuvee.codec.stages.reference.byte_planes import decode_layers, index_layers, split_unit
 from cuvee.codec.stages.reference.class_predictor import predict_classes
 from cuvee.codec.stages.reference.product import prepare_inverse, product_runs, synthesize
-from cuvee.codec.stages.reference.rans import encode_classes, rans_decode, rans_encode
+from cuvee.codec.stages.reference.rans import encode_classes, rans_encode
 from cuvee.codec.stages.reference.sections import decode_sections, index_sections
 from cuvee.codec.stages.reference.symbols import to_planes
 from cuvee.codec.stages.reference.token_order import arrange
@@ -23,7 +23,6 @@ __all__ = [
     "predict_classes",
     "prepare_inverse",
     "product_runs",
-    "rans_decode",
     "rans_encode",
     "split_unit",
     "synthesize",
