@@ -45,7 +45,7 @@ CHECK_MARKS := not gpu and not real and not slow and not nightly
 TEST_MARKS  ?= not nightly
 CHECK_LEFT  := kernels ptx fuzz eval/bench eval/report blend/test_blender.py \
 	codec/test_calibrate.py codec/test_hostile.py codec/test_linear.py \
-	codec/test_lossless_layer.py codec/test_memory.py codec/test_sections.py codec/test_shard.py \
+	codec/test_lossless.py codec/test_memory.py codec/test_sections.py codec/test_shard.py \
 	eval/test_lm.py eval/test_tasks.py \
 	integrations/stores/test_redis.py integrations/vllm/test_prometheus.py integrations/vllm_tier \
 	package/cli/test_demo.py package/cli/test_profile.py package/cli/test_report.py package/test_docs.py package/test_notebooks.py \

@@ -69,7 +69,7 @@ def build_profile(
 
 
 def base_section(moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor]], unit: float) -> SectionProfile:
-    """Return a section without classes: its mean, sinks and maps, of which `maps` are the inverse and the deviations
+    """Return a section without predictor: its mean, sinks and maps, of which `maps` are the inverse and the deviations
     of each block, and `unit` the deviation that becomes step 1.
     """
     blocks, scales = [], []

@@ -186,7 +186,7 @@ class Profile:
 
         At one step, the shard codes its heads as this profile codes them: with the same maps, scales and tables, and
         therefore the same levels. The decoded bits are the same except where BLAS rounds a product differently at
-        another alignment. This holds for tokens without classes. The predictor of a rank sees only the rank's heads and
+        another alignment. This holds without a class predictor. The predictor of a rank sees only the rank's heads and
         may choose other classes.
 
         The curve is kept, so a quality means the same step on every rank. The curve's KL covers all ranks; its bits per
