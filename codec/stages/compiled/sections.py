@@ -189,7 +189,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
         for q in range(0 if direct else runs):
             if c < rows_of[q]:
                 level = level_of[q] + c
-                to = (np.int64(packed.block[level]) * pad + packed.index[level]) * width
+                to = (np.int64(packed.block[level]) * pad + packed.place[level]) * width
                 if len(narrow):
                     narrow[to + bounds[q] : to + bounds[q + 1]] = row[bounds[q] : bounds[q + 1]]
                 else:
