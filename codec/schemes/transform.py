@@ -90,7 +90,10 @@ class TransformScheme:
         out: list[tuple[bytes, ...]] = []
         for batch in self._batches(numbers, chunk.tokens):
             own = numbers[batch]
-            kept = [[(*of, y.copy()) for *of, y in self._columns(chunk, index, unrotation)] for index in own]
+            kept = [
+                [(classes, columns, y.copy()) for classes, columns, y in self._columns(chunk, index, unrotation)]
+                for index in own
+            ]
             bases = self._coder.encode(
                 [
                     ClassedSection(

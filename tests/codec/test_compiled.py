@@ -121,7 +121,7 @@ def test_a_change_of_any_file_that_is_compiled_in_is_noticed(tmp_path: Path) -> 
     assert source_stamp([tmp_path / "nowhere"]) == (0.0, 0)
 
     own = lanes.decode_lanes._cache._cache_file._source_stamp
-    folders = {Path(file).parent for file in (lanes.__file__, token_classes.__file__, streams.__file__)}
-    assert set(module._SOURCES) == folders | {Path(flat_plans.__file__)}, "all that has constants of compiled loops"
+    found = {Path(file).parent for file in (lanes.__file__, token_classes.__file__, streams.__file__)}
+    assert set(module._SOURCES) == found | {Path(flat_plans.__file__)}, "all that has constants of compiled loops"
     here = source_stamp(module._SOURCES)
     assert own[1] == here and here[1] > 100_000

@@ -309,7 +309,7 @@ def _sealed(subject: Subject, blob: bytes, sections: list[bytes], **fields: int)
     step = fields.get("step", header.step_index)
     changed = replace(
         header, tokens=min(fields.get("tokens", header.tokens), 1 << 24), start=fields.get("start", header.start),
-        values_per_token=fields.get("values", header.values_per_token),
+        values_per_token=fields.get("values", header.values_per_token), schemes=header.schemes[:1] * len(sections),
         step_index=step - (1 << 32) if step >= 1 << 31 else step,
     )  # fmt: skip
     return write_blob(changed, sections, key=Key.of(subject.key))

@@ -155,7 +155,8 @@ def test_a_missing_rule_of_profiles_is_found(monkeypatch: pytest.MonkeyPatch) ->
         lambda prefix, name, dtype, arrays: arrays[f"{prefix}.{name}"],
     )
     monkeypatch.setattr("cuvee.codec.profiles.section_profile.class_table", lambda frequencies: None)
-    assert "Error" in first_finding(ProfileTarget(), 1500)
+    found = first_finding(ProfileTarget(), 1500)
+    assert "Error" in found or "Warning" in found, found  # NumPy warns, or refuses, depending on its version
 
 
 def test_a_missing_checksum_of_payloads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

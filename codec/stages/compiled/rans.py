@@ -183,10 +183,9 @@ def decode_streams(  # type: ignore[no-untyped-def]
     bad = decode_lanes(groups[:listed], fields, states, starts, ends, data, columns, depth, tables, slots, bits, out)
     if bad < 0:
         return True
-    i = np.int64(0)
-    while first_stream[i + 1] <= bad:
-        i += 1
-    log2 = found[i, part.LOG2]
-    problem[part.SECTION], problem[part.RULE] = i, rules.STREAM
-    problem[part.FIRST] = (start >> log2) + bad - first_stream[i]
+    damaged = np.int64(0)
+    while first_stream[damaged + 1] <= bad:
+        damaged += 1
+    problem[part.SECTION], problem[part.RULE] = damaged, rules.STREAM
+    problem[part.FIRST] = (start >> found[damaged, part.LOG2]) + bad - first_stream[damaged]
     return False
