@@ -427,7 +427,7 @@ def test_shards_cost_little_more(fitted: Fitted, make_chunk: MakeChunk, group: s
             len(Codec(profile.shard(rank, size), step=0.3).encode(of_rank(chunk, rank, size))) for rank in range(size)
         )
         extra = together - whole
-        assert 0 < extra <= (size - 1) * (80 + 3 * 32)
+        assert 0 < extra <= (size - 1) * (96 + 3 * 41)
 
 
 # The bundled model -----------------------------------------------------------------------------------------------
