@@ -110,7 +110,7 @@ class Continuation:
 
 def run_demo(
     console: Console,
-    out: Path | None = Path("out/demo.png"),
+    out: Path | None = Path("out/demo.svg"),
     progress: Console | None = None,
     model: str = BUNDLED_MODEL,
 ) -> dict[str, Any]:

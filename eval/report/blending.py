@@ -90,7 +90,13 @@ class BlendPrompt:
 
 
 def blend_prompts(
-    name: str, tokenizer: Any, texts: Sequence[Corpus], count: int, data: str | None, seed: int
+    name: str,
+    tokenizer: Any,
+    texts: Sequence[Corpus],
+    count: int,
+    data: str | None,
+    seed: int,
+    any_version: bool = False,
 ) -> list[BlendPrompt]:
     """Make at most `count` prompts of a construction, spread over its documents.
 
@@ -101,6 +107,7 @@ def blend_prompts(
         count: how many prompts.
         data: the folder with the files of public data; None: the hub.
         seed: of the repeats in "texts".
+        any_version: take other public data than what was published.
 
     Raises:
         CorruptError, InputError: public data is missing or damaged, or the texts are too short.
@@ -110,7 +117,7 @@ def blend_prompts(
     if name == "passages":
         return _of_passages(tokenizer, count)
     # The default selector was chosen on every second question.
-    questions = open_questions(name, data, passages=_PARAGRAPHS, any_version=False)[::2]
+    questions = open_questions(name, data, passages=_PARAGRAPHS, any_version=any_version)[::2]
     prompts = []
     for question in pick_evenly(questions, count):
         document = question.document()

@@ -164,8 +164,11 @@ class _Run:
         self.scorer = self._scorer() if config.tasks else None
         self.alone = self._scorer(context="absent") if config.controls else None
         tokenizer = load_tokenizer(config.model) if config.blends else None
+        any_version = metadata_pairs(config.metadata).get("any_version", "").lower() == "true"
         self.blended = {
-            name: blend_prompts(name, tokenizer, self.evaluation, config.blend_prompts, config.data, config.seed)
+            name: blend_prompts(
+                name, tokenizer, self.evaluation, config.blend_prompts, config.data, config.seed, any_version
+            )
             for name in config.blends
         }
         self._describe(command, force)

@@ -211,7 +211,7 @@ def test_prose() -> None:
 
 
 def test_lists_hold_different_single_words() -> None:
-    for words in (generate.FIRST_NAMES, generate.LAST_NAMES, generate.QUALITIES, generate.THINGS, generate.PLACES):
+    for words in (generate.FIRST_NAMES, generate.LAST_NAMES, public.QUALITIES, public.THINGS, generate.PLACES):
         assert len(set(words)) == len(words) >= 31
 
 

@@ -12,8 +12,8 @@ from cuvee.cli.output import make_console, print_json
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="The file for the plot.")] = Path("out/demo.png"),
-    plot: Annotated[bool, typer.Option(help="Draw the plot.")] = True,
+    plot: Annotated[Path, typer.Option("--plot", help="The file for the plot (.svg, .png).")] = Path("out/demo.svg"),
+    no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw none.")] = False,
     model: Model = "books-3m",
     as_json: Json = False,
 ) -> None:
@@ -25,6 +25,6 @@ def demo(
     """
     from cuvee.eval.demo import run_demo
 
-    report = run_demo(make_console(stderr=as_json), out if plot else None, model=model)
+    report = run_demo(make_console(stderr=as_json), None if no_plot else plot, model=model)
     if as_json:
         print_json(report)

@@ -21,8 +21,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_demo_measures_and_draws(small: None, tmp_path: Path) -> None:
-    plot = tmp_path / "demo.png"
-    done = run("demo", "--json", "--out", plot)
+    plot = tmp_path / "demo.svg"
+    done = run("demo", "--json", "--plot", plot)
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["model"] == BUNDLED_MODEL and found["plot"] == str(plot) and plot.stat().st_size > 10_000
     fp8 = next(entry for entry in found["baselines"] if entry["name"] == "FP8 e4m3")
