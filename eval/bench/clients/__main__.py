@@ -24,14 +24,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, help="of the model; without it, no lossy variant runs")
     parser.add_argument("--variant", action="append", default=[], metavar="NAME", help="repeatable (default: all)")
     parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="repeatable (default: all)")
-    parser.add_argument("--questions", type=Path, help="for rag-qa-quality: questions with documents and answers")
     parser.add_argument("--kv-cache-mb", type=int, default=400, help="memory for the server's own KV cache")
     parser.set_defaults(out=Path("out/clients"))
 
 
 def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
     variants = choose_variants(given.variant, given.profile)
-    workloads = choose_workloads(given.workload, None if given.questions is None else given.questions.resolve())
+    workloads = choose_workloads(given.workload)
     model = checkpoint(given.model)
     run = ClientsRun(
         model, variants, workloads, None if given.profile is None else given.profile.resolve(),

@@ -30,9 +30,8 @@ from cuvee.eval.bench.clients.clients_tables import show_clients
 from cuvee.eval.bench.clients.server import Server
 from cuvee.eval.bench.clients.variants import BASELINE, ServerVariant
 from cuvee.eval.bench.clients.workloads import Workload
-from cuvee.eval.bench.frame import save_report
+from cuvee.eval.bench.frame import save_report, timed_lines
 from cuvee.eval.machine import hardware
-from cuvee.eval.progress import timed_lines
 
 __all__ = ["COLD", "RESTART", "WARM", "ClientsRun", "run_clients"]
 

@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -108,17 +108,11 @@ class LMCacheWorkload:
         name: of the workload.
         options: its own.
         volume: GB of KV that it is to make, which sets the number of its documents.
-        file_option: the option that names a file of questions, without which it cannot run; None: it needs none.
-        file: that file.
-        warms_up: whether the client first asks what is not measured: each document by itself.
     """
 
     name: str
     options: tuple[str, ...]
     volume: float
-    file_option: str | None = None
-    file: Path | None = None
-    warms_up: bool = False
     tokens_per_gb: int = 46_603  # SmolLM2-135M in bfloat16; the documents' number follows from it
 
     def check(self) -> None:
@@ -127,10 +121,6 @@ class LMCacheWorkload:
             raise InputError(
                 f"workload: {self.name!r} needs LMCache's client: pip install lmcache-cli, or leave it out"
             )
-        if self.file_option is not None and self.file is None:
-            raise InputError(f"workload: {self.name!r} needs a file of questions: give --questions, or leave it out")
-        if self.file is not None and not self.file.is_file():
-            raise InputError(f"questions: must be a file, got {self.file}")
 
     def command(self, url: str, model: str, folder: Path, seed: int) -> list[str]:
         """See `Workload.command`."""
@@ -138,8 +128,7 @@ class LMCacheWorkload:
             _lmcache() or "lmcache", "bench", "engine", "--engine-url", url, "--model", model, "--workload", self.name,
             "--kv-cache-volume", f"{self.volume}", "--tokens-per-gb-kvcache", f"{self.tokens_per_gb}",
             "--no-interactive", "--json", "-q", "--ignore-eos", "--seed", f"{seed}",
-            "--output-dir", f"{folder}", *(() if self.warms_up else ("--no-warmup",)), *self.options,
-            *(() if self.file_option is None else (self.file_option, f"{self.file}")),
+            "--output-dir", f"{folder}", "--no-warmup", *self.options,
         ]  # fmt: skip
 
     def read(self, folder: Path) -> list[float]:
@@ -181,29 +170,16 @@ WORKLOADS: tuple[Workload, ...] = (
          "--ldp-num-permutations=12", "--ldp-max-output-length=8", "--ldp-num-inflight-requests=1"),
         volume=0.22,
     ),
-    # Questions over documents, each of which was asked for by itself before: what blending is for. It needs the
-    # tokenizer, too. Its own score wants tags around the answer that a small model does not write.
-    LMCacheWorkload(
-        "rag-qa-quality",
-        ("--rag-num-samples=6", "--rag-max-output-length=8", "--rag-doc-align-tokens=32"),
-        volume=0.22,
-        file_option="--rag-dataset",
-        warms_up=True,
-    ),
 )  # fmt: skip
 
 
-def choose_workloads(names: Sequence[str], questions: Path | None = None) -> tuple[Workload, ...]:
+def choose_workloads(names: Sequence[str]) -> tuple[Workload, ...]:
     """Return the workloads with these names, or without names all that can run.
 
-    Args:
-        names: of workloads.
-        questions: a file for the workloads that need one.
-
     Raises:
-        InputError: a workload is unknown, its client or any client is not installed, or the file does not exist.
+        InputError: a workload is unknown, or its client or any client is not installed.
     """
-    known = {workload.name: _with_file(workload, questions) for workload in WORKLOADS}
+    known = {workload.name: workload for workload in WORKLOADS}
     for name in names:
         if name not in known:
             raise InputError(f"workload: must be one of {', '.join(known)}, got {name!r}")
@@ -212,12 +188,6 @@ def choose_workloads(names: Sequence[str], questions: Path | None = None) -> tup
     if not chosen:
         raise InputError("workload: no benchmark client is installed: pip install vllm lmcache-cli")
     return chosen
-
-
-def _with_file(workload: Workload, questions: Path | None) -> Workload:
-    if isinstance(workload, LMCacheWorkload) and workload.file_option is not None:
-        return replace(workload, file=questions)
-    return workload
 
 
 def _can_run(workload: Workload) -> bool:

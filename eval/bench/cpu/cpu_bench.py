@@ -19,11 +19,10 @@ from cuvee.eval.bench.cpu.alternatives import ALTERNATIVES, MEMCPY, ZSTD_METHOD
 from cuvee.eval.bench.cpu.caches import BenchCache, real_cache
 from cuvee.eval.bench.cpu.cases import CPU_SHAPES, LARGE, fit_profile, make_chunk
 from cuvee.eval.bench.cpu.comparison import COMPARED_TOKENS, check_threads, compare
-from cuvee.eval.bench.frame import Shown
+from cuvee.eval.bench.frame import Shown, machine_line, timed_lines
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.formatting import format_bits, format_number
-from cuvee.eval.machine import hardware, machine_line, torch_threads
-from cuvee.eval.progress import timed_lines
+from cuvee.eval.machine import hardware, torch_threads
 
 __all__ = ["COMPARED_THREADS", "cpu_options", "measure_cpu", "run_cpu_bench", "show_cpu"]
 

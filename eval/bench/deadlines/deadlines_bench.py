@@ -45,9 +45,8 @@ from cuvee.eval.bench.deadlines.links import MB, Link, ThrottledProxy
 from cuvee.eval.bench.deadlines.object_server import ObjectServer
 from cuvee.eval.bench.engine.process import FOLLOWING, Engine, EngineAnswer
 from cuvee.eval.bench.engine.scope import CHUNK, DTYPE, QUESTION, EngineVariant, conditions
-from cuvee.eval.bench.frame import need_vllm
+from cuvee.eval.bench.frame import need_vllm, timed_lines
 from cuvee.eval.bench.timing import spread
-from cuvee.eval.progress import timed_lines
 
 __all__ = [
     "COMPUTING",

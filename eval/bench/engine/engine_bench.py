@@ -48,9 +48,8 @@ from cuvee.eval.bench.engine.scope import (
     EngineVariant,
 )
 from cuvee.eval.bench.engine.storing import measure_storing
-from cuvee.eval.bench.frame import need_vllm
+from cuvee.eval.bench.frame import need_vllm, timed_lines
 from cuvee.eval.machine import hardware
-from cuvee.eval.progress import timed_lines
 
 __all__ = ["describe_model", "run_engine_bench"]
 

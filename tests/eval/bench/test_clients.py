@@ -24,7 +24,6 @@ from cuvee.eval.bench.clients.workloads import (
     WORKLOADS,
     LMCacheWorkload,
     PrefixRepetition,
-    _lmcache,
     choose_workloads,
 )
 
@@ -70,7 +69,7 @@ def test_workloads_whose_client_is_missing_are_left_out_or_refused(monkeypatch: 
     with pytest.raises(InputError, match="'long-doc-qa' needs LMCache's client: pip install lmcache-cli"):
         choose_workloads(["long-doc-qa"])
     monkeypatch.setattr(workloads_module, "_lmcache", lambda: "/bin/lmcache")
-    assert [workload.name for workload in choose_workloads(())] == [w.name for w in WORKLOADS[:-1]]  # without a file
+    assert [workload.name for workload in choose_workloads(())] == [w.name for w in WORKLOADS]
     monkeypatch.setattr(workloads_module, "find_spec", lambda _: None)
     with pytest.raises(InputError, match="'prefix_repetition' needs vLLM's client: pip install vllm"):
         choose_workloads(["prefix_repetition"])
@@ -81,20 +80,12 @@ def test_workloads_whose_client_is_missing_are_left_out_or_refused(monkeypatch: 
         choose_workloads(["rag"])
 
 
-def test_a_workload_that_needs_a_file_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_lmcaches_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads_module, "_lmcache", lambda: "/bin/lmcache")
-    with pytest.raises(InputError, match="'rag-qa-quality' needs a file of questions: give --questions"):
-        choose_workloads(["rag-qa-quality"])
-    file = tmp_path / "musique.json"
-    with pytest.raises(InputError, match=r"questions: must be a file, got .*musique.json"):
-        choose_workloads(["rag-qa-quality"], file)
-    file.write_text("[]")
-    rag, qa = choose_workloads(["rag-qa-quality", "long-doc-qa"], file)
-    command = rag.command("http://s", "m", tmp_path, 1)
-    assert command[-2:] == ["--rag-dataset", str(file)] and "--no-warmup" not in command
+    (qa,) = choose_workloads(["long-doc-qa"])
     command = qa.command("http://s", "m", tmp_path, 1)
-    assert "--rag-dataset" not in command and "--no-warmup" in command
-    assert [w.name for w in choose_workloads((), file)][-1] == "rag-qa-quality"
+    assert command[:5] == ["/bin/lmcache", "bench", "engine", "--engine-url", "http://s"] and "--no-warmup" in command
+    assert command[command.index("--output-dir") + 1] == str(tmp_path)
 
 
 def test_what_vllms_client_writes_is_read(tmp_path: Path) -> None:
@@ -298,7 +289,6 @@ def test_the_command_refuses_bad_input_before_it_starts_anything(tmp_path: Path)
     for arguments, said in (
         (["--variant", "cuvee small"], "needs one of the model"),
         (["--workload", "none"], "must be one of"),
-        (["--questions", "nowhere.json", "--workload", "rag-qa-quality"], "questions" if _lmcache() else "LMCache"),
         (["--out", str(tmp_path)], "is not empty"),
     ):
         command = [sys.executable, "-m", "cuvee.eval.bench.clients", "--model", "m", *arguments]
