@@ -118,7 +118,7 @@ class Load:
         deadline: seconds; None for a request without one.
         seconds: to the first token.
         cached: tokens that were not computed.
-        parts: tokens that were loaded from one part, from two and from three; None without a deadline.
+        parts: tokens that were loaded from the base alone, and with its refinement; None without a deadline.
         expected_kl: nats per token of the loaded tokens, as the answer told; None without a deadline.
         kl: nats per token of the text behind the prompt.
         nbytes: over the link.
