@@ -125,7 +125,9 @@ def measure(
     Raises:
         InputError: what the kernels found in the cache.
     """
-    flags = functional.pad(status.long(), (0, len(jobs) - len(status)))
+    flags = status.long()
+    if len(jobs) > len(status):
+        flags = functional.pad(flags, (0, len(jobs) - len(status)))
     words, escapes, found = Download(torch.stack([totals, escaped, flags])).wait()
     numbers = range(first_chunk, first_chunk + len(status) // len(sections))
     raise_status(found[: len(status)].astype(np.int32), sections, numbers)
