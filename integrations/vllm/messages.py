@@ -239,6 +239,7 @@ class Report:
         checked: tenant, cost and KL of each blend that was also computed exactly, from the first rank.
         stored: digests of chunks that are stored, once per rank, if routers are told.
         kept: numbers of steps before which all resets were those of sleeps and changed no weight, once per rank.
+        step_seconds: what steps took on the slowest rank, by their numbers, once they are over.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -253,10 +254,13 @@ class Report:
     checked: list[tuple[str, float, float]] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
+    step_seconds: dict[int, float] = field(default_factory=dict)
 
     def add(self, other: Report) -> None:
         """Merge the report of another rank into this one."""
         self.steps += other.steps
+        for step, seconds in other.step_seconds.items():
+            self.step_seconds[step] = max(seconds, self.step_seconds.get(step, 0.0))
         self.ended |= other.ended
         self.loaded += other.loaded
         self.delivered += other.delivered

@@ -25,7 +25,7 @@ from typing import Any
 from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.identity import Identity
 from cuvee.integrations.adapters import Adapters
-from cuvee.integrations.costs import prefill_quantities
+from cuvee.integrations.costs import LinearCost, prefill_quantities
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
@@ -87,16 +87,18 @@ class SchedulerSide:
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
         self._lookups = Lookups(self._pool, state.contains, setup.shards, options.lookup_timeout)
+        # Before anything is measured: 1,000 tokens per second, or a third or three times as many.
+        prefill = LinearCost(1e-3, 0.0, 1.1)
         self._planner: BlendPlanner | None = None
         if options.blend is not None:
             self._planner = BlendPlanner(
                 options.blend, identity, setup.block_tokens, self._lookups, state.overdue, recorder,
-                options.lookup_timeout, options.decide == "always", state.positions, separator, breaks, clock,
+                options.lookup_timeout, options.decide == "always", prefill, state.positions, separator, breaks, clock,
             )  # fmt: skip
         known = KnownEntries(state)
         self._known = known
         self._requests = Requests(state, identity, adapters)
-        self._rates = Rates(state, None if self._planner is None else self._planner.pays)
+        self._rates = Rates(state, prefill)
         self._events = SchedulerEvents(setup.shards, make_events)
         self._prefixes = PrefixLookups(state, self._lookups, known, self._events)
         self._loads = SchedulerLoads(state, self._prefixes, self._rates, setup.prefix_caching)

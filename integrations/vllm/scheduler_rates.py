@@ -5,30 +5,29 @@ from __future__ import annotations
 import logging
 
 from cuvee.integrations.costs import LinearCost
-from cuvee.integrations.vllm.decision import BlendPays, BreakEven, Estimate, load_work
+from cuvee.integrations.vllm.decision import BreakEven, Estimate, load_work
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 
 logger = logging.getLogger(__name__)
 
 _LEAST_PREFILL = 16  # prompt tokens of a step that tells anything about the speed of prefill
+_REMEMBERED = 64  # steps whose time no worker has reported yet
 
 
 class Rates:
-    """Times steps and loads.
+    """Learns what steps and loads cost.
 
     Args:
         state: of the scheduler's side.
-        blend_pays: decides on blends, from the same measurements of computing; None: the engine does not blend.
+        prefill: learns what computing costs, for loads and blends alike.
     """
 
-    def __init__(self, state: SchedulerState, blend_pays: BlendPays | None) -> None:
+    def __init__(self, state: SchedulerState, prefill: LinearCost) -> None:
         self._state = state
-        self._break_even = BreakEven()
-        self._blend_pays = blend_pays
-        # Before anything is measured: 1,000 tokens per second, or a third or three times as many.
-        self._prefill = LinearCost(1e-3, 0.0, 1.1)
-        self._timed_steps: dict[int, tuple[int, float, float]] = {}
+        self._prefill = prefill
+        self._break_even = BreakEven(prefill)
+        self._timed_steps: dict[int, tuple[int, float]] = {}
 
     @property
     def estimate(self) -> Estimate | None:
@@ -53,10 +52,10 @@ class Rates:
             return True
         found, chunk = tracked.found, self._state.chunk
         work = load_work(max(found.chunks - computed // chunk, 0), found.tail, chunk)
-        return self._break_even.worth_loading(tracked.end - computed, work)
+        return self._break_even.worth_loading(computed, tracked.end, work)
 
     def begin_step(self, plan: StepPlan, prompt_tokens: int, looked_at: float, scheduled: int) -> None:
-        """Time a step if it tells the speed of prefill.
+        """Have a step timed if it tells the speed of prefill.
 
         Args:
             plan: of the step.
@@ -65,21 +64,19 @@ class Rates:
             scheduled: all tokens that the step computes.
         """
         mostly_prefill = 2 * prompt_tokens >= max(scheduled, 2 * _LEAST_PREFILL)
-        if mostly_prefill and not plan.blends and (self._state.options.load_async or not plan.loads):
-            self._timed_steps[plan.step] = (prompt_tokens, looked_at, self._state.clock())
+        if mostly_prefill and not plan.blends:
+            self._timed_steps[plan.step] = (prompt_tokens, looked_at)
+            if len(self._timed_steps) > _REMEMBERED:
+                del self._timed_steps[next(iter(self._timed_steps))]
 
     def take(self, report: Report) -> None:
         """Learn from the steps and loads that have ended."""
-        now = self._state.clock()
-        timed = [self._timed_steps.pop(step) for step in report.steps if step in self._timed_steps]
-        for tokens, looked_at, begun in timed:
-            seconds = max(now - begun, 1e-6)
-            self._prefill.observe(float(tokens), looked_at, seconds)
-            self._break_even.observe_prefill(tokens, seconds)
-            if self._blend_pays is not None:
-                self._blend_pays.observe_prefill(tokens, seconds)
-        for tokens, seconds in report.loaded:
-            self._break_even.observe_load(tokens, max(seconds, 1e-6))
+        timed = [(self._timed_steps.pop(step), seconds) for step, seconds in report.step_seconds.items()
+                 if step in self._timed_steps]  # fmt: skip
+        for (tokens, looked_at), seconds in timed:
+            self._prefill.observe(tokens, looked_at, max(seconds, 1e-6))
+        for work, seconds in report.loaded:
+            self._break_even.observe_load(work, max(seconds, 1e-6))
         estimate = self._break_even.estimate if timed or report.loaded else None
         if estimate is not None:
             recorder = self._state.recorder

@@ -26,6 +26,7 @@ from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.messages import Load, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.vllm.step_times import StepTimes
 from cuvee.integrations.vllm.worker_blend import Blender, WorkerBlends
 from cuvee.integrations.vllm.worker_load import WorkerLoads
 from cuvee.integrations.vllm.worker_save import WorkerSaves
@@ -70,6 +71,7 @@ class WorkerSide:
         self._blends = WorkerBlends(self._state, self._loads, self._guard)
         budget = int(options.max_pending_mb * 1e6)
         self._saves = WorkerSaves(self._state, self._pools, self._guard, budget)
+        self._times = StepTimes()
 
     def attach(self, cache: PagedCache) -> None:
         """Use the engine's pages; nothing can be loaded or stored before.
@@ -136,6 +138,9 @@ class WorkerSide:
             confirmed: number of the last step that is known to have ended on all ranks, with all steps before it.
         """
         self._saves.begin_step(step, confirmed)
+        if self._state.cache is not None:
+            with self._guard("start_loads"):
+                self._times.begin(step, self._state.cache.device)
 
     @property
     def failing(self) -> bool:
@@ -144,6 +149,9 @@ class WorkerSide:
 
     def end_step(self) -> None:
         """Note that this step's forward is over. If it has raised, nothing is stored from here on."""
+        if self._state.cache is not None:
+            with self._guard("save"):
+                self._times.end(self._state.cache.device, self.failing)
         self._saves.end_step()
 
     def settle(self, step: int, resets: int) -> None:
@@ -227,6 +235,8 @@ class WorkerSide:
             report, state.report = state.report, Report()
             queued, pending = self._saves.queued()
         report.steps.append(step)
+        with self._guard("report"):
+            report.step_seconds = self._times.take()
         with self._guard("report"):
             state.recorder.gauge("queue_depth", queued)
             state.recorder.gauge("pending_bytes", pending)

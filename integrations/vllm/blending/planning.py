@@ -27,6 +27,7 @@ from typing import Any
 from cuvee.blend.segmentation import LineBreaks, Span, split
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import Identity, Scope, canonical, content_digest
+from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.vllm.blending.blend_options import DEFAULT_COST, BlendOptions, BlendRequest
 from cuvee.integrations.vllm.blending.quality import COSTS, FIRST_CHECKS, BlendQuality
 from cuvee.integrations.vllm.block_names import set_apart
@@ -135,6 +136,7 @@ class BlendPlanner:
         recorder: takes the figures.
         lookup_timeout: seconds that a request waits for the answer.
         always: blend all that is found, even if computing is expected to be faster.
+        prefill: what computing costs, measured by the caller.
         positions: number of positions of the model; None: no limit.
         separator: token ids of the separator, if there is one.
         breaks: line breaks of the vocabulary, if they are known.
@@ -151,6 +153,7 @@ class BlendPlanner:
         recorder: Recorder,
         lookup_timeout: float,
         always: bool,
+        prefill: LinearCost,
         positions: int | None = None,
         separator: Sequence[int] | None = None,
         breaks: LineBreaks | None = None,
@@ -168,7 +171,7 @@ class BlendPlanner:
         self._separator = separator
         self._chunker = options.chunker(breaks)
         self._clock = clock
-        self.pays = BlendPays()
+        self.pays = BlendPays(prefill)
         self.quality = BlendQuality()
         self._blends = self._checks = self._too_lossy = 0
         self._warned: set[str] = set()
@@ -277,7 +280,7 @@ class BlendPlanner:
             segmented.cost = COSTS[-2]
         computed = end - base - (1 - segmented.cost) * reused
         cost = BlendCost(len(pieces), sum(piece.tokens for piece in pieces), computed, end)
-        if not self._always and not self.pays.worth(end - base, cost):
+        if not self._always and not self.pays.worth(base, end, cost):
             self.refuse(segmented, "declined")
             return NO_BLEND
         if not self._set_apart(request, segmented, max(base, pieces[0].start), pieces):

@@ -771,9 +771,12 @@ def measure(d: Desk, prefill: float, blended: float, shape: BlendCost = BlendCos
         small = make_request("p", tokens=16)
         d.matched(small)
         step = d.plan((small, 0, 16))
-        d.now += prefill
         d.side.take(
-            Report([step.step], blended=[replace(shape, place_seconds=blended / 2, compute_seconds=blended / 2)])
+            Report(
+                [step.step],
+                step_seconds={step.step: prefill},
+                blended=[replace(shape, place_seconds=blended / 2, compute_seconds=blended / 2)],
+            )
         )
 
 

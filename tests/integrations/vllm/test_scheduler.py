@@ -720,8 +720,7 @@ def test_loads_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     for _ in range(8):  # 16 000 tokens/s of prefill, 100 of loading
         d.matched(make_request("p", tokens=16))
         step = d.plan((make_request("p", tokens=16), 0, 16))
-        d.now += 1e-3
-        d.side.take(Report([step.step], loaded=[(96, 0.96)]))
+        d.side.take(Report([step.step], step_seconds={step.step: 1e-3}, loaded=[(96, 0.96)]))
     request = make_request("q")
     assert d.matched(request) == (0, False)
     assert d.matched(request) == (0, False), "the engine asks again, the answer is the same"
@@ -737,8 +736,7 @@ def test_loads_that_pay_are_made(desk: Callable[..., Desk]) -> None:
     for _ in range(8):  # 16 tokens/s of prefill, 96 000 of loading
         d.matched(make_request("p", tokens=16))
         step = d.plan((make_request("p", tokens=16), 0, 16))
-        d.now += 1
-        d.side.take(Report([step.step], loaded=[(96, 1e-3)]))
+        d.side.take(Report([step.step], step_seconds={step.step: 1.0}, loaded=[(96, 1e-3)]))
     assert d.matched(make_request("q")) == (96, True)
     assert d.recorder.totals()["break_even_tokens", ""] < 16
 

@@ -100,7 +100,7 @@ def test_a_deadline_has_its_plan_decide_whether_loading_pays(desk: Callable[...,
     d = desk(decide="measured")
     rates = d.side._rates
     for tokens in (100, 200) * 5:
-        rates._break_even.observe_prefill(tokens, tokens * 1e-6)
+        rates._prefill.observe(tokens, 0.0, tokens * 1e-6)
         rates._break_even.observe_load(tokens, tokens * 1e-3)
     assert loading(d, asking(deadline_ms=100)).aim is not None
     floor = asking(name="floor", kl_max=0.1)
@@ -115,8 +115,7 @@ def test_steps_teach_what_computing_costs(desk: Callable[..., Desk]) -> None:
         request = asking(100, f"r{index}")
         d.side.arrived(request)
         plan = d.plan((request, 0, 100))
-        d.now += 0.5
-        d.side.take(Report(steps=[plan.step]))
+        d.side.take(Report([plan.step], step_seconds={plan.step: 0.5}))
     aim = loading(d, asking(name="last", deadline_ms=100)).aim
     assert aim is not None
     first, second, _ = aim.prefill
