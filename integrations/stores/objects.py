@@ -6,8 +6,8 @@
 does delete by age at no cost: give the bucket a lifecycle rule that deletes objects of this prefix some days after they
 were written. `ttl` does not replace that rule, because an expired entry is deleted only when it is requested.
 
-A server states the size of an object before its bytes; one that is too large is not read, and reading stops at the
-largest size of an entry, whatever the server sends. Listings are read page by page.
+A server has to announce the size of an object, and obstore reads no more than that. An object that is too large is not
+read. Listings are read page by page.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ _log = logging.getLogger(__name__)
 SCHEMES = ("s3", "gs", "az", "abfs", "http", "https")
 _THREADS = 16  # simultaneous requests; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
-_CHUNK_BYTES = 1 << 20
 # Of one request, with its response. Connections that fail are tried twice more within the second time.
 _TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
 _RETRY = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
@@ -262,16 +261,9 @@ def connect(url: str) -> Any:
 
 
 def read_object(place: Any, path: str, most: int) -> bytes | None:
-    """Return an object; None if it has more than `most` bytes, whatever size the server announces."""
+    """Return an object; None if the server announces more than `most` bytes, which it cannot exceed."""
     answer = obstore.get(place, path)
-    data = bytearray()
-    if answer.meta["size"] > most:
-        return None
-    for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
-        data += memoryview(chunk)
-        if len(data) > most:
-            return None
-    return bytes(data)
+    return bytes(answer.bytes()) if answer.meta["size"] <= most else None
 
 
 def check_process() -> None:

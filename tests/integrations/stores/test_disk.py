@@ -178,18 +178,21 @@ def test_a_folder_that_was_removed_is_made_again(root: Path) -> None:
 
 
 def test_no_scan_removes_a_folder_that_waits_for_its_first_entry(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, other = DiskStore(root), DiskStore(root, ttl=3600)
-    store.put("cd/4567", b"x")
-    store.flush()
+    store = DiskStore(root)
     replace = os.replace
-    scanner = threading.Thread(target=scan, args=(other,))
 
-    def during_a_scan(source: str, target: str, **folders: int) -> None:
+    def scanned() -> None:
+        with store._opened() as opened, safe_files.open_folder(opened, "ab") as folder:
+            folder_index._remove_empty(opened, "01", folder)
+
+    scanner = threading.Thread(target=scanned)
+
+    def meanwhile(source: str, target: str, **folders: int) -> None:
         scanner.start()
         scanner.join(0.2)
         replace(source, target, **folders)
 
-    monkeypatch.setattr(os, "replace", during_a_scan)
+    monkeypatch.setattr(os, "replace", meanwhile)
     assert store.put(KEY, b"x")
     scanner.join()
     assert store.get(KEY) == b"x"
@@ -1112,7 +1115,8 @@ def test_what_is_put_during_a_scan_is_counted(root: Path, monkeypatch: pytest.Mo
         store.put(f"{tenant}/01", bytes(1000 - HEADER_BYTES))
     other.put("aa/01", bytes(1000 - HEADER_BYTES))
     assert store.flush(20) and other.flush(20)
-    folder, calls = safe_files.open_folder, []
+    folder = safe_files.open_folder
+    calls: list[str] = []
 
     def meanwhile(parent: int, name: str) -> Any:
         if name == "bb" and not calls:
@@ -1174,11 +1178,12 @@ def test_the_budget_is_kept_after_every_put(root: Path, budget: int) -> None:
 
 
 def test_replacing_does_not_use_up_the_budget(root: Path) -> None:
-    store = DiskStore(root, max_bytes=10_000)
+    store = DiskStore(root, max_bytes=10**6)
     store.put("cd/4567", bytes(5000))
-    for _ in range(50):
+    for _ in range(20):
         store.put(KEY, bytes(2000))
     assert store.contains([KEY, "cd/4567"]) == [True, True] and counters(store).evictions == 0
+    assert store.flush(20) and counters(store).bytes == used(root) and counters(store).entries == 2
 
 
 def test_the_budget_counts_what_was_there_before(root: Path) -> None:

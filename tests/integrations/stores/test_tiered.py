@@ -592,6 +592,8 @@ def test_a_put_is_not_replaced_by_an_older_promotion(three: Three) -> None:
     gate.wait()
     three.top.before.clear()
     putter = within(lambda: [three.store.put(key, b"new") for key in (B, A)])
+    putter.join(0.2)
+    assert putter.is_alive(), "the first promotion has to be written before"
     gate.open()
     join(putter)
     three.idle()
