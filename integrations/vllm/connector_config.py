@@ -52,7 +52,7 @@ class Options(CodingOptions):
     load_async: bool = True
     decide: str = "measured"
     store_generated: bool = True
-    store_niceness: int = 0
+    store_niceness: int = 19
     max_pending_mb: float = 1024
     lookup_timeout: float = 2.0
     load_timeout: float = 30.0

@@ -125,3 +125,21 @@ def test_the_offline_example_runs_on_the_real_engine(tmp_path: Path) -> None:
     status, said = run_script(tmp_path, engines.__file__, "--run", *arguments, VLLM_CPU_KVCACHE_SPACE="1")
     assert status == 0, said[-8000:]
     assert "same words: True\ntokens loaded: [384, 384, 384]\n" in said
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    """Six panels; every query names a metric as Prometheus has it, and the labels it has."""
+    dashboard = json.loads((ROOT.parent / "docs" / "grafana" / "cuvee.json").read_text())
+    assert len(dashboard["panels"]) == 6 and {panel["type"] for panel in dashboard["panels"]} == {"timeseries"}
+    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]}) == 6
+    endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+    for target in (target for panel in dashboard["panels"] for target in panel["targets"]):
+        named = re.findall(r"vllm:cuvee_([a-z_]+)\{", target["expr"])
+        assert named, target
+        for name in named:
+            found = [
+                metric for metric in METRICS.values() if name in {metric.name + end for end in endings[metric.kind]}
+            ]
+            assert len(found) == 1, name
+            grouped = set(re.findall(r"by \(([a-z]+)\)", target["expr"])) - {"le"}
+            assert grouped <= {found[0].label}, target["expr"]
