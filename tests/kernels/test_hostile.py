@@ -803,7 +803,7 @@ def damaged(scheme: str, blob: bytes, section: int) -> bytes:
     """The first state of a section changed: only its streams tell."""
     forged = bytearray(sections_of(blob)[section])
     at = side_bytes(scheme, bytes(forged), read_header(blob).tokens) if section == 0 else 0
-    forged[at + 12] ^= 1
+    forged[at + 20] ^= 1
     return with_section(blob, bytes(forged), section)
 
 
