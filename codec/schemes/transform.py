@@ -6,7 +6,7 @@ bytes --decode--> y [R, t] of columns --product, as deep as their class--> x --u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_aro
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
 from cuvee.codec.schemes import overlap
-from cuvee.codec.schemes.coefficients import ClassedSection, CoefficientCoder
+from cuvee.codec.schemes.coefficients import ClassedSection, CoefficientCoder, Piece
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.products import Products, products_for
 from cuvee.codec.stages.reference.sections import Coefficients, padded
@@ -74,16 +74,13 @@ class TransformScheme:
             return self._encode_refined(chunk, numbers, unrotation)
         out: list[tuple[bytes, ...]] = []
         for batch in self._batches(numbers, chunk.tokens):
-            sections = (
-                ClassedSection(self._columns(chunk, index, unrotation), coding.classed, coding.class_table)
-                for index in numbers[batch]
-                for coding in (self._coding.sections[index],)
-            )
-            out += [(section,) for section in self._coder.encode(sections, chunk.tokens)]
+            own = numbers[batch]
+            pieces = (self._columns(chunk, index, unrotation) for index in own)
+            out += [(section,) for section in self._code(self._coding, own, pieces, chunk.tokens)]
         return out
 
     def _encode_refined(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
-        """Return the base and the refinement of each section. All tokens have classes, whether predicted or not.
+        """Return the base and the refinement of each section.
 
         The coefficients of a section are kept until its base is coded: 4 bytes for each value.
         """
@@ -94,32 +91,29 @@ class TransformScheme:
                 [(classes, columns, y.copy()) for classes, columns, y in self._columns(chunk, index, unrotation)]
                 for index in own
             ]
-            bases = self._coder.encode(
-                [
-                    ClassedSection(
-                        [(classes, columns, self._of_base(index, columns, y)) for classes, columns, y in pieces],
-                        self._coding.sections[index].classed,
-                        self._coding.sections[index].class_table,
-                    )
-                    for index, pieces in zip(own, kept, strict=True)
-                ],
-                chunk.tokens,
-            )
+            of_bases = [
+                [(classes, columns, self._of_base(index, columns, y)) for classes, columns, y in pieces]
+                for index, pieces in zip(own, kept, strict=True)
+            ]
+            bases = self._code(self._coding, own, of_bases, chunk.tokens)
             for index, base, pieces in zip(own, bases, kept, strict=True):
                 # What a decoder will add to is taken off: the base goes through the decoder's own stages.
                 indexed = self._stages.index_sections(self._coding, [(index, memoryview(base))], chunk.tokens)
                 for at, (_, columns, y) in zip(tiles(chunk.tokens, self._tiles[index]), pieces, strict=True):
                     (known,) = self._stages.decode_sections(indexed, at, torch.float32)
                     self._take_off(index, columns, y, known.y.numpy())
-            refinements = self._coder.encode(
-                [
-                    ClassedSection(pieces, self._last.sections[index].classed, self._last.sections[index].class_table)
-                    for index, pieces in zip(own, kept, strict=True)
-                ],
-                chunk.tokens,
-            )
-            out += zip(bases, refinements, strict=True)
+            out += zip(bases, self._code(self._last, own, kept, chunk.tokens), strict=True)
         return out
+
+    def _code(
+        self, coding: StepCoding, numbers: Sequence[int], pieces: Iterable[Iterable[Piece]], tokens: int
+    ) -> list[bytes]:
+        """Quantize and code the tiles of some sections."""
+        sections = (
+            ClassedSection(own, section.classed, section.class_table)
+            for section, own in zip((coding.sections[index] for index in numbers), pieces, strict=True)
+        )
+        return self._coder.encode(sections, tokens)
 
     def _of_base(self, index: int, columns: U8, y: F32) -> F32:
         """Return the rows that the base codes of a tile, given those that the refinement codes."""
