@@ -316,6 +316,10 @@ def changed(blob: bytes, at: int, value: bytes) -> bytes:
     return reseal(blob[:at] + value + blob[at + len(value) :], sections_of(blob))
 
 
+def with_field(field: str, value: int) -> Callable[[bytes], bytes]:
+    return lambda blob: reseal(blob, None, None, **{field: value})
+
+
 def rebound(base: bytes, refinement: bytes) -> bytes:
     """The refinement of another base, bound to this one."""
     return changed(refinement, 64, header_digest(base))
@@ -325,7 +329,7 @@ def rebound(base: bytes, refinement: bytes) -> bytes:
     "forge",
     [
         *(
-            lambda blob, changes={field: value}: reseal(blob, None, None, **changes)  # type: ignore[misc]
+            with_field(field, value)
             for field, value in (("tokens", TOKENS - 1), ("start", 3), ("step", -300), ("dtype", 0), ("values", 7))
         ),
         lambda blob: changed(blob, 32, bytes(range(16))),  # layout
