@@ -258,17 +258,17 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.save(plan.last_saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads (synchronous loads are over on return), then compute this step's slice of blends."""
+        """Start this step's loads then compute this step's slice of blends."""
         self._working.settle(self._plan.step, self._plan.resets)
         self._working.void(self._plan.voids)
-        self._working.start_loads(self._plan.loads, synchronous=not self._setup.options.load_async)
+        self._working.start_loads(self._plan.loads)
         self._working.drop(self._plan.drops)
         # vLLM's first model runner calls this after a forward that raised, too: other ranks may wait inside theirs.
         if self._blender is not None and not self._working.failing:
             self._working.blend(self._plan.blends, self._plan.blend_tokens, self._blender)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a load is asynchronous as a whole, or over before the step."""
+        """Do nothing: a request waits for its whole load, not layer by layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: a chunk spans all layers and is copied after the last one."""

@@ -24,7 +24,6 @@ class Options(CodingOptions):
     Attributes:
         chunk_tokens: tokens per blob; a multiple of the engine's block size.
         min_tokens: shorter hits are not loaded; default: 64, or one chunk if that is shorter.
-        load_async: load while other requests run; False: the engine waits for its loads.
         decide: "measured": load if that is expected to be faster than computing; "always": load all that is found.
         store_generated: also store generated tokens: the next turn of a conversation begins with them.
         store_niceness: how far threads that store give way to others, 0 to 19, as the `nice` of Linux: of a core that
@@ -49,7 +48,6 @@ class Options(CodingOptions):
     SOURCE: ClassVar[str] = "kv_connector_extra_config"
 
     min_tokens: int | None = None
-    load_async: bool = True
     decide: str = "measured"
     store_generated: bool = True
     store_niceness: int = 19
@@ -65,7 +63,7 @@ class Options(CodingOptions):
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
-        self._check_switches("load_async", "store_generated", "kv_events")
+        self._check_switches("store_generated", "kv_events")
         if self.min_tokens is not None:
             self._check_counts("min_tokens")
         if type(self.store_niceness) is not int or not 0 <= self.store_niceness <= LOWEST_PRIORITY:
@@ -75,14 +73,11 @@ class Options(CodingOptions):
         self._check_positive("max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout")
         if type(self.refinements) is not int or not 0 <= self.refinements < MAX_PARTS:
             raise InputError(f"refinements: must be 0 … {MAX_PARTS - 1}, got {self.refinements!r}")
-        if self.load_target:
+        if self.load_target and self.blend is not None:
             name = "kl_max" if self.deadline_ms is None else "deadline_ms"
-            if not self.load_async:
-                raise InputError(f"{name}: must be left out with load_async=false: only asynchronous loads are planned")
-            if self.blend is not None:
-                raise InputError(
-                    f"{name}: must be left out with blend, because planned loads are not blended; requests may name it"
-                )
+            raise InputError(
+                f"{name}: must be left out with blend, because planned loads are not blended; requests may name it"
+            )
         if self.decide not in _DECISIONS:
             raise InputError(f"decide: must be one of {', '.join(_DECISIONS)}, got {self.decide!r}")
         blend: Any = self.blend

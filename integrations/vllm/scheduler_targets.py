@@ -57,7 +57,7 @@ class SchedulerTargets:
         if not target:
             return
         if not self._plans:
-            self._refuse(tracked, "engine", "loads are not planned with load_async=false or sliding windows")
+            self._refuse(tracked, "engine", "loads of models with sliding windows are not planned")
         elif target.kl_max is not None and not self._known_kl:
             self._refuse(tracked, "profile", "no KL was measured for the profile, so kl_max cannot be kept")
         else:

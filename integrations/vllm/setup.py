@@ -81,7 +81,7 @@ class Setup:
     @property
     def plans_loads(self) -> bool:
         """Whether loads can be planned: a part of one can be restored and the rest computed."""
-        return self.options.load_async and self.windows == (None,)
+        return self.windows == (None,)
 
     @property
     def knows_kl(self) -> bool:

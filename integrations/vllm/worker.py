@@ -1,6 +1,6 @@
 """A worker's side of the connector: restores entries into the engine's pages and stores what the engine computed.
 
-    load:  store -> bytes -> codec -> pages            in a pool; the engine goes on, or waits for it (synchronous)
+    load:  store -> bytes -> codec -> pages            in a pool; the engine goes on
     save:  pages -> copy, inside the step -> codec -> store     in two pools; the copies have a budget
 
 `WorkerSide` has one method per call of the engine and hands each on: loads to `worker_load` (which restores them by
@@ -177,12 +177,9 @@ class WorkerSide:
         """Report loads that cannot begin as over: requests, and the blocks that are invalid."""
         self._loads.void(loads)
 
-    def start_loads(self, loads: Sequence[Load], synchronous: bool) -> None:
-        """Begin to restore; if `synchronous`, everything is restored or marked invalid on return.
-
-        In both cases the engine learns of it by `take_arrived`, and counts no block as cached before.
-        """
-        self._loads.start(loads, synchronous)
+    def start_loads(self, loads: Sequence[Load]) -> None:
+        """Begin to restore. The engine learns of the end by `take_arrived`, and counts no block as cached before."""
+        self._loads.start(loads)
 
     def drop(self, requests: Sequence[str]) -> None:
         """Give up blends whose segments are placed, because another rank failed or the request has ended."""

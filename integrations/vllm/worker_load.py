@@ -43,28 +43,16 @@ class WorkerLoads:
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
 
-    def start(self, loads: Sequence[Load], synchronous: bool) -> None:
+    def start(self, loads: Sequence[Load]) -> None:
         """See `WorkerSide.start_loads`."""
         ready: Mark | None = None
-        jobs = []
         for load in loads:
             job = LoadJob(load, time.monotonic(), load.start)
             with self._state.lock:
                 self._jobs[load.request] = job
             with self._guard("start_loads", partial(self.abandon, job)):
                 ready = ready or Mark(self._state.pages.device)
-                loading = self._pools.loaders.submit(self._load, job, ready)
-                if load.blend is None:  # a blend takes more than one step in any case
-                    jobs.append((job, loading))
-        if not synchronous:
-            return
-        for job, future in jobs:
-            remaining = job.begun + self._state.timeout - time.monotonic()
-            with self._guard("start_loads", partial(self.abandon, job)):
-                try:
-                    future.result(max(remaining, 0))
-                except TimeoutError:
-                    self._give_up(job, patient=True)
+                self._pools.loaders.submit(self._load, job, ready)
 
     def void(self, loads: Mapping[str, Sequence[int]]) -> None:
         """See `WorkerSide.void`."""

@@ -29,7 +29,7 @@ from cuvee.integrations.vllm.metrics import Recorder, collect, interval_figures
 
 _OPTIONS: dict[str, Any] = {
     "store": ["memory://?max_gb=1", "file:///nowhere"], "quality": "high", "chunk_tokens": 256, "min_tokens": 512,
-    "load_async": True, "decide": "always", "tenant": "somebody", "threads": 2,
+    "decide": "always", "tenant": "somebody", "threads": 2,
     "max_pending_mb": 10.5, "lookup_timeout": 2.0, "model_id": "m", "key_env": ["A", "B"], "profile": "p",
 }  # fmt: skip
 _CHUNKS, _CHUNK, _BLOCK = 2, 16, 8
@@ -172,7 +172,7 @@ class ConnectorTarget:
 
     def _messages(self, seed: bytes) -> str:
         dice = Dice("messages", int.from_bytes(seed, "little"), 0)
-        desk = Desk(load_async=dice.chance(0.5))
+        desk = Desk()
         request = make_request(tokens=40)
         try:
             for _ in range(dice.number(1, 4)):
@@ -204,7 +204,7 @@ class ConnectorTarget:
     def _engine(self, seed: bytes) -> str:
         """Run requests while entries are damaged and calls fail; the engine checks every answer."""
         dice = Dice("engine", int.from_bytes(seed, "little"), 0)
-        engine = SmallEngine(permuted=dice.chance(0.5), load_async=dice.chance(0.7), load_timeout=5.0)
+        engine = SmallEngine(permuted=dice.chance(0.5), load_timeout=5.0)
         broken = {dice.pick(POINTS) for _ in range(dice.number(0, 3))} - {"s._load_is_over", "s._blends.drop"}
         draws = Random(int.from_bytes(seed, "little"))
 

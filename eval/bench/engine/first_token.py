@@ -207,7 +207,6 @@ def _verdict(
         "quality": variant.quality,
         "profile": profile,
         "store": variant.store.partition(":")[0],
-        "load_async": variant.load_async,
         "pays_from_tokens": crossing([entry["tokens"] for entry in lengths], ratios),
         "connector": engine.estimate(),
     }

@@ -112,7 +112,6 @@ class Engine:
             extra = {
                 "store": variant.store,
                 "quality": variant.quality,
-                "load_async": variant.load_async,
                 "chunk_tokens": chunk_tokens,
                 "threads": os.cpu_count() or 1,
                 "decide": "always",

@@ -80,14 +80,12 @@ class EngineVariant:
         name: in the tables.
         quality: a preset.
         store: a URL, in which `{folder}` stands for a temporary folder.
-        load_async: the connector's option of that name.
         filled_by: another variant, which fills the store that both share. Then this one has no misses.
     """
 
     name: str
     quality: str
     store: str
-    load_async: bool = True
     filled_by: str | None = None
 
 

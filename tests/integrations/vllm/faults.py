@@ -5,7 +5,7 @@
 A scenario drives an engine in this process step by step, breaks something, and checks the connector's counters. Every
 answer that any scenario got is compared, at the end, with that of an engine without a connector. A group is one process
 with one or more engines, since a process takes longer to start than all its scenarios; and an engine runs all scenarios
-of its store, those in which loads are asynchronous first, then synchronous: that option is all that changes.
+of its store.
 """
 
 from __future__ import annotations
@@ -168,7 +168,6 @@ class Driven:
     Args:
         model: checkpoint.
         store: what its connector is given, or the URL of a store, or None: no connector.
-        load_async: as the connector's option.
         connector: more of its options.
         options: of `vllm.LLM`.
     """
@@ -177,7 +176,6 @@ class Driven:
         self,
         model: Path,
         store: Store | str | None,
-        load_async: bool = True,
         connector: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -194,7 +192,7 @@ class Driven:
             cast(Any, module).open_store = open_store
         if store is not None:
             url = store if isinstance(store, str) else "memory://"
-            options["kv_transfer_config"] = cuvee(url, chunk_tokens=CHUNK, load_async=load_async, **(connector or {}))
+            options["kv_transfer_config"] = cuvee(url, chunk_tokens=CHUNK, **(connector or {}))
         self.llm: Any = start_engine(model, **{**OPTIONS, "enable_prefix_caching": store is not None, **options})
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -204,15 +202,6 @@ class Driven:
             self.scheduling: Any = self.core.scheduler.connector._scheduler
             self.working: Any = get_kv_transfer_group()._worker
         self.all_blocks = self.free_blocks()
-
-    def load(self, mode: str) -> None:
-        """From now on load as the option `load_async` says: "async" or "sync"."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        changed = replace(self.scheduling._state.options, load_async=mode == "async")
-        self.scheduling._state.options = changed
-        for connector in (self.core.scheduler.connector, get_kv_transfer_group()):
-            connector._setup = replace(connector._setup, options=changed)
 
     def close(self) -> None:
         """Shut the engine down."""
@@ -884,11 +873,11 @@ INJECTED: Scenarios = {
         reset,
         reset_while_running,
         chaos,
+        abort_during_load,
+        abort_during_hanging_load,
+        forwards_raise,
+        forward_raises_before_a_blend,
     )
-}
-ASYNC_ONLY: Scenarios = {
-    scenario.__name__: scenario
-    for scenario in (abort_during_load, abort_during_hanging_load, forwards_raise, forward_raises_before_a_blend)
 }
 
 
@@ -1195,10 +1184,8 @@ def compare(model: Path, record: Record, answered: Sequence[Answered]) -> None:
 def drive_injected(model: Path, record: Record) -> list[Answered]:
     """An engine whose store is broken from within."""
     engine = Driven(model, FaultStore())
-    for mode in MODES:
-        engine.load(mode)
-        for name, scenario in {**INJECTED, **(ASYNC_ONLY if mode == "async" else {})}.items():
-            record.run(engine, f"{name}-{mode}", scenario)
+    for name, scenario in INJECTED.items():
+        record.run(engine, name, scenario)
     engine.close()
     return engine.answered
 
@@ -1249,7 +1236,7 @@ def drive_disk(model: Path, record: Record, crashed: Path, small: str, pretend: 
     answered = engine.answered
     engine.close()
 
-    engine = Driven(model, f"file://{small}/store", load_async=False)
+    engine = Driven(model, f"file://{small}/store")
     engine.core.scheduler.connector._store._max = 0.5  # of the backoff: nobody wants to wait longer
     usual = cast(Any, disk).write_all
 
@@ -1273,11 +1260,8 @@ def drive_redis(model: Path, record: Record) -> list[Answered]:
         server.kill()
         engine = Driven(model, f"redis://127.0.0.1:{server.port}/0?timeout=0.3")
         engine.core.scheduler.connector._store._max = 0.5
-        for mode in MODES:
-            engine.load(mode)
-            server.kill()
-            for name, scenario in REDIS.items():
-                record.run(engine, f"{name}-{mode}", partial(scenario, server=server))
+        for name, scenario in REDIS.items():
+            record.run(engine, name, partial(scenario, server=server))
         engine.close()
     return engine.answered
 
@@ -1481,15 +1465,13 @@ REDIS: dict[str, Callable[..., None]] = {
     scenario.__name__: scenario
     for scenario in (redis_down_at_start, redis_killed, redis_emptied, redis_hangs, redis_garbage)
 }
-MODES = ("async", "sync")
 WITHOUT_REDIS = [
     "crash",
-    *(f"{name}-{mode}" for name in INJECTED for mode in MODES),
-    *(f"{name}-async" for name in ASYNC_ONLY),
+    *INJECTED,
     *DISK,
     "disk_full",
 ]
-WITH_REDIS = [f"{name}-{mode}" for name in REDIS for mode in MODES]
+WITH_REDIS = [*REDIS]
 RANKS = ("rank_deleted", "rank_truncated", "rank_garbage", "rank_killed")
 GROUPS: dict[str, Callable[..., None]] = {"served": run_served, "ranks": run_ranks, "raising": run_raising}
 

@@ -381,6 +381,17 @@ class Bench:
         """A load of whole chunks into `blocks`, from the first chunk's first block on."""
         return self._load(request, [*map(self.chunk, range(start // CHUNK, end // CHUNK))], blocks, start, end)
 
+    def load_now(self, loads: Sequence[Load]) -> None:
+        """Start loads, and wait until those without a blend have ended or are given up. The engine has not heard."""
+        self.worker.start_loads(loads)
+        state, own = self.worker._state, self.worker._loads
+        names = {load.request for load in loads if load.blend is None}
+        with state.progress:
+            state.progress.wait_for(lambda: not names & own._jobs.keys(), state.timeout + 0.05)
+        for job in own._jobs.copy().values():
+            if job.load.request in names:
+                own._give_up(job, patient=True)
+
     def wait(self, *requests: str) -> None:
         """Poll as the engine does until the loads have arrived."""
         missing = set(requests or ("r",))

@@ -171,7 +171,7 @@ class SmallEngine:
         worker.save(plan.last_saves)
         worker.settle(plan.step, plan.resets)
         worker.void(plan.voids)
-        worker.start_loads(plan.loads, synchronous=not self.bench.options.load_async)
+        worker.start_loads(plan.loads)
         worker.drop(plan.drops)
         worker.blend(plan.blends, plan.blend_tokens, self.blender)
         for request, before, count in planned:

@@ -116,7 +116,7 @@ def store_segments(b: Bench, *segments: tuple[int, int]) -> None:
 
 def run_blend(b: Bench, load: Load, blender: FakeBlender) -> Report:
     """Load, recompute once all is placed, and report, as the engine does."""
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     place(b)
     compute(b, [load.request], blender)
     assert b.worker.take_arrived() == {load.request}
@@ -214,7 +214,7 @@ def test_a_piece_is_decoded_where_the_prompt_has_it(bench: Callable[..., Bench],
     b = bench()
     store_segments(b)
     load = b.load_blend(PAGES, [b.piece(5, 20, at)], at + 20)
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     place(b)
     there, made = tokens_at(b, at, at + 20), b.sequence.slice(5, 25)
     positions = torch.arange(20)
@@ -234,7 +234,7 @@ def test_pieces_are_placed_behind_the_exact_prefix(bench: Callable[..., Bench]) 
     store_segments(b)
     pieces = [b.piece(5, 20, 25), b.piece(31, 9, 49)]
     load = b.load_blend(PAGES, pieces, 58, exact=2 * CHUNK)
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     report = place(b)
     assert report.loaded == [] and report.failed == set()
     assert b.held(PAGES, 0, 2 * CHUNK), "exact"
@@ -249,7 +249,7 @@ def test_what_the_engine_has_is_left_alone(bench: Callable[..., Bench]) -> None:
     store_segments(b)
     load = b.load_blend(PAGES, [b.piece(5, 20, 10)], 30, start=24)
     assert load.prefix == []
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     place(b)
     assert untouched(b, 0, 24) and holds_piece(b, 5, 20, 10, low=24)
 
@@ -257,7 +257,7 @@ def test_what_the_engine_has_is_left_alone(bench: Callable[..., Bench]) -> None:
 def test_a_piece_that_goes_on_behind_the_load_is_cut(bench: Callable[..., Bench]) -> None:
     b = bench()
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 10)], 29)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 10)], 29)])
     place(b)
     assert holds_piece(b, 5, 20, 10, high=29) and untouched(b, 29, 32)
 
@@ -294,7 +294,7 @@ def walked(b: Bench, count: int) -> tuple[int, int]:
     load = b.load_blend(PAGES, [b.piece(5 + at, 1, at * BLOCK + 3) for at in range(count)], len(PAGES) * BLOCK - 1)
     assert load.blend is not None
     load.blocks, load.blend.pieces = Walked(load.blocks), Walked(load.blend.pieces)
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     place(b)
     compute(b, ["r"], FakeBlender())
     assert b.worker.take_arrived() == {"r"} and b.worker.report(2).blended
@@ -311,29 +311,11 @@ def test_placing_a_piece_reads_neither_the_others_nor_their_blocks(bench: Callab
     assert few[1] == 2 and many[1] == len(PAGES)
 
 
-def test_a_synchronous_load_does_not_wait_for_a_blend(bench: Callable[..., Bench]) -> None:
-    b, go = bench(load_async=False, load_timeout=10), threading.Event()
-    store_segments(b)
-    b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 3)], 23, request="waits")], synchronous=True)
-    assert b.worker.take_arrived() == set()
-    go.set()
-    b.worker.start_loads(
-        [b.load_blend(PAGES, [b.piece(5, 20, 3)], 23), b.load([0, 1], 0, CHUNK, "s")], synchronous=True
-    )
-    assert b.held([0, 1], 0, CHUNK) and b.worker.take_arrived() == {"s"}
-    b.worker.drop(["waits"])
-    assert b.worker.take_arrived() == {"waits"}
-    place(b, "r", beside=("waits", "s"))
-    compute(b, ["r"], FakeBlender(slices=2))
-    assert b.worker.take_arrived() == set()
-
-
 def test_an_idle_engine_is_woken_by_what_was_placed(bench: Callable[..., Bench]) -> None:
     b, go = bench(), threading.Event()
     store_segments(b)
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 3)], 23)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 3)], 23)])
     found: list[set[str]] = []
     asking = threading.Thread(target=lambda: found.append(b.worker.take_arrived(3600.0)), daemon=True)
     asking.start()
@@ -379,7 +361,7 @@ def test_a_check_is_no_part_of_what_a_blend_takes(bench: Callable[..., Bench]) -
     load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
     load.blend.check = True  # type: ignore[union-attr]
     blender = FakeBlender(slices=4, checks=2, seconds=0.2)
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     place(b)
     begun = time.monotonic()
     for _ in range(4):
@@ -408,7 +390,7 @@ def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Ben
         b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
         b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
     ]
-    b.worker.start_loads(loads, synchronous=False)
+    b.worker.start_loads(loads)
     placed: list[str] = []
     while len(placed) < 2:
         b.worker.take_arrived(0.01)
@@ -420,7 +402,7 @@ def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Ben
 def test_a_blend_goes_on_slice_by_slice(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender(slices=3)
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
     place(b)
     for number in range(3):
         assert b.worker.take_arrived() == set() and "blends" not in b.counts(), number
@@ -441,7 +423,7 @@ def test_what_a_slice_leaves_of_a_step_is_for_the_next_blend(bench: Callable[...
         b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
         b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
     ]
-    b.worker.start_loads(loads, synchronous=False)
+    b.worker.start_loads(loads)
     placed: list[str] = []
     while len(placed) < 2:
         b.worker.take_arrived(0.01)
@@ -458,7 +440,7 @@ def test_what_a_slice_leaves_of_a_step_is_for_the_next_blend(bench: Callable[...
 def test_a_blend_that_another_rank_cannot_go_on_with_is_computed(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender(slices=3)
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
     place(b)
     compute(b, ["r"], blender)
     blender.others_well = False
@@ -471,7 +453,7 @@ def test_a_blend_that_another_rank_cannot_go_on_with_is_computed(bench: Callable
 def test_a_blend_is_dropped_between_slices(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender(slices=3)
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
     place(b)
     compute(b, ["r"], blender)
     b.worker.drop(["r"])
@@ -484,7 +466,7 @@ def test_how_long_a_blend_waits_for_its_slices_is_not_what_it_costs(bench: Calla
     b, blender = bench(), FakeBlender(slices=2)
     store_segments(b)
     begun = time.monotonic()
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
     place(b)
     compute(b, ["r"], blender)
     time.sleep(0.5)
@@ -527,7 +509,7 @@ def test_a_blend_that_fails_ends_its_step(bench: Callable[..., Bench]) -> None:
         b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
         b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
     ]
-    b.worker.start_loads(loads, synchronous=False)
+    b.worker.start_loads(loads)
     placed: list[str] = []
     while len(placed) < 2:
         b.worker.take_arrived(0.01)
@@ -556,7 +538,7 @@ def test_a_piece_that_cannot_be_placed_leaves_the_exact_prefix(
             "empty": b"",
         }[harm]
     pieces = [b.piece(5, 20, 20), b.piece(31, 9, 41)]
-    b.worker.start_loads([b.load_blend(PAGES, pieces, 50, start=start, exact=CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, pieces, 50, start=start, exact=CHUNK)])
     b.wait()
     assert b.worker.take_invalid_blocks() == set(PAGES[2:7])
     assert b.held(PAGES, start, CHUNK)
@@ -583,7 +565,7 @@ def test_a_good_piece_that_cannot_go_where_the_prompt_has_it_is_kept(
     beyond = b.load_blend(PAGES, [b.piece(5, 20, 20), b.piece(31, 9, 41)], 50, exact=CHUNK)
     pieces = beyond.blend.pieces  # type: ignore[union-attr]
     pieces[1] = replace(pieces[1], start=4090)
-    b.worker.start_loads([beyond], synchronous=False)
+    b.worker.start_loads([beyond])
     b.wait()
     assert b.counts()["failures{load}"] == 1 and b.held(PAGES, 0, CHUNK)
     assert b.store.entries == before
@@ -593,7 +575,7 @@ def test_a_chunk_that_is_gone_leaves_what_is_before_it(bench: Callable[..., Benc
     b = bench()
     store_segments(b)
     del b.store.entries[b.key(1)]
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 35)], 55, exact=2 * CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 35)], 55, exact=2 * CHUNK)])
     b.wait()
     assert b.worker.take_invalid_blocks() == set(PAGES[2:7]) and b.held(PAGES, 0, CHUNK)
 
@@ -606,7 +588,7 @@ def test_the_last_of_many_pieces_that_is_gone_leaves_the_exact_prefix(
     store_segments(b, (5, 7), (31, 9), (64, 6))
     del b.store.entries[b.segment_key(64, 6)]
     pieces = [b.piece(5, 7, 17), b.piece(31, 9, 24), b.piece(64, 6, 36)]
-    b.worker.start_loads([b.load_blend(PAGES, pieces, 42, exact=CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, pieces, 42, exact=CHUNK)])
     b.wait()
     assert b.worker.take_invalid_blocks() == set(PAGES[2:6]) and b.held(PAGES, 0, CHUNK)
     assert b.counts()["recomputed_tokens"] == 42 - CHUNK
@@ -625,7 +607,7 @@ def test_an_exact_prefix_may_end_with_a_part_of_a_tail(bench: Callable[..., Benc
     load.prefix.append(b.save_tail(PAGES, 24).entry)
     if gone:
         del b.store.entries[b.segment_key(5, 20)]
-        b.worker.start_loads([load], synchronous=False)
+        b.worker.start_loads([load])
         b.wait()
         assert b.worker.take_invalid_blocks() == set(PAGES[3:5])
     else:
@@ -646,7 +628,7 @@ def test_a_tagged_segment_of_another_tenant_is_not_placed(bench: Callable[..., B
     run_blend(b, load, FakeBlender())
     assert not b.worker.take_invalid_blocks()
     b.store.entries[key] = b.codec.encode(b.sequence.slice(5, 25), associated_data=theirs)
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     b.wait()
     assert b.worker.take_invalid_blocks() == set(PAGES[:3]) and key not in b.store.entries
 
@@ -655,7 +637,7 @@ def test_a_tagged_segment_of_another_tenant_is_not_placed(bench: Callable[..., B
 def test_a_dropped_blend_is_computed(bench: Callable[..., Bench], exact: int) -> None:
     b, blender = bench(), FakeBlender()
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=exact)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=exact)])
     place(b)
     b.worker.drop(["unknown", "r"])
     assert b.worker.take_arrived() == {"r"}
@@ -676,7 +658,7 @@ def test_what_is_dropped_while_it_loads_is_not_placed(bench: Callable[..., Bench
             _wait(go)
 
     b.store.before = hold
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
     assert reading.wait(30)
     b.worker.drop(["r"])
     assert b.worker.take_arrived() == {"r"} and b.worker.take_invalid_blocks() == set(PAGES[:5])
@@ -689,7 +671,7 @@ def test_what_is_placed_waits_for_the_other_ranks_as_long_as_it_takes(bench: Cal
     b, blender = bench(load_timeout=0.2), FakeBlender()
     store_segments(b)
     load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     place(b)
     time.sleep(0.3)
     assert b.worker.take_arrived() == set()
@@ -701,7 +683,7 @@ def test_what_is_not_placed_in_time_is_given_up(bench: Callable[..., Bench]) -> 
     b, go = bench(load_timeout=0.2), threading.Event()
     store_segments(b)
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
     b.wait()
     assert b.worker.take_invalid_blocks() == set(PAGES[:5])
     report = b.worker.report(1)
@@ -712,7 +694,7 @@ def test_what_is_not_placed_in_time_is_given_up(bench: Callable[..., Bench]) -> 
 def test_close_waits_for_no_blend(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender()
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)], synchronous=False)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
     place(b)
     begun = time.monotonic()
     b.worker.close()

@@ -29,7 +29,7 @@ def test_everything_can_be_set() -> None:
     options = Options.from_dict(
         {
             "store": ["memory://", "file:///x"], "profile": "p.cuvee", "ratio": 8, "chunk_tokens": 128,
-            "min_tokens": 512, "load_async": False, "decide": "always", "store_generated": False, "tenant": "t",
+            "min_tokens": 512, "decide": "always", "store_generated": False, "tenant": "t",
             "model_id": "m", "check_model": False, "threads": 1, "store_niceness": 10,
             "max_pending_mb": 1.5, "lookup_timeout": 1, "load_timeout": 2.5, "close_timeout": 5,
             "key_env": ["SECRET", "OLD_SECRET"],
@@ -64,7 +64,6 @@ def test_everything_can_be_set() -> None:
         ({"tenant": None}, "tenant: must be"),
         ({"worst": 1}, "worst: must be true or false"),
         ({"worst": True, "kl": 0.1, "bits": 3}, "quality: must be at most one of .*, got kl, bits"),
-        ({"load_async": 1}, "load_async: must be true or false"),
         ({"store_generated": "yes"}, "store_generated: must be true or false"),
         ({"check_model": None}, "check_model: must be true or false"),
         ({"chunk_tokens": 0}, "chunk_tokens: must be a whole number"),

@@ -138,7 +138,7 @@ def test_all_threads_of_a_worker_are_on_free_cores(monkeypatch: pytest.MonkeyPat
         ):
             assert pool.submit(os.sched_getaffinity, 0).result() == free
         bench.store_all()
-        bench.worker.start_loads([bench.load([1, 2], 0, 8)], synchronous=True)
+        bench.load_now([bench.load([1, 2], 0, 8)])
         own = [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("cuvee")]
         assert own and all(os.sched_getaffinity(thread.native_id or 0) == free for thread in own)
         assert os.sched_getaffinity(0) != free, "the engine's thread stays where it is"

@@ -11,12 +11,9 @@ engines follow each other, since importing vLLM takes longer than an engine does
 The reference sets the standard: an engine's logits may differ in their last bits by what else is in the batch, and
 as much, but no more, is allowed to ours. On CPUs where batching changes nothing, that is: equal to the last bit.
 
-Options are paired, not crossed. `CASES` is an orthogonal array: of dtype, block size and mode of loading each pair of
-values occurs once. That suffices because the connector's code has no place where three of them meet: the dtype and the
-engine's block size meet in the pages (`probe`, `PagedCache`), the block size and the mode in the slots that a load
-fills, and the mode decides only who waits. Models differ, to the connector, by their `KVLayout` alone; each case has
-another one, and `tests/codec` crosses layouts with everything the codec does. What is stored in blocks of one size is
-loaded into blocks of the other.
+In `CASES`, each pair of a dtype and a block size occurs once: they meet in the pages (`probe`, `PagedCache`). Models
+differ, to the connector, by their `KVLayout` alone; each case has another one, and `tests/codec` crosses layouts with
+everything the codec does. What is stored in blocks of one size is loaded into blocks of the other.
 """
 
 from __future__ import annotations
@@ -69,7 +66,6 @@ class Case:
 
     dtype: str
     block: int
-    load_async: bool
     in_pieces: bool = False  # prompts are computed and loaded in several steps
 
     @property
@@ -95,10 +91,10 @@ class Case:
 CHUNKED = {"max_num_batched_tokens": 48}  # no multiple of a block, and a block is none of it
 # In pieces only where a batch of another size gives the same logits: with bfloat16 that is left to chance.
 CASES = {
-    "books": Case("float32", 32, load_async=False, in_pieces=True),
-    "llama": Case("float32", 128, load_async=True, in_pieces=True),
-    "qwen2": Case("bfloat16", 32, load_async=True),
-    "qwen3": Case("bfloat16", 128, load_async=False),
+    "books": Case("float32", 32, in_pieces=True),
+    "llama": Case("float32", 128, in_pieces=True),
+    "qwen2": Case("bfloat16", 32),
+    "qwen3": Case("bfloat16", 128),
 }
 RANKS_NOISE = 1e-3
 
@@ -273,16 +269,14 @@ def loaded(
     engines = []
     for family, case in CASES.items():
         turn = Step([conversation(reference[family])], until=("vllm:cuvee_loaded_tokens", 1))
-        transfer = cuvee(store("main"), chunk_tokens=CHUNK, load_async=case.load_async)
+        transfer = cuvee(store("main"), chunk_tokens=CHUNK)
         options = {**case.options, "block_size": case.block, "kv_transfer_config": transfer}
         engines.append(Engine(family, models[family], [ALONE, TOGETHER, turn], options))
     # The others find what they have stored themselves.
-    for mode in ("sync", "async"):
-        transfer = cuvee(store(f"crowd-{mode}"), chunk_tokens=CROWD_CHUNK, load_async=mode == "async")
-        crowd_chunks = len(CROWD) * ((len(CROWD[0]) + RUSH.max_tokens - 1) // CROWD_CHUNK)
-        filled = replace(RUSH, until=("vllm:cuvee_stored_chunks", crowd_chunks))
-        crowded = {**CROWDED, "kv_transfer_config": transfer}
-        engines.append(Engine(f"crowd-{mode}", models["llama"], [filled, RUSH], crowded))
+    transfer = cuvee(store("crowd"), chunk_tokens=CROWD_CHUNK)
+    crowd_chunks = len(CROWD) * ((len(CROWD[0]) + RUSH.max_tokens - 1) // CROWD_CHUNK)
+    filled = replace(RUSH, until=("vllm:cuvee_stored_chunks", crowd_chunks))
+    engines.append(Engine("crowd", models["llama"], [filled, RUSH], {**CROWDED, "kv_transfer_config": transfer}))
     prefixes = [list(prefix) for prefix in {tuple(passage[: PREFIX + 1]) for passage in passages}]
     known = Step(prefixes, together=True, max_tokens=1, until=("vllm:cuvee_stored_chunks", len(prefixes)))
     balanced = cuvee(store("balanced"), **BALANCED, profile=profile)
@@ -381,10 +375,9 @@ def test_an_engine_with_an_unknown_option_does_not_start(first_process: Results)
         first_process["misspelt"]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_preempted_requests_end_the_same(mode: str, reference: dict[str, Ran], loaded: Results) -> None:
+def test_preempted_requests_end_the_same(reference: dict[str, Ran], loaded: Results) -> None:
     """Those that store, and those that load what these have stored."""
-    crowd, ran = reference["llama"].steps[6:], loaded[f"crowd-{mode}"]
+    crowd, ran = reference["llama"].steps[6:], loaded["crowd"]
     computed, found = ran.steps
     preempted = [ran.metric("vllm:num_preemptions", after) for after in range(2)]
     assert 0 < preempted[0] < preempted[1]

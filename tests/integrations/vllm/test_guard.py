@@ -460,7 +460,7 @@ def test_one_load_that_cannot_begin_does_not_take_the_others_along(contained: Co
         return submit(work, job, ready)
 
     b.worker._pools.loaders.submit = failing  # type: ignore[method-assign]
-    b.worker.start_loads(loads, synchronous=True)
+    b.load_now(loads)
     assert b.worker.take_arrived() == {"0", "4", "8"} and b.worker.take_invalid_blocks() == {4, 5, 6, 7}
     assert b.held([0, 1, 2, 3], 0, 32) and b.held([8, 9, 10, 11], 0, 32)
     assert b.worker.report(1).failed == {"4"}

@@ -158,10 +158,10 @@ class Spy:
                 self._compare(number)
             save(worker, saves)
 
-        def starting(worker: Any, loads: Sequence[Load], synchronous: bool) -> None:
+        def starting(worker: Any, loads: Sequence[Load]) -> None:
             for each in loads:
                 self.loaded.update((entry.blocks[0], entry.digest) for entry in each.prefix)
-            start(worker, loads, synchronous)
+            start(worker, loads)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CuveeConnector, "_pages", finding)

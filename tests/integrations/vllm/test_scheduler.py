@@ -159,13 +159,6 @@ def test_short_hits_are_left(desk: Callable[..., Desk]) -> None:
     assert d.store.calls.count("contains") == asked, "56 tokens at most: not worth a question"
 
 
-def test_synchronous_loads_are_announced_as_asynchronous_ones(desk: Callable[..., Desk]) -> None:
-    """Else vLLM takes their blocks for cached before they are, and for good if the request is aborted."""
-    d, request = desk(load_async=False), make_request()
-    d.put(request, 3)
-    assert d.matched(request) == (48, True)
-
-
 def test_the_engine_is_not_kept_waiting(desk: Callable[..., Desk]) -> None:
     d, request = desk(lookup_timeout=5), make_request()
     d.put(request, 6)

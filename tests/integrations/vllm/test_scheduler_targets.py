@@ -143,7 +143,6 @@ def test_malformed_targets_are_refused_and_the_request_is_served(
 @pytest.mark.parametrize(
     ("options", "wants", "reason"),
     [
-        ({"load_async": False}, {"deadline_ms": 100}, "engine"),
         ({"groups": (LayerGroup((0, 1, 2), 64),)}, {"deadline_ms": 100}, "engine"),
         ({"profile": None}, {"kl_max": 0.1}, "profile"),
     ],
@@ -164,7 +163,6 @@ def test_targets_that_this_engine_cannot_aim_at_are_refused_by_name(
         ({"kl_max": "0.1"}, "kl_max: must be nats per token"),
         ({"refinements": 2}, "refinements: must be 0 … 1"),
         ({"refinements": True}, "refinements: must be 0 … 1"),
-        ({"deadline_ms": 5, "load_async": False}, "deadline_ms: must be left out with load_async=false"),
         ({"kl_max": 5, "blend": {}}, "kl_max: must be left out with blend"),
     ],
 )

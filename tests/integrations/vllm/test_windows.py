@@ -78,7 +78,7 @@ def test_each_group_is_restored_into_its_own_blocks(bench: Callable[..., Bench],
     before = b.cache.read(everywhere, 0)
     tables = [[20, 13, 17, 14, 19, 22], [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 21, 15, 16]]
     start = BLOCK  # the first block was found in the engine's own cache
-    b.worker.start_loads([load(b, tables, start, 3 * CHUNK)], synchronous=True)
+    b.load_now([load(b, tables, start, 3 * CHUNK)])
     assert b.worker.take_arrived() == {"r"} and not b.worker.take_failed({"r"})
     expected = b.cache.read(everywhere, 0)
     for group, table in zip(MIXED, tables, strict=True):
@@ -104,7 +104,7 @@ def test_a_load_that_fails_in_part_fails_as_a_whole(
     tables = [[NULL_BLOCK] * 4 + [15, 16], [NULL_BLOCK] * 3 + [21, 17, 18]][: len(groups)]
     if groups is MIXED:
         tables[0] = [9, 10, 11, 12, 13, 14]
-    b.worker.start_loads([load(b, tables, 0, 3 * CHUNK)], synchronous=True)
+    b.load_now([load(b, tables, 0, 3 * CHUNK)])
     assert not b.worker.take_failed(set()), "not before the engine learns that it is over"
     assert b.worker.take_failed(b.worker.take_arrived()) == {"r"}
     assert not b.worker.take_failed({"r"}), "said once"

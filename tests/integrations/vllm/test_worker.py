@@ -50,7 +50,7 @@ def test_what_is_saved_comes_back_in_other_blocks(bench: Callable[..., Bench]) -
     b.store_all()
     assert set(b.store.entries) == {b.key(chunk) for chunk in range(8)}
     blocks = [20, 3, 17, 4, 9, 22]
-    b.worker.start_loads([b.load(blocks, 0, 3 * CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load(blocks, 0, 3 * CHUNK)])
     b.wait()
     assert b.held(blocks, 0, 3 * CHUNK)
     assert not b.worker.take_invalid_blocks()
@@ -71,7 +71,7 @@ def test_pages_that_no_strides_describe_are_stored_and_restored(bench: Callable[
     b.fill(list(reversed(stored)), 8 * CHUNK)
     rest = torch.tensor(others)[:, None] * BLOCK + torch.arange(BLOCK)
     before = b.cache.read(rest.flatten(), 0)
-    b.worker.start_loads([b.load(blocks, BLOCK, 2 * CHUNK)], synchronous=True)
+    b.load_now([b.load(blocks, BLOCK, 2 * CHUNK)])
     assert b.held(blocks, BLOCK, 2 * CHUNK)
     after = b.cache.read(rest.flatten(), 0)
     assert all(map(torch.equal, after.keys + after.values, before.keys + before.values))
@@ -82,19 +82,11 @@ def test_a_load_leaves_tokens_before_its_start_alone(bench: Callable[..., Bench]
     b = bench()
     b.store_all()
     blocks = [5, 6, 7, 8]
-    b.worker.start_loads([b.load(blocks, CHUNK + BLOCK, 3 * CHUNK)], synchronous=True)
+    b.load_now([b.load(blocks, CHUNK + BLOCK, 3 * CHUNK)])
     assert b.held(blocks, CHUNK + BLOCK, 3 * CHUNK, first=CHUNK)
     assert b.cache.keys[0][5].isnan().all(), "block 5 belongs to tokens the engine has already"
     touched = {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()}
     assert touched == {6, 7, 8}
-
-
-def test_a_synchronous_load_is_done_on_return(bench: Callable[..., Bench]) -> None:
-    b = bench()
-    b.store_all()
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK)], synchronous=True)
-    assert b.held([1, 2], 0, CHUNK)
-    assert b.worker.take_arrived() == {"r"}
 
 
 def test_an_idle_engine_is_woken_by_a_load_that_is_over(bench: Callable[..., Bench]) -> None:
@@ -102,7 +94,7 @@ def test_an_idle_engine_is_woken_by_a_load_that_is_over(bench: Callable[..., Ben
     b.store_all()
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load([1, 2], 0, CHUNK)])
     assert b.worker.take_arrived() == set(), "without patience it is only a question"
     assert b.worker.take_arrived(0.01) == set(), "patience ends"
     found: list[set[str]] = []
@@ -135,7 +127,7 @@ def test_a_store_that_hangs_while_it_deletes_keeps_nobody_waiting(bench: Callabl
     b.store.entries[b.key(1)] = b"garbage"
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation == "delete" else None
-    b.worker.start_loads([b.load([10, 11, 12, 13], 0, 2 * CHUNK)], synchronous=True)
+    b.load_now([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
     assert b.worker.take_invalid_blocks() == {12, 13}
     go.set()
 
@@ -150,7 +142,7 @@ def test_a_store_that_fails_while_it_deletes_ends_the_load(bench: Callable[..., 
             raise RuntimeError("a bug")
 
     b.store.before = broken
-    b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load([10, 11], 0, CHUNK)])
     b.wait()
     assert b.worker.take_invalid_blocks() == {10, 11}
 
@@ -165,7 +157,7 @@ def test_pages_may_be_overwritten_as_soon_as_save_returns(bench: Callable[..., B
         tensor.zero_()
     go.set()
     b.drain()
-    b.worker.start_loads([b.load([4, 5], 0, CHUNK)], synchronous=True)
+    b.load_now([b.load([4, 5], 0, CHUNK)])
     assert b.held([4, 5], 0, CHUNK)
 
 
@@ -178,7 +170,7 @@ def test_an_entry_that_is_gone_invalidates_the_rest(bench: Callable[..., Bench])
     b.store_all()
     del b.store.entries[b.key(2)]
     blocks = [10, 11, 12, 13, 14, 15, 16, 17]
-    b.worker.start_loads([b.load(blocks, 0, 4 * CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load(blocks, 0, 4 * CHUNK)])
     b.wait()
     assert b.worker.take_invalid_blocks() == {14, 15, 16, 17}
     assert b.held(blocks, 0, 2 * CHUNK)
@@ -200,7 +192,7 @@ def test_a_damaged_entry_is_deleted_and_those_before_it_kept(bench: Callable[...
         "empty": b"",
     }[damage]
     blocks = [10, 11, 12, 13, 14, 15]
-    b.worker.start_loads([b.load(blocks, 0, 3 * CHUNK)], synchronous=True)
+    b.load_now([b.load(blocks, 0, 3 * CHUNK)])
     assert b.worker.take_invalid_blocks() == {12, 13, 14, 15}
     assert b.held(blocks, 0, CHUNK)
     assert b.key(1) not in b.store.entries, "it would fail for ever"
@@ -211,7 +203,7 @@ def test_an_entry_of_other_tokens_is_not_believed(bench: Callable[..., Bench]) -
     b = bench()
     b.store_all()
     b.store.entries[b.key(1)] = b.store.entries[b.key(2)]
-    b.worker.start_loads([b.load([10, 11, 12, 13], 0, 2 * CHUNK)], synchronous=True)
+    b.load_now([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
     assert b.worker.take_invalid_blocks() == {12, 13}
     assert b.key(1) not in b.store.entries
 
@@ -226,14 +218,14 @@ def test_an_entry_of_a_rank_with_another_profile_is_computed_and_stored_anew(ben
     lossy = {"quality": "balanced"}
     other = bench(rank=1, codec=lossy, profile=pushed)
     other.store_all(1)
-    other.worker.start_loads([other.load([10, 11], 0, CHUNK)], synchronous=True)
+    other.load_now([other.load([10, 11], 0, CHUNK)])
     assert not other.worker.take_invalid_blocks(), "it reads its own entries"
     ours = bench(rank=1, codec=lossy, profile=own, store=other.store, sequence=other.sequence)
-    ours.worker.start_loads([ours.load([10, 11], 0, CHUNK)], synchronous=True)
+    ours.load_now([ours.load([10, 11], 0, CHUNK)])
     assert ours.worker.take_invalid_blocks() == {10, 11} and not ours.store.entries
     assert ours.worker.report(1).failed == {"r"} and ours.counts()["recomputed_tokens"] == CHUNK
     ours.store_all(1)
-    ours.worker.start_loads([ours.load([10, 11], 0, CHUNK)], synchronous=True)
+    ours.load_now([ours.load([10, 11], 0, CHUNK)])
     assert not ours.worker.take_invalid_blocks()
 
 
@@ -255,7 +247,7 @@ def test_a_tagged_entry_does_not_decode_in_anothers_place(bench: Callable[..., B
         KVChunk(chunk.keys, chunk.values, LAYOUT), associated_data=store_key(attacker, digest, rank).encode()
     )
     b.store.entries[b.key(0)] = foreign
-    b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
+    b.load_now([b.load([10, 11], 0, CHUNK)])
     assert b.worker.take_invalid_blocks() == {10, 11}
     assert b.cache.keys[0][10].isnan().all(), "nothing of it reached the pages"
     assert b.key(0) not in b.store.entries, "it would fail for ever"
@@ -271,7 +263,7 @@ def test_every_tag_is_verified_once(bench: Callable[..., Bench], monkeypatch: py
         verify_tag(blob, *more)
 
     monkeypatch.setattr("cuvee.codec.opening.verify_tag", verify)
-    b.worker.start_loads([b.load([10, 11, 12, 13, 14, 15], 0, 3 * CHUNK)], synchronous=True)
+    b.load_now([b.load([10, 11, 12, 13, 14, 15], 0, 3 * CHUNK)])
     assert b.held([10, 11, 12, 13, 14, 15], 0, 3 * CHUNK)
     assert sorted(verified) == sorted(b.store.entries.values())
 
@@ -285,7 +277,7 @@ def test_an_entry_under_our_key_without_our_tag_is_deleted(bench: Callable[..., 
     b.store.entries[b.key(0)] = Codec(Profile.unlearned(LAYOUT), "lossless", key=key).encode(
         chunk, associated_data=place if key else b""
     )
-    b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
+    b.load_now([b.load([10, 11], 0, CHUNK)])
     assert b.worker.take_invalid_blocks() == {10, 11} and b.store.entries == {}
 
 
@@ -295,7 +287,7 @@ def test_an_entry_of_another_quality_is_not_believed(bench: Callable[..., Bench]
     b.store_all(1)
     (lossy,) = [Codec(fitted_to(LAYOUT), **other).encode(b.sequence.slice(0, CHUNK))]
     b.store.entries[b.key(0)] = lossy
-    b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
+    b.load_now([b.load([10, 11], 0, CHUNK)])
     assert b.worker.take_invalid_blocks() == {10, 11}
     assert b.key(0) not in b.store.entries
 
@@ -308,13 +300,13 @@ def test_replicas_with_other_secrets_leave_each_others_entries_alone(
     first.store_all(2)
     second = bench(codec={"key": key}, store=first.store, sequence=first.sequence)
     assert not set(map(first.key, range(2))) & set(map(second.key, range(2)))
-    second.worker.start_loads([second.load([10, 11, 12, 13], 0, 2 * CHUNK)], synchronous=True)
+    second.load_now([second.load([10, 11, 12, 13], 0, 2 * CHUNK)])
     assert second.worker.take_invalid_blocks() == {10, 11, 12, 13}, "misses"
     assert set(first.store.entries) == set(map(first.key, range(2))) and "delete" not in first.store.calls
     second.store_all(2)
     assert len(first.store.entries) == 4, "it keeps its own beside them"
     for b in (first, second):
-        b.worker.start_loads([b.load([10, 11, 12, 13], 0, 2 * CHUNK)], synchronous=True)
+        b.load_now([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
         assert b.held([10, 11, 12, 13], 0, 2 * CHUNK)
 
 
@@ -328,10 +320,10 @@ def test_while_secrets_are_replaced_entries_of_both_are_found(bench: Callable[..
     both.drain()
     assert both.key(1) in both.store.entries and old.key(1) not in both.store.entries, "written with the first"
     blocks = [10, 11, 12, 13, 14, 15]
-    both.worker.start_loads([both.load(blocks, 0, 3 * CHUNK)], synchronous=True)
+    both.load_now([both.load(blocks, 0, 3 * CHUNK)])
     assert both.held(blocks, 0, 3 * CHUNK)
     new = bench(codec={"key": NEW}, store=old.store, sequence=old.sequence)
-    new.worker.start_loads([new.load(blocks, 0, 3 * CHUNK)], synchronous=True)
+    new.load_now([new.load(blocks, 0, 3 * CHUNK)])
     assert new.worker.take_invalid_blocks() == set(blocks), "the first chunk is there with the old secret only"
     assert old.key(0) in old.store.entries
 
@@ -341,7 +333,7 @@ def test_a_damaged_entry_of_an_old_secret_is_deleted_under_its_own_key(bench: Ca
     old.store_all(1)
     old.store.entries[old.key(0)] = old.store.entries[old.key(0)][:-1] + b"?"
     both = bench(codec={"key": [NEW, OLD]}, store=old.store, sequence=old.sequence)
-    both.worker.start_loads([both.load([10, 11], 0, CHUNK)], synchronous=True)
+    both.load_now([both.load([10, 11], 0, CHUNK)])
     assert both.worker.take_invalid_blocks() == {10, 11}
     assert old.store.entries == {}
 
@@ -356,9 +348,9 @@ def test_a_lack_of_memory_deletes_no_entry(bench: Callable[..., Bench], monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr("cuvee.codec.cpu.backend.cache_rows", none_left)
-        b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
+        b.load_now([b.load([10, 11], 0, CHUNK)])
     assert b.worker.take_invalid_blocks() == {10, 11} and b.key(0) in b.store.entries
-    b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
+    b.load_now([b.load([10, 11], 0, CHUNK)])
     assert b.held([10, 11], 0, CHUNK)
 
 
@@ -371,7 +363,7 @@ def test_a_store_that_fails_costs_a_recompute(bench: Callable[..., Bench]) -> No
             raise StoreError("the store is down")
 
     b.store.before = down
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load([1, 2], 0, CHUNK)])
     b.wait()
     assert b.worker.take_invalid_blocks() == {1, 2}
     assert b.key(0) in b.store.entries
@@ -386,17 +378,16 @@ def test_an_unexpected_error_costs_a_recompute(bench: Callable[..., Bench]) -> N
             raise RuntimeError("a bug")
 
     b.store.before = broken
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK)], synchronous=True)
+    b.load_now([b.load([1, 2], 0, CHUNK)])
     assert b.worker.take_invalid_blocks() == {1, 2}
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Callable[..., Bench], wait: bool) -> None:
+def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Callable[..., Bench]) -> None:
     b = bench(load_timeout=0.2)
     b.store_all()
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK)], synchronous=wait)
+    b.worker.start_loads([b.load([1, 2], 0, CHUNK)])
     b.wait()
     assert b.worker.take_invalid_blocks() == {1, 2}
     assert b.worker.report(1).failed == {"r"}
@@ -412,7 +403,7 @@ def test_a_load_that_never_got_a_thread_is_given_up(bench: Callable[..., Bench])
     b.store_all()
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")], synchronous=False)
+    b.worker.start_loads([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")])
     b.wait("a", "b")
     go.set()
     assert b.worker._pools.loaders.dismiss(30)
@@ -491,7 +482,7 @@ def test_a_step_is_encoded_in_one_go_by_each_thread(
     b.worker.save(b.saves(blocks, range(5)))
     b.drain()
     assert sorted(calls) == batches
-    b.worker.start_loads([b.load(list(range(12, 22)), 0, 5 * CHUNK)], synchronous=True)
+    b.load_now([b.load(list(range(12, 22)), 0, 5 * CHUNK)])
     assert b.held(list(range(12, 22)), 0, 5 * CHUNK)
 
 
@@ -517,12 +508,12 @@ def test_a_device_codes_a_step_in_one_go(
     monkeypatch.setattr(b.codec, "decode_paged", decoded)
     b.store_all(3)
     blocks = [20, 3, 17, 4, 9, 22]
-    b.worker.start_loads([b.load(blocks, 0, 3 * CHUNK)], synchronous=True)
+    b.load_now([b.load(blocks, 0, 3 * CHUNK)])
     assert b.held(blocks, 0, 3 * CHUNK)
     assert batches == [3, -3]
     blob = b.store.entries[b.key(1)]
     b.store.entries[b.key(1)] = blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:]
-    b.worker.start_loads([b.load(blocks, 0, 3 * CHUNK)], synchronous=True)
+    b.load_now([b.load(blocks, 0, 3 * CHUNK)])
     assert b.worker.take_invalid_blocks() == {17, 4, 9, 22} and b.key(1) not in b.store.entries
     assert batches[2] == -3 and set(batches[3:]) == {-1}, "one after the other tells which is damaged"
 
@@ -576,7 +567,7 @@ def test_pages_may_be_smaller_than_the_schedulers_blocks(bench: Callable[..., Be
     )
     b.worker.attach(small)
     b.store_all(3)
-    b.worker.start_loads([b.load([20, 3, 17, 4, 9, 22], 0, 3 * CHUNK)], synchronous=True)
+    b.load_now([b.load([20, 3, 17, 4, 9, 22], 0, 3 * CHUNK)])
     assert b.held([20, 3, 17, 4, 9, 22], 0, 3 * CHUNK)
 
 
@@ -627,10 +618,10 @@ def test_long_loads_come_in_several_fetches(bench: Callable[..., Bench], monkeyp
     b = bench()
     b.store_all()
     blocks = list(range(23, 7, -1))
-    b.worker.start_loads([b.load(blocks, 0, 8 * CHUNK)], synchronous=True)
+    b.load_now([b.load(blocks, 0, 8 * CHUNK)])
     assert b.held(blocks, 0, 8 * CHUNK)
     del b.store.entries[b.key(4)]
-    b.worker.start_loads([b.load(blocks, 0, 8 * CHUNK)], synchronous=True)
+    b.load_now([b.load(blocks, 0, 8 * CHUNK)])
     assert b.worker.take_invalid_blocks() == set(blocks[8:])
 
 
@@ -712,7 +703,7 @@ def test_several_ranks_store_only_what_all_of_them_have_computed(
     poison(b.cache)
     b.step(3, b.saves(blocks, range(4, 5)), confirmed=1)
     wait_until(lambda: len(b.store.entries) == 2, "the first step is stored")
-    b.worker.start_loads([b.load([20, 21, 22, 23], 0, 2 * CHUNK)], synchronous=True)
+    b.load_now([b.load([20, 21, 22, 23], 0, 2 * CHUNK)])
     assert b.held([20, 21, 22, 23], 0, 2 * CHUNK)
     b.fill(blocks, 8 * CHUNK)
     # The tail of a request that ended with the third step waits for no other.
@@ -806,7 +797,7 @@ def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pyte
             _wait(go)
 
     b.store.before = hang
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")], synchronous=False)
+    b.worker.start_loads([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")])
     assert hangs.wait(10)
     _in_time(b.worker.close)
     go.set()
@@ -908,7 +899,7 @@ def test_a_tail_comes_back_after_its_chunks(bench: Callable[..., Bench], start: 
     assert (b.counts()["stored_chunks"], b.counts()["stored_tails"]) == (2, 1)
     assert b.counts()["raw_bytes"] == end * LAYOUT.bytes_per_token
     blocks = [20, 3, 17, 4, 9][start // CHUNK * 2 :]
-    b.worker.start_loads([b.load_tail(blocks, start, end)], synchronous=True)
+    b.load_now([b.load_tail(blocks, start, end)])
     assert b.held(blocks, start, end, first=start // CHUNK * CHUNK)
     written = {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()}
     assert written == set(blocks[start % CHUNK // BLOCK :])
@@ -924,7 +915,7 @@ def test_a_load_may_end_inside_a_chunk(bench: Callable[..., Bench]) -> None:
     b.store_all()
     load = b.load([5, 6, 7], 0, 2 * CHUNK)
     load.end = CHUNK + BLOCK
-    b.worker.start_loads([load], synchronous=True)
+    b.load_now([load])
     assert b.held([5, 6, 7], 0, CHUNK + BLOCK)
     assert {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()} == {5, 6, 7}
     assert not b.worker.take_invalid_blocks()
@@ -939,7 +930,7 @@ def test_a_load_may_end_inside_a_tail() -> None:
         b.worker.save([Save(TENANT, Entry("tail", b"t" * 32, 0, 3 * BLOCK, (0, 1, 2)))])
         b.drain()
         tail = Entry("tail", b"t" * 32, 0, 3 * BLOCK, (9, 4))
-        b.worker.start_loads([Load("r", TENANT, [tail], 0, 2 * BLOCK, [9, 4])], synchronous=True)
+        b.load_now([Load("r", TENANT, [tail], 0, 2 * BLOCK, [9, 4])])
         assert b.held([9, 4], 0, 2 * BLOCK)
         assert b.cache.keys[0][3:4].isnan().all() and not b.worker.take_invalid_blocks()
     finally:
@@ -961,7 +952,7 @@ def test_a_bad_tail_costs_no_more_than_itself(bench: Callable[..., Bench], damag
         b.store.entries[key] = b.store.entries[b.key(0)]
         tokens = BLOCK if damage == "whole" else 1
         load.prefix[-1] = replace(load.prefix[-1], tokens=tokens)
-    b.worker.start_loads([load], synchronous=True)
+    b.load_now([load])
     assert b.worker.take_arrived() == {"r"}
     assert b.held(blocks, 0, 2 * CHUNK)
     assert b.worker.take_invalid_blocks() == {9}
@@ -975,7 +966,7 @@ def test_after_a_missing_chunk_the_tail_is_computed_too(bench: Callable[..., Ben
     b, end = bench(), 2 * CHUNK + BLOCK
     _store_tail(b, end)
     del b.store.entries[b.key(1)]
-    b.worker.start_loads([b.load_tail([20, 3, 17, 4, 9], 0, end)], synchronous=True)
+    b.load_now([b.load_tail([20, 3, 17, 4, 9], 0, end)])
     assert b.worker.take_invalid_blocks() == {17, 4, 9}
     assert "loaded_tails" not in b.counts()
 
@@ -983,7 +974,7 @@ def test_after_a_missing_chunk_the_tail_is_computed_too(bench: Callable[..., Ben
 def test_what_a_load_reports_counts_what_a_tail_costs(bench: Callable[..., Bench]) -> None:
     b, end = bench(), 2 * CHUNK + BLOCK
     _store_tail(b, end)
-    b.worker.start_loads([b.load_tail([20, 3, 17, 4, 9], BLOCK, end)], synchronous=True)
+    b.load_now([b.load_tail([20, 3, 17, 4, 9], BLOCK, end)])
     assert [work for work, _ in b.worker.report(1).loaded] == [load_work(2, BLOCK, CHUNK)]
 
 
@@ -1026,9 +1017,9 @@ def test_what_is_copied_at_the_start_of_a_step_survives_the_step(bench: Callable
     b.fill([0, 1, 2], 3 * BLOCK)
     save = b.save_tail([0, 1, 2], 3 * BLOCK)
     b.worker.save([save])
-    b.worker.start_loads([b.load([2, 1], 2 * CHUNK, 3 * CHUNK)], synchronous=True)
+    b.load_now([b.load([2, 1], 2 * CHUNK, 3 * CHUNK)])
     b.drain()
-    b.worker.start_loads([b.load_tail([9, 8, 7], 0, 3 * BLOCK)], synchronous=True)
+    b.load_now([b.load_tail([9, 8, 7], 0, 3 * BLOCK)])
     assert b.held([9, 8, 7], 0, 3 * BLOCK)
 
 
@@ -1040,7 +1031,7 @@ def test_a_worker_that_lets_go_of_pages_ends_its_loads_and_keeps_nothing(bench: 
     b.store.before = lambda operation: _wait(go) if operation in ("get", "put") else None
     b.fill([20, 21], CHUNK)
     b.worker.save([Save(TENANT, replace(b.chunk(5), start=0).within([20, 21], BLOCK))])
-    b.worker.start_loads([b.load([1, 2, 3, 4], 0, 2 * CHUNK)], synchronous=False)
+    b.worker.start_loads([b.load([1, 2, 3, 4], 0, 2 * CHUNK)])
     old = [weakref.ref(tensor) for tensor in b.cache.keys + b.cache.values]
     for _ in range(2):
         b.worker.detach()
@@ -1056,5 +1047,5 @@ def test_a_worker_that_lets_go_of_pages_ends_its_loads_and_keeps_nothing(bench: 
     gc.collect()
     assert [ref() for ref in old] == [None] * len(old)
     b.worker.attach(b.cache)
-    b.worker.start_loads([b.load([7, 8, 9, 10], 0, 2 * CHUNK)], synchronous=True)
+    b.load_now([b.load([7, 8, 9, 10], 0, 2 * CHUNK)])
     assert b.held([7, 8, 9, 10], 0, 2 * CHUNK) and not b.worker.take_invalid_blocks()

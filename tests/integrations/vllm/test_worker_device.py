@@ -86,7 +86,7 @@ def test_what_is_restored_is_there_when_the_engine_hears_of_it(late: LateDevice,
     for chunk in range(8):
         own.store.entries[own.key(chunk)] = expected(own, chunk)
     overwrite(own, 5.0)  # by those that had the blocks before, and not done yet
-    own.worker.start_loads([own.load(blocks, 0, 8 * CHUNK)], synchronous=False)
+    own.worker.start_loads([own.load(blocks, 0, 8 * CHUNK)])
     own.wait()
     seen = [tensor[:] * 1 for tensor in own.cache.keys + own.cache.values]  # the engine's step reads
     late.engine.run(late.engine.given)
@@ -110,7 +110,7 @@ def test_a_damaged_chunk_leaves_those_before_it(late: LateDevice, bench: Callabl
     own.store.entries[own.key(5)] = with_section(blob, bytes(section))
     overwrite(own, 5.0)
     late.entries.clear()
-    own.worker.start_loads([own.load(blocks, 0, 8 * CHUNK)], synchronous=False)
+    own.worker.start_loads([own.load(blocks, 0, 8 * CHUNK)])
     own.wait()
     assert {entry.stream for entry in late.entries if entry.thread != "MainThread"} == {len(late.streams) - 1}
     assert own.worker.take_invalid_blocks() == set(blocks[10:])
@@ -147,7 +147,7 @@ def test_what_a_step_costs(latest: LateDevice, bench: Callable[..., Bench], chun
     assert min(entry.stream for entry in pool if entry.kind != "wait") >= 2  # 0 is the default stream
 
     latest.entries.clear()
-    own.worker.start_loads([own.load(blocks, 0, chunks * CHUNK)], synchronous=True)
+    own.load_now([own.load(blocks, 0, chunks * CHUNK)])
     engine = [entry for entry in latest.entries if entry.thread == "MainThread"]
     pool = [entry for entry in latest.entries if entry.thread != "MainThread"]
     assert [entry.kind for entry in engine] == ["record"]
@@ -167,7 +167,7 @@ def test_threads_keep_their_streams(latest: LateDevice, bench: Callable[..., Ben
         own.store.entries.clear()
         own.worker.save(own.saves(blocks, range(2)))
         own.drain()
-        own.worker.start_loads([own.load(blocks, 0, 2 * CHUNK)], synchronous=True)
+        own.load_now([own.load(blocks, 0, 2 * CHUNK)])
         own.wait()
     assert len(latest.streams) <= 2 + 2 * own.options.threads
 
@@ -181,10 +181,10 @@ def test_nothing_is_loaded_or_stored_while_a_graph_is_captured(
     latest.entries.clear()
     latest.engine.capturing = True
     own.worker.save([])
-    own.worker.start_loads([], synchronous=True)
+    own.load_now([])
     assert latest.entries == []  # a step with nothing to do
     own.worker.save(own.saves(blocks, range(2)))
-    own.worker.start_loads([own.load(blocks, 0, CHUNK)], synchronous=True)
+    own.load_now([own.load(blocks, 0, CHUNK)])
     assert latest.entries == []
     assert [entry for entry, _ in contained] == ["save", "start_loads"]
     assert all(isinstance(error, InputError) and "captured into a CUDA graph" in str(error) for _, error in contained)

@@ -78,7 +78,7 @@ def run(b: Bench, chunks: int = 4, planned: Aim | None = None, request: str = "r
     """Load the first chunks, and return what is reported of it."""
     load = b.load(BLOCKS, start, chunks * CHUNK, request)
     load.aim = planned
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     b.wait(request)
     return b.worker.report(1)
 
@@ -338,7 +338,7 @@ def test_a_store_that_hangs_is_given_up_after_the_load_timeout(bench: Callable[.
     try:
         load = b.load(BLOCKS, 0, 4 * CHUNK)
         load.aim = aim(seconds=30.0, rest=10**6)  # computing would take a quarter of an hour
-        b.worker.start_loads([load], synchronous=False)
+        b.worker.start_loads([load])
         b.wait()
         assert b.counts()["failures{timeout}"] == 1
         assert b.worker.take_invalid_blocks() == set(BLOCKS[:8])
@@ -351,7 +351,7 @@ def test_a_load_that_is_dropped_writes_nothing_more(bench: Callable[..., Bench])
     gate = hold(b.store, "get")
     load = b.load(BLOCKS, 0, 4 * CHUNK)
     load.aim = aim()
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     wait_until(lambda: "get" in b.store.calls, "a part is fetched")
     b.worker.drop(["r"])
     gate.set()
@@ -368,7 +368,7 @@ def test_an_entry_that_waits_for_a_decoder_is_not_written_once_its_load_is_over(
     coders.submit = lambda work, *given: waiting.append(partial(work, *given))  # type: ignore[method-assign, assignment]
     load = b.load(BLOCKS, 0, 4 * CHUNK)
     load.aim = aim()
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     wait_until(lambda: bool(waiting), "an entry is given to a decoder")
     b.worker.drop(["r"])
     waiting[0]()
@@ -392,7 +392,7 @@ def test_tokens_that_the_engine_has_do_not_count(bench: Callable[..., Bench]) ->
     half = CHUNK // 2
     load = b.load(BLOCKS, half, 2 * CHUNK)
     load.aim = aim(kl_max=0.4 * kls()[0] + 0.6 * kls()[1])
-    b.worker.start_loads([load], synchronous=False)
+    b.worker.start_loads([load])
     b.wait()
     delivery = delivered(b.worker.report(1))
     assert (delivery.start, delivery.tokens, delivery.parts) == (half, (half, CHUNK), (1, 2))
