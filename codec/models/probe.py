@@ -89,7 +89,7 @@ class _Run:
         layer = self.layers[index]
         x: torch.Tensor = (layer.values if unit else layer.keys).detach().float().cpu()
         held = x.shape[2]
-        positions = (self.start + tokens - held + torch.arange(held)).repeat(len(x))
+        positions = (self.start + tokens - held + torch.arange(held, device="cpu")).repeat(len(x))
         return x.transpose(1, 2).flatten(0, 1), positions
 
 
@@ -130,10 +130,10 @@ class _Passes:
         passed_on = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
         self.takes_positions = "position_ids" in parameters or passed_on
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         # The first ids of a vocabulary are padding and other marks.
         first = min(8, vocabulary // 2)
-        self._ids = torch.randint(first, min(vocabulary, 1000), (_TOKENS + 1,), generator=generator)
+        self._ids = torch.randint(first, min(vocabulary, 1000), (_TOKENS + 1,), generator=generator, device="cpu")
         self.dtype = model.dtype
         self.near, self.far = _NEAR, _FAR
         if model.device.type not in ("cpu", "meta"):  # a position behind the end of a table would break the device

@@ -47,7 +47,8 @@ def measure_config(config: Any) -> tuple[MeasuredLayer, ...]:
     """
     digest = _digest(config)
     if digest not in _known:
-        _known[digest] = _measured(config)
+        with torch.device("cpu"):  # whatever the surrounding context
+            _known[digest] = _measured(config)
     return _known[digest]
 
 
@@ -115,7 +116,7 @@ def _build(config: Any, device: str, name: str) -> Any:
 
     own = copy.deepcopy(config)
     with _building(name), torch.device(device), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         factory: Any
         for factory in (AutoModel, AutoModelForCausalLM):
             if type(config) in factory._model_mapping:

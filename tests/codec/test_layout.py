@@ -14,6 +14,7 @@ import transformers
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.models import stand_in
 
 ROPE = Rope((1.0, 0.1), attention_scaling=1.25)
 LAYERS = (LayerLayout(2, 6, 6, ROPE), LayerLayout(1, 4, 3, None, sliding_window=5))
@@ -243,10 +244,14 @@ def test_from_config_sliding_windows(tiny_config: Callable[..., Any]) -> None:
     assert windows("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1) == [None, 16]
 
 
-def test_from_config_ignores_the_default_device(tiny_config: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("vocab_size", [61, 200_000])  # measured itself, and by a stand-in
+def test_from_config_ignores_the_default_device(
+    tiny_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, vocab_size: int
+) -> None:
     expected = KVLayout.from_config(tiny_config("llama"), "float32")
+    monkeypatch.setattr(stand_in, "_known", {})
     with torch.device("meta"):
-        assert KVLayout.from_config(tiny_config("llama"), "float32") == expected
+        assert KVLayout.from_config(tiny_config("llama", vocab_size=vocab_size), "float32") == expected
 
 
 def test_gemma3_ropes_differ_by_layer(tiny_config: Callable[..., Any]) -> None:
