@@ -112,7 +112,7 @@ def encode_cache(
     """
     tensors = _plain_tensors(cache, codec.profile.layout, past_windows=True)
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
-    rows, width = len(tensors[0][0]), int(cache.layers[0].get_seq_length())
+    rows, width = len(tensors[0][0]), int(cache.get_seq_length())
     paddings = row_paddings(attention_mask, rows, width)
     ids = _row_ids(input_ids, paddings, width)
     if attention_mask is None:

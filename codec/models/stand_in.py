@@ -25,9 +25,16 @@ from cuvee.codec.models.probe import MeasuredLayer, ProbeError, first_line, meas
 
 _MAX_LAYERS = 4096
 _MAX_SKIPPED = 8
-_VOCABULARY = 64
-_EXPERTS = 4
-_WIDTH = 32
+# What shrinks: parts of an entry's name, the first that fit, and the most that the entry may be.
+_AT_MOST = (
+    (("vocab_size",), 64),
+    (("_token_id",), 63),
+    (("intermediate", "ffn", "_inner", "expert_size"), 64),
+    (("experts_per", "moe_topk", "top_k_experts", "moe_k"), 2),
+    (("experts",), 4),
+    (("n_group", "topk_group"), 1),
+    (("q_lora_rank",), 32),
+)
 _SMALL = 2_000_000  # parameters of a model that is measured as it is
 _LARGEST = 100_000_000  # parameters of a stand-in: 0.4 GB
 _IGNORED = ("_name_or_path", "architectures", "dtype", "transformers_version", "quantization_config")
@@ -191,7 +198,7 @@ def _left(running: list[torch.nn.Module]) -> None:
     running.pop()
 
 
-def _avoid_values(model: torch.nn.Module, kind: type) -> None:
+def _avoid_values(model: torch.nn.Module, kind: Any) -> None:
     """Let the modules of a class return their first argument, or not adapt frequencies to the length."""
     module: Any
     for module in model.modules():
@@ -208,24 +215,17 @@ def _shrink(config: Any, head_dim: int, only_widths: bool) -> Any:
     """Return a copy with one or two heads of `head_dim` and small widths; `only_widths` keeps the heads."""
     small = copy.deepcopy(config)
     entries = {key: value for key, value in vars(small).items() if type(value) is int}
-    for key, value in entries.items():
-        if "vocab_size" in key:
-            setattr(small, key, min(value, _VOCABULARY))
-        elif key.endswith("_token_id"):
-            setattr(small, key, min(value, _VOCABULARY - 1))
-        elif any(part in key for part in ("intermediate", "ffn", "_inner", "expert_size")):
-            setattr(small, key, min(value, 2 * _WIDTH))
-        elif "experts_per" in key or key in ("moe_topk", "top_k_experts", "moe_k"):
-            setattr(small, key, min(value, 2))
-        elif "experts" in key and "shared" not in key:
-            setattr(small, key, min(value, _EXPERTS))
-        elif key in ("n_group", "topk_group"):
-            setattr(small, key, 1)
-        elif key == "q_lora_rank":
-            setattr(small, key, min(value, _WIDTH))
+    for key, value in vars(config).items():
+        most = next((most for parts, most in _AT_MOST if any(part in key for part in parts)), None)
+        if most is None or "shared" in key:
+            continue
+        if type(value) is int:
+            setattr(small, key, min(value, most))
+        elif isinstance(value, list) and all(type(each) is int for each in value):  # by layer, or by kind of token
+            setattr(small, key, [min(each, most) for each in value])
     if not only_widths:
         for key in ("num_attention_heads", "num_key_value_heads"):
-            if key in entries:
+            if small.attribute_map.get(key, key) in entries:
                 setattr(small, key, 2)
         # Without a size of their own, heads share the width.
         small.hidden_size = 2 * entries.get("head_dim", head_dim)

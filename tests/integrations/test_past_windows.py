@@ -27,7 +27,7 @@ def prompt(rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def prefilled(model: Any, ids: torch.Tensor, **changes: Any) -> Any:
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True, **changes)
     assert any(layer.keys.shape[2] == WINDOW - 1 for layer in cache.layers), "a window has dropped tokens"
@@ -115,7 +115,7 @@ def test_blobs_of_other_layers_are_refused(gemma: Any) -> None:
 
 
 def prefilled_whole(model: Any, seed: int = 0) -> Any:
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     with torch.no_grad():
         model(prompt(seed=seed), past_key_values=cache)
     return cache
