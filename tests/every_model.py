@@ -104,21 +104,26 @@ def shrink(config: Any, layers: int, sections: bool) -> Any:
     return config
 
 
+def make(config: Any) -> Any:
+    """Make the model of a configuration, in eval mode."""
+    for factory in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(config) in factory._model_mapping:
+            return factory.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+    raise ValueError(f"no model is registered for {type(config).__name__}")
+
+
 def build(name: str) -> tuple[Any, torch.Tensor, Any]:
     """Build a model of a type; return it, its tokens `[1, 40]`, and its cache of them. Raise whatever it raises."""
     problem: Exception = ValueError("no depth fits")
     for layers, sections in ((4, False), (2, False), (6, False), (4, True)):
         try:
             config = shrink(copy.deepcopy(CONFIG_MAPPING[name]().get_text_config(decoder=True)), layers, sections)
+            with torch.device("meta"):
+                size = sum(own.numel() for own in make(config).parameters())
+            if size > LARGEST:
+                raise ValueError(f"{size} parameters are too many")
             torch.manual_seed(0)
-            try:
-                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-            except ValueError as error:
-                if "Unrecognized configuration class" not in str(error):
-                    raise
-                model = transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
-            if sum(own.numel() for own in model.parameters()) > LARGEST:
-                raise ValueError("too large")
+            model = make(config)
             ids = torch.randint(3, 200, (1, TOKENS))
             with torch.no_grad():
                 output = model(ids, use_cache=True)

@@ -7,12 +7,12 @@ import collections
 import pytest
 from tests.every_model import TYPES, judge
 
-# One of each way to keep a cache: grouped heads, one head, biases, tables, latents, sections, adjacent pairs.
+# One of each way to keep a cache: grouped heads, one head, biases, tables, latents, sections, windows, adjacent pairs.
 WORKING = (
-    "bloom", "dbrx", "deepseek_v3", "falcon", "glm4v", "gpt2", "gptj", "llama", "minicpm3", "mpt", "phi", "qwen2_vl",
-    "smollm3", "xglm",
+    "bloom", "deepseek_v3", "falcon", "gemma3", "glm4v", "gpt2", "gpt_oss", "gptj", "llama", "mistral", "phi",
+    "qwen2_vl", "smollm3", "xglm",
 )  # fmt: skip
-REFUSED = {"qwen3_next": "holds conv_states", "deepseek_v32": "holds indexer_keys", "gemma3": "sliding window"}
+REFUSED = {"qwen3_next": "holds conv_states", "deepseek_v32": "holds indexer_keys"}
 
 
 @pytest.mark.parametrize("name", WORKING)
