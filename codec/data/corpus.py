@@ -116,7 +116,7 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
     place = _device(device)
     transformers = _transformers("a model")
     path = model_path(name)
-    KVLayout.from_config(load_config(name).get_text_config(decoder=True))
+    KVLayout.of(load_config(path))  # refuses before any weights are read
     with as_input_error(name):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     loaded: PreTrainedModel = model.to(place).eval()
