@@ -183,7 +183,8 @@ class Quality:
             got = ", ".join(given) or "none"
             raise InputError(f"quality: must be given as exactly one of quality=, kl=, bits=, ratio=, step=, got {got}")
         ((name, value),) = given.items()
-        if type(self.worst) is not bool or (self.worst and name != "kl"):
+        worst: object = self.worst
+        if worst is not False and (worst is not True or name != "kl"):
             raise InputError(f"worst: must be True or False, and True only with kl=, got {self.worst!r} with {name}=")
         if self.kind is not None and (name not in ("quality", "kl") or value == LOSSLESS):
             asked_for = f"quality={LOSSLESS!r}" if value == LOSSLESS else f"{name}="

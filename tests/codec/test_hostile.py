@@ -69,7 +69,7 @@ BACKENDS = [*stage_names(), TRITON]
 
 DAMAGED = corpus()
 # Triton's interpreter takes seconds for each.
-CASES = [(name, backend) for name in DAMAGED for backend in stage_names()]
+CASES: list[Any] = [(name, backend) for name in DAMAGED for backend in stage_names()]
 CASES += [pytest.param(n, "triton", marks=TRITON.marks) for n, own in DAMAGED.items() if not own.in_header]
 
 
