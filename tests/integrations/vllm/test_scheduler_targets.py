@@ -197,7 +197,7 @@ def test_blocks_that_are_worse_than_stored_are_renamed_from_the_first_on(desk: C
     d, request = desk(), asking(deadline_ms=500)
     loading(d, request)
     exact = list(request.block_hashes)
-    d.side.take(ended(request, (3, 3, 2, 3)))
+    d.side.take(ended(request, (2, 2, 1, 2)))
     same = [old == new for old, new in zip(exact, request.block_hashes, strict=True)]
     assert same == [True] * (2 * CHUNK // BLOCK) + [False] * (len(exact) - 2 * CHUNK // BLOCK)
 
@@ -209,7 +209,7 @@ def test_a_request_that_names_no_deadline_keeps_poor_blocks_to_itself_as_well(
     d, request = desk(), asking(**wants)
     loading(d, request)
     exact = list(request.block_hashes)
-    d.side.take(ended(request, (1, 3)))
+    d.side.take(ended(request, (1, 2)))
     assert not set(exact) & set(request.block_hashes)
 
 
@@ -217,7 +217,7 @@ def test_complete_loads_keep_their_names_and_go_on_to_be_stored(desk: Callable[.
     d, request = desk(), asking(deadline_ms=500)
     loading(d, request)
     exact = list(request.block_hashes)
-    d.side.take(ended(request, (3, 3, 3, 3)))
+    d.side.take(ended(request, (2, 2, 2, 2)))
     assert request.block_hashes == exact
     saves = d.plan((request, 4 * CHUNK, 100 - 4 * CHUNK)).saves
     assert [save.entry.start for save in saves] == [4 * CHUNK, 5 * CHUNK, 6 * CHUNK][: len(saves)] and saves
@@ -226,7 +226,7 @@ def test_complete_loads_keep_their_names_and_go_on_to_be_stored(desk: Callable[.
 def test_what_is_computed_after_poor_chunks_is_not_stored(desk: Callable[..., Desk]) -> None:
     d, request = desk(), asking(deadline_ms=500)
     loading(d, request)
-    d.side.take(ended(request, (3, 1, 3, 3)))
+    d.side.take(ended(request, (2, 1, 2, 2)))
     assert not d.plan((request, 4 * CHUNK, 100 - 4 * CHUNK)).saves
     assert d.unstored() == {"quality": 100 - 4 * CHUNK}
     d.side.finished(request, d.tables[0])
@@ -237,14 +237,14 @@ def test_the_worst_of_all_ranks_counts(desk: Callable[..., Desk]) -> None:
     d, request = desk(shards=2), asking(deadline_ms=5000)
     loading(d, request)
     exact = list(request.block_hashes)
-    d.side.take(ended(request, (3, 3, 3, 3), kl=0.001))
+    d.side.take(ended(request, (2, 2, 2, 2), kl=0.001))
     assert request.block_hashes == exact
-    d.side.take(ended(request, (3, 2, 3), kl=0.009, complete=False))
+    d.side.take(ended(request, (2, 1, 2), kl=0.009, complete=False))
     assert request.block_hashes[: CHUNK // BLOCK] == exact[: CHUNK // BLOCK]
     assert request.block_hashes[CHUNK // BLOCK] != exact[CHUNK // BLOCK]
     told = d.side.told(request)
     assert told is not None
-    assert (told["loaded_tokens"], told["parts"], told["expected_kl"]) == (3 * CHUNK, [0, CHUNK, 2 * CHUNK], 0.009)
+    assert (told["loaded_tokens"], told["parts"], told["expected_kl"]) == (3 * CHUNK, [CHUNK, 2 * CHUNK], 0.009)
 
 
 def test_a_plan_that_leaves_chunks_out_is_not_repeated(desk: Callable[..., Desk]) -> None:
@@ -257,7 +257,7 @@ def test_a_plan_that_leaves_chunks_out_is_not_repeated(desk: Callable[..., Desk]
 def test_a_chunk_that_is_computed_for_the_floor_is_stored_again_if_it_lacks_parts(desk: Callable[..., Desk]) -> None:
     d, request = desk(), asking(kl_max=0.001)
     load = loading(d, request)
-    report = ended(request, (3,), complete=False)
+    report = ended(request, (2,), complete=False)
     report.unsaved = {entry.digest for entry in load.prefix[2:]}
     d.side.take(report)
     saves = d.plan((request, CHUNK, 3 * CHUNK)).saves
@@ -269,7 +269,7 @@ def test_a_request_that_is_not_cached_any_more_still_keeps_poor_blocks_to_itself
     loading(d, request)
     exact = list(request.block_hashes)
     d.side._give_up(request.request_id)
-    d.side.take(ended(request, (2, 2, 2, 2)))
+    d.side.take(ended(request, (1, 1, 1, 1)))
     assert not set(exact) & set(request.block_hashes)
 
 
@@ -291,7 +291,7 @@ def test_the_step_of_the_first_token_tells_whether_the_deadline_was_met(
 ) -> None:
     d, request = desk(), asking(deadline_ms=500)
     loading(d, request)
-    d.side.take(ended(request, (3, 3, 3, 1)))
+    d.side.take(ended(request, (2, 2, 2, 1)))
     d.plan((request, 4 * CHUNK, 10))
     last = d.plan((request, 4 * CHUNK + 10, 100 - 4 * CHUNK - 10), new=False)
     d.now += seconds
@@ -301,7 +301,7 @@ def test_the_step_of_the_first_token_tells_whether_the_deadline_was_met(
     assert told == told_early and told is not None
     assert told["deadline_met"] is (result == "met")
     assert told["first_token_ms"] == pytest.approx(1e3 * seconds)
-    assert told["parts"] == [CHUNK, 0, 3 * CHUNK] and told["loaded_tokens"] == 4 * CHUNK
+    assert told["parts"] == [CHUNK, 3 * CHUNK] and told["loaded_tokens"] == 4 * CHUNK
     assert told["expected_kl"] == 0.004
     assert d.recorder.totals()["deadlines", result] == 1
 
@@ -309,7 +309,7 @@ def test_the_step_of_the_first_token_tells_whether_the_deadline_was_met(
 def test_a_floor_alone_is_told_without_a_deadline(desk: Callable[..., Desk]) -> None:
     d, request = desk(), asking(kl_max=0.1)
     loading(d, request)
-    assert d.side.told(request) == {"loaded_tokens": 0, "parts": [0, 0, 0]}
+    assert d.side.told(request) == {"loaded_tokens": 0, "parts": [0, 0]}
 
 
 def test_only_the_last_load_of_a_request_is_told(desk: Callable[..., Desk]) -> None:
@@ -318,15 +318,15 @@ def test_only_the_last_load_of_a_request_is_told(desk: Callable[..., Desk]) -> N
     d.side.take(ended(request, (1, 1, 1, 1), kl=0.09))
     tokens, _ = d.matched(request)  # it was preempted
     d.side.allocated(request, d.tables[0], tokens)
-    d.side.take(ended(request, (3, 3), kl=0.001))
+    d.side.take(ended(request, (2, 2), kl=0.001))
     told = d.side.told(request)
-    assert told == {"loaded_tokens": 2 * CHUNK, "parts": [0, 0, 2 * CHUNK], "expected_kl": 0.001}
+    assert told == {"loaded_tokens": 2 * CHUNK, "parts": [0, 2 * CHUNK], "expected_kl": 0.001}
 
 
 def test_a_request_that_is_preempted_after_its_first_token_is_in_no_hurry(desk: Callable[..., Desk]) -> None:
     d, request = desk(), asking(deadline_ms=500)
     loading(d, request)
-    d.side.take(ended(request, (3, 3, 3, 3)))
+    d.side.take(ended(request, (2, 2, 2, 2)))
     plan = d.plan((request, 4 * CHUNK, 100 - 4 * CHUNK))
     d.side.take(Report(steps=[plan.step]))
     tokens, _ = d.matched(request)
