@@ -120,11 +120,10 @@ class BlockMap:
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arrays of a profile's file; `read_block_map` is the inverse."""
-        arrays: dict[str, npt.NDArray[np.generic]] = {
-            "wide": self.wide, "narrow": self.narrow, "row_scale": self.row_scale, "column_scale": self.column_scale,
+        return {
+            "wide": self.wide, "narrow": self.narrow, "faint": pack_nibbles(self.faint), "row_scale": self.row_scale,
+            "column_scale": self.column_scale,
         }  # fmt: skip
-        # Profiles that were learned before there were faint columns keep their arrays, and with them their id.
-        return arrays | ({"faint": pack_nibbles(self.faint)} if self.faint.size else {})
 
     def square(self) -> torch.Tensor:
         """Return the map from all components, coded or not, float64 `[n, c]`."""
@@ -150,12 +149,10 @@ def read_block_map(
         FormatError: an array has the wrong shape or dtype, or scales are not above zero.
         KeyError: an array is missing.
     """
-    wide, narrow = arrays[f"{prefix}.wide.{block}"], arrays[f"{prefix}.narrow.{block}"]
-    faint = arrays.get(f"{prefix}.faint.{block}", np.empty((size, 0), np.uint8))
+    wide, narrow, faint = (arrays[f"{prefix}.{name}.{block}"] for name in ("wide", "narrow", "faint"))
     count = size if rank else 0
-    # Without faint columns, the narrow ones are all that are not wide.
-    first = wide.shape[1] if wide.ndim == 2 else -1
-    second = narrow.shape[1] if narrow.ndim == 2 and faint.size else count - first
+    first, second = (array.shape[1] if array.ndim == 2 else 0 for array in (wide, narrow))
+    second = min(second, count - first)
     others = max(count - first - second, 0)
     shapes = {
         "wide": (wide, np.int16, (size, first)),

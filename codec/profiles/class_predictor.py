@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -62,7 +62,7 @@ class Predictor:
         bias: in octaves.
         sinks: `[P]` float32, in octaves; upper limits of the offset at the first P positions of a sequence.
         means: `[K + 1]` float32, the average logarithms of the squares and of their sum. A shard uses them in place of
-            components that it lacks. Empty if unknown.
+            components that it lacks.
         recency: `[D]` float32, by how many octaves a step is finer 1, 2, 4, … tokens from the end of the cache than far
             from it. Empty if the distance does not matter.
     """
@@ -74,17 +74,16 @@ class Predictor:
     energy: float
     bias: float
     sinks: F32
-    means: F32 = field(default_factory=lambda: np.empty(0, np.float32))
-    recency: F32 = field(default_factory=lambda: np.empty(0, np.float32))
+    means: F32
+    recency: F32
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arrays of a profile's file; `read_predictor` is the inverse."""
         constants = np.array([self.energy, self.bias], np.float32)
-        arrays: dict[str, npt.NDArray[np.generic]] = {
+        return {
             "components": self.components, "scale": self.scale, "linear": self.linear, "square": self.square,
-            "constants": constants, "sinks": self.sinks, "means": self.means,
+            "constants": constants, "sinks": self.sinks, "means": self.means, "recency": self.recency,
         }  # fmt: skip
-        return arrays | ({"recency": self.recency} if len(self.recency) else {})
 
     def take(self, rows: npt.NDArray[np.intp]) -> Predictor | None:
         """Return the predictor of a section cut to the components `rows`, in this order; None if none are left.
@@ -94,7 +93,7 @@ class Predictor:
         """
         where = {int(row): index for index, row in enumerate(rows)}
         kept = np.array([int(c) in where for c in self.components])
-        if not kept.any() or len(self.means) != len(self.components) + 1:
+        if not kept.any():
             return None
         lost = self.square[~kept].astype(np.float64) @ self.means[:-1][~kept]
         components = np.array([where[int(c)] for c in self.components[kept]], np.int32)
@@ -159,10 +158,7 @@ def read_predictor(prefix: str, arrays: Mapping[str, npt.NDArray[np.generic]], r
         return array.astype(np.float32)
 
     scale, constants, sinks = numbers("scale", count), numbers("constants", 2), numbers("sinks", None)
-    means = numbers("means", None)
-    recency = numbers("recency", None) if f"{prefix}.recency" in arrays else np.empty(0, np.float32)
-    if len(means) not in (0, count + 1):
-        raise FormatError(f"{prefix}.means: has the wrong shape or dtype")
+    means, recency = numbers("means", count + 1), numbers("recency", None)
     if scale.min() <= 0 or len(sinks) > MAX_SINKS:
         raise FormatError(f"{prefix}: scale must be above zero, and at most {MAX_SINKS} positions are sinks")
     if len(recency) > MAX_DISTANCES or np.abs(recency).max(initial=0) > MAX_FINER:

@@ -32,7 +32,6 @@ KL_MARGIN = 1.3
 # kinds. The loss of other models is unknown, so a codec warns.
 PRESET_STEP_INDEX = {"high": -296, "balanced": -216, "small": -152}
 PRESETS = (LOSSLESS, *PRESET_KL)
-_IN_FILES = {"step_index": "step"}  # fields of a point that have other names in files
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +75,15 @@ class CurvePoint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the point as stored in a profile's file."""
-        return {_IN_FILES.get(name, name): value for name, value in asdict(self).items()}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CurvePoint:
         """Return the point of `to_dict` data. Raise FormatError for unknown, missing or ill-typed entries."""
-        known = {_IN_FILES.get(field.name, field.name): field.name for field in fields(cls)}
-        if data.keys() - known.keys():
-            raise FormatError(f"curve: has unknown fields {sorted(data.keys() - known.keys())}")
-        point = cls(**{known[name]: value for name, value in data.items()})
+        unknown = data.keys() - {field.name for field in fields(cls)}
+        if unknown:
+            raise FormatError(f"curve: has unknown fields {sorted(unknown)}")
+        point = cls(**data)
         required = (point.step_index, point.bits_per_value, point.error)
         optional = (
             point.kl, point.kl_stderr, point.delta_nll, point.delta_nll_stderr, point.top1, point.kl_worst

@@ -54,6 +54,8 @@ def predictor(**changes: Any) -> Predictor:
         "energy": 0.0,
         "bias": 1.0,
         "sinks": np.array([-3.0], np.float32),
+        "means": np.array([-1.0, -1.5, 2.0], np.float32),
+        "recency": np.empty(0, np.float32),
     }
     return Predictor(**(fields | changes))
 
@@ -321,7 +323,8 @@ def test_a_profile_keeps_its_recency(tmp_path: Path) -> None:
         assert section.predictor.recency.tolist() == RECENCY.tolist()
     arrays = {f"p.{name}": array for name, array in predictor(recency=RECENCY).arrays().items()}
     del arrays["p.recency"]
-    assert not len(read_predictor("p", arrays, 5).recency), "profiles without it code all distances alike"
+    with pytest.raises(KeyError, match="recency"):
+        read_predictor("p", arrays, 5)
 
 
 def test_classes_are_half_octaves() -> None:
@@ -348,6 +351,7 @@ def test_classes_are_half_octaves() -> None:
         ("constants", np.ones(1, np.float32), "shape"),
         ("sinks", np.zeros(MAX_SINKS + 1, np.float32), "sinks"),
         ("sinks", np.zeros((1, 1), np.float32), "shape"),
+        ("means", np.zeros(2, np.float32), "shape"),
         ("recency", np.zeros(MAX_DISTANCES + 1, np.float32), "at most 32 numbers between -64 and 64"),
         ("recency", np.array([65.0], np.float32), "between -64 and 64"),
         ("recency", np.zeros((1, 1), np.float32), "shape"),

@@ -100,7 +100,7 @@ def classed(plain: Profile) -> Profile:
             components, np.exp2(section.scale[components] / 64).astype(np.float32),
             np.array([0.5, -0.25, 0.0], np.float32), np.array([-0.25, 0.0, -0.5], np.float32),
             -0.125, 0.5 + i, np.array([-3.0, -1.0], np.float32)[:i],
-            np.array([-1.0, -1.25, -1.5, 2.0], np.float32)[: 2 * i],
+            np.array([-1.0, -1.25, -1.5, 2.0], np.float32), np.array([1.0, 0.5, 0.0], np.float32)[: 2 * i],
         )  # fmt: skip
         learned.append(
             replace(

@@ -730,7 +730,7 @@ def predicting(profile: Profile, sections: Sequence[int] | None = None) -> Profi
         weights = rng.normal(0, 0.4, (2, count)).astype(np.float32)
         predictor = Predictor(
             chosen, scale, weights[0], weights[1], 0.05, 0.3, np.array([-1.5, -0.5, 0.1][: 2 + index % 2], np.float32),
-            recency=np.array([2.0, 1.5, 0.5, 0.0][index % 2 :], np.float32),
+            np.zeros(count + 1, np.float32), np.array([2.0, 1.5, 0.5, 0.0][index % 2 :], np.float32),
         )  # fmt: skip
         freq = class_frequencies(np.exp2(-np.abs(np.arange(CLASSES) - 7.0)))
         learned.append(replace(section, predictor=predictor, class_freq=freq))

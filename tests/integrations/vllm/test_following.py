@@ -26,7 +26,8 @@ def profile() -> Profile:
     plain = fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)])
     one, none = np.ones(1, np.float32), np.zeros(1, np.float32)
     recency = np.array([3.0, 2.0, 1.0, 0.0], np.float32)
-    own = Predictor(np.zeros(1, np.int32), one, none, none, 0.0, 0.0, np.empty(0, np.float32), recency=recency)
+    nothing = np.empty(0, np.float32)
+    own = Predictor(np.zeros(1, np.int32), one, none, none, 0.0, 0.0, nothing, np.zeros(2, np.float32), recency)
     learned = tuple(replace(section, predictor=own) for section in plain.learned)
     return Profile(plain.layout, plain.group, plain.source, plain.family, learned)
 
