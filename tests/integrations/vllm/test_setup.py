@@ -28,7 +28,6 @@ from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations import checkpoint as checkpoint_module
 from cuvee.integrations.checkpoint import weight_fingerprints
 from cuvee.integrations.profile_collection.collection import ProfileCollection
-from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.vllm import setup
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.setup import Setup, stop_advice
@@ -398,7 +397,7 @@ def test_without_a_profile_of_the_model_the_engine_does_not_start(tmp_path: Path
     for where in (str(tmp_path / "missing"), f"file://{tmp_path}/missing", str(model_path)):
         with pytest.raises(FileNotFoundError, match=r"^no profile (at|of this llama model in) "):
             Setup.of_engine(*_engine(extra={"profile": where}, model__model=str(model_path)))
-    with pytest.raises(StoreError, match=r"redis://user:\*\*\*@127.0.0.1:1"):
+    with pytest.raises(InputError, match=r"profile: must name a folder, .* got 'redis://user:\*\*\*@127.0.0.1:1'"):
         Setup.of_engine(*_engine(extra={"profile": "redis://user:secret@127.0.0.1:1"}, model__model=str(model_path)))
     (tmp_path / "quantized").mkdir()
     (tmp_path / "quantized" / "model.gguf").write_bytes(b"")
