@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ import cuvee
 
 TOKENS = 40
 LARGEST = 60_000_000
+LIMIT = 90  # seconds to build a model and run it
 TYPES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}))
 
 _SIZES: dict[str, Any] = {
@@ -138,11 +142,32 @@ def build(name: str) -> tuple[Any, torch.Tensor, Any]:
     raise problem
 
 
+class _Slow(BaseException):
+    """A model took longer than the limit. Building catches every `Exception`, and must not catch this."""
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise `_Slow` in the main thread after so many seconds: some layers have no fast code for a CPU."""
+
+    def stop(*_: object) -> None:
+        raise _Slow(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def judge(name: str) -> Verdict:
     """Tell what cuvee does with the cache of a model of this type."""
     try:
-        model, ids, cache = build(name)
-    except Exception as error:
+        with limited(LIMIT):
+            model, ids, cache = build(name)
+    except (Exception, _Slow) as error:
         return Verdict("not built", f"{type(error).__name__}: {str(error)[:90]}".replace("\n", " "))
     kinds = " ".join(sorted({type(layer).__name__ for layer in getattr(cache, "layers", [])}) or [type(cache).__name__])
     try:
