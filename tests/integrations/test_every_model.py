@@ -28,9 +28,9 @@ def test_what_a_layout_cannot_describe_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif("not __import__('transformers').__version__.startswith('5.19')", reason="counted for 5.19")
 def test_every_type_works_or_is_refused() -> None:
     verdicts = {name: judge(name) for name in TYPES}
     counts = collections.Counter(verdict.name for verdict in verdicts.values())
-    wrong = {name: verdict.why for name, verdict in verdicts.items() if verdict.name == "wrong"}
-    assert not wrong and counts["works"] >= 1, counts
+    assert not {name: verdict.why for name, verdict in verdicts.items() if verdict.name == "wrong"}
+    # Names, of which several stand for one decoder: 114 decoders work with transformers 5.19.
+    assert counts["works"] >= 114, counts
