@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing but make and Python 3.11 or newer: both build .venv first. The tests of the
 # Redis store want Debian's redis-server and those of kernels g++, which `make test` installs where it may; those of the
-# real model fetch it.
+# real model fetch it. The S3 server of those of object storage comes with the development tools.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -47,7 +47,7 @@ CHECK_LEFT  := kernels ptx fuzz eval/bench eval/report blend/test_blender.py \
 	codec/test_calibrate.py codec/test_hostile.py codec/test_linear.py \
 	codec/test_lossless.py codec/test_memory.py codec/test_sections.py codec/test_shard.py \
 	eval/test_lm.py eval/test_tasks.py \
-	integrations/stores/test_redis.py integrations/vllm/test_prometheus.py integrations/vllm_tier \
+	integrations/stores/test_objects.py integrations/stores/test_redis.py integrations/vllm/test_prometheus.py integrations/vllm_tier \
 	package/cli/test_demo.py package/cli/test_profile.py package/cli/test_report.py package/test_docs.py package/test_notebooks.py \
 	package/test_package.py
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
