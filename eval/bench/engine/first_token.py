@@ -61,7 +61,7 @@ def measure_first_token(
         say(f"first token: round {turn + 1}")
         for length in scope.lengths:
             prompt = random_prompt(draw, model, length)
-            fillers = [NO_CONNECTOR, *raw, *(variant.name for variant in chosen if variant.filled_by is None)]
+            fillers = [NO_CONNECTOR, *raw, *(variant.name for variant in chosen)]
             for name in draw.sample(fillers, len(fillers)):
                 seconds = engines[name].ask([prompt], forget=True, expect_cached=[0]).seconds
                 if name == NO_CONNECTOR:
@@ -147,9 +147,8 @@ def _prove(
         differences[RAW_FILES] = worst if math.isfinite(worst) else None
     for variant in chosen:
         engine = engines[variant.name]
-        if variant.filled_by is None:
-            engine.ask([prompt], expect_cached=[0])
-            engine.settle(length // CHUNK)
+        engine.ask([prompt], expect_cached=[0])
+        engine.settle(length // CHUNK)
         loaded = engine.ask([prompt], forget=True, expect_cached=[length], **proof)
         worst = logprob_difference(loaded.logprobs[0], expected.logprobs[0])
         if variant.quality == "lossless" and (loaded.tokens != expected.tokens or worst > LOGPROB_TOLERANCE):

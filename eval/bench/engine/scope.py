@@ -80,20 +80,16 @@ class EngineVariant:
         name: in the tables.
         quality: a preset.
         store: a URL, in which `{folder}` stands for a temporary folder.
-        filled_by: another variant, which fills the store that both share. Then this one has no misses.
     """
 
     name: str
     quality: str
     store: str
-    filled_by: str | None = None
 
 
 VARIANTS = (
     EngineVariant("lossless, file", "lossless", "file://{folder}/lossless"),
-    EngineVariant("lossless, file, sync", "lossless", "file://{folder}/lossless", False, "lossless, file"),
     EngineVariant("balanced, file", "balanced", "file://{folder}/balanced"),
-    EngineVariant("balanced, file, sync", "balanced", "file://{folder}/balanced", False, "balanced, file"),
     EngineVariant("lossless, memory", "lossless", "memory://?max_gb=2"),
 )
 

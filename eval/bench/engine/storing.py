@@ -30,7 +30,7 @@ def measure_storing(
 
     count, length, generated = scope.batch
     draw = random.Random(1)
-    names = [NO_CONNECTOR, *(variant.name for variant in chosen if variant.filled_by is None)]
+    names = [NO_CONNECTOR, *(variant.name for variant in chosen)]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     unstored: dict[str, list[float]] = {name: [] for name in names[1:]}
     behind: dict[str, list[float]] = {name: [] for name in names[1:]}
