@@ -25,6 +25,7 @@ from cuvee.codec.models.probe import MeasuredLayer, ProbeError, first_line, meas
 
 _MAX_LAYERS = 4096
 _MAX_SKIPPED = 8
+_WIDTH = 128
 # What shrinks: parts of an entry's name, the first that fit, and the most that the entry may be.
 _AT_MOST = (
     (("vocab_size",), 64),
@@ -79,10 +80,10 @@ def _measured(config: Any) -> tuple[MeasuredLayer, ...]:
         return true
     head_dim = next((layer.head_dim for layer in true if layer.kv_heads), 1)
     why = ""
-    for only_widths in (False, True):
+    for width in (2 * head_dim, _WIDTH, None):
         try:
             with _building(name):
-                small = _shrink(plain, head_dim, only_widths)
+                small = _shrink(plain, width)
             parameters = _parameters(_build(small, "meta", name))
             if parameters > _LARGEST:
                 why = f"a small one has {parameters} parameters"
@@ -211,8 +212,11 @@ def _avoid_values(model: torch.nn.Module, kind: Any) -> None:
             module.rope_type = dict.fromkeys(scaling, "default") if isinstance(scaling, dict) else "default"
 
 
-def _shrink(config: Any, head_dim: int, only_widths: bool) -> Any:
-    """Return a copy with one or two heads of `head_dim` and small widths; `only_widths` keeps the heads."""
+def _shrink(config: Any, width: int | None) -> Any:
+    """Return a copy with two heads and this width, small experts and a small vocabulary; None keeps heads and width.
+
+    Heads without a size of their own share the width, others (latents) do with any.
+    """
     small = copy.deepcopy(config)
     entries = {key: value for key, value in vars(small).items() if type(value) is int}
     for key, value in vars(config).items():
@@ -223,10 +227,9 @@ def _shrink(config: Any, head_dim: int, only_widths: bool) -> Any:
             setattr(small, key, min(value, most))
         elif isinstance(value, list) and all(type(each) is int for each in value):  # by layer, or by kind of token
             setattr(small, key, [min(each, most) for each in value])
-    if not only_widths:
+    if width is not None:
         for key in ("num_attention_heads", "num_key_value_heads"):
             if small.attribute_map.get(key, key) in entries:
                 setattr(small, key, 2)
-        # Without a size of their own, heads share the width.
-        small.hidden_size = 2 * entries.get("head_dim", head_dim)
+        small.hidden_size = 2 * entries.get("head_dim", width // 2)
     return small
