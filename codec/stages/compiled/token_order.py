@@ -48,12 +48,17 @@ def _copy_columns(order, x, leading, ordered, y):  # type: ignore[no-untyped-def
 def arrange(
     classes: U8, x: torch.Tensor, leading: torch.Tensor | None, rows: int
 ) -> tuple[U8, torch.Tensor, torch.Tensor]:
-    """See `cuvee.codec.stages.reference.token_order.arrange`. Coefficients take the place of values."""
+    """See `cuvee.codec.stages.reference.token_order.arrange`. Coefficients take the place of values that move."""
     tokens = len(classes)
     order, columns = np.empty(tokens, np.intp), np.empty(tokens, np.uint8)
     sort_columns(classes, order, columns)
-    values = x.numpy()
+    values, known = x.numpy(), _NOTHING if leading is None else leading.numpy()
+    if tokens and len(np.unique(columns)) == 1:  # in order already, as without a predictor
+        y = tile_arena.array(SECOND, rows * tokens, np.float32).reshape(rows, tokens)
+        for row in range(min(len(known), rows)):
+            y[row] = known[row]
+        return columns, x, torch.from_numpy(y)
     ordered = tile_arena.array(SECOND, x.numel(), np.float32).reshape(values.shape)
     y = values.reshape(-1)[: rows * tokens].reshape(rows, tokens)
-    _copy_columns(order, values, _NOTHING if leading is None else leading.numpy(), ordered, y)
+    _copy_columns(order, values, known, ordered, y)
     return columns, torch.from_numpy(ordered), torch.from_numpy(y)
