@@ -110,6 +110,7 @@ def shrink(config: Any, layers: int, sections: bool) -> Any:
 
 def make(config: Any) -> Any:
     """Make the model of a configuration, in eval mode."""
+    factory: Any
     for factory in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in factory._model_mapping:
             return factory.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
