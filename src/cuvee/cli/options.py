@@ -15,7 +15,6 @@ import typer
 __all__ = [
     "DEFAULT_CHUNK_TOKENS",
     "MODEL_HELP",
-    "BatchSize",
     "ChunkTokens",
     "Config",
     "Dtype",
@@ -49,7 +48,6 @@ Config = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Sequences per forward pass.")]
 ChunkTokens = Annotated[int, typer.Option("--chunk-tokens", min=1, help="Tokens per coded chunk.")]
 
 

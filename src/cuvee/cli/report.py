@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cuvee.cli.options import BatchSize, Dtype, Json, Model, fields_from, typed_command
+from cuvee.cli.options import Dtype, Json, Model, fields_from, typed_command
 from cuvee.cli.output import make_console, print_json
 
 _LEARNING, _MEASURING, _TASKS = "Learning", "Measuring", "Tasks and blends"
@@ -87,7 +87,6 @@ def report(
     device: Annotated[
         str, typer.Option(help="Where the model runs and its caches are coded.", rich_help_panel=_MEASURING)
     ] = "cpu",
-    batch_size: BatchSize = 8,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
