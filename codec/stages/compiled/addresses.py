@@ -11,7 +11,7 @@ from typing import Any
 from numba import carray  # type: ignore[attr-defined, unused-ignore]  # not exported in the stubs of numba 0.68
 from numba.core import cgutils, types
 
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.compiler import inner
 from cuvee.codec.stages.compiled.simd import spelled_out
 
 
@@ -25,7 +25,7 @@ def _pointer(typing: Any, address):  # type: ignore[no-untyped-def]
     return types.voidptr(address), generate
 
 
-@compiled
+@inner
 def array_at(address, size, alike):  # type: ignore[no-untyped-def]
     """Return the `size` entries at an address as an array, of the dtype of the array `alike`."""
     return carray(_pointer(address), (size,), alike.dtype)

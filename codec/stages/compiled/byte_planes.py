@@ -20,7 +20,7 @@ from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.addresses import array_at
 from cuvee.codec.stages.compiled.byte_plane_steps import join_by_channel_step, join_step, split_step
 from cuvee.codec.stages.compiled.coded_part import read_u16
-from cuvee.codec.stages.compiled.compiler import compiled, compiled_briefly
+from cuvee.codec.stages.compiled.compiler import compiled, compiled_briefly, inner
 from cuvee.codec.stages.compiled.joining import joined
 from cuvee.codec.stages.compiled.rans import decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
@@ -43,7 +43,7 @@ _CODED, _AT, _ROW, _END = range(4)
 _STEPS = part.PART_FIELDS
 
 
-@compiled
+@inner
 def _skip_padding(data, begin, at, end, problem):  # type: ignore[no-untyped-def]
     """Return the next multiple of four bytes from `begin`, or -1 if a byte before it is not zero or not there."""
     after = at + -(at - begin) % 4
@@ -57,7 +57,7 @@ def _skip_padding(data, begin, at, end, problem):  # type: ignore[no-untyped-def
     return after
 
 
-@compiled
+@inner
 def _check_table(data, at, end, problem):  # type: ignore[no-untyped-def]
     """Return where a plane's table ends, or -1 if it breaks a rule."""
     if at + 2 > end:
@@ -85,7 +85,7 @@ def _check_table(data, at, end, problem):  # type: ignore[no-untyped-def]
     return at
 
 
-@compiled
+@inner
 def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
     """Read a checked table into its decode slots."""
     filled = np.int64(0)
@@ -98,7 +98,7 @@ def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
         filled += frequency
 
 
-@compiled
+@inner
 def _parse(data, begin, end, channels, tokens, planes, problem):  # type: ignore[no-untyped-def]
     """Find the planes of a section, as `read_layer` does; return where its streams begin, or -1 if it breaks a rule."""
     at = begin
@@ -158,7 +158,7 @@ def _index(data, spans, channels, tokens, planes, found, problem):  # type: igno
     return True, part.list_all_words(data, tokens, found)
 
 
-@compiled
+@inner
 def _write_joined(  # type: ignore[no-untyped-def]
     low, low_row, high, references, at, width, begins, first_row, heads, size, stride, offsets, kinds, out
 ):
@@ -207,7 +207,7 @@ def _write_joined(  # type: ignore[no-untyped-def]
                                 out[to + of_token[d + i]] = source[i]
 
 
-@compiled
+@inner
 def _write(  # type: ignore[no-untyped-def]
     data, tokens, start, width, planes, scratch, begins, first_row, heads, size, stride, offsets, kinds, out
 ):
@@ -287,76 +287,60 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
     data, words_at, start, stop, channels, tokens, found, slots, planes, run_of, scratch, scratch_at, problem,
     first_row, rows, alike
 ):  # fmt: skip
-    """Decode a tile of layers, and write it; return False for a damaged stream: see `decode_streams`.
+    """Decode a tile of layers, run by run, and write it; return False for a damaged stream: see `decode_streams`.
 
     `rows` int64 `[layers, 2, …]` has the fields named above, of keys and of values, and no heads where nothing is
     written. `alike` has the dtype of their memory.
     """
+    width, bytes_per_value = stop - start, planes.shape[1] // 2
+    fields = np.zeros((len(found), lanes.SECTION_FIELDS), np.int64)
+    depth = np.empty(len(found), np.int32)
+    one_class = np.zeros(width, np.uint8)  # of the columns of all layers
+    places = np.empty(0, np.int64)
     first = np.int64(0)
     while first < len(found):
-        end = first + 1
+        end, total, coded, step = first, np.int64(0), np.int64(0), np.int64(0)
         while end < len(found) and run_of[end] == run_of[first]:
+            fields[end, lanes.OUT], fields[end, lanes.PLANES], fields[end, lanes.TABLES] = (
+                scratch_at[end], end - first, total
+            )  # fmt: skip
+            depth[end] = found[end, _STEPS]
+            total += found[end, _STEPS]
             end += 1
-        if not _decode_run(
-            data, words_at, start, stop, channels[first:end], tokens, found[first:end], slots, planes[first:end],
-            scratch, scratch_at[first:end], problem, first_row, rows[first:end], alike,
+        tables = np.empty(total, np.uint32)
+        for i in range(first, end):
+            for plane in range(planes.shape[1]):
+                if planes[i, plane, _CODED]:
+                    _read_table(
+                        data, planes[i, plane, _AT] + channels[i, plane], planes[i, plane, _END],
+                        slots[coded * _SLOTS : (coded + 1) * _SLOTS],
+                    )  # fmt: skip
+                    for _ in range(channels[i, plane]):
+                        tables[step] = coded << PROB_BITS
+                        step += 1
+                    coded += 1
+        if not decode_streams(
+            data, found[first:end], words_at, start, stop, fields[first:end], one_class, depth[first:end], tables,
+            slots, np.int64(PROB_BITS), scratch, problem,
         ):  # fmt: skip
             problem[part.SECTION] += first
             return False
-        first = end
-    return True
-
-
-@compiled
-def _decode_run(  # type: ignore[no-untyped-def]
-    data, words_at, start, stop, channels, tokens, found, slots, planes, scratch, scratch_at, problem, first_row, rows,
-    alike
-):  # fmt: skip
-    """Do the same for layers that are decoded together."""
-    width, count = stop - start, len(found)
-    fields = np.zeros((count, lanes.SECTION_FIELDS), np.int64)
-    depth = np.empty(count, np.int32)
-    total = coded = np.int64(0)
-    for i in range(count):
-        fields[i, lanes.OUT], fields[i, lanes.PLANES], fields[i, lanes.TABLES] = scratch_at[i], i, total
-        depth[i] = found[i, _STEPS]
-        total += found[i, _STEPS]
-    tables = np.empty(total, np.uint32)
-    step = np.int64(0)
-    for i in range(count):
-        for plane in range(planes.shape[1]):
-            if planes[i, plane, _CODED]:
-                _read_table(
-                    data, planes[i, plane, _AT] + channels[i, plane], planes[i, plane, _END],
-                    slots[coded * _SLOTS : (coded + 1) * _SLOTS],
+        for i in range(first, end):
+            for unit in range(2):
+                own = rows[i, unit]
+                heads, size, kinds_of_rows = own[_HEADS], own[_SIZE], own[_ROW_KINDS]
+                if not heads:
+                    continue
+                begins = array_at(own[_BEGINS], own[_TOKENS], places)
+                offsets = array_at(own[_OFFSETS], kinds_of_rows * heads * size, places)
+                kinds = array_at(own[_KINDS], own[_TOKENS] if kinds_of_rows else np.int64(0), places)
+                out = array_at(own[_MEMORY], own[_ENTRIES], alike)
+                _write(
+                    data, tokens, start, width, planes[i, unit * bytes_per_value : (unit + 1) * bytes_per_value],
+                    scratch[scratch_at[i] :], begins, first_row, heads, size, own[_STRIDE],
+                    offsets.reshape((kinds_of_rows, heads, size)), kinds, out,
                 )  # fmt: skip
-                for _ in range(channels[i, plane]):
-                    tables[step] = coded << PROB_BITS
-                    step += 1
-                coded += 1
-    one_class = np.zeros(width, np.uint8)  # of the columns of all layers
-    if not decode_streams(
-        data, found, words_at, start, stop, fields, one_class, depth, tables, slots, np.int64(PROB_BITS), scratch,
-        problem,
-    ):  # fmt: skip
-        return False
-    places = np.empty(0, np.int64)
-    bytes_per_value = planes.shape[1] // 2
-    for i in range(count):
-        for unit in range(2):
-            own = rows[i, unit]
-            heads, size, kinds_of_rows = own[_HEADS], own[_SIZE], own[_ROW_KINDS]
-            if not heads:
-                continue
-            begins = array_at(own[_BEGINS], own[_TOKENS], places)
-            offsets = array_at(own[_OFFSETS], kinds_of_rows * heads * size, places)
-            kinds = array_at(own[_KINDS], own[_TOKENS] if kinds_of_rows else np.int64(0), places)
-            out = array_at(own[_MEMORY], own[_ENTRIES], alike)
-            _write(
-                data, tokens, start, width, planes[i, unit * bytes_per_value : (unit + 1) * bytes_per_value],
-                scratch[scratch_at[i] :], begins, first_row, heads, size, own[_STRIDE],
-                offsets.reshape((kinds_of_rows, heads, size)), kinds, out,
-            )  # fmt: skip
+        first = end
     return True
 
 
@@ -459,7 +443,7 @@ def _bits(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.unsignedin
     return x.view(torch.int32).numpy().view(np.uint32)
 
 
-@compiled
+@inner
 def _split_words(memory, begins, stride, heads, size, planes):  # type: ignore[no-untyped-def]
     """Split a unit's words into byte planes."""
     count, _, tokens = planes.shape

@@ -8,7 +8,7 @@ from cuvee.codec.errors import FormatError
 from cuvee.codec.format import rules
 from cuvee.codec.format.rules import rule_error
 from cuvee.codec.format.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.compiler import compiled, inner
 from cuvee.codec.support.arrays import I64
 
 # Fields of `found`: sizes, and places in bytes.
@@ -26,13 +26,13 @@ HEADER_BYTES = 20
 INITIAL = np.uint32(LOWER_BOUND)
 
 
-@compiled
+@inner
 def read_u16(data, at):  # type: ignore[no-untyped-def]
     """Return the little-endian number at byte `at`, as uint32."""
     return np.uint32(data[at]) | np.uint32(data[at + 1]) << np.uint32(8)
 
 
-@compiled
+@inner
 def read_u32(data, at):  # type: ignore[no-untyped-def]
     """Return the little-endian number at byte `at`, as uint32."""
     return read_u16(data, at) | read_u16(data, at + 2) << np.uint32(16)
@@ -111,7 +111,7 @@ def stream_count(tokens, log2):  # type: ignore[no-untyped-def]
     return (tokens + (np.int64(1) << log2) - 1) >> log2
 
 
-@compiled
+@inner
 def _stream_words(data, found, stream):  # type: ignore[no-untyped-def]
     place = found[LENGTHS] + found[WIDE] * stream
     return np.int64(read_u16(data, place) if found[WIDE] == 2 else read_u32(data, place))
@@ -127,7 +127,7 @@ def list_words(data, found, words_at):  # type: ignore[no-untyped-def]
     words_at[len(words_at) - 1] = word
 
 
-@compiled
+@inner
 def list_all_words(data, tokens, found):  # type: ignore[no-untyped-def]
     """Do so for all sections that have streams, and note in `STREAMS` where the entries of each begin."""
     entries = np.int64(0)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cuvee.codec.stages.compiled.bfloat16 import saturated, to_float
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.compiler import compiled, inner
 from cuvee.codec.stages.compiled.correction_steps import (
     ROWS,
     add_across_step,
@@ -37,7 +37,7 @@ _FEW = 3  # adjacent tokens from which on they are written side by side
 _arena = Arena()
 
 
-@compiled
+@inner
 def _weigh_rows(weights, first, values, at, width, count, sums, to):  # type: ignore[no-untyped-def]
     """Write four rows of `width` weighted sums, a multiple of 16, of `count` rows of values."""
     i = np.int64(0)
@@ -49,7 +49,7 @@ def _weigh_rows(weights, first, values, at, width, count, sums, to):  # type: ig
         i += WIDTH
 
 
-@compiled
+@inner
 def _turn(x, at, half, cos, sin, angle):  # type: ignore[no-untyped-def]
     """Rotate the `half` pairs of values that begin at entry `at`."""
     i = 0
@@ -63,7 +63,7 @@ def _turn(x, at, half, cos, sin, angle):  # type: ignore[no-untyped-def]
         i += 1
 
 
-@compiled
+@inner
 def _subtract(new, at, memory, begin, size, out, to):  # type: ignore[no-untyped-def]
     """Write the difference of a head's new values from those in memory, where they are adjacent."""
     i = 0
@@ -75,7 +75,7 @@ def _subtract(new, at, memory, begin, size, out, to):  # type: ignore[no-untyped
         i += 1
 
 
-@compiled
+@inner
 def _add(x, at, scale, memory, begin, size):  # type: ignore[no-untyped-def]
     """Add a multiple of a head's values to those in memory, where they are adjacent."""
     i = 0
@@ -87,7 +87,7 @@ def _add(x, at, scale, memory, begin, size):  # type: ignore[no-untyped-def]
         i += 1
 
 
-@compiled
+@inner
 def _add_placed(x, width, rows, scale, memory, begins, offsets, kinds, h, first, lanes):  # type: ignore[no-untyped-def]
     """Add a multiple of a head's values to those of the tokens from `first` on, which lie where `offsets` say."""
     heads, size = offsets.shape[1:]
@@ -114,7 +114,7 @@ def _add_placed(x, width, rows, scale, memory, begins, offsets, kinds, h, first,
         k = end
 
 
-@compiled
+@inner
 def _share(others, first, known, at, width, count, units, sums, agreeing, energy):  # type: ignore[no-untyped-def]
     """Return the share of a head's estimates that predictions of its known changes from each other bear out."""
     agreeing[:], energy[:] = 0, 0  # by column, so that columns are summed side by side
@@ -132,7 +132,7 @@ def _share(others, first, known, at, width, count, units, sums, agreeing, energy
     return np.float32(1) if share > 1 else np.float32(share)
 
 
-@compiled
+@inner
 def _correct_unit(  # type: ignore[no-untyped-def]
     new, token_stride, new_head_stride, memory, begins, head_stride, offsets, kinds, size, cos, sin, trust, row_of,
     windows, matrices, units, known,

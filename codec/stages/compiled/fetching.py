@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.compiler import inner
 from cuvee.codec.stages.compiled.simd import INT32, Code, spelled_out
 
 _LINE = 64  # bytes
@@ -29,7 +29,7 @@ def _fetch_line(typing: Any, array, at):  # type: ignore[no-untyped-def]
     return signature, generate
 
 
-@compiled
+@inner
 def fetch(array, begin, end):  # type: ignore[no-untyped-def]
     """Ask for the bytes `begin … end - 1` of a uint8 array."""
     for at in range(begin, end, _LINE):

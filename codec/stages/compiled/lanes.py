@@ -22,7 +22,7 @@ from cuvee.codec.stages.compiled.coder_steps import (
     encode_step,
     lookup_step,
 )
-from cuvee.codec.stages.compiled.compiler import compiled, inlined
+from cuvee.codec.stages.compiled.compiler import compiled, inlined, inner
 from cuvee.codec.stages.compiled.simd import WIDTH
 
 FLIGHT = 8  # groups that take turns: enough to hide latency, few enough to stay in the first cache
@@ -73,7 +73,7 @@ def list_groups(section, stream, columns, per_stream, groups, at):  # type: igno
     return at
 
 
-@compiled
+@inner
 def _load(slot, q, g, groups, sections, states, starts, x, at):  # type: ignore[no-untyped-def]
     slot[q, _GROUP] = g
     slot[q, _COLUMN] = groups[g, FIRST]
@@ -86,7 +86,7 @@ def _load(slot, q, g, groups, sections, states, starts, x, at):  # type: ignore[
         at[q * WIDTH + lane] = starts[stream + lane]
 
 
-@compiled
+@inner
 def _next_planes(slot, q, groups, sections, classes, planes, of_class):  # type: ignore[no-untyped-def]
     """Find the next planes of a group with the same lanes; return False if none are left."""
     g = slot[q, _GROUP]
@@ -115,7 +115,7 @@ def _next_planes(slot, q, groups, sections, classes, planes, of_class):  # type:
     return False
 
 
-@compiled
+@inner
 def _bad_stream(slot, q, groups, ends, x, at):  # type: ignore[no-untyped-def]
     """Return a damaged stream of a finished group, or -1: streams end in the initial state with all words read."""
     g = slot[q, _GROUP]
@@ -222,11 +222,11 @@ def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, 
         steps = slot[0, _STOP] - slot[0, _PLANE]
         for q in range(1, flying):
             steps = min(steps, slot[q, _STOP] - slot[q, _PLANE])
-        for _ in range(steps // 2):
+        pairs = steps // 2
+        for pair in range(pairs + steps % 2):
             _first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
-            _second_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
-        for _ in range(steps % 2):
-            _first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
+            if pair < pairs:
+                _second_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
 
 
 # Fields of a group that is being encoded.
@@ -234,7 +234,7 @@ _BACK_GROUP, _BACK_COLUMN, _BACK_PLANE, _BACK_STOP, _BACK_ACTIVE, _BACK_ALIKE = 
 _BACK_FIELDS = 6
 
 
-@compiled
+@inner
 def _start(slot, q, g, groups, capacity, x, at):  # type: ignore[no-untyped-def]
     """Begin a group at its last row."""
     slot[q, _BACK_GROUP] = g
@@ -246,7 +246,7 @@ def _start(slot, q, g, groups, capacity, x, at):  # type: ignore[no-untyped-def]
         at[q * WIDTH + lane] = (q * WIDTH + lane) * capacity
 
 
-@compiled
+@inner
 def _planes_before(slot, q, groups, sections, classes, planes, of_class):  # type: ignore[no-untyped-def]
     """Find the preceding planes with the same lanes; return False if none are left."""
     g = slot[q, _BACK_GROUP]
@@ -276,7 +276,7 @@ def _planes_before(slot, q, groups, sections, classes, planes, of_class):  # typ
         return True
 
 
-@compiled
+@inner
 def encode_lanes(  # type: ignore[no-untyped-def]
     groups, sections, data, classes, planes, tables, coders, bits, capacity, spare, log, states, lengths, begins
 ):  # fmt: skip
@@ -375,7 +375,7 @@ def lane_capacity(most: int) -> int:
     return (most // _LINE + 1 | 1) * _LINE
 
 
-@compiled
+@inner
 def collect_words(log, begins, lengths, words):  # type: ignore[no-untyped-def]
     """Collect the words of all streams in the order of the streams; return how many there are."""
     filled = np.int64(0)

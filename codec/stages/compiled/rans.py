@@ -15,7 +15,7 @@ from cuvee.codec.format.streams import LOWER_BOUND, WINDOW, WORD_BITS, Streams, 
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.coded_part import INITIAL, read_u16, read_u32
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.compiler import compiled, inner
 from cuvee.codec.stages.compiled.fetching import fetch
 from cuvee.codec.stages.compiled.lanes import (
     FLIGHT,
@@ -133,7 +133,7 @@ def encode_classes(classes: U8, table: EntropyTables) -> Streams:
     return Streams(np.array([state], np.uint32), np.array([count], np.uint32), words[:count])
 
 
-@compiled
+@inner
 def decode_streams(  # type: ignore[no-untyped-def]
     data, found, words_at, start, stop, fields, columns, depth, tables, slots, bits, out, problem
 ):

@@ -27,7 +27,7 @@ from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.bfloat16 import rounded
 from cuvee.codec.stages.compiled.coded_part import read_u32
 from cuvee.codec.stages.compiled.coder_steps import dequantize_step
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.compiler import compiled, inner
 from cuvee.codec.stages.compiled.joining import joined
 from cuvee.codec.stages.compiled.rans import decode_class_stream, decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
@@ -39,7 +39,7 @@ from cuvee.codec.support.arena import Arena
 _NEVER = 1 << 62  # the row of the escape after the last one
 
 
-@compiled
+@inner
 def _next_escape(cursor, data, found, by_window, tokens, start):  # type: ignore[no-untyped-def]
     """Move `cursor` (place in `by_window`, its end, row, column, number) to the next escape of its window."""
     cursor[0] += 1
@@ -51,7 +51,7 @@ def _next_escape(cursor, data, found, by_window, tokens, start):  # type: ignore
     cursor[2], cursor[3] = place // tokens, place % tokens - start
 
 
-@compiled
+@inner
 def _scale(levels, one, more, step, out):  # type: ignore[no-untyped-def]
     """Dequantize, with numbers per column."""
     for i in range(len(levels)):
@@ -61,7 +61,7 @@ def _scale(levels, one, more, step, out):  # type: ignore[no-untyped-def]
         out[i] = (-back if levels[i] < 0 else back) * step[i]
 
 
-@compiled
+@inner
 def _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, narrow):  # type: ignore[no-untyped-def]
     """Turn levels of the columns `u … v - 1` into coefficients: in a row of y, or in `values` or `row`."""
     _scale(levels[u:v], one[u:v], more[u:v], step[u:v], values[u:v])
@@ -74,7 +74,7 @@ def _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, na
             wide[row_at + i] = values[i]
 
 
-@compiled
+@inner
 def _clear(wide, narrow, begin, end):  # type: ignore[no-untyped-def]
     """Write zeros to the one of `wide` and `narrow` with entries."""
     if len(narrow):
@@ -85,7 +85,7 @@ def _clear(wide, narrow, begin, end):  # type: ignore[no-untyped-def]
             wide[i] = 0
 
 
-@compiled
+@inner
 def _dequantize(  # type: ignore[no-untyped-def]
     data, found, by_window, windows_at, packed, section, tokens, start, pad, columns, shrink, source, wide, narrow
 ):
@@ -199,7 +199,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     return bool((cursors[:, 2] == _NEVER).all())
 
 
-@compiled
+@inner
 def sort_escapes(data, own, tokens, windows, by_window, next_place, listed):  # type: ignore[no-untyped-def]
     """Sort the numbers of a section's escapes by window: a part lists them row by row, and a row covers all tokens.
 

@@ -9,12 +9,12 @@ from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan
 from cuvee.codec.format.streams import WINDOW, Escapes
 from cuvee.codec.stages.compiled.coder_steps import quantize_step
-from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.compiler import compiled, inner
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.support.arrays import F32, U8
 
 
-@compiled
+@inner
 def quantize_row(y, inverse, dead_zone, rounding, levels):  # type: ignore[no-untyped-def]
     """Quantize coefficients of one component; `inverse` is one over their step."""
     for t in range(len(levels)):
@@ -25,7 +25,7 @@ def quantize_row(y, inverse, dead_zone, rounding, levels):  # type: ignore[no-un
         levels[t] = level if y[t] >= 0 else -level
 
 
-@compiled
+@inner
 def pack_row(levels, bits, codable, least, greatest, plane):  # type: ignore[no-untyped-def]
     """Pack levels that share a table into bytes; return the number of escapes."""
     half = np.int32(1) << (bits - 1) if bits else np.int32(0)
@@ -45,13 +45,13 @@ def pack_row(levels, bits, codable, least, greatest, plane):  # type: ignore[no-
     return escapes
 
 
-@compiled
+@inner
 def _low_bits(levels, mask, low):  # type: ignore[no-untyped-def]
     for t in range(len(low)):
         low[t] = np.uint8(levels[t] & mask)
 
 
-@compiled
+@inner
 def _fill(array, first, end, value):  # type: ignore[no-untyped-def]
     for t in range(first, end):
         array[t] = value
@@ -191,7 +191,7 @@ def to_planes(
     return planes, Escapes(index, value)
 
 
-@compiled
+@inner
 def count_escapes(plane):  # type: ignore[no-untyped-def]
     """Return how many bytes of a plane are ESCAPE."""
     count = 0
@@ -200,14 +200,14 @@ def count_escapes(plane):  # type: ignore[no-untyped-def]
     return count
 
 
-@compiled
+@inner
 def to_levels(plane, levels):  # type: ignore[no-untyped-def]
     """Write the bytes of a plane as levels."""
     for i in range(len(levels)):
         levels[i] = np.int32(np.int8(plane[i]))
 
 
-@compiled
+@inner
 def add_low_bits(levels, low, bits):  # type: ignore[no-untyped-def]
     """Complete levels by their low bits."""
     half = np.int32(1) << (bits - 1)

@@ -14,7 +14,7 @@ from cuvee.codec.profiles.sections import Section, UnitColumns
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled.addresses import array_at
 from cuvee.codec.stages.compiled.bfloat16 import rounded, saturated, to_float
-from cuvee.codec.stages.compiled.compiler import compiled, inlined
+from cuvee.codec.stages.compiled.compiler import compiled, inlined, inner
 from cuvee.codec.stages.compiled.linear_steps import (
     add_and_turn_step,
     add_step,
@@ -29,7 +29,7 @@ from cuvee.codec.support.arena import FIRST, tile_arena
 from cuvee.codec.support.arrays import F32, I64, U16
 
 
-@compiled
+@inner
 def adjacent(begins, first, kinds, first_kind):  # type: ignore[no-untyped-def]
     """Return whether the rows of 16 tokens are of one kind and begin at adjacent places."""
     if begins[first] < 0:
@@ -231,7 +231,7 @@ _ALIKE: dict[torch.dtype, npt.NDArray[np.generic]] = {
 }
 
 
-@compiled
+@inner
 def _gather(  # type: ignore[no-untyped-def]
     memory, token_stride, head_stride, heads, size, cos, sin, half, mean, predicted, row_of, width, column, stride, out
 ):  # fmt: skip
