@@ -311,7 +311,7 @@ class TransformPlan:
                     widths.append(int(deepest.sum()))
         return PlanArrays.of(plans, self.family, steps, rows_of, extents, widths)
 
-    def rows(self, sections: Numbers, classes: Numbers | int = 0, part: int = 0) -> Numbers:
+    def rows(self, sections: Numbers, classes: Numbers | int = 0, part: Numbers | int = 0) -> Numbers:
         """Return the rows of `plans` for class `classes` of each of `sections`, in a part of them."""
         rows: Numbers = (len(self.learned) * part + sections) * CLASSES + classes
         return rows

@@ -355,7 +355,6 @@ def _disturb(engine: Chaos, store: ChaosStore, seconds: float, seed: int) -> Inj
             shares.update(dict.fromkeys(dice.sample(POINTS, dice.randint(1, 4)) if few else POINTS, share))
             for point in SPARED:
                 shares.pop(point, None)
-            engine.load(dice.choice(("async", "async", "sync")))
             if dice.random() < 0.1:
                 prompts = prompts_of(dice)
         if len(engine.asked) < LIVE and dice.random() < 0.5:

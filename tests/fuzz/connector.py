@@ -248,7 +248,7 @@ class ConnectorTarget:
         plan = StepPlan(1, [load], [bench.saves(blocks, range(1))[0]])
         if pickle.loads(pickle.dumps(plan)) != plan:
             raise Finding("a pickled plan changes")
-        bench.worker.start_loads([load], False)
+        bench.worker.start_loads([load])
         bench.wait()
         report = bench.worker.report(1)
         invalid = bench.worker.take_invalid_blocks()

@@ -16,7 +16,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.family import default_family
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.layout import KVLayout
-from cuvee.kernels import outgoing, transform_scheme
+from cuvee.kernels import class_streams, outgoing, transform_scheme
 from cuvee.kernels.jobs import PlanField
 from cuvee.kernels.ops.arguments import CodableBytes
 from cuvee.kernels.ops.dequantize import dequantize
@@ -114,7 +114,7 @@ def test_a_refinement_of_other_classes(
     _, triton = codecs(with_classes(fitted("gqa", "layer")))
     chunk = on(device, make_chunk(layouts["gqa"], 9))
     base, refinement = triton.encode_parts(chunk)
-    read = transform_scheme.read_classes
+    read = class_streams.read_classes
 
     def other(*arguments: Any) -> Any:
         classes = read(*arguments)
@@ -122,6 +122,6 @@ def test_a_refinement_of_other_classes(
         classes[last] -= 1
         return classes
 
-    monkeypatch.setattr(transform_scheme, "read_classes", other)
+    monkeypatch.setattr("cuvee.kernels.transform_scheme.read_classes", other)
     with pytest.raises(CorruptError, match=r"refinement of blob 0: must have the token classes of its base"):
         triton.decode(base, refinements=[refinement], device=device)

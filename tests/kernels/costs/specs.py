@@ -74,7 +74,7 @@ def _coder(name: str, kernel: Any, most: int) -> KernelSpec:
     )  # fmt: skip
 
 
-def _symbols(name: str, kernel: Any, registers: int, constants: dict[str, Any], **types: str) -> KernelSpec:
+def _symbols(name: str, kernel: Any, registers: int, constants: dict[str, Any], **types: Any) -> KernelSpec:
     budget = Budget(registers=registers, spilled_bytes=0)
     return _spec(name, kernel, constants, budget=budget, options={"enable_fp_fusion": False}, **types)
 
