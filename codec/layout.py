@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,58 +16,13 @@ import torch
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.codec.models.rotary import Rope
+from cuvee.codec.support.fields import check_keys, check_positive, check_tuple, check_type, checked_list
 from cuvee.codec.support.plain_json import parse_json
-from cuvee.codec.support.suggest import suggestion
+
+__all__ = ["KVLayout", "LayerLayout", "Rope"]
 
 LAST_POSITION = (1 << 32) - 1  # the last one that a blob can store
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding of one layer (RoFormer, arXiv:2104.09864).
-
-    Args:
-        inv_freq: angle per position of each rotated pair (rad/token), finite, not negative: the model's own
-            float32 values; other values are rounded to float32.
-        attention_scaling: factor on cos and sin (YaRN, arXiv:2309.00071); the keys carry it once.
-        interleaved: pairs are dimensions (2i, 2i+1), not (i, i + rotary_dim/2).
-
-    Raises:
-        InputError: an empty, negative or non-finite table, or a scaling that is not positive and finite.
-
-    Example:
-        >>> Rope(inv_freq=(1.0, 0.1, 0.01)).rotary_dim
-        6
-    """
-
-    inv_freq: tuple[float, ...]
-    attention_scaling: float = 1.0
-    interleaved: bool = False
-
-    def __post_init__(self) -> None:
-        _check_tuple("Rope.inv_freq", self.inv_freq, "frequency (rope=None says no RoPE)")
-        object.__setattr__(self, "inv_freq", tuple(_float32(value) for value in self.inv_freq))
-        object.__setattr__(self, "attention_scaling", _scaling(self.attention_scaling))
-        _check_type("Rope.interleaved", self.interleaved, bool)
-
-    @property
-    def rotary_dim(self) -> int:
-        """Number of leading dimensions of a head that are rotated."""
-        return 2 * len(self.inv_freq)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dict; floats survive `json` exactly."""
-        return {
-            "inv_freq": list(self.inv_freq),
-            "attention_scaling": self.attention_scaling,
-            "interleaved": self.interleaved,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Rope:
-        """Invert `to_dict`. Raise InputError for missing, unknown or ill-typed entries."""
-        _check_keys("Rope", data, required=("inv_freq",), optional=("attention_scaling", "interleaved"))
-        return cls(**{**data, "inv_freq": tuple(_list("Rope.inv_freq", data["inv_freq"]))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +55,11 @@ class LayerLayout:
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "head_dim", "value_dim"):
-            _check_positive(f"LayerLayout.{name}", getattr(self, name))
+            check_positive(f"LayerLayout.{name}", getattr(self, name))
         if self.sliding_window is not None:
-            _check_positive("LayerLayout.sliding_window", self.sliding_window)
+            check_positive("LayerLayout.sliding_window", self.sliding_window)
         if self.rope is not None:
-            _check_type("LayerLayout.rope", self.rope, Rope)
+            check_type("LayerLayout.rope", self.rope, Rope)
             if self.rope.rotary_dim > self.head_dim:
                 raise InputError(
                     f"LayerLayout.rope: must rotate at most head_dim = {self.head_dim} dimensions, got "
@@ -145,7 +98,7 @@ class LayerLayout:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerLayout:
         """Invert `to_dict`. Raise InputError for missing, unknown or ill-typed entries."""
-        _check_keys(
+        check_keys(
             "LayerLayout",
             data,
             required=("kv_heads", "head_dim", "value_dim", "rope"),
@@ -185,17 +138,17 @@ class KVLayout:
     _fingerprint: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_type("KVLayout.model_type", self.model_type, str)
+        check_type("KVLayout.model_type", self.model_type, str)
         if not self.model_type:
             raise InputError("KVLayout.model_type: must name a family, got an empty string")
-        _check_tuple("KVLayout.layers", self.layers, "LayerLayout")
+        check_tuple("KVLayout.layers", self.layers, "LayerLayout")
         for index, layer in enumerate(self.layers):
-            _check_type(f"KVLayout.layers[{index}]", layer, LayerLayout)
-        _check_type("KVLayout.dtype", self.dtype, str)
+            check_type(f"KVLayout.layers[{index}]", layer, LayerLayout)
+        check_type("KVLayout.dtype", self.dtype, str)
         if self.dtype not in TORCH_DTYPES:
             raise InputError(f"KVLayout.dtype: must be one of {', '.join(TORCH_DTYPES)}, got {self.dtype!r}")
         if self.max_positions is not None:
-            _check_positive("KVLayout.max_positions", self.max_positions)
+            check_positive("KVLayout.max_positions", self.max_positions)
 
     @classmethod
     def from_config(cls, hf_config: Any, dtype: str | torch.dtype | None = None) -> KVLayout:
@@ -323,7 +276,7 @@ class KVLayout:
         Raises:
             InputError: a rank outside the group, or a layer whose heads cannot be divided evenly.
         """
-        _check_positive("size", size)
+        check_positive("size", size)
         if type(rank) is not int or not 0 <= rank < size:
             raise InputError(f"rank: must be one of 0 … {size - 1}, got {rank!r}")
         parts = []
@@ -385,10 +338,10 @@ class KVLayout:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KVLayout:
         """Invert `to_dict`. Raise InputError for missing, unknown or ill-typed entries."""
-        _check_keys("KVLayout", data, required=("model_type", "kinds", "layers", "dtype", "max_positions"))
-        kinds = [LayerLayout.from_dict(kind) for kind in _list("KVLayout.kinds", data["kinds"])]
+        check_keys("KVLayout", data, required=("model_type", "kinds", "layers", "dtype", "max_positions"))
+        kinds = [LayerLayout.from_dict(kind) for kind in checked_list("KVLayout.kinds", data["kinds"])]
         layers = []
-        for position, index in enumerate(_list("KVLayout.layers", data["layers"])):
+        for position, index in enumerate(checked_list("KVLayout.layers", data["layers"])):
             if type(index) is not int or not 0 <= index < len(kinds):
                 raise InputError(f"KVLayout.layers[{position}]: must index one of {len(kinds)} kinds, got {index!r}")
             layers.append(kinds[index])
@@ -406,54 +359,6 @@ class KVLayout:
         except ValueError as error:
             raise InputError(f"text: must be a layout in JSON, got {error}") from error
         return cls.from_dict(data)
-
-
-def _float32(value: Any) -> float:
-    try:
-        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    except (struct.error, OverflowError, TypeError) as error:
-        raise InputError(f"Rope.inv_freq: must hold float32 numbers, got {value!r}") from error
-    if isinstance(value, bool) or not math.isfinite(rounded) or rounded < 0:
-        raise InputError(f"Rope.inv_freq: must hold finite numbers >= 0, got {value!r}")
-    return rounded
-
-
-def _scaling(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise InputError(f"Rope.attention_scaling: must be a finite number above 0, got {value!r}")
-    return float(value)
-
-
-def _check_type(name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise InputError(f"{name}: must be a {kind.__name__}, got {value!r}")
-
-
-def _check_tuple(name: str, value: Any, of: str) -> None:
-    if not isinstance(value, tuple) or not value:
-        raise InputError(f"{name}: must be a tuple with at least one {of}, got {value!r}")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if type(value) is not int or value <= 0:
-        raise InputError(f"{name}: must be an int above 0, got {value!r}")
-
-
-def _list(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{name}: must be a list, got {value!r}")
-    return value
-
-
-def _check_keys(owner: str, data: Any, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-    if not isinstance(data, Mapping):
-        raise InputError(f"{owner}: must be an object with named entries, got {type(data).__name__}")
-    for key in data:
-        if key not in required and key not in optional:
-            raise InputError(f"{owner}: must have known entries, got {key!r}: {suggestion(key, required + optional)}")
-    for key in required:
-        if key not in data:
-            raise InputError(f"{owner}: must have the entry {key!r}, got none")
 
 
 def _canonical_json(data: Any) -> str:

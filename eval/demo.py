@@ -36,7 +36,8 @@ from cuvee.codec.data.corpus import (
 from cuvee.codec.data.real_model import REAL_MODEL, REAL_MODEL_TITLE
 from cuvee.codec.format.container import inspect
 from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
-from cuvee.codec.models.forward import cache_argument, empty_cache, frozen, score
+from cuvee.codec.models.forward import cache_argument, empty_cache, score
+from cuvee.codec.models.frozen import frozen
 from cuvee.codec.models.latents import append_units
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.codec.support.terminal_table import terminal_table

@@ -27,7 +27,8 @@ from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.models.dtypes import value_bits
-from cuvee.codec.models.forward import check_tokens, frozen, prefill, score
+from cuvee.codec.models.forward import check_tokens, prefill, score
+from cuvee.codec.models.frozen import frozen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,7 +21,8 @@ from cuvee.codec.learning.moments import SINKS, Moments, add_sample, add_text, n
 from cuvee.codec.learning.progress import tracked
 from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, TokenSums, learn_token_model
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import check_tokens, frozen, prefill
+from cuvee.codec.models.forward import check_tokens, prefill
+from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition

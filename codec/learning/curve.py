@@ -17,7 +17,8 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.learning.learned_sections import MIN_STEP_INDEX
 from cuvee.codec.learning.progress import tracked
-from cuvee.codec.models.forward import check_tokens, frozen, prefill, score
+from cuvee.codec.models.forward import check_tokens, prefill, score
+from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.support.steps import OCTAVE, step_value

@@ -18,7 +18,8 @@ import torch
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.moments import SINKS
 from cuvee.codec.learning.progress import tracked
-from cuvee.codec.models.forward import frozen, prefill
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section, columns_in_cache, partition
 from cuvee.codec.profiles.token_prediction import LARGEST_FEATURE, LARGEST_WEIGHT, TokenMap, TokenTable

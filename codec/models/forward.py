@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,23 +40,6 @@ def check_tokens(model: PreTrainedModel, token_ids: torch.Tensor, prefix: int | 
     if not 1 <= prefix <= length - 2:
         raise InputError(f"prefix: must lie in 1 … {length - 2}, to leave two tokens to score, got {prefix}")
     return prefix
-
-
-@contextmanager
-def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """Put the model in eval mode without parameter gradients; restore both afterwards."""
-    training = [(module, module.training) for module in model.modules()]
-    required = [p.requires_grad for p in model.parameters()]
-    try:
-        model.eval()
-        for p in model.parameters():
-            p.requires_grad_(False)
-        yield
-    finally:
-        for module, flag in training:
-            module.training = flag
-        for p, flag in zip(model.parameters(), required, strict=True):
-            p.requires_grad_(flag)
 
 
 def empty_cache() -> Any:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from cuvee.codec.errors import CuveeError, UnsupportedModelError, allocations
-from cuvee.codec.layout import Rope
-from cuvee.codec.models.forward import frozen
+from cuvee.codec.models.frozen import frozen
 from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.models.rotary import Rope
 
 ROTATED, FREE, BOUND = "rotated", "free", "bound"
 _TOKENS = 6

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import Rope
 from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.codec.models.rotary import Rope
 
 
 def cos_sin(rope: Rope, positions: torch.Tensor, limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

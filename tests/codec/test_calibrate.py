@@ -30,7 +30,8 @@ from cuvee.codec.learning.learned_sections import build_profile
 from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_text, normalized
 from cuvee.codec.learning.progress import listening
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import cache_argument, frozen
+from cuvee.codec.models.forward import cache_argument
+from cuvee.codec.models.frozen import frozen
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint

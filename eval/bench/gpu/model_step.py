@@ -18,7 +18,8 @@ import torch
 import cuvee
 from cuvee.codec.codec import Codec
 from cuvee.codec.data.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_text, load_bundled_model
-from cuvee.codec.models.forward import frozen, prefill
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.models.frozen import frozen
 from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.gpu.clock import Clock
