@@ -43,6 +43,9 @@ def source_stamp(sources: Iterable[Path]) -> tuple[float, int]:
 
 
 _STAMP = source_stamp(_SOURCES)
+# Numba's stubs do not list these options. C calls none of our loops, and of `inner` ones neither does Python.
+_NOT_FROM_C: dict[str, Any] = {"no_cfunc_wrapper": True}
+_INNER: dict[str, Any] = _NOT_FROM_C | {"no_cpython_wrapper": True}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -53,12 +56,12 @@ def compiled(function: Callable[..., Any]) -> Any:
     called is compiled for it, and again for others, so loops here write `np.int64(0)`. And to assign an array to a
     slice compiles the message of the error for other shapes, which takes seconds: loops copy entry by entry.
     """
-    return _cached(nb.njit(nogil=True, no_cfunc_wrapper=True)(function))
+    return _cached(nb.njit(nogil=True, **_NOT_FROM_C)(function))
 
 
 def compiled_briefly(function: Callable[..., Any]) -> Any:
     """Do the same for work of microseconds. It keeps the GIL: to get it back from another thread takes longer."""
-    return _cached(nb.njit(nogil=False, no_cfunc_wrapper=True)(function))
+    return _cached(nb.njit(nogil=False, **_NOT_FROM_C)(function))
 
 
 def inner(function: Callable[..., Any]) -> Any:
@@ -66,7 +69,7 @@ def inner(function: Callable[..., Any]) -> Any:
 
     Without a wrapper for Python and a cache file of its own it compiles faster.
     """
-    return nb.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return nb.njit(nogil=True, **_INNER)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
