@@ -228,3 +228,11 @@ def test_a_layer_that_is_bound_binds_the_whole_cache(model: Any) -> None:
     _, layers = measured_layers(model)
     assert [layer.positions for layer in layers] == ["rotated", "bound"]
     assert not KVLayout.of(model).relocatable
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(model: Any) -> None:
+    """Layer 0 is no better: its keys see what the hook mixes in."""
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda module, inputs, output: output + output.mean(1, keepdim=True))
+    with pytest.raises(UnsupportedModelError, match=r"keys of layer 0 do \(bidirectional attention\)"):
+        KVLayout.of(model)
