@@ -128,7 +128,7 @@ def calibrate(
     generator = torch.Generator().manual_seed(seed)
     with frozen(model):
         for batch, cached in tracked(learning, "calibrating", progress):
-            sample = sample_gradients(model, batch.to(model.device), cached, generator)
+            sample = sample_gradients(model, layout.layers, batch.to(model.device), cached, generator)
             add_sample(moments, layout, sample, cached, batch, predicted)
         device = moments[0].total.device
         for batch in tracked(reading, "adding text", progress):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.codec.layout import KVLayout
+from cuvee.codec.layout import LayerLayout
 from cuvee.codec.models.forward import cache_argument, empty_cache
 from cuvee.codec.models.latents import append_units, layer_units
 
@@ -26,7 +27,11 @@ class CacheSample:
 
 
 def sample_gradients(
-    model: PreTrainedModel, tokens: torch.Tensor, prefix: int, generator: torch.Generator
+    model: PreTrainedModel,
+    layers: Sequence[LayerLayout],
+    tokens: torch.Tensor,
+    prefix: int,
+    generator: torch.Generator,
 ) -> CacheSample:
     """Compute the cache of the first `prefix` tokens, and its gradient of the log-likelihood of the tokens after them.
 
@@ -35,6 +40,7 @@ def sample_gradients(
 
     Args:
         model: a causal language model whose parameters need no gradients (`frozen`).
+        layers: of the model's layout.
         tokens: `[B, T]` int64 on the model's device.
         prefix: number of leading tokens that count as cached.
         generator: draws the targets; on the CPU.
@@ -44,7 +50,6 @@ def sample_gradients(
         model(input_ids=tokens[:, :prefix], **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
     # The cache consists of leaves, because a decoded cache is fixed. In a single pass over all tokens, a key would also
     # change the states of the prefix and all keys of the layers above; that gradient differs by factors.
-    layers = KVLayout.of(model).layers
     units = [layer_units(*pair) for pair in zip(cache.layers, layers, strict=True)]
     keys = [own.detach().requires_grad_() for own, _ in units]
     values = [own.detach().requires_grad_() for _, own in units]
