@@ -1096,7 +1096,7 @@ def redis_garbage(engine: Driven, server: RedisServer) -> None:
     """Every entry is overwritten by something else."""
     prompt = prompt_of("redis garbage")
     with server.client() as client:
-        names = [f"cuvee:{{0}}:{engine.key(prompt, chunk)}" for chunk in range(CHUNKS)]
+        names = [f"cuvee:{engine.key(prompt, chunk)}" for chunk in range(CHUNKS)]
         values: list[bytes] = []
 
         def stored() -> bool:
