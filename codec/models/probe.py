@@ -37,6 +37,8 @@ _Units = tuple[torch.Tensor, torch.Tensor]
 class ProbeError(UnsupportedModelError):
     """A model cannot be built or run, so nothing is known of its cache."""
 
+    blames_blob = False
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayer:

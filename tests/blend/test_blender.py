@@ -853,7 +853,7 @@ def test_models_that_cannot_be_blended(
         Blender(tiny_model(name, **changes))
 
 
-def test_latent_attention_and_multimodal_positions(llama: Any) -> None:
+def test_latent_attention() -> None:
     small: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -868,9 +868,6 @@ def test_latent_attention_and_multimodal_positions(llama: Any) -> None:
     model = transformers.AutoModelForCausalLM.from_config(latent)
     with pytest.raises(UnsupportedModelError, match=r"^deepseek_v3 \(DeepseekV3For.*blending was checked with"):
         Blender(model)
-    llama.config.rope_parameters["mrope_section"] = [2, 3, 3]
-    with pytest.raises(UnsupportedModelError, match=r"^llama: multimodal RoPE \(M-RoPE"):
-        Blender(llama)
 
 
 def test_models_in_the_wrong_state(llama: Any) -> None:

@@ -24,6 +24,7 @@ BLAMED = {
     "StoreError": False,
     "ModelUnavailableError": False,
     "RankFailedError": False,
+    "ProbeError": False,
 }
 
 

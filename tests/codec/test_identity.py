@@ -140,7 +140,7 @@ def test_a_store_key_is_one() -> None:
         {"layout": b"layout-16-bytes?"},
         {"profile": b"profile-16-byteS"},
         {"quality": "step:64"},
-        {"quality": "step:-64,parts:3"},
+        {"quality": "step:-64,parts:2"},
         {"shards": 1},
         {"quality": "lossless", "profile": b""},
     ],
