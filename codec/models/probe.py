@@ -137,11 +137,14 @@ class _Passes:
         first = min(8, vocabulary // 2)
         self._ids = torch.randint(first, min(vocabulary, 1000), (_TOKENS + 1,), generator=generator, device="cpu")
         self.dtype = model.dtype
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        positions = positions if type(positions) is int and positions > 0 else None
         self.near, self.far = _NEAR, _FAR
         if model.device.type not in ("cpu", "meta"):  # a position behind the end of a table would break the device
-            positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-            self.far = min(positions if type(positions) is int else _MIN_POSITIONS, _FAR) - 1
-            self.near = max(min(_NEAR, self.far - _TOKENS), 0)
+            positions = positions or _MIN_POSITIONS
+            self.far = min(positions, _FAR) - 1
+        if positions is not None:
+            self.near = max(min(_NEAR, positions - _TOKENS), 0)
 
     def several(self, start: int, *, other_end: bool = False) -> _Run:
         """Run six tokens from a position on; `other_end` replaces the last one."""

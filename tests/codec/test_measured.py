@@ -236,3 +236,8 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(model: Any) -> None:
     embeddings.register_forward_hook(lambda module, inputs, output: output + output.mean(1, keepdim=True))
     with pytest.raises(UnsupportedModelError, match=r"keys of layer 0 do \(bidirectional attention\)"):
         KVLayout.of(model)
+
+
+def test_a_table_of_few_positions_is_enough() -> None:
+    config = small("GPT2Config", n_embd=32, n_layer=2, n_head=4, max_position_embeddings=24)
+    assert not KVLayout.of(transformers.AutoModelForCausalLM.from_config(config).eval()).relocatable

@@ -584,9 +584,9 @@ def test_what_cannot_work_fails_before_weights_are_read(
     tiny_config("llama").save_pretrained(tmp_path / "llama")
     with pytest.raises(ProfileMismatchError, match="heads, sizes"):
         CuveeLM(tmp_path / "llama", profile=other)
-    transformers.XGLMConfig().save_pretrained(tmp_path / "xglm")
-    with pytest.raises(UnsupportedModelError, match="xglm"):
-        CuveeLM(tmp_path / "xglm", method=Uncompressed())
+    transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=61).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(UnsupportedModelError, match="mamba"):
+        CuveeLM(tmp_path / "mamba", method=Uncompressed())
     with pytest.raises(FileNotFoundError):
         CuveeLM(tmp_path / "llama", profile=tmp_path / "none.safetensors")
 
