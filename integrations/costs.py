@@ -59,9 +59,7 @@ class LinearCost:
             InputError: a quantity is negative or not finite, both are 0, or `seconds` is not positive and finite.
         """
         if not (0 <= x < math.inf and 0 <= y < math.inf and x + y > 0 and 0 < seconds < math.inf):
-            raise InputError(
-                f"x, y, seconds: must be finite, and some work and time above 0, got {x}, {y} and {seconds}"
-            )
+            raise InputError(f"seconds: must be above 0 for some finite work, got {seconds} for {x} and {y}")
         self.samples += 1
         self._window.append((x / seconds, y / seconds))
         self._fit()

@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant("removed mask of a store", "_decode_kernel", r"@%p\d+ (st\.global)", r"\1", "out of bounds"),
     Mutant("negated mask", "_dequantize", r"@(%p\d+) (ld\.global)", r"@!\1 \2", "out of bounds"),
     Mutant("shift off by one", "_encode_kernel", r"(shr\.u32 \t%r\d+, %r\d+), 16;", r"\1, 15;"),
-    Mutant("sign forgotten", "_dequantize", r"bfe\.s32", "bfe.u32"),
+    Mutant("sign forgotten", "_dequantize", r"cvt\.s32\.s8", "cvt.u32.u8"),
     Mutant("low half of a product", "_encode_kernel", r"mul\.hi\.u32", "mul.lo.u32"),
     Mutant("wait for fewer copies", "_analyze", r"cp\.async\.wait_group \t?\d+;", "cp.async.wait_group 7;", "copy"),
     Mutant("shuffle by another distance", "_decode_kernel", r"(shfl\.sync\.up\.b32 \t%r\d+\S*, %r\d+), \d+", r"\1, 7"),

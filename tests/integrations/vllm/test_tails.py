@@ -416,7 +416,7 @@ def test_a_tail_costs_more_than_its_tokens(desk: Callable[..., Desk], tail: int,
         d.matched(make_request("p", tokens=16))
         step = d.plan((make_request("p", tokens=16), 0, 16))
         d.now += 1e-3
-        d.side.take(Report([step.step], loaded=[(64, 3.2e-3)]))
+        d.side.take(Report([step.step], step_seconds={step.step: 1e-3}, loaded=[(64, 3.2e-3)]))
     request = make_request(tokens=tail + 1)
     d.put_tails(request, tail)
     assert d.matched(request)[0] == (tail if pays else 0)
