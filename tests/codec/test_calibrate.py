@@ -507,9 +507,9 @@ def test_every_kind_is_learned_from_and_held_out(
     seen: list[tuple[tuple[int, ...], int]] = []
     of_a_batch = sample_gradients
 
-    def spy(tiny: Any, batch: torch.Tensor, cached: int, generator: Any) -> Any:
+    def spy(tiny: Any, layers: Any, batch: torch.Tensor, cached: int, generator: Any) -> Any:
         seen.append((tuple(batch.shape), cached))
-        return of_a_batch(tiny, batch, cached, generator)
+        return of_a_batch(tiny, layers, batch, cached, generator)
 
     monkeypatch.setattr(calibrate, "sample_gradients", spy)
     calibrated(tiny_model("llama"), {"a": tokens_of(9, 32), "b": tokens_of(4, 64)}, batch_size=4)
