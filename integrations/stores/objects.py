@@ -121,7 +121,7 @@ class ObjectStore(Store):
         self._monitor.answered(blob, key, problem)
         if problem is not None:
             try:
-                self._call(lambda: obstore.delete(self._place, path))
+                self._remove(path)
             except StoreError as error:
                 self._monitor.not_deleted(error)
         return blob
@@ -152,7 +152,7 @@ class ObjectStore(Store):
         path = _path(key)
         there = self._there(path)
         if there:
-            self._call(lambda: obstore.delete(self._place, path))
+            self._remove(path)
         return there
 
     def delete_tenant(self, tenant: str) -> int:
@@ -195,7 +195,7 @@ class ObjectStore(Store):
         """Delete every entry of a tenant, or of all tenants."""
         count = 0
         for page in self._paths(tenant):
-            self._call(lambda page=page: obstore.delete(self._place, page))  # type: ignore[misc]
+            self._remove(page)
             count += len(page)
         return count
 
@@ -221,6 +221,19 @@ class ObjectStore(Store):
             return None
         except Exception as error:
             raise self._failure(error) from None
+
+    def _remove(self, paths: str | list[str]) -> None:
+        """Delete objects. To S3 that is a POST, which obstore does not send again; a second deletion is harmless."""
+
+        def request() -> None:
+            try:
+                obstore.delete(self._place, paths)
+            except FileNotFoundError:
+                raise
+            except Exception:  # whatever it was, the second attempt tells
+                obstore.delete(self._place, paths)
+
+        self._call(request)
 
     def _failure(self, error: Exception) -> StoreError:
         """Count a failed operation; return the error to raise. What obstore adds for its developers is left out."""
