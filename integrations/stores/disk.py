@@ -90,8 +90,10 @@ class DiskStore(Store):
 
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as parent:
-        ...     DiskStore(f"{parent}/kv").put("ab/01", b"blob")
-        ...     DiskStore(f"{parent}/kv", ttl=3600).get("ab/01")  # as another process would
+        ...     store = DiskStore(f"{parent}/kv", ttl=3600)
+        ...     store.put("ab/01", b"blob")
+        ...     DiskStore(f"{parent}/kv").get("ab/01")  # as another process would
+        ...     store.close()  # waits for its thread, which looks for expired entries
         True
         b'blob'
 

@@ -97,7 +97,10 @@ def _wait(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> None
 
 
 def _bucket(server: S3Server) -> bool:
-    """Make the bucket, and put an object into it; return whether the server does so."""
+    """Make the bucket, and put objects into it; return whether the server does so.
+
+    Objects with bytes: for the first of them the server makes volumes, and may drop requests meanwhile.
+    """
     if server.signed:
         import obstore
         from obstore.store import S3Store
@@ -106,15 +109,16 @@ def _bucket(server: S3Server) -> bool:
         store = S3Store(BUCKET, config=options, client_options={"allow_http": True}, retry_config={"max_retries": 0})
         try:
             # SeaweedFS makes the bucket of the first object that an administrator puts.
-            obstore.put(store, "ready", b"yes", use_multipart=False)
+            for size in (1, 4096, 1 << 20):
+                obstore.put(store, "ready", bytes(size), use_multipart=False)
             obstore.delete(store, "ready")
         except Exception:
             return False
         return True
-    for path in (f"/{BUCKET}", f"/{BUCKET}/ready"):
-        request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data=b"", method="PUT")
+    for path, data in [(f"/{BUCKET}", b""), *((f"/{BUCKET}/ready", bytes(size)) for size in (1, 4096, 1 << 20))]:
+        request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data=data, method="PUT")
         try:
-            urllib.request.urlopen(request, timeout=5).close()
+            urllib.request.urlopen(request, timeout=20).close()
         except urllib.error.HTTPError as error:
             if error.code != 409:  # it is there
                 return False
