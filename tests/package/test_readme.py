@@ -38,7 +38,7 @@ def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
 
 
 def test_the_readme_is_one_page() -> None:
-    assert len(README.splitlines()) <= 120
+    assert len(README.splitlines()) <= 90
 
 
 def test_links_and_pictures_of_the_readme_exist() -> None:
