@@ -147,11 +147,10 @@ class ObjectFiles(NamedFiles):
 
     def read(self, name: str, most: int) -> bytes | None:
         """See `NamedFiles.read`."""
-        from cuvee.integrations.stores.objects import check_process, read_object, shown_error
+        from cuvee.integrations.stores.objects import read_object, sent, shown_error
 
         try:
-            check_process()
-            data = read_object(self._place, name, most)
+            data = sent(lambda: read_object(self._place, name, most))
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -165,12 +164,11 @@ class ObjectFiles(NamedFiles):
         """See `NamedFiles.write`."""
         import obstore
 
-        from cuvee.integrations.stores.objects import check_process, shown_error
+        from cuvee.integrations.stores.objects import sent, shown_error
 
         for name, data in files.items():
             try:
-                check_process()
-                obstore.put(self._place, name, data)
+                sent(lambda name=name, data=data: obstore.put(self._place, name, data))  # type: ignore[misc]
             except Exception as error:
                 why = shown_error(error, self._secrets)
                 raise StoreError(f"{name}: cannot be written in {self.shown}: {why}") from None

