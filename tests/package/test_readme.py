@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 FOLDER = ROOT / "eval" / "results"
-MOST_BYTES = 1_500_000  # of committed results: figures of single sequences, HTML and superseded runs are in git
+MOST_BYTES = 1_000_000  # of committed results: figures of single sequences, HTML and superseded runs are in git
+MOST_RUNS, MOST_LINES = 10, 60  # folders of results, and lines of each README
 
 
 def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
@@ -75,6 +76,9 @@ def test_results_stay_small_and_whole() -> None:
     files = [path for path in FOLDER.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= MOST_BYTES
     assert not [path for path in files if path.suffix in (".html", ".pdf")]
+    runs = [path for path in FOLDER.iterdir() if path.is_dir()]
+    assert len(runs) <= MOST_RUNS and all((run / "README.md").is_file() for run in runs)
     for page in FOLDER.rglob("README.md"):
+        assert len(page.read_text(encoding="utf-8").splitlines()) <= MOST_LINES, page
         for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page}: {target}"
