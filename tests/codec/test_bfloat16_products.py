@@ -60,18 +60,6 @@ def test_cpus_with_fast_products_are_known_by_name(
     assert not products._is_bfloat16_fast()
 
 
-def test_known_components_stay_and_the_others_are_products_of_bfloat16(books: Books) -> None:
-    basis = books.profile.learned[0].basis
-    (rank,) = basis.block_ranks
-    x = torch.randn(20, basis.maps[0].size)
-    y = torch.full((rank, 20), 7.0)
-    SectionBasis.coefficients(basis, x, (rank,), y, 5, torch.bfloat16)
-    assert (y[:5] == 7).all()
-    exact = basis.forward[0].bfloat16().double() @ x.T.bfloat16().double()
-    assert ((y - exact)[5:].abs() <= exact[5:].abs() / 128 + 2e-3 * exact.abs().max()).all()
-    assert not torch.equal(y[5:], basis.coefficients(x, (rank,))[5:])
-
-
 def test_products_of_bfloat16_have_few_shapes(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN compiles a kernel for each."""
     shapes, multiply_matrices = set(), torch.mm

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,14 +21,11 @@ from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMism
 from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning import calibrate
-from cuvee.codec.learning import moments as moments_module
 from cuvee.codec.learning.calibrate import choose_group, fit
 from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure
 from cuvee.codec.learning.gradients import sample_gradients
-from cuvee.codec.learning.learned_sections import build_profile
 from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_text, normalized
 from cuvee.codec.learning.progress import listening
-from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.models.rope import rotate, unrotate
@@ -104,23 +100,6 @@ def costs(books: Books, codec: Codec, rows: torch.Tensor) -> tuple[float, float,
 # The curve ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_calibrated_curve(books: Books) -> None:
-    profile = books.profile
-    assert profile.source == "calibrated" and profile.model == model_fingerprint(books.model)
-    assert len(profile.curve) >= 10
-    for fine, coarse in pairwise(profile.curve):
-        assert fine.step_index < coarse.step_index
-        assert fine.bits_per_value > coarse.bits_per_value
-        assert fine.error < coarse.error
-        assert fine.kl is not None and coarse.kl is not None and fine.kl < 1.3 * coarse.kl
-    for point in profile.curve:
-        assert point.kl is not None and point.kl > 0 and point.kl_stderr is not None and point.kl_stderr > 0
-        assert point.delta_nll is not None and point.delta_nll_stderr is not None and point.delta_nll_stderr > 0
-        assert point.top1 is not None and 0.5 < point.top1 <= 1
-    assert profile.curve[0].kl is not None and profile.curve[0].kl < 1e-4
-    assert profile.curve[0].top1 is not None and profile.curve[0].top1 > 0.98
-
-
 @pytest.fixture(scope="module")
 def halves(books: Books) -> list[tuple[Profile, torch.Tensor]]:
     """The profile measured on either half of `orchard`, and the other half; re-read and plain rows in both."""
@@ -159,27 +138,6 @@ def test_bits_are_what_was_asked_for(bits: float, books: Books) -> None:
     assert bits / 1.1 < measured < bits * 1.1
 
 
-def test_measuring_agrees_with_a_measurement_from_scratch(books: Books) -> None:
-    rows = books.orchard[:5]
-    measured = measure(
-        books.profile,
-        books.model,
-        rows.int(),
-        prefix=books.prefix,
-        step_indices=[-200, -64],
-        batch_size=2,
-        progress=False,
-    )
-    assert measured.id == books.profile.id
-    assert [p.step_index for p in measured.curve] == [-200, -64]
-    for point in measured.curve:
-        bits, kl, lost, same = costs(books, Codec(books.profile, step=2 ** (point.step_index / 64)), rows)
-        assert point.kl == pytest.approx(kl, rel=1e-3)
-        assert point.bits_per_value == pytest.approx(bits, rel=1e-6)
-        assert point.delta_nll == pytest.approx(lost, rel=1e-3, abs=1e-6)
-        assert point.top1 == pytest.approx(same, abs=1e-6)
-
-
 def test_the_calibrated_curve_is_that_of_the_held_out_sequences(books: Books) -> None:
     held_out = books.harbour[-held_out_count(len(books.harbour)) :]
     for point in (books.profile.curve[0], books.profile.curve[-1]):
@@ -188,41 +146,6 @@ def test_the_calibrated_curve_is_that_of_the_held_out_sequences(books: Books) ->
         assert point.kl == pytest.approx(kl, rel=1e-2)
         assert point.delta_nll == pytest.approx(lost, rel=1e-2, abs=1e-5)
         assert point.top1 == pytest.approx(same, abs=1e-6)
-
-
-def test_a_ratio_is_that_of_the_cache_whatever_the_profile_was_learned_in(books: Books) -> None:
-    """In float32 as `cuvee profile learn` does on a CPU; served to caches of both widths."""
-    assert books.profile.layout.dtype == "float32"
-    measured = measure(books.profile, books.model, books.orchard[:8], prefix=books.prefix, progress=False)
-    for dtype, width in (("bfloat16", 16), ("float32", 32)):
-        layout = replace(books.layout, dtype=dtype)
-        chunks = [
-            KVChunk(
-                [x.to(layout.torch_dtype) for x in c.keys],
-                [x.to(layout.torch_dtype) for x in c.values],
-                layout,
-                0,
-                c.token_ids,
-            )
-            for c in caches(books, books.orchard[:8])
-        ]
-        codec = Codec(measured, ratio=8, dtype=dtype)
-        infos = [inspect(codec.encode(chunk)) for chunk in chunks]
-        ratio = sum(info.raw_bytes for info in infos) / sum(info.total_bytes for info in infos)
-        assert ratio == pytest.approx(8, rel=0.03)
-        assert width / float(np.mean([info.bits_per_value for info in infos])) == pytest.approx(8, rel=0.03)
-    assert Codec(measured, ratio=8).step_index == Codec(measured, ratio=8, dtype="bfloat16").step_index
-
-
-def test_fitted_profiles_can_be_measured(books: Books) -> None:
-    profile = fit(books.layout, caches(books, books.harbour[:8]), "layer")
-    measured = measure(
-        profile, books.model, books.orchard[:2], prefix=books.prefix, step_indices=[-320, -160], progress=False
-    )
-    assert measured.id == profile.id
-    assert measured.curve[0].kl is not None and measured.curve[1].kl is not None
-    assert measured.curve[0].kl < measured.curve[1].kl
-    assert Codec(measured, bits=measured.curve[0].bits_per_value).step_index == -320
 
 
 def test_an_unlearned_profile_cannot_be_measured(books: Books) -> None:
@@ -267,18 +190,6 @@ def test_the_same_arguments_give_the_same_profile(tiny_model: Callable[..., Any]
     assert calibrated(tiny, rows, prefix=20).id != first.id
     assert calibrated(tiny, tokens_of(12, 40, seed=1)).id != first.id
     assert first.group == "unit" and len(first.curve) > 0
-
-
-@pytest.mark.parametrize("name", ["llama-yarn", "qwen3", "gemma3-sliding-first", "gpt2", "phi3"])
-@pytest.mark.parametrize("group", ["head", "all"])
-def test_other_families(name: str, group: str, tiny_model: Callable[..., Any]) -> None:
-    tiny = tiny_model(name)
-    profile = calibrated(tiny, tokens_of(20, 48), group)
-    assert profile.layout == KVLayout.from_config(tiny.config, tiny.dtype)
-    fine, coarse = profile.curve[0], profile.curve[-1]
-    assert fine.bits_per_value > 2 * coarse.bits_per_value
-    # Random weights make so little of their cache that rounding is a fiftieth of it on some CPUs.
-    assert fine.kl is not None and coarse.kl is not None and fine.kl < coarse.kl / 20
 
 
 def test_too_few_tokens(tiny_model: Callable[..., Any], layouts: dict[str, KVLayout], make_chunk: Any) -> None:
@@ -383,16 +294,6 @@ def test_the_model_is_left_as_it_was(
     assert all(p.grad is None for p in tiny.parameters())
     assert tiny.training
     assert modes(tiny) == before
-
-
-def test_fit_reads_a_generator_once(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
-    def chunks() -> Iterator[KVChunk]:
-        for seed in range(9):
-            yield make_chunk(layouts["gqa"], 100, seed)
-
-    profile = fit(layouts["gqa"], chunks())
-    assert len(profile.curve) > 5 and all(p.kl is None for p in profile.curve)
-    assert Codec(profile, "high").step_index < Codec(profile).step_index
 
 
 # Kinds of text -------------------------------------------------------------------------------------------------------
@@ -597,29 +498,6 @@ def test_a_profile_for_tensor_parallel_engines_is_cut(tiny_model: Callable[..., 
     assert profile.group.startswith("heads:")
     parts = [profile.shard(rank, 2) for rank in range(2)]
     assert all(part.group == profile.group and part.learned for part in parts) and parts[0].id != parts[1].id
-
-
-@pytest.mark.usefixtures("half_coded")
-def test_groups_of_unlike_layers_go_by_the_largest() -> None:
-    layers = tuple(LayerLayout(1, size, size, None) for size in (4, 32, 4, 4))
-    layout = KVLayout("synthetic", layers, "float32", None)
-    # 64 values in the largest layer and 72 in pairs: 72 operations.
-    assert choose_group(layout, 10_000, 71)[0] == "layer"
-    assert choose_group(layout, 10_000, 72)[0] == "layers:2"
-
-
-@pytest.mark.usefixtures("half_coded")
-@pytest.mark.parametrize(
-    ("arguments", "rows", "group"), [({}, 28, "all"), ({"flops": 90}, 28, "layer"), ({}, 12, "layer")]
-)
-def test_calibration_chooses_a_group(
-    arguments: dict[str, Any], rows: int, group: str, tiny_model: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    # 96 values in all: 96 operations and 768 tokens; up to three rows are held out, the others have 32 that count.
-    with caplog.at_level("INFO", logger="cuvee"):
-        profile = calibrate.calibrate(tiny_model("llama"), tokens_of(rows, 48), progress=False, **arguments)
-    assert profile.group == group
-    assert f"group='{group}'" in caplog.text
 
 
 # Steps out of reach --------------------------------------------------------------------------------------------------
@@ -968,24 +846,6 @@ def test_the_sample_is_bounded_and_spread(lengths: list[int]) -> None:
         assert 4 <= len(starts) <= 10 and starts[-1] > 100 and len(set(np.diff(starts).tolist())) == 1
 
 
-def test_the_sample_limit_reaches_calibration(
-    layouts: dict[str, KVLayout], make_chunk: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(moments_module, "SAMPLE_TOKENS", 300)
-    seen: list[list[Moments]] = []
-    build = build_profile
-
-    def spy(*args: Any) -> Profile:
-        seen.append(args[3])
-        return build(*args)
-
-    monkeypatch.setattr(calibrate, "build_profile", spy)
-    fit(layouts["gqa"], (make_chunk(layouts["gqa"], 100, seed, 50) for seed in range(20)))
-    for moments in seen[0]:
-        assert 100 <= sum(len(run.x) for run in moments.sample) <= 300
-        assert moments.count == 1800  # two of the twenty are held out
-
-
 # Sinks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -1051,22 +911,3 @@ def test_sections_without_loss_are_not_coded(tiny_model: Callable[..., Any], mak
     back = Codec(loaded, step=0.1).decode(Codec(profile, step=0.1).encode(chunk))
     assert float((back.values[0] - chunk.values[0]).abs().max()) < 100
     assert torch.equal(back.values[1], profile.learned[1].basis.mean[-24:].view(1, 2, 12).expand(40, 2, 12))
-
-
-def test_the_metric_keeps_layers_apart_and_shrinks_towards_its_diagonal() -> None:
-    layout = no_rope(3, layers=2)
-    (section,) = partition(layout, "all")
-    generator = torch.Generator().manual_seed(0)
-    moments = Moments(section, layout, 1000)
-    gradient = torch.randn(100, 1, generator=generator) + 0.1 * torch.randn(100, 12, generator=generator)
-    moments.add(torch.randn(100, 12, generator=generator), 4, gradient)
-    (metric,) = moments.loss_metrics()
-    assert bool((metric[:6, 6:] == 0).all() and (metric[6:, :6] == 0).all())
-    weighted = levelled(gradient)
-    expected = torch.from_numpy(weighted.T @ weighted)
-    for block in (slice(0, 6), slice(6, 12)):
-        shrunk = (1 - SHRINKAGE) * expected[block, block]
-        # The mean sensitivity of each unit (3 values) comes back on its diagonal.
-        for unit in (slice(0, 3), slice(3, 6)):
-            shrunk[unit, unit] += SHRINKAGE * expected[block, block].diagonal()[unit].mean() * torch.eye(3)
-        torch.testing.assert_close(metric[block, block], shrunk, rtol=1e-5, atol=0)

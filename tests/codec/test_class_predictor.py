@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,15 +205,6 @@ def test_small_chunks_share_the_readers_that_leave(tokens: int) -> None:
     assert followed[-1] == pytest.approx(0.5 * np.log2(share * 4**3 + (1 - share) * 4**2))
 
 
-def test_small_chunks_cost_hardly_more_than_large_ones() -> None:
-    """On average over the tokens of a long cache, in octaves: 0.2 and not 1.4 for 16 tokens."""
-    recency = np.array([4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5, 0.0], np.float32)
-    whole = finer_near_end(recency, 0, LEAVING_TOKENS, 10_000).mean()
-    for tokens in (16, 64, 128):
-        part = finer_near_end(recency, 0, tokens, 10_000 + LEAVING_TOKENS - tokens).mean()
-        assert 0 < part - whole < 0.25, tokens
-
-
 @pytest.mark.parametrize("tokens", [5, KEPT_TOKENS, KEPT_TOKENS + 1])
 def test_what_was_kept_of_a_chunk_serves_only_its_likes(tokens: int) -> None:
     """The octaves of short chunks are kept: by their recency, their length and what follows."""
@@ -247,15 +237,6 @@ def test_steps_make_up_for_the_length_of_a_cache(recency: list[float], fall: flo
     for cached in (9, 16, 100, 10_000):
         cost = 8 + sum((d / 8) ** -fall for d in np.arange(8.5, cached))
         assert 4 ** finer_in_long_caches(own, cached) == pytest.approx(cost / 8, rel=2e-3), cached
-
-
-def test_a_chunk_is_coded_by_the_length_of_its_cache() -> None:
-    codec = Codec(with_recency(), step=0.5)
-    whole = golden_chunk(5, 300, 0)
-    last = whole.slice(280, 300)
-    moved = KVChunk(last.keys, last.values, LAYOUT, 0)
-    errors = [(codec.decode(codec.encode(c)).values[0] - c.values[0]).square().mean() for c in (last, moved)]
-    assert float(errors[0]) < 0.7 * float(errors[1]), "the end of 300 tokens is finer than 20 tokens alone"
 
 
 def test_a_chunk_knows_what_follows_it() -> None:
@@ -314,19 +295,6 @@ def test_slices_of_pages_and_of_chunks_are_coded_alike() -> None:
         codec.encode(PagedChunks(cache, slots, [0, 20], following=[1, -1]))
 
 
-def test_a_profile_keeps_its_recency(tmp_path: Path) -> None:
-    profile = with_recency()
-    profile.save(tmp_path / "p.safetensors")
-    back = Profile.load(tmp_path / "p.safetensors")
-    for section in back.learned:
-        assert section.predictor is not None
-        assert section.predictor.recency.tolist() == RECENCY.tolist()
-    arrays = {f"p.{name}": array for name, array in predictor(recency=RECENCY).arrays().items()}
-    del arrays["p.recency"]
-    with pytest.raises(KeyError, match="recency"):
-        read_predictor("p", arrays, 5)
-
-
 def test_classes_are_half_octaves() -> None:
     offsets = torch.tensor([-9.0, -0.26, -0.24, 0.0, 0.24, 0.26, 1.0, 9.0])
     assert choose_classes(offsets, 0).tolist() == [0, 10, 11, 11, 11, 12, 13, 15]
@@ -367,13 +335,6 @@ def test_hostile_predictors_are_refused(name: str, value: Any, message: str) -> 
         read_predictor("p", arrays | {f"p.{name}": value}, 5)
 
 
-def test_a_predictor_with_a_missing_array_is_refused() -> None:
-    arrays = {f"p.{key}": array for key, array in predictor().arrays().items()}
-    del arrays["p.square"]
-    with pytest.raises(KeyError):
-        read_predictor("p", arrays, 5)
-
-
 # --- what classes do
 
 
@@ -400,17 +361,6 @@ def test_important_tokens_are_coded_finely(group: str) -> None:
         part = codec.decode(blob, tokens=range(90, 280))
         assert torch.equal(part.keys[1], codec.decode(blob).keys[1][90:280])
     assert Codec(profile, step=0.05, backend="numba").encode(chunk) == blob or group == "head"
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 255, 257])
-def test_chunks_of_any_length_come_back(tokens: int) -> None:
-    chunk = golden_chunk(7, tokens, 3)
-    weights = np.exp2(np.random.default_rng(0).normal(size=tokens) * 3)
-    codec = Codec(with_classes(fitted(), weights, 3), step=2.0**-5)
-    back = codec.decode(codec.encode(chunk))
-    for name in ("keys", "values"):
-        for a, b in zip(getattr(chunk, name), getattr(back, name), strict=True):
-            assert float((a - b).abs().max()) < 1.0
 
 
 # --- learning
@@ -465,13 +415,6 @@ def test_learning_finds_what_the_end_of_a_cache_costs() -> None:
     near = torch.from_numpy(recency_at(octaves, distance)).float()
     offsets = found.offsets(y, 10, 0, near).numpy()
     assert abs(float(offsets.mean())) < 1e-3, "the blob's step is the mean step, the ends included"
-
-
-def test_levels_of_sections_are_kept_apart() -> None:
-    made, scale = sample()
-    heavy = replace(made, energy=made.energy * 64)
-    light, dear = learn_predictors([made, heavy], [scale, scale], [1, 1])
-    assert light.bias - dear.bias == pytest.approx(0.375 * 6, abs=0.05)
 
 
 def test_classes_say_how_wide_their_tokens_are() -> None:

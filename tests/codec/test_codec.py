@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +19,7 @@ from cuvee.codec.cpu.backend import MAX_SCHEMES, CpuBackend
 from cuvee.codec.errors import (
     CorruptError,
     CuveeError,
-    FormatError,
     InputError,
-    KeyMismatchError,
     ProfileError,
     ProfileMismatchError,
 )
@@ -118,19 +114,6 @@ def test_one_profile_codes_chunks_of_every_dtype(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_non_contiguous_tensors(scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    chunk = make_chunk(layouts["gqa"], 150, seed=3)
-    strided = KVChunk(
-        [torch.stack([k, k + 1], -1)[..., 0] for k in chunk.keys],
-        [v.permute(1, 0, 2).contiguous().permute(1, 0, 2) for v in chunk.values],
-        chunk.layout,
-    )
-    assert not strided.keys[0].is_contiguous() and not strided.values[0].is_contiguous()
-    codec = make_codec("gqa", scheme, **quality(scheme))
-    assert codec.encode(strided) == codec.encode(chunk)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_tensors_that_require_gradients(
     scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
 ) -> None:
@@ -209,52 +192,6 @@ def test_a_scheme_that_another_thread_evicts_is_used_all_the_same(
     backend = of_the_host(codec)
     backend._schemes = Evicting(backend._schemes)
     assert same(codec.decode(blob), make_codec("gqa", "layer").decode(blob))
-
-
-def test_threads_share_the_schemes(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    """More steps than are kept, from several threads: each blob comes back as it does alone."""
-    chunk = make_chunk(layouts["gqa"], 9)
-    blobs = [make_codec("gqa", "layer", step=0.05 * 1.2**k).encode(chunk) for k in range(MAX_SCHEMES + 4)]
-    alone = [make_codec("gqa", "layer").decode(blob) for blob in blobs]
-    codec = make_codec("gqa", "layer", threads=1)
-    order = list(range(len(blobs))) * 20
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            for index, back in zip(order, pool.map(lambda index: codec.decode(blobs[index]), order), strict=True):
-                assert same(back, alone[index])
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(of_the_host(codec)._schemes) <= MAX_SCHEMES
-
-
-def test_threads_leave_torchs_own_as_they_were(
-    layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Workers use one torch thread each; neither the caller's setting nor that of new threads may change."""
-    started: list[int] = []
-    real = ThreadPoolExecutor
-
-    def counting(helpers: int, *arguments: Any) -> ThreadPoolExecutor:
-        started.append(helpers)
-        return real(helpers, *arguments)
-
-    monkeypatch.setattr("cuvee.codec.cpu.pool.ThreadPoolExecutor", counting)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        chunk = make_chunk(layouts["gqa"], 300)
-        codec = make_codec("gqa", "layer", step=0.2, threads=2)
-        codec.decode(codec.encode(chunk))
-        assert started == []  # too small to be worth a thread
-        monkeypatch.setattr("cuvee.codec.cpu.backend.PARALLEL_VALUES", 1)
-        codec.decode(codec.encode(chunk))
-        assert started == [1]  # beside the caller; kept for the next chunk
-        with real(1) as pool:
-            assert (torch.get_num_threads(), pool.submit(torch.get_num_threads).result()) == (3, 3)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "no-rope"])
@@ -388,12 +325,6 @@ def test_lossless_blobs_need_only_the_layout(layouts: Layouts, make_chunk: MakeC
     assert inspect(blob).profile_id is None
 
 
-def test_any_quality_decodes_any_other(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    chunk = make_chunk(layouts["gqa"], 40)
-    fine, coarse = make_codec("gqa", "layer", step=2**-5), make_codec("gqa", "layer", step=0.7)
-    assert same(coarse.decode(fine.encode(chunk)), fine.decode(fine.encode(chunk)))
-
-
 @pytest.mark.parametrize("start", [7, 3000])
 @pytest.mark.parametrize("scheme", ["unit", "lossless"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -418,23 +349,6 @@ def test_the_ends_of_a_dtype_stay_finite(
     assert all(bool(tensor.isfinite().all()) for tensor in tensors(other))
 
 
-@pytest.mark.parametrize("scheme", GROUPS)
-@pytest.mark.parametrize("step", [STEP, 2**8])
-def test_lossy_refuses_what_is_not_finite(
-    scheme: str, step: float, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
-) -> None:
-    codec, lossless = make_codec("gqa", scheme, step=step), make_codec("gqa", "lossless")
-    for bad in (float("nan"), float("inf"), float("-inf")):
-        for where in ("keys", "values"):
-            chunk = make_chunk(layouts["gqa"], 140)
-            getattr(chunk, where)[2][139, 1, 15] = bad
-            with pytest.raises(InputError, match="lossless"):
-                codec.encode(chunk)
-            back = lossless.decode(lossless.encode(chunk))
-            for a, b in zip(tensors(chunk), tensors(back), strict=True):
-                assert torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
 def test_the_repr_shows_what_was_asked_for_and_no_secret(layouts: Layouts, make_codec: MakeCodec) -> None:
     codec = make_codec("gqa", "layer", quality="small", threads=3, key=b"k" * 16)
     assert repr(codec) == (
@@ -443,37 +357,6 @@ def test_the_repr_shows_what_was_asked_for_and_no_secret(layouts: Layouts, make_
     assert repr(make_codec("gqa", "lossless")).startswith("Codec(quality=lossless; backend ")
     with pytest.raises(InputError, match=r"got 0\.01: a limit in nats per token is kl="):
         Codec(codec.profile, 0.01)  # type: ignore[arg-type]
-
-
-def test_values_too_many_steps_large(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    chunk = make_chunk(layouts["gqa"], 10)
-    chunk.values[1][3, 1, 2] = 1e12
-    with pytest.raises(InputError, match=r"quantizer steps: encode it with quality='lossless'"):
-        make_codec("gqa", "layer", step=2**-8).encode(chunk)
-
-
-@pytest.mark.parametrize("scheme", GROUPS)
-def test_rare_large_values_survive(scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    chunk = make_chunk(layouts["gqa"], 200)
-    exact = chunk.values[1]
-    ordinary = exact.clone()
-    exact[150] = ordinary.mean(0) + 300 * (ordinary[150] - ordinary.mean(0))
-    codec = make_codec("gqa", scheme, step=STEP)
-    blob = codec.encode(chunk)
-    back = codec.decode(blob)
-    for run in ((150, 151), (149, 200), (128, 152)):
-        part = codec.decode(blob, tokens=range(*run)).values[1]
-        torch.testing.assert_close(part, back.values[1][slice(*run)], rtol=1e-5, atol=1e-3)
-    error = (back.values[1] - exact).square()
-    # Escapes are as precise as other values: only what is not coded at all is lost, in proportion.
-    assert float(error[150].mean() / (exact[150] - ordinary.mean(0)).square().mean()) < 0.2 * STEP**2
-    assert float(error[:150].mean() / (ordinary - ordinary.mean(0)).square().mean()) < 0.2 * STEP**2
-
-
-def test_an_empty_chunk_is_refused(layouts: Layouts) -> None:
-    none = torch.empty(3, 0, 2, 16)
-    with pytest.raises(InputError, match="at least one token"):
-        KVChunk(none, none, layouts["gqa"])
 
 
 def test_quality_arguments(fitted: Callable[[str, str], Profile]) -> None:
@@ -602,30 +485,6 @@ def test_smaller_steps_are_larger_and_better(
     assert all(large > small for large, small in pairwise(sizes))
     assert all(good < bad for good, bad in pairwise(errors))
     assert errors[0] < 2e-5  # step 2**-7: s^2 / 12 is 5e-6
-
-
-def test_learned_is_smaller_than_lossless(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    chunk = make_chunk(layouts["bfloat16"], 257)
-    order = ["all", "layer", "lossless"]
-    sizes = [len(make_codec("bfloat16", s, **quality(s)).encode(chunk)) for s in order]
-    assert max(sizes[:2]) < 0.8 * sizes[2] and sizes[2] < chunk.nbytes
-
-
-def test_keys_authenticate(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    chunk = make_chunk(layouts["gqa"], 10)
-    codec, plain = make_codec("gqa", "layer", key=bytes(16)), make_codec("gqa", "layer")
-    blob = codec.encode(chunk)
-    assert same(codec.decode(blob), plain.decode(plain.encode(chunk)))
-    with pytest.raises(KeyMismatchError):
-        make_codec("gqa", "layer", key=bytes([1] * 16)).decode(blob)
-    with pytest.raises(KeyMismatchError):
-        plain.decode(blob)
-    with pytest.raises(KeyMismatchError):
-        codec.decode(plain.encode(chunk))
-    with pytest.raises(FormatError):
-        plain.decode(b"cuve")
-    with pytest.raises(InputError, match="16 to 64 bytes"):
-        make_codec("gqa", "layer", key=b"short")
 
 
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])

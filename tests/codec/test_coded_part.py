@@ -162,15 +162,3 @@ def test_where_tokens_have_one_class_there_are_neither_classes_nor_escapes(offse
     struct.pack_into("<I", data, offset, value)
     with pytest.raises(FormatError, match="all of its tokens have one class"):
         parse(bytes(data), PLANES, None)
-
-
-def test_reader_refuses_to_read_past_the_end() -> None:
-    reader = Reader(memoryview(b"abcd"))
-    assert bytes(reader.take(3)) == b"abc"
-    for count in (2, 1 << 40):
-        with pytest.raises(FormatError, match="too early"):
-            reader.take(count)
-    with pytest.raises(FormatError, match="1 bytes too many"):
-        reader.finish()
-    assert bytes(reader.take(1)) == b"d"
-    reader.finish()

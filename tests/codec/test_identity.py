@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuvee.codec import identity as module
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import (
     Identity,
@@ -22,7 +21,6 @@ from cuvee.codec.identity import (
     PageNames,
     PrefixChain,
     Scope,
-    canonical,
     content_digest,
     store_key,
     tenant_id,
@@ -187,12 +185,6 @@ def test_media_enter_only_the_chunks_they_overlap() -> None:
     assert content_digest(LOSSY, late, range(4), start=8) == content_digest(LOSSY, none, range(4))  # it ended before
 
 
-def test_a_second_chunk_is_bound_to_the_media_of_the_first() -> None:
-    scopes = [replace(SCOPE, media=(Media(0, 2, name),)) for name in ("a", "b")]
-    one, other = (chain(range(8), 2, scope=scope) for scope in scopes)
-    assert one[1] != other[1]
-
-
 def test_media_count_from_the_start_of_the_run() -> None:
     here = Scope(media=(Media(2, 9, "a"), Media(0, 1, "far")))
     there = Scope(media=(Media(102, 109, "a"), Media(110, 111, "far")))
@@ -222,22 +214,6 @@ def test_same_tokens_elsewhere() -> None:
     assert first != second
     assert content_digest(LOSSY, plain, tokens[:4], start=0) == content_digest(LOSSY, plain, tokens[4:], start=4)
     assert content_digest(LOSSY, plain, tokens[:4]) != first
-
-
-def test_shards_and_tenants_have_keys_of_their_own() -> None:
-    digest = bytes(32)
-    keys = [store_key(tenant, digest, shard) for tenant in ("", "a", "b") for shard in (0, 1, 16, 256)]
-    assert len(set(keys)) == len(keys)
-    assert len({key.split("/")[0] for key in keys}) == 3
-
-
-def test_the_version_enters_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keys() -> list[Any]:
-        return [chain(range(4), 1)[0], content_digest(LOSSY, SCOPE, range(4)), tenant_id("a")]
-
-    before = keys()
-    monkeypatch.setattr(module, "VERSION", 2)
-    assert all(a != b for a, b in zip(before, keys(), strict=True))
 
 
 def test_unicode_is_taken_as_it_is() -> None:
@@ -282,29 +258,6 @@ def test_other_inputs_other_digests(one: Any, other: Any) -> None:
     assert (chain(tokens, 1, identity, scope) == chain(tokens2, 1, identity2, scope2)) == same
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.binary(max_size=9), max_size=4), st.lists(st.binary(max_size=9), max_size=4))
-def test_canonical_bytes_tell_fields_apart(one: list[bytes], other: list[bytes]) -> None:
-    assert (canonical(*one) == canonical(*other)) == (one == other)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=12, max_size=12), st.integers(0, 11), st.integers(1, 2**40))
-def test_a_token_changes_its_chunk_and_those_after_it(tokens: list[int], at: int, step: int) -> None:
-    changed = list(tokens)
-    changed[at] = (tokens[at] + step + 2**63) % 2**64 - 2**63
-    before, after = chain(tokens, 3), chain(changed, 3)
-    assert [a == b for a, b in zip(before, after, strict=True)] == [index < at // 4 for index in range(3)]
-    assert content_digest(LOSSY, SCOPE, tokens) != content_digest(LOSSY, SCOPE, changed)
-
-
-@pytest.mark.parametrize("text", ["model", "tokenizer"])
-def test_bytes_that_move_to_the_next_field_change_the_key(text: str) -> None:
-    one = Identity("ab", "c", b"d", b"e", "step:1")
-    other = Identity("a", "bc", b"d", b"e", "step:1") if text == "model" else Identity("ab", "", b"cd", b"e", "step:1")
-    assert chain(range(4), 1, identity=one) != chain(range(4), 1, identity=other)
-
-
 @settings(max_examples=200, deadline=None)
 @given(inputs, st.binary(max_size=3), inputs, st.binary(max_size=3))
 def test_other_contexts_other_digests(one: Any, context: bytes, other: Any, context2: bytes) -> None:
@@ -324,14 +277,6 @@ def test_a_chain_grows_to_the_same_digests(steps: list[int], more: int) -> None:
     growing = PrefixChain(LOSSY, scope, 4)
     for chunks in steps:
         assert growing.digests(tokens[: 4 * chunks + more], chunks) == whole[:chunks]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=11, max_size=11), st.lists(st.integers(0, 3), min_size=11, max_size=11))
-def test_tails_are_equal_where_all_their_tokens_are(one: list[int], other: list[int]) -> None:
-    for chunks, size in ((0, 1), (0, 3), (1, 2), (2, 3)):
-        end = 4 * chunks + size
-        assert (tails(one, chunks, [size]) == tails(other, chunks, [size])) == (one[:end] == other[:end])
 
 
 def test_no_tail_is_another_or_a_whole_chunk() -> None:
@@ -387,12 +332,6 @@ def test_only_new_chunks_are_looked_at() -> None:
     growing.digests(tokens, 4)
     growing.digests(tokens, 0)
     assert tokens.seen == [slice(0, 8), slice(8, 16)]
-
-
-def test_the_answer_is_the_callers_own() -> None:
-    growing = PrefixChain(LOSSY, SCOPE, 4)
-    growing.digests(range(8), 2).clear()
-    assert growing.digests(range(8), 2) == chain(range(8), 2)
 
 
 @pytest.mark.parametrize(

@@ -13,28 +13,10 @@ from cuvee.codec.entropy.family import default_family
 from cuvee.codec.entropy.token_classes import SectionPlanes, one_class
 from cuvee.codec.format.streams import Streams
 from cuvee.codec.stages.compiled import lanes
-from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.reference.rans import rans_encode
 from cuvee.codec.support.arrays import U8, U32
 
 TABLES = default_family().tables
-
-
-@pytest.mark.parametrize(("columns", "per_stream"), [(1, 1), (700, 8), (513, 1), (640, 128)])
-def test_groups_hold_every_stream_once(columns: int, per_stream: int) -> None:
-    groups = np.zeros((1000, lanes.GROUP_FIELDS), np.int64)
-    count = int(lanes.list_groups(3, 40, columns, per_stream, groups, 2)) - 2
-    own = groups[2 : 2 + count]
-    assert not groups[:2].any() and not groups[2 + count :].any() and (own[:, lanes.SECTION] == 3).all()
-    streams: list[int] = []
-    seen: list[int] = []
-    for group in own:
-        size = int(group[lanes.LANES])
-        assert 1 <= size <= WIDTH
-        streams += range(group[lanes.STREAM], group[lanes.STREAM] + size)
-        for column in range(group[lanes.FIRST], group[lanes.END], group[lanes.ROW]):
-            seen += range(column, min(column + size, group[lanes.END]))
-    assert streams == list(range(40, 40 + len(streams))) and sorted(seen) == list(range(columns))
 
 
 def encoded(symbols: U8, table: int) -> Streams:

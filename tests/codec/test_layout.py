@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,28 +28,6 @@ def chunk(tokens: int = 5, start: int = 0, layout: KVLayout = LAYOUT) -> KVChunk
     keys = [torch.randn(tokens, h, d, generator=generator).to(layout.torch_dtype) for h, d, _ in sizes]
     values = [torch.randn(tokens, h, d, generator=generator).to(layout.torch_dtype) for h, _, d in sizes]
     return KVChunk(keys, values, layout, start)
-
-
-def test_sizes() -> None:
-    assert LAYERS[0].key_values == 12 and LAYERS[1].key_values == 4 and LAYERS[1].value_values == 3
-    assert LAYOUT.num_layers == 2
-    assert LAYOUT.values_per_token == 12 + 12 + 4 + 3
-    assert LAYOUT.bytes_per_token == 4 * 31
-    assert UNIFORM.bytes_per_token == 2 * 72
-    assert LAYOUT.torch_dtype == torch.float32
-    assert ROPE.rotary_dim == 4
-    assert LAYOUT.relocatable and not replace(LAYOUT, layers=LAYERS[1:]).relocatable
-
-
-def test_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
-        LAYOUT.dtype = "float16"  # type: ignore[misc]
-    with pytest.raises(FrozenInstanceError):
-        chunk().start = 1  # type: ignore[misc]
-
-
-def test_frequencies_are_float32() -> None:
-    assert Rope((0.1,)).inv_freq == (torch.tensor(0.1).item(),)
 
 
 def test_json_is_exact(any_family: str, tiny_config: Callable[..., Any]) -> None:
@@ -176,17 +154,6 @@ def test_constructors_refuse(make: Callable[[], object]) -> None:
         make()
 
 
-def test_from_config_shapes(tiny_config: Callable[..., Any]) -> None:
-    layout = KVLayout.from_config(tiny_config("llama", dtype="bfloat16"))
-    assert layout.model_type == "llama" and layout.dtype == "bfloat16" and layout.max_positions == 4096
-    assert [(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layout.layers] == [(2, 12, 12)] * 2
-    partial = KVLayout.from_config(tiny_config("phi3"), dtype=torch.float16).layers[0]
-    assert partial.head_dim == 8 and partial.rope is not None and partial.rope.rotary_dim == 4
-    assert KVLayout.from_config(tiny_config("gpt2"), "float32").layers[0].rope is None
-    interleaved = KVLayout.from_config(tiny_config("cohere"), "float32").layers[0].rope
-    assert interleaved is not None and interleaved.interleaved
-
-
 @pytest.mark.parametrize(
     ("family", "rope", "positions"),
     [
@@ -252,28 +219,6 @@ def test_from_config_ignores_the_default_device(
     monkeypatch.setattr(stand_in, "_known", {})
     with torch.device("meta"):
         assert KVLayout.from_config(tiny_config("llama", vocab_size=vocab_size), "float32") == expected
-
-
-def test_gemma3_ropes_differ_by_layer(tiny_config: Callable[..., Any]) -> None:
-    sliding, full = KVLayout.from_config(tiny_config("gemma3-sliding-first"), "float32").layers
-    assert sliding.rope is not None and full.rope is not None
-    assert sliding.rope.inv_freq[0] == 1.0 and full.rope.inv_freq[0] == 0.125
-
-
-def test_some_layers_do_not_rotate(tiny_config: Callable[..., Any]) -> None:
-    def rotating(family: str, **changes: Any) -> list[bool]:
-        layout = KVLayout.from_config(tiny_config(family, **changes), "float32")
-        return [layer.rope is not None for layer in layout.layers]
-
-    assert rotating("smollm3", no_rope_layers=[0, 1]) == [False, True]
-    assert rotating("smollm3", no_rope_layers=None, no_rope_layer_interval=2) == [True, False]
-    assert rotating("cohere2") == [True, False]
-    assert rotating("exaone4") == [False, True]
-    assert rotating("exaone4-full") == [True, True]  # without windows, all layers do
-    both = tiny_config("smollm3", no_rope_layers=[1, 0])
-    both.no_rope_layers = [1]
-    with pytest.raises(UnsupportedModelError, match=r"^smollm3: transformers must be able to build .*IndexError"):
-        KVLayout.from_config(both, "float32")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conftest import decoded_layers
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -148,19 +147,6 @@ def test_words_joined_sixteen_at_a_time_are_the_reference(heads: int) -> None:
             assert torch.equal(bits(mine[there]), bits(own[there])) and bool((mine[~there] == POISON).all())
 
 
-def test_the_layers_exercise_what_they_are_to() -> None:
-    for dtype in DTYPES:
-        found = {kind: read_layer(memoryview(coded(dtype, kind, 513)[0]), layer_of("usual"),
-                                  getattr(torch, dtype).itemsize, 513) for kind in KINDS}  # fmt: skip
-        assert all(model is None for model in found["stored"].models) and found["stored"].part is None
-        for kind in ("coded", "steady"):
-            assert all(model is not None for model in found[kind].models)
-        mixed = [model is not None for model in found["mixed"].models]
-        assert any(mixed) and not all(mixed)
-        of_keys = [model is not None for model in found["keys"].models]
-        assert any(of_keys) and not any(of_keys[len(of_keys) // 2 :])
-
-
 @pytest.mark.parametrize("kind", ["stored", "coded", "mixed", "steady"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("at", [slice(0, 256), slice(256, 512), slice(512, 513)])
@@ -191,24 +177,6 @@ def test_tiles_go_to_the_rows_that_there_are(dtype: str, kind: str, at: slice) -
         assert len(results) == 6
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_moved_keys_are_the_references(dtype: str) -> None:
-    for interleaved in (False, True):
-        rope = Rope((1.0, 0.3, 0.01), 1.1, interleaved)
-        layout = KVLayout("synthetic", (LayerLayout(2, 16, 16, rope),) * 2, dtype, None)
-        generator = torch.Generator().manual_seed(0)
-        units = [torch.randn(300, 2, 16, generator=generator).to(layout.torch_dtype) for _ in range(4)]
-        chunk = KVChunk(units[:2], units[2:], layout, 7)
-        codecs = [Codec(Profile.unlearned(layout), "lossless", backend=name) for name in stage_names()]
-        blob = codecs[0].encode(chunk)
-        assert codecs[1].encode(chunk) == blob
-        for arguments in ({"start": 7}, {"start": 1000}, {"start": 1000, "tokens": range(3, 290)}):
-            one, other = (codec.decode(blob, **arguments) for codec in codecs)
-            for mine, theirs in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
-                assert torch.equal(bits(mine), bits(theirs))
-            assert torch.equal(bits(one.keys[0]), bits(chunk.keys[0])) == (arguments == {"start": 7})
-
-
 # --- whole chunks
 
 
@@ -218,48 +186,6 @@ def one_layer(dtype: str, heads: int, size: int, rope: Rope | None = None) -> KV
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(bits(left), bits(right))
-
-
-def patterns(dtype: str, kind: str) -> torch.Tensor:
-    """`[T, 4, 64]` bit patterns."""
-    generator = torch.Generator().manual_seed(3)
-    if kind == "every":  # all 65536 of them, NaN payloads and subnormals included; in order and at random
-        ordered = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-        if dtype == "float32":  # … each as the high and as the low half of a word
-            words = torch.cat([ordered.int() << 16, ordered.int() & 0xFFFF])
-            return words.view(-1, 4, 64)
-        shuffled = ordered[torch.randperm(1 << 16, generator=generator)]
-        return torch.cat([ordered, shuffled]).view(-1, 4, 64)
-    low, high = (-(1 << 15), 1 << 15) if KINDS_OF[dtype] == torch.int16 else (-(1 << 31), 1 << 31)
-    if kind == "random":
-        return torch.randint(low, high, (131, 4, 64), generator=generator).to(KINDS_OF[dtype])
-    value = {"zero": 0, "minus zero": low, "ones": -1, "constant": 0x3F80}[kind]
-    return torch.full((131, 4, 64), value, dtype=KINDS_OF[dtype])
-
-
-@pytest.mark.parametrize("kind", ["every", "random", "zero", "minus zero", "ones", "constant"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_bit_comes_back(dtype: str, kind: str) -> None:
-    check_every_bit(dtype, patterns(dtype, kind), kind, "numba")
-    if kind != "every":  # the reference takes its time
-        check_every_bit(dtype, patterns(dtype, kind)[:, :1, :8], kind, "reference")
-
-
-def check_every_bit(dtype: str, bits: torch.Tensor, kind: str, backend: str) -> None:
-    layout = one_layer(dtype, *bits.shape[1:])
-    keys = bits.view(layout.torch_dtype)
-    values = bits.flip(0).view(layout.torch_dtype)
-    codec = Codec(Profile.unlearned(layout), "lossless", backend=backend)
-    blob = codec.encode(KVChunk([keys], [values], layout, 5))
-    back = codec.decode(blob)
-    assert back.start == 5
-    assert same_bits(back.keys[0], keys) and same_bits(back.values[0], values)
-    for run in ((0, 1), (127, 130), (100, 131)):
-        part = codec.decode(blob, tokens=range(*run))
-        assert same_bits(part.keys[0], keys[slice(*run)]) and same_bits(part.values[0], values[slice(*run)])
-    if backend == "numba":
-        # Noise costs hardly more than itself, and constants hardly anything.
-        assert inspect(blob).ratio > (0.99 if kind in ("every", "random") else 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -290,15 +216,6 @@ def test_channels_of_different_scales_share_a_table(dtype: str, limit: float) ->
     keys, values = ((torch.randn(512, 2, 64, generator=generator) * spread).to(layout.torch_dtype) for _ in range(2))
     blob = Codec(Profile.unlearned(layout), "lossless").encode(KVChunk([keys], [values], layout))
     assert inspect(blob).bits_per_value <= limit
-
-
-def test_layers_of_different_shapes(layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk]) -> None:
-    chunk = make_chunk(layouts["irregular"], 70, start=3)
-    codec = Codec(Profile.unlearned(layouts["irregular"]), "lossless")
-    blob = codec.encode(chunk)
-    keys, values = decoded_layers(codec, blob, range(1, 3))
-    assert [k.shape for k in keys] == [(70, 1, 30), (70, 3, 5)]
-    assert all(map(same_bits, [*keys, *values], [*chunk.keys[1:], *chunk.values[1:]]))
 
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
@@ -377,30 +294,6 @@ def test_any_bytes_are_judged_alike(
         at = int(place * 2 * min(len(bad), 64)) if place < 0.5 else int((place - 0.5) * 2 * len(bad))
         bad[at] = byte
     agree(bytes(bad[: int(cut * len(bad))] if cut is not None else bad), dtype, tokens, "few")
-
-
-def test_a_damaged_stream_is_named() -> None:
-    data, _ = coded("bfloat16", "coded", 257, "usual")
-    part = read_layer(memoryview(data), layer_of("usual"), 2, 257).part
-    assert part is not None
-    n, count = part.tokens_per_stream, len(part.streams.states)
-    stream = count // 2
-    at = data.rindex(part.streams.words.astype("<u2").tobytes())
-    bad = bytearray(data)
-    bad[at + 2 * int(part.streams.lengths[:stream].sum())] ^= 0x10
-    expected = f"entropy-coded stream {stream} of {count} does not end where it must: the bytes are damaged"
-    assert n < 257 and count > 2
-    for name in stage_names():
-        assert outcome(name, bytes(bad), "bfloat16", 257, "usual") == (CorruptError, expected)
-
-
-def test_a_layer_may_lie_anywhere_in_a_blob() -> None:
-    """At an odd address, and where the bytes end."""
-    data, want = coded("bfloat16", "mixed", 257, "odd")
-    for view in (memoryview(b"x" + data)[1:], memoryview(bytearray(data))):
-        got = outputs("bfloat16", "odd", 257)
-        decode("numba", view, "bfloat16", "odd", 257, slice(0, 257), [dense_rows(x) for x in got], 0)
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
 
 
 # --- several layers at once

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.conftest import BOS
 
-from cuvee.codec.data.bundled import CALIBRATION_TEXTS, bundled_text, load_bundled_model
+from cuvee.codec.data.bundled import load_bundled_model
 from cuvee.codec.errors import InputError
 from cuvee.codec.learning import mixture as module
 from cuvee.codec.learning.calibrate import calibrate
@@ -43,14 +43,6 @@ def test_kinds_and_shapes(made: dict[str, torch.Tensor], bundled: tuple[Any, Any
         assert rows.shape == (max(round(24 * SHARES[kind]), 3), LENGTH), kind
         assert int(rows.min()) >= 0 and int(rows.max()) < vocabulary
         assert len({tuple(row.tolist()) for row in rows}) == len(rows), f"{kind}: every sequence is another one"
-
-
-def test_shares_are_those_that_are_said(bundled: tuple[Any, Any]) -> None:
-    assert sum(SHARES.values()) == pytest.approx(1)
-    many = mixture(*bundled, sequences=200, length=32, samples=False)
-    assert {kind: len(rows) for kind, rows in many.items()} == {
-        kind: round(200 * share) for kind, share in SHARES.items() if kind != "samples"
-    }
 
 
 def test_the_same_arguments_give_the_same_text(made: dict[str, torch.Tensor], bundled: tuple[Any, Any]) -> None:
@@ -110,11 +102,6 @@ def test_every_sequence_begins_as_the_tokenizer_begins_a_text(bundled: tuple[Any
         assert (rows[:, 1] != BOS).any(), kind
 
 
-def test_samples_can_be_left_out(bundled: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "sample_text", lambda *_, **__: 1 / 0)
-    assert tuple(mixture(*bundled, sequences=24, length=LENGTH, samples=False)) == KINDS[:-1]
-
-
 def test_texts_that_are_too_short_are_left_out(bundled: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile needs three sequences of a kind; one with fewer would make it refuse them all."""
     tokenizer = bundled[1]
@@ -142,23 +129,6 @@ def test_bad_arguments(sequences: int, length: int, bundled: tuple[Any, Any]) ->
     name, least, value = ("length", 8, length) if sequences == 24 else ("sequences", 24, sequences)
     with pytest.raises(InputError, match=f"^{name}: must be at least {least}, got {value}$"):
         mixture(*bundled, sequences=sequences, length=length)
-
-
-@pytest.mark.parametrize("kind", ["poems", "", REREAD, SAMPLES])
-def test_kinds_without_a_text(kind: str) -> None:
-    with pytest.raises(InputError, match=r"^kind: must be one of prose, .*, tables, got "):
-        mixture_text(kind)
-
-
-def test_texts_are_what_they_are_called() -> None:
-    texts = {kind: "\n".join(mixture_text(kind)) for kind in KINDS[:-2]}
-    for name in CALIBRATION_TEXTS:
-        assert bundled_text(name) in mixture_text("prose")
-    assert "def " in texts["code"] and "return" in texts["code"]
-    # Articles are dense with numbers; prose is not.
-    digits = {kind: len(re.findall(r"\d", text)) / len(text) for kind, text in texts.items()}
-    assert digits["encyclopaedia"] > 4 * digits["prose"] and digits["tables"] > digits["encyclopaedia"]
-    assert all(len(text) > 15_000 for text in texts.values())
 
 
 def test_dialogue_with_and_without_a_chat_template() -> None:
@@ -214,15 +184,6 @@ def test_rare_words_are_gone_in_long_texts_only() -> None:
     got = tokenized(long)
     assert 30 <= got.count("<unk>") <= 35, "every third of those that come once"
     assert got.count("common words") == 200
-
-
-def test_as_many_rare_words_as_in_wikitext() -> None:
-    (text,) = mixture_text("tokenized")
-    tokens = text.split()
-    assert 0.02 < tokens.count("<unk>") / len(tokens) < 0.05
-    assert text.count(" @-@ ") > 20 and text.count(" @,@ ") > 20
-    # Two marks in a row have a blank between them.
-    assert not re.search(r"\w[.,;:!?)]", text.replace("@.@", "").replace("@,@", ""))
 
 
 # Calibration ----------------------------------------------------------------------------------------------------------

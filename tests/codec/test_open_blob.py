@@ -15,10 +15,10 @@ from cuvee.codec import opening as module
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError, ProfileMismatchError
+from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError
 from cuvee.codec.format.container import inspect, read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.open_blob import Expected, OpenBlob
+from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import NOWHERE, PagedCache
 
 KEY = b"sixteen bytes of it"
@@ -34,13 +34,6 @@ def chunk(layouts: Layouts, make_chunk: MakeChunk) -> KVChunk:
 def same(one: KVChunk, other: KVChunk) -> bool:
     pairs = zip(one.keys + one.values, other.keys + other.values, strict=True)
     return one.start == other.start and all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_it_says_what_the_blob_holds(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
-    codec = make_codec("gqa", "layer", step=0.1)
-    opened = codec.open(codec.encode(chunk))
-    assert (opened.tokens, opened.start, opened.dtype) == (40, 7, "float32")
-    assert opened.layout == chunk.layout and opened.header.step_index == codec.step_index
 
 
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
@@ -108,13 +101,6 @@ def test_what_it_is_bound_to_is_said_when_it_is_opened(chunk: KVChunk, make_code
         codec.decode(codec.open(blob, associated_data=b"here"), associated_data=b"here")
 
 
-def test_another_profiles_blob_is_not_opened(
-    chunk: KVChunk, layouts: Layouts, make_codec: Callable[..., Codec]
-) -> None:
-    with pytest.raises(ProfileMismatchError):
-        make_codec("gqa", "layer", step=0.1).open(make_codec("gqa", "head", step=0.1).encode(chunk))
-
-
 def test_a_codec_arrives_elsewhere_without_its_backends(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
     codec = make_codec("gqa", "layer", step=0.1)
     blob = codec.encode(chunk)
@@ -177,10 +163,3 @@ def test_slots_of_every_kind_get_their_tokens(
                     if slot != NOWHERE and index in layers:
                         expected[slot] = want[token]
                 assert torch.equal(got, expected)
-
-
-def test_an_open_blob_is_plain_data(chunk: KVChunk, make_codec: Callable[..., Any]) -> None:
-    opened = make_codec("gqa", "lossless").open(make_codec("gqa", "lossless").encode(chunk))
-    assert isinstance(opened, OpenBlob)
-    with pytest.raises(AttributeError):
-        opened.blob = b""  # type: ignore[misc]

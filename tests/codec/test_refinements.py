@@ -17,18 +17,14 @@ from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.residuals import FINER, WIDEST
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError
-from cuvee.codec.format.container import header_digest, inspect, read_header, read_section
+from cuvee.codec.format.container import header_digest, inspect, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
-from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.setting import ExpectedPart
-from cuvee.codec.stages.implementations import get_stages
 from cuvee.codec.support.steps import OCTAVE
 
 Fitted = Callable[[str, str], Profile]
@@ -84,39 +80,6 @@ def test_backends_agree(fitted: Fitted, chunk: KVChunk, group: str, dtype: str) 
         ours, reference = (decoded(profile, parts[:known], name) for name in BACKENDS)
         assert ours.keys[0].dtype == layout.torch_dtype
         assert error(ours, reference) <= 1e-3 * error(ours, cast)  # products round differently
-
-
-@pytest.mark.parametrize("group", ["layer", "head"])
-def test_coefficients_are_the_same_bits(fitted: Fitted, chunk: KVChunk, group: str) -> None:
-    """Those of the base, of what it left over, and their sum."""
-    profile = with_classes(fitted("gqa", group), WEIGHTS, 20)
-    parts = parts_of(profile, chunk)
-    headers = [read_header(part) for part in parts]
-    codings = [
-        StepCoding(profile.learned, profile.family, header.step_index, residual=bool(part))
-        for part, header in enumerate(headers)
-    ]
-    assert headers[1].step_index == headers[0].step_index - FINER
-    for number in range(len(profile.sections)):
-        own = codings[1].sections[number]
-        assert int(own.classed.level_table.max()) == WIDEST == 9 and not own.classed.shift.any()
-        assert codings[0].sections[number].classed.shift.any(), "the base has planes of low bits"
-        found = []
-        for name in BACKENDS:
-            stages, known = get_stages(name), []
-            for part, coding, header in zip(parts, codings, headers, strict=True):
-                data = [(number, read_section(part, header, number))]
-                indexed = stages.index_sections(coding, data, TOKENS)
-                (tile,) = stages.decode_sections(indexed, slice(0, TOKENS), torch.float32)
-                known.append((tile.order, tile.classes, tile.y.clone()))
-            (order, classes, base), (*other, finer) = known
-            np.testing.assert_array_equal(order, other[0])
-            np.testing.assert_array_equal(classes, other[1])
-            left = finer.clone()
-            left[:, : base.shape[1]] += base
-            found.append((base, finer, left))
-        for ours, reference in zip(*found, strict=True):
-            assert torch.equal(ours, reference)
 
 
 def test_both_parts_have_the_error_of_one_blob_and_are_little_larger() -> None:
@@ -229,22 +192,6 @@ def test_a_codec_says_what_its_parts_are(fitted: Fitted, chunk: KVChunk) -> None
     for codec, blob in ((single, parts[0]), (refined, single.encode(chunk))):
         with pytest.raises(CorruptError, match="must hold"):
             codec.open(blob, expected=expected)
-
-
-def test_what_to_expect_of_parts_is_that_of_blobs_at_their_steps(fitted: Fitted) -> None:
-    curve = [CurvePoint(64 * k, 4.0 - k / 2, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-5, 5)]
-    profile = fitted("gqa", "layer").with_curve(curve)
-    (single,) = Codec(profile, "balanced").settings.expected_parts()
-    codec = Codec(profile, "balanced", refinements=1)
-    base, both = codec.settings.expected_parts()
-    assert both == single and base.kl is not None and both.kl is not None
-    assert base.kl / both.kl == pytest.approx(16.0) and base.bits == pytest.approx(both.bits - 1)  # type: ignore[operator]
-    assert [part.kl for part in codec.settings.expected_parts(worst=True)] == [base.kl, both.kl], (
-        "the curve knows one kind"
-    )
-    assert Codec(profile, "lossless").settings.expected_parts() == (ExpectedPart(0.0, None),)
-    unknown = Codec(fitted("gqa", "layer").with_curve([]), step=0.5, refinements=1).settings.expected_parts()
-    assert unknown == (ExpectedPart(None, None),) * 2
 
 
 def test_chunks_without_ids_that_are_lossless_are_one_part(fitted: Fitted, chunk: KVChunk) -> None:
@@ -393,18 +340,3 @@ def test_forged_sections(fitted: Fitted, chunk: KVChunk) -> None:
         (bytes(words), "does not end where it must"),
     ):
         assert said in (outcome(profile, (base, with_section(finer, forged))) or "decoded")
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_damage_is_told_or_harmless(fitted: Fitted, chunk: KVChunk, seed: int) -> None:
-    """Sections with right checksums and random damage: `outcome` holds the implementations to each other."""
-    profile, random = fitted("gqa", "head"), np.random.default_rng(seed)
-    parts = list(parts_of(profile, chunk))
-    which = int(random.integers(2))
-    sections = sections_of(parts[which])
-    index = int(random.integers(len(sections)))
-    data = bytearray(sections[index])
-    for _ in range(3):
-        data[int(random.integers(len(data)))] = int(random.integers(256))
-    parts[which] = with_section(parts[which], bytes(data), index)
-    outcome(profile, parts)

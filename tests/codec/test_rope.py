@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.models.latents import layer_units
-from cuvee.codec.models.rope import cos_sin, rotate, unrotate
+from cuvee.codec.models.rope import rotate, unrotate
 
 TOKENS = 9
 NEAR, FAR = 3, 1500
@@ -110,49 +108,6 @@ def test_moves_bfloat16_keys_to_bfloat16_rounding(
     moved = rotate(unrotate(near, rope, positions(NEAR)), rope, positions(FAR))
     # The model rounds cos, sin, two products and their sum to 8 bits, at both places.
     assert relative_error(moved, far) < 3 * 2**-8
-
-
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        pytest.param(lambda rope: replace(rope, attention_scaling=1.0), id="attention_scaling"),
-        pytest.param(lambda rope: replace(rope, interleaved=True), id="interleaved"),
-        pytest.param(
-            lambda rope: replace(rope, inv_freq=tuple(f**1.01 for f in rope.inv_freq)),
-            id="theta",
-        ),
-        pytest.param(lambda rope: replace(rope, inv_freq=rope.inv_freq[:-1]), id="rotary_dim"),
-    ],
-)
-def test_notices_a_wrong_rope(
-    mutate: Callable[[Rope], Rope], tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model("llama-yarn")
-    rope = KVLayout.from_config(model.config, dtype="float32").layers[0].rope
-    assert rope is not None and rope.attention_scaling > 1.1
-    recorder = Recorder(model, monkeypatch)
-    near = recorder.keys(NEAR)[0]
-    assert relative_error(unrotate(near, rope, positions(NEAR)), recorder.before[0]) < 1e-6
-    assert relative_error(unrotate(near, mutate(rope), positions(NEAR)), recorder.before[0]) > 1e-3
-
-
-def test_tables_are_those_of_the_model(any_family: str, tiny_model: Callable[..., Any]) -> None:
-    model = tiny_model(any_family)
-    layout = KVLayout.from_config(model.config, dtype="float32")
-    where = torch.tensor([0, 1, 17, 4095])
-    for index, layer in enumerate(layout.layers):
-        if layer.rope is None:
-            continue
-        rotary = getattr(model, model.base_model_prefix).rotary_emb
-        by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
-        expected = rotary(torch.zeros(1), where[None], *([model.config.layer_types[index]] if by_kind else []))
-        if isinstance(expected, torch.Tensor):  # DeepSeek-V2's
-            assert torch.allclose(torch.complex(*cos_sin(layer.rope, where)), expected[0], atol=1e-6)
-            continue
-        for got, want in zip(cos_sin(layer.rope, where), expected, strict=True):
-            # Cohere's tables have the angle of each pair twice in a row, the others' once more at the end.
-            half = want[0, :, 0::2] if any_family.startswith("cohere") else want[0, :, : layer.rope.rotary_dim // 2]
-            assert torch.equal(got, half)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

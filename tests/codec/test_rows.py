@@ -89,37 +89,6 @@ def test_rows_are_where_the_cache_writes(
     assert not all(bool((tensor == 7).all()) for tensor in got)
 
 
-@pytest.mark.parametrize("order", [*DIRECT, *JOINED])
-@pytest.mark.parametrize("name", ["bfloat16", "narrow-values", "yarn", "float16", "interleaved"])
-@pytest.mark.parametrize("module", [transform, transform_numba])
-def test_place_writes_rows_of_pages_and_nothing_else(
-    layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk], name: str, order: str, module: Any
-) -> None:
-    layout = layouts[name]
-    slots = scattered(37)
-    slots[::4] = NOWHERE
-    (section,) = partition(layout, "all")
-    x = torch.randn(37, section.values, generator=torch.Generator().manual_seed(1))
-    mean = torch.randn(2, section.values, generator=torch.Generator().manual_seed(2))
-    rotation = Rotation(500, 37, CPU)
-    dense = [torch.zeros(37, u.shape[2], u.shape[3], dtype=u.dtype) for u in poisoned(layout).keys]
-    others = [torch.zeros(37, u.shape[2], u.shape[3], dtype=u.dtype) for u in poisoned(layout).values]
-    whole = (list(map(dense_rows, dense)), list(map(dense_rows, others)))
-    transform.place(x, mean, section, layout, rotation, slice(0, 37), *whole)
-    one, want = make(layout, order)
-    one.write(dense, others, slots)
-    other, got = make(layout, order)
-    assert has_rows(other)
-    found = cache_rows(other, slots, range(layout.num_layers))
-    # Dealt out, with columns of no token: as the decoder has them.
-    column = np.concatenate([np.arange(0, 37, 2), [-1, -1], np.arange(1, 37, 2), [37, 99]])
-    spread = torch.full((len(column), section.values), float("nan"))
-    there = torch.from_numpy((column >= 0) & (column < 37))
-    spread[there] = x[column[there.numpy()]]
-    module.place(spread, mean, section, layout, rotation, slice(0, 37), *found, column)
-    assert alike(got, want)
-
-
 @pytest.mark.parametrize("module", [transform, transform_numba])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 def test_place_takes_blocks_one_after_the_other(

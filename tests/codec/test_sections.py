@@ -137,25 +137,6 @@ def test_both_encoders_write_the_same_bytes(tokens: int) -> None:
         assert encoded(section, classes, y, "reference") == data
 
 
-def test_the_sections_exercise_what_they_are_to() -> None:
-    for name, kind in product(("deep", "blocks", "wide"), KINDS):
-        section, data, _, classes = coded(name, kind, 512)
-        part = read_part(memoryview(data), section.classed, 512)
-        row, column = np.divmod(part.escapes.index, 512)
-        assert {int(at) // WINDOW for at in column} == {0, 1}, "escapes in several tiles"
-        if kind == "classes":
-            assert section.classed.shift[classes].any() and len(set(classes.tolist())) > 4
-            continue
-        wide = section.classed.of(NEUTRAL).shift > 0
-        if name == "wide":
-            assert wide[row].any(), "an escape of a row with low bits"
-        if name == "blocks":
-            assert wide.any() and (~wide[row]).any(), "an escape of one without"
-    section, data, _, _ = coded("few", "neutral", 513)
-    assert len(read_part(memoryview(data), section.classed, 513).streams.states) <= 5
-    assert not coded("none", "classes", 513)[0].classed.rows.any()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [WINDOW, 2 * WINDOW])
 def test_tiles_are_the_references(kind: str, size: int) -> None:

@@ -14,15 +14,12 @@ from tests.classed import with_classes
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning.calibrate import calibrate, fit
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
-from cuvee.codec.profiles.sections import partition
-from cuvee.codec.support.steps import OCTAVE
 
 ROPE = Rope((1.0, 0.3, 0.1, 0.03))
 # Heads differ from layer to layer, and so do the sizes of keys and values; four ranks share the heads of layer 1.
@@ -116,19 +113,6 @@ def test_ranks_hold_what_vllm_gives_them(size: int) -> None:
         assert everything == sorted([*range(whole.kv_heads)] * copies)
 
 
-def test_a_shard_of_one_is_the_whole(fitted: Fitted) -> None:
-    assert UNLIKE.shard(0, 1) == UNLIKE
-    for group in ("head", "layer", "all"):
-        profile = fitted("gqa", group)
-        assert profile.shard(0, 1) is profile
-
-
-def test_shards_of_different_sizes_have_different_fingerprints() -> None:
-    prints = {UNLIKE.shard(0, size).fingerprint for size in (1, 2, 4, 8)}
-    assert len(prints) == 4
-    assert UNLIKE.shard(0, 8).fingerprint == UNLIKE.shard(7, 16).fingerprint
-
-
 @pytest.mark.parametrize(
     ("rank", "size", "message"),
     [
@@ -152,48 +136,6 @@ def test_ranks_that_do_not_exist(fitted: Fitted, rank: Any, size: Any, message: 
 
 
 # Profiles --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [2, 4, 8, 16])
-def test_what_a_shard_knows_is_the_part_of_its_heads(rich: Profile, size: int) -> None:
-    """Every number per block has, at every step: exact, on any machine."""
-    for rank in range(size):
-        shard, heads = rich.shard(rank, size), rich.layout.shard_heads(rank, size)
-        assert shard.sections == partition(rich.layout.shard(rank, size), rich.group)
-        assert (shard.group, shard.source, shard.min_step_index) == (rich.group, rich.source, rich.min_step_index)
-        assert shard.family is rich.family and shard.curve == rich.curve != ()
-        for layer, part, mine, whole in zip(rich.layout.layers, heads, shard.learned, rich.learned, strict=True):
-            blocks = [*part, *(layer.kv_heads + head for head in part)] if rich.group == "head" else [*part]
-            for at, block in enumerate(blocks):
-                for a, b in (
-                    (mine.basis.forward[at], whole.basis.forward[block]),
-                    (mine.basis.inverse[at], whole.basis.inverse[block]),
-                    (
-                        _columns(mine.basis, at, mine.basis.mean[None]),
-                        _columns(whole.basis, block, whole.basis.mean[None]),
-                    ),
-                    (_columns(mine.basis, at, mine.basis.sinks), _columns(whole.basis, block, whole.basis.sinks)),
-                ):
-                    torch.testing.assert_close(a, b, rtol=0, atol=0)
-                np.testing.assert_array_equal(mine.scale[_rows(mine.basis, at)], whole.scale[_rows(whole.basis, block)])
-            # Classes mean the same. What predicts them reads the components that there are.
-            assert mine.class_freq is whole.class_freq and mine.class_scale is whole.class_scale
-            assert (mine.predictor is None) == (whole.predictor is None)
-            assert len(mine.basis.forward) == len(mine.basis.inverse) == len(blocks)
-            assert len(mine.scale) == sum(mine.basis.block_ranks)
-            for step in (-4 * OCTAVE, 0, 3 * OCTAVE):
-                for k in range(CLASSES):
-                    of_class = whole.class_ranks(step, k)
-                    assert mine.class_ranks(step, k) == tuple(of_class[block] for block in blocks)
-
-
-def _columns(basis: Any, block: int, x: torch.Tensor) -> torch.Tensor:
-    sizes = [matrix.shape[1] for matrix in basis.forward]
-    return x[:, sum(sizes[:block]) : sum(sizes[: block + 1])]
-
-
-def _rows(basis: Any, block: int) -> slice:
-    return slice(sum(basis.block_ranks[:block]), sum(basis.block_ranks[: block + 1]))
 
 
 @pytest.mark.parametrize("group", ["unit", "layer", "layers:2", "all"])
@@ -312,18 +254,6 @@ def test_shards_of_a_rich_profile_are_the_whole(rich: Profile, size: int) -> Non
                 assert_equal(own.decode(blob), of_rank(whole, rank, size))
 
 
-@pytest.mark.parametrize(("name", "size"), [("irregular", 6), ("narrow-values", 2)])
-def test_heads_of_odd_sizes(fitted: Fitted, make_chunk: MakeChunk, name: str, size: int) -> None:
-    profile = fitted(name, "head")
-    chunk = make_chunk(profile.layout, 300, 5, 1)
-    codec = Codec(profile, step=0.25)
-    whole = codec.decode(codec.encode(chunk))
-    for rank in range(size):
-        own = Codec(profile.shard(rank, size), step=0.25)
-        got = own.decode(own.encode(of_rank(chunk, rank, size)))
-        assert_alike(got, of_rank(whole, rank, size))
-
-
 def test_a_shard_reads_and_writes_its_own_blobs_alone(fitted: Fitted, make_chunk: MakeChunk) -> None:
     profile = fitted("gqa", "head")
     chunk = make_chunk(profile.layout, 20)
@@ -416,71 +346,7 @@ def test_ranks_fill_one_paged_cache(fitted: Fitted, make_chunk: MakeChunk, size:
 # Sizes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_shards_cost_little_more(fitted: Fitted, make_chunk: MakeChunk, group: str) -> None:
-    """A header a blob and some bytes per section, whatever the chunk holds."""
-    profile = fitted("mha", group)
-    chunk = make_chunk(profile.layout, 256, 3)
-    whole = len(Codec(profile, step=0.3).encode(chunk))
-    for size in (2, 4):
-        together = sum(
-            len(Codec(profile.shard(rank, size), step=0.3).encode(of_rank(chunk, rank, size))) for rank in range(size)
-        )
-        extra = together - whole
-        assert 0 < extra <= (size - 1) * (96 + 3 * 41)
-
-
 # The bundled model -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def books_head() -> tuple[Any, torch.Tensor, Profile]:
-    """The bundled model, sequences of another text than it was calibrated on, and a profile of group `head`."""
-    from cuvee.codec.data.bundled import bundled_text, load_bundled_model
-    from cuvee.codec.learning.sequences import reread, split_sequences
-
-    model, tokenizer = load_bundled_model()
-
-    def sequences(name: str, count: int) -> torch.Tensor:
-        ids = torch.tensor(tokenizer(bundled_text(name)).input_ids)
-        return reread(split_sequences(ids, count, 384), 256)
-
-    profile = calibrate(model, sequences("harbour", 8), "head", prefix=256, progress=False)
-    return model, sequences("orchard", 2), profile
-
-
-def test_the_bundled_model_on_two_ranks(books_head: tuple[Any, torch.Tensor, Profile]) -> None:
-    from cuvee.codec.models.forward import prefill
-
-    model, tokens, profile = books_head
-    assert profile.source == "calibrated" and len(profile.model or "") == 32
-    layout = replace(profile.layout, dtype="bfloat16")
-    with torch.no_grad():
-        exact = prefill(model, tokens[:, :256], profile.layout)
-    shards = [profile.shard(rank, 2) for rank in range(2)]
-    assert len({profile.id, *(shard.id for shard in shards)}) == 3
-    learned = tuple(replace(section, predictor=None) for section in profile.learned)
-    alike = Profile(profile.layout, "head", "calibrated", profile.family, learned, curve=profile.curve)
-    for full in exact:
-        chunk = KVChunk([k.bfloat16() for k in full.keys], [v.bfloat16() for v in full.values], layout)
-        alike_chosen = with_classes(profile, torch.logspace(0, 3, chunk.tokens, 2), every=True)
-        codec = Codec(alike_chosen, "balanced")
-        blob = codec.encode(chunk)
-        whole, size = codec.decode(blob), 0
-        usual = Codec(alike, "balanced").decode(Codec(alike, "balanced").encode(chunk))
-        for rank, shard in enumerate(shards):
-            own, part = Codec(shard, "balanced"), of_rank(chunk, rank, 2)
-            assert own.step_index == codec.step_index and shard.model == profile.model
-            chosen = Codec(alike_chosen.shard(rank, 2), "balanced")
-            mine = chosen.encode(part)
-            assert_equal(chosen.decode(mine), of_rank(whole, rank, 2))
-            size += len(mine)
-            # Without a predictor, tokens are coded alike, here as there.
-            blind = Codec(alike.shard(rank, 2), "balanced")
-            assert_equal(blind.decode(blind.encode(part)), of_rank(usual, rank, 2))
-            # With one, a rank chooses by the heads it has: other classes, as fine on average.
-            assert 0.8 < len(own.encode(part)) / len(blind.encode(part)) < 1.4
-        assert len(blob) < size < 1.02 * len(blob)
 
 
 # Kernels ---------------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -19,7 +18,6 @@ from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, Coding
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.entropy.token_classes import (
-    CLASS_UNITS,
     CLASSES,
     NEUTRAL,
     ClassedPlan,
@@ -31,24 +29,19 @@ from cuvee.codec.entropy.token_classes import (
     one_class,
 )
 from cuvee.codec.errors import CorruptError, InputError, ProfileError
-from cuvee.codec.format.coded_part import CodedPart, write_coded
-from cuvee.codec.format.part_index import IndexedPart
-from cuvee.codec.format.streams import ONE_CLASS, WINDOW, Escapes, Streams, stream_count
-from cuvee.codec.schemes.coefficients import tokens_per_stream
+from cuvee.codec.format.streams import WINDOW, Escapes, Streams
 from cuvee.codec.stages.compiled.coder_steps import decode_alike_steps, decode_steps
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.rans import decode_class_stream
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.reference import rans, symbols
-from cuvee.codec.stages.reference.symbols import class_runs, from_planes
+from cuvee.codec.stages.reference.symbols import from_planes
 from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import F32, I32, U8, U16
-from cuvee.codec.support.steps import step_value
 
 FAMILY = default_family()
 TOKENS = (1, 15, 63, 255, 256, 257, 700)
 WIDEST = TABLES - 1 + 4 * MAX_SHIFT
-Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 @pytest.fixture(params=stage_names())
@@ -83,11 +76,6 @@ def test_the_reference_needs_no_compiler() -> None:
 # --- the order of the columns
 
 
-def test_a_stream_lies_in_one_window() -> None:
-    """Streams hold up to 128 tokens; the coders count on it."""
-    assert all(WINDOW % (1 << log2) == 0 for log2 in range(8))
-
-
 def test_columns_are_sorted_by_class_within_windows() -> None:
     classes = np.random.default_rng(1).integers(0, CLASSES, 700).astype(np.uint8)
     order = coding_order(classes)
@@ -118,21 +106,6 @@ def test_tokens_are_arranged_in_that_order(stages: Stages, tokens: int, rows: in
         assert torch.equal(ordered, x[order]), "coefficients have room of their own"
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 255, 256, 257, 600])
-@pytest.mark.parametrize("n", [1, 8, 128])
-def test_rows_hold_every_column_once_and_streams_stay_in_a_window(tokens: int, n: int) -> None:
-    seen: dict[int, int] = {}
-    for streams, columns in rans.stream_rows(tokens, n):
-        assert streams.stop - streams.start == columns.stop - columns.start
-        for stream, column in zip(range(streams.start, streams.stop), range(columns.start, columns.stop), strict=True):
-            assert column not in seen
-            seen[column] = stream
-    assert sorted(seen) == list(range(tokens))
-    assert set(seen.values()) == set(range(stream_count(tokens, n)))
-    assert all(stream * n // WINDOW == column // WINDOW for column, stream in seen.items())
-    assert max(np.bincount(list(seen.values()))) <= n
-
-
 def test_a_plan_has_no_deeper_columns_than_finer_ones() -> None:
     plan = section_plan(40)
     assert plan.finest == 0 and np.all(np.diff(plan.rows) <= 0) and np.all(np.diff(plan.planes) <= 0)
@@ -149,12 +122,6 @@ def test_a_plan_leaves_out_classes_that_are_too_fine() -> None:
         plan.of(11)
     with pytest.raises(ProfileError, match="too small"):
         section_plan(10, step=-900, widest=500)
-
-
-def test_runs_of_classes() -> None:
-    found = list(class_runs(np.array([3, 3, 5, 9, 9], np.uint8)))
-    assert found == [(slice(0, 2), 3), (slice(2, 3), 5), (slice(3, 5), 9)]
-    assert list(class_runs(np.empty(0, np.uint8))) == []
 
 
 # --- the entropy coder
@@ -208,23 +175,6 @@ def make_case(depths: list[int], tokens: int, n: int, prob_bits: int = 12, seed:
     return Case(SectionPlanes(planes, columns, plan, n), tables)
 
 
-DEPTHS = ([9], [9, 7, 7, 4, 0], [3, 0])
-
-
-@pytest.mark.parametrize("prob_bits", [8, 12])
-@pytest.mark.parametrize("n", [1, 8, 128])
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_streams_are_those_of_the_reference_and_decode_to_the_input(
-    stages: Stages, tokens: int, n: int, prob_bits: int
-) -> None:
-    for depths in DEPTHS:
-        case = make_case(depths, tokens, n, prob_bits, seed=tokens)
-        want = case.encode(get_stages("reference"))
-        assert len(want.states) == stream_count(tokens, n) == len(want.lengths)
-        same_streams(case.encode(stages), want)
-        case.check(case.decode(stages, want))
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     depths=st.lists(st.integers(0, 6), min_size=1, max_size=16),
@@ -241,17 +191,6 @@ def test_any_columns_come_back(depths: list[int], tokens: int, n: int, prob_bits
         case.check(case.decode(get_stages(name), want))
 
 
-@pytest.mark.parametrize("tokens", [1, 256, 600])
-def test_sections_coded_together_are_the_same_words(stages: Stages, tokens: int) -> None:
-    """Sections of different depths, classes and streams; one of them codes nothing."""
-    made = [([24, 20, 3], 8), ([3], 1), ([0], 128), ([40, 40, 39, 1, 0, 0], 128), ([12], 16)]
-    cases = [make_case(depths, tokens, n, seed=number) for number, (depths, n) in enumerate(made)]
-    together = stages.rans_encode([case.section for case in cases], tables_of(12))
-    for case, streams in zip(cases, together, strict=True):
-        same_streams(streams, case.encode(get_stages("reference")))
-    assert not len(together[2].words) and (together[2].states == 1 << 16).all()
-
-
 def test_the_rarest_symbols_make_at_most_one_word_each(stages: Stages) -> None:
     plan = one_class(np.full(5, 2, np.uint16))  # byte 250 has frequency 1
     case = Case(SectionPlanes(np.full((5, 70), 250, np.uint8), np.zeros(70, np.uint8), plan, 8), tables_of(12))
@@ -259,44 +198,6 @@ def test_the_rarest_symbols_make_at_most_one_word_each(stages: Stages) -> None:
     same_streams(streams, case.encode(get_stages("reference")))
     assert int(streams.lengths.max()) <= 5 * 8
     case.check(case.decode(stages, streams))
-
-
-def test_results_do_not_depend_on_what_memory_held_before(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case([7, 6, 2], 65, 8, seed=3)
-    empty: Callable[..., Array] = np.empty
-    results = []
-    for poison in (0x00, 0xA5, 0xFF):
-
-        def poisoned(*args: object, poison: int = poison, **options: object) -> Array:
-            out = empty(*args, **options)
-            out.view(np.uint8).fill(poison)
-            return out
-
-        monkeypatch.setattr(np, "empty", poisoned)
-        streams = case.encode(stages)
-        results.append((streams.states.tobytes(), streams.lengths.tobytes(), streams.words.tobytes()))
-        case.check(case.decode(stages, streams))
-    assert results[0] == results[1] == results[2]
-
-
-def test_arguments_stay_as_they_were(stages: Stages) -> None:
-    case = make_case([7, 5], 65, 8, seed=4)
-    planes = case.section.planes.copy()
-    streams = case.encode(stages)
-    kept = Streams(streams.states.copy(), streams.lengths.copy(), streams.words.copy())
-    case.decode(stages, streams)
-    np.testing.assert_array_equal(case.section.planes, planes)
-    same_streams(streams, kept)
-
-
-@pytest.mark.parametrize("at", [slice(0, 256), slice(256, 512), slice(512, 700), slice(256, 700)])
-def test_windows_decode_alone(stages: Stages, at: slice) -> None:
-    case = make_case([6, 4, 4, 1], 700, 8, seed=5)
-    none = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
-    part, _ = IndexedPart(CodedPart(case.encode(stages), none, 8, ONE_CLASS), 700).select(at)
-    own = replace(case.section, planes=case.section.planes[:, at], columns=case.section.columns[at])
-    run = Case(own, case.tables)
-    run.check(run.decode(stages, part))
 
 
 def test_fixed_input_gives_these_words(stages: Stages) -> None:
@@ -335,13 +236,6 @@ def test_a_state_at_the_very_limit_gives_up_a_word(stages: Stages) -> None:
 # --- classes
 
 
-@pytest.mark.parametrize("counts", [np.zeros(16), np.eye(16)[3] * 1e6, np.arange(16.0)])
-def test_class_tables_can_code_every_class(counts: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
-    freq = class_frequencies(counts)
-    assert freq.dtype == np.uint16 and freq.sum() == 4096 and freq.min() >= 1
-    assert len(class_table(freq)) == 1
-
-
 def test_neutral_classes_cost_next_to_nothing_without_a_predictor(stages: Stages) -> None:
     freq = default_class_frequencies()
     assert freq.sum() == 4096 and freq.min() == 1
@@ -366,94 +260,6 @@ def test_classes_are_one_stream(stages: Stages, tokens: int) -> None:
 
 
 # --- damaged streams
-
-
-def damaged(good: Streams) -> dict[str, Streams]:
-    states, lengths, words = good.states, good.lengths, good.words
-    longest = int(lengths.argmax())
-    end = int(lengths[: longest + 1].sum())
-
-    def changed(array: Array, at: int, value: int) -> object:
-        copy = array.copy()
-        copy[at] = value
-        return copy
-
-    def make(states: object = states, lengths: object = lengths, words: object = words) -> Streams:
-        return Streams(states, lengths, words)  # type: ignore[arg-type]
-
-    moved = lengths.copy()
-    moved[0] -= 1
-    moved[1] += 1
-    return {
-        "state zero": make(states=changed(states, 0, 0)),
-        "state below the bound": make(states=changed(states, 0, 0xFFFF)),
-        "state all ones": make(states=changed(states, 1, 0xFFFFFFFF)),
-        "states swapped": make(states=states[::-1].copy()),
-        "a word less, length adjusted": make(
-            lengths=changed(lengths, longest, int(lengths[longest]) - 1), words=np.delete(words, end - 1)
-        ),
-        "a word more, length adjusted": make(
-            lengths=changed(lengths, longest, int(lengths[longest]) + 1), words=np.insert(words, end, 0)
-        ),
-        "a word moved to the next stream": make(lengths=moved),
-        "no words": make(lengths=np.zeros_like(lengths), words=words[:0]),
-        "too few words": make(words=words[: len(words) // 2]),
-        "the last word missing": make(words=words[:-1]),
-        "no words, lengths kept": make(words=words[:0]),
-        "lengths beyond everything": make(lengths=changed(lengths, len(lengths) - 1, 0xFFFFFFFF)),
-    }
-
-
-HURT = make_case([8], 37, 4, seed=6)
-DAMAGED = damaged(HURT.encode(get_stages("reference")))
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_streams_are_found_out(stages: Stages, name: str) -> None:
-    with pytest.raises(CorruptError):
-        HURT.decode(stages, DAMAGED[name])
-
-
-def test_the_damaged_stream_is_named(stages: Stages) -> None:
-    case = make_case([8, 3], 37 * 20, 4, seed=7)
-    good = case.encode(stages)
-    states = good.states.copy()
-    states[[131, 150]] ^= 1 << 20
-    with pytest.raises(CorruptError, match="stream 131 of 185"):
-        case.decode(stages, Streams(states, good.lengths, good.words))
-
-
-@pytest.mark.parametrize("wrong", ["finer", "coarser", "shuffled"])
-def test_classes_that_are_not_those_of_the_streams_are_found(stages: Stages, wrong: str) -> None:
-    case = make_case(list(range(32, 0, -2)), 256, 8, seed=8)
-    columns = case.section.columns
-    other = {
-        "finer": np.zeros_like(columns),
-        "coarser": np.full_like(columns, CLASSES - 1),
-        "shuffled": np.sort(np.random.default_rng(1).permutation(CLASSES).astype(np.uint8)[columns]),
-    }[wrong]
-    with pytest.raises(CorruptError):
-        Case(replace(case.section, columns=other), case.tables).decode(stages, case.encode(stages))
-
-
-def test_every_flipped_bit_is_noticed_or_changes_the_symbols(stages: Stages) -> None:
-    # rANS is a bijection: a flip among equally likely symbols gives another valid stream (checksums are the
-    # container's), but never the same symbols.
-    case = make_case([4], 6, 4, seed=8)
-    good = case.encode(stages)
-    raised = 0
-    for which in ("states", "words"):
-        array = getattr(good, which)
-        for at in range(len(array)):
-            for bit in range(8 * array.itemsize):
-                flipped = array.copy()
-                flipped[at] ^= 1 << bit
-                parts = {"states": good.states, "lengths": good.lengths, "words": good.words, which: flipped}
-                try:
-                    assert not np.array_equal(case.decode(stages, Streams(**parts)), case.section.planes)
-                except CorruptError:
-                    raised += 1
-    assert raised > 4 * (len(good.states) + len(good.words))
 
 
 @settings(max_examples=60, deadline=None)
@@ -514,61 +320,7 @@ def test_no_word_is_read_beyond_the_last(table: int, count: int) -> None:
 # --- how good the code is
 
 
-def workload(tokens: int, scale: float, decay: float) -> tuple[Case, float, int]:
-    """Symbols of components of falling scale, as a section has them; their ideal bits; and the bytes of a section."""
-    rng = np.random.default_rng(tokens)
-    deviation = scale * np.exp(-np.arange(256) / decay)
-    plan = section_plan(256, scales=np.rint(64 * np.log2(deviation)).astype(np.int16))
-    classes = np.clip(np.rint(rng.normal(NEUTRAL, 1, tokens)), 0, CLASSES - 1).astype(np.uint8)
-    columns = classes[coding_order(classes)]
-    y = (rng.logistic(0, np.sqrt(3) / np.pi, (256, tokens)) * deviation[:, None]).astype(np.float32)
-    numba = get_stages("numba")
-    planes, escapes = numba.to_planes(y, columns, plan, FAMILY.quantizer, FAMILY.tables)
-    share = np.bincount(classes, minlength=CLASSES) / tokens
-    n = tokens_per_stream(int(share @ plan.planes), float(share @ plan.entropy(FAMILY.tables)))
-    table = class_table(class_frequencies(np.bincount(classes, minlength=CLASSES)))
-    case = Case(SectionPlanes(planes, columns, plan, n), FAMILY.tables)
-    ideal = 64.0 * len(escapes.index) + float(table.bits[0, classes].sum())
-    for k, own in zip(columns, planes.T, strict=True):
-        ideal += float(FAMILY.tables.bits[plan.tables[k, : plan.planes[k]], own[: plan.planes[k]]].sum())
-    part = CodedPart(case.encode(numba), escapes, n, numba.encode_classes(classes, table))
-    return case, ideal, len(write_coded(part, int(plan.planes.max())))
-
-
-@pytest.mark.parametrize(("scale", "decay"), [(4.0, 90.0), (2.0, 60.0), (8.0, 120.0)])
-@pytest.mark.parametrize(("tokens", "limit"), [(256, 0.03), (64, 0.06)])
-def test_overhead_over_the_ideal_code_length(scale: float, decay: float, tokens: int, limit: float) -> None:
-    """At a moderate step of a small model's section: deviations of few steps, most of them below one."""
-    _, ideal, size = workload(tokens, scale, decay)
-    assert ideal <= 8 * size <= ideal * (1 + limit)
-
-
-@pytest.mark.parametrize("n", [1, 8, 64])
-def test_sizes_agree_with_constriction(n: int) -> None:
-    import constriction  # here, so that `-m gpu` collects on a machine without it
-
-    case = make_case([60], 256, n, seed=1)
-    ours, which = case.encode(get_stages("numba")), case.section.plan.tables[0]
-    coder = constriction.stream.stack.AnsCoder()
-    models = [
-        constriction.stream.model.Categorical(f / (1 << 12), perfect=False) for f in case.tables.freq.astype(float)
-    ]
-    for step in reversed(range(len(which))):
-        coder.encode_reverse(case.section.planes[step].astype(np.int32), models[which[step]])
-    theirs = coder.get_compressed().nbytes
-    for step in range(len(which)):
-        np.testing.assert_array_equal(coder.decode(models[which[step]], 256), case.section.planes[step])
-    streams = len(ours.states)
-    assert theirs * 0.99 <= ours.words.nbytes + 6 * streams
-    assert ours.words.nbytes + 4 * streams <= theirs * 1.01 + 6 * streams
-
-
 # --- coefficients to planes and back
-
-
-def test_levels_leave_room_in_32_bits() -> None:
-    """A level plus half a range of low bits stays inside int32, which the compiled loops count in."""
-    assert MAX_LEVEL < 1 << 30
 
 
 def quantizer(seed: int = 0) -> Quantizer:
@@ -660,19 +412,6 @@ def test_any_levels_come_back(values: list[int], code: int) -> None:
         assert got.tolist() == [values, values[::-1]]
 
 
-def test_each_class_is_coded_as_its_own_step_codes_it(stages: Stages) -> None:
-    plan = section_plan(20)
-    for k in (0, NEUTRAL, CLASSES - 1):
-        columns, own = np.full(100, k, np.uint8), plan.of(k)
-        y = coefficients(plan, columns)
-        planes, escapes = stages.to_planes(y, columns, plan, FAMILY.quantizer, FAMILY.tables)
-        step = step_value(CLASS_UNITS * (k - NEUTRAL))
-        levels = symbols.quantize(y[: len(own.shift)], step, own, FAMILY.quantizer)
-        want, listed = symbols.pack(levels, own, FAMILY.tables)
-        np.testing.assert_array_equal(planes, want)
-        same_escapes(escapes, listed)
-
-
 @pytest.mark.parametrize("shift", range(1, MAX_SHIFT + 1))
 def test_wide_components_split_into_high_and_low(stages: Stages, shift: int) -> None:
     plan = same_plan([TABLES - 1 + 4 * shift])
@@ -685,15 +424,6 @@ def test_wide_components_split_into_high_and_low(stages: Stages, shift: int) -> 
     assert (low < 1 << shift).all()
     assert ((high << shift) + low - (1 << shift - 1)).tolist() == q
     np.testing.assert_array_equal(high, [0, int(shift == 1), 0, 50, -50, 1, -1])
-
-
-@pytest.mark.parametrize("value", [128, -128, -129, 255, 256, MAX_LEVEL - 1, 1 - MAX_LEVEL])
-def test_values_beyond_a_byte_escape(stages: Stages, value: int) -> None:
-    q = np.zeros((2, 9), int)
-    q[1, 4] = value
-    planes, escapes = to_planes(stages, q.tolist(), same_plan([20, 20]))
-    assert planes[1, 4] == ESCAPE and (planes == ESCAPE).sum() == 1
-    assert escapes.index.tolist() == [13] and escapes.value.tolist() == [value]
 
 
 def test_what_a_table_cannot_code_escapes(stages: Stages) -> None:

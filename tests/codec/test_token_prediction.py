@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import torch
 from tests.classed import with_classes
 from tests.conftest import decoded_layers
-from tests.predicting import with_sinks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cuvee
@@ -32,7 +30,6 @@ from cuvee.codec.profiles import token_prediction
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
 from cuvee.codec.profiles.sections import partition
-from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.profiles.token_prediction import (
     LARGEST_COEFFICIENT,
     CoefficientMap,
@@ -40,7 +37,6 @@ from cuvee.codec.profiles.token_prediction import (
     TokenMap,
     TokenTable,
 )
-from cuvee.codec.stages.reference.class_predictor import predict_classes
 from cuvee.codec.support import integer_products
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 
@@ -138,22 +134,6 @@ def test_parts_come_out_as_in_the_whole(profile: Profile, chunk: KVChunk) -> Non
         keys, values = decoded_layers(codec, blob, layers)
         assert all(torch.equal(a, b) for a, b in zip(keys, whole.keys[layers.start : layers.stop], strict=True))
         assert all(torch.equal(a, b) for a, b in zip(values, whole.values[layers.start : layers.stop], strict=True))
-
-
-def test_values_do_not_depend_on_where_a_chunk_goes(profile: Profile, chunk: KVChunk) -> None:
-    codec = Codec(profile, step=0.25)
-    blob = codec.encode(chunk)
-    moved = codec.decode(blob, start=100)
-    assert all(torch.equal(a, b) for a, b in zip(moved.values, codec.decode(blob).values, strict=True))
-
-
-def test_chunks_from_the_middle_of_a_prompt_are_predicted_from_their_first_token(
-    profile: Profile, chunk: KVChunk
-) -> None:
-    codec = Codec(profile, step=0.5)
-    late, early = chunk.slice(100, 200), chunk.slice(0, 100)
-    for part in (late, early):
-        assert len(codec.encode(part)) < 0.8 * len(codec.encode(without_ids(part)))
 
 
 def test_chunks_with_a_token_that_has_no_id_are_coded_without_ids(profile: Profile, chunk: KVChunk) -> None:
@@ -441,12 +421,6 @@ def test_tables_hold_seven_values_either_way(profile: Profile) -> None:
         token_prediction.read_token_table(32, arrays)
 
 
-def test_pickled_profiles_predict(profile: Profile, chunk: KVChunk) -> None:
-    blob = Codec(profile, step=0.25).encode(chunk)  # fills the cache, which has a lock
-    again = pickle.loads(pickle.dumps(profile))
-    assert equal(Codec(again, step=0.25).decode(blob), Codec(profile, step=0.25).decode(blob))
-
-
 def test_too_little_text_predicts_nothing(model: LlamaForCausalLM, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         few = cuvee.calibrate(small_model(layers=1), text(4, 60, 1), "head", progress=False)
@@ -464,17 +438,6 @@ def numbers(rows: int, features: int, values: int, seed: int = 0) -> tuple[Token
     return TokenTable(embedding, torch.rand(rows, generator=generator)), TokenMap(
         weights, torch.rand(values, generator=generator)
     )
-
-
-def test_predictions_are_exact_at_the_largest_sums() -> None:
-    features = token_prediction.MAX_FEATURES
-    table = torch.full((3, features), 7, dtype=torch.int8)
-    weights = torch.full((features, 5), 127, dtype=torch.int8)
-    weights[-1, 1] = 126  # one less than a sum that float32 would round
-    found = TokenMap(weights, torch.ones(5)).predict(TokenTable(table, torch.ones(3)))
-    exact = (table.long() @ weights.long()).float()
-    assert int(exact.max()) < 1 << 24
-    assert torch.equal(found, exact.bfloat16())
 
 
 @pytest.mark.parametrize("instructions", [False, True])
@@ -503,13 +466,6 @@ def test_the_largest_numbers_of_a_coefficient_map_fit_its_digits() -> None:
     assert torch.equal(CoefficientMap.rounded(matrix).matrix.float(), matrix)
 
 
-def test_one_id_is_predicted_alike_alone_and_among_others() -> None:
-    table, token_map = numbers(50, 40, 24)
-    everything = token_map.predict(table)
-    for row in range(0, 50, 7):
-        assert torch.equal(token_map.predict(table.rows(np.array([row])))[0], everything[row])
-
-
 @pytest.mark.parametrize("kept", [0, 1, 5, 20, 50])
 def test_a_full_cache_computes_the_others(kept: int) -> None:
     table, token_map = numbers(50, 40, 24)
@@ -534,68 +490,6 @@ def test_sinks_are_not_predicted() -> None:
                 left_out = max(3 - start, 0)
                 assert not values[:left_out].any()
                 assert torch.equal(values[left_out:], exact[[7, 8, 9, 7, 7]][left_out:])
-
-
-def test_a_chunk_of_the_middle_has_no_sinks(profile: Profile, chunk: KVChunk) -> None:
-    """Its first tokens are predicted, by the encoder as by the decoder."""
-    codec = Codec(with_sinks(profile), step=2.0**-4)
-    late = chunk.slice(100, 160)
-    back = codec.decode(codec.encode(late))
-    for exact, decoded in zip((*late.keys, *late.values), (*back.keys, *back.values), strict=True):
-        lost = (exact - decoded).square().sum((1, 2))
-        assert float(lost[:4].max()) < 4 * float(lost[4:].max())
-
-
-def test_the_classes_of_sinks_do_not_depend_on_their_tokens(profile: Profile) -> None:
-    own = with_sinks(profile)
-    section = own.learned[0]
-    sinks, at = len(section.basis.sinks), slice(0, 20)
-    assert sinks and section.predictor is not None and section.token_map is not None
-    count = len(section.predictor.components)
-    weights = np.random.default_rng(0).normal(size=count).astype(np.float32)
-    unlimited = replace(section.predictor, linear=weights, sinks=np.full(sinks, np.inf, np.float32))
-    # Predictions so large that they would decide about every class.
-    loud = replace(section.token_map, scale=section.token_map.scale * 1e3)
-    changed = replace(section, predictor=unlimited, token_map=loud)
-    coefficient_map = changed.coefficient_map()
-    assert own.token_table is not None and coefficient_map is not None
-    coefficients = PredictionCache(own.token_table, coefficient_map, sinks, 1 << 20)
-    coding = SectionCoding(changed, 0, lambda: coefficients)
-    x = torch.randn(20, len(section.basis.mean), generator=torch.Generator().manual_seed(0))
-    finer = coding.finer(0, 20, 0)
-    without, _ = coding.classes(x, 0, at, finer, predict_classes)
-    for first in range(30):
-        with_ids, _ = coding.classes(x, 0, at, finer, predict_classes, np.arange(first, first + 20))
-        assert np.array_equal(without[:sinks], with_ids[:sinks])
-        assert (without[sinks:] != with_ids[sinks:]).any()
-
-
-def test_coefficients_of_predictions_do_not_depend_on_other_ids(profile: Profile) -> None:
-    section, table = profile.learned[0], profile.token_table
-    assert table is not None and section.predictor is not None and section.token_map is not None
-    coefficient_map = section.coefficient_map()
-    assert coefficient_map is not None
-    everything = coefficient_map.predict(table)
-    for row in range(0, table.vocabulary, 37):
-        assert torch.equal(coefficient_map.predict(table.rows(np.array([row])))[0], everything[row])
-    exact = section.basis.leading(section.predictor.components)(
-        (table.embedding * table.row_scale[:, None]) @ (section.token_map.weights * section.token_map.scale)
-    ).T
-    assert float((everything - exact).abs().max()) < 1e-5 * float(exact.abs().max())
-
-
-def test_only_the_encoder_prepares_what_the_class_predictor_reads(
-    profile: Profile, chunk: KVChunk, tmp_path: Path
-) -> None:
-    """It takes long with a large model, and an engine that only loads needs none of it."""
-    profile.save(tmp_path / "profile.safetensors")
-    blob = Codec(profile, step=0.25).encode(chunk)
-    loaded = Profile.load(tmp_path / "profile.safetensors")
-    codec = Codec(loaded, step=0.25)
-    codec.decode(blob)
-    assert "predicted_coefficients" not in loaded.__dict__
-    codec.encode(chunk)
-    assert "predicted_coefficients" in loaded.__dict__
 
 
 def test_a_blob_does_not_depend_on_the_chunks_before_it(profile: Profile, chunk: KVChunk, tmp_path: Path) -> None:
@@ -689,18 +583,6 @@ def test_wide_embeddings_keep_the_directions_that_predict(
     for section in range(len(sections)):
         exact, near = whole.predicted(section, ids), cut.predicted(section, ids)
         assert float((exact - near).square().sum()) < 0.3 * float(exact.square().sum())
-
-
-def test_held_out_sequences_are_not_learned_from(model: LlamaForCausalLM) -> None:
-    learning = text(40, 96, 1)
-    alone = cuvee.calibrate(model, learning, "layer", progress=False)
-    again = cuvee.calibrate(model, learning, "layer", more_text=learning[-2:], progress=False)
-    assert alone.token_table is not None and again.token_table is not None
-    assert torch.equal(alone.token_table.embedding, again.token_table.embedding)
-    assert all(
-        torch.equal(a.token_map.weights, b.token_map.weights)  # type: ignore[union-attr]
-        for a, b in zip(alone.learned, again.learned, strict=True)
-    )
 
 
 def test_a_table_needs_a_map_in_every_section(profile: Profile) -> None:

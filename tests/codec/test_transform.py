@@ -11,19 +11,17 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.models.rope import cos_sin, rotate, unrotate
 from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
-from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles
+from cuvee.codec.profiles.sections import partition
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.implementations import get_stages, stage_names
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.reference.product import synthesize
-from cuvee.codec.stages.reference.transform import gather, place, require_finite
+from cuvee.codec.stages.reference.transform import gather
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
 from cuvee.codec.support.arrays import F32
@@ -60,42 +58,11 @@ def test_heads_of_several_layers_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "group",
-    ["head", "heads:1", "heads:2", "heads:7", "unit", "layer", "layers:1", "layers:2", "layers:3", "layers:7", "all"],
-)
-def test_blocks_partition_the_values(group: str, layouts: dict[str, KVLayout]) -> None:
-    several = group in ("heads:2", "heads:7")
-    alike = [own for own in layouts.values() if len({layer.kv_heads for layer in own.layers}) == 1]
-    for layout in alike if several else layouts.values():
-        sections = partition(layout, group)
-        assert [s.first_layer for s in sections] == [0, *(s.end_layer for s in sections[:-1])]
-        assert sections[-1].end_layer == layout.num_layers
-        assert sum(s.values for s in sections) == layout.values_per_token
-        for section in sections:
-            layers = section.layers(layout)
-            assert layers == layout.layers[section.first_layer : section.end_layer]
-            assert section.values == sum(x.key_values + x.value_values for x in layers)
-    assert [len(partition(layouts["gqa"], g)) for g in ("layer", "layers:2", "layers:7", "all")] == [3, 2, 1, 1]
-
-
-@pytest.mark.parametrize(
     "group", ["", "heads", "heads:0", "heads:n", "layers", "layers:0", "layers:-1", "layers:2x", "layers:n", "Layer"]
 )
 def test_unknown_groups(group: str, layouts: dict[str, KVLayout]) -> None:
     with pytest.raises(InputError, match="head, unit, layer, layers:n, heads:n, all"):
         partition(layouts["gqa"], group)
-
-
-@pytest.mark.parametrize("name", ["gqa", "mqa", "partial", "interleaved", "yarn", "no-rope", "irregular", "bfloat16"])
-def test_rotation_is_ropes(name: str, layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk]) -> None:
-    layout = layouts[name]
-    chunk = make_chunk(layout, 20, start=100)
-    for first, end in ((0, 20), (3, 9), (19, 20)):
-        at, positions = slice(first, end), torch.arange(100 + first, 100 + end)
-        forward, inverse = Rotation(100, 20, CPU), Rotation(100, 20, CPU, inverse=True)
-        for keys, layer in zip(chunk.keys, layout.layers, strict=True):
-            assert torch.equal(forward.apply(keys[at], layer.rope, at), rotate(keys[at], layer.rope, positions))
-            assert torch.equal(inverse.apply(keys[at], layer.rope, at), unrotate(keys[at], layer.rope, positions))
 
 
 def empty_outputs(layout: KVLayout, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -131,15 +98,6 @@ def test_place_inverts_gather(
     for got, want in zip((*keys, *values), (*chunk.keys, *chunk.values), strict=True):
         largest = float(want.float().abs().max())
         torch.testing.assert_close(got, want, rtol=0, atol=(rounding + 1e-6) * largest)
-
-
-def test_gather_orders_layer_unit_head_dimension() -> None:
-    layout = KVLayout("synthetic", (LayerLayout(2, 2, 1, None), LayerLayout(1, 1, 3, None)), "float32", None)
-    keys = [torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), torch.tensor([[[7.0]]])]
-    values = [torch.tensor([[[5.0], [6.0]]]), torch.tensor([[[8.0, 9.0, 10.0]]])]
-    chunk = KVChunk(keys, values, layout)
-    (section,) = partition(layout, "all")
-    assert gather(chunk, section, None, slice(0, 1)).tolist() == [[float(i) for i in range(1, 11)]]
 
 
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
@@ -240,32 +198,6 @@ def test_rotation_tables_are_held_while_values_are_gathered() -> None:
     torch.testing.assert_close(fresh, expected)
 
 
-def test_threads_that_compute_the_same_tables_get_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    rope, first = Rope((1.0, 0.1)), list[tuple[F32, F32]]()
-    rotation = Rotation(0, 9, CPU)
-    compute = cos_sin
-
-    def overtaken(rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the tables while another thread does, which ends first."""
-        if not first:
-            first.append((np.empty(0, np.float32),) * 2)
-            first.append(rotation.tables(rope, slice(0, 9)))
-        return compute(rope, positions)
-
-    monkeypatch.setattr("cuvee.codec.stages.rotation.cos_sin", overtaken)
-    later = rotation.tables(rope, slice(0, 9))
-    assert all(map(np.shares_memory, first[1], later))
-
-
-def test_large_values_are_finite_also_where_their_sum_is_not() -> None:
-    section = Section(0, 1, (2,))
-    large = torch.full((2, 2), 3e38)
-    require_finite(large, section)
-    large[1, 0] = float("nan")
-    with pytest.raises(InputError, match="NaN or infinite"):
-        require_finite(large, section)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("unit", ["keys", "values"])
@@ -360,14 +292,6 @@ def test_eigenbasis() -> None:
     # The squared error in y is the metric's: dx^T M dx.
     dx = torch.randn(100, size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close((dx @ forward.T).square().sum(1), ((dx @ metric) * dx).sum(1), rtol=1e-9, atol=0)
-
-
-def test_eigenbasis_of_the_identity_metric_is_pca() -> None:
-    covariance = random_covariance(12, 5)
-    inverse, deviation = eigenbasis(covariance, torch.eye(12, dtype=torch.float64))
-    torch.testing.assert_close(inverse.T @ inverse, torch.eye(12, dtype=torch.float64), rtol=0, atol=1e-9)
-    expected = torch.linalg.eigvalsh(covariance).flip(0).clamp_min(0).sqrt()
-    torch.testing.assert_close(deviation, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 5])
@@ -507,22 +431,6 @@ def test_learned_maps_decorrelate_and_invert(
             torch.testing.assert_close(correlation, torch.eye(rank, dtype=torch.float64), rtol=0, atol=0.5)
             torch.testing.assert_close(forward @ inverse, torch.eye(rank), rtol=0, atol=1e-3)
             row += rank
-
-
-def test_tiles() -> None:
-    assert list(tiles(300, 128)) == [slice(0, 128), slice(128, 256), slice(256, 300)]
-    assert list(tiles(128, 128)) == [slice(0, 128)]
-
-
-@pytest.mark.parametrize("group", ["head", "layer", "layers:2", "all"])
-def test_tiles_are_whole_streams_and_small(group: str, layouts: dict[str, KVLayout]) -> None:
-    for layout in layouts.values():
-        for section in partition(layout, group):
-            tile = tile_tokens(section, layout)
-            # Whole windows of token classes, and with them whole streams.
-            assert tile % WINDOW == 0 and WINDOW <= tile <= 512
-            assert tile == WINDOW or tile * section.values <= 128 * layout.values_per_token
-    assert place is transform.place
 
 
 @pytest.mark.parametrize("group", ["head", "layer"])
