@@ -152,7 +152,7 @@ def coded_at(subject: Subject, section: bytes, index: int) -> int:
     return reader.position
 
 
-def _with_field(dice: Dice, subject: Subject, section: bytes, index: int) -> bytes:
+def with_field(dice: Dice, subject: Subject, section: bytes, index: int) -> bytes:
     """Return a section with one field of its coded part changed, or two fields whose sum stays the same."""
     at = coded_at(subject, section, index)
     if len(section) - at < 20:
@@ -350,7 +350,7 @@ class BlobTarget:
         index = dice.number(0, len(sections) - 1)
         fields: dict[str, int] = {}
         if kind in (5, 6, 8, 9, 10):
-            sections[index] = _with_field(dice, plain, sections[index], index)
+            sections[index] = with_field(dice, plain, sections[index], index)
         elif kind in (7, 11, 12):
             sections[index] = dice.damaged(
                 sections[index], [s for other in subjects() for s in sections_of(other.blob)]

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import xxhash
 from tests.classed import with_classes
 from tests.codec.forging import correlated_chunk, reseal, sections_of
-from tests.fuzz.blobs import MAX_TOKENS, small_chunk, small_profile
+from tests.fuzz.blobs import MAX_TOKENS, Subject, small_chunk, small_profile, with_field
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.format.container import header_digest, read_header, write_blob
+from cuvee.codec.format.container import header_digest, read_header
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 
@@ -43,16 +43,17 @@ def _codec(profile: Profile, step: float, backend: str) -> Codec:
 @cache
 def parts_subjects() -> tuple[PartsSubject, ...]:
     """Return subjects of one block and of several per section."""
-    found = []
     weights = [2.0 ** (11 * t % 20 - 10) for t in range(20)]
     correlated = [correlated_chunk(seed, 60, 20 * seed) for seed in range(7)]
-    for group in ("layer", "head"):
-        profile = with_classes(fit(correlated[0].layout, correlated, group), weights, 3)
-        chunk = correlated_chunk(50, 20, 3, outlier=300.0)
-        parts = Codec(profile, step=0.02, refinements=1, threads=1).encode_parts(chunk)
-        found.append(PartsSubject(f"correlated {group}", parts, cache(partial(_codec, profile, 0.02))))
-    parts = Codec(small_profile(), step=0.05, refinements=1, threads=1).encode_parts(small_chunk(9, 9))
-    found.append(PartsSubject("small", parts, cache(partial(_codec, small_profile(), 0.05))))
+    given = [
+        (group, with_classes(fit(correlated[0].layout, correlated, group), weights, 3), 0.02)
+        for group in ("layer", "head")
+    ]
+    found = []
+    for name, profile, step in (*given, ("small", small_profile(), 0.05)):
+        chunk = small_chunk(9, 9) if name == "small" else correlated_chunk(50, 20, 3, outlier=300.0)
+        parts = Codec(profile, step=step, refinements=1, threads=1).encode_parts(chunk)
+        found.append(PartsSubject(name, parts, cache(partial(_codec, profile, step))))
     return tuple(found)
 
 
@@ -74,17 +75,11 @@ def unpacked(data: bytes) -> tuple[PartsSubject, list[bytes]]:
     return subject, parts
 
 
-def rewritten(part: bytes, sections: Sequence[bytes], **fields: bytes) -> bytes:
-    """The part with other sections, and other names in its header, whose checksums are right."""
-    header = read_header(part)
-    ids = part[header.header_bytes : header.header_bytes + header.token_id_bytes]
-    return write_blob(replace(header, **fields), sections, token_ids=ids)  # type: ignore[arg-type]
-
-
 def bound(parts: Sequence[bytes]) -> list[bytes]:
     """The parts, of which each refinement names the first, whatever both hold."""
     base, *others = parts
-    return [base, *(rewritten(part, sections_of(part), refines=header_digest(base)) for part in others)]
+    name = header_digest(base)
+    return [base, *(reseal(part[:64] + name + part[80:], sections_of(part)) for part in others)]
 
 
 class PartsTarget:
@@ -109,46 +104,31 @@ class PartsTarget:
         at = dice.number(0, len(parts_subjects()) - 1)
         parts = list(parts_subjects()[at].parts[: dice.number(1, 2)])
         which = dice.number(0, len(parts) - 1)
+        own, others = parts[which], [part for other in parts_subjects() for part in other.parts]
         kind = dice.number(0, 9)
         if kind == 0:
-            parts[which] = dice.damaged(parts[which], [part for other in parts_subjects() for part in other.parts])
+            parts[which] = dice.damaged(own, others)
             return packed(at, parts)
         if kind == 1:
-            others = [part for other in parts_subjects() for part in other.parts]
             parts[which] = dice.pick(others)
-            return packed(at, bound(parts) if dice.chance(0.5) else parts)
-        if kind == 2:
+        elif kind == 2:
             parts = parts[::-1] if dice.chance(0.5) else parts + parts[1:]
-            return packed(at, bound(parts) if dice.chance(0.5) else parts)
-        if kind == 3:
+        elif kind == 3:
             name = dice.pick(("tokens", "start", "step", "values", "kind", "dtype"))
-            near = {"tokens": read_header(parts[which]).tokens, "step": read_header(parts[which]).step_index}
-            width = 1 if name in ("kind", "dtype") else 4
-            parts[which] = reseal(parts[which], None, **{name: dice.odd(width, near.get(name, 0))})
+            near = {"tokens": read_header(own).tokens, "step": read_header(own).step_index}
+            parts[which] = reseal(
+                own, None, **{name: dice.odd(1 if name in ("kind", "dtype") else 4, near.get(name, 0))}
+            )
             return packed(at, parts)
-        sections = sections_of(parts[which])
-        index = dice.number(0, len(sections) - 1)
-        sections[index] = self._changed(dice, sections[index])
-        parts[which] = rewritten(parts[which], sections)
-        return packed(at, bound(parts))
-
-    def _changed(self, dice: Dice, section: bytes) -> bytes:
-        """Change the counts, an escape, a state or a word of a coded part."""
-        out = bytearray(section)
-        escapes = min(int.from_bytes(out[4:8], "little"), len(out) // 8)
-        if dice.chance(0.2):
-            return dice.damaged(section)
-        if escapes and dice.chance(0.4):
-            where, width = len(out) - 8 * escapes + 4 * dice.number(0, 2 * escapes - 1), 4
         else:
-            anywhere = dice.number(0, len(out) - 1), 1
-            where, width = dice.pick([(0, 4), (4, 4), (8, 1), (9, 1), (12, 4), (16, 4), anywhere])
-        value = int.from_bytes(out[where : where + width], "little")
-        out[where : where + width] = dice.odd(width, value).to_bytes(width, "little")
-        if dice.chance(0.2):  # an escape more
-            out[4:8] = (escapes + 1).to_bytes(4, "little")
-            out += dice.junk(8)
-        return bytes(out)
+            sections = sections_of(own)
+            index = dice.number(0, len(sections) - 1)
+            changed = dice.damaged(sections[index])
+            if dice.chance(0.8):
+                changed = with_field(dice, Subject("part", own, parts_subjects()[at].codec), sections[index], index)
+            sections[index] = changed
+            parts = bound([*parts[:which], reseal(own, sections), *parts[which + 1 :]])
+        return packed(at, bound(parts) if dice.chance(0.5) else parts)
 
     def check(self, data: bytes) -> str:
         """Decode by the compiled loops, and sometimes by the reference, which must agree."""

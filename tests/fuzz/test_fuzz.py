@@ -28,49 +28,32 @@ from tests.fuzz.targets import TARGETS, named
 from cuvee.codec.format import rules
 from cuvee.codec.stages.compiled import sections
 from cuvee.codec.stages.reference import rans
-from cuvee.integrations.stores.redis import RedisStore
 
 ROOT = Path(__file__).parents[2]
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
-# About 20 s in total. The cases of commands that read a configuration import much of transformers.
-CASES = {
-    "blob": 700,
-    "profile": 250,
-    "envelope": 1500,
-    "pages": 300,
-    "parts": 400,
-    "url": 600,
-    "connector": 150,
-    "cli": 60,
-    "redis": 250,
-    "http": 300,
-}
-# Outcomes that a short run must reach, so that its cases are known to get far.
-COMMON = {
-    "blob": {"decoded", "FormatError", "CorruptError", "InputError"},
-    "profile": {"loaded", "FormatError"},
-    "envelope": {"read", "CorruptError", "ExpiredError"},
-    "pages": {"0 pages", "4 pages", "8 pages"},
-    "parts": {"decoded", "FormatError", "CorruptError"},
-    "url": {"opened", "InputError"},
-    "connector": {
-        "load arrived",
-        "load failed",
-        "messages taken",
-        "options taken",
-        "options: InputError",
-        "engine survived",
-    },
-    "redis": {"get: bytes", "get: StoreError", "put: bool", "put: StoreError", "contains: list", "delete_tenant: int"},
-    "http": {"get: bytes", "get: StoreError", "put: bool", "contains: list", "delete: StoreError"},
-    "cli": {"inspect: done", "inspect: error", "show: error", "decode: error"},
-}
+# The cases of a short run, about 20 s in total, and outcomes that it must reach: its cases get far.
+# The cases of commands that read a configuration import much of transformers.
+RUNS = {
+    "blob": (700, {"decoded", "FormatError", "CorruptError", "InputError"}),
+    "profile": (250, {"loaded", "FormatError"}),
+    "envelope": (1500, {"read", "CorruptError", "ExpiredError"}),
+    "pages": (300, {"0 pages", "4 pages", "8 pages"}),
+    "parts": (400, {"decoded", "FormatError", "CorruptError"}),
+    "url": (600, {"opened", "InputError"}),
+    "connector": (150, {"load arrived", "load failed", "messages taken", "options taken", "options: InputError",
+                        "engine survived"}),
+    "redis": (250, {"get: bytes", "get: StoreError", "put: bool", "put: StoreError", "contains: list",
+                    "delete_tenant: int"}),
+    "http": (300, {"get: bytes", "get: StoreError", "put: bool", "contains: list", "delete: StoreError"}),
+    "cli": (60, {"inspect: done", "inspect: error", "show: error", "decode: error"}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_short_run_finds_nothing(name: str) -> None:
-    outcomes = engine.run([named(name)], 20, range(CASES[name]))
-    assert COMMON[name] <= set(outcomes[name]), outcomes
+    cases, common = RUNS[name]
+    outcomes = engine.run([named(name)], 20, range(cases))
+    assert common <= set(outcomes[name]), outcomes
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
@@ -85,95 +68,71 @@ def test_the_corpus_names_its_targets() -> None:
     assert sum(path.stat().st_size for path in CORPUS) < 200_000
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_case_is_told_by_its_target_seed_and_number(name: str) -> None:
-    cases = [engine.case(named(name), seed, number) for seed in (0, 1) for number in range(3)]
-    again = [engine.case(named(name), seed, number) for seed in (0, 1) for number in range(3)]
-    assert cases == again and len(set(cases)) > 3
-
-
-def test_dice_reach_the_edges_of_fields() -> None:
-    dice = Dice("x", 0, 0)
-    assert {0, 255} <= {dice.odd(1) for _ in range(200)}
-    assert {0, (1 << 32) - 1} <= {dice.odd(4) for _ in range(400)}
-    assert all(1 <= dice.small(5) <= 5 for _ in range(100))
-
-
 # --- deliberate defects are found
 
 
-def first_finding(target: engine.Target, cases: int, seed: int = 3) -> str:
-    with pytest.raises(Finding) as found:
-        engine.run([target], seed, range(cases))
-    return str(found.value)
+def unchecked(self: Any, count: int) -> memoryview:
+    """`Reader.take` without a look at what is left."""
+    self._at += count
+    view: memoryview = self._view[self._at - count : self._at]
+    return view
 
 
-def test_a_missing_check_of_lengths_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    BlobTarget().warm_up()
-
-    def take(self: Any, count: int) -> memoryview:
-        self._at += count
-        view: memoryview = self._view[self._at - count : self._at]
-        return view
-
-    monkeypatch.setattr("cuvee.codec.format.coded_part.Reader.take", take)
-    assert "Error" in first_finding(BlobTarget(), 300)
+def without_escapes(*arguments: Any, decode: Any = sections._decode) -> bool:
+    """The compiled decoder, deaf to escapes that do not match: it decodes what the reference refuses."""
+    return bool(decode(*arguments) or arguments[-1][1] == rules.ESCAPE_LIST)
 
 
-def test_a_missing_check_of_escapes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    BlobTarget().warm_up()
-
-    decode = sections._decode
-
-    def without_escapes(*arguments: Any) -> bool:
-        problem = arguments[-1]
-        return bool(decode(*arguments) or problem[1] == rules.ESCAPE_LIST)
-
-    # Only one backend has the defect, so it decodes blobs that the other refuses.
-    monkeypatch.setattr(sections, "_decode", without_escapes)
-    monkeypatch.setattr("tests.fuzz.blobs.REFERENCE_EVERY", 1)
-    assert "refuses what numba" in first_finding(BlobTarget(), 600)
+def off_by_one(*arguments: Any, decode: Any = rans.rans_decode) -> Any:
+    """The reference's decoder, with a symbol changed."""
+    out = decode(*arguments)
+    out[0, out.shape[1] // 2] ^= 1
+    return out
 
 
-def test_another_value_from_one_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    BlobTarget().warm_up()
-
-    def decode(*arguments: Any) -> Any:
-        out = rans.rans_decode(*arguments)
-        out[0, out.shape[1] // 2] ^= 1
-        return out
-
-    monkeypatch.setattr("tests.fuzz.blobs.REFERENCE_EVERY", 1)
-    monkeypatch.setattr("cuvee.codec.stages.reference.sections.rans_decode", decode)
-    assert "reference" in first_finding(BlobTarget(), 300)
-
-
-def test_a_missing_rule_of_profiles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    ProfileTarget().warm_up()
-    monkeypatch.setattr(
-        "cuvee.codec.profiles.section_profile._class_array",
-        lambda prefix, name, dtype, arrays: arrays[f"{prefix}.{name}"],
-    )
-    monkeypatch.setattr("cuvee.codec.profiles.section_profile.class_table", lambda frequencies: None)
-    found = first_finding(ProfileTarget(), 1500)
-    assert "Error" in found or "Warning" in found, found  # NumPy warns, or refuses, depending on its version
-
-
-def test_a_missing_checksum_of_payloads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.stores.envelope.EntryHeader.verify_payload", lambda self, payload: None)
-    assert "no writer makes" in first_finding(EntryTarget(), 300)
-
-
-def test_a_missing_check_of_places_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "cuvee.integrations.pages.page_store._is_listed", lambda pages, wanted: wanted.position < len(pages)
-    )
-    assert "other contents" in first_finding(PagesTarget(), 300)
+REFERENCE = ("tests.fuzz.blobs.REFERENCE_EVERY", 1)
+# Who finds it, in how many cases, what the finding says, and what is put in the place of what.
+DEFECTS: dict[str, tuple[type[Any], int, str, list[tuple[str, Any]]]] = {
+    "lengths": (BlobTarget, 300, "Error", [("cuvee.codec.format.coded_part.Reader.take", unchecked)]),
+    "escapes": (
+        BlobTarget, 600, "refuses what numba",
+        [REFERENCE, ("cuvee.codec.stages.compiled.sections._decode", without_escapes)],
+    ),
+    "values": (
+        BlobTarget, 300, "reference", [REFERENCE, ("cuvee.codec.stages.reference.sections.rans_decode", off_by_one)],
+    ),
+    "rules of profiles": (
+        ProfileTarget, 1500, "Error|Warning",  # NumPy warns, or refuses, depending on its version
+        [
+            ("cuvee.codec.profiles.section_profile._class_array", lambda prefix, name, _, own: own[f"{prefix}.{name}"]),
+            ("cuvee.codec.profiles.section_profile.class_table", lambda frequencies: None),
+        ],
+    ),
+    "checksums of payloads": (
+        EntryTarget, 300, "no writer makes",
+        [("cuvee.integrations.stores.envelope.EntryHeader.verify_payload", lambda self, payload: None)],
+    ),
+    "places": (
+        PagesTarget, 300, "other contents",
+        [("cuvee.integrations.pages.page_store._is_listed", lambda pages, wanted: wanted.position < len(pages))],
+    ),
+    "replies": (RedisTarget, 1000, "Error", [("cuvee.integrations.stores.redis.RedisStore._number", lambda _, x: x)]),
+    "secrets": (
+        RedisTarget, 1000, "shows a password",
+        [("cuvee.integrations.stores.monitor.scrubbed", lambda error, secrets: str(error))],
+    ),
+}  # fmt: skip
 
 
-def test_a_missing_check_of_replies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RedisStore, "_number", lambda self, reply: reply)
-    assert "Error" in first_finding(RedisTarget(), 1000)
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_missing_check_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, cases, said, patches = DEFECTS[name]
+    target = kind()
+    target.warm_up()
+    for where, instead in patches:
+        monkeypatch.setattr(where, instead)
+    with pytest.raises(Finding, match=said):
+        engine.run([target], 3, range(cases))
 
 
 def judge_endless(target: engine.Target, speech: bytes, missing: dict[str, Any]) -> None:
@@ -211,11 +170,6 @@ def test_reading_without_a_bound_is_found() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert "with the bound: get: " in done.stdout, done.stdout + done.stderr
     assert "Finding" in done.stderr and "grow by" in done.stderr, done.stdout + done.stderr
-
-
-def test_a_password_in_a_message_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.stores.monitor.scrubbed", lambda error, secrets: str(error))
-    assert "shows a password" in first_finding(RedisTarget(), 1000)
 
 
 class Odd:
