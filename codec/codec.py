@@ -34,6 +34,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Limits, Quality
 from cuvee.codec.profiles.recognition import Recognizer
 from cuvee.codec.setting import Settings
+from cuvee.codec.states import States, decode_states, encode_states
 from cuvee.codec.support.lazy import lazy
 
 _log = logging.getLogger(__name__)
@@ -371,6 +372,44 @@ class Codec:
         span = range(opened.tokens) if tokens is None else within("tokens", tokens, opened.tokens, "of the blob")
         check_tokens(len(span), max_tokens)
         return self._decoder.decode(opened, span, start, out, torch.device(device))
+
+    def encode_states(self, states: States, *, associated_data: bytes = b"") -> bytes:
+        """Put what a model's layers hold after some tokens, beside keys and values, into one blob, as it is.
+
+        `encode_cache` does so for recurrent and convolution states, index keys, cross-attention and the like.
+
+        Args:
+            states: named tensors, of any device. A name has 1 … 255 printable ASCII characters.
+            associated_data: as for `encode`.
+
+        Raises:
+            InputError: no tensors, or such as a blob cannot hold; `associated_data` without a key.
+
+        Example:
+            >>> import torch
+            >>> from cuvee import Codec, KVLayout, LayerLayout
+            >>> from cuvee.codec.states import States
+            >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 2, "float32", max_positions=None)
+            >>> codec = Codec.without_profile(layout)
+            >>> blob = codec.encode_states(States(64, {"0.conv": torch.ones(1, 16, 4)}, "float32"))
+            >>> codec.decode_states(blob).tensors["0.conv"].shape
+            torch.Size([1, 16, 4])
+        """
+        self._opener.check_associated(associated_data)
+        key = self._keys[0] if self._keys else None
+        return encode_states(states, self._opener.layout(states.dtype), key, associated_data)
+
+    def decode_states(self, blob: Bytes, *, associated_data: bytes = b"") -> States:
+        """Return the states of a blob of `encode_states`, on the CPU.
+
+        The memory is that of the blob. What the names and shapes must be is for the caller to check.
+
+        Raises:
+            FormatError, VersionError, CorruptError, KeyMismatchError, ProfileMismatchError: as `decode`.
+            InputError: `associated_data` without a key; `blob` is not bytes.
+        """
+        self._opener.check_associated(associated_data)
+        return decode_states(blob, self._opener.layout, self._keys, associated_data)
 
     def decode_paged(
         self,

@@ -104,6 +104,12 @@ class Opener:
             raise InputError(f"associated_data: must be one for each of the {count} chunks, got {got}")
         return [self.check_associated(own) for own in associated_data]
 
+    def layout(self, dtype: str) -> KVLayout:
+        """Return the layout of the model's caches of a dtype."""
+        if dtype not in self._layouts:
+            self._layouts[dtype] = replace(self._profile.layout, dtype=dtype)
+        return self._layouts[dtype]
+
     def _refinement(self, base: Bytes, header: Header, given: Bytes, associated_data: bytes) -> tuple[Bytes, Header]:
         """Verify a refinement of a base."""
         blob = plain_bytes(given)
@@ -136,7 +142,9 @@ class Opener:
             raise FormatError(
                 "blob: is a refinement, which decodes only with its base: pass it as refinements= of the base"
             )
-        layout = self._layout(header.dtype)
+        if header.kind is Kind.STATES:
+            raise FormatError("blob: holds the states at the end of a cache, and no chunk: decode_states reads it")
+        layout = self.layout(header.dtype)
         if header.layout != layout.fingerprint:
             raise ProfileMismatchError("blob: must hold a cache of the profile's model, got one of another model")
         if not header.lossless and header.profile != self._profile.id:
@@ -152,11 +160,6 @@ class Opener:
                 f"header: must list sections that hold {header.tokens} tokens, got {min(header.section_bytes)} bytes"
             )
         return layout
-
-    def _layout(self, dtype: str) -> KVLayout:
-        if dtype not in self._layouts:
-            self._layouts[dtype] = replace(self._profile.layout, dtype=dtype)
-        return self._layouts[dtype]
 
 
 def _described(tokens: int, start: int, dtype: str, lossless: bool, step_index: int) -> str:

@@ -50,6 +50,7 @@ class Kind(IntEnum):
 
     CHUNK = 0
     REFINEMENT = 1  # what a chunk's blob left over
+    STATES = 2  # what layers hold at the end of a cache, beside keys and values: see `states.py`
 
 
 class Scheme(IntEnum):
@@ -67,11 +68,11 @@ class Contents:
     """What a blob holds: all that a writer needs beside the bytes.
 
     Attributes:
-        kind: a chunk, or a refinement of one.
+        kind: a chunk, a refinement of one, or the states at the end of a cache.
         dtype: name of the cache's dtype.
-        tokens: number of tokens in the chunk.
-        start: position of the first token.
-        values_per_token: number of values per token, keys and values of all layers.
+        tokens: number of tokens in the chunk, or before the states.
+        start: position of the first token, or of the one after the states, which is their number of tokens.
+        values_per_token: number of values per token, keys and values of all layers; 0 of states.
         step_index: of the quantizer's step, in units of 1/64 octave; 0 without loss.
         schemes: the coding of each section. All are equal.
         layout: fingerprint of the `KVLayout`, 16 bytes.
@@ -138,7 +139,7 @@ class BlobInfo:
     """The information in a blob that needs no profile.
 
     Attributes:
-        kind: "chunk" or "refinement".
+        kind: "chunk", "refinement" or "states".
         scheme: "lossless" or "transform".
         version: format version.
         dtype, tokens, start, values_per_token: the contents of the chunk; see `Contents`.
@@ -148,7 +149,7 @@ class BlobInfo:
         section_bytes: length of each section, in order.
         token_id_bytes: length of the token ids; 0 if the blob holds none.
         header_bytes, total_bytes: length of the header and of the blob.
-        raw_bytes: size of the uncompressed chunk.
+        raw_bytes: size of the uncompressed chunk, or of the sections of states.
         authenticated: whether the blob carries a keyed tag. `inspect` cannot verify it.
     """
 
@@ -172,8 +173,8 @@ class BlobInfo:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of the whole blob per value of the chunk."""
-        return 8 * self.total_bytes / (self.tokens * self.values_per_token)
+        """Bits of the whole blob per value of the cache's dtype."""
+        return 8 * self.total_bytes / (self.raw_bytes / _ITEM_BYTES[self.dtype])
 
     @property
     def ratio(self) -> float:
@@ -282,7 +283,7 @@ def read_header(blob: bytes | memoryview) -> Header:
     if _CHECKSUM.unpack_from(blob, len(head))[0] != xxhash.xxh3_64_intdigest(head):
         raise CorruptError("header: its checksum does not match: the bytes are damaged")
     if kind not in iter(Kind):
-        raise FormatError(f"header: must be of kind 0 (a chunk) or 1 (a refinement), got {kind}")
+        raise FormatError(f"header: must be of kind 0 (a chunk), 1 (a refinement) or 2 (states), got {kind}")
     if dtype >= len(DTYPES):
         raise FormatError(f"header: has the unknown dtype {dtype}")
     if flags & ~(FLAG_TAG | FLAG_TOKEN_IDS) or reserved:
@@ -291,8 +292,8 @@ def read_header(blob: bytes | memoryview) -> Header:
         raise FormatError(f"header: must have 1 … {MAX_TOKENS} tokens, got {tokens}")
     if abs(step_index) > MAX_STEP_INDEX:
         raise FormatError(f"header: must have a step index of at most ±{MAX_STEP_INDEX}, got {step_index}")
-    if not count or not values:
-        raise FormatError("header: must have sections and values")
+    if not count or (values > 0) is (kind == Kind.STATES):
+        raise FormatError("header: must have sections, and values unless it is of states, which have none")
     lengths, schemes, hashes = zip(
         *(_ENTRY.unpack_from(blob, _FIXED.size + i * _ENTRY.size) for i in range(count + has_ids)), strict=True
     )
@@ -326,9 +327,11 @@ def _check_names(header: Header) -> None:
             raise FormatError("header: must list no token ids in a lossless blob")
     elif header.profile == NO_DIGEST:
         raise FormatError("header: must name the profile of a blob that is not lossless")
-    if header.kind is Kind.CHUNK:
+    if header.kind is Kind.STATES and (not header.lossless or header.start != header.tokens):
+        raise FormatError("header: must have lossless sections where it is of states, and start behind their tokens")
+    if header.kind is not Kind.REFINEMENT:
         if header.refines != NO_DIGEST:
-            raise FormatError("header: must refine nothing in a chunk's blob")
+            raise FormatError("header: must refine nothing unless it is of a refinement")
     elif header.lossless or header.token_id_bytes or header.refines == NO_DIGEST:
         raise FormatError("header: must name what a refinement refines, with neither token ids nor lossless sections")
 
@@ -463,6 +466,8 @@ def inspect(blob: bytes | memoryview) -> BlobInfo:
         token_id_bytes=header.token_id_bytes,
         header_bytes=header.header_bytes,
         total_bytes=header.total_bytes,
-        raw_bytes=header.tokens * header.values_per_token * _ITEM_BYTES[header.dtype],
+        raw_bytes=header.tokens * header.values_per_token * _ITEM_BYTES[header.dtype]
+        if header.values_per_token
+        else sum(header.section_bytes),
         authenticated=header.tagged,
     )

@@ -149,7 +149,8 @@ def test_inspect_survives_any_step(step: int) -> None:
 
 BROKEN: dict[str, Fields] = {
     "another magic": replace(GOOD, magic=b"cuvE"),
-    "kind 2": replace(GOOD, kind=2),
+    "states with values": replace(GOOD, kind=2),
+    "kind 3": replace(GOOD, kind=3),
     "kind 255": replace(GOOD, kind=255),
     "a refinement of nothing": replace(GOOD, kind=1),
     "a refinement without loss": replace(GOOD, kind=1, refines=BASE_ID, step=0, profile=bytes(16), schemes=(1, 1, 1)),
