@@ -3,7 +3,7 @@
 Segment, Blender          the pieces of a prompt; blends them into a cache from which generation continues
 BlendResult, BlendRecord  the blended prompt; the tokens that were recomputed
 ChunkCache                chunks by content, kept in any store
-HKVD, Boundary, Overlap, QueryGuided, Random, Nothing, Sum, Product, Union: choose the tokens to recompute
+HKVD, Boundary, Overlap, QueryGuided, Random, Nothing, Product: choose the tokens to recompute
 """
 
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord
@@ -11,6 +11,7 @@ from cuvee.blend.chunk_cache import BlobStore, ChunkCache, ChunkCounters, PartSt
 from cuvee.blend.hkvd import HKVD
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment
+from cuvee.blend.selection import Scorer, Selection, Selector
 from cuvee.blend.selectors import (
     Boundary,
     Nothing,
@@ -18,11 +19,6 @@ from cuvee.blend.selectors import (
     Product,
     QueryGuided,
     Random,
-    Scorer,
-    Selection,
-    Selector,
-    Sum,
-    Union,
     default_selector,
 )
 
@@ -48,8 +44,6 @@ __all__ = [
     "SegmentRecord",
     "Selection",
     "Selector",
-    "Sum",
     "TransformersModel",
-    "Union",
     "default_selector",
 ]

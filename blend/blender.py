@@ -19,7 +19,8 @@ import torch
 from cuvee.blend.recompute import KVExchange, Observer, Placed, Recompute, Recomputed
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Segment
-from cuvee.blend.selectors import Selector, default_selector
+from cuvee.blend.selection import Selector
+from cuvee.blend.selectors import default_selector
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError

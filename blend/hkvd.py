@@ -8,7 +8,7 @@ import torch
 
 from cuvee.blend.budget import affordable, check_budget, check_layers
 from cuvee.blend.segments import Prompt
-from cuvee.blend.selectors import Scorer, Selection
+from cuvee.blend.selection import Scorer, Selection
 from cuvee.codec.errors import InputError
 
 

@@ -20,7 +20,7 @@ import torch
 from cuvee.blend.correction import Correction, corrections
 from cuvee.blend.recompute_model import Exchange, RecomputeModel
 from cuvee.blend.segments import Prompt
-from cuvee.blend.selectors import Selection, Selector
+from cuvee.blend.selection import Selection, Selector
 from cuvee.codec.stages.rows import LayerRows
 
 MOST_ROWS = 1024

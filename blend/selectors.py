@@ -18,16 +18,14 @@ Both count tokens. In a serving engine, runs of adjacent tokens cost time as wel
 ones: `run_overhead` makes runs few, and `context_overhead` weighs tokens by their position (`runs.py`).
 
 A score (`Scorer`) weighs each token. Selectors with a score select once, before the first layer: `Random`, `Boundary`,
-`Overlap`, `QueryGuided`, and their sums and products. `HKVD` selects by deviations in the first layers.
+`Overlap`, `QueryGuided`, and their products. `HKVD` selects by deviations in the first layers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
 
 import torch
 
@@ -35,6 +33,7 @@ from cuvee.blend.budget import DEFAULT_RATIO, affordable, check_budget, check_la
 from cuvee.blend.correction import typical_change
 from cuvee.blend.runs import best_runs, check_context_overhead, check_run_overhead
 from cuvee.blend.segments import Prompt
+from cuvee.blend.selection import Scorer, Selection
 from cuvee.codec.errors import InputError
 
 _BASE = 0.6  # added to votes of mean 1, for tokens that are not in the text (0.3 and 1 measured worse)
@@ -42,52 +41,6 @@ _DEPTHS = (1 / 3, 1 / 2, 2 / 3)  # depths of the layers whose attention is used:
 _LEAST = 1e-3  # added to attention of mean 1, so that a product still ranks tokens without attention
 _QUERY_SHARE = 0.1  # largest share of the budget for the query's pass in the default selector
 _PAIR = 4.0  # weight of a match of two tokens in a row, relative to a match of one
-
-
-class Selection(Protocol):
-    """The choice of a selector for one prompt, read by the blender layer by layer."""
-
-    def tokens(self, layer: int) -> torch.Tensor:
-        """Return the cached tokens that go through `layer`: positions int64, rising, a subset of the layer before."""
-        ...
-
-    def watches(self, layer: int) -> bool:
-        """Return whether to call `observe` after `layer` computed its keys and values."""
-        ...
-
-    def observe(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Observe how far the new keys and values of `tokens(layer)` are from the cached ones.
-
-        Args:
-            layer: the layer.
-            keys: squared deviation of each token's keys, divided by the mean square of the new keys; float32.
-            values: the same for values.
-        """
-        ...
-
-
-class Selector(Protocol):
-    """Chooses the tokens to recompute. It is immutable, and serves any number of prompts."""
-
-    def begin(self, prompt: Prompt) -> Selection:
-        """Start on a prompt.
-
-        Raises:
-            InputError: the cost does not pay for the selector's passes.
-        """
-        ...
-
-
-class Scorer(Protocol):
-    """Scores how important it is to recompute each token."""
-
-    def score(self, prompt: Prompt) -> torch.Tensor:
-        """Return scores above 0, float32 `[T]`. Only their ratios matter; those of text are ignored."""
-        ...
-
-    def overhead(self, prompt: Prompt) -> int:
-        """Return the token-layers that `score` spends."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +257,11 @@ class QueryGuided(_Scored):
         return chosen
 
 
-class _Combination(ABC):
-    """Selects the tokens that rank highest by a combination of scores.
+class Product:
+    """Selects the tokens with the largest product of scores: tokens that matter by every score.
+
+        >>> Product(Overlap(), Boundary(), ratio=0.1)
+        Product(Overlap(), Boundary(), ratio=0.1)
 
     Args:
         scorers: at least one. Their ratios and costs are ignored.
@@ -340,18 +296,14 @@ class _Combination(ABC):
         self.context_overhead = context_overhead
 
     def __repr__(self) -> str:
-        given = (
-            ("ratio", self.ratio),
-            ("cost", self.cost),
-            ("run_overhead", self.run_overhead or None),
-            ("context_overhead", self.context_overhead or None),
-        )
-        said = [f"{name}={value}" for name, value in given if value is not None]
+        budget = {"ratio": self.ratio, "cost": self.cost}
+        overheads = {"run_overhead": self.run_overhead or None, "context_overhead": self.context_overhead or None}
+        said = [f"{name}={value}" for name, value in (budget | overheads).items() if value is not None]
         return f"{type(self).__name__}({', '.join([*map(repr, self.scorers), *said])})"
 
-    @abstractmethod
     def score(self, prompt: Prompt) -> torch.Tensor:
         """See `Scorer`."""
+        return torch.stack([scorer.score(prompt) for scorer in self.scorers]).prod(0)
 
     def overhead(self, prompt: Prompt) -> int:
         """See `Scorer`."""
@@ -360,78 +312,6 @@ class _Combination(ABC):
     def begin(self, prompt: Prompt) -> Selection:
         """See `Selector`."""
         return _fixed(self, prompt)
-
-
-class Product(_Combination):
-    """Selects the tokens with the largest product of scores: tokens that matter by every score.
-
-    >>> Product(Overlap(), Boundary(), ratio=0.1)
-    Product(Overlap(), Boundary(), ratio=0.1)
-    """
-
-    __slots__ = ()
-
-    def score(self, prompt: Prompt) -> torch.Tensor:
-        """See `Scorer`."""
-        return torch.stack([scorer.score(prompt) for scorer in self.scorers]).prod(0)
-
-
-class Sum(_Combination):
-    """Selects the tokens with the largest sum of scores: tokens that matter by any score.
-
-    >>> Sum(Overlap(), QueryGuided(), cost=0.2)
-    Sum(Overlap(), QueryGuided(), cost=0.2)
-    """
-
-    __slots__ = ()
-
-    def score(self, prompt: Prompt) -> torch.Tensor:
-        """See `Scorer`."""
-        return torch.stack([scorer.score(prompt) for scorer in self.scorers]).sum(0)
-
-
-class Union:
-    """Selects every token that any of several selectors selects, each by its own ratio or cost.
-
-        >>> Union(Boundary(tokens=16), Overlap(0.1))
-        Union(Boundary(tokens=16), Overlap(ratio=0.1))
-
-    Args:
-        selectors: at least one.
-    """
-
-    __slots__ = ("selectors",)
-
-    def __init__(self, *selectors: Selector) -> None:
-        if not selectors or not all(hasattr(selector, "begin") for selector in selectors):
-            raise InputError(f"selectors: must be at least one selector, got {selectors}")
-        self.selectors = selectors
-
-    def __repr__(self) -> str:
-        return f"Union({', '.join(map(repr, self.selectors))})"
-
-    def begin(self, prompt: Prompt) -> Selection:
-        """See `Selector`."""
-        return _UnionSelection([selector.begin(prompt) for selector in self.selectors])
-
-
-class _UnionSelection:
-    def __init__(self, parts: Sequence[Selection]) -> None:
-        self._parts = parts
-
-    def tokens(self, layer: int) -> torch.Tensor:
-        positions: torch.Tensor = torch.cat([part.tokens(layer) for part in self._parts]).unique()
-        return positions
-
-    def watches(self, layer: int) -> bool:
-        return any(part.watches(layer) for part in self._parts)
-
-    def observe(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        union = self.tokens(layer)
-        for part in self._parts:
-            if part.watches(layer):
-                rows = torch.searchsorted(union, part.tokens(layer))
-                part.observe(layer, keys[rows], values[rows])
 
 
 def default_selector(
@@ -466,7 +346,7 @@ def default_selector(
     )
 
 
-def _fixed(scorer: _Scored | _Combination, prompt: Prompt) -> Selection:
+def _fixed(scorer: _Scored | Product, prompt: Prompt) -> Selection:
     """Select the tokens that score highest, scoring them only if there is a choice."""
     spent = scorer.overhead(prompt)
     count = affordable(scorer.ratio, scorer.cost, prompt, spent, prompt.layers, "the pass of the query")

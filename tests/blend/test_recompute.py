@@ -21,7 +21,6 @@ from cuvee.blend import (
     Segment,
     Selector,
     TransformersModel,
-    Union,
     default_selector,
     recompute,
 )
@@ -42,7 +41,6 @@ SELECTORS: tuple[Selector, ...] = (
     HKVD(0.3),
     HKVD(0.2, check_layers=(0, 1), shrink=(2.0,), weight=Boundary()),
     Product(Overlap(), Boundary(), cost=0.5),
-    Union(HKVD(0.2), Random(0.2)),
 )
 
 

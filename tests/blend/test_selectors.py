@@ -23,8 +23,6 @@ from cuvee.blend import (
     Segment,
     Selection,
     Selector,
-    Sum,
-    Union,
     default_selector,
 )
 from cuvee.codec.chunk import KVChunk
@@ -215,7 +213,7 @@ def test_overlap_without_a_match_leaves_the_first_tokens() -> None:
     assert chosen(Product(Overlap(), Boundary(), ratio=0.25), on) == [0, 4]
 
 
-# QueryGuided, Product, Union ------------------------------------------------------------------------------------------
+# QueryGuided, Product -------------------------------------------------------------------------------------------------
 
 
 def test_query_guided_takes_what_is_looked_at() -> None:
@@ -285,23 +283,13 @@ def test_a_product_multiplies() -> None:
     both = Overlap().score(on) * Boundary().score(on)
     product = Product(Overlap(), Boundary(), ratio=0.5)
     assert torch.equal(product.score(on), both)
+    assert repr(product) == "Product(Overlap(), Boundary(), ratio=0.5)"
+    assert repr(Boundary(tokens=4)) == "Boundary(tokens=4)"
     assert torch.equal(Product(product, Random()).score(on), both * Random().score(on))
     # Lifted votes of the first three are 2.6, 4.3 and 2.3, to be divided by 1, 2 and 3.
     assert chosen(Product(Overlap(), Boundary(), ratio=2 / 8), on) == [0, 1]
     assert chosen(Product(Overlap(), Boundary(), ratio=3 / 8), on) == [0, 1, 2]
     assert Product(QueryGuided(layers=(1,)), QueryGuided(layers=(2,)), Overlap()).overhead(on) == 2 * 2 + 2 * 3
-
-
-def test_a_sum_adds_and_is_a_score_like_any_other() -> None:
-    on = prompt(A, B, [1, 2], text=[2])
-    total = Sum(Overlap(), Random(), ratio=0.25)
-    assert torch.allclose(total.score(on), Overlap().score(on) + Random().score(on))
-    assert torch.allclose(Product(total, Boundary()).score(on), total.score(on) * Boundary().score(on))
-    assert len(chosen(total, on)) == 2
-    assert repr(total) == "Sum(Overlap(), Random(), ratio=0.25)"
-    assert repr(Boundary(tokens=4)) == "Boundary(tokens=4)"
-    with pytest.raises(InputError, match="scorers"):
-        Sum()
 
 
 def test_the_default_attends_near_the_boundary() -> None:
@@ -341,34 +329,6 @@ def test_the_default_asks_for_a_tenth_of_its_budget(budget: Any, queries: int) -
     assert selector.overhead(on) == 5 * queries
     if budget.get("cost"):
         assert queries == 16 or 5 * queries <= 0.1 * budget["cost"] * 140 * 6 < 5 * (queries + 1)
-
-
-def test_a_union_keeps_what_any_keeps() -> None:
-    on = prompt(*TWO, text=[2])
-    assert chosen(Union(Boundary(tokens=1), Boundary(0.375)), on) == [0, 1, 4]
-    hkvd = HKVD(0.25, check_layers=(1,))
-    table = torch.tensor([0.0, 1, 2, 3, 4, 5, 9, 8])
-    through = descend(Union(hkvd, Boundary(tokens=1)), on, lambda _, tokens: (table[tokens], 0 * table[tokens]))
-    assert through == [list(range(8))] * 2 + [[0, 4, 6, 7]] * 4
-    # Each is told of its own tokens only.
-    leading = prompt(*TWO, text=[2], leading=True)
-    through = descend(
-        Union(hkvd, Random(1.0), HKVD(0.125, check_layers=(0, 3))), leading,
-        lambda _, tokens: (table[tokens], 0 * table[tokens]),
-    )  # fmt: skip
-    assert through == [list(range(8))] * 6
-    shown = torch.zeros(LAYERS, 8)
-    shown[1] = torch.tensor([0.0, 0, 0, 0, 1, 2, 3, 4])
-    shown[2] = torch.tensor([9.0, 8, 7, 6, 1, 5, 2, 3])  # of which the first of the two sees the last four
-    shown[4, 7] = 1
-    through = descend(
-        Union(HKVD(0.125, shrink=(4.0,)), HKVD(0.125, check_layers=(4,))), on,
-        lambda layer, tokens: (shown[layer][tokens], 0 * shown[layer][tokens]),
-    )  # fmt: skip
-    assert through == [list(range(8))] * 5 + [[5, 7]]
-    parts = Union(HKVD(0.25), HKVD(0.125, check_layers=(0, 3)))
-    through = descend(parts, leading, lambda _, tokens: (table[tokens], 0 * table[tokens]))
-    assert through == [[4, 5, 6, 7]] * 4 + [[6, 7]] * 2
 
 
 # HKVD -----------------------------------------------------------------------------------------------------------------
@@ -532,7 +492,6 @@ PRICED: dict[str, Callable[[float], Selector]] = {
     "hkvd-0": lambda cost: HKVD(cost=cost, check_layers=(0,), of="keys"),
     "hkvd-shrink": lambda cost: HKVD(cost=cost, shrink=(1.5, 1.2)),
     "hkvd-weight": lambda cost: HKVD(cost=cost, check_layers=(0, 2), weight=QueryGuided(queries=1, layers=(1,))),
-    "union": lambda cost: Union(Random(cost=cost / 2), Boundary(cost=cost / 2)),
 }
 
 
@@ -561,14 +520,14 @@ def test_no_cost_is_exceeded_and_sets_are_nested(name: str) -> None:
             continue
         spent = sum(map(len, through)) + on.attend.spent  # type: ignore[attr-defined]
         assert spent <= cost * on.cached_tokens * on.layers + 1e-6
-        if not name.startswith("hkvd-shrink") and "union" not in name and cost == 1:
+        if not name.startswith("hkvd-shrink") and cost == 1:
             assert spent == on.cached_tokens * on.layers
         left = set(on.cached.nonzero()[:, 0].tolist())
         for tokens in through:
             assert tokens == sorted(set(tokens)) and left.issuperset(tokens)
             left = set(tokens)
         exact = set(on.leading.nonzero()[:, 0].tolist())
-        if exact & left and name != "union":
+        if exact & left:
             assert left.issuperset(set(on.cached.nonzero()[:, 0].tolist()) - exact)
         paid += bool(left)
     assert paid > 20
@@ -584,7 +543,7 @@ def test_a_blender_reports_no_more_than_the_cost(tiny_model: Callable[..., Any],
     for cost in (0.6, 0.83, 1.0):
         record = Blender(model, selector=PRICED[name](cost)).blend(segments).record
         assert record.cost <= cost + 1e-12
-        assert record.cost > cost - 0.06 or name == "union"  # whose parts overlap
+        assert record.cost > cost - 0.06
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -603,8 +562,6 @@ def test_budgets_are_checked(make: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (Union, "selectors: must be at least one selector"),
-        (lambda: Union(Random(), "hkvd"), "selectors: "),  # type: ignore[arg-type]
         (Product, "scorers: must be selectors with a score"),
         (lambda: Product(Random(), HKVD()), "scorers: "),  # type: ignore[arg-type]
         (lambda: Boundary(0.1, tokens=4), "Boundary.tokens: must not be given along with ratio or cost"),
