@@ -40,6 +40,8 @@ class CodingOptions:
         key_env: name of the environment variable that holds the secret, or a list of them; blobs are then
             authenticated: written with the first secret, accepted with any.
         key_file: instead of `key_env`: path of a file with the secret, or a list of them.
+        lookup_timeout: seconds that a lookup may take; then what it asks for is not found.
+        load_timeout: seconds that the store may take for anything else.
     """
 
     SOURCE: ClassVar[str] = "options"
@@ -59,6 +61,8 @@ class CodingOptions:
     threads: int = 2
     key_env: tuple[str, ...] | None = None
     key_file: tuple[str, ...] | None = None
+    lookup_timeout: float = 2.0
+    load_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         given: Any = self.store
@@ -85,6 +89,7 @@ class CodingOptions:
             raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
         self._check_switches("worst", "check_model")
         self._check_counts("chunk_tokens", "threads")
+        self._check_positive("lookup_timeout", "load_timeout")
         given_qualities = self.codec_quality.keys() - {"worst"}
         if len(given_qualities) > 1:
             got = ", ".join(name for name in _QUALITIES if name in given_qualities)

@@ -94,7 +94,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
 
     def __init__(self, config: CuveeL2AdapterConfig, l1_memory_desc: Any = None) -> None:
         options = config.options
-        super().__init__(max_capacity_bytes=int((options.capacity_gb or 0) * 1e9))
+        super().__init__(max_capacity_bytes=int((options.max_gb or 0) * 1e9))
         self._options = options
         path = str(options.model)  # required
         layout = read_layout(path, None if options.dtype is None else TORCH_DTYPES[options.dtype])
@@ -116,6 +116,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
             positions=False, lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
         )  # fmt: skip
         self._slots = torch.arange(options.chunk_tokens)
+        self._chunk_bytes = options.chunk_tokens * layout.bytes_per_token  # of all ranks
         self._storing, self._looking, self._loading, self._removing = (
             ThreadPool(_THREADS, f"cuvee-{kind}", options.load_timeout)
             for kind in ("store", "lookup", "load", "delete")
@@ -161,7 +162,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
                 partial(self._part, "store", partial(self._store, following=after), key, memory, time.monotonic())
                 for key, memory, after in zip(keys, objects, self._following(keys), strict=True)
             ]
-            if self._storing.waiting >= self._options.max_waiting:
+            if self._storing.waiting * self._chunk_bytes >= self._options.max_pending_gb * 1e9:
                 self._counts.count("unsaved_pages", len(parts))
                 self._stored.put(task, L2StoreResult(False, 0))
             else:
@@ -399,7 +400,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         LMCache's locks on its memory end by themselves after some minutes. Then the memory may hold another object.
         """
         with self._guard(kind):
-            if time.monotonic() - submitted > self._options.waiting_timeout:
+            if time.monotonic() - submitted > self._options.load_timeout:
                 self._counts.count("unsaved_pages" if kind == "store" else "missed_pages")
                 return None
             try:

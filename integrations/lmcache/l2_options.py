@@ -22,14 +22,13 @@ class LMCacheOptions(CodingOptions):
         model: folder or hub id of the served checkpoint; required.
         model_name: the engine's name of the model; default: `model`.
         dtype: of the engine's cache; default: that of the checkpoint.
-        capacity_gb: 10^9 bytes that LMCache's eviction may fill; None: it evicts nothing, and the store's own budget
+        max_gb: 10^9 bytes that LMCache's eviction may fill; None: it evicts nothing, and the store's own budget
             applies.
-        max_waiting: with so many chunks waiting to be stored, which LMCache keeps in memory meanwhile, no more are
-            accepted.
-        waiting_timeout: seconds after which a waiting chunk is given up. Together with `load_timeout` it must be well
-            below LMCache's `--l1-read-ttl-seconds` (300), because LMCache may then use the chunk's memory for another.
-        lookup_timeout: seconds that a lookup may take.
-        load_timeout: seconds that the store may take for anything else.
+        max_pending_gb: budget for chunks that wait to be stored, in 10^9 bytes; LMCache keeps them in memory meanwhile,
+            and beyond it chunks are not stored.
+        load_timeout: seconds that the store may take for anything but a lookup, and after which a waiting chunk is
+            given up. Twice that must be well below LMCache's `--l1-read-ttl-seconds` (300), because LMCache may then
+            use the chunk's memory for another.
     """
 
     SOURCE: ClassVar[str] = "adapter_params"
@@ -37,18 +36,14 @@ class LMCacheOptions(CodingOptions):
     model: str | None = None
     model_name: str | None = None
     dtype: str | None = None
-    capacity_gb: float | None = None
-    max_waiting: int = 256
-    waiting_timeout: float = 60.0
-    lookup_timeout: float = 2.0
-    load_timeout: float = 30.0
+    max_gb: float | None = None
+    max_pending_gb: float = 8.8
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
         self._check_texts("model", "model_name", "dtype")
-        self._check_counts("max_waiting")
-        self._check_positive("waiting_timeout", "lookup_timeout", "load_timeout")
-        self._check_positive("capacity_gb", optional=True)
+        self._check_positive("max_pending_gb")
+        self._check_positive("max_gb", optional=True)
         if self.model is None:
             raise InputError("model: must be the folder or hub id of the served checkpoint, got none")
         if self.dtype is not None and self.dtype not in TORCH_DTYPES:

@@ -6,7 +6,7 @@
       "linker_extra_config": {"store": "file:///var/cache/kv?max_gb=200"}}'
 
     offload   device pages ──copy──> host ──codec──> store                         in threads
-    lookup    store ──> entries, verified and held until the load                   SGLang's scheduler waits
+    lookup    store ──> entries, verified and held until the load                   the scheduler waits briefly
     load      entries ──codec──> device pages, layer by layer beside the forward    in a thread
 
 SGLang aborts a request whose load fails, and all ranks must take the same decisions. So whatever can fail or differ
@@ -46,16 +46,26 @@ from cuvee.integrations.stores.threads import ThreadPool
 logger = logging.getLogger(__name__)
 
 _ENGINE = "sglang-linker"
+_FETCHES = 4  # lookups at a time
 _OFFLOADS = 2  # at a time; they mostly wait for the codec's threads and the store
 _COPIED_CHUNKS = 8  # of an offload, that are in host memory at a time
 
 
+_NOTHING = Fetched(0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a lookup found: the names that it asked for, and the verified pages among them."""
+    """A lookup: the names that it asked for, and the verified pages among them once they are there."""
 
     names: tuple[bytes, ...]
-    fetched: Fetched
+    fetching: Future[Fetched]
+
+    @property
+    def fetched(self) -> Fetched:
+        """What was found so far."""
+        done = self.fetching.done() and not self.fetching.cancelled()
+        return self.fetching.result() if done else _NOTHING
 
 
 class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checked without SGLang
@@ -113,7 +123,7 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
         stores = PageStores(
             options, layout, lambda: model.weights(options.model_id, layout), checkpoint=(model.path, model.revision),
             engine=_ENGINE, page_tokens=self._page_tokens, counts=self._counts, positions=False, rank=rank, ranks=ranks,
-            lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
+            lookup_timeout=options.load_timeout, load_timeout=options.load_timeout,
         )  # fmt: skip
         self._pages = stores.of(rank, ranks, options.tenant)
         if not self._pages.serves(self._cache.device):
@@ -125,10 +135,12 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
         self._stream = None if self._cache.device.type == "cpu" else device_module.Stream(self._cache.device)
         self.layer_done_counter = LayerWiseLoadCounter(layout.num_layers)
         self.pools = {PoolName.KV: pool}
+        self._closed = False
         self._held: OrderedDict[str, _Held] = OrderedDict()  # by request, the last looked up last
         self._queued: dict[str, tuple[Fetched, torch.Tensor]] = {}  # by request
         self._loads: list[Future[None]] = []
         self._offloads: deque[Future[bool]] = deque()  # in the order in which SGLang is told of them
+        self._fetching = ThreadPool(_FETCHES, "cuvee-lookup", options.load_timeout)
         self._loading = ThreadPool(1, "cuvee-load", float("inf"))
         self._offloading = ThreadPool(_OFFLOADS, "cuvee-offload", float("inf"))
 
@@ -137,25 +149,39 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Fetch and verify a request's pages; return each number of pages from the first on that can be restored.
 
-        SGLang asks again for requests that wait. An answer stands while it is held.
+        SGLang's scheduler, and so every request, waits for the answer: at most `lookup_timeout` seconds, and only the
+        first time. What arrives later is found when SGLang asks again, which it does for requests that wait. An answer
+        stands while it is held.
 
         Args:
             rid: of the request.
             transfers: SGLang's `PoolTransfer`, with the hashes of pages.
         """
         names = _names(transfers)[: self._most_held]
+        if self._closed:
+            self._counts.count("missed_pages", len(names))
+            return []
         held = self._held.pop(rid, None)
         if held is None or held.names != names:
-            held = _Held(names, Fetched(0))
+            if held is not None:
+                held.fetching.cancel()
             # The oldest make room, by what was asked for, so that all ranks let go of the same ones.
             asked = sum(len(each.names) for each in self._held.values())
             while asked + len(names) > self._most_held:
                 _, oldest = self._held.popitem(last=False)
+                oldest.fetching.cancel()
                 asked -= len(oldest.names)
+            held = _Held(names, Future())
             with self._guard("lookup"):
-                held = _Held(names, self._pages.fetch(names, None))
+                held = _Held(names, self._fetching.submit(self._fetch, names))
+                wait([held.fetching], self._options.lookup_timeout)
         self._held[rid] = held
         return list(range(1, held.fetched.pages + 1))
+
+    def _fetch(self, names: Sequence[bytes]) -> Fetched:
+        with self._guard("lookup"):
+            return self._pages.fetch(names, None)
+        return _NOTHING
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Queue a load of pages that a lookup found; return whether they are still held.
@@ -274,6 +300,8 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
         """Forget what is queued, wait for what has begun, and forget it, too."""
         with self._guard("reset"):
             self._queued.clear()
+            for held in self._held.values():
+                held.fetching.cancel()
             self._held.clear()
             for offload in self._offloads:
                 offload.cancel()
@@ -285,8 +313,10 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
 
     def close(self) -> None:
         """Do what `reset` does, close the store, and log what happened. May be called more than once."""
+        self._closed = True
         self.reset()
         with self._guard("close"):
+            self._fetching.dismiss(0, cancel=True)
             self._loading.dismiss()
             self._offloading.dismiss()
             self._pages.close()

@@ -15,20 +15,15 @@ class HiCacheOptions(CodingOptions):
     Attributes:
         chunk_tokens: the most tokens per blob; a multiple of SGLang's page size, or below it.
         model: folder or hub id of the checkpoint; default: SGLang's `--model-path`.
-        lookup_timeout: seconds that a lookup may take.
-        load_timeout: seconds that the store may take for anything else.
     """
 
     SOURCE: ClassVar[str] = "hicache-storage-backend-extra-config"
 
     model: str | None = None
-    lookup_timeout: float = 2.0
-    load_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
         self._check_texts("model")
-        self._check_positive("lookup_timeout", "load_timeout")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -36,11 +31,14 @@ class LinkerOptions(HiCacheOptions):
     """Options of the external linker: those of the storage backend, and its own.
 
     Attributes:
+        lookup_timeout: seconds that SGLang's scheduler waits for a lookup. All requests wait meanwhile. What takes
+            longer is found if SGLang asks again. The store may take `load_timeout`.
         held_gb: 10^9 bytes of uncompressed pages whose entries are kept between SGLang's lookup and its load.
     """
 
     SOURCE: ClassVar[str] = "linker_extra_config"
 
+    lookup_timeout: float = 0.05
     held_gb: float = 8.0
 
     def __post_init__(self) -> None:

@@ -115,13 +115,19 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
         self._setup = Setup.of_engine(vllm_config, kv_cache_config)
         # Recompute loads that fail. vLLM's default is to fail the request; it reads this after making the connector.
-        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.info(
+                "cuvee: kv_load_failure_policy is 'recompute' from here on, not %r; inside a MultiConnector, set it "
+                "beside that one's name, too", transfer.kv_load_failure_policy,
+            )  # fmt: skip
+            transfer.kv_load_failure_policy = "recompute"
         self._store = _borrow_store(self._setup.options.store)
         backend = vllm_config.parallel_config.distributed_executor_backend
         if not self._store.shared and backend != "uni":
             raise InputError(
                 f"store: must be one that several processes share, because the workers run in their own processes "
-                f"(executor {backend!r}), got {self._store.name}; use file:///dev/shm/… for shared RAM"
+                f"(executor {backend!r}), got {self._store.name}; leave it out for shared RAM"
             )
         self._cache_hit_source = _HIT_SOURCES.get(self._store.name, CacheHitSource.EXTERNAL_UNSPECIFIED)
         self._closed = False

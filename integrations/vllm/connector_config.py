@@ -22,14 +22,16 @@ class Options(CodingOptions):
     """Options of the connector, by the names of the JSON that sets them: those of `CodingOptions`, and its own.
 
     Attributes:
+        store: a store URL, or a list of them. Default: RAM of the engine's process; where the workers run in processes
+            of their own, a folder in /dev/shm, which all of them reach (`setup.default_store`).
         chunk_tokens: tokens per blob; a multiple of the engine's block size.
         min_tokens: shorter hits are not loaded; default: 64, or one chunk if that is shorter.
         decide: "measured": load if that is expected to be faster than computing; "always": load all that is found.
         store_generated: also store generated tokens: the next turn of a conversation begins with them.
         store_niceness: how far threads that store give way to others, 0 to 19, as the `nice` of Linux: of a core that
             others want all the time, they get a third at 3, a tenth at 10 and 1.4 % at 19.
-        max_pending_mb: budget for uncompressed chunks that wait to be stored, in 10^6 bytes; beyond it chunks are not
-            stored.
+        max_pending_gb: budget of each rank for uncompressed chunks that wait to be stored, in 10^9 bytes; beyond it
+            chunks are not stored. The default holds two full steps of prefill (16,384 tokens) of an 8B model.
         lookup_timeout: seconds that a request waits to learn whether it is cached.
         load_timeout: seconds after which a load is given up and its tokens are computed.
         close_timeout: seconds that the engine's stop waits for chunks being stored; the rest is lost.
@@ -51,9 +53,7 @@ class Options(CodingOptions):
     decide: str = "measured"
     store_generated: bool = True
     store_niceness: int = 19
-    max_pending_mb: float = 1024
-    lookup_timeout: float = 2.0
-    load_timeout: float = 30.0
+    max_pending_gb: float = 2.2
     close_timeout: float = 30.0
     refinements: int = 0
     deadline_ms: float | None = None
@@ -70,7 +70,7 @@ class Options(CodingOptions):
             raise InputError(
                 f"store_niceness: must be a whole number from 0 to {LOWEST_PRIORITY}, got {self.store_niceness!r}"
             )
-        self._check_positive("max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout")
+        self._check_positive("max_pending_gb", "close_timeout")
         if type(self.refinements) is not int or not 0 <= self.refinements < MAX_PARTS:
             raise InputError(f"refinements: must be 0 … {MAX_PARTS - 1}, got {self.refinements!r}")
         if self.load_target and self.blend is not None:

@@ -6,10 +6,12 @@ Models and features of vLLM that cuvee does not support are refused here, by nam
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from cuvee.codec.codec import Codec
@@ -34,6 +36,8 @@ from cuvee.integrations.vllm.layer_groups import LayerGroup, block_tokens, read_
 
 logger = logging.getLogger(__name__)
 
+_SHARED_MEMORY = Path("/dev/shm")
+_DEFAULT_GB = 4.0  # of the default store
 _NANOSECONDS = 19  # digits of a time since the epoch
 
 
@@ -109,6 +113,8 @@ class Setup:
         """
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
+        if "store" not in transfer.kv_connector_extra_config:
+            options = replace(options, store=default_store(vllm_config.parallel_config.distributed_executor_backend))
         options.secrets()
         groups, specs = read_groups(kv_cache_config)
         _refuse_features(vllm_config)
@@ -216,6 +222,24 @@ class Setup:
             # Replicas with other secrets do not find each other's entries; the id in the log shows why.
             logger.info("cuvee: blobs are signed with the key of id %s", _key_ids(codec))
         return codec
+
+
+def default_store(executor: str | None) -> tuple[str, ...]:
+    """Return the store of an engine whose options name none: RAM, where all of its processes reach it.
+
+    Args:
+        executor: vLLM's name of what runs the workers; "uni": all run in the scheduler's process.
+    """
+    if executor == "uni" or not _SHARED_MEMORY.is_dir():
+        return Options().store
+    size = min(shutil.disk_usage(_SHARED_MEMORY).total / 2e9, _DEFAULT_GB)
+    if size < _DEFAULT_GB:
+        logger.warning(
+            "cuvee: %s holds little, so the default store keeps only %.2g GB in it: enlarge it (docker run "
+            "--shm-size), or name another in option 'store'", _SHARED_MEMORY, size,
+        )  # fmt: skip
+    # Ranks must agree on it, and other users' folders are refused.
+    return (f"file://{_SHARED_MEMORY}/cuvee-{os.getuid()}?max_gb={size:.3g}",)
 
 
 def stop_advice(program: str, in_process: bool) -> str | None:

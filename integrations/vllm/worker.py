@@ -69,7 +69,7 @@ class WorkerSide:
         self._pools = WorkerPools(options.threads, options.load_timeout, options.store_niceness)
         self._loads = WorkerLoads(self._state, self._pools, self._guard)
         self._blends = WorkerBlends(self._state, self._loads, self._guard)
-        budget = int(options.max_pending_mb * 1e6)
+        budget = int(options.max_pending_gb * 1e9)
         self._saves = WorkerSaves(self._state, self._pools, self._guard, budget)
         self._times = StepTimes()
 

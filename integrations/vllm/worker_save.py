@@ -182,7 +182,7 @@ class WorkerSaves:
             if not (self._full or self._state.closed):
                 self._full = True
                 logger.warning(
-                    "cuvee: rank %d: chunks are not stored, because those that wait to be stored fill max_pending_mb "
+                    "cuvee: rank %d: chunks are not stored, because those that wait to be stored fill max_pending_gb "
                     "(said once; stores_skipped counts them)", self._state.rank,
                 )  # fmt: skip
         return admitted

@@ -187,7 +187,7 @@ class CuveeTier(SecondaryTierManager):
     ) -> None:
         job = _Job(metadata.job_id, kind == "store", list(metadata.keys), metadata, time.monotonic())
         with self._changed:
-            full = job.stores and self._waiting() >= self._options.max_waiting
+            full = job.stores and self._waiting() * self.block_size_bytes >= self._options.max_pending_gb * 1e9
             self._jobs[job.number] = job
         with self._guard(f"submit_{kind}", then=lambda: self._end(job, [])):
             if full:
@@ -209,7 +209,7 @@ class CuveeTier(SecondaryTierManager):
 
     def _late(self, job: _Job) -> bool:
         """Return whether a job was given up, or has waited too long."""
-        return job.since < self._given_up or time.monotonic() - job.since > self._options.waiting_timeout
+        return job.since < self._given_up or time.monotonic() - job.since > self._options.load_timeout
 
     def _store(self, job: _Job, rows: ChunkRows) -> list[bool]:
         done: list[bool] = []

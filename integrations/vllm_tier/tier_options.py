@@ -19,11 +19,10 @@ class TierOptions(CodingOptions):
         model: folder or hub id of the served checkpoint; default: the model that vLLM serves.
         locality: "LOCAL" or "REMOTE", for vLLM's events and back-pressure; default: as the store's URL tells.
         enable_kv_events: tell vLLM's KV events which chunks were stored.
-        max_waiting: with so many chunks waiting to be stored, which vLLM keeps in host memory meanwhile, no more are
-            accepted.
-        waiting_timeout: seconds after which what a job has not begun is given up.
-        lookup_timeout: seconds that a lookup may take.
-        load_timeout: seconds that the store may take for anything else.
+        max_pending_gb: budget for chunks that wait to be stored, in 10^9 bytes; vLLM keeps them in its host memory
+            meanwhile, and beyond it chunks are not stored.
+        load_timeout: seconds that the store may take for anything but a lookup, and after which what a job has not
+            begun is given up.
 
     Raises:
         InputError: a value of the wrong type or range.
@@ -38,16 +37,12 @@ class TierOptions(CodingOptions):
     model: str | None = None
     locality: str | None = None
     enable_kv_events: bool = False
-    max_waiting: int = 1024
-    waiting_timeout: float = 60.0
-    lookup_timeout: float = 2.0
-    load_timeout: float = 30.0
+    max_pending_gb: float = 2.2
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
         self._check_texts("model")
         self._check_switches("enable_kv_events")
-        self._check_counts("max_waiting")
-        self._check_positive("waiting_timeout", "lookup_timeout", "load_timeout")
+        self._check_positive("max_pending_gb")
         if self.locality is not None and self.locality not in LOCALITIES:
             raise InputError(f"locality: must be {' or '.join(LOCALITIES)}, or left out, got {self.locality!r}")

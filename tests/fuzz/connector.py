@@ -30,7 +30,7 @@ from cuvee.integrations.vllm.metrics import Recorder, collect, interval_figures
 _OPTIONS: dict[str, Any] = {
     "store": ["memory://?max_gb=1", "file:///nowhere"], "quality": "high", "chunk_tokens": 256, "min_tokens": 512,
     "decide": "always", "tenant": "somebody", "threads": 2,
-    "max_pending_mb": 10.5, "lookup_timeout": 2.0, "model_id": "m", "key_env": ["A", "B"], "profile": "p",
+    "max_pending_gb": 10.5, "lookup_timeout": 2.0, "model_id": "m", "key_env": ["A", "B"], "profile": "p",
 }  # fmt: skip
 _CHUNKS, _CHUNK, _BLOCK = 2, 16, 8
 _END = _CHUNKS * _CHUNK + _BLOCK  # the end of the tail

@@ -32,7 +32,7 @@ def test_the_command_is_what_lmcache_takes() -> None:
     assert ours.CuveeL2AdapterConfig.from_dict(config.adapter_params).options.model == "Qwen/Qwen3-8B"
     documented = re.findall(r"--l2-adapter '(.+?)'\n", ours.__doc__ or "", re.DOTALL)
     assert [json.loads(each) for each in documented] == [adapter]
-    assert all(name in ours.CuveeL2AdapterConfig.help() for name in ("chunk_tokens", "capacity_gb"))
+    assert all(name in ours.CuveeL2AdapterConfig.help() for name in ("chunk_tokens", "max_gb"))
 
 
 def test_eviction_is_configured_as_documented() -> None:

@@ -222,7 +222,7 @@ def test_quotas_by_salt_count_stored_bytes(server: Callable[..., Server]) -> Non
 def test_capacity_is_that_of_stored_bytes(server: Callable[..., Server]) -> None:
     eviction = {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.3}
     raw = values(0, layout_desc()).nbytes
-    params = {"store": "memory://?max_mb=99", "capacity_gb": 6 * raw / 1e9}
+    params = {"store": "memory://?max_mb=99", "max_gb": 6 * raw / 1e9}
     s = server(params, beside={"eviction": eviction})
     assert s.adapter.supports_global_eviction
     for first in range(0, 24, 4):
@@ -657,7 +657,8 @@ def test_results_that_come_after_the_end_are_dropped() -> None:
 
 
 def test_too_many_waiting_chunks_are_refused(memory: Callable[..., Memory], store: DictStore) -> None:
-    m, held = memory({"max_waiting": 3}), hold(store, "put")
+    raw = values(0, layout_desc()).nbytes
+    m, held = memory({"max_pending_gb": 3 * raw / 1e9}), hold(store, "put")
     first = m.store_later(range(10))
     assert m.save([11, 12]) == -1
     held.set()
@@ -667,7 +668,7 @@ def test_too_many_waiting_chunks_are_refused(memory: Callable[..., Memory], stor
 
 def test_chunks_that_waited_too_long_are_given_up(memory: Callable[..., Memory]) -> None:
     """LMCache may use their memory for others by then."""
-    m = memory({"waiting_timeout": 1e-9})
+    m = memory({"load_timeout": 1e-9})
     assert m.save([1]) == -1 and m.load([1]) == [] and m.found([1]) == []
     assert m.counters == {"unsaved_pages": 1, "missed_pages": 1}
 
@@ -863,9 +864,8 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path, memory: Callable[
         ({"bits": 4}, InputError, "bits: must be quality='lossless' with an unlearned profile"),
         ({"profile": __file__}, FormatError, "is not a safetensors file"),
         ({"dtype": "float8"}, InputError, "dtype: must be one of bfloat16"),
-        ({"capacity_gb": 0}, InputError, "capacity_gb: must be a number above 0"),
-        ({"max_waiting": 0}, InputError, "max_waiting: must be a whole number"),
-        ({"waiting_timeout": 0}, InputError, "waiting_timeout: must be a number above 0"),
+        ({"max_gb": 0}, InputError, "max_gb: must be a number above 0"),
+        ({"max_pending_gb": 0}, InputError, "max_pending_gb: must be a number above 0"),
         ({"load_timeout": 0}, InputError, "load_timeout: must be a number above 0"),
         ({"model_name": ""}, InputError, "model_name: must be a string that is not empty"),
     ],

@@ -196,7 +196,7 @@ def test_segments_chunks_and_tails_of_a_step_are_stored_together(bench: Callable
 
 
 def test_a_segment_is_skipped_over_budget(bench: Callable[..., Bench]) -> None:
-    b = bench(max_pending_mb=20 * LAYOUT.bytes_per_token / 1e6)
+    b = bench(max_pending_gb=20 * LAYOUT.bytes_per_token / 1e9)
     blocks = list(range(16))
     b.fill(blocks, 8 * CHUNK)
     b.worker.save([b.save_segment(blocks, 5, 21)])

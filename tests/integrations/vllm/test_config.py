@@ -31,7 +31,7 @@ def test_everything_can_be_set() -> None:
             "store": ["memory://", "file:///x"], "profile": "p.cuvee", "ratio": 8, "chunk_tokens": 128,
             "min_tokens": 512, "decide": "always", "store_generated": False, "tenant": "t",
             "model_id": "m", "check_model": False, "threads": 1, "store_niceness": 10,
-            "max_pending_mb": 1.5, "lookup_timeout": 1, "load_timeout": 2.5, "close_timeout": 5,
+            "max_pending_gb": 1.5, "lookup_timeout": 1, "load_timeout": 2.5, "close_timeout": 5,
             "key_env": ["SECRET", "OLD_SECRET"],
         }
     )  # fmt: skip
@@ -76,7 +76,7 @@ def test_everything_can_be_set() -> None:
         ({"store_niceness": 20}, "store_niceness: must be a whole number from 0 to 19, got 20"),
         ({"store_niceness": True}, "store_niceness: must be a whole number from 0 to 19, got True"),
         ({"store_niceness": 1.5}, "store_niceness: must be a whole number from 0 to 19, got 1.5"),
-        ({"max_pending_mb": 0}, "max_pending_mb: must be a number above 0"),
+        ({"max_pending_gb": 0}, "max_pending_gb: must be a number above 0"),
         ({"lookup_timeout": -1}, "lookup_timeout: must be a number above 0"),
         ({"lookup_timeout": float("nan")}, "lookup_timeout: must be a number above 0"),
         ({"load_timeout": float("inf")}, "load_timeout: must be a number above 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Callable
 from copy import copy
@@ -28,6 +29,7 @@ from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations import checkpoint as checkpoint_module
 from cuvee.integrations.checkpoint import weight_fingerprints
 from cuvee.integrations.profile_collection.collection import ProfileCollection
+from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm import setup
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.setup import Setup, stop_advice
@@ -160,6 +162,22 @@ def test_what_is_supported_starts() -> None:
     assert made.profile.source == "unlearned"
     assert made.quality == "lossless" and made.codec(0).lossless, "nothing else is exact without a profile"
     assert made.codec(0).profile.layout == made.layout
+
+
+@pytest.mark.parametrize(("free", "gb"), [(64e9, 4.0), (1e9, 0.5)])
+def test_the_default_store_is_one_that_all_ranks_reach(
+    free: float, gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(setup, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(setup.shutil, "disk_usage", lambda path: SimpleNamespace(total=free))
+    (url,) = Setup.of_engine(*_engine(parallel__distributed_executor_backend="mp")).options.store
+    assert url == f"file://{tmp_path}/cuvee-{os.getuid()}?max_gb={gb:g}"
+    assert ("--shm-size" in caplog.text) == (gb < 4)
+    store = open_store(url)
+    assert store.shared and store.put("ab/01", b"blob") and open_store(url).get("ab/01") == b"blob"
+    given = _engine(parallel__distributed_executor_backend="mp", extra={"store": "memory://?max_gb=4"})
+    assert Setup.of_engine(*given).options.store == ("memory://?max_gb=4",), "refused when the store is opened"
+    assert Setup.of_engine(*_engine()).options.store == ("memory://?max_gb=4",)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports

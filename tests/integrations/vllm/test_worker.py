@@ -590,7 +590,7 @@ def test_what_is_there_already_is_not_encoded_again(bench: Callable[..., Bench])
 
 def test_copies_have_a_budget(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     size = CHUNK * LAYOUT.bytes_per_token
-    b = bench(max_pending_mb=2.5 * size / 1e6)
+    b = bench(max_pending_gb=2.5 * size / 1e9)
     go = threading.Event()
     b.store.before = lambda operation: _wait(go)
     blocks = list(range(8))
@@ -601,7 +601,7 @@ def test_copies_have_a_budget(bench: Callable[..., Bench], caplog: pytest.LogCap
     b.drain()
     assert set(b.store.entries) == {b.key(0), b.key(1)}
     assert b.worker.report(1).unsaved == {b.digests[2], b.digests[3]}
-    assert b.counts()["stores_skipped"] == 2 and caplog.text.count("fill max_pending_mb") == 1
+    assert b.counts()["stores_skipped"] == 2 and caplog.text.count("fill max_pending_gb") == 1
     b.worker.save(b.saves(blocks, range(2, 4)))
     b.drain()
     assert len(b.store.entries) == 4, "the budget is free again"
@@ -979,8 +979,8 @@ def test_what_a_load_reports_counts_what_a_tail_costs(bench: Callable[..., Bench
 
 
 def test_a_tail_takes_its_own_share_of_the_budget(bench: Callable[..., Bench]) -> None:
-    room = (CHUNK + BLOCK) * LAYOUT.bytes_per_token / 1e6
-    b, blocks = bench(max_pending_mb=room), list(range(8))
+    room = (CHUNK + BLOCK) * LAYOUT.bytes_per_token / 1e9
+    b, blocks = bench(max_pending_gb=room), list(range(8))
     b.fill(blocks, 8 * BLOCK)
     go = threading.Event()
     b.store.before = lambda operation: _wait(go)

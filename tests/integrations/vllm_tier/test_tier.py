@@ -269,7 +269,7 @@ def test_a_store_that_fails_hangs_forgets_and_lies_costs_no_more_than_misses(
 ) -> None:
     """Whatever the store does, what vLLM loads is right; afterwards all is as before."""
     draw = random.Random(7)
-    e = engine({"load_timeout": 0.4, "lookup_timeout": 0.3, "waiting_timeout": 1.0}, chunks=16)
+    e = engine({"load_timeout": 0.4, "lookup_timeout": 0.3}, chunks=16)
     e.save([99])  # the first encoding compiles
     odds = {"error": 0.0, "hang": 0.0, "lie": 0.0}
     lock = threading.Lock()
@@ -355,7 +355,8 @@ def test_nothing_blocks_the_scheduler_while_the_store_hangs(engine: Callable[...
 
 
 def test_too_many_waiting_chunks_are_refused(engine: Callable[..., Engine], store: DictStore) -> None:
-    e = engine({"max_waiting": 3})
+    size = engine().tier.block_size_bytes
+    e = engine({"max_pending_gb": 2.5 * size / 1e9})
     held = hold(store, "put")
     e.offload(range(3))
     e.offload([10, 11])
@@ -369,7 +370,7 @@ def test_too_many_waiting_chunks_are_refused(engine: Callable[..., Engine], stor
 
 
 def test_jobs_that_waited_too_long_are_given_up(engine: Callable[..., Engine]) -> None:
-    e = engine({"waiting_timeout": 1e-9})
+    e = engine({"load_timeout": 1e-9})
     e.save([1, 2])
     assert e.counters == {"unsaved_pages": 2}
 
@@ -534,8 +535,7 @@ def test_engines_that_are_not_supported_do_not_start(
         ({"model": "/nowhere"}, InputError, "model: must be a folder or hub id"),
         ({"quality": "balanced"}, InputError, "quality: must be quality='lossless' with an unlearned profile"),
         ({"locality": "here"}, InputError, "locality: must be LOCAL or REMOTE"),
-        ({"max_waiting": 0}, InputError, "max_waiting: must be a whole number"),
-        ({"waiting_timeout": 0}, InputError, "waiting_timeout: must be a number above 0"),
+        ({"max_pending_gb": 0}, InputError, "max_pending_gb: must be a number above 0"),
         ({"enable_kv_events": 1}, InputError, "enable_kv_events: must be true or false"),
         ({"chunk_tokens": 48}, InputError, "chunk_tokens: must be a multiple"),
     ],
