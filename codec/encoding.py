@@ -58,7 +58,6 @@ class Encoder:
             if not own:
                 continue
             coded = backend.encode(self.coding(layout.dtype, with_ids), [requests[number] for number in own])
-            self._ids.compare(requests[own[0]])
             for number, sections in zip(own, coded, strict=True):
                 parts[number] = self._write(requests[number], layout, sections, bound[number])
         return parts

@@ -5,18 +5,13 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-from cuvee.codec.backends import EncodeRequest
 from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.format.container import Header, read_token_ids, write_token_ids
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.recognition import IdCheck
 from cuvee.codec.support.arrays import I64
-from cuvee.codec.support.lazy import lazy
 from cuvee.codec.token_ids import NO_TOKEN
 
 _log = logging.getLogger(__name__)
-
-CHECK_IDS_EVERY = 64  # calls with token ids between those whose ids are compared with the cache
 
 
 class IdCoding:
@@ -28,15 +23,7 @@ class IdCoding:
     """
 
     def __init__(self, profile: Profile, used: bool) -> None:
-        self._profile, self._used, self._calls = profile, used, 0
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave out what is lazy."""
-        return {name: own for name, own in self.__dict__.items() if name != "_check"}
-
-    @lazy
-    def _check(self) -> IdCheck:
-        return IdCheck(self._profile)
+        self._profile, self._used = profile, used
 
     def known(self, ids: I64 | None) -> I64 | None:
         """Return the ids of a chunk; None if a token has none, or if nothing is predicted from them.
@@ -55,17 +42,6 @@ class IdCoding:
                 f"tokens: must be below {table.vocabulary}, the vocabulary of the profile's model, got {ids.max()}"
             )
         return ids
-
-    def compare(self, request: EncodeRequest) -> None:
-        """Say once if ids are not those of the cache. They cost bytes, and nothing else.
-
-        Whoever passes wrong ids does so again and again, and a device has to be waited for, so few calls are checked.
-        """
-        checked = self._calls % CHECK_IDS_EVERY == 0
-        self._calls += 1
-        ids = request.token_ids
-        if checked and ids is not None and not self._check.agrees(request.cache, request.slots, ids):
-            _warn_of_other_ids()
 
     def write(self, ids: I64 | None) -> bytes:
         """Return the ids as a blob holds them; nothing without ids."""
@@ -93,13 +69,4 @@ def _warn_of_no_ids(has_curve: bool) -> None:
         "a chunk without token ids, or with a token that has none, is coded with a profile that predicts from tokens: "
         "its blob is larger%s. Pass tokens=, or learn the profile with predict_tokens=False",
         "" if has_curve else ", and its KL may exceed the profile's curve, which was measured with ids alone",
-    )
-
-
-@cache
-def _warn_of_other_ids() -> None:
-    """Warn once per process."""
-    _log.warning(
-        "a chunk's values contradict most of its token ids, which makes its blob larger: pass the ids that the model "
-        "read, or none"
     )

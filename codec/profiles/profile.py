@@ -312,8 +312,7 @@ class Profile:
             limits: arguments of `Quality`.
 
         Raises:
-            InputError: as `Quality`; the kind was not measured, or is given with `worst`; the profile has learned
-                nothing.
+            InputError: as `Quality`; the profile has learned nothing.
             ProfileError: no step of the curve keeps the limit, or the curve does not measure it; the message gives the
                 range.
         """
@@ -324,14 +323,6 @@ class Profile:
                 "learn a profile with `cuvee profile learn` or cuvee.calibrate, or fit one to chunks with cuvee.fit"
             )
         return self.check_step_index(self._curve_for(plain).resolve(asked))
-
-    def least_kl(self, kind: str | None = None, worst: bool = False) -> float | None:
-        """Return the smallest KL that the curve can promise, in nats per token; None if KL was not measured.
-
-        Raises:
-            InputError: `kind` was not measured, or is given with `worst`.
-        """
-        return self._curve.least_kl(kind, worst)
 
     def least_promise(self, quality: Quality, *, plain: bool = False) -> tuple[str, float, float] | None:
         """Return a limit that only lossless coding keeps: see `Curve.least_promise`."""

@@ -111,7 +111,6 @@ class Limits(TypedDict, total=False):
     bits: float | None
     ratio: float | None
     step: float | None
-    kind: str | None
     worst: bool
     dtype: str | None
 
@@ -136,15 +135,14 @@ class Quality:
             texts like those of the profile's curve, in chunks of 256 tokens. No single chunk is held to them: a chunk
             of 44 tokens takes up to a third more.
         step: the quantizer step, in the profile's units.
-        kind: with kl= or a lossy preset: the kind of text (`Profile.curves`) whose curve decides.
         worst: with kl=: the worst kind of text decides, as it does for presets. Kinds differ by a factor of three, and
             neither the mean nor the worst kind is a limit for single sequences.
         dtype: with ratio=: dtype of the caches, `"float32"` for example; by default a value counts as 16 bits, whatever
             the profile was learned in.
 
     Raises:
-        InputError: none or several of the first five; a value of the wrong type or range; `worst` or `kind` with what
-            promises no KL; no cache has the dtype.
+        InputError: none or several of the first five; a value of the wrong type or range; `worst` with something
+            else than kl=; no cache has the dtype.
 
     Example:
         >>> from cuvee import Quality
@@ -157,7 +155,6 @@ class Quality:
     bits: float | None = None
     ratio: float | None = None
     step: float | None = None
-    kind: str | None = None
     worst: bool = False
     dtype: str | None = None
 
@@ -185,11 +182,6 @@ class Quality:
         worst: object = self.worst
         if worst is not False and (worst is not True or name != "kl"):
             raise InputError(f"worst: must be True or False, and True only with kl=, got {self.worst!r} with {name}=")
-        if self.kind is not None and (name not in ("quality", "kl") or value == LOSSLESS):
-            asked_for = f"quality={LOSSLESS!r}" if value == LOSSLESS else f"{name}="
-            raise InputError(
-                f"kind: must be None unless kl= or a preset is asked for, got {self.kind!r} with {asked_for}"
-            )
         value_bits(self.dtype)
         if name == "quality":
             if value not in PRESETS:
@@ -261,35 +253,26 @@ class Curve:
         """Whether KL was measured; presets promise a KL only then."""
         return any(point.kl is not None for point in self.overall)
 
-    def least_kl(self, kind: str | None = None, worst: bool = False) -> float | None:
-        """Return the smallest KL that the curve can promise, in nats per token; None if KL was not measured.
-
-        Raises:
-            InputError: `kind` was not measured, or is given with `worst`.
-        """
-        self.check_kind(kind, worst)
-        return min((kl for _, kl in self.expected_kl(kind, worst) if kl is not None), default=None)
+    def least_kl(self, worst: bool = False) -> float | None:
+        """Return the smallest KL that the curve can promise, in nats per token; None if KL was not measured."""
+        return min((kl for _, kl in self.expected_kl(worst) if kl is not None), default=None)
 
     def least_promise(self, quality: Quality) -> tuple[str, float, float] | None:
         """Return the limit of a quality that no step of the curve keeps, and only lossless coding does.
 
         Returns:
             `("kl" or "error", the limit, the smallest value on the curve)`; None for all other qualities.
-
-        Raises:
-            InputError: `kind` was not measured, or is given with `worst`.
         """
-        kind, worst, preset = quality.kind, quality.worst, quality.preset
-        self.check_kind(kind, worst)
+        worst, preset = quality.worst, quality.preset
         if preset in PRESET_KL:
-            worst = kind is None
+            worst = True
             what, most = ("kl", PRESET_KL[preset]) if self.knows_kl else ("error", PRESET_ERROR[preset])
         elif quality.kl is not None:
             what, most = "kl", quality.kl
         else:
             return None
         errors = (point.error for point in self.overall if point.error > 0)
-        least = self.least_kl(kind, worst) if what == "kl" else min(errors, default=None)
+        least = self.least_kl(worst) if what == "kl" else min(errors, default=None)
         return (what, most, least) if least and most < least else None
 
     def resolve(self, quality: Quality) -> int:
@@ -298,26 +281,17 @@ class Curve:
         Raises:
             InputError, ProfileError: as `Profile.resolve`.
         """
-        self.check_kind(quality.kind, quality.worst)
         if quality.preset is not None:
-            return self.preset(quality.preset, quality.kind)
+            return self.preset(quality.preset)
         if quality.step is not None:
             return round(math.log2(quality.step) * OCTAVE)
         if quality.kl is not None:
-            return self.index_of_kl(quality.kl, quality.kind, quality.worst)
+            return self.index_within("kl", quality.kl, self.expected_kl(quality.worst))
         if quality.ratio is not None:
             return self.index_of_ratio(quality.ratio, quality.dtype)
         return self.index_of_bits(float(quality.bits or 0))
 
-    def check_kind(self, kind: str | None, worst: bool) -> None:
-        """Raise InputError unless this kind of text was measured; None stands for all kinds, or the worst of them."""
-        if kind is not None and worst:
-            raise InputError(f"worst: must be False with kind={kind!r}, got True: one kind has no worst")
-        if kind is not None and kind not in self.kinds:
-            known = f"its kinds are {', '.join(self.kinds)}" if self.kinds else "it was measured on one kind of text"
-            raise InputError(f"kind: must be on the profile's curve, got {kind!r}; {known}")
-
-    def preset(self, quality: str, kind: str | None = None) -> int:
+    def preset(self, quality: str) -> int:
         """Return the step index of a preset: by KL, else by error, else the fixed step of an unmeasured profile.
 
         The worst kind of text decides, because a mean over tokens hides what answers lose that look something up: on
@@ -330,35 +304,25 @@ class Curve:
         if quality not in PRESET_KL:
             raise InputError(f"quality: must be one of {', '.join(PRESET_KL)} for a step, got {quality!r}")
         if self.knows_kl:
-            return self.index_of_kl(PRESET_KL[quality], kind, worst=kind is None)
+            return self.index_within("kl", PRESET_KL[quality], self.expected_kl(worst=True))
         if self.overall:
             return self.index_within("error", PRESET_ERROR[quality], [(p.step_index, p.error) for p in self.overall])
         return PRESET_STEP_INDEX[quality]
 
-    def expected_kl(self, kind: str | None = None, worst: bool = False) -> list[tuple[int, float | None]]:
-        """Return the KL to expect of each step on other text: the mean over kinds, or that of the worst or of one.
+    def expected_kl(self, worst: bool = False) -> list[tuple[int, float | None]]:
+        """Return the KL to expect of each step on other text: the mean over kinds, or that of the worst.
 
         On SmolLM2-135M, the KL of thirteen kinds at one step differs by a factor of three. A chunk's classes, size,
         coefficients and tokens do not predict it: with each kind left out in turn, R² is at most 0.1. A step chosen
         chunk by chunk would therefore be no better.
         """
-        curves = [self.kinds[kind]] if kind is not None else list(self.kinds.values()) or [self.overall]
+        curves = list(self.kinds.values()) or [self.overall]
         known: dict[int, list[float]] = {point.step_index: [] for curve in curves for point in curve}
         for point in (point for curve in curves for point in curve):
             if point.kl is not None:
                 known[point.step_index].append(KL_MARGIN * point.kl)
         combine = max if worst else fmean
         return sorted((step_index, combine(kls) if kls else None) for step_index, kls in known.items())
-
-    def index_of_kl(self, most: float, kind: str | None = None, worst: bool = False) -> int:
-        """Return the coarsest step whose expected KL is at most `most`, in nats per token.
-
-        Raises:
-            InputError: `kind` was not measured, or is given with `worst`.
-            ProfileError: every step costs more, or the KL was not measured.
-        """
-        self.check_kind(kind, worst)
-        return self.index_within("kl", most, self.expected_kl(kind, worst))
 
     def index_of_bits(self, bits: float) -> int:
         """Return the finest step at which blobs of the curve's texts take at most `bits` bits per value.
@@ -415,7 +379,7 @@ class Curve:
         Its logarithm is linear between measured points, and goes on outside them as between the last two. None if KL
         was not measured at two points.
         """
-        known = _positive(self.expected_kl(worst=worst))
+        known = _positive(self.expected_kl(worst))
         if len(known) < 2:
             return None
         pairs = list(pairwise(known))

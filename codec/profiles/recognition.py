@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.errors import InputError
 from cuvee.codec.layout import Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.token_prediction import TokenMap, TokenTable
@@ -37,7 +36,6 @@ LARGEST_RESIDUAL = 0.5
 # multiple of 16 away reaches .8.
 LEAST_AGREEMENT = 0.95
 POSITION_TOKENS = 64  # that tell the position; 16 are enough on SmolLM2-135M
-CHECKED_TOKENS = 16  # per chunk, whose ids are compared with the cache
 MOST_POSITIONS = 1 << 20  # that are tried of a model without a limit
 
 DIMENSIONS = 32  # in which ids are searched; 16 find all of the 49,152 ids of SmolLM2-135M
@@ -139,37 +137,6 @@ class Recognizer:
         scores = _scores(together, frequencies * multiple_of, -(-positions // multiple_of))
         best, most = int(scores.argmax()), float(np.abs(together).sum())
         return best * multiple_of if scores[best] > LEAST_AGREEMENT * most else None
-
-
-class IdCheck:
-    """Tells whether ids are those of a cache, by the values of the first layer. Safe to call from several threads.
-
-    Args:
-        profile: one with a token table.
-
-    Raises:
-        InputError: the profile has none.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        table, token_map = profile.token_table, profile.learned[0].token_map
-        if table is None or token_map is None:
-            raise InputError("profile: must have a token table, got one without")
-        self._table, self._values = table, _first_values(profile)
-        self._mean, self._map = profile.learned[0].basis.mean[self._values], token_map.take(self._values)
-
-    def agrees(self, cache: PagedCache, slots: torch.Tensor, ids: I64) -> bool:
-        """Return whether the ids explain the values of most of a few tokens, evenly spread.
-
-        Args:
-            cache: holds the tokens.
-            slots: int64 `[T]` on the cache's device: the slots of the tokens, in order.
-            ids: `[T]`, within the vocabulary.
-        """
-        few = np.unique(np.linspace(0, len(ids) - 1, CHECKED_TOKENS).round().astype(np.int64))
-        values = _values_of(cache, slots[torch.from_numpy(few).to(slots.device)]) - self._mean
-        predicted = self._map.predict(self._table.rows(ids[few])).float()
-        return 2 * int(_explained(values, predicted).sum()) >= len(few)
 
 
 class _IdSearch:

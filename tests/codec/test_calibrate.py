@@ -30,7 +30,7 @@ from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
+from cuvee.codec.profiles.quality import KL_MARGIN, Curve, CurvePoint
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.reference.transform import gather
 
@@ -339,14 +339,9 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
     profile = profile.with_curve([*easy, *hard, *both])
     # The mean of the kinds, 2.5e-3 at step index 0, however many sequences each had.
     assert profile.resolve(kl=KL_MARGIN * 2.5e-3) == 0 == Codec(profile, kl=KL_MARGIN * 2.5e-3).step_index
-    assert profile.resolve(kl=KL_MARGIN * 4e-3, worst=True) == 0 == profile.resolve(kl=KL_MARGIN * 4e-3, kind="code")
-    assert profile.resolve(kl=KL_MARGIN * 4e-3, kind="prose") == 64
+    assert profile.resolve(kl=KL_MARGIN * 4e-3, worst=True) == 0
     # A preset is that of the worst kind.
-    assert profile.resolve("balanced") == profile.resolve("balanced", kind="code")
     assert profile.resolve("balanced") == profile.resolve(kl=5e-3, worst=True) < profile.resolve(kl=5e-3)
-    assert profile.resolve("balanced", kind="prose") == profile.resolve("balanced") + 64
-    with pytest.raises(InputError, match=r"^worst: must be False with kind='code', got True"):
-        Codec(profile, kl=1e-3, kind="code", worst=True)
     for asked in ({"bits": 4.0}, {"step": 1.0}, {"ratio": 4.0}, {"quality": "balanced"}):
         with pytest.raises(InputError, match=r"^worst: must be True or False, and True only with kl=, got True with "):
             Codec(profile, worst=True, **asked)
@@ -354,38 +349,16 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
         Codec(profile, kl=1e-3, worst="yes")  # type: ignore[arg-type]
     # Bits are those of all kinds together.
     assert profile.resolve(bits=4.0) == 0
-    sizes: dict[str, Any] = {"bits": 4.0, "ratio": 8, "step": 0.5, "quality": "lossless"}
-    for name, value in sizes.items():
-        with pytest.raises(InputError, match=f"^kind: must be None unless .*, got 'prose' with {name}="):
-            Codec(profile, kind="prose", **{name: value})
-    assert profile.least_kl() == pytest.approx(2.5 * KL_MARGIN * 1e-3 / 64)
-    assert profile.least_kl(worst=True) == pytest.approx(4 * KL_MARGIN * 1e-3 / 64) == profile.least_kl("code")
-    assert profile.least_kl("prose") == pytest.approx(KL_MARGIN * 1e-3 / 64)
-    assert (
-        Codec(profile, kl=KL_MARGIN * 4e-3, worst=True).step_index
-        == 0
-        == Codec(profile, kl=KL_MARGIN * 1e-3, kind="prose").step_index
-    )
-    asks: tuple[Callable[[], object], ...] = (
-        lambda: profile.resolve(kl=1e-3, kind="poems"),
-        lambda: Codec(profile, kl=1e-3, kind="poems"),
-        lambda: Codec(profile, kind="poems"),
-        lambda: profile.least_kl("poems"),
-    )
-    for ask in asks:
-        with pytest.raises(
-            InputError, match=r"^kind: must be on the profile's curve, got 'poems'; its kinds are prose, code"
-        ):
-            ask()
-    with pytest.raises(InputError, match="got 'code'; it was measured on one kind of text"):
-        profile.with_curve(both).resolve(kl=1e-3, kind="code")
+    curve = Curve(profile.points)
+    assert curve.least_kl() == pytest.approx(2.5 * KL_MARGIN * 1e-3 / 64)
+    assert curve.least_kl(worst=True) == pytest.approx(4 * KL_MARGIN * 1e-3 / 64)
+    assert Codec(profile, kl=KL_MARGIN * 4e-3, worst=True).step_index == 0
     # A kind whose step nobody measured elsewhere still counts there.
     lone = profile.with_curve([*easy, *both, CurvePoint(32, 3.5, 1e-2, 1.0, kind="code")])
     assert lone.resolve(kl=KL_MARGIN * 2e-3) < 32
     profile.save(tmp_path / "p")
     loaded = Profile.load(tmp_path / "p")
     assert (loaded.curve, loaded.curves, loaded.points) == (profile.curve, profile.curves, profile.points)
-    assert loaded.resolve("high", kind="prose") == profile.resolve("high", kind="prose")
 
 
 def test_kinds_that_cannot_be_learned_from(tiny_model: Callable[..., Any]) -> None:
@@ -520,18 +493,18 @@ def test_the_curve_leaves_out_steps_that_are_too_fine(tiny_model: Callable[..., 
 # Beyond the curve ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [None, "prose"])
-def test_a_kl_below_the_curve_is_lossless(kind: str | None, books: Books, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("worst", [False, True])
+def test_a_kl_below_the_curve_is_lossless(worst: bool, books: Books, caplog: pytest.LogCaptureFixture) -> None:
     profile = books.profile
-    if kind:
-        profile = profile.with_curve([*profile.curve, *(replace(p, kind=kind) for p in profile.curve)])
-    least = profile.least_kl(kind)
+    if worst:
+        profile = profile.with_curve([*profile.curve, *(replace(p, kind="prose") for p in profile.curve)])
+    least = Curve(profile.points).least_kl(worst)
     assert least is not None and least == min(KL_MARGIN * p.kl for p in profile.curve if p.kl is not None)
     (chunk,) = caches(books, books.orchard[:1])
-    at = Codec(profile, kl=least * 1.0001, kind=kind)
+    at = Codec(profile, kl=least * 1.0001, worst=worst)
     assert not at.lossless and inspect(at.encode(chunk)).scheme == "transform"
     with caplog.at_level("INFO", logger="cuvee"):
-        below = Codec(profile, kl=least * 0.99, kind=kind)
+        below = Codec(profile, kl=least * 0.99, worst=worst)
     assert below.lossless and "lossless instead" in caplog.text
     blob = below.encode(chunk)
     assert inspect(blob).scheme == "lossless"
@@ -542,11 +515,11 @@ def test_a_kl_below_the_curve_is_lossless(kind: str | None, books: Books, caplog
     # Nothing else is taken for lossless: neither nonsense nor what nobody measured.
     for kl in (0.0, -1.0, float("nan")):
         with pytest.raises(InputError, match="must be a positive number"):
-            Codec(profile, kl=kl, kind=kind)
+            Codec(profile, kl=kl, worst=worst)
     with pytest.raises(InputError, match="exactly one of"):
-        Codec(profile, kl=least * 0.99, bits=3.0, kind=kind)
+        Codec(profile, kl=least * 0.99, bits=3.0, worst=worst)
     with pytest.raises(InputError, match="exactly one of"):
-        Codec(profile, "lossless", kl=least * 0.99, kind=kind)
+        Codec(profile, "lossless", kl=least * 0.99, worst=worst)
     with pytest.raises(ProfileError, match="no curve"):
         Codec(profile.with_curve([]), kl=1e-9)
 

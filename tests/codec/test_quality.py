@@ -28,8 +28,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"step": -1.0}, "step: must be a positive number"),
     ({"kl": 1e-3, "worst": 1}, "worst: must be True or False"),
     ({"preset": "high", "worst": True}, "worst: must be True or False, and True only with kl="),
-    ({"bits": 3.0, "kind": "code"}, "kind: must be None unless kl= or a preset is asked for, got 'code' with bits="),
-    ({"preset": "lossless", "kind": "code"}, "kind: must be None unless .* with quality='lossless'"),
     ({"ratio": 4.0, "dtype": "int8"}, "dtype: must be one of bfloat16, float16, float32, got 'int8'"),
 ]
 
@@ -68,7 +66,7 @@ def test_nothing_is_asked_for_beside_a_quality(fitted: Callable[..., Profile]) -
 
 
 def test_a_quality_is_a_value() -> None:
-    assert Quality("high") == Quality("high") != Quality("high", kind="code")
+    assert Quality("high") == Quality("high") != Quality("small")
     assert {Quality(kl=1e-3), Quality(kl=1e-3), Quality(kl=1e-3, worst=True)} == {
         Quality(kl=1e-3),
         replace(Quality(kl=1e-3), worst=True),

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, small_model
@@ -14,12 +13,11 @@ from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, sm
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
-from cuvee.codec.id_coding import CHECK_IDS_EVERY, _warn_of_other_ids
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles import recognition
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.recognition import IdCheck, Recognizer
+from cuvee.codec.profiles.recognition import Recognizer
 
 
 @pytest.fixture(scope="module")
@@ -198,43 +196,3 @@ def test_the_search_finds_the_nearest_of_all_ids(
         near = torch.cdist(x, rows)
         chosen = near[range(len(x)), search.nearest(x)]
         assert torch.allclose(chosen, near.min(1).values, rtol=1e-2)
-
-
-@pytest.mark.parametrize("given", ["right", "shifted", "mostly right", "of a fine-tune"])
-def test_ids_that_the_cache_contradicts_are_told_once(
-    given: str, profile: Profile, chunk: KVChunk, caplog: pytest.LogCaptureFixture
-) -> None:
-    _warn_of_other_ids.cache_clear()
-    ids = np.array(ids_of(range(TOKENS)))
-    if given == "shifted":  # as by a token of the start that the caller left out
-        ids = np.roll(ids, 1)
-    elif given == "mostly right":
-        ids[: TOKENS // 3] = 7
-    elif given == "of a fine-tune":
-        noise = torch.randn(chunk.values[0].shape, generator=torch.Generator().manual_seed(1))
-        chunk = KVChunk(
-            chunk.keys, (chunk.values[0] + noise * chunk.values[0].std() / 2, *chunk.values[1:]), chunk.layout
-        )
-    codec = Codec(profile, "balanced")
-    for _ in range(2):
-        assert codec.decode(codec.encode(chunk, tokens=ids)).tokens == TOKENS
-    assert caplog.text.count("contradict most of its token ids") == (given == "shifted")
-
-
-def test_the_ids_of_paged_caches_are_checked_now_and_then(
-    profile: Profile, chunk: KVChunk, caplog: pytest.LogCaptureFixture
-) -> None:
-    _warn_of_other_ids.cache_clear()
-    codec, ids = Codec(profile, "balanced"), np.array(ids_of(range(TOKENS)))
-    cache, at = PagedCache.of_chunk(chunk), slots(128)
-    codec.encode(PagedChunks(cache, [at[64:]], [64], tokens=[ids[64:128]]))
-    for _ in range(CHECK_IDS_EVERY - 1):
-        codec.encode(PagedChunks(cache, [at[64:80]], [64], tokens=[ids[:16]]))
-    assert not caplog.text
-    codec.encode(PagedChunks(cache, [at[64:80]], [64], tokens=[ids[:16]]))
-    assert "contradict most of its token ids" in caplog.text
-
-
-def test_ids_are_checked_with_a_token_table_alone(fitted: Callable[[str, str], Profile]) -> None:
-    with pytest.raises(InputError, match=r"^profile: must have a token table"):
-        IdCheck(fitted("gqa", "layer"))

@@ -215,8 +215,6 @@ class ProfileTarget:
             with suppress(CuveeError):
                 if type(profile.resolve(preset)) is not int:
                     raise Finding(f"{preset} resolves to no step")
-        with suppress(CuveeError):
-            profile.least_kl()
         if profile.layout.values_per_token > MOST_VALUES or profile.layout.num_layers > 64:
             return "loaded, too large to try"
         profile.save(self._path)
