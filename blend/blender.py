@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cuvee.blend.adding import compilable
 from cuvee.blend.recompute import KVExchange, Observer, Placed, Recompute, Recomputed
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Segment
@@ -30,7 +31,6 @@ from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.stages.adding import compilable
 from cuvee.codec.stages.rows import LayerRows, dense_rows
 
 if TYPE_CHECKING:

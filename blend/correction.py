@@ -36,11 +36,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cuvee.blend import adding
+from cuvee.blend.correcting import WindowTables, correct_rows, room_for_known
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.models.rope import cos_sin, turn
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.stages import adding
-from cuvee.codec.stages.compiled.correcting import WindowTables, correct_rows, room_for_known
 from cuvee.codec.stages.rows import LayerRows, dense_rows
 from cuvee.codec.support.arrays import F32
 

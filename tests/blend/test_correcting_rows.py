@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from cuvee.blend.adding import adder, rows_to_add_to
 from cuvee.blend.correction import Correction, Window, prepare
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache, PageOrder, Pages, PermutedPages
-from cuvee.codec.stages.adding import adder, rows_to_add_to
 
 BLOCKS, BLOCK, HEADS = 12, 16, 2
 TOKENS = 150

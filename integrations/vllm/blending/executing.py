@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 
 from cuvee.blend import Nothing, Selector, default_selector
+from cuvee.blend.adding import adder, rows_to_add_to
 from cuvee.blend.recompute import MOST_ROWS, KVExchange, Observer, Placed, Recompute
 from cuvee.blend.recompute_model import RecomputeModel
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.stages.adding import adder, rows_to_add_to
 from cuvee.codec.stages.rows import LayerRows
 from cuvee.integrations.vllm.messages import Blend
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cuvee.blend import adding
+from cuvee.blend.adding import adder
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache, PageOrder, PermutedPages
-from cuvee.codec.stages import adding
-from cuvee.codec.stages.adding import adder
 
 BLOCKS, BLOCK, HEADS, KEY, VALUE = 6, 4, 2, 8, 5
 SLOTS = torch.tensor([5, 0, 23, 6, 17])

@@ -1,6 +1,6 @@
 """Estimate how a layer's cached tokens change, and add it to them, in one compiled pass.
 
-The same as `cuvee.blend.correction.Correction.estimate` between reading the old KV and adding, but for the order of
+The same as `Correction.estimate` between reading the old KV and adding, but for the order of
 sums.
 """
 
@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cuvee.codec.stages.compiled.bfloat16 import saturated, to_float
-from cuvee.codec.stages.compiled.compiler import compiled, inner
-from cuvee.codec.stages.compiled.correction_steps import (
+from cuvee.blend.correction_steps import (
     ROWS,
     add_across_step,
     add_step,
@@ -23,6 +21,8 @@ from cuvee.codec.stages.compiled.correction_steps import (
     weigh,
     weigh_by_4,
 )
+from cuvee.codec.stages.compiled.bfloat16 import saturated, to_float
+from cuvee.codec.stages.compiled.compiler import compiled, inner
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.transform import plain
 from cuvee.codec.stages.rows import Rows, all_memory

@@ -6,16 +6,43 @@ from collections.abc import Callable
 
 import torch
 
-from cuvee.codec.models.dtypes import saturated
+from cuvee.codec.models import dtypes
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.stages.compiled.adding import add_to_rows
-from cuvee.codec.stages.rows import LayerRows, cache_rows, dense_rows, has_rows
+from cuvee.codec.stages.compiled.bfloat16 import saturated, to_float
+from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.transform import plain
+from cuvee.codec.stages.rows import LayerRows, Rows, cache_rows, dense_rows, has_rows
+
+
+@compiled
+def _add(more, memory, begins, head_stride, offsets, kinds):  # type: ignore[no-untyped-def]
+    tokens, heads, size = more.shape
+    for t in range(tokens):
+        if begins[t] < 0:
+            continue
+        for h in range(heads):
+            source = more[t, h]
+            if len(offsets):
+                places = offsets[kinds[t], h]
+                for i in range(size):
+                    at = begins[t] + places[i]
+                    memory[at] = saturated(to_float(memory[at]) + source[i], memory)
+            else:
+                begin = begins[t] + h * head_stride
+                target = memory[begin : begin + size]
+                for i in range(size):
+                    target[i] = saturated(to_float(target[i]) + source[i], target)
+
+
+def _add_to_rows(more: torch.Tensor, rows: Rows) -> None:
+    """Add finite numbers, float32 `[T, H, D]`, to rows of bfloat16 or float32."""
+    _add(more.contiguous().numpy(), plain(rows.memory), rows.begins, rows.head_stride, rows.offsets, rows.kinds)
 
 
 def prepare(cache: PagedCache) -> None:
     """Compile or load the loop for this cache now, so that no request waits for it."""
     if compilable(cache.device, cache.dtype):
-        add_to_rows(torch.zeros(1, 1, 1), dense_rows(torch.zeros(1, 1, 1, dtype=cache.dtype)))
+        _add_to_rows(torch.zeros(1, 1, 1), dense_rows(torch.zeros(1, 1, 1, dtype=cache.dtype)))
 
 
 def compilable(device: torch.device, dtype: torch.dtype) -> bool:
@@ -62,7 +89,7 @@ def adder(cache: PagedCache, slots: torch.Tensor) -> Callable[[int, torch.Tensor
             for of_layers, more in zip(rows, (keys, values), strict=True):
                 found = of_layers[index]
                 if found is not None:
-                    add_to_rows(more, found)
+                    _add_to_rows(more, found)
 
         return add
     read, write = cache.reader(slots), cache.writer(slots)
@@ -70,7 +97,11 @@ def adder(cache: PagedCache, slots: torch.Tensor) -> Callable[[int, torch.Tensor
     def add_by_torch(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         old = read(index)
         write(
-            index, *(saturated(part.float() + more, part.dtype) for part, more in zip(old, (keys, values), strict=True))
+            index,
+            *(
+                dtypes.saturated(part.float() + more, part.dtype)
+                for part, more in zip(old, (keys, values), strict=True)
+            ),
         )
 
     return add_by_torch
