@@ -1,263 +1,45 @@
-"""Token classes on the device: every kernel against its reference and the codec's, and the whole backend both ways."""
+"""Token classes on the device: tables, class streams, sorted columns, predictors; and the whole backend both ways."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from tests.classed import with_classes
 from tests.conftest import decoded_layers
-from tests.kernels.naive.rans import rans_decode_reference, rans_encode_reference
-from tests.kernels.naive.symbols import dequantize_reference, list_escapes_reference, quantize_reference
 from tests.kernels.naive.transform import analyze_reference
+from tests.kernels.world import FAMILY, LAYOUT, STEP, make_world, mix, plan_of, profile_of
 from tests.predicting import VOCABULARY, with_sinks
 from tests.predicting import predicting as with_token_table
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL
-from cuvee.codec.entropy.family import default_family
-from cuvee.codec.entropy.token_classes import (
-    CLASSES,
-    NEUTRAL,
-    ClassedPlan,
-    SectionPlanes,
-    class_frequencies,
-    class_table,
-)
+from cuvee.codec.entropy.token_classes import CLASSES, class_frequencies, class_table
 from cuvee.codec.errors import CorruptError, FormatError, ProfileError
 from cuvee.codec.format.container import read_header, read_section
-from cuvee.codec.format.streams import WINDOW, Escapes, Streams
-from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.format.streams import WINDOW
+from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache, PagedChunks
-from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.class_predictor import Predictor, finer_near_end
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.section_basis import SectionBasis
-from cuvee.codec.profiles.section_profile import SectionProfile
-from cuvee.codec.profiles.sections import partition
-from cuvee.codec.stages.reference import rans, symbols
+from cuvee.codec.stages.reference import rans
 from cuvee.codec.stages.reference.sections import read_part
 from cuvee.codec.stages.reference.token_order import coding_order
-from cuvee.codec.support.arrays import F32, U8
+from cuvee.codec.support.arrays import U8
 from cuvee.kernels.centers import SentArrays, TokenRun
 from cuvee.kernels.class_predictor import DevicePredictor
 from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
-from cuvee.kernels.jobs import JobField, PlanField, Status, job_table
+from cuvee.kernels.jobs import JobField, PlanField
 from cuvee.kernels.ops.analyze import analyze
-from cuvee.kernels.ops.arguments import (
-    ChunkBatch,
-    CodableBytes,
-    DecodingTables,
-    DevicePlans,
-    EncodedStreams,
-    StreamJobs,
-    TokenOrder,
-)
-from cuvee.kernels.ops.dequantize import dequantize
-from cuvee.kernels.ops.quantize import list_escapes, quantize
-from cuvee.kernels.ops.rans import coding_table, decoding_table, rans_decode, rans_encode
-from cuvee.kernels.outgoing import stream_fields
+from cuvee.kernels.ops.arguments import ChunkBatch, TokenOrder
 from cuvee.kernels.plans import TransformPlan
-from cuvee.kernels.workspace import place_coefficients, place_planes, running_offsets
+from cuvee.kernels.workspace import running_offsets
 
 CPU = torch.device("cpu")
-FAMILY = default_family()
-POISON = 0xAB
-GAP = 16
-STEP = 0
-BOTH = pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "reference"])
-
-LAYOUT = KVLayout("tiny", (LayerLayout(1, 6, 4, Rope((1.0, 0.1))), LayerLayout(2, 5, 3, None)), "float32", 4096)
-
-
-@cache
-def profile_of(group: str = "unit", top: int = 10) -> Profile:
-    """A profile whose components fall from some `top` octaves over the step, with the blocks that the group has.
-
-    The finest classes of its first section are not served: components would be too many steps wide.
-    """
-    rng = np.random.default_rng(0)
-    sections = partition(LAYOUT, group)
-    learned = []
-    for index, section in enumerate(sections):
-        scale, maps = [], []
-        for block, size in enumerate(section.blocks):
-            scale.append(np.sort(64 * (top - index) - rng.integers(0, 64 * 14, size))[::-1] - 32 * block)
-            basis = torch.linalg.qr(torch.from_numpy(rng.normal(size=(size, size))))[0]
-            maps.append(BlockMap.of(basis.T, scale[-1].astype(np.int16)))
-        scales = np.concatenate(scale).astype(np.int16)
-        n = section.values
-        basis = SectionBasis(torch.zeros(n), torch.ones(2, n), tuple(maps))
-        freq = class_frequencies(np.arange(CLASSES)[:: 1 if index else -1] + 1.0)
-        widths = np.linspace(3 - index, -40, CLASSES).round().astype(np.int16)
-        learned.append(SectionProfile(basis, scales, None, freq, widths))
-    return Profile(LAYOUT, group, "fitted", FAMILY, tuple(learned), min_step_index=-10 * 64)
-
-
-@cache
-def plan_of(group: str, device: torch.device) -> TransformPlan:
-    return TransformPlan(profile_of(group), STEP, device, torch.float32)
-
-
-def mix(tokens: int, kind: str, finest: int, seed: int = 0) -> U8:
-    """Classes of tokens: all of one class, as different as can be, or as they come."""
-    rng = np.random.default_rng(seed)
-    if kind == "one":
-        return np.full(tokens, max(NEUTRAL, finest), np.uint8)
-    if kind == "each":
-        return (finest + np.arange(tokens)[::-1] % (CLASSES - finest)).astype(np.uint8)
-    return np.clip(np.round(rng.normal(8, 1.5, tokens)), finest, CLASSES - 1).astype(np.uint8)
-
-
-@dataclass
-class World:
-    """Jobs whose tokens have classes; what they own lies apart."""
-
-    plan: TransformPlan
-    device: torch.device
-    sections: list[int]
-    jobs: npt.NDArray[np.int64]
-    columns: U8
-    order: U8
-    y: list[F32]  # `[extent, T]` of each job, in coding order
-    coded: list[tuple[U8, Escapes]]
-    sizes: tuple[int, int]
-
-    def of(self, job: int) -> ClassedPlan:
-        return self.plan.coding[0][self.sections[job]].classed
-
-    def own(self, job: int) -> U8:
-        """Classes of the columns of a job."""
-        first = self.jobs[job, JobField.COLUMNS]
-        return self.columns[first : first + self.jobs[job, JobField.TOKENS]]
-
-    def tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array.copy()).to(self.device)
-
-    def poison(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.full((count * dtype.itemsize,), POISON, dtype=torch.uint8, device=self.device).view(dtype)
-
-    @property
-    def max_streams(self) -> int:
-        return int(self.jobs[:, JobField.STREAMS].max())
-
-    @property
-    def max_tokens(self) -> int:
-        return int(self.jobs[:, JobField.TOKENS].max())
-
-    def planes_of(self, job: int) -> slice:
-        row = self.jobs[job]
-        count = self.plan.arrays.plans[row[JobField.DEEPEST], PlanField.PLANES] * row[JobField.TOKENS]
-        return slice(row[JobField.PLANES], row[JobField.PLANES] + count)
-
-    def place_planes(self) -> torch.Tensor:
-        """The planes of all jobs; poison between them and below the last plane of a column."""
-        out = self.poison(self.sizes[0])
-        for job, (coded, _) in enumerate(self.coded):
-            planes, own = coded.copy(), self.own(job)
-            for k in np.unique(own):
-                planes[self.of(job).planes[k] :, own == k] = POISON
-            out[self.planes_of(job)] = self.tensor(planes.ravel())
-        return out
-
-    def place_y(self) -> torch.Tensor:
-        out = torch.full((self.sizes[1],), float("nan"), device=self.device)
-        for row, y in zip(self.jobs, self.y, strict=True):
-            at, stride = row[[JobField.COEFFICIENTS, JobField.STRIDE]]
-            out[at : at + len(y) * stride].view(len(y), stride)[:, : y.shape[1]] = self.tensor(y)
-        return out
-
-    def device_plans(self) -> DevicePlans:
-        return self.plan.arrays.to(self.device)
-
-    def coding(self) -> StreamJobs:
-        plans = self.device_plans()
-        return StreamJobs(self.tensor(self.jobs), plans.plans, plans.tables, self.max_streams)
-
-
-def make_world(
-    device: torch.device,
-    jobs: Sequence[tuple[int, int, str, int]],
-    group: str = "unit",
-    seed: int = 0,
-) -> World:
-    """Jobs of (section, tokens, mix of classes, tokens per stream), coded by the reference."""
-    plan = plan_of(group, device)
-    rng = np.random.default_rng(seed)
-    sections, tokens, per_stream = (np.array([job[i] for job in jobs], np.int64) for i in (0, 1, 3))
-    classes = [
-        mix(size, kind, int(plan.finest[0, section]), seed + number)
-        for number, (section, size, kind, _) in enumerate(jobs)
-    ]
-    first, _ = running_offsets(tokens)
-    columns, order, counts = sort_columns(np.concatenate(classes), first, tokens)
-    deepest = plan.rows(sections, (counts > 0).argmax(1))
-    plans, gaps = plan.arrays.plans[deepest], GAP * np.arange(1, len(jobs) + 1)
-    planes, plane_bytes = place_planes(plans[:, PlanField.PLANES], tokens)
-    at, stride, coefficients = place_coefficients(plans[:, PlanField.EXTENT], tokens)
-    rows = job_table(
-        len(jobs), tokens=tokens, plan=plan.rows(sections), deepest=deepest, columns=first, planes=planes + gaps,
-        coefficients=at + gaps, stride=stride,
-        **stream_fields(tokens, per_stream, plans[:, PlanField.PLANES], plan.most_planes[0, sections]),
-    ).copy()  # fmt: skip
-    room = GAP * (len(jobs) + 2)
-    world = World(
-        plan, device, sections.tolist(), rows, columns, order, [], [], (plane_bytes + room, coefficients + room)
-    )
-    for job in range(len(jobs)):
-        y, coded = _coefficients(world, job, rng)
-        world.y.append(y)
-        world.coded.append(coded)
-    return world
-
-
-def _coefficients(world: World, job: int, rng: np.random.Generator) -> tuple[F32, tuple[U8, Escapes]]:
-    """Coefficients in the rows of their blocks, as large as expected, and what the reference codes of them."""
-    own, classed = world.own(job), world.of(job)
-    section = world.sections[job]
-    finest = int(world.plan.arrays.plans[world.jobs[job, JobField.DEEPEST], PlanField.EXTENT])
-    y = rng.normal(0, 1e6, (finest, len(own))).astype(np.float32)  # what no column has may be anything
-    dense = np.zeros((int(classed.rows[own].max(initial=0)), len(own)), np.float32)
-    for k in np.unique(own):
-        at = np.flatnonzero(own == k)
-        rows = rows_of(world, section, int(k))
-        spread = classed.steps[k] * 2.0 ** (
-            classed.level_table[k, : len(rows)] / 4.0 - 2 + classed.shift[k, : len(rows)]
-        )
-        values = rng.laplace(0, 0.7 * spread[:, None], (len(rows), len(at))).astype(np.float32)
-        values[rng.random(values.shape) < 0.05] *= 40  # some escape
-        y[np.ix_(rows, at)] = values
-        dense[: len(rows), at] = values
-    return y, symbols.to_planes(dense, own, classed, FAMILY.quantizer, FAMILY.tables)
-
-
-def rows_of(world: World, section: int, k: int) -> npt.NDArray[np.int64]:
-    """Row of coefficients of each component of a class."""
-    coding = world.plan.coding[0][section]
-    begin = np.cumsum([0, *coding.class_ranks[coding.classed.finest]])
-    parts = [b + np.arange(r) for b, r in zip(begin, coding.class_ranks[k], strict=False)]
-    rows: npt.NDArray[np.int64] = np.concatenate(parts).astype(np.int64)
-    return rows
-
-
-# Sections, tokens, classes, tokens per stream; streams of a window fewer and more than lanes, and windows cut short.
-WORLDS = {
-    "small": [(0, 1, "one", 1), (1, 63, "each", 8), (0, 40, "mixed", 4)],
-    "windows": [(1, 257, "each", 16), (0, 130, "mixed", 128), (1, 9, "one", 128)],
-    "single": [(1, 40, "mixed", 1)],
-}
-
-
-@pytest.fixture(params=sorted(WORLDS))
-def world(request: pytest.FixtureRequest, device: torch.device) -> World:
-    return make_world(device, WORLDS[request.param])
 
 
 def test_the_tables_of_classes(device: torch.device) -> None:
@@ -352,240 +134,6 @@ def test_a_class_that_is_not_served(device: torch.device) -> None:
         read_classes(words.view(np.uint8), fields, one, tokens, plan.slots, one, finest, ["job 0"])
 
 
-# --- the entropy coder
-
-
-def encoded(world: World, kernel: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """words, states and lengths; everything that is not written stays poison."""
-    jobs = world.jobs
-    plans = world.plan.arrays.plans
-    planes = plans[jobs[:, JobField.DEEPEST], PlanField.PLANES]
-    words = int((jobs[:, JobField.STREAMS] * jobs[:, JobField.PER_STREAM] * planes).sum())
-    streams = int(jobs[:, JobField.STREAMS].sum())
-    out = (
-        world.poison(words, torch.uint16), world.poison(streams, torch.uint32), world.poison(streams, torch.uint32)
-    )  # fmt: skip
-    (rans_encode if kernel else rans_encode_reference)(
-        world.place_planes(), world.coding(), world.tensor(coding_table(FAMILY.tables)), world.tensor(world.columns),
-        EncodedStreams(*out),
-    )  # fmt: skip
-    return out
-
-
-def streams_of(world: World, job: int) -> Streams:
-    """By the reference."""
-    planes, _ = world.coded[job]
-    per_stream = int(world.jobs[job, JobField.PER_STREAM])
-    return rans.rans_encode([SectionPlanes(planes, world.own(job), world.of(job), per_stream)], FAMILY.tables)[0]
-
-
-@BOTH
-def test_encodes_the_words_of_the_codec(world: World, kernel: bool) -> None:
-    words, states, lengths = (tensor.cpu().numpy() for tensor in encoded(world, kernel))
-    touched = np.zeros(len(words), bool)
-    for job in range(len(world.jobs)):
-        row, want = world.jobs[job], streams_of(world, job)
-        at = slice(row[JobField.STATES], row[JobField.STATES] + row[JobField.STREAMS])
-        assert np.array_equal(states[at], want.states) and np.array_equal(lengths[at], want.lengths)
-        region = int(world.plan.arrays.plans[row[JobField.DEEPEST], PlanField.PLANES]) * row[JobField.PER_STREAM]
-        ends = np.cumsum(want.lengths, dtype=np.int64)
-        for s, (end, length) in enumerate(zip(ends, want.lengths, strict=True)):
-            top = row[JobField.WORDS] + (s + 1) * region
-            assert np.array_equal(words[top - length : top], want.words[end - length : end])
-            touched[top - length : top] = True
-    assert (words[~touched].view(np.uint8) == POISON).all()
-
-
-def data_of(world: World, streams: Sequence[Streams]) -> npt.NDArray[np.uint8]:
-    """States, lengths, words and escapes of all jobs with poison between them; sets the jobs' fields."""
-    data = np.full(4 * GAP, POISON, np.uint8)
-    for job, own in enumerate(streams):
-        row, escapes = world.jobs[job], world.coded[job][1]
-        row[JobField.LONG_LENGTHS], row[JobField.WORD_COUNT] = 0, len(own.words)
-        row[JobField.ESCAPE_COUNT] = len(escapes.index)
-        parts = []
-        at = len(data)
-        for field, part, unit in (
-            (JobField.STATES, own.states, 4),
-            (JobField.LENGTHS, own.lengths.astype(np.uint16), 2),
-            (JobField.WORDS, own.words, 2),
-            (JobField.ESCAPES, np.concatenate([escapes.index, escapes.value.view(np.uint32)]), 4),
-        ):
-            padding = -at % 4
-            parts.append(np.full(padding, POISON, np.uint8))
-            row[field] = (at + padding) // unit
-            parts.append(part.view(np.uint8))
-            at += padding + part.nbytes
-        data = np.concatenate([data, *parts, np.full(-at % 4 + 4 * GAP, POISON, np.uint8)])
-    return data
-
-
-def decoded(world: World, data: npt.NDArray[np.uint8], kernel: bool) -> tuple[torch.Tensor, list[int]]:
-    planes = world.poison(world.sizes[0])
-    status = torch.zeros(len(world.jobs), dtype=torch.int32, device=world.device)
-    decoding = DecodingTables(world.tensor(decoding_table(FAMILY.tables)), FAMILY.tables.prob_bits)
-    (rans_decode if kernel else rans_decode_reference)(
-        world.tensor(data), world.coding(), decoding, world.tensor(world.columns), planes, status
-    )  # fmt: skip
-    return planes, status.tolist()
-
-
-@BOTH
-def test_decodes_what_the_codec_wrote(world: World, kernel: bool) -> None:
-    streams = [streams_of(world, job) for job in range(len(world.jobs))]
-    planes, status = decoded(world, data_of(world, streams), kernel)
-    assert torch.equal(planes, world.place_planes())
-    assert status == [0] * len(world.jobs)
-
-
-def test_damage_is_found_and_stays_in_its_job(device: torch.device) -> None:
-    world = make_world(device, [(0, 20, "mixed", 4), (1, 70, "each", 2), (0, 33, "mixed", 8)])
-    streams = [streams_of(world, job) for job in range(3)]
-    streams[1] = Streams(streams[1].states, streams[1].lengths, ~streams[1].words)
-    data = data_of(world, streams)
-    planes, status = decoded(world, data, True)
-    expected, expected_status = decoded(world, data, False)
-    assert status == expected_status == [0, int(Status.STREAMS), 0]
-    assert torch.equal(planes, expected)
-    good, own = world.place_planes(), world.planes_of(1)
-    good[own] = planes[own]
-    assert torch.equal(planes, good)
-
-
-# --- the quantizer
-
-
-def dequantized(
-    world: World, kernel: bool, dtype: torch.dtype, depth: int, data: npt.NDArray[np.uint8] | None = None
-) -> tuple[torch.Tensor, list[int]]:
-    if data is None:
-        data = data_of(world, [streams_of(world, job) for job in range(len(world.jobs))])
-    y = torch.full((world.sizes[1],), float("nan"), dtype=dtype, device=world.device)
-    status, found = (torch.zeros(len(world.jobs), dtype=torch.int32, device=world.device) for _ in range(2))
-    (dequantize if kernel else dequantize_reference)(
-        world.tensor(data), world.tensor(world.jobs), world.device_plans(), world.tensor(world.columns),
-        world.place_planes(), y, status, found, int(world.plan.arrays.plans[:, PlanField.EXTENT].max()),
-        world.max_tokens, depth,
-    )  # fmt: skip
-    return y, status.tolist()
-
-
-@pytest.mark.parametrize(
-    ("group", "dtype"), [("head", torch.float32), ("unit", torch.bfloat16), ("layer", torch.float32)]
-)
-def test_dequantize_gives_the_bytes_of_the_reference(device: torch.device, group: str, dtype: torch.dtype) -> None:
-    for jobs in (
-        [(0, 64, "mixed", 4), (1, 63, "each", 8)],
-        [(1, 257, "each", 16), (1, 272, "mixed", 8)],
-    ):
-        world = make_world(device, jobs, group)
-        got, want = dequantized(world, True, dtype, 64), dequantized(world, False, dtype, 64)
-        assert sum(len(e.index) for _, e in world.coded) > 0
-        assert got[1] == want[1] == [0] * len(jobs)
-        assert raw(got[0]) == raw(want[0])
-        if dtype == torch.float32:
-            for job in range(len(jobs)):
-                assert_coefficients(world, job, want[0])
-
-
-def assert_coefficients(world: World, job: int, y: torch.Tensor) -> None:
-    """Every column holds in its rows what the codec says, and zero in the others of the first column of its 64."""
-    own, classed, row = world.own(job), world.of(job), world.jobs[job]
-    planes, escapes = world.coded[job]
-    back = symbols.from_planes(planes, own, escapes, classed, FAMILY.quantizer, int(classed.rows[own].max())).numpy()
-    extent = int(world.plan.arrays.plans[row[JobField.DEEPEST], PlanField.EXTENT])
-    found = y[row[JobField.COEFFICIENTS] :][: extent * row[JobField.STRIDE]].view(extent, -1).cpu().numpy()
-    for column, k in enumerate(own):
-        rows = rows_of(world, world.sections[job], int(k))
-        assert np.array_equal(found[rows, column], back[: len(rows), column])
-        deepest = int(world.plan.arrays.plans[row[JobField.PLAN] + own[column // 64 * 64], PlanField.EXTENT])
-        others = np.setdiff1d(np.arange(deepest), rows)
-        assert (found[others, column] == 0).all() and np.isnan(found[deepest:, column]).all()
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("depth", [128, 256])
-def test_zeros_reach_as_deep_as_the_columns_that_are_taken_together(device: torch.device, depth: int) -> None:
-    world = make_world(device, [(1, 200, "mixed", 8)], "head")
-    assert raw(dequantized(world, True, torch.float32, depth)[0]) == raw(
-        dequantized(world, False, torch.float32, depth)[0]
-    )
-
-
-def test_an_escape_of_a_row_that_its_column_lacks(device: torch.device) -> None:
-    world = make_world(device, [(0, 40, "mixed", 4), (1, 33, "mixed", 8)])
-    streams = [streams_of(world, job) for job in range(2)]
-    planes, escapes = world.coded[0]
-    own = world.own(0)
-    index, value = escapes.index.copy(), escapes.value
-    # In place of the last one, of the coarsest column, which has fewer components than the finest.
-    index[-1] = int(world.of(0).rows[own[-1]]) * len(own) + len(own) - 1
-    order = np.argsort(index, kind="stable")
-    world.coded[0] = (planes, Escapes(index[order], value[order]))
-    data = data_of(world, streams)
-    got, want = dequantized(world, True, torch.float32, 64, data), dequantized(world, False, torch.float32, 64, data)
-    assert got[1] == want[1] == [int(Status.ESCAPES), 0]
-    at = int(world.jobs[1, JobField.COEFFICIENTS])
-    assert raw(got[0][at:]) == raw(want[0][at:]) and raw(got[0][:GAP]) == raw(want[0][:GAP])
-
-
-def quantized(
-    world: World, kernel: bool, y: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    max_rows = int(world.plan.arrays.plans[:, PlanField.ROWS].max())
-    planes = world.poison(world.sizes[0])
-    counts = torch.full((len(world.jobs), max_rows), -1, dtype=torch.int32, device=world.device)
-    status = torch.zeros(len(world.jobs), dtype=torch.int32, device=world.device)
-    (quantize if kernel else quantize_reference)(
-        world.place_y() if y is None else y, world.tensor(world.jobs), world.device_plans(),
-        CodableBytes(world.tensor(FAMILY.tables.freq), world.tensor(FAMILY.tables.reach)),
-        world.tensor(world.columns), planes, counts, status, max_rows,
-    )  # fmt: skip
-    return planes, counts, status.tolist()
-
-
-@BOTH
-@pytest.mark.parametrize("group", ["head", "layer"])
-def test_quantizes_to_the_bytes_of_the_codec(device: torch.device, group: str, kernel: bool) -> None:
-    world = make_world(device, [(0, 40, "mixed", 4), (1, 63, "each", 8), (1, 260, "mixed", 8)], group)
-    planes, counts, status = quantized(world, kernel)
-    assert status == [0] * 3
-    assert torch.equal(planes, world.place_planes())
-    for job, (_, escapes) in enumerate(world.coded):
-        rows = escapes.index // np.uint32(world.jobs[job, JobField.TOKENS])
-        assert np.array_equal(counts[job].cpu().numpy(), np.bincount(rows, minlength=counts.shape[1]))
-    flat = counts.flatten().to(torch.int64)
-    total = int(flat.sum())
-    starts = (flat.cumsum(0) - flat).view(counts.shape)
-    index, value = world.poison(total + 5, torch.uint32), world.poison(total + 5, torch.int32)
-    (list_escapes if kernel else list_escapes_reference)(
-        world.place_y(), world.tensor(world.jobs), world.device_plans(), world.tensor(world.columns), planes, starts,
-        index[:total], value[:total], counts.shape[1],
-    )  # fmt: skip
-    assert np.array_equal(index.cpu().numpy()[:total], np.concatenate([e.index for _, e in world.coded]))
-    assert np.array_equal(value.cpu().numpy()[:total], np.concatenate([e.value for _, e in world.coded]))
-    assert (index.cpu().numpy()[total:].view(np.uint8) == POISON).all()
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("bad", [1.0, -1.0, float("inf"), float("nan")])
-def test_coefficients_too_large_for_their_class(device: torch.device, bad: float) -> None:
-    world = make_world(device, [(0, 40, "mixed", 4), (1, 20, "mixed", 4)])
-    own = world.own(0)
-    column = len(own) - 1
-    limit = MAX_LEVEL * float(world.of(0).steps[own[column]])
-    y = world.place_y()
-    at = int(world.jobs[0, JobField.COEFFICIENTS]) + column
-    y[at] = np.nextafter(np.float32(limit), np.float32(0)).item()
-    assert quantized(world, True, y)[2] == quantized(world, False, y)[2] == [0, 0]
-    y[at] = limit * bad
-    want = [int(Status.TOO_LARGE), 0]
-    assert quantized(world, True, y)[2] == quantized(world, False, y)[2] == want
-
-
 # --- the linear maps
 
 
@@ -593,7 +141,7 @@ def test_coefficients_too_large_for_their_class(device: torch.device, bad: float
 def test_analyze_in_the_order_of_columns(device: torch.device, group: str) -> None:
     plan = plan_of(group, device)
     sections = len(plan.learned)
-    world = make_world(device, [(s, 70, "each" if s else "mixed", 4) for s in range(sections)], group)
+    world = make_world(device, [(s, 70, "each" if s else "mixed") for s in range(sections)], group)
     x = torch.randn(70, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(0)).to(device)
     chunks = torch.tensor([[70, 0, 0, 0]], device=device)
     order_of = TokenOrder(world.tensor(world.columns), world.tensor(world.order), plan.block_ranks)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tests.kernels.naive.pages import check_slots, load_pairs_reference, store_pairs_reference
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.profiles.sections import partition
 from cuvee.kernels.jobs import ELEMENTS, PlaceField, Status, TileField
 from cuvee.kernels.ops import pages
@@ -125,30 +125,24 @@ def test_read_and_write(
     caches, copies = ([cache(order, element, device, blocks, tokens, dims) for _ in range(2)] for _ in range(2))
     values = (torch.randn(len(tables.tiles), 21, 2 * tables.pairs, generator=generator) * 3).to(device)
     assert launch(_write, tables, [unit for _, unit in caches], scales, slots, values, element) == 0
-    for index, tile in enumerate(tables.tiles.tolist()):
-        place, scale = place_row(copies[tile[TileField.UNIT]][1]), float(scales[tile[TileField.UNIT]])
-        halves = (values[index, :, : tables.pairs], values[index, :, tables.pairs :])
-        store_pairs_reference(place, scale, tile, slots, exists, halves, element)
-    for (got, unit), (want, _) in zip(caches, copies, strict=True):
-        assert torch.equal(got, want)
-        untouched = torch.ones(blocks * tokens, dtype=torch.bool, device=device)
-        untouched[slots[exists]] = False
-        bits = bytes_of(unit).flatten(0, 1)
-        assert bool((bits[untouched] == 0xAB).all()) and bool((bits[~untouched] != 0xAB).any())
     out = torch.full_like(values, float("nan"))
     assert launch(_read, tables, [unit for _, unit in caches], scales, slots, out, element) == 0
+    at = (slots[exists] // tokens)[:, None], (slots[exists] % tokens)[:, None]
     for index, tile in enumerate(tables.tiles.tolist()):
-        unit, scale = caches[tile[TileField.UNIT]][1], float(scales[tile[TileField.UNIT]])
-        halves = load_pairs_reference(place_row(unit), scale, tile, slots, exists, element, tables.pairs)
-        assert torch.equal(out[index], torch.cat(halves, 1))
-        # The reference against plain indexing.
-        rows = unit.flatten(0, 1)[slots[exists]][:, tile[TileField.HEAD]].float() * (scale if element in FP8 else 1)
-        first = tile[TileField.DIM0] + tile[TileField.STEP] * torch.arange(tile[TileField.COUNT0], device=device)
-        second = tile[TileField.DIM1] + tile[TileField.STEP] * torch.arange(tile[TileField.COUNT1], device=device)
+        counts = tile[TileField.COUNT0], tile[TileField.COUNT1]
+        held = torch.cat([torch.arange(n) + half * tables.pairs for half, n in enumerate(counts)]).to(device)
+        ranges = zip((tile[TileField.DIM0], tile[TileField.DIM1]), counts, strict=True)
+        own = torch.cat([first + tile[TileField.STEP] * torch.arange(n) for first, n in ranges]).to(device)
+        unit = copies[tile[TileField.UNIT]][1]
+        scale = float(scales[tile[TileField.UNIT]]) if element in FP8 else 1.0
+        x = saturated(values[index][exists][:, held] * float(np.float32(1) / np.float32(scale)), element)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[element.itemsize]
+        unit.view(bits)[(*at, torch.tensor(tile[TileField.HEAD], device=device), own[None])] = x.view(bits)
         want = torch.zeros(21, 2 * tables.pairs, device=device)
-        want[exists, : len(first)] = rows[:, first]
-        want[exists, tables.pairs : tables.pairs + len(second)] = rows[:, second]
+        want[torch.nonzero(exists), held] = x.float() * scale
         assert torch.equal(out[index], want)
+    for (got, _), (wanted, _) in zip(caches, copies, strict=True):
+        assert torch.equal(got, wanted)
 
 
 def bytes_of(unit: torch.Tensor) -> torch.Tensor:
@@ -206,9 +200,6 @@ def test_slots_beyond_the_cache(element: torch.dtype, bad: int, device: torch.de
     out = torch.full_like(values, float("nan"))
     assert launch(_read, tables, list(units), scales, slots, out, element) == Status.SLOT
     assert bool((out[:, [1, 3]] == 0).all()) and bool((out[:, [0, 2, 4], : 32 // 2] == 1).all())
-    status = torch.zeros(1, dtype=torch.int32, device=device)
-    assert check_slots(slots, place_row(units[0]), status).tolist() == [True, False, True, False, True]
-    assert int(status) == Status.SLOT
 
 
 def test_offsets_beyond_32_bits(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Bases and refinements on the device: what kernels leave over and add, and whole chunks both ways."""
+"""Bases and refinements on the device: whole chunks both ways."""
 
 from __future__ import annotations
 
@@ -9,61 +9,13 @@ import pytest
 import torch
 from tests.classed import with_classes
 from tests.kernels.naive.rans import rans_encode_reference
-from tests.kernels.naive.symbols import dequantize_reference, list_escapes_reference, quantize_reference
-from tests.kernels.test_classes import BACK, World, assert_close, data_of, make_world, on, raw, streams_of
+from tests.kernels.naive.symbols import list_escapes_reference, quantize_reference
+from tests.kernels.test_classes import BACK, assert_close, on
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.family import default_family
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.layout import KVLayout
 from cuvee.kernels import class_streams, outgoing, transform_scheme
-from cuvee.kernels.jobs import PlanField
-from cuvee.kernels.ops.arguments import CodableBytes
-from cuvee.kernels.ops.dequantize import dequantize
-from cuvee.kernels.ops.quantize import quantize
-
-TABLES = default_family().tables
-
-
-@pytest.fixture
-def world(device: torch.device) -> World:
-    return make_world(device, [(0, 64, "mixed", 4), (1, 300, "each", 8)], "head")
-
-
-def test_what_quantizing_leaves_over(world: World) -> None:
-    rows = int(world.plan.arrays.plans[:, PlanField.ROWS].max())
-    codable = CodableBytes(world.tensor(TABLES.freq), world.tensor(TABLES.reach))
-    found = []
-    for run in (quantize, quantize_reference):
-        y, planes = world.place_y(), world.poison(world.sizes[0])
-        counts = torch.full((2, rows), -1, dtype=torch.int32, device=world.device)
-        status, left = torch.zeros(2, dtype=torch.int32, device=world.device), y.clone()
-        run(
-            y, world.tensor(world.jobs), world.device_plans(), codable, world.tensor(world.columns), planes, counts,
-            status, rows, left,
-        )  # fmt: skip
-        assert not status.any() and torch.equal(planes, world.place_planes())
-        found.append((raw(left), raw(counts)))
-        assert bool((left != y)[~y.isnan()].any())
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_base_is_added_before_rounding(world: World, dtype: torch.dtype) -> None:
-    data = world.tensor(data_of(world, [streams_of(world, job) for job in range(2)]))
-    base = torch.randn(world.sizes[1], generator=torch.Generator().manual_seed(0)).to(world.device)
-    found = []
-    for run, known in ((dequantize, base), (dequantize_reference, base), (dequantize, None)):
-        y = torch.full((world.sizes[1],), float("nan"), dtype=dtype, device=world.device)
-        status, escaped = (torch.zeros(2, dtype=torch.int32, device=world.device) for _ in range(2))
-        extent = int(world.plan.arrays.plans[:, PlanField.EXTENT].max())
-        run(
-            data, world.tensor(world.jobs), world.device_plans(), world.tensor(world.columns), world.place_planes(), y,
-            status, escaped, extent, world.max_tokens, 64, known,
-        )  # fmt: skip
-        assert not status.any()
-        found.append(raw(y))
-    assert found[0] == found[1] != found[2]
 
 
 def codecs(profile: Any) -> tuple[Codec, Codec]:

@@ -1,10 +1,10 @@
-"""Plain references of `merge_planes.py` and `split_planes.py`; same names with `_reference`, same signatures."""
+"""References of `merge_planes.py` and `split_planes.py`: same names with `_reference`, same signatures."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from tests.kernels.naive.tile_parts import INTEGERS, TilePart, tile_parts, turn_halves
+from tests.kernels.naive.tiles import TilePart, tile_parts
 
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
 from cuvee.codec.models.dtypes import saturated
@@ -22,9 +22,14 @@ def _rows(part: TilePart, table: torch.Tensor, dtype: torch.dtype) -> tuple[int,
     return first, rows, part.tile[TileField.HEAD] * rows[0][BytePlaneField.HEAD_DIM] + part.dims
 
 
+def _values(part: TilePart, channels: torch.Tensor) -> torch.Tensor:
+    """Where in a plane the values `[n, T]` of channels lie."""
+    return channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
+
+
 def _part_bytes(part: TilePart, dtype: torch.dtype) -> list[torch.Tensor]:
     """Byte planes `[n, T]` of a part, cut from the cache."""
-    x = part.bits(dtype) if part.element == dtype else saturated(part.values(), dtype, part.values().isfinite())
+    x = part.bits() if part.element == dtype else saturated(part.values(), dtype, part.values().isfinite())
     return [torch.from_numpy(plane).to(x.device) for plane in byte_planes(x.cpu())]
 
 
@@ -47,28 +52,19 @@ def merge_planes_reference(
     moved: bool,
     even: bool,
 ) -> None:
-    """See `merge_planes`; with the codec's functions, tile by tile."""
+    """See `merge_planes`."""
     for part in tile_parts(tiles, batch, cache):
         _, rows, channels = _rows(part, table, dtype)
-        values = channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
-        parts = []
+        at, parts = _values(part, channels), []
         for plane, reference, _ in rows:
-            if reference >= 0:
-                parts.append(planes[plane + values] + data[reference + channels][:, None])
-            else:
-                parts.append(data[plane + values])
+            coded = reference >= 0
+            parts.append(planes[plane + at] + data[reference + channels][:, None] if coded else data[plane + at])
         x = from_byte_planes([part.cpu().numpy() for part in parts], dtype).to(data.device)
-        angle, chunk = part.tile[TileField.ANGLE], part.chunk
-        if moved and angle >= 0 and chunk[ChunkField.SOURCE] != chunk[ChunkField.TARGET]:
-            at = slice(chunk[ChunkField.FIRST], chunk[ChunkField.FIRST] + part.tokens)
-            pair = slice(angle, angle + part.tile[TileField.COUNT0])
-            free = turn_halves(x.float(), source.cos[at, pair], -source.sin[at, pair])
+        turns = part.tile[TileField.ANGLE] >= 0 and part.chunk[ChunkField.SOURCE] != part.chunk[ChunkField.TARGET]
+        if moved and turns:
             pairs = x.isfinite().view(len(x), 2, -1).all(1).repeat(1, 2)
-            x = saturated(turn_halves(free, target.cos[at, pair], target.sin[at, pair]), dtype, pairs)
-        if cache.element == dtype:
-            part.store(x.view(INTEGERS[dtype.itemsize]), INTEGERS[dtype.itemsize])
-        else:
-            part.store(x.float())
+            x = saturated(part.turned(part.turned(x.float(), source, back=True), target), dtype, pairs)
+        part.store(x if x.dtype == cache.element else x.float())
 
 
 def sum_bytes_reference(
@@ -80,7 +76,7 @@ def sum_bytes_reference(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """See `sum_bytes`; with the codec's functions, tile by tile."""
+    """See `sum_bytes`."""
     for part in tile_parts(tiles, batch, cache):
         _, rows, channels = _rows(part, table, dtype)
         for row, plane in zip(rows, _part_bytes(part, dtype), strict=True):
@@ -98,7 +94,7 @@ def count_symbols_reference(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """See `count_symbols`; with the codec's functions, tile by tile."""
+    """See `count_symbols`."""
     for part in tile_parts(tiles, batch, cache):
         first, rows, channels = _rows(part, table, dtype)
         for index, (row, plane) in enumerate(zip(rows, _part_bytes(part, dtype), strict=True)):
@@ -121,12 +117,11 @@ def split_planes_reference(
     dtype: torch.dtype,
     even: bool,
 ) -> None:
-    """See `split_planes`; with the codec's functions, tile by tile."""
+    """See `split_planes`."""
     for part in tile_parts(tiles, batch, cache):
         _, rows, channels = _rows(part, table, dtype)
-        values = channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
         for (at, reference, _), plane in zip(rows, _part_bytes(part, dtype), strict=True):
             if reference >= 0:
-                planes[at + values] = plane - references[reference + channels][:, None]
+                planes[at + _values(part, channels)] = plane - references[reference + channels][:, None]
             else:
-                out[at + values] = plane
+                out[at + _values(part, channels)] = plane

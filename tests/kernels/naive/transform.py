@@ -1,11 +1,11 @@
-"""Plain references of `transform.py`, `analyze.py`, `synthesize.py`: same names with `_reference`, same signatures."""
+"""References of `transform.py`, `analyze.py`, `synthesize.py`: same names with `_reference`, same signatures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import torch
-from tests.kernels.naive.pages import check_slots, load_pairs_reference, store_pairs_reference
+from tests.kernels.naive.tiles import tile_parts
 
 from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.models.dtypes import saturated
@@ -44,51 +44,19 @@ def gather_reference(
     center_rows: torch.Tensor | None = None,
 ) -> None:
     """See `gather`."""
-    pairs, cos, sin = tiles.pairs, rotations.cos, rotations.sin
-    place_rows, unit_scales = cache.places.tolist(), cache.scales.tolist()
-    for chunk, row in enumerate(batch.chunks.tolist()):
-        at = slice(row[ChunkField.FIRST], row[ChunkField.FIRST] + row[ChunkField.TOKENS])
-        mean = _centers(means, row, center_rows)
-        for tile in tiles.tiles.tolist():
-            place, unit_scale = place_rows[tile[TileField.UNIT]], unit_scales[tile[TileField.UNIT]]
-            status = batch.status[chunk * batch.sections + tile[TileField.SECTION] - batch.first_section]
-            exists = check_slots(cache.slots[at], place, status)
-            a, b = load_pairs_reference(place, unit_scale, tile, cache.slots[at], exists, cache.element, pairs)
-            if tile[TileField.ANGLE] >= 0:
-                a, b = _turn(a, b, cos[at], -sin[at], tile[TileField.ANGLE])
-            both = torch.cat([a, b], 1)
-            if not bool(both.isfinite().all()):
-                status |= int(Status.NOT_FINITE)
-            both -= mean[:, tile[TileField.COLUMN] : tile[TileField.COLUMN] + 2 * pairs]
-            both[:, tile[TileField.COUNT0] : pairs] = 0
-            both[:, pairs + tile[TileField.COUNT1] :] = 0
-            first = tile[TileField.COLUMN]
-            x[at, first : first + 2 * pairs] = both
-
-
-def _centers(means: torch.Tensor, chunk: Sequence[int], center_rows: torch.Tensor | None) -> torch.Tensor:
-    """Centers `[T, M]` of a chunk's tokens."""
-    first, tokens, start = chunk[ChunkField.FIRST], chunk[ChunkField.TOKENS], chunk[ChunkField.SOURCE]
-    if center_rows is not None:
-        return means[center_rows[first : first + tokens].long()]
-    return means[torch.arange(start, start + tokens, device=means.device).clamp_max(len(means) - 1)]
-
-
-def _turn(
-    a: torch.Tensor, b: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, angle: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `turn_pairs` computes."""
-    width = min(a.shape[1], cos.shape[1] - angle)
-    c, s = torch.zeros_like(a), torch.zeros_like(a)
-    c[:, :width], s[:, :width] = cos[:, angle : angle + width], sin[:, angle : angle + width]
-    return a * c - b * s, b * c + a * s
+    for part in tile_parts(tiles, batch, cache):
+        own = part.turned(part.values(), rotations, back=True)
+        if not bool(own.isfinite().all()):
+            batch.status[part.job] |= int(Status.NOT_FINITE)
+        first = part.tile[TileField.COLUMN]
+        x[part.at, first : first + 2 * tiles.pairs] = 0
+        x[part.at, part.columns] = own - part.centers(means, center_rows)
 
 
 def _tokens_of(job: Sequence[int], order: TokenOrder) -> torch.Tensor:
     """The token of each column of a job, counted from the chunk's first."""
     own = order.order[job[JobField.COLUMNS] :][: job[JobField.TOKENS]].long()
-    place = torch.arange(len(own), device=own.device)
-    return place // WINDOW * WINDOW + own
+    return torch.arange(len(own), device=own.device) // WINDOW * WINDOW + own
 
 
 def _ranks_of(job: Sequence[int], order: TokenOrder, block: int, size: int) -> Iterator[tuple[slice, int]]:
@@ -97,6 +65,12 @@ def _ranks_of(job: Sequence[int], order: TokenOrder, block: int, size: int) -> I
     ranks = order.block_ranks[block].tolist()
     for start in range(0, len(classes), size):
         yield slice(start, min(start + size, len(classes))), ranks[classes[start]]
+
+
+def _coefficients(y: torch.Tensor, job: Sequence[int], first: int, rank: int, tokens: int) -> torch.Tensor:
+    """View `[rank, tokens]` of components `first …` of a job."""
+    stride = job[JobField.STRIDE]
+    return y.as_strided((rank, tokens), (stride, 1), y.storage_offset() + job[JobField.COEFFICIENTS] + first * stride)
 
 
 def analyze_reference(
@@ -111,34 +85,19 @@ def analyze_reference(
 ) -> None:
     """See `analyze`."""
     job_rows = jobs.tolist()
-    block_t = analysis_tokens(batch.max_tokens)
     for chunk, row in enumerate(batch.chunks.tolist()):
-        at, tokens = (
-            slice(row[ChunkField.FIRST], row[ChunkField.FIRST] + row[ChunkField.TOKENS]),
-            row[ChunkField.TOKENS],
-        )
+        own_x = x[row[ChunkField.FIRST] :][: row[ChunkField.TOKENS]]
         for index, block in enumerate(blocks.tolist()):
             job = job_rows[chunk * batch.sections + block[BlockField.SECTION] - batch.first_section]
-            size, rank, column = (
-                block[BlockField.COLUMNS],
-                block[BlockField.RANK],
-                block[BlockField.COLUMN],
-            )
+            size, rank, column = block[BlockField.COLUMNS], block[BlockField.RANK], block[BlockField.COLUMN]
             matrix = basis[block[BlockField.BASIS] :][: rank * size].view(rank, size)
-            values = x[at, column : column + size]
-            if order is None:
-                _coefficients(y, job, block[BlockField.ROW], rank, tokens).copy_(matrix @ values.T)
-                continue
-            values = values[_tokens_of(job, order)]
-            for run, own in _ranks_of(job, order, index, block_t):
-                out = _coefficients(y, job, block[BlockField.ROW], own, tokens)
+            values, runs = own_x[:, column : column + size], [(slice(0, len(own_x)), rank)]
+            if order is not None:
+                values = values[_tokens_of(job, order)]
+                runs = list(_ranks_of(job, order, index, analysis_tokens(batch.max_tokens)))
+            for run, own in runs:
+                out = _coefficients(y, job, block[BlockField.ROW], own, len(own_x))
                 out[:, run] = matrix[:own] @ values[run].T
-
-
-def _coefficients(y: torch.Tensor, job: Sequence[int], first: int, rank: int, tokens: int) -> torch.Tensor:
-    """View `[rank, tokens]` of components `first …` of a job."""
-    stride = job[JobField.STRIDE]
-    return y.as_strided((rank, tokens), (stride, 1), y.storage_offset() + job[JobField.COEFFICIENTS] + first * stride)
 
 
 def synthesize_reference(
@@ -155,33 +114,15 @@ def synthesize_reference(
     center_rows: torch.Tensor | None = None,
 ) -> None:
     """See `synthesize`."""
-    block_t = (config or default_config(y.dtype, batch, cache)).block_t
-    pairs, cos, sin = tiles.pairs, rotations.cos, rotations.sin
-    place_rows, unit_scales, job_rows = cache.places.tolist(), cache.scales.tolist(), jobs.tolist()
-    for chunk, row in enumerate(batch.chunks.tolist()):
-        at, tokens = (
-            slice(row[ChunkField.FIRST], row[ChunkField.FIRST] + row[ChunkField.TOKENS]),
-            row[ChunkField.TOKENS],
-        )
-        slots, mean = cache.slots[at], _centers(means, row, center_rows)
-        for tile in tiles.tiles.tolist():
-            index = chunk * batch.sections + tile[TileField.SECTION] - batch.first_section
-            job = job_rows[index]
-            right = basis.as_strided(
-                (tile[TileField.RANK], 2 * pairs),
-                (tile[TileField.BASIS_STRIDE], 1),
-                basis.storage_offset() + tile[TileField.BASIS],
-            ).float()
-            both = torch.empty(tokens, 2 * pairs, device=y.device)
-            token = _tokens_of(job, order)
-            for run, rank in _ranks_of(job, order, tile[TileField.BLOCK], block_t):
-                left = _coefficients(y, job, tile[TileField.ROW], rank, tokens)
-                both[token[run]] = left[:, run].float().T @ right[:rank]
-            both = both + mean[:, tile[TileField.COLUMN] : tile[TileField.COLUMN] + 2 * pairs]
-            a, b = both[:, :pairs], both[:, pairs:]
-            if tile[TileField.ANGLE] >= 0:
-                a, b = _turn(a, b, cos[at], sin[at], tile[TileField.ANGLE])
-            a, b = saturated(a, torch.float32), saturated(b, torch.float32)
-            place, unit_scale = place_rows[tile[TileField.UNIT]], unit_scales[tile[TileField.UNIT]]
-            exists = check_slots(slots, place, batch.status[index])
-            store_pairs_reference(place, unit_scale, tile, slots, exists, (a, b), cache.element)
+    block_t, job_rows = (config or default_config(y.dtype, batch, cache)).block_t, jobs.tolist()
+    for part in tile_parts(tiles, batch, cache):
+        job, tile = job_rows[part.job], part.tile
+        shape, strides = (tile[TileField.RANK], 2 * tiles.pairs), (tile[TileField.BASIS_STRIDE], 1)
+        right = basis.as_strided(shape, strides, basis.storage_offset() + tile[TileField.BASIS]).float()[:, part.held]
+        x = torch.empty(part.tokens, len(part.held), device=y.device)
+        token = _tokens_of(job, order)
+        for run, rank in _ranks_of(job, order, tile[TileField.BLOCK], block_t):
+            left = _coefficients(y, job, tile[TileField.ROW], rank, part.tokens)
+            x[token[run]] = left[:, run].float().T @ right[:rank]
+        x = part.turned(x + part.centers(means, center_rows), rotations)
+        part.store(saturated(x, torch.float32))
