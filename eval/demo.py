@@ -22,10 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 import cuvee
-from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
-from cuvee.codec.data.bundled import load_bundled_model, load_smollm2
-from cuvee.codec.data.corpus import (
+from cuvee.calibration.bundled import load_bundled_model, load_smollm2
+from cuvee.calibration.corpus import (
     BUNDLED_MODEL,
     calibration_windows,
     load_model,
@@ -33,9 +31,11 @@ from cuvee.codec.data.corpus import (
     read_corpus,
     spread_sequences,
 )
-from cuvee.codec.data.real_model import REAL_MODEL, REAL_MODEL_TITLE
+from cuvee.calibration.real_model import REAL_MODEL, REAL_MODEL_TITLE
+from cuvee.calibration.sequences import LENGTH, PREFIX, reread
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
 from cuvee.codec.format.container import inspect
-from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.models.forward import cache_argument, empty_cache, score
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.models.latents import append_units
@@ -121,7 +121,7 @@ def run_demo(
         console: where the report goes.
         out: where to write the plot, or None for no plot. Without matplotlib there is a hint instead.
         progress: where to show the progress; default: standard error.
-        model: a folder, a hub name, "books-3m" or "smollm2" (see `cuvee.codec.data.corpus.load_model`).
+        model: a folder, a hub name, "books-3m" or "smollm2" (see `cuvee.calibration.corpus.load_model`).
 
     Returns:
         All figures, as a dict for JSON.

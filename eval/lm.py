@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 
+from cuvee.calibration.corpus import model_path
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.corpus import model_path
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES, value_bits

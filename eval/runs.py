@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cuvee.codec.data.corpus import Corpus, load_model
+from cuvee.calibration.corpus import Corpus, load_model
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint

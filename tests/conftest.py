@@ -397,8 +397,8 @@ class Books:
 @pytest.fixture(scope="session")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
     """The bundled model, calibrated on `harbour`."""
-    from cuvee.codec.data.bundled import bundled_text, load_bundled_model
-    from cuvee.codec.learning.sequences import reread, split_sequences
+    from cuvee.calibration.bundled import bundled_text, load_bundled_model
+    from cuvee.calibration.sequences import reread, split_sequences
 
     model, tokenizer = load_bundled_model()
 
@@ -417,7 +417,7 @@ def with_bos() -> Any:
     """The bundled tokenizer, which puts a token before every text, as those of Llama, Mistral and Gemma do."""
     from tokenizers.processors import TemplateProcessing
 
-    from cuvee.codec.data.corpus import BUNDLED_MODEL, load_tokenizer
+    from cuvee.calibration.corpus import BUNDLED_MODEL, load_tokenizer
 
     tokenizer: Any = load_tokenizer(BUNDLED_MODEL)
     name = tokenizer.convert_ids_to_tokens(BOS)
@@ -431,8 +431,8 @@ def load_real_model() -> tuple[Any, Any]:
     Where it cannot be had the test is skipped, or fails if the environment variable CUVEE_REQUIRE_MODEL is 1. A
     download that is not the pinned file always fails.
     """
-    from cuvee.codec.data import bundled as data
-    from cuvee.codec.data.real_model import ModelUnavailableError
+    from cuvee.calibration import bundled as data
+    from cuvee.calibration.real_model import ModelUnavailableError
 
     try:
         return data.load_smollm2()

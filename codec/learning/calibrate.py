@@ -11,13 +11,21 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.corpus import held_out_count
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure, round_trip
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.learned_sections import build_profile
-from cuvee.codec.learning.moments import SINKS, Moments, add_sample, add_text, need_tokens, new_moments, tokens_needed
+from cuvee.codec.learning.moments import (
+    SINKS,
+    Moments,
+    add_sample,
+    add_text,
+    held_out_count,
+    need_tokens,
+    new_moments,
+    tokens_needed,
+)
 from cuvee.codec.learning.progress import tracked
 from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, TokenSums, learn_token_model
 from cuvee.codec.models.fingerprint import model_fingerprint

@@ -231,6 +231,11 @@ def tokens_needed(layout: KVLayout, group: str) -> int:
     return TOKENS_PER_VALUE * max(size for section in partition(layout, group) for size in section.blocks)
 
 
+def held_out_count(sequences: int) -> int:
+    """Return how many of the last sequences `cuvee.calibrate` holds out to measure the curve."""
+    return min(max(sequences // 8, 2), 32)
+
+
 def need_tokens(layout: KVLayout, group: str, tokens: int, sequences: int = 0) -> None:
     """Raise ProfileError unless this many tokens, of so many sequences, suffice for the bases of a group."""
     need = tokens_needed(layout, group)

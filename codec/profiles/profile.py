@@ -50,9 +50,8 @@ class Profile:
     """Bases, tables and measurements for one model, by `cuvee.calibrate` or `cuvee.fit`; or no more than its layout.
 
     Example:
-        >>> from cuvee.codec.data.bundled import load_bundled_model
-        >>> model, tokenizer = load_bundled_model()
-        >>> profile = Profile.unlearned(KVLayout.from_config(model.config, model.dtype))
+        >>> from cuvee import LayerLayout
+        >>> profile = Profile.unlearned(KVLayout("mine", (LayerLayout(2, 8, 8, None),), "float32", max_positions=None))
         >>> profile.group, profile.source
         ('unit', 'unlearned')
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cuvee.codec.data.bundled import EVALUATION_TEXTS, bundled_text
-from cuvee.codec.data.corpus import load_tokenizer
+from cuvee.calibration.bundled import EVALUATION_TEXTS, bundled_text
+from cuvee.calibration.corpus import load_tokenizer
 from cuvee.codec.errors import InputError
 from cuvee.eval import plots
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer

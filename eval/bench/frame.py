@@ -163,7 +163,7 @@ def need_vllm() -> None:
 
 def checkpoint(model: str) -> Path:
     """Return the folder of a checkpoint, or of the real model if it is named."""
-    from cuvee.codec.data.real_model import REAL_MODEL, smollm2_path
+    from cuvee.calibration.real_model import REAL_MODEL, smollm2_path
 
     return smollm2_path() if model == REAL_MODEL else Path(model).resolve()
 

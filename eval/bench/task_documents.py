@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from cuvee.codec.data.bundled import EVALUATION_TEXTS, bundled_text, load_bundled_model
+from cuvee.calibration.bundled import EVALUATION_TEXTS, bundled_text, load_bundled_model
 from cuvee.codec.support.files import write_atomically
 from cuvee.eval.tasks import TASKS_PATH
 from cuvee.eval.tasks.public import QUALITIES, THINGS

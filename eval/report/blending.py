@@ -27,13 +27,13 @@ import numpy as np
 import torch
 
 from cuvee.blend import HKVD, Blender, Boundary, ChunkCache, Nothing, Segment, default_selector
+from cuvee.calibration.corpus import Corpus, pick_evenly, spread_sequences
+from cuvee.calibration.sequences import reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.corpus import Corpus, pick_evenly, spread_sequences
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.divergence import compare, stderr
-from cuvee.codec.learning.sequences import reread
 from cuvee.codec.models.forward import cache_argument, empty_cache
 from cuvee.eval.tasks import TASKS_PATH
 from cuvee.eval.tasks.public import open_questions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.codec.data.corpus import (
+from cuvee.calibration.corpus import (
     Corpus,
     calibration_windows,
     held_out_count,
@@ -17,10 +17,10 @@ from cuvee.codec.data.corpus import (
     read_corpus,
     token_ids,
 )
+from cuvee.calibration.kinds import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text, more_text
+from cuvee.calibration.sequences import reread
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.mixture import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text, more_text
 from cuvee.codec.learning.moments import SINKS
-from cuvee.codec.learning.sequences import reread
 from cuvee.eval.report.report_config import MIXTURE, ReportConfig
 
 if TYPE_CHECKING:

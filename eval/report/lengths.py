@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from cuvee.codec.data.corpus import Corpus, sequences_by_text, with_leading
+from cuvee.calibration.corpus import Corpus, sequences_by_text, with_leading
+from cuvee.calibration.sequences import reread
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.sequences import reread
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.documents import Entry
 from cuvee.eval.methods import UNCOMPRESSED

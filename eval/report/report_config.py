@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cuvee.codec.data.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS
-from cuvee.codec.data.corpus import BUNDLED_MODEL
+from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS
+from cuvee.calibration.corpus import BUNDLED_MODEL
+from cuvee.calibration.kinds import MIXTURE_SEQUENCES
+from cuvee.calibration.sequences import LENGTH, SEED
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.mixture import MIXTURE_SEQUENCES
-from cuvee.codec.learning.sequences import LENGTH, SEED
 from cuvee.eval.quality import CHUNK_TOKENS
 from cuvee.eval.report.blending import CONSTRUCTIONS
 from cuvee.eval.runs import metadata_pairs
@@ -36,7 +36,7 @@ class ReportConfig:
         profiles: profile files to measure; if there are none, profiles are learned.
         groups: of the profiles to learn; by default "layer" and "all" if a token's cache has at most 4,096 values, else
             "auto", which is what `cuvee profile learn` would choose.
-        calibration: texts to learn from (see `cuvee.codec.data.corpus`), or "mixture", which is what
+        calibration: texts to learn from (see `cuvee.calibration.corpus`), or "mixture", which is what
             `cuvee profile learn` learns from (`cuvee.calibration.mixture`). Default: the mixture; for the bundled
             model, bundled texts.
         calibration_sequences: at most this many sequences; default: 96 of the mixture, else 200.

@@ -28,13 +28,13 @@ import torch
 from rich.console import Console
 
 import cuvee
+from cuvee.calibration.corpus import BUNDLED_MODEL, Corpus, load_tokenizer, read_corpus, sequences_by_text
+from cuvee.calibration.sequences import reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.corpus import BUNDLED_MODEL, Corpus, load_tokenizer, read_corpus, sequences_by_text
 from cuvee.codec.errors import InputError, ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import CPU_FLOPS, GPU_FLOPS, choose_group
-from cuvee.codec.learning.sequences import reread
 from cuvee.codec.models.forward import check_tokens, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cuvee.codec.data.corpus import load_tokenizer
+from cuvee.calibration.corpus import load_tokenizer
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.methods import UNCOMPRESSED, baseline

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from cuvee.calibration.corpus import held_out_count
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.corpus import held_out_count
 from cuvee.codec.entropy.token_classes import NEUTRAL
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.format.container import inspect

@@ -26,9 +26,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from cuvee.calibration.bundled import bundled_text, load_bundled_model
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.bundled import bundled_text, load_bundled_model
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit

@@ -21,7 +21,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from cuvee.codec.data.bundled import load_bundled_model
+from cuvee.calibration.bundled import load_bundled_model
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
 from cuvee.eval.lm import CuveeLM

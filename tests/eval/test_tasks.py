@@ -15,7 +15,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from cuvee.codec.data.bundled import EVALUATION_TEXTS, bundled_text, load_bundled_model
+from cuvee.calibration.bundled import EVALUATION_TEXTS, bundled_text, load_bundled_model
 from cuvee.codec.errors import InputError
 from cuvee.eval import tasks
 from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed

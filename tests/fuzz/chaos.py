@@ -41,7 +41,7 @@ from tests.integrations.vllm.engines import Answer, distance, import_vllm, run_s
 from tests.integrations.vllm.faults import BLOCK, CHUNK, HOW, WHERE, Driven, failing
 from tests.integrations.vllm.injection import POINTS, Injector, kept
 
-from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.integrations.stores.base import TierCounters
 from cuvee.integrations.vllm.messages import Report
 

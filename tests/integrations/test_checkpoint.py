@@ -411,7 +411,7 @@ def test_whatever_dtype_was_stored_and_calibrated(
 
 
 def test_the_bundled_model_and_a_profile_learned_on_it(books: Any, tmp_path: Path) -> None:
-    from cuvee.codec.data.bundled import bundled_model_path
+    from cuvee.calibration.bundled import bundled_model_path
 
     assert check_profile(books.profile, bundled_model_path()) == "match"
     shutil.copytree(bundled_model_path(), tmp_path / "tuned")

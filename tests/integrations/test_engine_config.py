@@ -19,7 +19,7 @@ import torch
 from tests.integrations.vllm.engines import need_vllm
 from transformers import LlamaConfig
 
-from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.integrations.engine_config import SGLANG, VLLM, set_options, sglang_options, vllm_options
 

@@ -14,9 +14,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Each may import those before it, and itself; `kernels` is reached from `codec` by name alone (`codec/backends.py`).
-PACKAGES = ("codec", "kernels", "blend", "integrations", "eval", "cli")
-# Doors for users. The first imports everything public when it is first asked for, so that `import cuvee` loads nothing.
-FACADES = ("cuvee", "cuvee.calibration")
+PACKAGES = ("codec", "kernels", "blend", "integrations", "calibration", "eval", "cli")
+IN_SRC = ("calibration", "cli")  # the others lie in the root
+# The door for users imports everything public when it is first asked for, so that `import cuvee` loads nothing.
+FACADES = ("cuvee",)
 # Folders of `codec` that know nothing of others: the entropy coder of blobs, the container of coders, the reference of
 # what is compiled.
 APART = (
@@ -48,7 +49,7 @@ class Import:
 @cache
 def sources() -> dict[str, Path]:
     """Return the file of each module, except the facade and `python -m cuvee`."""
-    folders = [ROOT / name for name in PACKAGES[:-1]] + [ROOT / "src" / "cuvee" / PACKAGES[-1]]
+    folders = [ROOT / ("src/cuvee" if name in IN_SRC else "") / name for name in PACKAGES]
     found = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import cuvee
-from cuvee.codec.data.bundled import TEXTS
+from cuvee.calibration.bundled import TEXTS
 
 ROOT = Path(__file__).parents[2]
 SUBPACKAGES = ("codec", "kernels", "blend", "integrations", "eval")
@@ -31,14 +31,14 @@ NEED_VLLM = (
 )
 DATA_FILES = (
     "cuvee/py.typed",
-    "cuvee/codec/data/models/books-3m/config.json",
-    "cuvee/codec/data/models/books-3m/model.safetensors",
-    "cuvee/codec/data/models/books-3m/tokenizer.json",
-    "cuvee/codec/data/models/books-3m/README.md",
-    *(f"cuvee/codec/data/texts/{name}.txt" for name in TEXTS),
-    "cuvee/codec/data/texts/README.md",
-    *(f"cuvee/codec/data/texts/mixture/{name}.txt" for name in ("code", "encyclopaedia", "prose", "tables")),
-    "cuvee/codec/data/texts/mixture/dialogue.json",
+    "cuvee/calibration/models/books-3m/config.json",
+    "cuvee/calibration/models/books-3m/model.safetensors",
+    "cuvee/calibration/models/books-3m/tokenizer.json",
+    "cuvee/calibration/models/books-3m/README.md",
+    *(f"cuvee/calibration/texts/{name}.txt" for name in TEXTS),
+    "cuvee/calibration/texts/README.md",
+    *(f"cuvee/calibration/texts/mixture/{name}.txt" for name in ("code", "encyclopaedia", "prose", "tables")),
+    "cuvee/calibration/texts/mixture/dialogue.json",
     "cuvee/eval/REPORT.md",
     "cuvee/eval/report/report.html.j2",
     "cuvee/eval/tasks/cuvee_kv_8.yaml",
@@ -222,7 +222,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import cuvee, cuvee.codec, cuvee.kernels, cuvee.blend, cuvee.integrations, cuvee.eval
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.data.bundled import bundled_text, load_bundled_model
+from cuvee.calibration.bundled import bundled_text, load_bundled_model
 assert cuvee.CuveeError is CuveeError
 model, tokenizer = load_bundled_model()
 assert tokenizer.decode(tokenizer(bundled_text("orchard")[:200]).input_ids) == bundled_text("orchard")[:200]

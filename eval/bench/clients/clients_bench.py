@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from cuvee.codec.data.bundled import bundled_text
+from cuvee.calibration.bundled import bundled_text
 from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench.clients.clients_tables import show_clients
 from cuvee.eval.bench.clients.server import Server

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 import cuvee
+from cuvee.calibration.bundled import load_bundled_model, load_smollm2
+from cuvee.calibration.corpus import BUNDLED_MODEL, calibration_windows, load_model, read_corpus, spread_sequences
+from cuvee.calibration.real_model import REAL_MODEL
+from cuvee.calibration.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.data.bundled import load_bundled_model, load_smollm2
-from cuvee.codec.data.corpus import BUNDLED_MODEL, calibration_windows, load_model, read_corpus, spread_sequences
-from cuvee.codec.data.real_model import REAL_MODEL
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from cuvee.codec.data.corpus import BUNDLED_MODEL
-from cuvee.codec.data.real_model import REAL_MODEL, smollm2_at_hand
+from cuvee.calibration.corpus import BUNDLED_MODEL
+from cuvee.calibration.real_model import REAL_MODEL, smollm2_at_hand
 from cuvee.eval.bench.cpu.alternatives import ALTERNATIVES, MEMCPY, ZSTD_METHOD
 from cuvee.eval.bench.cpu.caches import BenchCache, real_cache
 from cuvee.eval.bench.cpu.cases import CPU_SHAPES, LARGE, fit_profile, make_chunk

@@ -34,12 +34,12 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from cuvee.codec.data.bundled import EVALUATION_TEXTS
-from cuvee.codec.data.corpus import read_corpus, spread_sequences
+from cuvee.calibration.bundled import EVALUATION_TEXTS
+from cuvee.calibration.corpus import read_corpus, spread_sequences
+from cuvee.calibration.sequences import reread
 from cuvee.codec.entropy.residuals import MAX_REFINEMENTS
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.learning.divergence import compare, stderr
-from cuvee.codec.learning.sequences import reread
 from cuvee.codec.part_keys import MAX_PARTS
 from cuvee.eval.bench.deadlines.links import MB, Link, ThrottledProxy
 from cuvee.eval.bench.deadlines.object_server import ObjectServer

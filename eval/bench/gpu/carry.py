@@ -19,8 +19,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from cuvee.codec.data.bundled import TEXTS, bundled_text
-from cuvee.codec.data.real_model import smollm2_gguf, smollm2_path
+from cuvee.calibration.bundled import TEXTS, bundled_text
+from cuvee.calibration.real_model import smollm2_gguf, smollm2_path
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.eval.bench.gpu.packed_model import pack_smollm2
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import cuvee
+from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_text, load_bundled_model
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_text, load_bundled_model
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.paged import PagedCache, PagedChunks

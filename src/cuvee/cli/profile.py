@@ -130,9 +130,9 @@ def profile_learn(
 
     Example: cuvee profile learn smollm2 -o smollm2.safetensors
     """
-    from cuvee.codec.data.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
-    from cuvee.codec.learning.mixture import MIXTURE_SEQUENCES, check_mixture_size, mixture, more_text
-    from cuvee.codec.learning.sequences import reread
+    from cuvee.calibration.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
+    from cuvee.calibration.kinds import MIXTURE_SEQUENCES, check_mixture_size, mixture, more_text
+    from cuvee.calibration.sequences import reread
 
     check_absent(out, force)
     sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -196,8 +196,8 @@ def _learn_from_store(
     """Fit a profile to what a store holds, and name the model's weights in it so that engines find it."""
     import torch
 
+    from cuvee.calibration.corpus import model_path as find_model
     from cuvee.cli.store import shared_tiers
-    from cuvee.codec.data.corpus import model_path as find_model
     from cuvee.codec.format.keys import read_secret
     from cuvee.integrations.checkpoint import read_layout, weight_fingerprints
     from cuvee.integrations.store_learning import fit_from_store
@@ -260,7 +260,7 @@ def profile_check(
 
     Example: cuvee profile check smollm2
     """
-    from cuvee.codec.data.corpus import load_config
+    from cuvee.calibration.corpus import load_config
     from cuvee.codec.models.measured import measured_layers, movable
 
     config, layers = measured_layers(load_config(model_path))
@@ -394,7 +394,7 @@ def profile_pull(
     """
     import torch
 
-    from cuvee.codec.data.corpus import model_path
+    from cuvee.calibration.corpus import model_path
     from cuvee.integrations.checkpoint import read_layout, weight_fingerprints
     from cuvee.integrations.profile_collection.collection import ProfileCollection
     from cuvee.integrations.profile_collection.location import ProfileLocation

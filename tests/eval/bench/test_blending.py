@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 from rich.console import Console
 
-from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import InputError
 from cuvee.eval.bench import blend as blending
 from cuvee.eval.bench import frame

@@ -13,7 +13,7 @@ from typing import Any, Self
 import pytest
 from tests.integrations.vllm.engines import need_vllm
 
-from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.eval.bench.clients import clients_bench as run_module
 from cuvee.eval.bench.clients import workloads as workloads_module

@@ -383,7 +383,7 @@ def test_smollm2_is_compared_on_its_own_cache(smollm2: tuple[Any, Any], monkeypa
     assert entry["real"] and entry["layers"] == 30 and entry["raw_bytes"] == 64 * 30 * 2 * 3 * 64 * 2
     bits = {row["method"]: row["bits_per_value"] for row in entry["methods"]}
     assert bits["cuvee balanced, layer"] < 3 < bits["cuvee lossless"] < bits["zstd -1, byte planes"] < 12
-    from cuvee.codec.data.bundled import bundled_text
+    from cuvee.calibration.bundled import bundled_text
 
     ids = torch.tensor(tokenizer(bundled_text("orchard")).input_ids)[None, :512]
     with torch.no_grad():

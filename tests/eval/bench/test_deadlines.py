@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 from tests.integrations.vllm.engines import need_vllm
 
-from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.part_keys import part_key, part_number
 from cuvee.eval.bench import frame

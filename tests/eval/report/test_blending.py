@@ -11,9 +11,9 @@ import torch
 from tests.conftest import Books
 
 from cuvee.blend import Blender, Nothing, Segment
+from cuvee.calibration.bundled import load_bundled_model
+from cuvee.calibration.corpus import read_corpus
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.bundled import load_bundled_model
-from cuvee.codec.data.corpus import read_corpus
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill

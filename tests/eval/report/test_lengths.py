@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 import cuvee
-from cuvee.codec.data.corpus import Corpus
+from cuvee.calibration.corpus import Corpus
 from cuvee.codec.errors import InputError
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.quality import Quality, QualityBench
@@ -155,8 +155,8 @@ def test_every_method_is_measured_at_every_length(done: tuple[Path, dict[str, An
 
 
 def test_figures_are_those_of_a_bench_on_these_sequences(done: tuple[Path, dict[str, Any]]) -> None:
-    from cuvee.codec.data.bundled import EVALUATION_TEXTS, load_bundled_model
-    from cuvee.codec.data.corpus import read_corpus
+    from cuvee.calibration.bundled import EVALUATION_TEXTS, load_bundled_model
+    from cuvee.calibration.corpus import read_corpus
     from cuvee.eval.methods import baseline
 
     texts = [read_corpus(name, "books-3m") for name in EVALUATION_TEXTS]

@@ -23,10 +23,10 @@ from tests.conftest import Books
 from tests.package.cli.running import run
 
 import cuvee
-from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.calibration.bundled import bundled_model_path
+from cuvee.calibration.kinds import KINDS, more_text
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.learning.calibrate import calibrate
-from cuvee.codec.learning.mixture import KINDS, more_text
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from cuvee.calibration.bundled import load_bundled_model
+from cuvee.calibration.corpus import BUNDLED_MODEL
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.bundled import load_bundled_model
-from cuvee.codec.data.corpus import BUNDLED_MODEL
 from cuvee.codec.errors import InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
 from cuvee.eval.quality import CodecMethod

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.calibration.bundled import bundled_model_path
 
 NEED_LMCACHE = [
     pytest.mark.skipif(

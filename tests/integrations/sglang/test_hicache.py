@@ -23,9 +23,9 @@ from tests.integrations.sglang.real_sglang import (
     storage_config,
 )
 
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import calibrate

@@ -27,9 +27,9 @@ from tests.integrations.sglang.real_sglang import (
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.recognizing import cached, ids_of, learned_profile, small_model
 
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.integrations.pages import PageStore
 from cuvee.integrations.stores import StoreError

@@ -13,7 +13,7 @@ from tests.integrations.readme_tables import rows as table_rows
 from tests.integrations.vllm import engines
 from tests.integrations.vllm.engines import need_vllm, run_script
 
-from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.redaction import redacted
 from cuvee.integrations.vllm.blending.blend_options import KL_PRESETS, BlendOptions, BlendRequest

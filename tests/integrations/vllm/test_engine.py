@@ -174,7 +174,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, Path]:
     """Checkpoints: the bundled model, and random ones."""
-    from cuvee.codec.data.bundled import bundled_model_path
+    from cuvee.calibration.bundled import bundled_model_path
 
     tiny = {family: save_tiny_model(family, folder / family) for family in CASES if family != "books"}
     return {"books": bundled_model_path(), **tiny}

@@ -41,10 +41,10 @@ from tests.integrations.vllm.engines import (
 
 from cuvee.blend import Blender, ChunkCache, Segment
 from cuvee.blend.runs import context_overhead
+from cuvee.calibration.bundled import bundled_model_path, bundled_text
+from cuvee.calibration.corpus import load_tokenizer
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.bundled import bundled_model_path, bundled_text
-from cuvee.codec.data.corpus import load_tokenizer
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile

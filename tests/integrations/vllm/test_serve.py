@@ -35,7 +35,7 @@ def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path
     Neither has a prefix cache of its own: what is cached, we have loaded. A second server would be the same engine
     behind HTTP, and take twice as long to start.
     """
-    from cuvee.codec.data.bundled import bundled_model_path
+    from cuvee.calibration.bundled import bundled_model_path
 
     first, second, third = prompt(1), prompt(2), prompt(3)
     with redis_server() as redis:
@@ -86,7 +86,7 @@ def what_the_operator_sees(server: Server) -> None:
 
 def test_the_example_asks_about_a_folder_of_documents(folder: Path) -> None:
     """Through the OpenAI API, by content: the second question finds the documents in another order."""
-    from cuvee.codec.data.bundled import bundled_model_path, bundled_text
+    from cuvee.calibration.bundled import bundled_model_path, bundled_text
 
     documents = folder / "documents"
     documents.mkdir()

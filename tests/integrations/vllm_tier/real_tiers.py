@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.layout import KVLayout
 
 LAYERS, HEADS, DIM = 6, 2, 64  # of the bundled model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.package.cli.running import run
 
-from cuvee.codec.data.corpus import BUNDLED_MODEL
+from cuvee.calibration.corpus import BUNDLED_MODEL
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval import demo
 

@@ -15,9 +15,9 @@ from tests.package.cli.running import Files, fails, run, save_cache
 from tests.predicting import VOCABULARY, predicting
 
 import cuvee
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile

@@ -12,10 +12,10 @@ from tests.package.cli.running import Files, fails, run
 from transformers import MambaConfig
 
 import cuvee
-from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.calibration import kinds
+from cuvee.calibration.bundled import bundled_model_path
+from cuvee.calibration.kinds import KINDS
 from cuvee.codec.identity import store_key
-from cuvee.codec.learning import mixture
-from cuvee.codec.learning.mixture import KINDS
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
@@ -95,8 +95,8 @@ def test_a_profile_is_learned_from_text_and_token_ids(tmp_path: Path, books: Any
 def test_a_profile_is_learned_without_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learn from the mixture and an added text, kind by kind, and prediction from a part of the bundled texts."""
     monkeypatch.setattr("cuvee.codec.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))  # a few, for speed
-    whole = mixture.more_text
-    monkeypatch.setattr(mixture, "more_text", lambda *given: whole(*given)[::20])
+    whole = kinds.more_text
+    monkeypatch.setattr(kinds, "more_text", lambda *given: whole(*given)[::20])
     (tmp_path / "own.txt").write_text("It rained. " * 300)
     out = tmp_path / "profile"
     options = ("--length", "64", "--sequences", "24", "--group", "unit", "--text", f"{tmp_path / 'own.txt'}=0.5")

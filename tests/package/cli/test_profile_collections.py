@@ -13,7 +13,7 @@ from tests.integrations.profile_collection.small_profiles import small_profile
 from tests.integrations.stores.fake_http import fake_http
 from tests.package.cli.running import fails, misused, run
 
-from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.checkpoint import read_layout, weight_fingerprints

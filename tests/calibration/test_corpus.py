@@ -11,8 +11,8 @@ import pytest
 import torch
 from tests.conftest import BOS
 
-from cuvee.codec.data.bundled import bundled_model_path, bundled_text
-from cuvee.codec.data.corpus import (
+from cuvee.calibration.bundled import bundled_model_path, bundled_text
+from cuvee.calibration.corpus import (
     BUNDLED_MODEL,
     Corpus,
     calibration_windows,
@@ -68,7 +68,7 @@ def test_the_real_model_goes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         fetched.append(1)
         return bundled_model_path()
 
-    monkeypatch.setattr("cuvee.codec.data.corpus.smollm2_path", path)
+    monkeypatch.setattr("cuvee.calibration.corpus.smollm2_path", path)
     assert model_path("smollm2") == str(bundled_model_path())
     assert load_model("smollm2", "float32").config.model_type == "llama"
     assert read_corpus("orchard", "smollm2").sha256 == read_corpus("orchard", BUNDLED_MODEL).sha256

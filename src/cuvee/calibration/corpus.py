@@ -1,7 +1,7 @@
 """Models and texts by name, as on the command line, and token sequences cut from the texts.
 
 MODEL   a folder or hub name that transformers can load; "books-3m" for the bundled model; "smollm2" for a real model
-        that is downloaded once (see `cuvee.codec.data.real_model`)
+        that is downloaded once (see `cuvee.calibration.real_model`)
 TEXT    the name of a bundled text
         FILE.txt (or any suffix except .jsonl): one document
         FILE.jsonl: one document per line, either a list of token ids or an object with input_ids or text
@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from cuvee.codec.data.bundled import TEXTS, bundled_model_path, bundled_text
-from cuvee.codec.data.real_model import REAL_MODEL, smollm2_path
+from cuvee.calibration.bundled import TEXTS, bundled_model_path, bundled_text
+from cuvee.calibration.real_model import REAL_MODEL, smollm2_path
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.moments import held_out_count
 from cuvee.codec.support.plain_json import parse_json
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def read_corpus(name: str, model_name: str) -> Corpus:
         InputError: the content of the file does not match its name, or the data set cannot be loaded.
 
     Example:
-        >>> from cuvee.codec.data.corpus import read_corpus, spread_sequences
+        >>> from cuvee.calibration.corpus import read_corpus, spread_sequences
         >>> orchard = read_corpus("orchard", "books-3m")
         >>> spread_sequences([orchard], length=512, count=8).shape
         torch.Size([8, 512])
@@ -394,8 +395,3 @@ def _check_not_empty(pieces: Sequence[Any], length: int) -> None:
         raise InputError(
             f"text: must hold at least {length} tokens in one document: give more text, or a smaller --length"
         )
-
-
-def held_out_count(sequences: int) -> int:
-    """Return how many of the last sequences `cuvee.calibrate` holds out to measure the curve."""
-    return min(max(sequences // 8, 2), 32)

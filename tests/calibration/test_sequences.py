@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuvee.codec.data.bundled import load_bundled_model
+from cuvee.calibration.bundled import load_bundled_model
+from cuvee.calibration.sequences import LENGTH, PREFIX, reread, sample_text, split_sequences
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread, sample_text, split_sequences
 
 
 @pytest.fixture(scope="module")

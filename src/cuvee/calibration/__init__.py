@@ -18,7 +18,7 @@ Example:
     torch.Size([2, 512])
 """
 
-from cuvee.codec.data.bundled import (
+from cuvee.calibration.bundled import (
     CALIBRATION_TEXTS,
     EVALUATION_TEXTS,
     bundled_model_path,
@@ -26,10 +26,10 @@ from cuvee.codec.data.bundled import (
     load_bundled_model,
     load_smollm2,
 )
-from cuvee.codec.data.corpus import BUNDLED_MODEL, Corpus, load_model, load_tokenizer, read_corpus, spread_sequences
-from cuvee.codec.data.real_model import ModelUnavailableError
-from cuvee.codec.learning.mixture import KINDS, mixture, mixture_text, more_text, tokenized
-from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread, sample_text, split_sequences
+from cuvee.calibration.corpus import BUNDLED_MODEL, Corpus, load_model, load_tokenizer, read_corpus, spread_sequences
+from cuvee.calibration.kinds import KINDS, mixture, mixture_text, more_text, tokenized
+from cuvee.calibration.real_model import ModelUnavailableError
+from cuvee.calibration.sequences import LENGTH, PREFIX, reread, sample_text, split_sequences
 
 __all__ = [
     "BUNDLED_MODEL",

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cuvee.codec.data.bundled import CALIBRATION_TEXTS, TEXTS_FOLDER, bundled_text
-from cuvee.codec.data.corpus import leading_ids, token_ids, with_leading
+from cuvee.calibration.bundled import CALIBRATION_TEXTS, TEXTS_FOLDER, bundled_text
+from cuvee.calibration.corpus import leading_ids, token_ids, with_leading
+from cuvee.calibration.sequences import reread, sample_text
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.sequences import reread, sample_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -107,8 +107,8 @@ def mixture(
         InputError: `sequences` or `length` is out of range.
 
     Example:
-        >>> from cuvee.codec.data.bundled import load_bundled_model
-        >>> from cuvee.codec.learning.mixture import mixture
+        >>> from cuvee.calibration.bundled import load_bundled_model
+        >>> from cuvee.calibration.kinds import mixture
         >>> kinds = mixture(*load_bundled_model(), sequences=24, length=64, samples=False)
         >>> list(kinds)
         ['prose', 'encyclopaedia', 'tokenized', 'code', 'dialogue', 'tables', 'reread']
@@ -154,7 +154,7 @@ def more_text(tokenizer: PreTrainedTokenizerBase, length: int = 512) -> torch.Te
     `mixture` draws its sequences from these, apart from those that it generates.
 
     Example:
-        >>> from cuvee.codec.data.bundled import load_bundled_model
+        >>> from cuvee.calibration.bundled import load_bundled_model
         >>> more_text(load_bundled_model()[1], 64).shape[1]
         64
     """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuvee.codec.data.bundled import (
+from cuvee.calibration.bundled import (
     CALIBRATION_TEXTS,
     EVALUATION_TEXTS,
     TEXTS,
@@ -16,8 +16,8 @@ from cuvee.codec.data.bundled import (
     bundled_text,
     load_bundled_model,
 )
+from cuvee.calibration.sequences import LENGTH, PREFIX, reread, split_sequences
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread, split_sequences
 
 TEXT_FOLDER = bundled_model_path().parents[1] / "texts"
 README = (TEXT_FOLDER / "README.md").read_text(encoding="ascii")

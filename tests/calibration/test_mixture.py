@@ -12,11 +12,11 @@ import pytest
 import torch
 from tests.conftest import BOS
 
-from cuvee.codec.data.bundled import load_bundled_model
+from cuvee.calibration import kinds as module
+from cuvee.calibration.bundled import load_bundled_model
+from cuvee.calibration.kinds import KINDS, REREAD, SAMPLES, mixture, mixture_text, tokenized
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning import mixture as module
 from cuvee.codec.learning.calibrate import calibrate
-from cuvee.codec.learning.mixture import KINDS, REREAD, SAMPLES, mixture, mixture_text, tokenized
 
 LENGTH = 64
 SHARES = {
