@@ -20,7 +20,6 @@ from cuvee.calibration.sequences import LENGTH, PREFIX, reread, split_sequences
 from cuvee.codec.errors import InputError
 
 TEXT_FOLDER = bundled_model_path().parents[1] / "texts"
-README = (TEXT_FOLDER / "README.md").read_text(encoding="ascii")
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +46,6 @@ def test_model_loads_without_a_network(bundled: tuple[Any, Any], monkeypatch: py
     assert sum(p.numel() for p in model.parameters()) == 3_443_136
     assert len(tokenizer) == model.config.vocab_size == 4096
     assert bundled[0].dtype == torch.float32
-
-
-def test_loading_draws_no_progress_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    load_bundled_model()
-    assert capfd.readouterr() == ("", "")
 
 
 def test_model_reads_its_cache(bundled: tuple[Any, Any]) -> None:
@@ -88,16 +82,6 @@ def test_each_text_has_one_purpose() -> None:
     assert set(CALIBRATION_TEXTS).isdisjoint(EVALUATION_TEXTS)
     assert set(CALIBRATION_TEXTS) | set(EVALUATION_TEXTS) == set(TEXTS)
     assert {file.stem for file in TEXT_FOLDER.glob("*.txt")} == set(TEXTS)
-
-
-def test_texts_readme_is_true(bundled: tuple[Any, Any]) -> None:
-    table = re.findall(r"^\| `(\w+)\.txt` \| (\w+) \| ([\d,]+) \| ([\d,]+) \|$", README, flags=re.MULTILINE)
-    expected = []
-    for name in TEXTS:
-        text = bundled_text(name)
-        purpose = "calibration" if name in CALIBRATION_TEXTS else "evaluation"
-        expected.append((name, purpose, f"{len(text.split()):,}", f"{len(bundled[1](text).input_ids):,}"))
-    assert table == expected
 
 
 def runs_of_words(text: str, length: int) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.conftest import BOS
 
-from cuvee.calibration.bundled import bundled_model_path, bundled_text
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.corpus import (
     BUNDLED_MODEL,
     Corpus,
@@ -33,14 +33,6 @@ def corpus(*lengths: int) -> Corpus:
     return Corpus(
         "numbers", "", tuple(torch.arange(end - length, end) for end, length in zip(ends, lengths, strict=True))
     )
-
-
-def test_the_bundled_model_and_texts_go_by_name() -> None:
-    model = load_model(BUNDLED_MODEL, "float32")
-    assert model.dtype == torch.float32 and not model.training
-    text = read_corpus("orchard", BUNDLED_MODEL)
-    assert text.documents[0].tolist() == load_tokenizer(BUNDLED_MODEL)(bundled_text("orchard")).input_ids
-    assert text.tokens == len(text.documents[0]) and len(text.sha256) == 64
 
 
 def test_sequences_begin_as_the_tokenizer_begins_a_text(tmp_path: Path, with_bos: Any) -> None:
@@ -86,11 +78,6 @@ def test_files_are_read_by_their_suffix(tmp_path: Path) -> None:
     assert one.tolist() == tokenizer("The wind rose.").input_ids
     many = [d.tolist() for d in read_corpus(str(tmp_path / "b.jsonl"), BUNDLED_MODEL).documents]
     assert many == [tokenizer("The wind").input_ids, [1, 2, 3], [4], tokenizer(" rose.").input_ids]
-
-
-def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("[5, 6]")
-    assert read_corpus(str(tmp_path / "a.jsonl"), "no such model").tokens == 2
 
 
 def test_the_digest_tells_documents_apart(tmp_path: Path) -> None:
@@ -202,10 +189,6 @@ def test_every_text_gives_as_many_sequences_as_the_others() -> None:
         sequences_by_text([short, corpus(49)], 50, 2)
 
 
-def test_long_texts_give_disjoint_windows() -> None:
-    assert torch.equal(calibration_windows([corpus(1000)], 10, 50), spread_sequences([corpus(1000)], 10, 50))
-
-
 @pytest.mark.parametrize(
     "lengths", [(6444,), (6444, 6000, 7000), (3000, 700), (3218, 653), (520,), (512,), (40_000,), (150_000,)]
 )
@@ -217,8 +200,3 @@ def test_no_window_shares_a_token_with_those_of_the_curve(lengths: tuple[int, ..
     assert windows.shape[1] == 512 and len(windows) <= 200
     assert len(windows) >= min(2 * (sum(lengths) // 512) - 3, 190)
     assert bool((windows.diff(dim=1) == 1).all())
-
-
-def test_a_text_without_a_window() -> None:
-    with pytest.raises(InputError, match=r"^text: must hold at least 512 tokens"):
-        calibration_windows([corpus(511)], 512, 10)

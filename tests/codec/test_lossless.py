@@ -147,13 +147,12 @@ def test_words_joined_sixteen_at_a_time_are_the_reference(heads: int) -> None:
             assert torch.equal(bits(mine[there]), bits(own[there])) and bool((mine[~there] == POISON).all())
 
 
-@pytest.mark.parametrize("kind", ["stored", "coded", "mixed", "steady"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "dtype"), [("mixed", "bfloat16"), ("mixed", "float32"), ("steady", "float16")])
 @pytest.mark.parametrize("at", [slice(0, 256), slice(256, 512), slice(512, 513)])
-def test_tiles_go_to_the_rows_that_there_are(dtype: str, kind: str, at: slice) -> None:
+def test_tiles_go_to_the_rows_that_there_are(kind: str, dtype: str, at: slice) -> None:
     """Tokens before the first row and after the last are left out, as are places of -1 and units without rows."""
     data, want = coded(dtype, kind, 513)
-    for first_row, count in ((0, 513), (-3, 100), (2, 300), (100, 101), (-200, 500)):
+    for first_row, count in ((0, 513), (-3, 100), (100, 101)):
         results = []
         for name in stage_names():
             for left_out in (None, 0, 1):
@@ -259,19 +258,20 @@ def agree(data: bytes, dtype: str, tokens: int, shape: str) -> Any:
     return one
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("bfloat16", "coded"), ("bfloat16", "keys"), ("float16", "steady"), ("float32", "mixed")]
+)
 def test_damaged_layers_are_judged_alike(dtype: str, kind: str) -> None:
     data, _ = coded(dtype, kind, 33, "few")
     refused = 0
-    places = sorted({*range(min(len(data), 160)), *range(0, len(data), 7), *range(len(data) - 8, len(data))})
+    places = sorted({*range(min(len(data), 100)), *range(0, len(data), 13), *range(len(data) - 8, len(data))})
     for at in places:
         for flip in (0x01, 0x80, 0xFF):
             bad = bytearray(data)
             bad[at] ^= flip
             refused += isinstance(agree(bytes(bad), dtype, 33, "few"), tuple)
     assert refused > (100 if kind in {"coded", "steady"} else 10)
-    for end in range(0, len(data), 3):
+    for end in range(0, len(data), 5):
         kind_of, message = agree(data[:end], dtype, 33, "few")
         assert kind_of is FormatError
     for tail in (b"\0", bytes(4), b"\xff" * 5):

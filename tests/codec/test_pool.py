@@ -33,11 +33,6 @@ def numbered(number: int) -> Callable[[], int]:
     return job
 
 
-def helpers() -> set[int]:
-    """The identities of the threads that pools keep."""
-    return {thread.ident or 0 for thread in threading.enumerate() if thread.name.startswith("cuvee")}
-
-
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("jobs", [0, 1, 2, 40])
 def test_results_come_in_order(threads: int, jobs: int) -> None:
@@ -61,22 +56,6 @@ def test_no_more_threads_work_than_were_asked_for(threads: int, workers: int, mo
     seen = Pool(threads).run([job] * 24, workers)
     assert largest == most == len(set(seen))
     assert threading.get_ident() in seen, "the caller works, too"
-
-
-def test_helpers_are_started_once_and_not_for_one_thread() -> None:
-    before = helpers()
-    alone = Pool(1)
-    assert alone.run([threading.get_ident] * 4, 4) == [threading.get_ident()] * 4
-    pool = Pool(3)
-    assert pool.run([threading.get_ident], 3) == [threading.get_ident()], "one job"
-    assert pool.run([threading.get_ident] * 4, 1) == [threading.get_ident()] * 4, "one worker"
-    assert helpers() == before
-    pool.run([partial(time.sleep, 0.01)] * 9, 3)
-    started = helpers() - before
-    assert 1 <= len(started) <= 2
-    for _ in range(5):
-        pool.run([partial(time.sleep, 0.01)] * 9, 3)
-    assert len(helpers() - before) == 2 and started <= helpers()
 
 
 @pytest.mark.parametrize("bad", [0, 3, 19])
@@ -110,17 +89,6 @@ def test_an_error_of_a_helper_is_raised() -> None:
 
     with pytest.raises(KeyboardInterrupt, match="of a helper"):
         Pool(2).run([job] * 8, 2)
-
-
-def test_calls_from_several_threads_give_each_its_own() -> None:
-    pool = Pool(3)
-
-    def call(first: int) -> list[int]:
-        return pool.run([numbered(first + i) for i in range(12)], 3)
-
-    with ThreadPoolExecutor(6) as callers:
-        for first, found in zip(range(0, 600, 12), callers.map(call, range(0, 600, 12)), strict=True):
-            assert found == list(range(first, first + 12))
 
 
 def test_a_call_does_not_wait_for_another_callers_jobs() -> None:

@@ -102,17 +102,6 @@ def test_the_product_of_nothing_is_zero(stage: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_alike_are_multiplied_at_once_in_bfloat16(dtype: torch.dtype) -> None:
-    matrices = maps([8, 8, 8], 40)
-    y = sparse((3, 40, 20), 1.0).to(dtype)
-    x = product(reference, y, matrices)
-    assert x.ndim == (3 if dtype == torch.bfloat16 else 2)
-    own = x if x.ndim == 3 else x.unflatten(1, (3, 8)).transpose(0, 1)
-    want = y.float().mT @ torch.stack(matrices).mT
-    torch.testing.assert_close(own.float(), want, rtol=0.02, atol=0.1 if dtype == torch.bfloat16 else 1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_runs_of_columns_are_as_deep_as_they_need(dtype: torch.dtype) -> None:
     matrices = maps([8], 64)
     y = sparse((1, 64, 20), 1.0).to(dtype)
@@ -122,13 +111,6 @@ def test_runs_of_columns_are_as_deep_as_they_need(dtype: torch.dtype) -> None:
     x = reference.synthesize(y, inverse, runs, torch.empty(160).to(dtype))
     want = torch.cat([y[0, :, :7].float().T @ matrices[0].T, y[0, :32, 7:].float().T @ matrices[0][:, :32].T])
     torch.testing.assert_close(x.reshape(20, 8).float(), want, rtol=0.02, atol=0.1)
-
-
-def test_products_of_bfloat16_are_dense() -> None:
-    matrices = maps([40, 40], 32)
-    y = sparse((2, 32, 9), 0.5).bfloat16()
-    assert torch.equal(product(compiled, y, matrices), product(reference, y, matrices))
-    assert product(compiled, y, matrices).shape == (2, 9, 40)  # one product for both blocks
 
 
 @pytest.mark.parametrize("stage", [reference, compiled])

@@ -151,39 +151,7 @@ CLASS_ARRAYS: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[A
     ("float", "class_scale", lambda a: a.astype(np.float32)),
     ("short", "class_scale", lambda a: a[:15]),
     ("empty", "class_scale", lambda a: a[:0]),
-    ("no components", "predictor.components", lambda a: a[:0]),
-    ("beyond the components", "predictor.components", lambda a: np.array([0, 2, 30000], np.int32)),
-    ("twice", "predictor.components", lambda a: np.array([0, 2, 2], np.int32)),
-    ("wide numbers", "predictor.components", lambda a: a.astype(np.int64)),
-    ("no deviation", "predictor.scale", lambda a: a * 0),
-    ("another number", "predictor.linear", lambda a: a[:2]),
-    ("not a number", "predictor.square", lambda a: a * np.float32("nan")),
-    ("double", "predictor.constants", lambda a: a.astype(np.float64)),
-    ("one too few", "predictor.means", lambda a: a[:3]),
-    ("infinite", "predictor.means", lambda a: a * np.float32("inf")),
-    ("half", "predictor.means", lambda a: a.astype(np.float16)),
-    ("endless", "predictor.sinks", lambda a: np.zeros(1 << 20, np.float32)),
 ]
-
-
-@pytest.mark.parametrize(("what", "name", "change"), CLASS_ARRAYS, ids=[f"{n}: {w}" for w, n, _ in CLASS_ARRAYS])
-def test_token_classes_that_break_a_rule(
-    what: str,
-    name: str,
-    change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
-    fitted: Fitted,
-    tmp_path: Path,
-) -> None:
-    """Refused by the rule, not by the id: that is anybody's to compute."""
-    classed(fitted("irregular", "layer")).save(tmp_path / "p")
-    key = f"section.2.{name}"
-    path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays: arrays.update({key: change(arrays[key])}))
-    with pytest.raises(FormatError, match=r"section\.2\.|not a table|frequenc") as caught:
-        Profile.load(path)
-    assert "hash to its id" not in str(caught.value)
-    path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays: arrays.pop(key))
-    with pytest.raises(FormatError):
-        Profile.load(path)
 
 
 @pytest.mark.parametrize("failing", ["save_file", "replace"])
@@ -284,16 +252,6 @@ METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("what", "change"), METADATA, ids=[what for what, _ in METADATA])
-def test_metadata_that_breaks_a_rule(
-    what: str, change: Callable[[dict[str, Any]], Any], fitted: Fitted, tmp_path: Path
-) -> None:
-    fitted("gqa", "layer").with_curve(CURVE).save(tmp_path / "p")
-    path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: change(data))
-    with pytest.raises(FormatError):
-        Profile.load(path)
-
-
 @pytest.mark.parametrize("version", [0, 1, 2, 3, 99, "4", None])
 def test_other_versions(version: object, fitted: Fitted, tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p")
@@ -352,46 +310,35 @@ def _without_escapes(freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return changed
 
 
+# `test_arrays_that_break_a_rule` changes shapes and dtypes.
 FAMILY: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]] = [
     (what, name, change)
     for name in ("dead_zone", "rounding", "shrink")
     for what, change in (
-        ("not a number", lambda a: _set(a, math.nan)),
         ("infinite", lambda a: _set(a, math.inf)),
         ("large", lambda a: _set(a, 1e30)),
         ("below", lambda a: _set(a, -2.5)),
-        ("half", lambda a: a.astype(np.float16)),
-        ("double", lambda a: a.astype(np.float64)),
-        ("integers", lambda a: np.zeros(a.shape, np.int32)),
-        ("one too few", lambda a: a[:-1]),
         ("one too many", lambda a: np.concatenate([a, a[:1]])),
         ("empty", lambda a: a[:0]),
-        ("a scalar", lambda a: a.reshape(-1)[0]),
-        ("another axis", lambda a: a[None]),
     )
 ] + [
-    ("signed", "freq", lambda a: a.astype(np.int16)),
-    ("wide", "freq", lambda a: a.astype(np.int64)),
-    ("float", "freq", lambda a: a.astype(np.float32)),
-    ("one too few", "freq", lambda a: a[:-1]),
-    ("a row", "freq", lambda a: a[0]),
-    ("a scalar", "freq", lambda a: a[0, 0]),
     ("another sum", "freq", lambda a: _set(a, float(a.flat[-1] + 1))),
     ("no escapes", "freq", _without_escapes),
 ]
+ARRAYS = [(what, f"family.{name}", change) for what, name, change in FAMILY]
+ARRAYS += [(what, f"section.2.{name}", change) for what, name, change in CLASS_ARRAYS]
 
 
-@pytest.mark.parametrize(("what", "name", "change"), FAMILY, ids=[f"{n}: {w}" for w, n, _ in FAMILY])
-def test_tables_and_quantizers_that_break_a_rule(
+@pytest.mark.parametrize(("what", "key", "change"), ARRAYS, ids=[f"{key}: {what}" for what, key, _ in ARRAYS])
+def test_numbers_that_break_a_rule(
     what: str,
-    name: str,
+    key: str,
     change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
     fitted: Fitted,
     tmp_path: Path,
 ) -> None:
-    """Refused by the rule, not by the id: compiled loops would read and divide by what they find."""
-    fitted("gqa", "layer").save(tmp_path / "p")
-    key = f"family.{name}"
+    """Refused by the rule, not by the id, which is anybody's to compute: compiled loops divide by what they find."""
+    classed(fitted("irregular", "layer")).save(tmp_path / "p")
     path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays: arrays.update({key: change(arrays[key])}))
     with pytest.raises(FormatError) as caught:
         Profile.load(path)
@@ -430,12 +377,11 @@ HUGE: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("group", ["head", "layer"])
-@pytest.mark.parametrize(("what", "change"), HUGE, ids=[what for what, _ in HUGE])
-def test_huge_numbers_are_refused_before_anything_is_made_of_them(
-    what: str, change: Callable[[dict[str, Any]], Any], group: str, fitted: Fitted, tmp_path: Path
+@pytest.mark.parametrize(("what", "change"), METADATA + HUGE, ids=[what for what, _ in METADATA + HUGE])
+def test_metadata_is_refused_before_anything_is_made_of_it(
+    what: str, change: Callable[[dict[str, Any]], Any], fitted: Fitted, tmp_path: Path
 ) -> None:
-    fitted("gqa", group).with_curve(CURVE).save(tmp_path / "p")
+    fitted("gqa", "layer").with_curve(CURVE).save(tmp_path / "p")
     path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: change(data))
     tracemalloc.start()
     try:

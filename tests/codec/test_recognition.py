@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -58,11 +57,6 @@ def test_ids_and_position_are_recognized(start: int, at: range, recognizer: Reco
     found = recognizer.recognize(PagedCache.of_chunk(moved(chunk, at, start)), slots(len(at)))
     assert found.start == start
     assert found.token_ids is not None and found.token_ids.tolist() == ids_of(at)
-
-
-def test_a_position_that_is_known_is_kept(recognizer: Recognizer, chunk: KVChunk) -> None:
-    found = recognizer.recognize(PagedCache.of_chunk(chunk), slots(TOKENS), 77)
-    assert found.start == 77 and found.token_ids is not None
 
 
 def test_positions_may_be_known_to_be_multiples(recognizer: Recognizer, chunk: KVChunk) -> None:
@@ -137,15 +131,6 @@ def test_slots_that_the_cache_does_not_have_are_refused(recognizer: Recognizer, 
             recognizer.recognize(PagedCache.of_chunk(chunk), torch.tensor([0, bad]))
 
 
-def test_more_tokens_than_the_model_has_positions_tell_none(
-    profile: Profile, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recognizer = Recognizer(profile)
-    monkeypatch.setattr(recognizer, "_layout", replace(profile.layout, max_positions=TOKENS - 1))
-    assert recognizer.recognize(PagedCache.of_chunk(chunk), slots(TOKENS)).start is None
-    assert recognizer.recognize(PagedCache.of_chunk(chunk), slots(TOKENS - 1)).start == 0
-
-
 # In a codec ----------------------------------------------------------------------------------------------------
 
 
@@ -164,17 +149,6 @@ def test_only_lossy_codecs_recognize(profile: Profile) -> None:
     codec = Codec(profile, step=0.25)
     assert codec.recognizer is codec.recognizer is not None
     assert pickle.loads(pickle.dumps(codec)).recognizer is not None
-
-
-def test_a_mistaken_id_costs_bytes_and_no_error(profile: Profile, chunk: KVChunk) -> None:
-    codec = Codec(profile, step=0.25)
-    wrong = codec.encode(chunk, tokens=[own ^ 1 for own in ids_of(range(TOKENS))])
-    right = codec.encode(chunk, tokens=ids_of(range(TOKENS)))
-
-    def error(blob: bytes) -> float:
-        return sum(float((a - b).square().sum()) for a, b in zip(codec.decode(blob).values, chunk.values, strict=True))
-
-    assert len(wrong) > len(right) and error(wrong) < 1.5 * error(right)
 
 
 # Searching -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -203,20 +202,6 @@ def test_values_too_large_for_their_class_are_refused(value: float) -> None:
             encoded(section, np.array([0, NEUTRAL], np.uint8), y, name)
 
 
-def test_what_an_earlier_call_left_does_not_show() -> None:
-    """Memory is used again without being cleared: large first, then small, then other kinds."""
-    large = [coded("blocks", kind, 513) for kind in KINDS]
-    small = [coded("uneven", kind, 17) for kind in KINDS]
-    one, other = (coding_of([section for section, *_ in made]) for made in (large, small))
-    want = [decode("reference", c, list(enumerate(d for _, d, *_ in m)), t)
-            for c, m, t in ((one, large, 513), (other, small, 17))]  # fmt: skip
-    for _ in range(2):
-        for dtype in (torch.float32, torch.bfloat16):
-            for coding, made, tokens, tiles in ((one, large, 513, want[0]), (other, small, 17, want[1])):
-                got = decode("numba", coding, list(enumerate(d for _, d, *_ in made)), tokens, dtype=dtype)
-                same(got, [Coefficients(tile.order, tile.classes, tile.y.to(dtype)) for tile in tiles])
-
-
 # --- damaged bytes
 
 
@@ -355,13 +340,6 @@ def test_escape_lists_that_do_not_match_are_refused_alike(kind: str, change: str
         assert kind_of is CorruptError and "escape list does not match" in message
 
 
-def test_an_escape_where_there_are_no_components_is_refused_alike() -> None:
-    section, data, _, _ = coded("none", "classes", 257)
-    part = read_part(memoryview(data), section.classed, 257)
-    bad = rewritten(section, part, escapes=Escapes(np.zeros(1, np.uint32), np.zeros(1, np.int32)))
-    assert agree(section, bad, 257) == (FormatError, "section: has escapes out of order or out of range: escape 0")
-
-
 def test_classes_that_the_profile_cannot_serve_are_refused_alike() -> None:
     section = planned((tuple(range(500, -300, -80)),), step=-300)
     check_classes(np.array([12, 15], np.uint8), section.classed)
@@ -413,27 +391,6 @@ def test_the_damaged_one_of_several_sections_is_named(kind: str) -> None:
             assert messages[0] == messages[1]
 
 
-def test_a_tile_names_streams_of_the_section() -> None:
-    """The compiled decoder counts streams from the section's first; the reference, which has no others, the tile's."""
-    section, data, _, _ = coded("deep", "neutral", 513)
-    part = read_part(memoryview(data), section.classed, 513)
-    n, count = part.tokens_per_stream, len(part.streams.states)
-    stream = WINDOW // n + 2
-    bad = bytearray(data)
-    at = offsets_of(section, data, 513)["stream"].start + 2 * (int(part.streams.lengths[:stream].sum()) + 1)
-    bad[at] ^= 0x10
-    at_tile = slice(WINDOW, 2 * WINDOW)
-    assert outcome("numba", section, bytes(bad), 513, at_tile) == (
-        CorruptError, f"entropy-coded stream {stream} of {count} does not end where it must: the bytes are damaged",
-    )  # fmt: skip
-    assert outcome("reference", section, bytes(bad), 513, at_tile) == (
-        CorruptError,
-        f"entropy-coded stream 2 of {WINDOW // n} does not end where it must: the bytes are damaged",
-    )
-    assert isinstance(outcome("numba", section, bytes(bad), 513, slice(0, WINDOW)), list)
-    assert isinstance(outcome("numba", section, bytes(bad), 513, slice(2 * WINDOW, 513)), list)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     name=st.sampled_from(["few", "uneven", "none", "blocks"]),
@@ -450,39 +407,6 @@ def test_any_bytes_are_judged_alike(name: str, kind: str, changes: list[tuple[fl
         bad[at] = byte
     got = bytes(bad[: int(cut * len(bad))] if cut is not None else bad)
     agree(section, got, 33, exact=False)
-
-
-def test_the_last_word_of_a_blob_is_read_and_no_more() -> None:
-    """A section without escapes, whose words end where the bytes end, in a buffer that ends there, too."""
-    tokens = 257
-    while True:
-        section = planned(((30, 20, 10),))
-        y = np.random.default_rng(tokens).uniform(-1, 1, (3, tokens)).astype(np.float32)
-        data = encoded(section, np.full(tokens, 8, np.uint8), y)
-        places = offsets_of(section, data, tokens)
-        if places["stream"].stop == len(data):
-            break
-        tokens += 1
-    assert not len(places["padding"]) and not len(places["index"])
-    coding = coding_of([section])
-    want = decode("reference", coding, [(0, data)], tokens)
-    for view in (memoryview(b"before" + data)[6:], memoryview(bytearray(data))):
-        stages = get_stages("numba")
-        index = stages.index_sections(coding, [(0, view)], tokens)
-        tiles = stages.decode_sections(index, slice(0, tokens), torch.float32)
-        same(tiles, want)
-    # The last stream asks for a word beyond the last: it gets what the next section begins with, and is found out.
-    bad = bytearray(data)
-    at, length = places["lengths"].stop, 0
-    while not length:
-        at -= 2
-        (length,) = struct.unpack_from("<H", bad, at)
-    struct.pack_into("<H", bad, at, length - 1)
-    (words,) = struct.unpack_from("<I", bad)
-    struct.pack_into("<I", bad, 0, words - 1)
-    short = bytes(bad[:-2]) + bytes(-(len(bad) - 2) % 4)
-    agree(section, short, tokens)
-    assert isinstance(outcome("numba", section, short, tokens), tuple)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.planned import TABLE, rans_decode, same_escapes, same_streams, section_plan
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Quantizer
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, MAX_SHIFT, CodingPlan, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.entropy.token_classes import (
@@ -25,13 +25,10 @@ from cuvee.codec.entropy.token_classes import (
     SectionPlanes,
     class_frequencies,
     class_table,
-    default_class_frequencies,
     one_class,
 )
-from cuvee.codec.errors import CorruptError, InputError, ProfileError
+from cuvee.codec.errors import CorruptError, ProfileError
 from cuvee.codec.format.streams import WINDOW, Escapes, Streams
-from cuvee.codec.stages.compiled.coder_steps import decode_alike_steps, decode_steps
-from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.rans import decode_class_stream
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.reference import rans, symbols
@@ -236,13 +233,6 @@ def test_a_state_at_the_very_limit_gives_up_a_word(stages: Stages) -> None:
 # --- classes
 
 
-def test_neutral_classes_cost_next_to_nothing_without_a_predictor(stages: Stages) -> None:
-    freq = default_class_frequencies()
-    assert freq.sum() == 4096 and freq.min() == 1
-    stream = stages.encode_classes(np.full(2048, NEUTRAL, np.uint8), class_table(freq))
-    assert len(stream.words) <= 1
-
-
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_classes_are_one_stream(stages: Stages, tokens: int) -> None:
     classes = np.random.default_rng(tokens).integers(0, CLASSES, tokens).astype(np.uint8)
@@ -277,44 +267,6 @@ def test_random_streams_decode_alike_or_raise_alike(seed: int) -> None:
         except CorruptError as error:
             outcomes.add(str(error).encode())
     assert len(outcomes) == 1
-
-
-_first, _second = decode_steps
-_first_alike, _second_alike = decode_alike_steps
-
-
-@compiled
-def _two_steps(x, at, ahead, base, slots, words, count, table, out):  # type: ignore[no-untyped-def]
-    """Decode two symbols per lane, with a table of its own or the same table."""
-    if table < 0:
-        _first(x, at, ahead, 0, base, slots, words, 4, count, 12, 16, out, 0)
-        _second(x, at, ahead, 0, base, slots, words, 4, count, 12, 16, out, 16)
-    else:
-        _first_alike(x, at, ahead, 0, table, slots, words, 4, count, 12, 16, out, 0)
-        _second_alike(x, at, ahead, 0, table, slots, words, 4, count, 12, 16, out, 16)
-
-
-@pytest.mark.parametrize("table", [-1, 0])
-@pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_no_word_is_read_beyond_the_last(table: int, count: int) -> None:
-    """Damaged streams ask for words that are not there: whatever follows must not be read."""
-    slots = np.full(1 << 12, 1 << 12, np.uint32)  # symbols of one slot each, so that both steps take a word
-    for place in (*range(max(count - 2, 0), count + 3), 1000, 2**30):
-        states = []
-        for beyond in (0, 0xFFFF):
-            x, at = np.full(16, 1 << 16, np.uint32), np.full(16, place, np.uint32)
-            words = np.full(2048, beyond, np.uint16)
-            words[: 2 + count] = np.arange(2 + count)  # four bytes come first
-            _two_steps(
-                x, at, np.empty(16, np.uint32), np.zeros(16, np.uint32), slots, words.view(np.uint8), count, table,
-                np.zeros(32, np.uint8),
-            )  # fmt: skip
-            assert (at == place + 2).all(), "the lanes took two words"
-            states.append(x)
-        np.testing.assert_array_equal(states[0], states[1])
-        if place + 2 <= count:
-            # A state moves by its upper bits, then takes a word as its lower ones.
-            assert (states[0] == (((16 << 16 | place + 2) >> 12) << 16 | place + 3)).all()
 
 
 # --- how good the code is
@@ -412,32 +364,6 @@ def test_any_levels_come_back(values: list[int], code: int) -> None:
         assert got.tolist() == [values, values[::-1]]
 
 
-@pytest.mark.parametrize("shift", range(1, MAX_SHIFT + 1))
-def test_wide_components_split_into_high_and_low(stages: Stages, shift: int) -> None:
-    plan = same_plan([TABLES - 1 + 4 * shift])
-    own = plan.of(NEUTRAL)
-    assert own.shift.tolist() == [shift] and own.wide.tolist() == [0] and own.planes == 2
-    q = [0, 1, -1, 50 << shift, -(50 << shift), (1 << shift) // 2, -(1 << shift) // 2 - 1]
-    planes, escapes = to_planes(stages, [q], plan)
-    assert not len(escapes.index)
-    high, low = planes[0].view(np.int8).astype(np.int64), planes[1].astype(np.int64)
-    assert (low < 1 << shift).all()
-    assert ((high << shift) + low - (1 << shift - 1)).tolist() == q
-    np.testing.assert_array_equal(high, [0, int(shift == 1), 0, 50, -50, 1, -1])
-
-
-def test_what_a_table_cannot_code_escapes(stages: Stages) -> None:
-    freq = np.zeros((3, 256), np.uint16)
-    freq[:, 0] = 4094
-    freq[:, ESCAPE] = 1
-    freq[[0, 1], [1, 255]] = 1  # table 0 knows 1, table 1 knows -1, table 2 knows 2
-    freq[2, 2] = 1
-    plan = same_plan([0, 0, 0], np.arange(3, dtype=np.uint16))
-    planes, escapes = to_planes(stages, [[1, -1, 2, 0]] * 3, plan, EntropyTables(freq, 12))
-    assert planes.tolist() == [[1, ESCAPE, ESCAPE, 0], [ESCAPE, 255, ESCAPE, 0], [ESCAPE, ESCAPE, 2, 0]]
-    assert escapes.index.tolist() == [1, 2, 4, 6, 8, 9] and escapes.value.tolist() == [-1, 2, 1, 2, 1, -1]
-
-
 @pytest.mark.parametrize("every", [True, False])
 @pytest.mark.parametrize("tokens", [1, 15, 63, 257])
 def test_a_table_may_leave_gaps_between_the_values_that_it_codes(stages: Stages, every: bool, tokens: int) -> None:
@@ -458,42 +384,3 @@ def test_a_table_may_leave_gaps_between_the_values_that_it_codes(stages: Stages,
     assert tokens == 1 or np.isin([2, -3], escapes.value).all()
     coded = np.arange(len(want))[:, None] < plan.planes[columns]
     np.testing.assert_array_equal(planes[coded], want[coded])
-
-
-@pytest.mark.parametrize(
-    "index",
-    [[], [1], [1, 11], [11, 12], [1, 11, 12, 13], [0, 1, 11, 12], [2, 11, 12], [1, 10, 12], [1, 11, 0xFFFFFFFF]],
-)
-def test_escapes_that_do_not_match_are_found_out(stages: Stages, index: list[int]) -> None:
-    plan = same_plan([10, 50, 10])
-    q = np.zeros((3, 6), int)
-    q[[0, 1, 2], [1, 5, 0]] = 1000, 1 << 22, -1000
-    planes, escapes = to_planes(stages, q.tolist(), plan)
-    assert escapes.index.tolist() == [1, 11, 12]
-    listed = Escapes(np.array(index, np.uint32), np.zeros(len(index), np.int32))
-    with pytest.raises(CorruptError, match="escape"):
-        symbols.unpack(planes, listed, plan.of(NEUTRAL))
-    with pytest.raises(CorruptError, match="escape"):
-        from_planes(planes, np.full(6, NEUTRAL, np.uint8), listed, plan, FAMILY.quantizer, 3)
-
-
-@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 3e38, 1.0 * MAX_LEVEL])
-def test_values_too_large_are_found_wherever_they_are_coded(stages: Stages, value: float) -> None:
-    plan = section_plan(24)
-    columns = sorted_classes(300, 0, 7)
-    last = np.flatnonzero(columns == NEUTRAL)[[0, -1]]
-    y = coefficients(plan, columns)
-    for row, column in ((0, 0), (3, int(last[0])), (int(plan.rows[NEUTRAL]) - 1, int(last[1]))):
-        bad = y.copy()
-        bad[row, column] = value * (plan.steps[columns[column]] if abs(value) < 1e9 else 1)
-        with pytest.raises(InputError, match="quantizer steps: encode"):
-            stages.to_planes(bad, columns, plan, FAMILY.quantizer, FAMILY.tables)
-    # What is below a column's last component is not looked at.
-    coarse = int(np.argmin(plan.rows[columns]))
-    assert plan.rows[columns[coarse]] < 24
-    below = y.copy()
-    below[plan.rows[columns[coarse]] :, coarse] = value
-    planes, escapes = stages.to_planes(below, columns, plan, FAMILY.quantizer, FAMILY.tables)
-    want, listed = stages.to_planes(y, columns, plan, FAMILY.quantizer, FAMILY.tables)
-    coded = np.arange(len(planes))[:, None] < plan.planes[columns]
-    assert np.array_equal(planes[coded], want[coded]) and np.array_equal(escapes.index, listed.index)

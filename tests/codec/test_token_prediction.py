@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.classed import with_classes
 from tests.conftest import decoded_layers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -142,18 +141,6 @@ def test_chunks_with_a_token_that_has_no_id_are_coded_without_ids(profile: Profi
     ids = np.array(chunk.token_ids)
     ids[100] = NO_TOKEN
     assert codec.encode(chunk, tokens=ids) == codec.encode(without_ids(chunk))
-
-
-def test_a_chunk_without_ids_is_warned_of_once(
-    profile: Profile, chunk: KVChunk, caplog: pytest.LogCaptureFixture
-) -> None:
-    _warn_of_no_ids.cache_clear()
-    codec = Codec(profile, step=0.25)
-    codec.encode(chunk)
-    assert "token ids" not in caplog.text
-    for _ in range(2):
-        codec.encode(without_ids(chunk))
-    assert caplog.text.count("without token ids") == 1
 
 
 def curves(*plain: float | None) -> list[CurvePoint]:
@@ -293,24 +280,6 @@ def test_chunks_check_their_ids(chunk: KVChunk) -> None:
     assert joined.token_ids is not None and np.array_equal(joined.token_ids, chunk.token_ids[:30])  # type: ignore[index]
     assert KVChunk.concat([chunk.slice(0, 10), without_ids(chunk).slice(10, 30)]).token_ids is None
     assert as_token_ids(range(3), 3).dtype == np.int64
-
-
-@pytest.mark.parametrize("group", ["head", "heads:2"])
-def test_profiles_with_and_without_a_table_are_cut_into_shards(
-    model: LlamaForCausalLM, chunk: KVChunk, group: str
-) -> None:
-    profile = cuvee.calibrate(model, text(20, 64, 1), group, more_text=text(40, 64, 2), progress=False)
-    profile = with_classes(profile, np.ones(TOKENS), every=True)
-    whole, shards = Codec(profile, step=0.25), [Codec(profile.shard(rank, 2), step=0.25) for rank in range(2)]
-    back = whole.decode(whole.encode(chunk))
-    for rank, codec in enumerate(shards):
-        part = KVChunk(
-            [k[:, rank : rank + 1] for k in chunk.keys], [v[:, rank : rank + 1] for v in chunk.values],
-            codec.profile.layout, 0, chunk.token_ids,
-        )  # fmt: skip
-        mine = codec.decode(codec.encode(part))
-        for own, full in zip((*mine.keys, *mine.values), (*back.keys, *back.values), strict=True):
-            torch.testing.assert_close(own[:, 0], full[:, rank], rtol=1e-4, atol=1e-5)
 
 
 # The bytes -----------------------------------------------------------------------------------------------------
@@ -546,25 +515,6 @@ def test_a_linear_cache_is_predicted_almost_whole(model: LlamaForCausalLM) -> No
     left = values - predicted
     share = float((left - left.mean(0)).square().sum() / (values - values.mean(0)).square().sum())
     assert share < 0.05  # 4 bits of the embedding
-
-
-@pytest.mark.parametrize("group", ["head", "heads:1", "heads:2", "layers:2"])
-def test_predictions_have_the_order_of_the_sections(model: LlamaForCausalLM, group: str) -> None:
-    """A token's predicted cache is the same, whatever the sections that it is cut into."""
-    layout = cuvee.KVLayout.from_config(model.config, dtype=torch.float32)
-    sums = TokenSums(model, layout)
-    sums.add_text(model, text(24, 64, 5).split(4))
-    ids, sections, (whole,) = text(1, 40, 6)[0], partition(layout, group), partition(layout, "all")
-    want = {(unit.layer, unit.is_value): unit for unit in whole.units(layout)}
-    together, parts = (learn_token_model(sums, cut) for cut in ((whole,), sections))
-    everything = together.predicted(0, ids)
-    for index, section in enumerate(sections):
-        predicted = parts.predicted(index, ids)
-        for unit in section.units(layout):
-            place = want[unit.layer, unit.is_value]
-            assert torch.equal(unit.of(predicted), place.of(everything))
-            spread = place.of(together.spreads[0])
-            assert torch.equal(unit.of(parts.spreads[index]), spread) and spread.abs().max() > 0
 
 
 def test_wide_embeddings_keep_the_directions_that_predict(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,14 +54,6 @@ def test_heads_of_several_layers_by_hand() -> None:
         InputError, match=r"^group: 'heads:3' must span layers with as many heads, got 2 and 1 in layers"
     ):
         partition(layout, "heads:3")
-
-
-@pytest.mark.parametrize(
-    "group", ["", "heads", "heads:0", "heads:n", "layers", "layers:0", "layers:-1", "layers:2x", "layers:n", "Layer"]
-)
-def test_unknown_groups(group: str, layouts: dict[str, KVLayout]) -> None:
-    with pytest.raises(InputError, match="head, unit, layer, layers:n, heads:n, all"):
-        partition(layouts["gqa"], group)
 
 
 def empty_outputs(layout: KVLayout, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -249,27 +240,6 @@ def test_units_are_gathered_whatever_their_strides(dtype: str) -> None:
             assert torch.equal(one, other)
 
 
-def test_equal_sections_of_two_layouts_are_gathered_each_by_its_own() -> None:
-    """What is known of the sections of a layout serves no other, however alike the sections are."""
-    rope = Rope((1.0, 0.3, 0.1))
-    layouts = [
-        KVLayout("mine", (LayerLayout(2, key, value, own),), "float32", max_positions=None)
-        for key, value, own in ((6, 20, rope), (20, 6, rope), (6, 20, replace(rope, interleaved=True)))
-    ]
-    assert len({partition(layout, "all") for layout in layouts}) == 1
-    draw = torch.Generator().manual_seed(0)
-    for layout in (*layouts, *layouts):
-        (section,), (layer,) = partition(layout, "all"), layout.layers
-        keys, values = (torch.randn(1, 9, 2, size, generator=draw) for size in (layer.head_dim, layer.value_dim))
-        chunk, rotation = KVChunk(keys, values, layout, 3), Rotation(3, 9, CPU, inverse=True)
-        mean = torch.randn(1, section.values, generator=draw)
-        one, other = (
-            module.gather_centered(chunk, section, rotation, slice(0, 9), mean)
-            for module in (transform, transform_numba)
-        )
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 def random_covariance(size: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(size, size, generator=generator, dtype=torch.float64)
@@ -431,27 +401,3 @@ def test_learned_maps_decorrelate_and_invert(
             torch.testing.assert_close(correlation, torch.eye(rank, dtype=torch.float64), rtol=0, atol=0.5)
             torch.testing.assert_close(forward @ inverse, torch.eye(rank), rtol=0, atol=1e-3)
             row += rank
-
-
-@pytest.mark.parametrize("group", ["head", "layer"])
-def test_leading_components_and_shallow_products(group: str, fitted: Callable[[str, str], Profile]) -> None:
-    """Some components alone are what they are among all; a product as deep as it must be is one with zeros below."""
-    for learned in fitted("irregular", group).learned:
-        basis, ranks = learned.basis, learned.basis.block_ranks
-        x = torch.randn(40, len(basis.mean), generator=torch.Generator().manual_seed(0))
-        everything = basis.coefficients(x, ranks)
-        for known in (1, ranks[0]):  # as they are, and as they would be
-            out = torch.full_like(everything, 7.0)
-            assert basis.coefficients(x, ranks, out, known) is out and bool((out[:known] == 7).all())
-            torch.testing.assert_close(out[known:], everything[known:], rtol=1e-4, atol=1e-4)
-        for wanted in (np.arange(0, sum(ranks), 3), np.array([sum(ranks) - 1]), np.arange(ranks[0])):
-            got = basis.leading(wanted.astype(np.int32))(x)
-            torch.testing.assert_close(got, everything[torch.from_numpy(wanted)], rtol=1e-4, atol=1e-4)
-        shallow = tuple(rank // 2 for rank in ranks)
-        some = basis.coefficients(x, shallow)
-        padded, row, taken = torch.zeros_like(everything), 0, 0
-        for rank, own in zip(ranks, shallow, strict=True):
-            padded[row : row + own] = some[taken : taken + own]
-            row, taken = row + rank, taken + own
-        want = multiply(basis, padded, ranks)
-        torch.testing.assert_close(multiply(basis, some, shallow, shallow), want, rtol=1e-4, atol=1e-4)
