@@ -85,14 +85,11 @@ class FolderFiles(NamedFiles):
     def read(self, name: str, most: int) -> bytes | None:
         """See `NamedFiles.read`."""
         try:
-            with self._folder_of(name) as folder:
-                file, info = open_file(name.rpartition("/")[2], os.O_RDONLY, folder)
-                try:
-                    if info.st_size > most:
-                        raise self.too_large(name, most, info.st_size)
-                    data = read_exactly(file, info.st_size + 1)
-                finally:
-                    os.close(file)
+            with self._folder_of(name) as folder, open_file(name.rpartition("/")[2], folder) as file:
+                size = os.fstat(file).st_size
+                if size > most:
+                    raise self.too_large(name, most, size)
+                data = read_exactly(file, size + 1)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -102,7 +99,7 @@ class FolderFiles(NamedFiles):
                     "by a copy"
                 ) from error
             raise StoreError(f"{name}: cannot be read in {self.shown}: {error}") from error
-        if len(data) != info.st_size:
+        if len(data) != size:
             raise StoreError(f"{name}: must not change while it is read, got another length in {self.shown}: try again")
         return data
 
@@ -123,7 +120,7 @@ class FolderFiles(NamedFiles):
             folder = open_root(self._path)
             opened.callback(os.close, folder)
             for part in name.split("/")[:-1]:
-                folder = opened.enter_context(open_folder(folder, part, create=create, mode=_FOLDER_MODE))
+                folder = opened.enter_context(open_folder(part, folder, create=create, mode=_FOLDER_MODE))
             yield folder
 
 

@@ -2,15 +2,16 @@
 
     root/
       <tenant>/<id[:2]>/<id>   an entry: envelope and blob, complete from the moment it has this name
-      .tmp-<random>            an entry that is being written; its writer holds an flock on it
-      .gone-<random>/          a deleted tenant, being removed
+      .tmp-<random>            an entry that is being written
       .lock                    flock: held while an entry or a folder gets or loses its name; holds the folder's size
-      .evict                   flock: one process at a time scans and evicts (`folder_index`)
+      .evict                   flock: one process at a time scans and evicts
 
 **No link is followed** below the root. Every operation opens the root again, checks its owner and its mode, and
-descends from there one folder at a time (see `safe_files`). Swapping a folder for a link meanwhile gains an attacker
-nothing. A link inside the store is removed or refused; its target is never touched.
+descends from there one folder at a time (`safe_files`). Swapping a folder for a link meanwhile gains an attacker
+nothing.
 
+**No put scans.** When 95 % of the budget are used, a thread of one process scans the folder without the lock, and
+deletes the least recently used entries until 90 % are used; it also deletes expired entries and what dead writers left.
 The modification time of an entry is the time of its last use. Its envelope holds the time when it was written.
 
 **Unusable entries.** If an entry's place is taken by a folder, a FIFO or a socket, or its permissions forbid reading,
@@ -24,14 +25,15 @@ its checksum reveals that.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
+import math
 import os
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 from cuvee.codec.errors import CorruptError, CuveeError, InputError
 from cuvee.codec.support.forks import tell_after_fork
@@ -43,31 +45,40 @@ from cuvee.integrations.stores.base import (
     check_key,
     check_tenant,
     check_ttl,
-    is_key,
     is_tenant,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, make_header, parse_header
-from cuvee.integrations.stores.folder_index import FolderBudget, locked
+from cuvee.integrations.stores.folder import (
+    Figures,
+    entries_of,
+    id_of,
+    locked,
+    open_shard,
+    recount,
+    remove_empty_folders,
+    remove_entry,
+    size_of,
+)
 from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.safe_files import (
-    FILE_FLAGS,
-    list_folder,
-    make_folder,
+    file_lock,
     objection,
     open_file,
-    open_folder,
-    open_root,
+    open_store_folder,
     read_exactly,
-    remove_tree,
-    unlink,
     write_all,
 )
 
 _log = logging.getLogger(__name__)
 
+# Shares of the budget: eviction begins above the first and ends at the second.
+_FULL, _KEEP = 0.95, 0.90
+_WAIT_SECONDS = 1.0  # that a put waits for room
 # Seconds before the use of an entry is recorded again, which is also the error in the order of eviction. Recording it
 # takes microseconds, and changes one inode, which Linux writes out about every 30 s.
 _TOUCH_SECONDS = 10.0
+# A temporary file that nobody has written to for so many seconds is removed. Its writer is dead, or its put fails.
+_STALE_SECONDS = 600.0
 # Errors that concern one file rather than its disk: a folder or a FIFO in its place, or its permissions.
 _UNUSABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.ELOOP, errno.ENXIO}
@@ -82,8 +93,8 @@ class DiskStore(Store):
     Processes of one user may share a folder. Each process applies its own budget, so give all of them the same one. The
     file system must support flock and an atomic rename, as local file systems and NFSv4 do.
 
-    The files of entries stay within the budget, apart from those that are being written. Eviction runs in the
-    background: a put that finds no room for a second is given up. `flush` waits for eviction in progress.
+    The files of entries stay within the budget, apart from those that are being written. A put that finds no room for a
+    second is given up. `flush` waits for eviction in progress.
 
     A folder is refused if its owner is neither this user nor root, or if its group or others may write to it: they
     could replace the caches that a model continues from. A link to the folder must not belong to another user either.
@@ -131,12 +142,15 @@ class DiskStore(Store):
                 if problem := objection(look(self.root), self.root):
                     raise InputError(f"path: {problem}")
         self._monitor = StoreMonitor(_log, f"disk store {self.root}")
-        self._budget = FolderBudget(max_bytes, ttl, self._opened, self._tolerate)
+        self._scanner: threading.Thread | None = None
+        self._scanned_at = -math.inf
+        self._wanted = 0  # bytes for which a put waits
+        self.after_fork()
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """Forget the thread that evicts, which only the parent has."""
-        self._budget.after_fork()
+        """Make a new lock. The thread that scans is only the parent's, which `is_alive` knows."""
+        self._lock = threading.Lock()
 
     # --- operations ---
 
@@ -146,11 +160,11 @@ class DiskStore(Store):
         Raises:
             StoreError: the store could not be read.
         """
-        tenant, name = check_key(key)
+        check_key(key)
         blob: bytes | None = None
         problem: CuveeError | None = None
-        with self._errors(), suppress(FileNotFoundError), self._opened() as root, self._tolerate(key):
-            blob, problem = self._read(root, tenant, name, key)
+        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root, self._tolerate(key):
+            blob, problem = self._read(root, key)
         self._monitor.answered(blob, key, problem)
         return blob
 
@@ -161,221 +175,230 @@ class DiskStore(Store):
             StoreError: the entry could not be written: for example, the disk is full, or the folder is missing,
                 read-only or writable by others. An earlier entry of this key stays.
         """
-        tenant, name = check_key(key)
+        check_key(key)
         size = HEADER_BYTES + len(blob)
         limit = min(HEADER_BYTES + self.max_entry, size if self.max_bytes is None else self.max_bytes)
         if size > limit:
             self._monitor.too_large(len(blob), limit - HEADER_BYTES)
             return False
-        with self._errors(), self._opened(create=True) as root:
-            if not self._budget.fits(root, size):
-                self._monitor.count(dropped=1)
-                self._monitor.warn("full", "is full, and old entries are not deleted as fast as new ones arrive")
-                return False
-            written = self._write(root, tenant, name, make_header(key, blob, time.time()), blob)
+        with self._errors(), open_store_folder(self.root, create=True) as root:
+            temporary = ".tmp-" + secrets.token_hex(8)
+            try:
+                with open_file(temporary, root, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+                    write_all(file, make_header(key, blob, time.time()))
+                    write_all(file, blob)
+                written = self._name(root, temporary, key, size)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=root)
         if written:
             self._monitor.stored(blob)
         return written
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key has a file now. With a `ttl`, its header is read, and an expired entry is absent."""
-        wanted = [check_key(key) for key in keys]
-        there = [False] * len(wanted)
-        with self._errors(), suppress(FileNotFoundError), self._opened() as root, ExitStack() as tenants:
-            folders: dict[str, int | None] = {}
-            for at, (tenant, name) in enumerate(wanted):
-                if tenant not in folders:
-                    folders[tenant] = None
-                    with self._tolerate(tenant):
-                        folders[tenant] = tenants.enter_context(open_folder(root, tenant))
-                if (folder := folders[tenant]) is not None:
-                    with self._tolerate(f"{tenant}/{name}"):
-                        there[at] = self._present(folder, name)
+        """Return whether each key has a file now. An expired entry counts until it is read, or a scan deletes it."""
+        for key in keys:
+            check_key(key)
+        there = [False] * len(keys)
+        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
+            for at, key in enumerate(keys):
+                with self._tolerate(key), open_shard(root, key) as shard:
+                    info = os.stat(id_of(key), dir_fd=shard, follow_symlinks=False)
+                    # An entry that is too large counts as absent, so that a smaller one can replace it.
+                    there[at] = stat.S_ISREG(info.st_mode) and 0 <= info.st_size - HEADER_BYTES <= self.max_entry
         return there
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
-        tenant, name = check_key(key)
-        with (
-            self._errors(),
-            suppress(FileNotFoundError),
-            self._opened() as root,
-            self._tolerate(key),
-            open_folder(root, tenant) as folder,
-            open_folder(folder, name[:2]) as shard,
-            locked(root) as figures,
-        ):
-            info = os.stat(name, dir_fd=shard, follow_symlinks=False)
-            os.unlink(name, dir_fd=shard)
-            if figures is not None:
-                figures.remove(info.st_size)
-            return True
+        check_key(key)
+        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root, self._tolerate(key):
+            return remove_entry(root, key)
         return False
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every entry of a tenant, all at once for readers. Entries that are put meanwhile stay.
+        """Delete every entry of a tenant; return how many there were. Entries that are put meanwhile may stay.
 
         Raises:
-            StoreError: some entries could not be deleted; the others are gone.
+            StoreError: an entry could not be deleted. Others may remain as well.
         """
-        folder, gone = check_tenant(tenant), ".gone-" + secrets.token_hex(8)
-        with self._errors(), suppress(FileNotFoundError), self._opened() as root:
-            # The lock prevents renames into place, so that no entry ends up in the folder that is being removed.
-            with locked(root):
-                os.rename(folder, gone, src_dir_fd=root, dst_dir_fd=root)
-            count, size = remove_tree(gone, root)
-            with locked(root) as figures:
-                if figures is not None:
-                    figures.bytes -= size
-                    figures.entries -= count
-            return count
-        return 0
+        check_tenant(tenant)
+        count = 0
+        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
+            for key, _ in entries_of(root, tenant, lambda entry: suppress(FileNotFoundError)):
+                with suppress(FileNotFoundError):
+                    count += remove_entry(root, key)
+            remove_empty_folders(root, tenant)
+        return count
 
     def clear(self) -> int:
         """Delete the entries of all tenants, one tenant at a time. Files that are not of the store stay."""
-        with self._errors(), suppress(FileNotFoundError), self._opened() as root:
+        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
             return sum(map(self.delete_tenant, filter(is_tenant, os.listdir(root))))
         return 0
 
     def keys(self, tenant: str) -> Iterator[str]:
-        """Yield the keys of a tenant's entries. Files with other names are passed over."""
-        folder = check_tenant(tenant)
-        with self._errors(), suppress(FileNotFoundError), self._opened() as root, open_folder(root, folder) as shards:
-            for shard in [entry.name for entry in list_folder(shards)]:
-                names: list[str] = []
-                with self._tolerate(f"{folder}/{shard}"), open_folder(shards, shard) as files:
-                    names = [entry.name for entry in list_folder(files)]
-                yield from filter(is_key, [f"{folder}/{name}" for name in names])
+        """Yield the keys of a tenant's entries. Other files are passed over."""
+        check_tenant(tenant)
+        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
+            for key, _ in entries_of(root, tenant, self._tolerate):
+                yield key
 
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot. `entries` and `bytes` are those of all processes; they are known with a budget only."""
-        held = self._budget.held()
-        snapshot = self._monitor.snapshot(*((None, None) if held is None else (held.entries, held.bytes)))
-        snapshot.evictions += self._budget.evictions
-        snapshot.expired += self._budget.expired
-        return {self.name: snapshot}
+        held: Figures | None = None
+        if self.max_bytes is not None:
+            with suppress(OSError), open_store_folder(self.root) as root, locked(root) as held:
+                pass
+        return {self.name: self._monitor.snapshot(*((None, None) if held is None else (held.entries, held.bytes)))}
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for eviction in progress; return whether none is in progress."""
-        return self._budget.wait(timeout)
+        """Wait at most `timeout` seconds for a scan in progress; return whether none is in progress."""
+        scanner = self._scanner
+        if scanner is not None:
+            scanner.join(timeout)
+        return scanner is None or not scanner.is_alive()
 
     # --- files ---
 
-    @contextmanager
-    def _opened(self, *, create: bool = False) -> Iterator[int]:
-        """Open the root, or create it, check that it is safe to use, and yield its descriptor.
-
-        Raises:
-            FileNotFoundError: the root does not exist.
-            PermissionError: others can write to the root; the message says what to do.
-        """
-        try:
-            root = open_root(self.root)
-        except FileNotFoundError:
-            if not create:
-                raise
-            make_folder(self.root, 0o700)
-            root = open_root(self.root)
-        try:
-            if problem := objection(os.fstat(root), self.root):
-                raise PermissionError(f"path: {problem}")
-            yield root
-        finally:
-            os.close(root)
-
-    def _read(self, root: int, tenant: str, name: str, key: str) -> tuple[bytes | None, CuveeError | None]:
+    def _read(self, root: int, key: str) -> tuple[bytes | None, CuveeError | None]:
         """Return the blob of an entry, or None and why the entry is bad. A bad entry is deleted."""
-        with open_folder(root, tenant) as folder, open_folder(folder, name[:2]) as shard:
-            file, info = open_file(name, os.O_RDONLY, shard)
+        with open_shard(root, key) as shard, open_file(id_of(key), shard) as file:
+            info = os.fstat(file)
+            if info.st_size > HEADER_BYTES + self.max_entry:
+                raise OSError(errno.EFBIG, f"{info.st_size} bytes are more than max_entry_mb allows", key)
             try:
-                if info.st_size > HEADER_BYTES + self.max_entry:
-                    raise OSError(errno.EFBIG, f"{info.st_size} bytes are more than max_entry_mb allows", name)
+                header = parse_header(os.read(file, HEADER_BYTES))
+                header.verify(key, self.ttl)
+                # Checked before memory of this length is allocated.
+                if info.st_size != HEADER_BYTES + header.length:
+                    stated = HEADER_BYTES + header.length
+                    raise CorruptError(f"entry: must have {stated} bytes, as its header says, got {info.st_size}")
+                blob = read_exactly(file, header.length)
+                header.verify_payload(blob)
+            except (CorruptError, ExpiredError) as error:
                 try:
-                    header = parse_header(os.read(file, HEADER_BYTES))
-                    header.verify(key, self.ttl)
-                    # Checked before memory of this length is allocated.
-                    if info.st_size != HEADER_BYTES + header.length:
-                        stated = HEADER_BYTES + header.length
-                        raise CorruptError(f"entry: must have {stated} bytes, as its header says, got {info.st_size}")
-                    blob = read_exactly(file, header.length)
-                    header.verify_payload(blob)
-                except (CorruptError, ExpiredError) as error:
-                    self._discard(root, shard, name, info)
-                    return None, error
-                if abs(time.time() - info.st_mtime) >= _TOUCH_SECONDS:
-                    try:
-                        os.utime(file)
-                    except OSError as error:
-                        self._monitor.not_touched(error)
-                return blob, None
-            finally:
-                os.close(file)
+                    # While it is open, no other file can have its inode: a good entry that replaced it stays.
+                    with suppress(FileNotFoundError):
+                        remove_entry(root, key, (info.st_ino, info.st_mtime_ns))
+                except OSError as failure:
+                    self._monitor.not_deleted(failure)
+                return None, error
+            if abs(time.time() - info.st_mtime) >= _TOUCH_SECONDS:
+                try:
+                    os.utime(file)
+                except OSError as error:
+                    self._monitor.not_touched(error)
+            return blob, None
 
-    def _discard(self, root: int, shard: int, name: str, info: os.stat_result) -> None:
-        """Delete a bad entry, the inode in `info`. The caller holds it open, so no other file can have that inode."""
-        try:
-            # No entry is renamed into place while the lock is held, so a good entry that replaced the bad one is kept.
-            with locked(root) as figures, suppress(FileNotFoundError):
-                now = os.stat(name, dir_fd=shard, follow_symlinks=False)
-                if (now.st_dev, now.st_ino) == (info.st_dev, info.st_ino):
-                    os.unlink(name, dir_fd=shard)
-                    if figures is not None:
-                        figures.remove(now.st_size)
-        except OSError as failure:
-            self._monitor.not_deleted(failure)
-
-    def _write(self, root: int, tenant: str, name: str, header: bytes, blob: bytes) -> bool:
-        """Write an entry; return False if its place is taken by, say, a folder, or others have taken the room."""
-        temporary, written = ".tmp-" + secrets.token_hex(8), False
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, 0o600, dir_fd=root)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write_all(file, header)
-            write_all(file, blob)
-            size = len(header) + len(blob)
+    def _name(self, root: int, temporary: str, key: str, size: int) -> bool:
+        """Give an entry its name once there is room; False if there is none, or its place is taken."""
+        end = time.monotonic() + _WAIT_SECONDS
+        while True:
+            taken = True
             # The lock is taken before the folders are opened or created, so that no scan removes them meanwhile.
             with (
                 locked(root) as figures,
-                self._tolerate(f"{tenant}/{name}", writing=True),
-                open_folder(root, tenant, create=True) as folder,
-                open_folder(folder, name[:2], create=True) as shard,
+                self._tolerate(key, writing=True),
+                open_shard(root, key, create=True) as shard,
             ):
-                earlier = _size_of(name, shard)
-                held = 0 if figures is None else figures.bytes - (earlier or 0)
-                if self.max_bytes is not None and held + size > self.max_bytes:
-                    self._monitor.count(dropped=1)
-                    return False
-                os.replace(temporary, name, src_dir_fd=root, dst_dir_fd=shard)
-                written = True
-                if figures is not None:
-                    if earlier is not None:
-                        figures.remove(earlier)
-                    figures.add(size)
-                self._budget.grown(figures)
-            return written
-        finally:
-            if not written:
-                unlink(temporary, root)
-            os.close(file)
+                earlier = size_of(id_of(key), shard)
+                taken = False
+                if self.max_bytes is None or (figures and figures.bytes - (earlier or 0) + size <= self.max_bytes):
+                    os.replace(temporary, id_of(key), src_dir_fd=root, dst_dir_fd=shard)
+                    if figures is not None:
+                        if earlier is not None:
+                            figures.remove(earlier)
+                        figures.add(size)
+                    if self._is_due(figures):
+                        self._start_scan(0)
+                    return True
+            if taken:
+                return False
+            left = end - time.monotonic()
+            if left <= 0 or not self._start_scan(size):
+                self._monitor.count(dropped=1)
+                self._monitor.warn("full", "is full, and old entries are not deleted as fast as new ones arrive")
+                return False
+            self.flush(left)
 
-    def _present(self, folder: int, name: str) -> bool:
-        """Return whether the tenant of `folder` has an entry of this name."""
+    # --- scans ---
+
+    def _is_due(self, figures: Figures | None) -> bool:
+        """Return whether it is time to scan, now that the folder holds so much.
+
+        It is at first, because dead writers may have left files; when eviction is due; and from time to time, because
+        entries that nobody requests expire as well.
+        """
+        interval = math.inf if self.ttl is None else max(60.0, self.ttl / 10)
+        full = figures is not None and self.max_bytes is not None and figures.bytes > _FULL * self.max_bytes
+        return full or self._scanned_at == -math.inf or time.monotonic() - self._scanned_at > interval
+
+    def _start_scan(self, wanted: int) -> bool:
+        """Scan in the background, unless a scan runs; return whether one does."""
+        with self._lock:
+            self._wanted = max(self._wanted, wanted)
+            if self._scanner is None or not self._scanner.is_alive():
+                scanner = threading.Thread(target=self._run, name="cuvee disk budget", daemon=True)
+                try:
+                    scanner.start()
+                except RuntimeError:  # the system, or the end of the process, prevents it
+                    return False
+                self._scanner = scanner
+        return True
+
+    def _run(self) -> None:
         try:
-            with open_folder(folder, name[:2]) as shard:
-                if self.ttl is None:
-                    info = os.stat(name, dir_fd=shard, follow_symlinks=False)
-                    return stat.S_ISREG(info.st_mode) and 0 <= info.st_size - HEADER_BYTES <= self.max_entry
-                file, info = open_file(name, os.O_RDONLY, shard)
-        except FileNotFoundError:
-            return False
-        try:
-            # An entry that is too large counts as absent, so that a smaller one can replace it.
-            small = info.st_size - HEADER_BYTES <= self.max_entry
-            return small and not parse_header(os.read(file, HEADER_BYTES)).expired(self.ttl)
-        except CorruptError:
-            return False
+            # One process at a time scans. The others wait for the room that it makes.
+            with (
+                suppress(FileNotFoundError, TimeoutError),
+                open_store_folder(self.root) as root,
+                file_lock(".evict", root, _WAIT_SECONDS / 2),
+            ):
+                self._scan(root)
+        except OSError as error:
+            self._monitor.count(errors=1)
+            self._monitor.warn("scan", "cannot look for old entries: %s", error)
         finally:
-            os.close(file)
+            self._wanted = 0
+            self._scanned_at = time.monotonic()
+
+    def _scan(self, root: int) -> None:
+        """Delete what dead writers left, expired entries, and the least recently used; correct the figures."""
+        now = time.time()
+        for name in os.listdir(root):
+            with self._tolerate(name):
+                if name.startswith(".tmp-"):
+                    info = os.stat(name, dir_fd=root, follow_symlinks=False)
+                    if abs(now - info.st_mtime) > _STALE_SECONDS:
+                        os.unlink(name, dir_fd=root)
+        if self.max_bytes is None and self.ttl is None:
+            return
+        with locked(root) as figures:
+            added = None if figures is None else figures.added
+        found: list[tuple[int, int, int, str]] = []  # by last use: ns, inode, bytes, key
+        for tenant in filter(is_tenant, os.listdir(root)):
+            for key, info in entries_of(root, tenant, self._tolerate):
+                # An entry is never used before it is written, so this one was also written that long ago.
+                if self.ttl is not None and info.st_mtime < now - self.ttl:
+                    with self._tolerate(key):
+                        if remove_entry(root, key, (info.st_ino, info.st_mtime_ns)):
+                            self._monitor.count(expired=1)
+                            continue
+                found.append((info.st_mtime_ns, info.st_ino, info.st_size, key))
+            remove_empty_folders(root, tenant)
+        if self.max_bytes is None:
+            return
+        held = recount(root, sum(size for _, _, size, _ in found), len(found), added)
+        if held > min(_FULL * self.max_bytes, self.max_bytes - self._wanted):
+            # Without a put that waits, the entry that was used last stays, even if it is nearly as large as the budget.
+            found = sorted(found)[: None if self._wanted else -1]
+            for used, inode, size, key in found:
+                if held <= min(_KEEP * self.max_bytes, self.max_bytes - self._wanted):
+                    break
+                with self._tolerate(key):
+                    if remove_entry(root, key, (inode, used)):
+                        self._monitor.count(evictions=1)
+                        held -= size
 
     # --- errors ---
 
@@ -403,12 +426,3 @@ class DiskStore(Store):
             yield
         except OSError as error:
             raise self._monitor.failure(error, with_type=False) from error
-
-
-def _size_of(name: str, parent: int) -> int | None:
-    """Return the bytes of the file that an entry will replace; None if there is none."""
-    try:
-        info = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return info.st_size if stat.S_ISREG(info.st_mode) else None

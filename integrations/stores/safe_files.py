@@ -17,28 +17,40 @@ from contextlib import contextmanager, suppress
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 # Without O_NONBLOCK, opening a FIFO without a writer, in place of a file, would never return.
-FILE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# Levels of folders that are deleted. Our folders are two deep; each level holds a descriptor open.
-_DEPTH = 32
+_FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # Seconds to wait for a lock that is held for microseconds, unless a process is stopped while it holds it.
 LOCK_SECONDS = 5.0
-# Seconds after which an unlocked temporary file counts as left by a dead writer.
-STALE_SECONDS = 60.0
 # The longest chain of links to the root: as many links as Linux follows.
 _LINKS = 40
 
 
-def open_file(name: str, flags: int, parent: int) -> tuple[int, os.stat_result]:
-    """Open a regular file in an open folder, without blocking; return its descriptor and its `fstat`."""
-    file = os.open(name, flags | FILE_FLAGS, 0o600, dir_fd=parent)
+@contextmanager
+def open_file(name: str, parent: int, flags: int = os.O_RDONLY, mode: int = 0o600) -> Iterator[int]:
+    """Open a regular file in an open folder, without blocking, and yield its descriptor."""
+    file = os.open(name, flags | _FILE, mode, dir_fd=parent)
     try:
-        info = os.fstat(file)
-        if not stat.S_ISREG(info.st_mode):
+        if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(errno.ENXIO, "not a regular file", name)
-    except BaseException:
+        yield file
+    finally:
         os.close(file)
-        raise
-    return file, info
+
+
+@contextmanager
+def open_folder(name: str, parent: int, *, create: bool = False, mode: int = 0o700) -> Iterator[int]:
+    """Open a folder inside an open folder, or create it; never through a link. Yield its descriptor."""
+    try:
+        folder = os.open(name, _FOLDER, dir_fd=parent)
+    except FileNotFoundError:
+        if not create:
+            raise
+        with suppress(FileExistsError):
+            os.mkdir(name, mode, dir_fd=parent)
+        folder = os.open(name, _FOLDER, dir_fd=parent)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def read_exactly(file: int, length: int) -> bytes:
@@ -57,32 +69,6 @@ def write_all(file: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
-
-
-def unlink(name: str, parent: int) -> bool:
-    """Delete a file of an open folder; return whether it was there."""
-    try:
-        os.unlink(name, dir_fd=parent)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def unlink_same(name: str, used: int, parent: int) -> bool | None:
-    """Delete a file if its modification time still is `used` (ns); return whether it did, or None if it was gone."""
-    try:
-        if os.stat(name, dir_fd=parent, follow_symlinks=False).st_mtime_ns != used:
-            return False
-        os.unlink(name, dir_fd=parent)
-    except FileNotFoundError:
-        return None
-    return True
-
-
-def list_folder(folder: int) -> list[os.DirEntry[str]]:
-    """List an open folder. The entries can be queried further only while it is open."""
-    with os.scandir(folder) as entries:
-        return list(entries)
 
 
 def make_folder(path: str, mode: int) -> None:
@@ -116,6 +102,29 @@ def open_root(path: str, links: int = _LINKS) -> int:
     return open_root(os.path.join(os.path.dirname(path), target), links - 1)
 
 
+@contextmanager
+def open_store_folder(path: str, *, create: bool = False) -> Iterator[int]:
+    """Open the root of a store, or create it, check that it is safe to use, and yield its descriptor.
+
+    Raises:
+        FileNotFoundError: the root does not exist.
+        PermissionError: others can write to the root; the message says what to do.
+    """
+    try:
+        root = open_root(path)
+    except FileNotFoundError:
+        if not create:
+            raise
+        make_folder(path, 0o700)
+        root = open_root(path)
+    try:
+        if problem := objection(os.fstat(root), path):
+            raise PermissionError(f"path: {problem}")
+        yield root
+    finally:
+        os.close(root)
+
+
 def objection(info: os.stat_result, path: str) -> str | None:
     """Return why a root, or a link to it, is not safe to use, and the remedy; None if it is safe.
 
@@ -146,95 +155,25 @@ def replace_file(name: str, data: bytes, parent: int, mode: int = 0o600) -> None
     A link in its place is replaced, not followed. If this fails, what was there stays.
     """
     temporary = ".tmp-" + secrets.token_hex(8)
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, mode, dir_fd=parent)
     try:
-        write_all(file, data)
-        os.fsync(file)
+        with open_file(temporary, parent, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
+            write_all(file, data)
+            os.fsync(file)
         os.replace(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
     except BaseException:
-        unlink(temporary, parent)
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=parent)
         raise
-    finally:
-        os.close(file)
     os.fsync(parent)
 
 
 @contextmanager
-def open_folder(parent: int, name: str, *, create: bool = False, mode: int = 0o700) -> Iterator[int]:
-    """Open a folder inside an open folder, or create it; never through a link. Yield its descriptor."""
-    try:
-        file = os.open(name, _FOLDER, dir_fd=parent)
-    except FileNotFoundError:
-        if not create:
-            raise
-        with suppress(FileExistsError):
-            os.mkdir(name, mode, dir_fd=parent)
-        file = os.open(name, _FOLDER, dir_fd=parent)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def remove_tree(name: str, parent: int, depth: int = _DEPTH) -> tuple[int, int]:
-    """Delete a folder, or a link in its place, even if others delete it, too; return its files and their bytes.
-
-    If some of it cannot be deleted, this raises the last error, and the rest is gone.
-    """
-    if not depth:
-        raise OSError(errno.ELOOP, "folders nested too deep", name)
-    count = size = 0
-    failure: OSError | None = None
-    try:
-        with open_folder(parent, name) as folder:
-            for entry in list_folder(folder):
-                try:
-                    if entry.is_dir(follow_symlinks=False):
-                        files, held = remove_tree(entry.name, folder, depth - 1)
-                    else:
-                        held = entry.stat(follow_symlinks=False).st_size
-                        files = int(unlink(entry.name, folder))
-                    count, size = count + files, size + held * bool(files)
-                except FileNotFoundError:
-                    pass
-                except OSError as error:
-                    failure = error
-        if failure is not None:
-            raise failure
-        os.rmdir(name, dir_fd=parent)
-    except NotADirectoryError:
-        unlink(name, parent)
-    except FileNotFoundError:
-        pass
-    return count, size
-
-
-def is_abandoned(name: str, parent: int) -> bool:
-    """Return whether a temporary file was left by a dead writer: nobody locks it, and nobody has written for a minute.
-
-    The kernel releases an flock when its process ends, so reused process ids and containers do not matter.
-    """
-    info = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    if not stat.S_ISREG(info.st_mode) or abs(time.time() - info.st_mtime) < STALE_SECONDS:
-        return False
-    file, _ = open_file(name, os.O_RDWR, parent)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(file)
-    return True
-
-
-@contextmanager
-def file_lock(parent: int, name: str, *, wait: float | None = None) -> Iterator[int]:
+def file_lock(name: str, parent: int, wait: float | None = None) -> Iterator[int]:
     """Hold an flock on a file of an open folder, and yield its descriptor. It also excludes other threads.
 
     If another holds it for `wait` seconds (`LOCK_SECONDS`), this raises a TimeoutError.
     """
-    file, _ = open_file(name, os.O_RDWR | os.O_CREAT, parent)
-    try:
+    with open_file(name, parent, os.O_RDWR | os.O_CREAT) as file:
         wait = LOCK_SECONDS if wait is None else wait
         deadline, pause = time.monotonic() + wait, 0.0002
         while True:
@@ -247,9 +186,8 @@ def file_lock(parent: int, name: str, *, wait: float | None = None) -> Iterator[
                     raise TimeoutError(f"another process has held {name} for {wait:g} s") from None
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
-        yield file
-    finally:
-        # Closing alone does not unlock the file if a child that was forked meanwhile has it open as well.
-        with suppress(OSError):
+        try:
+            yield file
+        finally:
+            # Closing alone does not unlock the file if a child that was forked meanwhile has it open as well.
             fcntl.flock(file, fcntl.LOCK_UN)
-        os.close(file)

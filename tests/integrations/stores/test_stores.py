@@ -257,7 +257,7 @@ if kind == "memory":
     locks = lambda: [memory._process_wide.lock, store._cache.lock]
 elif kind == "disk":
     store = DiskStore(path, max_bytes=10_000)
-    locks = lambda: [store._monitor._lock, store._budget._changed]
+    locks = lambda: [store._monitor._lock, store._lock]
 else:
     store = GuardedStore(DiskStore(path))
     locks = lambda: [store._lock]
@@ -347,9 +347,9 @@ from cuvee.integrations.stores.disk import DiskStore
 class Dies(DiskStore):
     left = int(sys.argv[2])
 
-    def _write(self, *arguments):
+    def _name(self, *arguments):
         self.left -= 1
-        return super()._write(*arguments) if self.left >= 0 else os._exit(9)
+        return super()._name(*arguments) if self.left >= 0 else os._exit(9)
 
 Dies(sys.argv[1]).put_parts("ab/01", [b"base", b"refinement"])
 """

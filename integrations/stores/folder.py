@@ -1,0 +1,159 @@
+"""The entries of a folder, and its size in one small file. Every function takes the descriptor of the open root.
+
+The lock file of the folder holds how many bytes and entries there are. Whoever renames or deletes an entry holds the
+lock, for microseconds, and updates the figures, so a put knows whether it fits without looking at any other file.
+
+A scan corrects the figures: it starts with what had been added by then (`Figures.added`), and counts what was added
+meanwhile in addition, even if it saw it. Until the next scan the figures may be too high, and never too low. A process
+that dies between the two, or a hand that deletes files, leaves figures that are wrong until the next scan.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+
+from xxhash import xxh3_64_digest
+
+from cuvee.integrations.stores.base import is_key, is_tenant
+from cuvee.integrations.stores.safe_files import file_lock, open_folder
+
+LOCK = ".lock"
+_FIELDS = struct.Struct("<4sqqq")
+_MAGIC = b"cuvI"
+
+
+@dataclass(slots=True)
+class Figures:
+    """What a folder holds.
+
+    Attributes:
+        bytes, entries: of all entries.
+        added: bytes of all entries that were ever added.
+    """
+
+    bytes: int = 0
+    entries: int = 0
+    added: int = 0
+
+    def add(self, size: int) -> None:
+        """Count an entry that appears."""
+        self.bytes += size
+        self.entries += 1
+        self.added += size
+
+    def remove(self, size: int) -> None:
+        """Count an entry that disappears."""
+        self.bytes = max(0, self.bytes - size)
+        self.entries = max(0, self.entries - 1)
+
+
+@contextmanager
+def locked(root: int) -> Iterator[Figures | None]:
+    """Hold the folder's lock, and write back its figures if the body changes them.
+
+    Yields:
+        The figures; None if nobody has counted yet, because no store with a budget has used the folder.
+
+    Raises:
+        TimeoutError: another process has held the lock for long. It is stopped, or debugged.
+    """
+    with file_lock(LOCK, root) as file:
+        before = _parse(os.pread(file, 64, 0))
+        figures = None if before is None else replace(before)
+        try:
+            yield figures
+        finally:
+            if figures is not None and figures != before:
+                _write(file, figures)
+
+
+def recount(root: int, found: int, entries: int, added: int | None) -> int:
+    """Correct the figures after a scan that found so many bytes and entries; return the bytes that the folder holds.
+
+    `added`: `Figures.added` before the scan; None if there were no figures.
+    """
+    with file_lock(LOCK, root) as file:
+        before = _parse(os.pread(file, 64, 0)) or Figures()
+        new = 0 if added is None else before.added - added
+        _write(file, Figures(found + new, entries, before.added))
+    return found + new
+
+
+def _write(file: int, figures: Figures) -> None:
+    fields = _FIELDS.pack(_MAGIC, figures.bytes, figures.entries, figures.added)
+    os.pwrite(file, fields + xxh3_64_digest(fields), 0)
+
+
+def _parse(data: bytes) -> Figures | None:
+    fields = data[: _FIELDS.size]
+    if len(fields) < _FIELDS.size or data[_FIELDS.size :] != xxh3_64_digest(fields):
+        return None
+    magic, *figures = _FIELDS.unpack(fields)
+    return Figures(*figures) if magic == _MAGIC and min(figures) >= 0 else None
+
+
+def id_of(key: str) -> str:
+    """Return the id in a key, which is the name of its file."""
+    return key.partition("/")[2]
+
+
+@contextmanager
+def open_shard(root: int, key: str, *, create: bool = False) -> Iterator[int]:
+    """Open the folder that holds an entry, or create it; yield its descriptor."""
+    tenant, _, name = key.partition("/")
+    with open_folder(tenant, root, create=create) as folder, open_folder(name[:2], folder, create=create) as shard:
+        yield shard
+
+
+def size_of(name: str, parent: int) -> int | None:
+    """Return the bytes of a file in an open folder; None if there is none."""
+    with suppress(FileNotFoundError):
+        info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        return info.st_size if stat.S_ISREG(info.st_mode) else None
+    return None
+
+
+def remove_entry(root: int, key: str, seen: tuple[int, int] | None = None) -> bool:
+    """Delete an entry; False if it is another one, or was used, since it was `seen`: its inode and its time in ns."""
+    with open_shard(root, key) as shard, locked(root) as figures:
+        info = os.stat(id_of(key), dir_fd=shard, follow_symlinks=False)
+        if seen not in (None, (info.st_ino, info.st_mtime_ns)):
+            return False
+        os.unlink(id_of(key), dir_fd=shard)
+        if figures is not None and stat.S_ISREG(info.st_mode):
+            figures.remove(info.st_size)
+        return True
+
+
+def entries_of(
+    root: int, tenant: str, tolerate: Callable[[str], AbstractContextManager[None]]
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the key and the state of each entry of a tenant. Other files are passed over.
+
+    `tolerate(entry)`: a context that may tolerate errors that concern only that entry or folder.
+    """
+    with tolerate(tenant), open_folder(tenant, root) as folder:
+        for shard in filter(is_tenant, os.listdir(folder)):
+            with tolerate(f"{tenant}/{shard}"), open_folder(shard, folder) as files:
+                for name in os.listdir(files):
+                    key = f"{tenant}/{name}"
+                    if is_key(key) and name[:2] == shard:
+                        with tolerate(key):
+                            info = os.stat(name, dir_fd=files, follow_symlinks=False)
+                            if stat.S_ISREG(info.st_mode):
+                                yield key, info
+
+
+def remove_empty_folders(root: int, tenant: str) -> None:
+    """Remove the folders of a tenant that are empty."""
+    # Puts create a folder and its first entry under the lock. A folder that is not empty stays.
+    with suppress(OSError), locked(root), open_folder(tenant, root) as folder:
+        for shard in os.listdir(folder):
+            with suppress(OSError):
+                os.rmdir(shard, dir_fd=folder)
+        os.rmdir(tenant, dir_fd=root)
