@@ -29,18 +29,18 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Circuit:
-    """The circuit breaker of one direction: reading or writing.
+    """The circuit breaker of one direction.
 
     Attributes:
+        what: "reading from" or "writing to".
         retry_at: when the next probe may start, on the guard's clock; None while the circuit is closed.
-        failed: whether an operation in this direction failed. False if the circuit is open because of the other one.
-        backoff: seconds from the last failure to the next probe.
+        backoff: seconds from the last failure to the next probe; 0 if the circuit is open because of the other one.
         probing: whether a probe is running.
         outages: how often the circuit has opened, by which late results from before an outage are recognized.
     """
 
+    what: str
     retry_at: float | None = None
-    failed: bool = False
     backoff: float = 0.0
     probing: bool = False
     outages: int = 0
@@ -74,32 +74,22 @@ class GuardedStore(Store):
     hangs its callers until a waiting thread reports them by `overdue`, which counts as a failure. After that, at most
     one probe in each direction hangs.
 
+    Attributes:
+        first_backoff, max_backoff: seconds. The backoff doubles with each probe that fails.
+
     Args:
         store: the store to guard.
-        first_backoff, max_backoff: seconds. The backoff doubles with each probe that fails.
         clock: monotonic clock, in seconds.
-
-    Raises:
-        InputError: the backoffs do not satisfy `0 < first_backoff <= max_backoff`.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        first_backoff: float = 0.5,
-        max_backoff: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        if not first_backoff > 0:
-            raise InputError(f"first_backoff: must be above 0 seconds, got {first_backoff}")
-        if not max_backoff >= first_backoff:
-            raise InputError(f"max_backoff: must be at least first_backoff, {first_backoff}, got {max_backoff}")
+    first_backoff = 0.5
+    max_backoff = 30.0
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.shared = store.name, store.shared
-        self._store = store
-        self._first, self._max, self._clock = first_backoff, max_backoff, clock
+        self._store, self._clock = store, clock
         self._lock = threading.Lock()
-        self._reads, self._writes = _Circuit(), _Circuit()
+        self._reads, self._writes = _Circuit("reading from"), _Circuit("writing to")
         self._calls: set[_Call] = set()
         self._errors = self._skipped = 0
         self._down_since: float | None = None
@@ -144,8 +134,6 @@ class GuardedStore(Store):
         """
         try:
             return self._store.delete_tenant(tenant)
-        except InputError:
-            raise
         except Exception as error:
             self._count(error)
             raise
@@ -163,8 +151,8 @@ class GuardedStore(Store):
         """Count the calls of `operation` that began `seconds` ago or earlier and still run as failed, once each."""
         with self._lock:
             now = self._clock()
-            late = [call for call in self._calls if call.operation == operation and now - call.began >= seconds]
-            late = [call for call in late if not call.given_up]
+            running = [call for call in self._calls if call.operation == operation and not call.given_up]
+            late = [call for call in running if now - call.began >= seconds]
             for call in late:
                 call.given_up = True
         for call in late:
@@ -173,20 +161,19 @@ class GuardedStore(Store):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Flush the store; False if that fails."""
-        try:
-            return self._store.flush(timeout)
-        except Exception as error:
-            self._count(error)
-            _log.warning("the %s store could not be flushed: %s", self.name, _describe(error))
-            return False
+        return self._finish("flushed", lambda: self._store.flush(timeout))
 
     def close(self) -> None:
         """Close the store. A failure is counted and logged but not raised, because the caller could not handle it."""
+        self._finish("closed", lambda: self._store.close() is None)
+
+    def _finish(self, done: str, work: Callable[[], bool]) -> bool:
         try:
-            self._store.close()
+            return work()
         except Exception as error:
             self._count(error)
-            _log.warning("the %s store could not be closed: %s", self.name, _describe(error))
+            _log.warning("the %s store could not be %s: %s", self.name, done, _describe(error))
+            return False
 
     def _run(
         self,
@@ -236,29 +223,24 @@ class GuardedStore(Store):
                 return
             report = circuit.retry_at is None
             now = self._clock()
-            circuit.backoff = min(2 * circuit.backoff, self._max) if circuit.failed else self._first
-            circuit.failed = True
+            circuit.backoff = min(2 * circuit.backoff or self.first_backoff, self.max_backoff)
             circuit.open(now + circuit.backoff)
             if self._down_since is None:
                 self._down_since, self._skipped_before = now, self._skipped
-                self._other(circuit).open(now + self._first)
+                self._other(circuit).open(now + self.first_backoff)
         if report:
             _log.warning(
                 "%s the %s store failed: %s. Check that it is running, reachable and has room. Until it answers, it "
                 "counts as empty and is tried again every %.3g to %.3g s.",
-                "writing to" if circuit is self._writes else "reading from",
-                self.name,
-                _describe(error),
-                self._first,
-                self._max,
+                circuit.what, self.name, _describe(error), self.first_backoff, self.max_backoff,
                 exc_info=None if isinstance(error, (StoreError, OSError)) else error,
-            )
+            )  # fmt: skip
 
     def _recover(self, circuit: _Circuit) -> None:
         with self._lock:
-            circuit.retry_at, circuit.failed = None, False
+            circuit.retry_at, circuit.backoff = None, 0.0
             other = self._other(circuit)
-            if other.failed or self._down_since is None:
+            if other.backoff or self._down_since is None:
                 return
             other.retry_at = None
             seconds, skipped = self._clock() - self._down_since, self._skipped - self._skipped_before
@@ -269,7 +251,7 @@ class GuardedStore(Store):
         return self._reads if circuit is self._writes else self._writes
 
     def _count(self, error: Exception) -> None:
-        if not isinstance(error, StoreError):
+        if not isinstance(error, (StoreError, InputError)):
             with self._lock:
                 self._errors += 1
 

@@ -1240,7 +1240,7 @@ def drive_disk(model: Path, record: Record, crashed: Path, small: str, pretend: 
     engine.close()
 
     engine = Driven(model, f"file://{small}/store")
-    engine.core.scheduler.connector._store._max = 0.5  # of the backoff: nobody wants to wait longer
+    engine.core.scheduler.connector._store.max_backoff = 0.5  # of the backoff: nobody wants to wait longer
     usual = cast(Any, disk).write_all
 
     def write_all(file: int, data: bytes) -> None:
@@ -1262,7 +1262,7 @@ def drive_redis(model: Path, record: Record) -> list[Answered]:
     with redis_server() as server:
         server.kill()
         engine = Driven(model, f"redis://127.0.0.1:{server.port}/0?timeout=0.3")
-        engine.core.scheduler.connector._store._max = 0.5
+        engine.core.scheduler.connector._store.max_backoff = 0.5
         for name, scenario in REDIS.items():
             record.run(engine, name, partial(scenario, server=server))
         engine.close()

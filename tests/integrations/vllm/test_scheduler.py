@@ -205,7 +205,8 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     """More of them than the pool has threads; afterwards the store is used again."""
     d = desk(lookup_timeout=0.2, own_store=True)
     d.side._state.clock = time.monotonic
-    d.side._state.store = GuardedStore(d.store, first_backoff=0.05, max_backoff=0.05)
+    d.side._state.store = guarded = GuardedStore(d.store)
+    guarded.first_backoff = 0.05
     go = threading.Event()
     d.store.before = lambda operation: _wait(go)
     hanging = [make_request(f"hanging {number}") for number in range(6)]

@@ -808,7 +808,8 @@ def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pyte
 
 def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench]) -> None:
     b = bench(threads=1, load_timeout=0.2)
-    b.worker._state.store = GuardedStore(b.store, first_backoff=1e-3, max_backoff=1e-3)
+    b.worker._state.store = guarded = GuardedStore(b.store)
+    guarded.first_backoff = guarded.max_backoff = 1e-3
     blocks = list(range(16))
     b.fill(blocks, 8 * CHUNK)
     go, hangs = threading.Event(), threading.Event()
