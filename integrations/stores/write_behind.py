@@ -35,7 +35,7 @@ class Tier:
         self._label = f"tier {level} ({store.name})"
         self._max_bytes = max_bytes
         self._counts = TierCounters()
-        self._closed = self._close_late = False
+        self._closed = False
         self._warn = WarnOnce(_log, self._label)
         self.reset()
 
@@ -57,16 +57,9 @@ class Tier:
                 self._changed.notify_all()
                 return True
             self._counts.dropped += 1
-            closed = self._closed
-        if full and not closed:
-            self._warn(
-                "full",
-                "the write-behind queue is full (%s bytes): entries arrive faster than the tier stores them, and are "
-                "dropped for this tier until it catches up",
-                f"{self._max_bytes:,}",
-            )
-        elif not closed:
-            self._warn("thread", "no thread can be started to write to it; entries are dropped for this tier")
+            if full and not self._closed:
+                text = "the write-behind queue is full (%s bytes): entries arrive faster than the tier stores them, "
+                self._warn("full", text + "and are dropped for this tier until it catches up", f"{self._max_bytes:,}")
         return False
 
     def look(self, keys: Sequence[str], count: bool) -> tuple[dict[str, bytes], list[str]]:
@@ -76,18 +69,13 @@ class Tier:
         an entry leaves the queue only once the store has it.
         """
         with self._changed:
-            found = {key: self._waiting[key] for key in keys if key in self._waiting}
-            hidden = set()
-            for key in keys:
-                if (write := self._writing.get(key)) is not None and key not in found:
-                    if write.deleted:
-                        hidden.add(key)
-                    else:
-                        found[key] = write.blob
+            writing = {key: self._writing[key] for key in keys if key in self._writing}
+            found = {key: write.blob for key, write in writing.items() if not write.deleted}
+            found |= {key: self._waiting[key] for key in keys if key in self._waiting}
             if count:
                 self._counts.hits += len(found)
                 self._counts.hit_bytes += sum(map(len, found.values()))
-        return found, [key for key in keys if key not in found and key not in hidden]
+        return found, [key for key in keys if key not in found and key not in writing]
 
     def forget(self, matches: Callable[[str], bool]) -> bool:
         """Remove matching puts, and hide and later delete those being written; return whether any matched."""
@@ -121,25 +109,20 @@ class Tier:
             return self._changed.wait_for(lambda: not self._waiting and not self._writing, timeout)
 
     def close(self) -> None:
-        """Drop waiting entries, end the threads, and close the store. The last thread that still writes closes it."""
+        """Drop waiting entries, and close the store. Threads that still write end with the process, if they hang."""
         with self._changed:
             lost, size = len(self._waiting), sum(map(len, self._waiting.values()))
+            busy = sum(len(write.blob) for write in self._writing.values())
             self._counts.dropped += lost
             self._bytes -= size
             self._waiting.clear()
             self._closed = True
-            busy = sum(len(write.blob) for write in self._writing.values())
-            self._close_late = bool(self._writing)
             self._changed.notify_all()
-        if self._close_late:
-            text = "%s was closed while it is writing: %d entries (%d bytes) were not written and are lost"
-            text += "; others of %d bytes are lost if the process ends before they are written"
+            if not busy:
+                self._changed.wait_for(lambda: not self._threads)
+        if lost or busy:
+            text = "%s was closed: %d entries (%d bytes) were not written and are lost; %d bytes are being written"
             _log.warning(text, self._label, lost, size, busy)
-            return
-        if lost:
-            _log.warning("%s was closed: %d entries (%d bytes) were not written and are lost", self._label, lost, size)
-        with self._changed:
-            self._changed.wait_for(lambda: not self._threads)
         self.store.close()
 
     def counters(self) -> dict[str, TierCounters]:
@@ -153,13 +136,6 @@ class Tier:
             counted.dropped += self._counts.dropped
             counted.queued += len(self._waiting) + len(self._writing)
         return counters
-
-    def _failed(self, error: Exception) -> None:
-        """Count a failed copy and log the first one. It is not raised to the caller of `put` or `get`."""
-        if not isinstance(error, StoreError):  # a store counts the StoreErrors that it raises
-            with self._changed:
-                self._counts.errors += 1
-        self._warn("failed", "a copy was not written: %s", error)
 
     def _hire(self) -> bool:
         """Start another thread if all are busy, unless the system prevents it; return whether one runs."""
@@ -177,10 +153,7 @@ class Tier:
             pass
         with self._changed:
             self._threads -= 1
-            last = not self._threads
             self._changed.notify_all()
-        if last and self._close_late:
-            self._attempt(self.store.close)
 
     def _step(self) -> bool:
         """Write one entry; False once the tier is closed. One call per entry, so that no blob stays referenced."""
@@ -193,13 +166,12 @@ class Tier:
             write = self._writing[key] = _Write(key, self._waiting.pop(key))
         self._attempt(lambda: self.store.put(write.key, write.blob))
         with self._changed:
-            deleted = write.deleted
-            if not deleted:
+            if not write.deleted:
                 self._finish(write)
-        if deleted:
-            self._attempt(lambda: self.store.delete(write.key))
-            with self._changed:
-                self._finish(write)
+                return True
+        self._attempt(lambda: self.store.delete(write.key))
+        with self._changed:
+            self._finish(write)
         return True
 
     def _next(self) -> str | None:
@@ -207,10 +179,14 @@ class Tier:
         return next((key for key in self._waiting if key not in self._writing), None)
 
     def _attempt(self, work: Callable[[], object]) -> None:
+        """Call the store. A failure is counted, and the first is logged: nobody waits for the copy."""
         try:
             work()
         except Exception as error:
-            self._failed(error)
+            if not isinstance(error, StoreError):  # a store counts the StoreErrors that it raises
+                with self._changed:
+                    self._counts.errors += 1
+            self._warn("failed", "a copy was not written: %s", error)
 
     def _finish(self, write: _Write) -> None:
         del self._writing[write.key]
