@@ -58,25 +58,3 @@ def test_messages_name_the_argument_first(folder: str) -> None:
     ]
     wrong = [f"{path}:{line}: {complaint(text)}: {text}" for path, line, text in found if complaint(text)]
     assert len(found) > 3 and not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ('raise InputError("threads: must be at least 1, got 0")', None),
-        ('raise InputError(f"threads: must be at least 1, got {n}")', None),
-        ('raise InputError(f"blobs[{i}]: starts row 2")', None),
-        ('raise InputError(f"{path}:{line}: holds no prompt")', None),
-        ('raise InputError(f"--text {share}: the share must lie above 0")', None),
-        ('raise InputError("threads must be at least 1, got 0")', "no name"),
-        ('raise errors.InputError(f"{n} tokens are too many")', "no name"),
-        ('raise InputError("threads: must be at least 1")', "not what it is"),
-    ],
-)
-def test_the_form_is_recognized(code: str, expected: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text(code)
-    ((_, text),) = raised(path)
-    found = complaint(text)
-    assert (found is None) == (expected is None)
-    assert expected is None or (found is not None and expected in found)

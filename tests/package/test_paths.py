@@ -52,12 +52,6 @@ def test_the_paths_that_a_page_names_exist(page: str) -> None:
     assert [name for name in named_paths(text) if not exists(name, page)] == []
 
 
-def test_stale_paths_are_found() -> None:
-    text = "`codec/cpu.py`, `codec/`, `nowhere.py`, `a b/c`, `file:///var/x`, `out/site` and ```codec/none.py```"
-    assert named_paths(text) == ["codec/cpu.py", "codec/", "nowhere.py", "out/site"]
-    assert [name for name in named_paths(text) if not exists(name, "README.md")] == ["codec/cpu.py", "nowhere.py"]
-
-
 def test_the_picture_of_data_flow_names_files_and_definitions_that_exist() -> None:
     """Names in it are those with an underscore or with two capitals."""
     text = (ROOT / "docs" / "concepts" / "data-flow.md").read_text(encoding="utf-8")

@@ -49,16 +49,6 @@ def test_links_and_pictures_of_the_readme_exist() -> None:
         assert (ROOT / target).is_file(), target
 
 
-def test_files_and_commands_that_the_readme_names_exist() -> None:
-    for name in re.findall(r"`([\w/.]+\.(?:md|py))`", README):
-        assert any((ROOT / folder / name).is_file() for folder in (".", "codec")), name
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
-        assert f"\n{target}:" in makefile
-    for preset in ("lossless", "high", "balanced", "small"):
-        assert f'"{preset}"' in README
-
-
 def test_security_names_what_exists() -> None:
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     for name in re.findall(r"`([\w/.]+\.(?:md|py))`", text):

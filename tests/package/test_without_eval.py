@@ -55,11 +55,6 @@ def run(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess
     )  # fmt: skip
 
 
-def test_the_block_works(tmp_path: Path) -> None:
-    ran = run("import cuvee.eval", tmp_path)
-    assert ran.returncode and "No module named 'cuvee.eval'" in ran.stderr
-
-
 @pytest.mark.slow
 def test_the_library_learns_codes_and_blends_without_eval(tmp_path: Path) -> None:
     ran = run(LIBRARY, tmp_path)

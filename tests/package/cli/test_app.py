@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -85,14 +84,6 @@ def test_the_example_of_a_command_is_right(command: str) -> None:
     assert examples
     for example in examples:
         found.make_context(command, shlex.split(example))
-
-
-@pytest.mark.parametrize(("columns", "width"), [(None, 120), ("60", 60)])
-def test_a_pipe_is_wide_enough_for_tables(columns: str | None, width: int) -> None:
-    env = {k: v for k, v in os.environ.items() if k != "COLUMNS"} | ({"COLUMNS": columns} if columns else {})
-    code = "from cuvee.cli.output import make_console; print(make_console().width)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    assert done.stdout == f"{width}\n"
 
 
 def test_as_a_process(files: Files) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ import cuvee
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
@@ -128,13 +126,6 @@ def test_token_ids_go_into_the_blobs_and_come_back(files: Files) -> None:
     fails(*encode, "--force", match=f"cache.safetensors: tokens: must be below {VOCABULARY}, the vocabulary")
 
 
-def test_chunks_move_together(files: Files) -> None:
-    out, back = files.folder / "blobs", files.folder / "back"
-    run("encode", files.cache, out, "--profile", files.profile, "--quality", "high", "--chunk-tokens", "100")
-    report = json.loads(run("decode", out, back, "--profile", files.profile, "--start", "0", "--json").stdout)
-    assert report == {"out": str(back), "chunks": 2, "tokens": TOKENS, "start": 0}
-
-
 @pytest.mark.parametrize("quality", [("--bits", "2"), ("--ratio", "8"), ("--quality", "small"), ()])
 def test_every_way_to_ask_for_quality(files: Files, quality: tuple[str, ...]) -> None:
     learned = Profile.load(files.profile)
@@ -156,24 +147,6 @@ def test_nothing_is_replaced_without_force(files: Files) -> None:
     run("decode", out, back, "--profile", files.profile, "--force")
     assert_same(back, files.chunk)
     assert not [p for p in files.folder.iterdir() if p.name.startswith(".")]
-
-
-def test_force_spares_a_folder_of_other_things(files: Files) -> None:
-    out = files.folder / "home"
-    out.mkdir()
-    (out / "thesis.tex").write_text("x")
-    fails(
-        "encode",
-        files.cache,
-        out,
-        "--profile",
-        files.profile,
-        "--quality",
-        "lossless",
-        "--force",
-        match="for --force to replace it",
-    )
-    assert (out / "thesis.tex").read_text() == "x"
 
 
 def test_one_file_holds_one_chunk(files: Files) -> None:
@@ -224,44 +197,3 @@ def test_a_cache_of_another_model_is_refused(files: Files) -> None:
     fails("encode", files.folder / "c", files.folder / "b", *profile, match="must hold tensors of one dtype")
     save_file(tensors, files.folder / "c", {"start": "-1"})
     fails("encode", files.folder / "c", files.folder / "b", *profile, match="got '-1'")
-
-
-def test_the_worst_kind_may_decide(
-    tmp_path: Path,
-    layouts: dict[str, KVLayout],
-    make_chunk: Callable[..., KVChunk],
-    fitted: Callable[[str, str], Profile],
-) -> None:
-    easy = [CurvePoint(64 * k, 4.0 - k, 1e-2, 1e-3 * 4.0**k, kind="prose") for k in range(-4, 2)]
-    hard = [replace(point, kl=4 * (point.kl or 0), kind="code") for point in easy]
-    both = [replace(point, kind=None) for point in easy]
-    fitted("bfloat16", "layer").with_curve([*easy, *hard, *both]).save(tmp_path / "p")
-    cache = save_cache(make_chunk(layouts["bfloat16"], 64), tmp_path / "cache.safetensors")
-    steps = []
-    for number, worst in enumerate(((), ("--worst",))):
-        run("encode", cache, tmp_path / f"{number}.cuvee", "--profile", tmp_path / "p", "--kl", "0.004", *worst)
-        steps.append(read_header((tmp_path / f"{number}.cuvee").read_bytes()).step_index)
-    assert steps[1] < steps[0]
-
-
-def test_a_ratio_is_that_of_the_cache_that_is_encoded(
-    tmp_path: Path,
-    layouts: dict[str, KVLayout],
-    make_chunk: Callable[..., KVChunk],
-    fitted: Callable[[str, str], Profile],
-) -> None:
-    """The dtype in which the profile was learned does not matter."""
-    points = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k) for k in range(-4, 2)]
-    for learned, saved in (("bfloat16", "float32"), ("float32", "bfloat16")):
-        known = fitted("bfloat16", "layer")
-        profile = Profile(
-            replace(known.layout, dtype=learned), "layer", "fitted", known.family, known.learned, curve=points
-        )
-        profile.save(tmp_path / "p")
-        chunk = make_chunk(replace(layouts["bfloat16"], dtype=saved), 64)
-        cache = save_cache(chunk, tmp_path / f"{saved}.safetensors")
-        options = ("--profile", tmp_path / "p", "--ratio", "8" if saved == "float32" else "4", "--json")
-        run("encode", cache, tmp_path / f"{saved}.cuvee", *options)
-        info = cuvee.inspect((tmp_path / f"{saved}.cuvee").read_bytes())
-        assert info.step == 1.0, "the step at which the curve has 4 bits, which is 8 times fewer than 32"
-        assert info.dtype == saved and info.ratio == info.raw_bytes / info.total_bytes

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 from enum import Enum
-from pathlib import Path
 
 import pytest
 
 from cuvee.cli import report
-from cuvee.cli.options import Dtype, fields_from, typed_command
+from cuvee.cli.options import typed_command
 from cuvee.eval.report.report_config import ReportConfig
 
 
@@ -39,8 +38,3 @@ def test_options_are_fields_of_the_configuration_with_its_defaults() -> None:
         if name in defaults and parameter.default is not None:
             default = parameter.default
             assert defaults[name] == (default.value if isinstance(default, Enum) else default), name
-
-
-def test_options_become_fields() -> None:
-    given = {"a": [Path("x"), Path("y")], "b": None, "c": Dtype.float16, "d": 3, "e": [], "f": (), "g": Path("z")}
-    assert fields_from(given, *"abcdef") == {"a": ("x", "y"), "c": "float16", "d": 3, "f": ()}

@@ -57,20 +57,6 @@ def test_profile_check_shows_what_is_not_supported(tmp_path: Path) -> None:
     fails("profile", "check", tmp_path / "none", match="none")
 
 
-def test_ratios_are_those_of_a_16_bit_cache(tmp_path: Path, books: Any) -> None:
-    """The profile was learned on a CPU and therefore in float32."""
-    assert books.profile.layout.dtype == "float32"
-    books.profile.save(tmp_path / "p")
-    data = json.loads(run("profile", "show", tmp_path / "p", "--json").stdout)
-    assert [point["ratio"] for point in data["curve"]] == [16 / p.bits_per_value for p in books.profile.curve]
-    shown = run("profile", "show", tmp_path / "p").stdout
-    assert "Ratios count a cache of 16 bits per value" in shown
-    for point in books.profile.curve:
-        shows = [f"{2 ** (point.step_index / 64):.3g}", f"{point.bits_per_value:.3f}"]
-        (row,) = (cells for line in shown.splitlines() if (cells := line.split())[:2] == shows)
-        assert f"{16 / point.bits_per_value:.1f}x" in row
-
-
 def test_a_profile_is_learned_from_text_and_token_ids(tmp_path: Path, books: Any) -> None:
     rows = [{"input_ids": row} for row in books.harbour[:10].tolist()]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n" + json.dumps(rows[0]["input_ids"]))

@@ -62,21 +62,6 @@ def test_a_profile_travels(where: str, tmp_path: Path, layout: KVLayout, weights
     assert Profile.load(tmp_path / "new" / "first").id.hex() == first
 
 
-def test_a_push_says_what_it_did(tmp_path: Path, layout: KVLayout, weights: str) -> None:
-    profile = small_profile(0, weights, layout)
-    profile.save(tmp_path / "p")
-    said = json.loads(run("profile", "push", tmp_path / "p", tmp_path / "collection", "--json").stdout)
-    assert said == {
-        "id": profile.id.hex(), "layout": layout.fingerprint.hex(), "weights": weights,
-        "file": f"cuvee-profiles/{layout.fingerprint.hex()}/{profile.id.hex()}.safetensors",
-        "bytes": (tmp_path / "p").stat().st_size, "where": str(tmp_path / "collection"),
-    }  # fmt: skip
-    assert (tmp_path / "collection" / said["file"]).read_bytes() == (tmp_path / "p").read_bytes()
-    small_profile(0, None, layout).save(tmp_path / "fitted")
-    said = run("profile", "push", tmp_path / "fitted", tmp_path / "collection").stdout
-    assert "no model" in said and said.endswith(": found by its id alone\n")
-
-
 def test_what_fails_leaves_no_file(where: str, tmp_path: Path, layout: KVLayout) -> None:
     pull = ("profile", "pull", MODEL, where, "-o", tmp_path / "p")
     fails(*pull, match="no profile of this llama model in ")

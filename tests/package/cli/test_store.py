@@ -11,7 +11,7 @@ from tests.package.cli import running
 from typer.testing import Result
 
 from cuvee.codec.identity import store_key, tenant_id
-from cuvee.integrations.stores.base import Store, StoreError
+from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.disk import DiskStore
 
 
@@ -38,13 +38,6 @@ def folder(tmp_path: Path) -> Path:
 def held(folder: Path) -> list[bool]:
     alice = [store_key("alice", bytes([number]) * 32) for number in range(3)]
     return DiskStore(folder).contains([*alice, store_key("", bytes(32))])
-
-
-def test_info(folder: Path) -> None:
-    url = f"file://{folder}"
-    row = {"tier": "disk", "reachable": True, "seconds": None, "error": None, "entries": None, "bytes": None}
-    assert read("info", url) == {"url": url, "tiers": [row]}
-    assert "disk" in (text := run("info", url).stdout) and "yes" in text and "not known" in text
 
 
 def test_info_checks_with_an_entry_of_its_own(folder: Path) -> None:
@@ -127,27 +120,12 @@ def test_a_password_is_not_shown() -> None:
     assert "secret" not in done.output and json.loads(done.stdout)["url"].startswith("redis://user:***@127.0.0.1:1/0")
 
 
-def test_a_bad_url_is_one_line() -> None:
-    done = run("info", "fiel:///x", code=1)
-    assert done.stderr.startswith("error: url: ") and "file://" in done.stderr and done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize("by", ["salt", "hex"])
 def test_delete_tenant(folder: Path, by: str) -> None:
     which = ["--salt", "alice"] if by == "salt" else ["--tenant", tenant_id("alice")]
     done = run("delete-tenant", f"file://{folder}", *which, "--yes")
     assert done.stdout == "disk: 3 deleted\n" and held(folder) == [False, False, False, True]
     assert run("delete-tenant", f"file://{folder}", *which, "--yes").stdout == "disk: 0 deleted\n"
-
-
-def test_delete_those_without_a_salt(folder: Path) -> None:
-    data = read("delete-tenant", f"file://{folder}", "--salt", "", "--yes")
-    assert data == {
-        "url": f"file://{folder}",
-        "tenant": tenant_id(""),
-        "tiers": [{"tier": "disk", "deleted": 1, "error": None}],
-    }
-    assert held(folder) == [True, True, True, False]
 
 
 @pytest.mark.parametrize(("answer", "kept"), [("y\n", False), ("n\n", True), ("\n", True), (None, True)])
@@ -190,21 +168,3 @@ def test_clear(folder: Path) -> None:
     assert read("clear", url, "--yes") == {"url": url, "tiers": [{"tier": "disk", "deleted": 4, "error": None}]}
     assert not any(held(folder)) and (folder / "mine.txt").exists()
     assert run("clear", url, answer="y\n").stdout.endswith("disk: 0 deleted\n")
-
-
-def test_clear_that_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(DiskStore, "clear")  # leaves that of the base class, for stores that list no tenants
-    done = run("clear", f"file://{folder}", "--yes", code=1)
-    assert done.stderr.startswith("error: disk store: cannot be cleared") and all(held(folder))
-
-
-def test_the_store_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[Store] = []
-
-    def close(store: DiskStore) -> None:
-        closed.append(store)
-
-    monkeypatch.setattr(DiskStore, "close", close)
-    run("info", f"file://{folder}")
-    run("delete-tenant", f"file://{folder}", "--salt", "a", "--yes")
-    assert len(closed) == 2
