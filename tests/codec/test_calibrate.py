@@ -335,11 +335,6 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
     assert profile.resolve(kl=KL_MARGIN * 4e-3, worst=True) == 0
     # A preset is that of the worst kind.
     assert profile.resolve("balanced") == profile.resolve(kl=5e-3, worst=True) < profile.resolve(kl=5e-3)
-    for asked in ({"bits": 4.0}, {"step": 1.0}, {"ratio": 4.0}, {"quality": "balanced"}):
-        with pytest.raises(InputError, match=r"^worst: must be True or False, and True only with kl=, got True with "):
-            Codec(profile, worst=True, **asked)
-    with pytest.raises(InputError, match=r"^worst: .*, got 'yes' with kl="):
-        Codec(profile, kl=1e-3, worst="yes")  # type: ignore[arg-type]
     # Bits are those of all kinds together.
     assert profile.resolve(bits=4.0) == 0
     curve = Curve(profile.points)
@@ -506,24 +501,6 @@ def test_a_kl_below_the_curve_is_lossless(worst: bool, books: Books, caplog: pyt
         Codec(profile, "lossless", kl=least * 0.99, worst=worst)
     with pytest.raises(ProfileError, match="no curve"):
         Codec(profile.with_curve([]), kl=1e-9)
-
-
-def test_presets_keep_their_promise_beyond_the_curve(books: Books, caplog: pytest.LogCaptureFixture) -> None:
-    """A model may lose less at the coarsest step than a preset allows, or more at the finest."""
-    profile = books.profile
-
-    def costing(factor: float) -> Profile:
-        return profile.with_curve([replace(p, kl=p.kl * factor) for p in profile.curve if p.kl is not None])
-
-    coarsest = max(point.step_index for point in profile.curve)
-    with caplog.at_level("INFO", logger="cuvee"):
-        assert Codec(costing(1e-3), "small").step_index == Codec(costing(1e-3), kl=0.02).step_index == coarsest
-        assert "coarsest step" in caplog.text and "WARNING" not in caplog.text
-        caplog.clear()
-        assert Codec(costing(1e3), "high").lossless and Codec(costing(1e3), kl=0.001).lossless
-    assert [(r.levelname, "lossless instead" in r.message) for r in caplog.records] == [("INFO", True)] * 2
-    # Without a curve in KL presets mean something else, and nothing is beyond it.
-    assert not Codec(profile.with_curve([]), "high").lossless
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------

@@ -87,24 +87,6 @@ def test_extreme_weights_of_a_profile_do_no_harm() -> None:
     assert codec.decode(codec.encode(chunk)).tokens == 300
 
 
-@pytest.mark.parametrize("group", ["layer", "head"])
-def test_components_of_the_predictor_need_no_second_product(group: str) -> None:
-    """Only if it reads the first components of a single block are they those of the analysis."""
-    profile = fitted(group)
-    for components, first in ((np.arange(3), True), (np.array([0, 2]), False)):
-        reads = predictor(components=components.astype(np.int32), **dict.fromkeys(
-            ("scale", "linear", "square"), np.ones(len(components), np.float32)
-        ))  # fmt: skip
-        coding = SectionCoding(replace(profile.learned[0], predictor=reads), 0)
-        basis = coding.learned.basis
-        x = torch.randn(40, len(basis.mean), generator=torch.Generator().manual_seed(0))
-        classes, known = coding.classes(x, 10, slice(0, 40), coding.finer(10, 40, 0), predict_classes)
-        assert classes.dtype == np.uint8 and classes.shape == (40,)
-        assert (known is not None) == (first and group == "layer")
-        if known is not None:
-            torch.testing.assert_close(known, basis.coefficients(x, basis.block_ranks)[:3], rtol=1e-4, atol=1e-4)
-
-
 def test_all_tokens_are_neutral_in_a_section_without_a_predictor() -> None:
     coding = SectionCoding(replace(fitted().learned[0], predictor=None), 0)
     x = torch.zeros(3, len(coding.learned.basis.mean))

@@ -18,7 +18,6 @@ from cuvee.codec.codec import Codec, _warn_of_no_promise
 from cuvee.codec.cpu.backend import MAX_SCHEMES, CpuBackend
 from cuvee.codec.errors import (
     CorruptError,
-    CuveeError,
     InputError,
     ProfileError,
     ProfileMismatchError,
@@ -289,14 +288,6 @@ def test_a_cache_without_rope_stays_where_it_is(
             codec.decode(blob, start, tokens=run)
 
 
-def test_a_start_that_the_format_cannot_hold(layouts: Layouts, make_chunk: MakeChunk) -> None:
-    endless = replace(layouts["gqa"], max_positions=None)
-    small = make_chunk(endless, 4)
-    codec = Codec.without_profile(endless)
-    with pytest.raises(CuveeError, match="start"):
-        codec.encode(KVChunk(small.keys, small.values, endless, start=1 << 32))
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_other_layouts_are_refused(scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
     codec = make_codec("gqa", scheme, **quality(scheme))
@@ -359,35 +350,15 @@ def test_the_repr_shows_what_was_asked_for_and_no_secret(layouts: Layouts, make_
         Codec(codec.profile, 0.01)  # type: ignore[arg-type]
 
 
-def test_quality_arguments(fitted: Callable[[str, str], Profile]) -> None:
+def test_arguments(fitted: Callable[[str, str], Profile]) -> None:
+    """`test_quality.py` has those that ask for a quality."""
     profile = fitted("gqa", "layer")
     high, balanced, small = (Codec(profile, quality) for quality in PRESET_KL)
     assert high.step_index < balanced.step_index < small.step_index and not balanced.lossless
-    assert Codec(profile, step=0.5).step_index == -64
-    assert Codec(profile, "lossless").lossless
-    two: list[dict[str, object]] = [
-        {"quality": "high", "step": 1.0},
-        {"quality": "lossless", "bits": 2.0},
-        {"kl": 1e-3, "ratio": 8.0},
-    ]
-    for arguments in two:
-        with pytest.raises(InputError, match=f"exactly one of .* got {', '.join(arguments)}$"):
-            Codec(profile, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"^quality: must be one of lossless, high, balanced, small, got 'best'"):
-        Codec(profile, "best")
+    assert Codec(profile, step=0.5).step_index == -64 and Codec(profile, "lossless").lossless
     for step in (1e-6, 300.0):
         with pytest.raises(ProfileError, match=r"^step: must lie in 0\.0039\d* … 256 for this profile"):
             Codec(profile, step=step)
-    for value in (0.0, -1.0, float("nan"), float("inf")):
-        for name in ("step", "kl", "bits", "ratio"):
-            with pytest.raises(InputError, match=f"^{name}: must be a positive number, got {value}$"):
-                Codec(profile, **{name: value})  # type: ignore[arg-type]
-    for name in ("step", "kl", "bits", "ratio"):
-        for odd in ("2", True, [2.0]):
-            with pytest.raises(InputError, match=f"^{name}: must be a positive number, got "):
-                Codec(profile, **{name: odd})  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"^kl: must be .*, got 'small'; did you mean quality='small'\?$"):
-        Codec(profile, kl="small")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"^threads: must be at least 1, got 0"):
         Codec(profile, threads=0)
     with pytest.raises(InputError, match=r"backend: must be one of .*, got 'x'"):

@@ -89,50 +89,6 @@ def test_a_part_is_laid_out_as_specified(class_words: int) -> None:
     assert len(data) == end + -end % 4 + 16
 
 
-# With 6 words: lengths from byte 32, class words from 38, words from 44, no padding, escapes from 56. With 5 words and
-# the same places, two bytes of padding come at 54.
-@pytest.mark.parametrize(
-    ("words", "offset", "fmt", "value", "message"),
-    [
-        pytest.param(6, 0, "<I", 9, "too early", id="words too many"),
-        pytest.param(6, 0, "<I", 5, "padding", id="a word too few, within the padding"),
-        pytest.param(6, 0, "<I", 4, "too many", id="words too few"),
-        pytest.param(6, 0, "<I", 2**32 - 1, "too early", id="words overflow"),
-        pytest.param(6, 4, "<I", 3, "too early", id="an escape too many"),
-        pytest.param(6, 4, "<I", 1, "too many", id="an escape too few"),
-        pytest.param(6, 4, "<I", 2**32 - 1, "too early", id="escapes overflow"),
-        pytest.param(6, 8, "<B", 2, "too early", id="more streams"),
-        pytest.param(6, 8, "<B", 4, "too many", id="fewer streams"),
-        pytest.param(6, 8, "<B", 8, "stream header", id="256 tokens per stream"),
-        pytest.param(6, 8, "<B", 255, "stream header", id="2**255 tokens per stream"),
-        pytest.param(6, 9, "<B", 1, "stream header", id="reserved byte"),
-        pytest.param(6, 10, "<H", 1, "stream header", id="reserved word"),
-        pytest.param(6, 10, "<H", 0x8000, "stream header", id="reserved word, high bit"),
-        pytest.param(6, 12, "<I", 5, "too early", id="class words too many"),
-        pytest.param(6, 12, "<I", 1, "too many", id="class words too few"),
-        pytest.param(6, 12, "<I", 2**32 - 1, "too early", id="class words overflow"),
-        pytest.param(6, 16, "<I", 0xFFFF, "class stream .* lower bound", id="a class state below its bound"),
-        pytest.param(6, 16, "<I", 0, "class stream .* lower bound", id="no class state"),
-        pytest.param(6, 20, "<I", 0xFFFF, "lower bound: stream 0", id="a state below its bound"),
-        pytest.param(6, 28, "<I", 0, "lower bound: stream 2", id="no state"),
-        pytest.param(6, 32, "<H", 5, "to 7 words, the header says 6", id="a length more"),
-        pytest.param(6, 32, "<H", 0xFFFF, "do not add up", id="a length far too much"),
-        pytest.param(5, 54, "<B", 1, "padding", id="padding"),
-        pytest.param(5, 55, "<B", 0x80, "padding", id="padding, last byte"),
-        pytest.param(6, 56, "<I", 40, "escapes .*: escape 1", id="escape twice"),
-        pytest.param(6, 56, "<I", 41, "escapes .*: escape 1", id="escapes out of order"),
-        pytest.param(6, 60, "<I", ROWS * TOKENS, "escapes .*: escape 1", id="escape beyond the matrix"),
-        pytest.param(6, 56, "<I", 2**32 - 1, "escapes .*: escape 0", id="escape far beyond"),
-    ],
-)
-def test_parts_that_break_a_rule_are_refused(words: int, offset: int, fmt: str, value: int, message: str) -> None:
-    data = bytearray(write_coded(part_of(words), PLANES))
-    parse(bytes(data))
-    struct.pack_into(fmt, data, offset, value)
-    with pytest.raises(FormatError, match=message):
-        parse(bytes(data))
-
-
 def test_the_last_component_of_the_last_token_may_escape() -> None:
     data = bytearray(write_coded(part_of(), PLANES))
     struct.pack_into("<I", data, 60, ROWS * TOKENS - 1)

@@ -217,24 +217,6 @@ def test_channels_of_different_scales_share_a_table(dtype: str, limit: float) ->
     assert inspect(blob).bits_per_value <= limit
 
 
-@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_moved_keys_that_are_not_finite_are_the_same_on_both_stages(dtype: str, special: float) -> None:
-    layout = one_layer(dtype, 2, 8, ROPE)
-    keys, values = torch.randn(2, 70, 2, 8, generator=torch.Generator().manual_seed(0)).to(layout.torch_dtype)
-    keys[3, 0, 1] = keys[20, 1, 6] = keys[40, 0, 2] = special
-    keys[40, 0, 6] = -special
-    keys[50] = special
-    blob = Codec(Profile.unlearned(layout), "lossless").encode(KVChunk([keys], [values], layout, 5))
-    compiled, reference = (
-        Codec(Profile.unlearned(layout), "lossless", backend=backend).decode(blob, start=31)
-        for backend in ("numba", "reference")
-    )
-    assert not compiled.keys[0][50].isfinite().any() and compiled.keys[0][:3].isfinite().all()
-    assert same_bits(compiled.keys[0], reference.keys[0])
-    assert same_bits(compiled.values[0], values) and same_bits(reference.values[0], values)
-
-
 # --- damaged bytes
 
 

@@ -136,19 +136,6 @@ def test_both_encoders_write_the_same_bytes(tokens: int) -> None:
         assert encoded(section, classes, y, "reference") == data
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [WINDOW, 2 * WINDOW])
-def test_tiles_are_the_references(kind: str, size: int) -> None:
-    made = [coded(name, kind, 513) for name in SCALES]
-    coding = coding_of([section for section, _, _, _ in made])
-    parts = [(number, data) for number, (_, data, _, _) in enumerate(made)]
-    for at in tiles_of(513, size):
-        tiles = decode("numba", coding, parts, 513, at)
-        same(tiles, decode("reference", coding, parts, 513, at))
-        for (section, _, y, classes), tile in zip(made, tiles, strict=True):
-            check_close(tile, section, y, classes, at)
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     blocks=st.lists(st.lists(st.integers(-400, 700), min_size=1, max_size=12), min_size=1, max_size=3),

@@ -21,7 +21,7 @@ from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.container import inspect, read_header, read_token_ids, write_blob, write_token_ids
 from cuvee.codec.id_coding import _warn_of_no_ids
 from cuvee.codec.identity import Identity
-from cuvee.codec.learning.token_model import MOST_FEATURES, TokenSums, learn_token_model
+from cuvee.codec.learning.token_model import TokenSums, learn_token_model
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache, PagedChunks
@@ -383,13 +383,6 @@ def arrays_of(profile: Profile) -> dict[str, np.ndarray[Any, Any]]:
     return {"tokens.embedding": table.packed(), "tokens.row_scale": table.row_scale.numpy()}
 
 
-def test_tables_hold_seven_values_either_way(profile: Profile) -> None:
-    arrays = arrays_of(profile)
-    arrays["tokens.embedding"][0, 0] = 0  # -8 twice: a sum might exceed what float32 adds up exactly
-    with pytest.raises(FormatError, match=r"^tokens.embedding: must be -7 … 7, got -8"):
-        token_prediction.read_token_table(32, arrays)
-
-
 def test_too_little_text_predicts_nothing(model: LlamaForCausalLM, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         few = cuvee.calibrate(small_model(layers=1), text(4, 60, 1), "head", progress=False)
@@ -429,12 +422,6 @@ def test_predictions_do_not_depend_on_the_cpu(instructions: bool, monkeypatch: p
     assert torch.equal(coefficient_map.matrix, integers * coefficient_map.scale[:, None])
 
 
-def test_the_largest_numbers_of_a_coefficient_map_fit_its_digits() -> None:
-    edges = [0, 1, 127, 128, 255, 256, 32639, 32640, 32768, 65536, LARGEST_COEFFICIENT - 1, LARGEST_COEFFICIENT]
-    matrix = torch.tensor([[sign * edge for edge in edges for sign in (1, -1)]], dtype=torch.float32)
-    assert torch.equal(CoefficientMap.rounded(matrix).matrix.float(), matrix)
-
-
 @pytest.mark.parametrize("kept", [0, 1, 5, 20, 50])
 def test_a_full_cache_computes_the_others(kept: int) -> None:
     table, token_map = numbers(50, 40, 24)
@@ -459,22 +446,6 @@ def test_sinks_are_not_predicted() -> None:
                 left_out = max(3 - start, 0)
                 assert not values[:left_out].any()
                 assert torch.equal(values[left_out:], exact[[7, 8, 9, 7, 7]][left_out:])
-
-
-def test_a_blob_does_not_depend_on_the_chunks_before_it(profile: Profile, chunk: KVChunk, tmp_path: Path) -> None:
-    """What is kept of earlier chunks' ids, in whatever order, changes no byte."""
-    profile.save(tmp_path / "profile.safetensors")
-    parts = [chunk.slice(0, 100), chunk.slice(100, 160), chunk.slice(50, 130)]
-    alone = [Codec(Profile.load(tmp_path / "profile.safetensors"), step=0.25).encode(part) for part in parts]
-    together = Codec(Profile.load(tmp_path / "profile.safetensors"), step=0.25)
-    assert [together.encode(part) for part in reversed(parts)] == alone[::-1]
-    counted = Profile.load(tmp_path / "profile.safetensors")
-    counted.__dict__["predicted_coefficients"] = tuple(
-        PredictionCache(counted.token_table, found, 0, 0)
-        for section in counted.learned
-        if counted.token_table is not None and (found := section.coefficient_map()) is not None
-    )
-    assert [Codec(counted, step=0.25).encode(part) for part in parts] == alone, "nothing is kept"
 
 
 def test_threads_share_a_cache() -> None:
@@ -515,24 +486,6 @@ def test_a_linear_cache_is_predicted_almost_whole(model: LlamaForCausalLM) -> No
     left = values - predicted
     share = float((left - left.mean(0)).square().sum() / (values - values.mean(0)).square().sum())
     assert share < 0.05  # 4 bits of the embedding
-
-
-def test_wide_embeddings_keep_the_directions_that_predict(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = cuvee.KVLayout.from_config(model.config, dtype=torch.float32)
-    sections = partition(layout, "unit")
-    sums = TokenSums(model, layout)
-    sums.add_text(model, text(24, 64, 5).split(4))
-    whole = learn_token_model(sums, sections)
-    assert MOST_FEATURES > 32
-    monkeypatch.setattr("cuvee.codec.learning.token_model.MOST_FEATURES", 24)
-    cut = learn_token_model(sums, sections)
-    assert (cut.table.vocabulary, cut.table.features) == (VOCABULARY, 24)
-    ids = text(1, 100, 6)[0]
-    for section in range(len(sections)):
-        exact, near = whole.predicted(section, ids), cut.predicted(section, ids)
-        assert float((exact - near).square().sum()) < 0.3 * float(exact.square().sum())
 
 
 def test_a_table_needs_a_map_in_every_section(profile: Profile) -> None:

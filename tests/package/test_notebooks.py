@@ -130,26 +130,6 @@ def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     assert [shape(cell) for cell in code_cells(after)] == [shape(cell) for cell in code_cells(before)]
 
 
-@pytest.mark.parametrize(
-    ("source", "complaint"),
-    [
-        ("assert 1 + 1 == 3", "AssertionError"),
-        ("import warnings\nwarnings.warn('old news')", "wrote to standard error"),
-        ("import sys\nprint('oh', file=sys.stderr)", "wrote to standard error"),
-    ],
-)
-def test_a_cell_that_fails_or_warns_fails_the_notebook(source: str, complaint: str, tmp_path: Path) -> None:
-    path = tmp_path / "bad.ipynb"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    path.write_text(nbformat.writes(notebook), encoding="utf-8")
-    before = path.read_bytes()
-    done = run(path)
-    assert done.returncode != 0
-    assert complaint in done.stderr
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_notebooks_are_committed_as_execution_leaves_them(committed: Path) -> None:
     text = committed.read_text(encoding="utf-8")
     notebook = read(committed)

@@ -38,10 +38,6 @@ def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
     assert 0.1 < names["result"].record.cost < 0.25 and names["chunks"].counters.misses == 3
 
 
-def test_the_readme_is_one_page() -> None:
-    assert len(README.splitlines()) <= 90
-
-
 def test_links_and_pictures_of_the_readme_exist() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", README)
     assert len(targets) > 12

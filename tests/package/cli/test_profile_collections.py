@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tests.integrations.profile_collection.fake_hub import REPOSITORY, fake_hub
 from tests.integrations.profile_collection.small_profiles import small_profile
-from tests.integrations.stores.fake_http import fake_http
 from tests.package.cli.running import fails, misused, run
 
 from cuvee.calibration.bundled import bundled_model_path
@@ -31,18 +28,10 @@ def weights() -> str:
     return weight_fingerprints(bundled_model_path()).found[0]
 
 
-@pytest.fixture(params=["folder", "bucket", "hub"])
-def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture
+def where(tmp_path: Path) -> str:
     """An empty collection."""
-    if request.param == "folder":
-        yield f"file://{tmp_path}/collection"
-    elif request.param == "bucket":
-        pytest.importorskip("obstore", reason="needs obstore")
-        with fake_http() as server:
-            yield server.url
-    else:
-        with fake_hub(tmp_path / "cache", monkeypatch):
-            yield f"hf://{REPOSITORY}"
+    return f"file://{tmp_path}/collection"
 
 
 def test_a_profile_travels(where: str, tmp_path: Path, layout: KVLayout, weights: str) -> None:
