@@ -18,24 +18,20 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from cuvee.calibration.bundled import EVALUATION_TEXTS, bundled_text
 from cuvee.calibration.corpus import load_tokenizer
 from cuvee.codec.errors import InputError
-from cuvee.eval import plots
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
 from cuvee.eval.bench.engine.scope import EngineVariant, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
 from cuvee.eval.bench.timing import paired, spread
 from cuvee.eval.documents import ReportTable
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["BlendScope", "draw_blends", "run_blend_bench", "show_blends"]
+__all__ = ["BlendScope", "run_blend_bench", "show_blends"]
 
 BLOCK = 128
 _HEAD, _QUESTION = 24, 24  # tokens before and after the documents
@@ -191,7 +187,7 @@ def _tokens(model: Path, count: int) -> list[int]:
 
 
 def show_blends(report: Mapping[str, Any]) -> Shown:
-    """Make the table and the plot of a report."""
+    """Make the table of a report."""
     lengths = report["lengths"]
     rows = [["computed, s", *(f"{entry['computed_seconds']['median']:.3g}" for entry in lengths)]]
     for index, blend in enumerate(lengths[0]["blends"]):
@@ -203,31 +199,7 @@ def show_blends(report: Mapping[str, Any]) -> Shown:
         f"{report['quality']}; ratio to computing the prompt (median)"
     )
     table = ReportTable(["tokens ", *(str(entry["tokens"]) for entry in lengths)], rows, title)
-    return Shown("Blended prompts in vLLM", machine_and_vllm(report), [table], draw_blends(report))
-
-
-def draw_blends(report: Mapping[str, Any]) -> Figure:
-    """Draw time to first token over computing, against cost, a line for each length."""
-    with plots.styled():
-        figure = plots.new_figure(4.4)
-        axes = figure.add_subplot()
-        plots.add_title(
-            axes, "Blended prompts in vLLM: time to first token", f"over computing the prompt; {report['model']}"
-        )
-        colors = (plots.SKY, plots.BLUE, plots.GREEN, plots.VERMILION)
-        for entry, color in zip(report["lengths"], colors, strict=False):
-            costs = [100 * blend["cost"] for blend in entry["blends"]]
-            ratios = [blend["over_computed"] for blend in entry["blends"]]
-            middle = [r["median"] for r in ratios]
-            bars = [[r["median"] - r["p20"] for r in ratios], [r["p80"] - r["median"] for r in ratios]]
-            axes.errorbar(costs, middle, bars, label=f"{entry['tokens']:,} tokens", color=color, marker="o")
-        axes.set_xlabel("cost, % of the reused tokens' computation")
-        axes.set_ylabel("time over computing")
-        axes.set_ylim(bottom=0)
-        axes.axhline(1, color=plots.SOFT, linewidth=0.8)
-        axes.grid(True, axis="y", color=plots.LINE, linewidth=0.6)
-        figure.legend(loc="outside lower left", ncols=4, fontsize=8.5)
-        return figure
+    return Shown("Blended prompts in vLLM", machine_and_vllm(report), [table])
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

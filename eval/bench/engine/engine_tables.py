@@ -65,11 +65,12 @@ def _hits(report: Mapping[str, Any]) -> ReportTable:
 
 def _pays_from(report: Mapping[str, Any]) -> ReportTable:
     shortest = report["first_token"]["lengths"][0]["tokens"]
-    return ReportTable(
-        [" ", "pays from, measured", "connector says", "prefill tokens/s", "load tokens/s", "overhead ms"],
-        [[variant["name"], *_verdict_row(variant, shortest)] for variant in report["first_token"]["variants"]],
-        "From which length on a load pays",
-    )
+    rows = []
+    for variant in report["first_token"]["variants"]:
+        tokens = variant["pays_from_tokens"]
+        shown = "never" if tokens is None else f"{tokens:.0f}" if tokens else f"{shortest} or less"
+        rows.append([variant["name"], shown])
+    return ReportTable(["variant ", "tokens"], rows, "From which length on a load pays")
 
 
 def _storing(storing: Mapping[str, Any]) -> ReportTable:
@@ -89,17 +90,3 @@ def _storing(storing: Mapping[str, Any]) -> ReportTable:
 
 def _around(value: Mapping[str, float]) -> str:
     return f"{value['median']:.2g} ({value['p20']:.2g}-{value['p80']:.2g})"
-
-
-def _verdict_row(variant: Mapping[str, Any], shortest: int) -> list[str]:
-    measured, said = variant["pays_from_tokens"], variant["connector"]
-    shown = "never" if measured is None else f"{measured:.0f}" if measured else f"{shortest} or less"
-    if said is None:
-        return [shown, "not measured yet", "", "", ""]
-    numbers = (said["prefill_tokens_per_second"], said["load_tokens_per_second"])
-    return [
-        shown,
-        "never" if said["break_even_tokens"] is None else f"{said['break_even_tokens']:.0f}",
-        *("" if number is None else f"{number:.0f}" for number in numbers),
-        f"{1e3 * said['overhead_seconds']:.1f}",
-    ]

@@ -114,7 +114,7 @@ def measure_first_token(
         "question_tokens": QUESTION,
         "proof_logprob_difference": proofs,
         "lengths": lengths,
-        "variants": [_verdict(variant, lengths, engines[variant.name], profile) for variant in chosen],
+        "variants": [_verdict(variant, lengths, profile) for variant in chosen],
     }
 
 
@@ -196,10 +196,8 @@ def _timed(runs: _Runs, recompute: Sequence[float]) -> dict[str, Any]:
     return entry
 
 
-def _verdict(
-    variant: EngineVariant, lengths: Sequence[Mapping[str, Any]], engine: Engine, profile: str | None
-) -> dict[str, Any]:
-    """From which length loading pays, as measured from outside and as the connector itself estimates it."""
+def _verdict(variant: EngineVariant, lengths: Sequence[Mapping[str, Any]], profile: str | None) -> dict[str, Any]:
+    """From which length loading pays."""
     ratios = [entry["variants"][variant.name]["hit_over_recompute"]["median"] for entry in lengths]
     return {
         "name": variant.name,
@@ -207,5 +205,4 @@ def _verdict(
         "profile": profile,
         "store": variant.store.partition(":")[0],
         "pays_from_tokens": crossing([entry["tokens"] for entry in lengths], ratios),
-        "connector": engine.estimate(),
     }

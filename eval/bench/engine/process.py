@@ -11,13 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench.engine.scope import CHUNK, DTYPE, EngineVariant
 
-__all__ = ["FOLLOWING", "Engine", "EngineAnswer"]
-
-FOLLOWING = {"logits_processors": ["cuvee.eval.bench.engine.following:Follower"]}
-"""Options of an engine that is to be asked with `follow`."""
+__all__ = ["Engine", "EngineAnswer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +140,6 @@ class Engine:
         forget: bool = False,
         logprobs: int | None = None,
         params: Mapping[str, Any] | None = None,
-        follow: Sequence[int] | None = None,
-        read_into: Path | None = None,
     ) -> EngineAnswer:
         """Submit prompts together, to be answered greedily.
 
@@ -155,19 +150,11 @@ class Engine:
             forget: empty the engine's own prefix cache first.
             logprobs: for how many tokens to return logprobs at every position.
             params: `kv_transfer_params` of all of them.
-            follow: tokens to generate instead of the likeliest ones, after a single prompt. `max_tokens` has to be
-                their number, and the engine has to have been started with `FOLLOWING`.
-            read_into: a file for what the engine says instead of each of `follow`, float32 `[max_tokens, vocabulary]`
-                log-probabilities, by `numpy.save`.
 
         Raises:
-            InputError: one of `follow` and `read_into` is given without the other.
             CuveeError: the engine failed, or did not compute as many tokens as it should have.
         """
-        if (follow is None) is not (read_into is None):
-            raise InputError("follow, read_into: must be given together")
-        followed = None if follow is None else [list(follow), str(read_into)]
-        answer = EngineAnswer(**self._call("ask", prompts, max_tokens, forget, logprobs, params, followed))
+        answer = EngineAnswer(**self._call("ask", prompts, max_tokens, forget, logprobs, params))
         if expect_cached is not None and answer.cached != list(expect_cached):
             raise CuveeError(f"the engine found {answer.cached} tokens in a cache, expected {list(expect_cached)}")
         return answer
@@ -189,11 +176,6 @@ class Engine:
     def idle(self) -> None:
         """Wait until nothing is being stored."""
         self._call("idle")
-
-    def estimate(self) -> dict[str, float | None] | None:
-        """The connector's own estimate of what loading and computing cost; None if it has not measured enough."""
-        found: dict[str, float | None] | None = self._call("estimate")
-        return found
 
     def _call(self, method: str, *arguments: Any) -> Any:
         if self._process.stdin is None or self._process.stdout is None:

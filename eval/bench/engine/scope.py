@@ -1,13 +1,11 @@
-"""The scope of the engine bench: a model of random weights, engines with the connector, lengths and batches."""
+"""The scope of the engine bench: engines with the connector, lengths and batches."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from cuvee.eval.machine import hardware
 
@@ -23,7 +21,6 @@ __all__ = [
     "VARIANTS",
     "EngineScope",
     "EngineVariant",
-    "RandomLlama",
     "conditions",
 ]
 
@@ -33,43 +30,6 @@ PROOF_TOKENS = 4
 DTYPE = "bfloat16"
 NO_CONNECTOR = "no connector"
 RAW_FILES = "raw files"  # a store that compresses nothing: vLLM's own ExampleConnector
-
-
-@dataclass(frozen=True, slots=True)
-class RandomLlama:
-    """The shape of a Llama with random weights."""
-
-    layers: int = 8
-    hidden: int = 1024
-    intermediate: int = 2816
-    heads: int = 16
-    kv_heads: int = 4
-    head_size: int = 64
-    vocabulary: int = 4096
-    positions: int = 8448
-
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint that vLLM can read."""
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_size,
-            max_position_embeddings=self.positions,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-            tie_word_embeddings=False,
-            dtype=DTYPE,
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +59,6 @@ class EngineScope:
     """The measurements of a run, and their time limits.
 
     Attributes:
-        shape: of the model, if none is given.
         variants: engines to compare with one without the connector; lossy ones only with a profile.
         lengths: tokens in the prefixes; multiples of the chunk.
         rounds: how often all lengths are measured, after one round that proves and warms up.
@@ -109,7 +68,6 @@ class EngineScope:
         batch_rounds: rounds of `storing`.
     """
 
-    shape: RandomLlama = field(default_factory=RandomLlama)
     variants: tuple[EngineVariant, ...] = VARIANTS
     lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     rounds: int = 9

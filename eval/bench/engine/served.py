@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import time
@@ -56,17 +55,14 @@ class _Served:
         self._llm = None
 
     def ask(
-        self, prompts: list[list[int]], max_tokens: int, forget: bool, logprobs: int | None, params: Any,
-        followed: Any = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, prompts: list[list[int]], max_tokens: int, forget: bool, logprobs: int | None, params: Any
+    ) -> dict[str, Any]:
         from vllm import SamplingParams
 
-        extra = {"kv_transfer_params": params} if params is not None else {}
-        if followed is not None:
-            extra["follow"] = followed[0]
+        extra = {"kv_transfer_params": params} if params is not None else None
         parameters = SamplingParams(
             temperature=0, max_tokens=max_tokens, logprobs=logprobs, ignore_eos=True, detokenize=False,
-            extra_args=extra or None,
+            extra_args=extra,
         )  # fmt: skip
         if forget and not self._llm.reset_prefix_cache():
             raise CuveeError("the engine did not empty its prefix cache")
@@ -89,10 +85,6 @@ class _Served:
                     done[output.request_id] = output
         finished = time.perf_counter()
         outputs = [done[name] for name in names]
-        if followed is not None:
-            from cuvee.eval.bench.engine.following import save_read
-
-            save_read(max_tokens, followed[1])
         after = _connector_figures()
         return {
             "seconds": first - began,
@@ -128,18 +120,6 @@ class _Served:
             if time.monotonic() > deadline:
                 raise CuveeError(f"the engine was still storing after {SETTLE_SECONDS:.0f} s")
             self.ask([[1]], 1, False, None, None)
-
-    def estimate(self) -> dict[str, float | None] | None:
-        found = self._core().scheduler.connector.estimate
-        if found is None:
-            return None
-        named = {
-            "break_even_tokens": found.break_even,
-            "prefill_tokens_per_second": found.prefill_rate,
-            "load_tokens_per_second": found.load_rate,
-            "overhead_seconds": found.overhead,
-        }
-        return {name: value if math.isfinite(value) else None for name, value in named.items()}
 
     def _core(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core

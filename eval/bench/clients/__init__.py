@@ -1,1 +1,0 @@
-"""Benchmarks that others wrote, run against vLLM's server with and without cuvee."""

@@ -1,0 +1,438 @@
+"""The codec on a CPU beside what a user would take instead: memcpy, FP8, lz4 and zstd, on the same bytes.
+
+    a model's cache, or a synthetic one of Llama-3.1-8B's shape --> every method, in rounds --> GB/s, bits, error
+
+| method | what is stored |
+|---|---|
+| memcpy | the unchanged cache: no other method can be faster |
+| FP8 e4m3 | one byte a value, and a scale for each head of each unit, its largest magnitude over 448 |
+| lz4, zstd | the values' high bytes, then their low bytes, compressed as one buffer |
+
+All methods restore into tensors that exist, so none pays for new memory. torch and cuvee share their work out among
+threads themselves; of lz4 and zstd each thread takes a run of layers. Every round times all methods, forwards and
+backwards in turn, and ratios are taken within rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.console import Console
+
+import cuvee
+from cuvee.calibration.bundled import load_bundled_model, load_smollm2
+from cuvee.calibration.corpus import BUNDLED_MODEL, calibration_windows, load_model, read_corpus, spread_sequences
+from cuvee.calibration.real_model import REAL_MODEL
+from cuvee.calibration.sequences import LENGTH, PREFIX, reread
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.models.rope import rotate
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.eval.bench.frame import Shown, machine_line, run_bench, timed_lines
+from cuvee.eval.bench.shapes import CacheShape
+from cuvee.eval.bench.timing import Timing
+from cuvee.eval.documents import ReportTable
+from cuvee.eval.formatting import format_bits, format_number
+from cuvee.eval.machine import hardware, torch_threads
+
+__all__ = ["BenchCache", "FlatCache", "compare", "methods_of", "run_cpu_bench", "show_cpu"]
+
+SYNTHETIC = "llama-3.1-8b, 4 of 32 layers"
+SHAPE = CacheShape(4, 8, 128, 5e5)
+TOKENS = (64, 256)
+ROUNDS, QUICK_ROUNDS = 15, 5
+LOADERS = {BUNDLED_MODEL: load_bundled_model, REAL_MODEL: load_smollm2}  # without progress bars
+LEARNED_ON, READ = "harbour", "orchard"
+WINDOWS = 20  # sequences to calibrate on
+SKIPPED = 256  # tokens before the ones that are coded: the first of a text are unlike all others
+MEMCPY, ZSTD, LOSSLESS = "memcpy", "zstd -1, byte planes", "cuvee lossless"
+FP8_LARGEST = 448.0  # of e4m3: beyond it the cast makes NaN
+LEAST_SAMPLE = 2e-3  # seconds: a shorter call is repeated within a round, so that the clock and the caches are steady
+MOST_ERROR = 0.5  # a lossy method with a larger relative error did not restore the cache
+_WAYS = ("encode", "decode")
+_PACKAGES = {"lz4, byte planes": "lz4", ZSTD: "zstandard"}
+_NOTE = (
+    "GB/s of bfloat16; the last columns are the speed of decoding over that of memcpy and of zstd, within rounds. "
+    "error: of the values, root of squared error over squared values; 0 means bit for bit. It is not what a model "
+    "loses: cuvee's transform moves its error to where predictions do not depend on it."
+)
+
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+K = TypeVar("K", bound=Hashable)
+
+
+# Caches ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCache:
+    """A cache of at least 256 tokens in bfloat16, by name, and profiles for it, by group or file."""
+
+    name: str
+    chunk: KVChunk
+    profiles: dict[str, Profile]
+
+
+def real_cache(model: str, files: Sequence[Path] = ()) -> BenchCache:
+    """Let a model read a text, and learn a profile from another one, or load those in `files` that are the model's.
+
+    Raises:
+        InputError: there are files, but none for this model.
+        see `load_model` and `Profile.load`.
+    """
+    lm = LOADERS[model]()[0] if model in LOADERS else load_model(model, "float32")
+    layout = KVLayout.from_config(lm.config.get_text_config(decoder=True), torch.bfloat16)
+    with torch.no_grad():
+        chunk = prefill(lm, spread_sequences([read_corpus(READ, model)], LENGTH, 1), layout)[0].slice(SKIPPED, LENGTH)
+    if not files:
+        learning = calibration_windows([read_corpus(LEARNED_ON, model)], LENGTH, WINDOWS)
+        profile = cuvee.calibrate(lm, reread(learning), "layer", prefix=PREFIX, progress=False)
+        return BenchCache(model, chunk, {"layer": profile})
+    given = {path.stem: Profile.load(path) for path in files}
+    own = {name: profile for name, profile in given.items() if replace(profile.layout, dtype="bfloat16") == layout}
+    if not own:
+        raise InputError(f"profile: must include one for {model}, got profiles of other models: {list(given)}")
+    return BenchCache(model, chunk, own)
+
+
+def synthetic_cache() -> BenchCache:
+    """A cache without a model, with a falling spectrum and layers that share directions, and a profile fitted to it."""
+    layout = SHAPE.layout()
+    profile = cuvee.fit(layout, (make_chunk(layout, 512, 1000 + seed) for seed in range(6)), "head")
+    return BenchCache(SYNTHETIC, make_chunk(layout, max(TOKENS)), {"head": profile})
+
+
+def make_chunk(layout: KVLayout, tokens: int, seed: int = 0) -> KVChunk:
+    """A cache of correlated noise: all layers see the same few hidden directions, and each unit's spectrum falls."""
+    noise = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, 64, generator=noise) * torch.arange(1, 65).pow(-0.5)
+    out: dict[str, list[torch.Tensor]] = {"keys": [], "values": []}
+    for index, layer in enumerate(layout.layers):
+        for kind, rope, size in (("keys", layer.rope, layer.head_dim), ("values", None, layer.value_dim)):
+            fixed = torch.Generator().manual_seed(2 * index + (kind == "keys"))
+            own = torch.randn(tokens, layer.kv_heads, size, generator=noise) * torch.arange(1, size + 1).pow(-0.8)
+            mixed = own @ (torch.randn(size, size, generator=fixed) / size**0.5)
+            shared = (hidden @ torch.randn(64, layer.kv_heads * size, generator=fixed)).view_as(mixed)
+            out[kind].append(rotate(mixed + 0.2 * shared, rope, torch.arange(tokens)).to(layout.torch_dtype))
+    return KVChunk(out["keys"], out["values"], layout)
+
+
+class FlatCache:
+    """A cache in bfloat16 whose layers lie in one tensor, `values`, keys before values; `chunk` has views of it."""
+
+    def __init__(self, layout: KVLayout, tokens: int, start: int = 0) -> None:
+        if layout.dtype != "bfloat16":
+            raise InputError(f"layout: the alternatives are compared in bfloat16, got {layout.dtype}")
+        self.values = torch.empty(tokens * layout.values_per_token, dtype=torch.bfloat16)
+        shapes = [(tokens, one.kv_heads, size) for one in layout.layers for size in (one.head_dim, one.value_dim)]
+        self.units = [
+            unit.view(shape)
+            for unit, shape in zip(self.values.split([math.prod(shape) for shape in shapes]), shapes, strict=True)
+        ]
+        self.chunk = KVChunk(self.units[::2], self.units[1::2], layout, start)
+
+    @classmethod
+    def copy_of(cls, chunk: KVChunk) -> FlatCache:
+        """A copy of a chunk."""
+        cache = cls(chunk.layout, chunk.tokens, chunk.start)
+        for own, other in zip(cache.chunk.keys + cache.chunk.values, chunk.keys + chunk.values, strict=True):
+            own.copy_(other)
+        return cache
+
+    def parts(self, count: int) -> list[U16]:
+        """Return the bits of all values as this many runs of layers, or one run per layer if there are fewer."""
+        layers = self.chunk.layout.num_layers
+        count = min(count, layers)
+        words: U16 = self.values.view(torch.int16).numpy().view(np.uint16)
+        sizes = [self.units[2 * at].numel() + self.units[2 * at + 1].numel() for at in range(layers)]
+        return np.split(words, [sum(sizes[: at * layers // count]) for at in range(1, count)])
+
+
+# Methods --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method at work on one cache: `encode` keeps what is stored, `decode` restores it into the target."""
+
+    exact: bool
+    encode: Callable[[], object]
+    decode: Callable[[], object]
+    stored_bytes: Callable[[], int]
+
+
+def methods_of(
+    source: FlatCache, target: FlatCache, profiles: Mapping[str, Profile], threads: int, pool: ThreadPoolExecutor
+) -> tuple[dict[str, Method], dict[str, str]]:
+    """Return all methods by name, and why others are left out."""
+    found = {MEMCPY: _memcpy(source, target), "FP8 e4m3": _float8(source, target)}
+    missing = {}
+    for name, package in _PACKAGES.items():
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            missing[name] = f"{package} is not installed: pip install {package}"
+            continue
+        coders = [_Planes(*pair, package) for pair in zip(source.parts(threads), target.parts(threads), strict=True)]
+        found[name] = Method(
+            True,
+            partial(_each, pool, [coder.encode for coder in coders]),
+            partial(_each, pool, [coder.decode for coder in coders]),
+            partial(_total, coders),
+        )
+    found[LOSSLESS] = _own(next(iter(profiles.values())), "lossless", source, target, threads)
+    for group, profile in profiles.items():
+        found[f"cuvee balanced, {group}"] = _own(profile, "balanced", source, target, threads)
+    return found, missing
+
+
+def _each(pool: ThreadPoolExecutor, work: Sequence[Callable[[], None]]) -> None:
+    if len(work) == 1:
+        work[0]()
+    else:
+        list(pool.map(lambda one: one(), work))
+
+
+def _total(coders: Sequence[_Planes]) -> int:
+    return sum(len(coder.stored) for coder in coders)
+
+
+def _memcpy(source: FlatCache, target: FlatCache) -> Method:
+    stored = torch.empty_like(source.values)
+    return Method(
+        True, lambda: stored.copy_(source.values), lambda: target.values.copy_(stored), lambda: stored.nbytes
+    )  # fmt: skip
+
+
+def _float8(source: FlatCache, target: FlatCache) -> Method:
+    """Torch's cast to float8_e4m3fn and back."""
+    stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def encode() -> None:
+        stored.clear()
+        for unit in source.units:
+            scale = (unit.abs().amax((0, 2), keepdim=True) / FP8_LARGEST).clamp_min_(1e-30)
+            # Rounding the scale to bfloat16 can make it smaller, and then a value passes the largest.
+            stored.append(((unit / scale).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn), scale))
+
+    def decode() -> None:
+        for (codes, scale), unit in zip(stored, target.units, strict=True):
+            torch.mul(codes.to(torch.bfloat16), scale, out=unit)
+
+    return Method(False, encode, decode, lambda: sum(codes.nbytes + scale.nbytes for codes, scale in stored))
+
+
+@compiled
+def merge_bytes(planes: U8, words: U16) -> None:
+    """Put words together from their high and low bytes. Compiled: NumPy takes four times as long."""
+    n = len(words)
+    for i in range(n):
+        words[i] = (np.uint16(planes[i]) << np.uint16(8)) | np.uint16(planes[n + i])
+
+
+class _Planes:
+    """lz4 or zstd at level 1 (smaller and faster here than the default) over byte planes."""
+
+    def __init__(self, source: U16, target: U16, package: str) -> None:
+        self._source, self._target = source, target
+        self._planes = np.empty(2 * len(source), np.uint8)
+        self.stored = b""
+        self._compress: Callable[[Any], bytes]
+        self._decompress: Callable[[bytes], bytes]
+        if package == "lz4":
+            import lz4.block
+
+            self._compress, self._decompress = lz4.block.compress, lz4.block.decompress
+        else:
+            import zstandard
+
+            # One for each part: two threads must not use either object at the same time.
+            self._compress = zstandard.ZstdCompressor(level=1).compress
+            self._decompress = zstandard.ZstdDecompressor().decompress
+
+    def encode(self) -> None:
+        self._planes[: len(self._source)] = self._source >> 8
+        self._planes[len(self._source) :] = self._source  # the cast keeps the low byte
+        self.stored = self._compress(self._planes.data)
+
+    def decode(self) -> None:
+        merge_bytes(np.frombuffer(self._decompress(self.stored), np.uint8), self._target)
+
+
+def _own(profile: Profile, quality: str, source: FlatCache, target: FlatCache, threads: int) -> Method:
+    codec = Codec(profile, quality, backend="numba", threads=threads)
+    stored = [b""]
+    out = target.chunk.keys, target.chunk.values  # as the alternatives do: new memory costs time of its own
+
+    def encode() -> None:
+        stored[0] = codec.encode(source.chunk)
+
+    return Method(
+        quality == "lossless", encode, lambda: codec.decode(stored[0], out=out), lambda: len(stored[0])
+    )  # fmt: skip
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def run_cpu_bench(
+    models: Sequence[str] = (),
+    profiles: Sequence[Path] = (),
+    threads: int = 1,
+    quick: bool = False,
+    progress: Console | None = None,
+) -> dict[str, Any]:
+    """Run the benchmark.
+
+    Args:
+        models: whose caches to compare on, by the names that `load_model` takes; none: books-3m.
+        profiles: files with profiles for the models, for which none is learned then.
+        threads: of every method.
+        quick: fewer rounds.
+        progress: where to list what is being measured; None for nowhere.
+
+    Returns:
+        The report, as a dict for JSON.
+
+    Raises:
+        InputError: `threads` is below 1, or no profile is for a model.
+        CuveeError: a round trip changed something, so nothing is reported.
+        see `load_model` and `Profile.load`.
+    """
+    if threads < 1:
+        raise InputError(f"threads: must be at least 1, got {threads}")
+    say, rounds = timed_lines(progress), QUICK_ROUNDS if quick else ROUNDS
+    found = []
+    for name in (*(models or (BUNDLED_MODEL,)), SYNTHETIC):
+        say(f"{name}: its cache, and a profile")
+        with torch_threads(1):
+            cache = synthetic_cache() if name == SYNTHETIC else real_cache(name, profiles)
+        for tokens in TOKENS:
+            say(f"{name}, {tokens} tokens")
+            found.append(compare(cache, tokens, threads, rounds))
+    return {"threads": threads, "rounds": rounds, "hardware": hardware(*_PACKAGES.values()), "comparison": found}
+
+
+def compare(cache: BenchCache, tokens: int, threads: int, rounds: int) -> dict[str, Any]:
+    """Time every method on the first tokens of a cache.
+
+    Raises:
+        CuveeError: an exact method did not return its input, or another method returned something too different.
+    """
+    chunk = cache.chunk.slice(0, tokens)
+    source, target = FlatCache.copy_of(chunk), FlatCache(chunk.layout, tokens, chunk.start)
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool, torch_threads(threads):
+        methods, missing = methods_of(source, target, cache.profiles, threads, pool)
+        errors = {name: _proved(name, method, source, target) for name, method in methods.items()}
+        times = run_rounds(
+            {(name, way): getattr(method, way) for name, method in methods.items() for way in _WAYS}, rounds
+        )
+    entries = []
+    for name, method in methods.items():
+        entry = {
+            "method": name, "bits_per_value": 8 * method.stored_bytes() / len(source.values), "error": errors[name]
+        }  # fmt: skip
+        for way in _WAYS:
+            entry[f"{way}_gb_per_s"] = Timing.of(times[name, way]).per_second(source.values.nbytes / 1e9)
+        entry["decode_over"] = {
+            other: Timing.of(
+                [theirs / own for theirs, own in zip(times[other, "decode"], times[name, "decode"], strict=True)]
+            ).to_dict()
+            for other in (MEMCPY, ZSTD)
+            if other in methods
+        }
+        entries.append(entry)
+    return {"cache": cache.name, "tokens": tokens, "methods": entries, "skipped": missing}
+
+
+def _proved(name: str, method: Method, source: FlatCache, target: FlatCache) -> float:
+    """Return the relative error of what comes back; 0 where every bit does."""
+    target.values.fill_(math.nan)
+    method.encode()
+    method.decode()
+    if torch.equal(source.values.view(torch.int16), target.values.view(torch.int16)):
+        return 0.0
+    own = source.values.float()
+    relative = float((own - target.values.float()).norm() / own.norm())
+    if method.exact or not relative < MOST_ERROR:
+        raise CuveeError(f"{name} did not return its input: a relative error of {relative:.3g}")
+    return relative
+
+
+def run_rounds(calls: Mapping[K, Callable[[], object]], rounds: int) -> dict[K, list[float]]:
+    """Seconds of each call, one sample a round; every second round goes through them backwards.
+
+    What disturbs the machine for longer than a round then disturbs all of them alike. A call is repeated within its
+    sample until that takes LEAST_SAMPLE seconds.
+    """
+    repeats = {}
+    for key, call in calls.items():
+        call()
+        began = time.perf_counter()
+        call()
+        repeats[key] = max(1, math.ceil(LEAST_SAMPLE / max(time.perf_counter() - began, 1e-7)))
+    times: dict[K, list[float]] = {key: [] for key in calls}
+    for number in range(rounds):
+        for key in list(calls)[:: 1 if number % 2 == 0 else -1]:
+            began = time.perf_counter()
+            for _ in range(repeats[key]):
+                calls[key]()
+            times[key].append((time.perf_counter() - began) / repeats[key])
+    return times
+
+
+def show_cpu(report: Mapping[str, Any]) -> Shown:
+    """Make a table for each cache and number of tokens."""
+    machine = report["hardware"]
+    line = machine_line(machine, *(f"{title} {machine[title.lower()]}" for title in ("Python", "torch", "numba")))
+    columns = ["method ", "bits", "error", *_WAYS, f"/{MEMCPY}", "/zstd"]
+    tables: list[ReportTable] = []
+    for entry in report["comparison"]:
+        rows = [
+            [
+                one["method"], format_bits(one["bits_per_value"]), format_number(one["error"], 2),
+                *(format_number(one[f"{way}_gb_per_s"]["median"], 3) for way in _WAYS),
+                *(format_number(one["decode_over"].get(name, {}).get("median"), 2) for name in (MEMCPY, ZSTD)),
+            ]
+            for one in entry["methods"]
+        ]  # fmt: skip
+        rows += [[f"{name}: left out, {why}", *[""] * (len(columns) - 1)] for name, why in entry["skipped"].items()]
+        title = f"{entry['cache']}, {entry['tokens']} tokens, threads: {report['threads']}"
+        tables.append(ReportTable(columns, rows, title, "" if tables else _NOTE))
+    return Shown("The codec on a CPU", line, tables)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument(
+        "--model", "-m", action="append", default=[], help="on this model's cache; repeatable (default: books-3m)"
+    )
+    parser.add_argument("--profile", action="append", type=Path, default=[], help="learn none; repeatable")
+    parser.add_argument("--threads", type=int, default=1, help="of every method (default: 1)")
+
+
+def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    return run_cpu_bench(given.model, given.profile, given.threads, given.quick, progress)
+
+
+if __name__ == "__main__":
+    about = "Compare speeds and sizes on this CPU, in five minutes (--quick: one)."
+    sys.exit(run_bench("cpu", about, _options, _measure, show_cpu))

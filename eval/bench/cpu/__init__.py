@@ -1,1 +1,0 @@
-"""Speed and memory of the codec on a CPU."""

@@ -1,1 +1,0 @@
-"""Loads with a deadline in vLLM, from real stores behind a link whose rate is known."""
