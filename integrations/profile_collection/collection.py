@@ -1,7 +1,7 @@
 """`ProfileCollection`: profiles of many models in one place, and `find_profile`: the one that an engine asks for.
 
     cuvee-profiles/<layout>/<id>.safetensors             a profile, byte for byte as `Profile.save` wrote it
-    cuvee-profiles/<layout>/newest-<weights>-v<n>.json   which profile of these weights was pushed last; written last
+    cuvee-profiles/<layout>/newest-<weights>-v<n>        the id pushed last for these weights, and when; written last
 
 - `<layout>` is the fingerprint of the model's KV layout, without its dtype, since profiles serve caches of any dtype.
 - `<weights>` is the fingerprint of the weights that the profile was calibrated on.
@@ -22,7 +22,6 @@ in the location pins it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -35,7 +34,6 @@ from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileMisma
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import VERSION, Profile
 from cuvee.codec.support.files import replacing
-from cuvee.codec.support.plain_json import parse_json
 from cuvee.integrations.checkpoint import WeightFingerprints, weight_fingerprints
 from cuvee.integrations.profile_collection.files import FolderFiles, NamedFiles, ObjectFiles
 from cuvee.integrations.profile_collection.hub import HubFiles
@@ -45,10 +43,9 @@ logger = logging.getLogger(__name__)
 
 # What may be read into memory. That of SmolLM2-135M takes 39 MB; a profile grows more slowly than its model.
 MAX_PROFILE_BYTES = 8 << 30
-_MAX_NEWEST_BYTES = 4096
-_FORMAT = "cuvee-newest-profile"
+_MAX_NEWEST_BYTES = 100
+_NEWEST = re.compile(rb"([0-9a-f]{32}) ([0-9]{1,11})\n")  # an id, and the time of its push in seconds since 1970
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
-_LATEST = 1 << 40  # seconds since 1970: a later time of a push cannot be written as a date
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +74,6 @@ class PulledProfile:
     profile: Profile
     bytes: int
     pushed: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Newest:
-    """The content of a file that says which profile of a model is the newest."""
-
-    id: str
-    weights: str
-    pushed: int
 
 
 class ProfileCollection:
@@ -135,11 +123,7 @@ class ProfileCollection:
         name = f"cuvee-profiles/{layout}/{identity}.safetensors"
         files = {name: data}
         if weights is not None:
-            newest = {
-                "format": _FORMAT, "version": VERSION, "layout": layout, "weights": weights, "id": identity,
-                "pushed": int(time.time()),
-            }  # fmt: skip
-            files[_newest_name(layout, weights)] = json.dumps(newest, indent=1).encode() + b"\n"
+            files[_newest_name(layout, weights)] = f"{identity} {int(time.time())}\n".encode()
         self._files.write(files)
         return PushedProfile(identity, layout, weights, name, len(data))
 
@@ -170,11 +154,16 @@ class ProfileCollection:
             OSError: `out` cannot be written.
         """
         shown, of_layout = self._files.shown, _layout_name(layout)
-        newest = None if id is not None else self._newest(of_layout, weights, layout.model_type)
-        identity = newest.id if newest else check_id(id or "")
+        pushed: int | None = None
+        accepted = () if weights is None else weights.found
+        if id is None:
+            pushed, identity, newest = self._newest(of_layout, weights, layout.model_type)
+            accepted = (newest,)
+        else:
+            identity = check_id(id)
         name = f"cuvee-profiles/{of_layout}/{identity}.safetensors"
         data = self._files.read(name, MAX_PROFILE_BYTES)
-        if data is None and newest:
+        if data is None and pushed is not None:
             raise FileNotFoundError(f"{name}: is missing in {shown}, which says that it is the newest: push it again")
         if data is None:
             raise FileNotFoundError(
@@ -184,7 +173,6 @@ class ProfileCollection:
         with replacing(out) as temporary:
             temporary.write_bytes(data)
             profile = _load(temporary, f"{shown}: {name}", f"; {self._files.remedy}")
-            accepted = (newest.weights,) if newest else weights.found if weights else ()
             for field, wanted, got in (
                 ("id", (identity,), profile.id.hex()),
                 ("layout", (of_layout,), _layout_name(profile.layout)),
@@ -195,10 +183,10 @@ class ProfileCollection:
                         f"{field}: must be {' or '.join(wanted)}, got a profile of {got} in {name} of {shown}; push a "
                         "profile of this model there again, or name its id"
                     )
-        return PulledProfile(profile, len(data), newest.pushed if newest else None)
+        return PulledProfile(profile, len(data), pushed)
 
-    def _newest(self, layout: str, weights: WeightFingerprints | None, model_type: str) -> _Newest:
-        """Return which profile of a model was pushed last."""
+    def _newest(self, layout: str, weights: WeightFingerprints | None, model_type: str) -> tuple[int, str, str]:
+        """Return the time of the last push of a model, the profile's id, and the weights that it was pushed for."""
         shown = self._files.shown
         if weights is None or not weights.found:
             why = "" if weights is None else f" ({weights.unknown})"
@@ -207,38 +195,24 @@ class ProfileCollection:
                 f"id: must name the profile, because the fingerprint of the model's weights is not known{why}, got "
                 f"none for {shown}: name it as in {url}?id=…; cuvee profile push printed it"
             )
-        found = [newest for own in weights.found if (newest := self._read_newest(layout, own)) is not None]
+        found: list[tuple[int, str, str]] = []
+        for own in weights.found:
+            name = _newest_name(layout, own)
+            data = self._files.read(name, _MAX_NEWEST_BYTES)
+            if data is None:
+                continue
+            match = _NEWEST.fullmatch(data)
+            if match is None:
+                wrong = f"{name} in {shown}: must be an id and a time, got {data!r}"
+                raise FormatError(f"{wrong}: push a profile of this model there again")
+            found.append((int(match[2]), match[1].decode(), own))
         if not found:
             raise FileNotFoundError(
                 f"no profile of this {model_type} model in {shown} (layout {layout}, weights "
                 f"{' or '.join(weights.found)}, profiles of version {VERSION}): learn one (cuvee profile learn) and "
                 "push it (cuvee profile push), or name another place"
             )
-        return max(found, key=lambda newest: newest.pushed)
-
-    def _read_newest(self, layout: str, weights: str) -> _Newest | None:
-        name = _newest_name(layout, weights)
-        data = self._files.read(name, _MAX_NEWEST_BYTES)
-        if data is None:
-            return None
-        try:
-            fields = parse_json(data)
-            problem = "" if isinstance(fields, dict) else f"must be a JSON object, got {type(fields).__name__}"
-        except ValueError as error:
-            problem = f"must be JSON, got {error}"
-        if not problem:
-            expected = {"format": _FORMAT, "version": VERSION, "layout": layout, "weights": weights}
-            identity, pushed = fields.get("id"), fields.get("pushed")
-            wrong = [field for field, value in expected.items() if fields.get(field) != value]
-            if wrong:
-                problem = f"{wrong[0]}: must be {expected[wrong[0]]!r}, got {fields.get(wrong[0])!r:.80}"
-            elif not isinstance(identity, str) or _FINGERPRINT.fullmatch(identity) is None:
-                problem = f"id: must be 32 hex digits, got {identity!r:.80}"
-            elif type(pushed) is not int or not 0 <= pushed < _LATEST:
-                problem = f"pushed: must be seconds since 1970, got {pushed!r:.80}"
-            else:
-                return _Newest(identity, weights, pushed)
-        raise FormatError(f"{name} in {self._files.shown}: {problem}: push a profile of this model there again")
+        return max(found)
 
 
 def find_profile(where: str, layout: KVLayout, checkpoint: str | Path, *, revision: str | None = None) -> Profile:
@@ -312,4 +286,4 @@ def _layout_name(layout: KVLayout) -> str:
 
 
 def _newest_name(layout: str, weights: str) -> str:
-    return f"cuvee-profiles/{layout}/newest-{weights}-v{VERSION}.json"
+    return f"cuvee-profiles/{layout}/newest-{weights}-v{VERSION}"

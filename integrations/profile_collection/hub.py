@@ -109,19 +109,14 @@ class HubFiles(NamedFiles):
         except errors.EntryNotFoundError:
             raise
         except Exception as error:  # of huggingface_hub's HTTP client, which is another one in each of its versions
-            for kind, what in (
-                (
-                    errors.OfflineModeIsEnabled,
-                    "cannot be read offline (HF_HUB_OFFLINE), except a commit (hf://owner/name@<40 hex digits>) that "
-                    "is in the local cache",
-                ),
-                (
-                    errors.RepositoryNotFoundError,
-                    "there is no such repository, or it is not visible: create it (hf repo create), or log in (hf auth "
-                    "login, or HF_TOKEN)",
-                ),
-                (errors.RevisionNotFoundError, "the repository has no such branch, tag or commit"),
-            ):
+            known: dict[type[Exception], str] = {
+                errors.OfflineModeIsEnabled: "cannot be read offline (HF_HUB_OFFLINE), except a commit "
+                "(hf://owner/name@<40 hex digits>) that is in the local cache",
+                errors.RepositoryNotFoundError: "there is no such repository, or it is not visible: create it (hf repo "
+                "create), or log in (hf auth login, or HF_TOKEN)",
+                errors.RevisionNotFoundError: "the repository has no such branch, tag or commit",
+            }
+            for kind, what in known.items():
                 if isinstance(error, kind):
                     raise StoreError(f"{self.shown}: {what}") from error
             raise self._failed(error) from error

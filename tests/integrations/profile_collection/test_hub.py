@@ -61,7 +61,7 @@ def test_a_push_is_one_commit(hub: FakeHub, tmp_path: Path) -> None:
     pushed = push(tmp_path)
     assert len(hub.commits) == before + 1
     folder = f"cuvee-profiles/{LAYOUT.fingerprint.hex()}"
-    assert sorted(hub.files) == [f"{folder}/{pushed}.safetensors", f"{folder}/newest-{WEIGHTS}-v4.json"]
+    assert sorted(hub.files) == [f"{folder}/{pushed}.safetensors", f"{folder}/newest-{WEIGHTS}-v4"]
     assert hub.files[f"{folder}/{pushed}.safetensors"] == (tmp_path / "pushed").read_bytes()
 
 
@@ -83,7 +83,7 @@ def test_all_reads_are_of_one_commit(hub: FakeHub, tmp_path: Path, out: Path) ->
     gone: list[str] = []
 
     def tell(method: str, path: str) -> Said | None:
-        if method == "GET" and path.endswith(".json") and not gone:
+        if method == "GET" and "/newest-" in path and not gone:
             gone.append(path)
             hub.commit({profile: b"replaced by nonsense"})
         return None
@@ -150,7 +150,7 @@ def test_a_size_that_is_not_told_is_refused(hub: FakeHub, tmp_path: Path, out: P
     commit = hub.branches["main"]
     untold = f'HTTP/1.1 200 OK\r\nX-Repo-Commit: {commit}\r\nETag: "abc"\r\nConnection: close\r\n\r\n'.encode()
     hub.tell = lambda method, path: iter([untold]) if method == "HEAD" else None
-    refuses(out, "must be at most 4096 bytes in hf://mine/profiles, got more, or a file of unknown size")
+    refuses(out, "must be at most 100 bytes in hf://mine/profiles, got more, or a file of unknown size")
 
 
 @pytest.mark.parametrize("sha", ["../../etc", None, "main", 7])
