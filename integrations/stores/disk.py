@@ -7,8 +7,7 @@
       .evict                   flock: one process at a time scans and evicts
 
 **No link is followed** below the root. Every operation opens the root again, checks its owner and its mode, and
-descends from there one folder at a time (`safe_files`). Swapping a folder for a link meanwhile gains an attacker
-nothing.
+descends from there one folder at a time (`safe_files`), so that swapping a folder for a link meanwhile gains nothing.
 
 **No put scans.** When 95 % of the budget are used, a thread of one process scans the folder without the lock, and
 deletes the least recently used entries until 90 % are used; it also deletes expired entries and what dead writers left.
@@ -37,6 +36,7 @@ from contextlib import contextmanager, suppress
 
 from cuvee.codec.errors import CorruptError, CuveeError, InputError
 from cuvee.codec.support.forks import tell_after_fork
+from cuvee.integrations.stores import folder, safe_files
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
     Store,
@@ -48,26 +48,8 @@ from cuvee.integrations.stores.base import (
     is_tenant,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, make_header, parse_header
-from cuvee.integrations.stores.folder import (
-    Figures,
-    entries_of,
-    id_of,
-    locked,
-    open_shard,
-    recount,
-    remove_empty_folders,
-    remove_entry,
-    size_of,
-)
 from cuvee.integrations.stores.monitor import StoreMonitor
-from cuvee.integrations.stores.safe_files import (
-    file_lock,
-    objection,
-    open_file,
-    open_store_folder,
-    read_exactly,
-    write_all,
-)
+from cuvee.integrations.stores.safe_files import open_store_folder
 
 _log = logging.getLogger(__name__)
 
@@ -91,10 +73,8 @@ class DiskStore(Store):
     """Blobs in a folder, which the first put creates. Folders get mode 0700 and files 0600, because they hold prompts.
 
     Processes of one user may share a folder. Each process applies its own budget, so give all of them the same one. The
-    file system must support flock and an atomic rename, as local file systems and NFSv4 do.
-
-    The files of entries stay within the budget, apart from those that are being written. A put that finds no room for a
-    second is given up. `flush` waits for eviction in progress.
+    file system must support flock and an atomic rename, as local file systems and NFSv4 do. The files of entries stay
+    within the budget, apart from those that are being written. A put that finds no room for a second is given up.
 
     A folder is refused if its owner is neither this user nor root, or if its group or others may write to it: they
     could replace the caches that a model continues from. A link to the folder must not belong to another user either.
@@ -139,7 +119,7 @@ class DiskStore(Store):
         # An unsafe folder is refused here if it exists. Every operation checks again.
         with suppress(OSError):
             for look in (os.lstat, os.stat):
-                if problem := objection(look(self.root), self.root):
+                if problem := safe_files.objection(look(self.root), self.root):
                     raise InputError(f"path: {problem}")
         self._monitor = StoreMonitor(_log, f"disk store {self.root}")
         self._scanner: threading.Thread | None = None
@@ -152,18 +132,17 @@ class DiskStore(Store):
         """Make a new lock. The thread that scans is only the parent's, which `is_alive` knows."""
         self._lock = threading.Lock()
 
-    # --- operations ---
-
     def get(self, key: str) -> bytes | None:
-        """Return the blob of `key`; None if it is not there. A corrupt or expired entry is deleted, and is a miss.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """Return the blob of `key`; None if it is not there. A corrupt or expired entry is deleted, and is a miss."""
         check_key(key)
         blob: bytes | None = None
         problem: CuveeError | None = None
-        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root, self._tolerate(key):
+        with (
+            self._errors(),
+            suppress(FileNotFoundError),
+            open_store_folder(self.root) as root,
+            self._tolerate(key),
+        ):
             blob, problem = self._read(root, key)
         self._monitor.answered(blob, key, problem)
         return blob
@@ -184,9 +163,9 @@ class DiskStore(Store):
         with self._errors(), open_store_folder(self.root, create=True) as root:
             temporary = ".tmp-" + secrets.token_hex(8)
             try:
-                with open_file(temporary, root, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                    write_all(file, make_header(key, blob, time.time()))
-                    write_all(file, blob)
+                with safe_files.open_file(temporary, root, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+                    safe_files.write_all(file, make_header(key, blob, time.time()))
+                    safe_files.write_all(file, blob)
                 written = self._name(root, temporary, key, size)
             finally:
                 with suppress(FileNotFoundError):
@@ -202,8 +181,8 @@ class DiskStore(Store):
         there = [False] * len(keys)
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
             for at, key in enumerate(keys):
-                with self._tolerate(key), open_shard(root, key) as shard:
-                    info = os.stat(id_of(key), dir_fd=shard, follow_symlinks=False)
+                with self._tolerate(key), folder.open_shard(root, key) as shard:
+                    info = os.stat(folder.id_of(key), dir_fd=shard, follow_symlinks=False)
                     # An entry that is too large counts as absent, so that a smaller one can replace it.
                     there[at] = stat.S_ISREG(info.st_mode) and 0 <= info.st_size - HEADER_BYTES <= self.max_entry
         return there
@@ -211,8 +190,13 @@ class DiskStore(Store):
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
         check_key(key)
-        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root, self._tolerate(key):
-            return remove_entry(root, key)
+        with (
+            self._errors(),
+            suppress(FileNotFoundError),
+            open_store_folder(self.root) as root,
+            self._tolerate(key),
+        ):
+            return folder.remove_entry(root, key)
         return False
 
     def delete_tenant(self, tenant: str) -> int:
@@ -224,10 +208,10 @@ class DiskStore(Store):
         check_tenant(tenant)
         count = 0
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
-            for key, _ in entries_of(root, tenant, lambda entry: suppress(FileNotFoundError)):
+            for key, _ in folder.entries_of(root, tenant, lambda entry: suppress(FileNotFoundError)):
                 with suppress(FileNotFoundError):
-                    count += remove_entry(root, key)
-            remove_empty_folders(root, tenant)
+                    count += folder.remove_entry(root, key)
+            folder.remove_empty_folders(root, tenant)
         return count
 
     def clear(self) -> int:
@@ -237,17 +221,17 @@ class DiskStore(Store):
         return 0
 
     def keys(self, tenant: str) -> Iterator[str]:
-        """Yield the keys of a tenant's entries. Other files are passed over."""
+        """Yield the keys of a tenant's entries."""
         check_tenant(tenant)
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
-            for key, _ in entries_of(root, tenant, self._tolerate):
+            for key, _ in folder.entries_of(root, tenant, self._tolerate):
                 yield key
 
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot. `entries` and `bytes` are those of all processes; they are known with a budget only."""
-        held: Figures | None = None
+        held: folder.Figures | None = None
         if self.max_bytes is not None:
-            with suppress(OSError), open_store_folder(self.root) as root, locked(root) as held:
+            with suppress(OSError), open_store_folder(self.root) as root, folder.locked(root) as held:
                 pass
         return {self.name: self._monitor.snapshot(*((None, None) if held is None else (held.entries, held.bytes)))}
 
@@ -258,11 +242,9 @@ class DiskStore(Store):
             scanner.join(timeout)
         return scanner is None or not scanner.is_alive()
 
-    # --- files ---
-
     def _read(self, root: int, key: str) -> tuple[bytes | None, CuveeError | None]:
         """Return the blob of an entry, or None and why the entry is bad. A bad entry is deleted."""
-        with open_shard(root, key) as shard, open_file(id_of(key), shard) as file:
+        with folder.open_shard(root, key) as shard, safe_files.open_file(folder.id_of(key), shard) as file:
             info = os.fstat(file)
             if info.st_size > HEADER_BYTES + self.max_entry:
                 raise OSError(errno.EFBIG, f"{info.st_size} bytes are more than max_entry_mb allows", key)
@@ -270,16 +252,16 @@ class DiskStore(Store):
                 header = parse_header(os.read(file, HEADER_BYTES))
                 header.verify(key, self.ttl)
                 # Checked before memory of this length is allocated.
-                if info.st_size != HEADER_BYTES + header.length:
-                    stated = HEADER_BYTES + header.length
+                if info.st_size != (stated := HEADER_BYTES + header.length):
                     raise CorruptError(f"entry: must have {stated} bytes, as its header says, got {info.st_size}")
-                blob = read_exactly(file, header.length)
+                blob = safe_files.read_exactly(file, header.length)
                 header.verify_payload(blob)
             except (CorruptError, ExpiredError) as error:
+                # While it is open, no other file can have its inode: a good entry that replaced it stays.
                 try:
-                    # While it is open, no other file can have its inode: a good entry that replaced it stays.
-                    with suppress(FileNotFoundError):
-                        remove_entry(root, key, (info.st_ino, info.st_mtime_ns))
+                    folder.remove_entry(root, key, (info.st_ino, info.st_mtime_ns))
+                except FileNotFoundError:
+                    pass
                 except OSError as failure:
                     self._monitor.not_deleted(failure)
                 return None, error
@@ -296,15 +278,12 @@ class DiskStore(Store):
         while True:
             taken = True
             # The lock is taken before the folders are opened or created, so that no scan removes them meanwhile.
-            with (
-                locked(root) as figures,
-                self._tolerate(key, writing=True),
-                open_shard(root, key, create=True) as shard,
-            ):
-                earlier = size_of(id_of(key), shard)
+            locked, tolerated = folder.locked(root), self._tolerate(key, writing=True)
+            with locked as figures, tolerated, folder.open_shard(root, key, create=True) as shard:
+                earlier = folder.size_of(folder.id_of(key), shard)
                 taken = False
                 if self.max_bytes is None or (figures and figures.bytes - (earlier or 0) + size <= self.max_bytes):
-                    os.replace(temporary, id_of(key), src_dir_fd=root, dst_dir_fd=shard)
+                    os.replace(temporary, folder.id_of(key), src_dir_fd=root, dst_dir_fd=shard)
                     if figures is not None:
                         if earlier is not None:
                             figures.remove(earlier)
@@ -321,9 +300,7 @@ class DiskStore(Store):
                 return False
             self.flush(left)
 
-    # --- scans ---
-
-    def _is_due(self, figures: Figures | None) -> bool:
+    def _is_due(self, figures: folder.Figures | None) -> bool:
         """Return whether it is time to scan, now that the folder holds so much.
 
         It is at first, because dead writers may have left files; when eviction is due; and from time to time, because
@@ -349,11 +326,8 @@ class DiskStore(Store):
     def _run(self) -> None:
         try:
             # One process at a time scans. The others wait for the room that it makes.
-            with (
-                suppress(FileNotFoundError, TimeoutError),
-                open_store_folder(self.root) as root,
-                file_lock(".evict", root, _WAIT_SECONDS / 2),
-            ):
+            quiet = suppress(FileNotFoundError, TimeoutError)
+            with quiet, open_store_folder(self.root) as root, safe_files.file_lock(".evict", root, _WAIT_SECONDS / 2):
                 self._scan(root)
         except OSError as error:
             self._monitor.count(errors=1)
@@ -373,22 +347,22 @@ class DiskStore(Store):
                         os.unlink(name, dir_fd=root)
         if self.max_bytes is None and self.ttl is None:
             return
-        with locked(root) as figures:
+        with folder.locked(root) as figures:
             added = None if figures is None else figures.added
         found: list[tuple[int, int, int, str]] = []  # by last use: ns, inode, bytes, key
         for tenant in filter(is_tenant, os.listdir(root)):
-            for key, info in entries_of(root, tenant, self._tolerate):
+            for key, info in folder.entries_of(root, tenant, self._tolerate):
                 # An entry is never used before it is written, so this one was also written that long ago.
                 if self.ttl is not None and info.st_mtime < now - self.ttl:
                     with self._tolerate(key):
-                        if remove_entry(root, key, (info.st_ino, info.st_mtime_ns)):
+                        if folder.remove_entry(root, key, (info.st_ino, info.st_mtime_ns)):
                             self._monitor.count(expired=1)
                             continue
                 found.append((info.st_mtime_ns, info.st_ino, info.st_size, key))
-            remove_empty_folders(root, tenant)
+            folder.remove_empty_folders(root, tenant)
         if self.max_bytes is None:
             return
-        held = recount(root, sum(size for _, _, size, _ in found), len(found), added)
+        held = folder.recount(root, sum(size for _, _, size, _ in found), len(found), added)
         if held > min(_FULL * self.max_bytes, self.max_bytes - self._wanted):
             # Without a put that waits, the entry that was used last stays, even if it is nearly as large as the budget.
             found = sorted(found)[: None if self._wanted else -1]
@@ -396,11 +370,9 @@ class DiskStore(Store):
                 if held <= min(_KEEP * self.max_bytes, self.max_bytes - self._wanted):
                     break
                 with self._tolerate(key):
-                    if remove_entry(root, key, (inode, used)):
+                    if folder.remove_entry(root, key, (inode, used)):
                         self._monitor.count(evictions=1)
                         held -= size
-
-    # --- errors ---
 
     @contextmanager
     def _tolerate(self, entry: str, *, writing: bool = False) -> Iterator[None]:

@@ -165,11 +165,11 @@ class GuardedStore(Store):
 
     def close(self) -> None:
         """Close the store. A failure is counted and logged but not raised, because the caller could not handle it."""
-        self._finish("closed", lambda: self._store.close() is None)
+        self._finish("closed", self._store.close)
 
-    def _finish(self, done: str, work: Callable[[], bool]) -> bool:
+    def _finish(self, done: str, work: Callable[[], object]) -> bool:
         try:
-            return work()
+            return work() is not False
         except Exception as error:
             self._count(error)
             _log.warning("the %s store could not be %s: %s", self.name, done, _describe(error))

@@ -889,7 +889,7 @@ def test_an_entry_that_is_too_large_is_not_read(
     large.put(KEY, bytes(1001))
     large.put("ab/4567", bytes(1000))
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "read_exactly", lambda *_: pytest.fail("it was read"))
+        patch.setattr(safe_files, "read_exactly", lambda *_: pytest.fail("it was read"))
         assert store.get(KEY) is None and store.get(KEY) is None
     assert store.contains([KEY, "ab/4567"]) == [False, True] and store.get("ab/4567") == bytes(1000)
     assert (counters(store).misses, counters(store).errors, counters(store).corrupt) == (2, 2, 0)
@@ -1002,7 +1002,7 @@ def test_what_is_put_during_a_scan_is_counted(root: Path, monkeypatch: pytest.Mo
         store.put(f"{tenant}/01", bytes(1000 - HEADER_BYTES))
     other.put("aa/01", bytes(1000 - HEADER_BYTES))
     assert store.flush(20) and other.flush(20)
-    usual = disk.entries_of
+    usual = folder.entries_of
     calls: list[str] = []
 
     def meanwhile(opened: int, tenant: str, tolerate: Any) -> Any:
@@ -1012,7 +1012,7 @@ def test_what_is_put_during_a_scan_is_counted(root: Path, monkeypatch: pytest.Mo
         calls.append(tenant)
         return usual(opened, tenant, tolerate)
 
-    monkeypatch.setattr(disk, "entries_of", meanwhile)
+    monkeypatch.setattr(folder, "entries_of", meanwhile)
     monkeypatch.setattr(os, "listdir", lambda folder, usual=os.listdir: sorted(usual(folder)))
     scan(store)
     assert calls and used(root) == 4000 and counters(store).bytes in (5000, 6000)
@@ -1104,9 +1104,10 @@ def test_an_entry_used_since_the_scan_is_not_evicted(root: Path, monkeypatch: py
     def meanwhile(*arguments: Any) -> int:
         other.get(keys[0])
         other.delete(keys[1])
-        return folder.recount(*arguments)
+        return usual(*arguments)
 
-    monkeypatch.setattr(disk, "recount", meanwhile)
+    usual = folder.recount
+    monkeypatch.setattr(folder, "recount", meanwhile)
     assert store.put("ab/0003", bytes(900)) and store.flush(20)
     assert store.contains([*keys, "ab/0003"]) == [True, False, False, True]
     assert counters(store).evictions == 1, "the other one was somebody else's deletion"

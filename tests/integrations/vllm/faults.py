@@ -1209,9 +1209,9 @@ def crash(model: Path, record: Record, store: Path) -> None:
 
 def run_crash(model: Path, store: Path) -> None:
     """An engine that is killed in the middle of an entry, half of which is on the disk by then."""
-    from cuvee.integrations.stores import disk
+    from cuvee.integrations.stores import safe_files
 
-    writes, lock, usual = [0], threading.Lock(), cast(Any, disk).write_all
+    writes, lock, usual = [0], threading.Lock(), cast(Any, safe_files).write_all
 
     def write_all(file: int, data: bytes) -> None:
         if len(data) > HEADER:
@@ -1222,7 +1222,7 @@ def run_crash(model: Path, store: Path) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
         usual(file, data)
 
-    cast(Any, disk).write_all = write_all
+    cast(Any, safe_files).write_all = write_all
     engine = Driven(model, f"file://{store}")
     for prompt in CRASH:
         engine.ask(prompt)
@@ -1231,7 +1231,7 @@ def run_crash(model: Path, store: Path) -> None:
 
 def drive_disk(model: Path, record: Record, crashed: Path, small: str, pretend: bool) -> list[Answered]:
     """A store in a folder where an engine crashed, and one on a disk that is full."""
-    from cuvee.integrations.stores import disk
+    from cuvee.integrations.stores import safe_files
 
     engine = Driven(model, f"file://{crashed}")
     for name, scenario in DISK.items():
@@ -1241,7 +1241,7 @@ def drive_disk(model: Path, record: Record, crashed: Path, small: str, pretend: 
 
     engine = Driven(model, f"file://{small}/store")
     engine.core.scheduler.connector._store.max_backoff = 0.5  # of the backoff: nobody wants to wait longer
-    usual = cast(Any, disk).write_all
+    usual = cast(Any, safe_files).write_all
 
     def write_all(file: int, data: bytes) -> None:
         if len(data) > HEADER and len(entry_paths(engine)) >= 2 * CHUNKS:
@@ -1249,9 +1249,9 @@ def drive_disk(model: Path, record: Record, crashed: Path, small: str, pretend: 
         usual(file, data)
 
     if pretend:
-        cast(Any, disk).write_all = write_all
+        cast(Any, safe_files).write_all = write_all
     record.run(engine, disk_full.__name__, disk_full)
-    cast(Any, disk).write_all = usual
+    cast(Any, safe_files).write_all = usual
     answered += engine.answered
     engine.close()
     return answered
