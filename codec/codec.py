@@ -32,10 +32,8 @@ from cuvee.codec.opening import Opener
 from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Limits, Quality
-from cuvee.codec.profiles.recognition import Recognizer
 from cuvee.codec.setting import Settings
 from cuvee.codec.states import States, decode_states, encode_states
-from cuvee.codec.support.lazy import lazy
 
 _log = logging.getLogger(__name__)
 
@@ -160,10 +158,6 @@ class Codec:
         how = f"backend {self._backends.name!r}, {self.threads} threads{key}"
         return f"Codec({self.described_quality}; {how}; {self.profile!r})"
 
-    def __getstate__(self) -> dict[str, object]:
-        """Leave out what is lazy, which is made anew where the codec is unpickled."""
-        return {name: own for name, own in self.__dict__.items() if name != "recognizer"}
-
     @property
     def described_quality(self) -> str:
         """The quality for people: what was asked for, and `quality_name`."""
@@ -182,11 +176,6 @@ class Codec:
     def key_ids(self) -> tuple[bytes, ...]:
         """8 bytes that identify each key without revealing it, the writing key first; empty without `key=`."""
         return tuple(key.id for key in self._keys)
-
-    @lazy
-    def recognizer(self) -> Recognizer | None:
-        """Recognizes ids and positions of tokens whose engine tells none; None without loss, which needs neither."""
-        return None if self.lossless else Recognizer(self.profile)
 
     def on_device(self, device: torch.device | str) -> bool:
         """Return whether pages on `device` are coded there, many chunks in one call; if not, code a copy on the CPU.

@@ -28,7 +28,6 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from cuvee.codec.cache_file import cache_file_dtype, read_cache_file, write_cache_file
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError, allocations
@@ -38,6 +37,7 @@ from cuvee.codec.models.latents import append_units, layer_units
 from cuvee.codec.paged import PagedCache, PagedChunks
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
+from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file, write_cache_file
 from cuvee.integrations.cache_rows import (
     CacheRows,
     bound_blobs,

@@ -18,6 +18,7 @@ from cuvee.integrations.guard import Recorder
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages.entries import MAX_RUN_PAGES
 from cuvee.integrations.pages.page_store import PageStore
+from cuvee.integrations.pages.recognition import tells_positions
 from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.stores import open_store
@@ -86,8 +87,7 @@ class PageStores:
         if options.profile is not None and options.check_model:
             refuse_other_weights(self._profile, shown_profile(options.profile), path, revision=revision)
         codec = self._codec(rank, ranks)
-        recognizer = codec.recognizer
-        if not positions and not codec.lossless and (recognizer is None or not recognizer.tells_positions):
+        if not positions and not codec.lossless and not tells_positions(codec.profile):
             raise InputError(
                 f"quality: must be 'lossless', got {codec.quality_name}: lossy coding needs the positions of tokens, "
                 "which this engine does not tell. A learned profile of a model with RoPE recognizes them: give one in "
@@ -129,11 +129,10 @@ class PageStores:
     def _codec(self, rank: int, ranks: int) -> Codec:
         with self._lock:
             if (rank, ranks) not in self._codecs:
-                codec = self._codecs[rank, ranks] = Codec(
+                self._codecs[rank, ranks] = Codec(
                     self._profile.shard(rank, ranks), **self._options.codec_quality, dtype=self._layout.dtype,
                     threads=1, key=self._secrets,
                 )  # fmt: skip
-                _ = codec.recognizer  # made once, rather than by every thread that codes its first page
             return self._codecs[rank, ranks]
 
     def _names(self, codec: Codec, ranks: int, tenant: str) -> PageNames:

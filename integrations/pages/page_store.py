@@ -32,7 +32,6 @@ from cuvee.codec.identity import PageNames, store_key, tenant_id
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.open_blob import Expected, OpenBlob
 from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks
-from cuvee.codec.profiles.recognition import Recognized
 from cuvee.integrations.guard import Recorder
 from cuvee.integrations.pages.entries import (
     MAX_RUN_PAGES,
@@ -42,6 +41,7 @@ from cuvee.integrations.pages.entries import (
     parse_index_entry,
     parse_run_entry,
 )
+from cuvee.integrations.pages.recognition import Recognized, Recognizer
 from cuvee.integrations.stores import Store, StoreError
 from cuvee.integrations.stores.threads import ThreadPool
 
@@ -128,6 +128,11 @@ class _Calls:
             self._changed.wait_for(lambda: not self._under_way, timeout)
 
 
+def _recognizer_of(codec: Codec) -> Recognizer | None:
+    """Return what tells the tokens of pages; None without loss, which needs neither ids nor positions."""
+    return None if codec.lossless else Recognizer(codec.profile)
+
+
 class PageStore:
     """Saves and loads an engine's pages. Safe to call from several threads.
 
@@ -190,6 +195,7 @@ class PageStore:
             raise InputError(f"run_pages: must be 1 … {MAX_RUN_PAGES}, got {run_pages}")
         self.layout = layout or codec.profile.layout
         self._codec = codec
+        self._recognizer = _recognizer_of(codec)
         self._store = store
         self._names = names
         self._counts = counts
@@ -220,6 +226,8 @@ class PageStore:
             counts: told what happens there; default: as here.
         """
         other = copy.copy(self)
+        if codec is not self._codec:
+            other._recognizer = _recognizer_of(codec)
         other._codec, other._names, other.layout, other._shard = codec, names, layout, shard
         other._counts = counts or self._counts
         return other
@@ -507,8 +515,8 @@ class PageStore:
         began = time.monotonic()
         try:
             tokens = Recognized(start, None)
-            if self._codec.recognizer is not None:
-                tokens = self._codec.recognizer.recognize(cache, slots, start, self._names.page_tokens)
+            if self._recognizer is not None:
+                tokens = self._recognizer.recognize(cache, slots, start, self._names.page_tokens)
             if tokens.start is None:
                 self._fail("positions", InputError(_NO_POSITION))
                 return None

@@ -9,7 +9,6 @@ import torch
 from cuvee.codec.codec import Codec
 from cuvee.codec.identity import store_key
 from cuvee.codec.paged import NOWHERE, PagedCache
-from cuvee.codec.support.torch_threads import compute_alone
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
@@ -19,6 +18,7 @@ from cuvee.integrations.vllm.messages import Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.part_figures import PartFigures
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.vllm.torch_threads import compute_alone
 
 _FETCHERS = 4
 

@@ -15,7 +15,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import cache_argument, prefill, score
 from cuvee.codec.models.latents import layer_units
 from cuvee.codec.paged import PagedCache, PagedChunks
-from cuvee.codec.profiles.recognition import Recognizer
+from cuvee.integrations.pages.recognition import Recognizer
 from cuvee.integrations.transformers import chunks_from_cache
 
 FAMILIES = ("deepseek_v2", "deepseek_v3")

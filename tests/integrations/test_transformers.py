@@ -16,7 +16,6 @@ from tests.predicting import VOCABULARY, predicting
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
 from cuvee.codec.backends import PendingDecode
-from cuvee.codec.cache_file import read_cache_file
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import (
@@ -35,6 +34,7 @@ from cuvee.codec.paged import PagedChunks
 from cuvee.codec.profiles import profile as codec_profile
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.token_ids import NO_TOKEN
+from cuvee.integrations.cache_file import read_cache_file
 from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache, load_cache, save_cache
 
 TOKENS, CHUNK = 21, 8
@@ -866,7 +866,7 @@ def test_a_disk_that_is_full_leaves_the_old_file(model: Any, tmp_path: Path, mon
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cuvee.codec.cache_file.save_file", full)
+    monkeypatch.setattr("cuvee.integrations.cache_file.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         save_cache(prefill(model, prompt(1, 5)), path)
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]

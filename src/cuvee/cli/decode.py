@@ -38,10 +38,10 @@ def decode(
     """
     need_one_of_profile_and_config(profile, config)
 
-    from cuvee.codec.cache_file import write_cache_file
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec, check_tokens
     from cuvee.codec.format.container import inspect
+    from cuvee.integrations.cache_file import write_cache_file
 
     check_absent(target, force)
     chunks: list[KVChunk] = []

@@ -69,8 +69,8 @@ def encode(
         raise typer.BadParameter(f"must be one option for the quality, got {' and '.join(given)}")
     need_one_of_profile_and_config(profile, config)
 
-    from cuvee.codec.cache_file import cache_file_dtype, read_cache_file
     from cuvee.codec.codec import Codec
+    from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file
 
     dtype = cache_file_dtype(source)
     known = read_profile(profile, config, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -14,9 +13,9 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache, PagedChunks
-from cuvee.codec.profiles import recognition
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.recognition import Recognizer
+from cuvee.integrations.pages import recognition
+from cuvee.integrations.pages.recognition import Recognizer, tells_positions
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +93,12 @@ def test_positions_are_recognized_without_a_token_table(
 
 
 def test_a_model_without_rotation_tells_no_positions(
-    fitted: Callable[[str, str], Profile], make_chunk: Callable[..., KVChunk], recognizer: Recognizer
+    fitted: Callable[[str, str], Profile], make_chunk: Callable[..., KVChunk], profile: Profile
 ) -> None:
+    assert tells_positions(profile)
     profile = fitted("no-rope", "layer")
-    without = Recognizer(profile)
-    assert recognizer.tells_positions and not without.tells_positions
-    found = without.recognize(PagedCache.of_chunk(make_chunk(profile.layout, 50)), slots(50))
+    assert not tells_positions(profile)
+    found = Recognizer(profile).recognize(PagedCache.of_chunk(make_chunk(profile.layout, 50)), slots(50))
     assert found == recognition.Recognized(None, None)
 
 
@@ -136,19 +135,10 @@ def test_slots_that_the_cache_does_not_have_are_refused(recognizer: Recognizer, 
 
 def test_what_is_recognized_codes_like_what_is_told(profile: Profile, chunk: KVChunk) -> None:
     codec, cache = Codec(profile, step=0.25), PagedCache.of_chunk(chunk)
-    assert codec.recognizer is not None
-    found = codec.recognizer.recognize(cache, slots(TOKENS))
+    found = Recognizer(profile).recognize(cache, slots(TOKENS))
     assert found.start is not None
     told = codec.encode(chunk, tokens=ids_of(range(TOKENS)))
     assert codec.encode(PagedChunks(cache, [slots(TOKENS)], [found.start], tokens=[found.token_ids])) == [told]
-
-
-def test_only_lossy_codecs_recognize(profile: Profile) -> None:
-    assert Codec(profile, "lossless").recognizer is None
-    assert Codec.without_profile(profile.layout).recognizer is None
-    codec = Codec(profile, step=0.25)
-    assert codec.recognizer is codec.recognizer is not None
-    assert pickle.loads(pickle.dumps(codec)).recognizer is not None
 
 
 # Searching -----------------------------------------------------------------------------------------------------

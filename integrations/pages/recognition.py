@@ -77,11 +77,6 @@ class Recognizer:
             self._ids = _IdSearch(profile.token_table, token_map.take(self._values))
             self._predictions = profile.predictions[0]
 
-    @property
-    def tells_positions(self) -> bool:
-        """Whether the model rotates keys, so that they tell positions."""
-        return any(self._layout.layers[layer].rope is not None for layer in self._keys)
-
     def recognize(
         self, cache: PagedCache, slots: torch.Tensor, start: int | None = None, multiple_of: int = 1
     ) -> Recognized:
@@ -137,6 +132,11 @@ class Recognizer:
         scores = _scores(together, frequencies * multiple_of, -(-positions // multiple_of))
         best, most = int(scores.argmax()), float(np.abs(together).sum())
         return best * multiple_of if scores[best] > LEAST_AGREEMENT * most else None
+
+
+def tells_positions(profile: Profile) -> bool:
+    """Return whether the model rotates keys of the first section, so that they tell positions."""
+    return any(layer.rope is not None for layer in profile.sections[0].layers(profile.layout))
 
 
 class _IdSearch:
