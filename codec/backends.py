@@ -18,7 +18,8 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError, InputError, allocations
-from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunk
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged_chunks import PagedChunk
 from cuvee.codec.support.arrays import I64
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from cuvee.codec.id_coding import IdCoding
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.open_blob import Bytes, Expected, OpenBlob
 from cuvee.codec.opening import Opener
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Limits, Quality
 from cuvee.codec.setting import Settings

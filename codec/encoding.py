@@ -13,7 +13,7 @@ from cuvee.codec.format.container import NO_DIGEST, Contents, Kind, header_diges
 from cuvee.codec.format.keys import Key
 from cuvee.codec.id_coding import IdCoding
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.paged import PagedChunks
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.setting import Settings
 from cuvee.codec.token_ids import as_token_ids
 

@@ -9,190 +9,19 @@ holds all tokens, so code that reads or writes a `PagedCache` serves both kinds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
-from cuvee.codec.chunk import KVChunk, check_following
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES, saturated
+from cuvee.codec.pages import PageOrder, Pages, PermutedPages
 from cuvee.codec.support.arrays import I64
-from cuvee.codec.token_ids import as_token_ids
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 NOWHERE = -1  # the slot of a token that is left out
-
-# By size in bytes: dtypes that stand in for values which are copied and never computed with.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class PageOrder:
-    """The places of a block's values where no strides describe them; the same in every block.
-
-    Args:
-        offsets: int64 `[block_tokens, heads, dim]`, elements from the start of the block.
-        blocks: number of blocks.
-        block_stride: elements from the start of a block to the start of the next.
-
-    Attributes:
-        span: elements from the start of the first block to the last value of the last one.
-
-    Raises:
-        InputError: two values at one place, or a place before the start of the block.
-    """
-
-    def __init__(self, offsets: torch.Tensor, blocks: int, block_stride: int) -> None:
-        if offsets.ndim != 3 or offsets.dtype != torch.int64 or not offsets.numel() or int(offsets.min()) < 0:
-            raise InputError(
-                "offsets: must be int64 [block_tokens, heads, dim] of at least 0, "
-                f"got {offsets.dtype} {list(offsets.shape)}"
-            )
-        if blocks < 1 or block_stride < 1:
-            raise InputError(f"blocks, block_stride: must be at least 1, got {blocks}, {block_stride}")
-        # Two values share a place, in one block or in two, if their offsets differ by fewer than `blocks` strides.
-        rest, stride = offsets.flatten() % block_stride, offsets.flatten() // block_stride
-        places = (rest * (int(stride.max()) + blocks) + stride).sort().values
-        if bool((places.diff() < blocks).any()):
-            raise InputError("offsets: must be a permutation, got two values of the cache at one place")
-        self.offsets = offsets.contiguous()
-        self.blocks = blocks
-        self.block_stride = block_stride
-        self.span = (blocks - 1) * block_stride + int(offsets.max()) + 1
-
-    def __repr__(self) -> str:
-        tokens, heads, dim = self.offsets.shape
-        return f"PageOrder({self.blocks} blocks {self.block_stride} apart, {tokens} tokens of {heads} x {dim} permuted)"
-
-    def index(self, block: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Return the places of some tokens' values, int64 `[T * heads * dim]`; block and token are int64 `[T]`."""
-        return (self.offsets[token] + (block * self.block_stride)[:, None, None]).flatten()
-
-
-class PermutedPages:
-    """K or V of one layer, `[blocks, block_tokens, heads, dim]`, in a `PageOrder`. On the CPU only.
-
-    Args:
-        memory: `[order.span]` contiguous, from the start of the first block on; not copied.
-        order: shared by all layers with this arrangement of pages.
-
-    Attributes:
-        memory, order: as given.
-        device, dtype: of the memory.
-        shape: `[blocks, block_tokens, heads, dim]`.
-
-    Raises:
-        InputError: memory of another size.
-        UnsupportedModelError: memory of a device, whose kernels take strides.
-    """
-
-    def __init__(self, memory: torch.Tensor, order: PageOrder) -> None:
-        if memory.device.type != "cpu":
-            raise UnsupportedModelError(
-                f"memory: must be on the CPU if its values lie at no fixed strides, got {memory.device}: the cache of "
-                "this attention backend is not supported"
-            )
-        if memory.shape != (order.span,) or not memory.is_contiguous():
-            raise InputError(f"memory: must be contiguous [{order.span}], got {list(memory.shape)}")
-        self.memory = memory
-        self.order = order
-        self.device, self.dtype = memory.device, memory.dtype
-        self.shape = torch.Size((order.blocks, *order.offsets.shape))
-        self._bits = memory.view(_BITS[memory.element_size()])
-
-    def take(self, index: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the values at `order.index(...)`, `[T, heads, dim]`."""
-        return self._bits.index_select(0, index).view(self.dtype).view(-1, *self.shape[2:])
-
-    def put(self, index: torch.Tensor, part: torch.Tensor) -> None:
-        """Write `[T, heads, dim]` of the cache's dtype to `order.index(...)`."""
-        self._bits.scatter_(0, index, part.reshape(-1).view(self._bits.dtype))
-
-
-Pages = torch.Tensor | PermutedPages
-"""K or V of one layer, `[blocks, block_tokens, heads, dim]`."""
-
-
-@dataclass(frozen=True, slots=True)
-class PagedChunk:
-    """A chunk that lies in pages; see `PagedChunks`."""
-
-    cache: PagedCache
-    slots: torch.Tensor
-    start: int
-    token_ids: I64 | None
-    following: int
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return len(self.slots)
-
-
-@dataclass(frozen=True, slots=True)
-class PagedChunks:
-    """Chunks that lie in the pages of a serving engine, to be encoded in one call.
-
-    Args:
-        cache: holds the tokens.
-        slots: for each chunk, int64 `[T]` on the cache's device: the slots of its tokens, in order.
-        starts: for each chunk, the position of its first token.
-        tokens: for each chunk, the ids of its tokens as in `Codec.encode`, or None; default: no chunk has ids.
-        following: for each chunk, the number of tokens after it, as in `KVChunk`; default: 0.
-
-    Raises:
-        InputError: another number of starts, ids or following tokens than of slots; slots that are not int64 or empty;
-            positions that the model does not have.
-
-    Example:
-        >>> import torch
-        >>> from cuvee import KVLayout, LayerLayout, PagedCache, PagedChunks
-        >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),), "float32", max_positions=None)
-        >>> pages = PagedCache(layout, [torch.zeros(4, 16, 2, 8)], [torch.zeros(4, 16, 2, 8)])
-        >>> [own.tokens for own in PagedChunks(pages, slots=[torch.arange(16, 48), torch.arange(3)], starts=[0, 100])]
-        [32, 3]
-    """
-
-    cache: PagedCache
-    slots: Sequence[torch.Tensor]
-    starts: Sequence[int]
-    tokens: Sequence[object] | None = None
-    following: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        count = len(self.slots)
-        for name in ("starts", "tokens", "following"):
-            given = getattr(self, name)
-            if given is not None and len(given) != count:
-                raise InputError(f"{name}: must be one for each of the {count} chunks in slots, got {len(given)}")
-        for at, start in zip(self.slots, self.starts, strict=True):
-            if not len(self.cache.check_slots(at)):
-                raise InputError("slots: must name at least one token per chunk, got none")
-            self.layout.check_positions(start, len(at))
-        for own in self.following or ():
-            check_following(own)
-
-    @property
-    def layout(self) -> KVLayout:
-        """Of the chunks."""
-        return self.cache.layout
-
-    @property
-    def device(self) -> torch.device:
-        """Of the pages."""
-        return self.cache.device
-
-    def __iter__(self) -> Iterator[PagedChunk]:
-        count = len(self.slots)
-        ids = [None] * count if self.tokens is None else self.tokens
-        following = [0] * count if self.following is None else self.following
-        for at, start, given, after in zip(self.slots, self.starts, ids, following, strict=True):
-            known = None if given is None else as_token_ids(given, len(at))
-            yield PagedChunk(self.cache, at, start, known, after)
-
-    def __len__(self) -> int:
-        return len(self.slots)
 
 
 class PagedCache:

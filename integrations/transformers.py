@@ -34,7 +34,8 @@ from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedMode
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.latents import append_units, layer_units
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file, write_cache_file

@@ -18,7 +18,6 @@ from cuvee.codec.format.container import Scheme, read_section
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.sections import tile_tokens
-from cuvee.codec.schemes import SectionScheme
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
@@ -51,7 +50,7 @@ class CpuBackend:
         self._stages = stages
         self._threads = threads
         self._pool = Pool(threads)
-        self._schemes: dict[_Key, SectionScheme] = {}
+        self._schemes: dict[_Key, LosslessScheme | TransformScheme] = {}
 
     def prepare(self, coding: Coding) -> None:
         """See `Backend.prepare`."""
@@ -110,7 +109,7 @@ class CpuBackend:
                 cache.write(decoded.keys[of_layers], decoded.values[of_layers], request.span_slots, layers)
         return lambda: None
 
-    def _scheme(self, coding: Coding) -> SectionScheme:
+    def _scheme(self, coding: Coding) -> LosslessScheme | TransformScheme:
         key = (coding.profile.id, coding.scheme, coding.step_index, coding.predicted, coding.refinements)
         # Looked up once: between a test and an access another thread may have evicted it.
         known = self._schemes.get(key)
@@ -118,7 +117,7 @@ class CpuBackend:
             return known
         profile = coding.profile
         if coding.scheme is Scheme.LOSSLESS:
-            made: SectionScheme = LosslessScheme(profile.layout, self._stages)
+            made: LosslessScheme | TransformScheme = LosslessScheme(profile.layout, self._stages)
         else:
             made = TransformScheme(profile, coding.step_index, coding.predicted, self._stages, coding.refinements)
         # A scheme holds copies of the bases, so schemes of many steps must not pile up. The dict is replaced and never

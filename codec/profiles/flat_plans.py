@@ -6,14 +6,17 @@ A *level* is one component of one class: `entries[s, LEVELS] + k * entries[s, RO
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
+from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.support.arrays import F32, I32, U8, U16, U32
+
+if TYPE_CHECKING:
+    from cuvee.codec.profiles.step_coding import SectionCoding
 
 # Fields of an entry.
 TABLES = 0  # where its tables begin
@@ -55,26 +58,7 @@ class CodingPlans(NamedTuple):
     class_bits: int
 
 
-class PlannedSection(Protocol):
-    """A section as `pack_plans` reads it."""
-
-    @property
-    def classed(self) -> ClassedPlan:
-        """The coding plan of each class."""
-        ...
-
-    @property
-    def class_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The number of components per block, by class."""
-        ...
-
-    @property
-    def class_table(self) -> EntropyTables:
-        """The table that codes the classes."""
-        ...
-
-
-def pack_plans(sections: Sequence[PlannedSection], tables: EntropyTables) -> CodingPlans:
+def pack_plans(sections: Sequence[SectionCoding], tables: EntropyTables) -> CodingPlans:
     """Pack the plans of all sections, in order, whose tables are those of `tables`."""
     entries = np.zeros((len(sections), ENTRY_FIELDS), np.int64)
     depth = np.zeros((len(sections), CLASSES), np.int32)

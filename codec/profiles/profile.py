@@ -1,49 +1,31 @@
-"""`Profile`: what cuvee learns offline for one model, its file, and its qualities.
+"""`Profile`: what cuvee learns offline for one model, and its qualities.
 
 A profile is to a blob what a zstd dictionary is to a frame: it has an id, which the blob names, and decoding with
-another profile is an error. It is a safetensors file whose metadata is one JSON string; nothing in it is executed.
+another profile is an error.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
-import numpy as np
-import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
-
-from cuvee.codec.entropy.coding_plan import Quantizer
-from cuvee.codec.entropy.family import TABLES, Family, default_family, deviation_of, make_family
-from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
-from cuvee.codec.format.container import MAX_SECTIONS, MAX_STEP_INDEX
+from cuvee.codec.entropy.family import Family, default_family
+from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Curve, CurvePoint, Limits, Quality
-from cuvee.codec.profiles.section_profile import SectionProfile, read_section_profile
+from cuvee.codec.profiles.profile_file import profile_id, read_profile_file, write_profile_file
+from cuvee.codec.profiles.quality import LOSSLESS, Curve, CurvePoint, Limits, Quality
+from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import Section, partition
 from cuvee.codec.profiles.token_prediction import (
     CACHE_BYTES,
     COEFFICIENT_CACHE_BYTES,
     PredictionCache,
     TokenTable,
-    read_token_table,
 )
-from cuvee.codec.support.files import replacing
 from cuvee.codec.support.lazy import lazy
-from cuvee.codec.support.plain_json import parse_json
 from cuvee.codec.support.steps import OCTAVE, step_value
-
-FORMAT = "cuvee-profile"
-VERSION = 4
-ID_BYTES = 16
-# Values per token: 128 layers of 128 heads of 512 have this many. The limit bounds what a small file can claim.
-MAX_VALUES = 1 << 24
 
 
 class Profile:
@@ -110,45 +92,9 @@ class Profile:
     def __repr__(self) -> str:
         layout = self.layout
         model = f"{layout.model_type}, {layout.num_layers} layers, {layout.values_per_token} values per token"
-        known = "".join(f"{fact}; " for fact in self.knowledge().values())
-        return f"Profile({model}; {known}{self.source}, group {self.group!r}; {self._presets()})"
-
-    def knowledge(self) -> dict[str, str]:
-        """Return for people how much a learned profile knows: its text, what ids predict, and where its curve ends."""
-        if not self.learned:
-            return {}
-        facts = {"text": "text not recorded" if self.text_tokens is None else f"learned from {self.text_tokens} tokens"}
-        share = self.predicted_share
-        facts["ids"] = "ids predict nothing" if share is None else f"ids predict {100 * share:.0f} % of the energy"
-        if self.curve:
-            finest, coarsest = self.curve[0], self.curve[-1]
-            facts["curve"] = f"curve from {finest.bits_per_value:.2f} to {coarsest.bits_per_value:.2f} bits per value"
-            if finest.kl is not None and coarsest.kl is not None:
-                facts["curve"] += f", KL {finest.kl:.2g} to {coarsest.kl:.2g}"
-        return facts
-
-    @property
-    def predicted_share(self) -> float | None:
-        """Share of the coefficients' energy, as the loss weighs it, that token ids predict; None without a table."""
-        if self.token_table is None:
-            return None
-        left, whole = (
-            sum(float(np.square(deviation_of(section.scale)).sum()) for section in self.learned_for(predicted))
-            for predicted in (True, False)
-        )
-        return max(1 - left / whole, 0.0) if whole else 0.0
-
-    def _presets(self) -> str:
-        """Return the bits per value of each preset that the curve reaches."""
-        sizes = []
-        for quality in PRESET_KL if self.curve else ():
-            try:
-                bits = self.bits_at(self._curve.preset(quality))
-            except ProfileError:  # the preset is lossless here
-                continue
-            if bits is not None:
-                sizes.append(f"{quality} {bits:.2f}")
-        return f"{', '.join(sizes)} bits per value" if sizes else "no curve" if not self.curve else "no presets"
+        sizes = [f"{point.bits_per_value:.2f}" for point in self.curve[:: max(len(self.curve) - 1, 1)]]
+        curve = f"{' to '.join(sizes)} bits per value" if sizes else "no curve"
+        return f"Profile({model}; {self.source}, group {self.group!r}; {curve})"
 
     # Constructors ----------------------------------------------------------------------------------------------
 
@@ -275,15 +221,7 @@ class Profile:
     @lazy
     def id(self) -> bytes:
         """16 bytes that identify everything decoding depends on: BLAKE2b over the tensors and the identity."""
-        digest = hashlib.blake2b(digest_size=ID_BYTES, person=b"cuvee-profile")
-        layout = replace(self.layout, dtype="bfloat16")  # chunks of any dtype may be coded
-        identity = {**self._metadata(), "layout": layout.fingerprint.hex(), "curve": None, "id": None}
-        identity.pop("text_tokens", None)  # which decoding does not depend on, and older files lack
-        digest.update(_canonical(identity).encode())
-        for name, array in sorted(self._arrays().items()):
-            digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).tobytes())
-        return digest.digest()
+        return profile_id(self)
 
     def check_layout(self, layout: KVLayout) -> None:
         """Raise ProfileMismatchError unless `layout` is this profile's; the dtypes may differ."""
@@ -359,41 +297,9 @@ class Profile:
 
     # Files -----------------------------------------------------------------------------------------------------
 
-    def _metadata(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "layout": self.layout.to_dict(),
-            "group": self.group,
-            "source": self.source,
-            "min_step": self.min_step_index,
-            "model": self.model,
-            "features": 0 if self.token_table is None else self.token_table.features,
-            "curve": [point.to_dict() for point in self.points],
-            **({} if self.text_tokens is None else {"text_tokens": self.text_tokens}),
-        }
-
-    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
-        quantizer = self.family.quantizer
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "family.freq": self.family.tables.freq[:TABLES],
-            "family.dead_zone": quantizer.dead_zone,
-            "family.rounding": quantizer.rounding,
-            "family.shrink": quantizer.shrink,
-        }
-        if self.token_table is not None:
-            arrays["tokens.embedding"] = self.token_table.packed()
-            arrays["tokens.row_scale"] = self.token_table.row_scale.numpy()
-        for i, section in enumerate(self.learned):
-            arrays |= section.arrays(f"section.{i}")
-        return arrays
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile, atomically: a reader never sees a partial file."""
-        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
-        metadata = {"cuvee": sealed({**self._metadata(), "id": self.id.hex()})}
-        with replacing(path) as temporary:
-            save_file(arrays, temporary, metadata)
+        write_profile_file(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -404,119 +310,11 @@ class Profile:
             VersionError: this build does not read the profile's version.
             OSError: the file cannot be read.
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no profile at {os.fspath(path)}")
-        try:
-            with safe_open(path, "np") as file:
-                text = (file.metadata() or {}).get("cuvee")
-                if text is None:
-                    raise FormatError(f"{os.fspath(path)}: is a safetensors file but not a cuvee profile")
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise FormatError(f"{os.fspath(path)}: is not a safetensors file: {error}") from error
-        except TypeError as error:
-            raise FormatError(f"{os.fspath(path)}: holds tensors of a dtype that no profile has: {error}") from error
-        try:
-            profile, identity = cls._from_parts(unsealed(text), arrays)
-        except FormatError:
-            raise
-        except (
-            InputError,
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-            IndexError,
-            ArithmeticError,
-        ) as error:
-            raise FormatError(f"{os.fspath(path)}: is not a well-formed profile: {error!r:.500}") from error
+        arguments, identity = read_profile_file(path)
+        profile = cls(**arguments)
         if profile.id.hex() != identity:
             raise FormatError(f"{os.fspath(path)}: is damaged, its contents do not hash to its id")
         return profile
-
-    @classmethod
-    def _from_parts(cls, data: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> tuple[Profile, str]:
-        layout = KVLayout.from_dict(data["layout"])
-        is_learned = any(name.startswith("section.") for name in arrays)
-        _check_size(layout, arrays if is_learned else None)
-        freq = arrays["family.freq"]
-        if freq.dtype != np.uint16:
-            raise FormatError("family.freq: has the wrong dtype")
-        quantizer = Quantizer(arrays["family.dead_zone"], arrays["family.rounding"], arrays["family.shrink"])
-        family = make_family(freq, quantizer)
-        features = data["features"]
-        table = None if features == 0 else read_token_table(features, arrays)
-        sections = partition(layout, data["group"]) if is_learned else ()
-        learned = tuple(
-            read_section_profile(f"section.{i}", section, arrays, features) for i, section in enumerate(sections)
-        )
-        curve = [CurvePoint.from_dict(point) for point in data["curve"]]
-        min_step, text_tokens = data["min_step"], data.get("text_tokens")
-        if type(min_step) is not int or not -MAX_STEP_INDEX <= min_step <= 8 * OCTAVE:
-            raise FormatError(f"min_step: must be a step index, {-MAX_STEP_INDEX} … {8 * OCTAVE}")
-        if text_tokens is not None and (type(text_tokens) is not int or text_tokens < 0):
-            raise FormatError("text_tokens: must be a number of tokens")
-        if not isinstance(data["source"], str) or not isinstance(data["model"], str | None):
-            raise FormatError("source, model: must be names")
-        if not learned and data["group"] != "unit":
-            raise FormatError(f"group: must be 'unit' in a profile without learned sections, got {data['group']!r}")
-        profile = cls(
-            layout, data["group"], data["source"], family, learned,
-            min_step_index=min_step, model=data["model"], curve=curve, token_table=table,
-            text_tokens=text_tokens,
-        )  # fmt: skip
-        return profile, data["id"]
-
-
-def _check_size(layout: KVLayout, arrays: Mapping[str, npt.NDArray[Any]] | None) -> None:
-    """Refuse a layout that does not fit the file, before allocating anything of its size.
-
-    Args:
-        layout: the layout in the file's metadata.
-        arrays: the file's arrays, if it has learned sections: they hold at least the mean of every value of a token.
-    """
-    values = layout.values_per_token
-    if layout.num_layers > MAX_SECTIONS or values > MAX_VALUES:
-        raise FormatError(
-            f"layout: must have at most {MAX_SECTIONS} layers and {MAX_VALUES} values per token, got "
-            f"{layout.num_layers} and {values}"
-        )
-    if arrays is not None and values > sum(array.size for array in arrays.values()):
-        raise FormatError(f"layout: has {values} values per token, more than the profile's arrays hold")
-
-
-def sealed(data: dict[str, Any]) -> str:
-    """Return canonical JSON that contains its own BLAKE2b digest: the id does not cover all of the metadata."""
-    digest = hashlib.blake2b(_canonical(data).encode(), digest_size=ID_BYTES).hexdigest()
-    return _canonical({**data, "digest": digest})
-
-
-def unsealed(text: str) -> dict[str, Any]:
-    """Return the data of `sealed` text.
-
-    Raises:
-        FormatError: the text is not that of a profile, or the digest does not match.
-        VersionError: this build does not read the profile's version, whose digest may differ.
-        ValueError: the text is not JSON.
-    """
-    data = parse_json(text)
-    if not isinstance(data, dict):
-        raise FormatError("metadata: must be an object")
-    if data.get("format") != FORMAT:
-        raise FormatError(f"format: must be {FORMAT!r}, got {data.get('format')!r}")
-    if data.get("version") != VERSION:
-        raise VersionError(
-            f"version: must be {VERSION} for this build, got {data.get('version')}: learn the profile anew "
-            "(cuvee profile learn)"
-        )
-    digest = data.pop("digest", None)
-    if json.loads(sealed(data))["digest"] != digest:
-        raise FormatError("metadata: are damaged, they do not hash to their digest")
-    return data
-
-
-def _canonical(data: dict[str, Any]) -> str:
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _describe(layout: KVLayout) -> str:

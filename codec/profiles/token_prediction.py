@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -102,21 +102,6 @@ def read_token_table(features: int, arrays: Mapping[str, npt.NDArray[np.generic]
     return TokenTable(torch.from_numpy(numbers), torch.from_numpy(row_scale))
 
 
-class EmbeddingMap(Protocol):
-    """A map from embeddings to rows of numbers, which gives an id the same row whatever the others are."""
-
-    @property
-    def size(self) -> int:
-        """N, the numbers per row."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the rows."""
-
-    def predict(self, table: TokenTable) -> torch.Tensor:
-        """Return the rows `[U, N]` for the U ids of a table, on the device of both."""
-
-
 @dataclass(frozen=True, slots=True)
 class TokenMap:
     """The map from embeddings to the values of one section.
@@ -129,15 +114,12 @@ class TokenMap:
     weights: torch.Tensor
     scale: torch.Tensor
 
-    @property
-    def size(self) -> int:
-        """See `EmbeddingMap.size`."""
-        return len(self.scale)
+    dtype: ClassVar[torch.dtype] = torch.bfloat16  # of the predictions
 
     @property
-    def dtype(self) -> torch.dtype:
-        """See `EmbeddingMap.dtype`."""
-        return torch.bfloat16
+    def size(self) -> int:
+        """N."""
+        return len(self.scale)
 
     def predict(self, table: TokenTable) -> torch.Tensor:
         """Return the predictions bfloat16 `[U, N]` for the U ids of a table, on the device of both."""
@@ -179,15 +161,12 @@ class CoefficientMap:
             rest = (rest - digit) // 256
         return cls(digits, scale)
 
-    @property
-    def size(self) -> int:
-        """See `EmbeddingMap.size`."""
-        return len(self.scale)
+    dtype: ClassVar[torch.dtype] = torch.float32  # of the predictions
 
     @property
-    def dtype(self) -> torch.dtype:
-        """See `EmbeddingMap.dtype`."""
-        return torch.float32
+    def size(self) -> int:
+        """N."""
+        return len(self.scale)
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -247,7 +226,7 @@ class PredictionCache:
         limit: bytes for rows.
     """
 
-    def __init__(self, table: TokenTable, embedding_map: EmbeddingMap, sinks: int, limit: int) -> None:
+    def __init__(self, table: TokenTable, embedding_map: TokenMap | CoefficientMap, sinks: int, limit: int) -> None:
         self._table, self._map, self._sinks = table, embedding_map, sinks
         size, dtype = embedding_map.size, embedding_map.dtype
         # Pages that were not written take no memory.

@@ -27,21 +27,16 @@ BATCH_BYTES = 4 << 20  # of planes and symbols: enough layers to choose tables t
 
 
 class LosslessScheme:
-    """Codes sections of any model bit for bit."""
+    """Codes sections of any model bit for bit; with the methods of `TransformScheme`."""
 
     def __init__(self, layout: KVLayout, stages: Stages) -> None:
-        self._sections = partition(layout, "unit")
-        self._tile = max((tile_tokens(section, layout) for section in self._sections), default=1)
+        self.sections: tuple[Section, ...] = partition(layout, "unit")
+        self._tile = max((tile_tokens(section, layout) for section in self.sections), default=1)
         self._stages = stages
 
-    @property
-    def sections(self) -> tuple[Section, ...]:
-        """See `SectionScheme.sections`."""
-        return self._sections
-
     def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
-        """See `SectionScheme.encode`. Keys are coded as stored: un-rotation is not exactly invertible."""
-        layers = [self._sections[index].first_layer for index in numbers]
+        """See `TransformScheme.encode`. Keys are coded as stored: un-rotation is not exactly invertible."""
+        layers = [self.sections[index].first_layer for index in numbers]
         size = 2 * (chunk.keys[layers[0]].nbytes + chunk.values[layers[0]].nbytes) if layers else 1
         batch = max(BATCH_BYTES // size, 1)
         return [
@@ -84,7 +79,7 @@ class LosslessScheme:
         values: Sequence[Rows | None],
         rotation: Rotation,
     ) -> None:
-        """See `SectionScheme.decode`. Keys are turned only if the tokens move."""
+        """See `TransformScheme.decode`. Keys are turned only if the tokens move."""
         layout, span, tokens = request.layout, request.span, request.header.tokens
         first, dtype = request.header.start + span.start, layout.torch_dtype
         unrotation = None
@@ -92,7 +87,7 @@ class LosslessScheme:
             unrotation = Rotation(first, len(span), torch.device("cpu"), inverse=True)
         if not parts:
             return
-        of_layers = [self._sections[index].first_layer for index, _ in parts]
+        of_layers = [self.sections[index].first_layer for index, _ in parts]
         layers = [layout.layers[layer] for layer in of_layers]
         key_rows, value_rows = ([units[layer] for layer in of_layers] for units in (keys, values))
         indexed = self._stages.index_layers([data for _, (data,) in parts], layers, dtype, tokens)

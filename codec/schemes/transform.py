@@ -39,6 +39,8 @@ _arena = Arena()
 class TransformScheme:
     """Codes sections with a learned profile at one step, or as a base and its refinement.
 
+    Several threads call it at once, for different sections.
+
     Args:
         profile: the profile.
         step_index: the blob's, or the base's.
@@ -51,7 +53,7 @@ class TransformScheme:
         self, profile: Profile, step_index: int, predicted: bool, stages: Stages, refinements: int = 0
     ) -> None:
         self._profile = profile
-        self._sections = profile.sections
+        self.sections: tuple[Section, ...] = profile.sections
         coefficients = self._predicted_coefficients if predicted else None
         learned, family = profile.learned_for(predicted), profile.family
         self._coding = self._last = StepCoding(learned, family, step_index, coefficients)
@@ -63,13 +65,14 @@ class TransformScheme:
         self._inverses: dict[tuple[int, Products], Any] = {}
         self._tiles = [tile_tokens(section, profile.layout) for section in profile.sections]
 
-    @property
-    def sections(self) -> tuple[Section, ...]:
-        """See `SectionScheme.sections`."""
-        return self._sections
-
     def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
-        """See `SectionScheme.encode`."""
+        """Return for each of the sections `numbers` its bytes: one part, or a base and its refinement.
+
+        Args:
+            chunk: the tokens, with their ids if the profile predicts from them.
+            numbers: of the sections.
+            unrotation: frees the chunk's keys of their positions.
+        """
         if self._refined:
             return self._encode_refined(chunk, numbers, unrotation)
         out: list[tuple[bytes, ...]] = []
@@ -145,7 +148,7 @@ class TransformScheme:
                 basis.leading_means(chunk.start, at),
                 self._predictions(index, chunk.token_ids, chunk.start, at),
             )
-            x = self._stages.gather_centered(chunk, self._sections[index], unrotation, at, means, predictions)
+            x = self._stages.gather_centered(chunk, self.sections[index], unrotation, at, means, predictions)
             yield at, x
 
     def _predictions(self, index: int, token_ids: I64 | None, start: int, at: slice) -> Predictions | None:
@@ -187,7 +190,15 @@ class TransformScheme:
         values: Sequence[Rows | None],
         rotation: Rotation,
     ) -> None:
-        """See `SectionScheme.decode`."""
+        """Decode sections into rows.
+
+        Args:
+            parts: number of each section, and its bytes: one part, or a base and its refinement.
+            request: the tokens to decode.
+            keys: per layer the rows of the request's tokens; None for layers that are not decoded.
+            values: the same for values.
+            rotation: turns position-free keys to the request's positions.
+        """
         layout, span, tokens = request.layout, request.span, request.header.tokens
         products = products_for(layout)
         tile = max(self._tiles)
@@ -202,7 +213,7 @@ class TransformScheme:
                 wanted = slice(at.start + inside.start, at.start + inside.stop)
                 decoded = self._decode(indexed, at, products.coefficients)
                 for (index, _), columns in zip(batch, decoded, strict=True):
-                    section = self._sections[index]
+                    section = self.sections[index]
                     out = _arena.tensor("x", columns.y.shape[2] * section.values, columns.y.dtype)
                     runs = self._product_runs(index, columns)
                     x = self._stages.synthesize(columns.y, self._inverse(index, products), runs, out)

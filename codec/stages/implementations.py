@@ -55,9 +55,7 @@ class Stages(Protocol):
         at: slice,
         mean: torch.Tensor,
         predictions: Predictions | None = None,
-    ) -> torch.Tensor:
-        """See `reference/transform.py`."""
-        ...
+    ) -> torch.Tensor: ...
 
     def place(
         self,
@@ -71,9 +69,7 @@ class Stages(Protocol):
         values: Sequence[Rows | None],
         order: I64 | None = None,
         predictions: Predictions | None = None,
-    ) -> None:
-        """See `reference/transform.py`."""
-        ...
+    ) -> None: ...
 
     def move_keys(
         self,
@@ -83,9 +79,7 @@ class Stages(Protocol):
         rotation: Rotation,
         at: slice,
         rows: Rows,
-    ) -> None:
-        """See `reference/transform.py`."""
-        ...
+    ) -> None: ...
 
     def predict_classes(
         self,
@@ -96,65 +90,41 @@ class Stages(Protocol):
         first: int,
         finer: torch.Tensor,
         finest: int,
-    ) -> U8:
-        """See `reference/class_predictor.py`."""
-        ...
+    ) -> U8: ...
 
     def arrange(
         self, classes: U8, x: torch.Tensor, leading: torch.Tensor | None, rows: int
-    ) -> tuple[U8, torch.Tensor, torch.Tensor]:
-        """See `reference/token_order.py`."""
-        ...
+    ) -> tuple[U8, torch.Tensor, torch.Tensor]: ...
 
     def product_runs(
         self, columns: U8, class_ranks: Sequence[tuple[int, ...]]
-    ) -> Iterator[tuple[slice, tuple[int, ...]]]:
-        """See `reference/product.py`."""
-        ...
+    ) -> Iterator[tuple[slice, tuple[int, ...]]]: ...
 
     def prepare_inverse(
         self, matrices: Sequence[torch.Tensor], rank: int, products: Products, shares: Sequence[F32]
-    ) -> Any:
-        """See `reference/product.py`."""
-        ...
+    ) -> Any: ...
 
     def synthesize(
         self, y: torch.Tensor, inverse: Any, runs: Iterable[tuple[slice, Sequence[int]]], out: torch.Tensor
-    ) -> torch.Tensor:
-        """See `reference/product.py`."""
-        ...
+    ) -> torch.Tensor: ...
 
     def to_planes(
         self, y: F32, columns: U8, plan: ClassedPlan, quantizer: Quantizer, tables: EntropyTables
-    ) -> tuple[U8, Escapes]:
-        """See `reference/symbols.py`."""
-        ...
+    ) -> tuple[U8, Escapes]: ...
 
-    def rans_encode(self, sections: Sequence[SectionPlanes], tables: EntropyTables) -> list[Streams]:
-        """See `reference/rans.py`."""
-        ...
+    def rans_encode(self, sections: Sequence[SectionPlanes], tables: EntropyTables) -> list[Streams]: ...
 
-    def encode_classes(self, classes: U8, table: EntropyTables) -> Streams:
-        """See `reference/rans.py`."""
-        ...
+    def encode_classes(self, classes: U8, table: EntropyTables) -> Streams: ...
 
-    def index_sections(self, coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> Any:
-        """See `reference/sections.py`."""
-        ...
+    def index_sections(self, coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> Any: ...
 
-    def decode_sections(self, index: Any, at: slice, dtype: torch.dtype) -> list[Coefficients]:
-        """See `reference/sections.py`."""
-        ...
+    def decode_sections(self, index: Any, at: slice, dtype: torch.dtype) -> list[Coefficients]: ...
 
-    def split_unit(self, unit: torch.Tensor) -> list[BytePlane]:
-        """See `reference/byte_planes.py`."""
-        ...
+    def split_unit(self, unit: torch.Tensor) -> list[BytePlane]: ...
 
     def index_layers(
         self, sections: Sequence[memoryview], layers: Sequence[LayerLayout], dtype: torch.dtype, tokens: int
-    ) -> Any:
-        """See `reference/byte_planes.py`."""
-        ...
+    ) -> Any: ...
 
     def decode_layers(
         self,
@@ -164,9 +134,7 @@ class Stages(Protocol):
         keys: Sequence[Rows | None],
         values: Sequence[Rows | None],
         first_row: int,
-    ) -> None:
-        """See `reference/byte_planes.py`."""
-        ...
+    ) -> None: ...
 
 
 if TYPE_CHECKING:

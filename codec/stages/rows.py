@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from cuvee.codec.paged import NOWHERE, PagedCache, PermutedPages
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.pages import PermutedPages
 from cuvee.codec.support.arrays import I64
 
 _NO_OFFSETS, _NO_KINDS = np.empty((0, 0, 0), np.int64), np.empty(0, np.int64)

@@ -11,7 +11,6 @@ import torch
 from cuvee.calibration.corpus import (
     Corpus,
     calibration_windows,
-    held_out_count,
     leading_ids,
     load_tokenizer,
     read_corpus,
@@ -20,7 +19,7 @@ from cuvee.calibration.corpus import (
 from cuvee.calibration.kinds import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text, more_text
 from cuvee.calibration.sequences import reread
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.moments import SINKS
+from cuvee.codec.learning.moments import SINKS, held_out_count
 from cuvee.eval.report.report_config import MIXTURE, ReportConfig
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ class LMCacheOptions(CodingOptions):
     """Options of the adapter, by the names of the JSON that sets them: those of `CodingOptions`, and its own.
 
     LMCache tells neither the ids nor the positions of a chunk's tokens. Lossy coding needs positions, because it takes
-    the rotation out of keys. So it wants a learned profile, which recognizes both (`cuvee.integrations.pages.recognition`).
+    the rotation out of keys. So it wants a learned profile, which recognizes both
+    (`cuvee.integrations.pages.recognition`).
 
     Attributes:
         chunk_tokens: tokens per chunk: LMCache's `--chunk-size`.

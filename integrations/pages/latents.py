@@ -11,7 +11,8 @@ import torch
 
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.paged import PagedCache, PageOrder, Pages, PermutedPages
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.pages import PageOrder, Pages, PermutedPages
 
 
 def latent_cache(pages: list[torch.Tensor], layout: KVLayout, latent: int, adjacent_pairs: bool) -> PagedCache:

@@ -31,7 +31,8 @@ from cuvee.codec.errors import CorruptError, CuveeError, InputError
 from cuvee.codec.identity import PageNames, store_key, tenant_id
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.open_blob import Expected, OpenBlob
-from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.integrations.guard import Recorder
 from cuvee.integrations.pages.entries import (
     MAX_RUN_PAGES,

@@ -32,7 +32,8 @@ from pathlib import Path
 
 from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileMismatchError, VersionError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profiles.profile import VERSION, Profile
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.profile_file import VERSION
 from cuvee.codec.support.files import replacing
 from cuvee.integrations.checkpoint import WeightFingerprints, weight_fingerprints
 from cuvee.integrations.profile_collection.files import FolderFiles, NamedFiles, ObjectFiles

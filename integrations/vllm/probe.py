@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from cuvee.codec.errors import UnsupportedModelError
-from cuvee.codec.paged import PageOrder, Pages, PermutedPages
+from cuvee.codec.pages import PageOrder, Pages, PermutedPages
 
 _BASE = 128  # numbers are written in digits of this base: exact in every floating-point dtype of a cache
 _UNWRITTEN = -1.0

@@ -20,7 +20,8 @@ from functools import partial
 import torch
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.messages import Load, Report, Save

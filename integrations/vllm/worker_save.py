@@ -28,7 +28,8 @@ from itertools import islice
 import torch
 
 from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.part_keys import part_key
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.adapters import AdapterFolders

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from cuvee.codec.learning.calibrate import calibrate, fit
     from cuvee.codec.learning.curve import measure
     from cuvee.codec.open_blob import OpenBlob
-    from cuvee.codec.paged import PagedCache, PagedChunks
+    from cuvee.codec.paged import PagedCache
+    from cuvee.codec.paged_chunks import PagedChunks
     from cuvee.codec.profiles.profile import Profile
     from cuvee.codec.profiles.quality import Quality
     from cuvee.codec.token_ids import NO_TOKEN
@@ -95,7 +96,7 @@ _HOME = {
     "OpenBlob": "cuvee.codec.open_blob",
     "OutOfMemoryError": "cuvee.codec.errors",
     "PagedCache": "cuvee.codec.paged",
-    "PagedChunks": "cuvee.codec.paged",
+    "PagedChunks": "cuvee.codec.paged_chunks",
     "Profile": "cuvee.codec.profiles.profile",
     "ProfileError": "cuvee.codec.errors",
     "ProfileMismatchError": "cuvee.codec.errors",

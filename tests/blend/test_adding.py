@@ -9,7 +9,8 @@ from cuvee.blend import adding
 from cuvee.blend.adding import adder
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.paged import PagedCache, PageOrder, PermutedPages
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.pages import PageOrder, PermutedPages
 
 BLOCKS, BLOCK, HEADS, KEY, VALUE = 6, 4, 2, 8, 5
 SLOTS = torch.tensor([5, 0, 23, 6, 17])

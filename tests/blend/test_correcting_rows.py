@@ -10,7 +10,8 @@ import torch
 from cuvee.blend.adding import adder, rows_to_add_to
 from cuvee.blend.correction import Correction, Window, prepare
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.paged import PagedCache, PageOrder, Pages, PermutedPages
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.pages import PageOrder, Pages, PermutedPages
 
 BLOCKS, BLOCK, HEADS = 12, 16, 2
 TOKENS = 150

@@ -16,7 +16,6 @@ from cuvee.calibration.corpus import (
     BUNDLED_MODEL,
     Corpus,
     calibration_windows,
-    held_out_count,
     load_model,
     load_tokenizer,
     model_path,
@@ -25,6 +24,7 @@ from cuvee.calibration.corpus import (
     spread_sequences,
 )
 from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.learning.moments import held_out_count
 
 
 def corpus(*lengths: int) -> Corpus:

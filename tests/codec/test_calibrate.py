@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cuvee.calibration.corpus import held_out_count
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.token_classes import NEUTRAL
@@ -24,7 +23,7 @@ from cuvee.codec.learning import calibrate
 from cuvee.codec.learning.calibrate import choose_group, fit
 from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure
 from cuvee.codec.learning.gradients import sample_gradients
-from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_text, normalized
+from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_text, held_out_count, normalized
 from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.models.rope import rotate, unrotate

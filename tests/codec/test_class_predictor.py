@@ -18,7 +18,8 @@ from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL
 from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.learning.class_predictor import TokenSample, leading_components, learn_classes, learn_predictors
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.class_predictor import (
     KEPT_TOKENS,
     LEAVING,

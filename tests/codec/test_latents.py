@@ -14,7 +14,8 @@ import cuvee
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import cache_argument, prefill, score
 from cuvee.codec.models.latents import layer_units
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.integrations.pages.recognition import Recognizer
 from cuvee.integrations.transformers import chunks_from_cache
 

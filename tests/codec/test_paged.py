@@ -13,7 +13,9 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks, PageOrder, Pages, PermutedPages
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
+from cuvee.codec.pages import PageOrder, Pages, PermutedPages
 
 MakeCodec = Callable[..., Codec]
 BLOCKS, BLOCK_TOKENS = 5, 16

@@ -14,7 +14,8 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.paged import NOWHERE, PagedCache, PermutedPages
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.pages import PermutedPages
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.reference import transform

@@ -24,7 +24,8 @@ from cuvee.codec.identity import Identity
 from cuvee.codec.learning.token_model import TokenSums, learn_token_model
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.open_blob import Expected
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles import token_prediction
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint

@@ -21,7 +21,8 @@ from tests.fuzz.engine import Finding, scratch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.profiles.profile import Profile, sealed
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.profile_file import arrays_of, metadata_of, profile_arguments, sealed
 from cuvee.codec.profiles.quality import PRESETS
 
 MOST_VALUES = 4096  # per token; profiles of larger models are loaded but not used
@@ -36,7 +37,7 @@ def parts() -> tuple[tuple[dict[str, Any], Arrays], ...]:
     """Return metadata and arrays of good profiles."""
     measured = Profile.load(GOLDEN / "profile.safetensors")
     profiles = (measured, learned(), small_profile(), Profile.unlearned(SMALL))
-    return tuple(({**p._metadata(), "id": p.id.hex()}, p._arrays()) for p in profiles)
+    return tuple(({**metadata_of(p), "id": p.id.hex()}, arrays_of(p)) for p in profiles)
 
 
 GROUPS = (
@@ -65,7 +66,7 @@ def file_of(data: dict[str, Any], arrays: Arrays, **metadata: str) -> bytes:
 def named_by_content(data: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
     """Return the metadata with the id of the contents, if they make a profile."""
     with suppress(Exception):
-        profile, _ = Profile._from_parts(json.loads(json.dumps(data)), arrays)
+        profile = Profile(**profile_arguments(json.loads(json.dumps(data)), arrays))
         return {**data, "id": profile.id.hex()}
     return data
 

@@ -30,7 +30,7 @@ from cuvee.codec.format.container import Contents, Scheme, inspect, read_header,
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.forward import cache_argument
-from cuvee.codec.paged import PagedChunks
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles import profile as codec_profile
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.token_ids import NO_TOKEN

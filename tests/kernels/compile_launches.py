@@ -88,7 +88,7 @@ def main(target: str) -> None:
     from tests.predicting import VOCABULARY, predicting
 
     from cuvee.codec.codec import Codec
-    from cuvee.codec.paged import PagedChunks
+    from cuvee.codec.paged_chunks import PagedChunks
     from cuvee.codec.profiles.profile import Profile
 
     os.environ.pop("TRITON_INTERPRET", None)

@@ -21,7 +21,8 @@ from cuvee.codec.cpu.pool import Pool
 from cuvee.codec.errors import CorruptError, FormatError, InputError, UnsupportedModelError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels.devices import Mark
 

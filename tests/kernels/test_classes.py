@@ -23,7 +23,8 @@ from cuvee.codec.errors import CorruptError, FormatError, ProfileError
 from cuvee.codec.format.container import read_header, read_section
 from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.class_predictor import Predictor, finer_near_end
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.reference import rans

@@ -30,7 +30,8 @@ from cuvee.codec.format.container import Scheme, read_header
 from cuvee.codec.format.streams import ONE_CLASS, Escapes, Streams
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.paged import NOWHERE, PagedCache, PagedChunks
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes import coefficients, lossless
 from cuvee.kernels.incoming import read_coded

@@ -9,7 +9,7 @@ from typing import Any
 
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.container import read_header, read_section
-from cuvee.codec.paged import PagedChunks
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.eval.bench.gpu.cases import LOSSLESS, GpuCase, GpuScope, Pages
 from cuvee.eval.bench.gpu.ceilings import Link
 from cuvee.eval.bench.gpu.clock import Clock, turns

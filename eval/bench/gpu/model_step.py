@@ -20,7 +20,8 @@ from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS
 from cuvee.codec.codec import Codec
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.models.frozen import frozen
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.gpu.clock import Clock
 from cuvee.eval.bench.gpu.packed_model import load_packed

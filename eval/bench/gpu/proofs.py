@@ -14,7 +14,7 @@ from cuvee.codec.entropy.token_classes import SectionPlanes
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.container import read_header, read_section
-from cuvee.codec.paged import PagedChunks
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.reference import rans, symbols

@@ -439,7 +439,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         "layout": {**layout.to_dict(), "fingerprint": layout.fingerprint.hex()},
         "values_per_token": layout.values_per_token,
         "text_tokens": profile.text_tokens,
-        "predicted_share": profile.predicted_share,
+        "predicted_share": _predicted_share(profile),
         "sections": [
             {
                 "first_layer": section.first_layer,
@@ -471,7 +471,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         "weights": profile.model or "not recorded",
         "source": profile.source,
         "group": f"{profile.group}: {len(profile.sections)} sections",
-        **profile.knowledge(),
+        **_knowledge(profile),
     }
     console = make_console()
     grid = Table.grid(padding=(0, 2))
@@ -501,6 +501,32 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
             kinds.add_row(kind, *(f"{known[step]:.2g}" if step in known else "" for step in steps))
         console.print("KL by kind and step; kl= goes by the mean over kinds, presets go by the worst:")
         console.print(kinds)
+
+
+def _knowledge(profile: Profile) -> dict[str, str]:
+    """Return for people how much a learned profile knows: its text, and what ids predict."""
+    if not profile.learned:
+        return {}
+    share = _predicted_share(profile)
+    return {
+        "text": "not recorded" if profile.text_tokens is None else f"learned from {profile.text_tokens} tokens",
+        "ids": "predict nothing" if share is None else f"predict {100 * share:.0f} % of the energy",
+    }
+
+
+def _predicted_share(profile: Profile) -> float | None:
+    """Return the share of the coefficients' energy that token ids predict; None without a table."""
+    import numpy as np
+
+    from cuvee.codec.entropy.family import deviation_of
+
+    if profile.token_table is None:
+        return None
+    left, whole = (
+        sum(float(np.square(deviation_of(section.scale)).sum()) for section in profile.learned_for(predicted))
+        for predicted in (True, False)
+    )
+    return max(1 - left / whole, 0.0) if whole else 0.0
 
 
 def _presets(profile: Profile) -> list[dict[str, Any]]:

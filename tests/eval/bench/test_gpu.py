@@ -22,7 +22,8 @@ from tests.kernels.costs.time_bounds import LIMITS
 from cuvee.codec.backends import PendingDecode
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.eval.bench.gpu import gpu_bench, proofs
 from cuvee.eval.bench.gpu.cases import (
     BITS,

@@ -43,7 +43,7 @@ from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, Un
 from cuvee.codec.identity import tenant_id
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.learning.calibrate import calibrate
-from cuvee.codec.paged import PagedChunks
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.integrations.pages import PageStore
 from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.profile_collection.collection import ProfileCollection

@@ -21,7 +21,8 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.identity import Identity, PageNames, Scope, store_key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.pages import Counts, PageStore
 from cuvee.integrations.pages.entries import (

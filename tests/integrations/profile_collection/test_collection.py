@@ -30,7 +30,8 @@ from tests.integrations.stores.fake_http import FakeHTTP, answer, fake_http
 from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, VersionError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.profiles.profile import VERSION, Profile, sealed
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.profile_file import VERSION, metadata_of, sealed
 from cuvee.integrations.checkpoint import WeightFingerprints, weight_fingerprints
 from cuvee.integrations.profile_collection import collection as module
 from cuvee.integrations.profile_collection.collection import ProfileCollection, PulledProfile, find_profile
@@ -222,7 +223,7 @@ def test_a_damaged_profile_is_refused_with_its_place_and_the_remedy(
 
 def test_a_profile_of_another_version_says_so(folder: Path, out: Path, tmp_path: Path) -> None:
     arrays = load_file(folder / profile_name())
-    text = {**small_profile()._metadata(), "version": VERSION + 1, "id": small_profile().id.hex()}
+    text = {**metadata_of(small_profile()), "version": VERSION + 1, "id": small_profile().id.hex()}
     save_file(arrays, tmp_path / "p", {"cuvee": sealed(text)})
     change(folder, profile_name(), (tmp_path / "p").read_bytes())
     refuses(

@@ -21,7 +21,8 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.identity import Identity, PrefixChain, Scope, content_digest, store_key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.paged import PagedCache, PageOrder, PermutedPages
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.pages import PageOrder, PermutedPages
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.adapters import AdapterFiles, Adapters
 from cuvee.integrations.vllm.connector_config import Options

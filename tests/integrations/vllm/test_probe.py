@@ -9,7 +9,8 @@ import torch
 
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.paged import PagedCache, PageOrder, Pages, PermutedPages
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.pages import PageOrder, Pages, PermutedPages
 from cuvee.integrations.vllm.probe import Strides, Writer, find_page_layout, verify_page_layout
 
 BLOCKS, TOKENS, HEADS, DIM = 5, 6, 3, 4

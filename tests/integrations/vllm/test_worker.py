@@ -21,7 +21,8 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.format.container import verify_tag
 from cuvee.codec.identity import store_key
-from cuvee.codec.paged import PagedCache, PagedChunks
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.integrations.stores import StoreError
