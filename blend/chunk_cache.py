@@ -35,13 +35,13 @@ from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
-from cuvee.codec.identity import Identity, Scope, content_digest, store_key
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, empty_cache, prefill
 from cuvee.codec.models.latents import append_units, layer_units
 from cuvee.codec.open_blob import Expected
-from cuvee.codec.part_keys import MAX_PARTS
 from cuvee.codec.support.forks import tell_after_fork
+from cuvee.naming.identity import Identity, Scope, content_digest, store_key
+from cuvee.naming.part_keys import MAX_PARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

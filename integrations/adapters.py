@@ -19,8 +19,8 @@ from typing import Any
 from weakref import WeakSet
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import canonical
 from cuvee.integrations.checkpoint import checkpoint_files, checkpoint_identity
+from cuvee.naming.identity import canonical
 
 logger = logging.getLogger(__name__)
 

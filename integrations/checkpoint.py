@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cuvee.codec.errors import InputError, ProfileMismatchError
-from cuvee.codec.identity import Identity, canonical
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import fingerprint_samples, sampled_positions
 from cuvee.codec.models.kimi import as_deepseek_v3, is_deepseek_v3
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json
+from cuvee.naming.identity import Identity, canonical
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

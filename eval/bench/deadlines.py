@@ -32,12 +32,12 @@ from cuvee.calibration.bundled import EVALUATION_TEXTS
 from cuvee.calibration.corpus import read_corpus, spread_sequences
 from cuvee.codec.entropy.residuals import MAX_REFINEMENTS
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.part_keys import MAX_PARTS
 from cuvee.eval.bench.engine.process import Engine
 from cuvee.eval.bench.engine.scope import CHUNK, QUESTION, EngineVariant, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
 from cuvee.eval.bench.timing import spread
 from cuvee.eval.documents import ReportTable
+from cuvee.naming.part_keys import MAX_PARTS
 
 __all__ = ["DeadlinesScope", "SlowStore", "run_deadlines_bench", "show_deadlines"]
 

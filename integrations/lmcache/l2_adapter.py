@@ -34,7 +34,6 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 from cuvee.codec.errors import CuveeError, UnsupportedModelError
-from cuvee.codec.identity import canonical
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_config, read_layout
 from cuvee.integrations.guard import Guard, Recorder
@@ -44,6 +43,7 @@ from cuvee.integrations.lmcache.memory_objects import holds_latents, object_cach
 from cuvee.integrations.pages import Counts, PageStore, PageStores
 from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.naming.identity import canonical
 
 logger = logging.getLogger(__name__)
 

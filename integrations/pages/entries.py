@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.codec.identity import DIGEST_BYTES
+from cuvee.naming.identity import DIGEST_BYTES
 
 MAX_RUN_PAGES = 4096
 

@@ -10,7 +10,6 @@ from threading import Lock
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import Identity, PageNames, Scope
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.checkpoint import refuse_other_weights
@@ -22,6 +21,7 @@ from cuvee.integrations.pages.recognition import tells_positions
 from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.stores import open_store
+from cuvee.naming.identity import Identity, PageNames, Scope
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, InputError
-from cuvee.codec.identity import PageNames, store_key, tenant_id
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.open_blob import Expected, OpenBlob
 from cuvee.codec.paged import NOWHERE, PagedCache
@@ -45,6 +44,7 @@ from cuvee.integrations.pages.entries import (
 from cuvee.integrations.pages.recognition import Recognized, Recognizer
 from cuvee.integrations.stores import Store, StoreError
 from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.naming.identity import PageNames, store_key, tenant_id
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class PageStore:
     Example:
         >>> import torch
         >>> from cuvee import Codec, KVLayout, LayerLayout, PagedCache
-        >>> from cuvee.codec.identity import Identity, Scope
+        >>> from cuvee.naming.identity import Identity, Scope
         >>> from cuvee.integrations.pages import Counts
         >>> from cuvee.integrations.stores import open_store
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)

@@ -1,10 +1,10 @@
 """The contract of a store, which keeps blobs by key, and checks of its arguments.
 
-A key is `tenant/id`, both in lower-case hexadecimal; `cuvee.codec.identity.store_key` makes one. The tenant is part of
+A key is `tenant/id`, both in lower-case hexadecimal; `cuvee.naming.identity.store_key` makes one. The tenant is part of
 the key so that all entries of a tenant can be found and deleted without an index.
 
 A chunk may be stored as **parts**: a base, and a refinement that is useless without it. Each part is an entry of its
-own, and its key says which part it is (`cuvee.codec.part_keys`).
+own, and its key says which part it is (`cuvee.naming.part_keys`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.part_keys import MAX_PARTS, part_key
 from cuvee.integrations.stores.envelope import ExpiredError
+from cuvee.naming.part_keys import MAX_PARTS, part_key
 
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
 _TENANT = re.compile(r"[0-9a-f]{1,64}")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.part_keys import MAX_PARTS
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.cores import LOWEST_PRIORITY
 from cuvee.integrations.vllm.load_target import LoadTarget
+from cuvee.naming.part_keys import MAX_PARTS
 
 _DECISIONS = ("measured", "always")
 # A request that loads waits for at least one step of the engine, and this many more tokens hardly lengthen a step.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cuvee.codec.identity import canonical
+from cuvee.naming.identity import canonical
 
 _new_digest: Any  # blake3 comes with vLLM; only tests do without
 try:

@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 from cuvee.blend.segmentation import LineBreaks
-from cuvee.codec.identity import Identity
 from cuvee.integrations.adapters import Adapters
 from cuvee.integrations.costs import LinearCost, prefill_quantities
 from cuvee.integrations.guard import Guard
@@ -44,6 +43,7 @@ from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
 from cuvee.integrations.vllm.scheduler_state import NOTHING, PATIENCE, KnownEntries, SchedulerState, Tracked
 from cuvee.integrations.vllm.scheduler_targets import SchedulerTargets
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
 

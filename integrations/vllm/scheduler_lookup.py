@@ -12,7 +12,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any
 
-from cuvee.codec.identity import PrefixChain
 from cuvee.integrations.vllm.lookups import Asking, Lookups, Question
 from cuvee.integrations.vllm.scheduler_events import SchedulerEvents
 from cuvee.integrations.vllm.scheduler_state import (
@@ -23,6 +22,7 @@ from cuvee.integrations.vllm.scheduler_state import (
     SchedulerState,
     Tracked,
 )
+from cuvee.naming.identity import PrefixChain
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from cuvee.codec.identity import Identity, Media, PrefixChain, Scope
 from cuvee.integrations.adapters import AdapterFiles, Adapters
 from cuvee.integrations.vllm.media_names import MediaNames
 from cuvee.integrations.vllm.messages import Report
 from cuvee.integrations.vllm.request_params import may_store
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
+from cuvee.naming.identity import Identity, Media, PrefixChain, Scope
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cuvee.codec.identity import PrefixChain, store_key
 from cuvee.integrations.adapters import AdapterFiles
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.blending.planning import Segmented
@@ -21,6 +20,7 @@ from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.naming.identity import PrefixChain, store_key
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import canonical
 from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.load_target import Targeted
 from cuvee.integrations.vllm.messages import Aim, Delivery
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
+from cuvee.naming.identity import canonical
 
 logger = logging.getLogger(__name__)
 

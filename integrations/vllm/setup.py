@@ -16,7 +16,6 @@ from typing import Any
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, UnsupportedModelError
-from cuvee.codec.identity import Identity
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.profiles.profile import Profile
@@ -33,6 +32,7 @@ from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup, block_tokens, read_groups
+from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
 

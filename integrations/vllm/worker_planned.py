@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.identity import store_key
-from cuvee.codec.part_keys import part_key
 from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.loading import Decode, Fetch, LinkRate, LoadPlanner, LoadRequest, Step
 from cuvee.integrations.vllm.messages import Aim, Entry
 from cuvee.integrations.vllm.metric_table import PARTS
 from cuvee.integrations.vllm.worker_restore import LoadJob, Planned, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
+from cuvee.naming.identity import store_key
+from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
 

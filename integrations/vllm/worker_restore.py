@@ -14,13 +14,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from cuvee.codec.errors import CorruptError, CuveeError
-from cuvee.codec.identity import store_key
 from cuvee.codec.open_blob import Expected, OpenBlob
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.metric_table import PARTS
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark, send
+from cuvee.naming.identity import store_key
 
 logger = logging.getLogger(__name__)
 

@@ -30,13 +30,13 @@ import torch
 from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
-from cuvee.codec.part_keys import part_key
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.adapters import AdapterFolders
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark, refuse_capture, send
+from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ import threading
 import torch
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.identity import store_key
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
@@ -19,6 +18,7 @@ from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.part_figures import PartFigures
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.torch_threads import compute_alone
+from cuvee.naming.identity import store_key
 
 _FETCHERS = 4
 

@@ -31,17 +31,17 @@ from cuvee.blend.selectors import Nothing, Random
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError, UnsupportedModelError
-from cuvee.codec.identity import Identity, Scope, content_digest, store_key, tenant_id
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.models.rope import rotate, unrotate
-from cuvee.codec.part_keys import part_key, part_number
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.memory import MemoryStore
+from cuvee.naming.identity import Identity, Scope, content_digest, store_key, tenant_id
+from cuvee.naming.part_keys import part_key, part_number
 
 TOKENS = [7, 3, 60, 0, 22, 3, 41, 18, 9, 5, 33]
 OTHER = [8, *TOKENS[1:]]

@@ -20,7 +20,6 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.container import inspect, read_header, read_token_ids, write_blob, write_token_ids
 from cuvee.codec.id_coding import _warn_of_no_ids
-from cuvee.codec.identity import Identity
 from cuvee.codec.learning.token_model import TokenSums, learn_token_model
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.open_blob import Expected
@@ -39,6 +38,7 @@ from cuvee.codec.profiles.token_prediction import (
 )
 from cuvee.codec.support import integer_products
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
+from cuvee.naming.identity import Identity
 
 VOCABULARY, TOKENS = 96, 300
 

@@ -21,11 +21,11 @@ from tests.integrations.vllm.small_engine import SmallEngine, Wrong
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.metrics import Recorder, collect, interval_figures
+from cuvee.naming.identity import store_key
 
 _OPTIONS: dict[str, Any] = {
     "store": ["memory://?max_gb=1", "file:///nowhere"], "quality": "high", "chunk_tokens": 256, "min_tokens": 512,

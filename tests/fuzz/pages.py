@@ -11,11 +11,11 @@ from tests.fuzz.engine import Finding
 from tests.integrations.stores.dict_store import DictStore
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.identity import Identity, PageNames, Scope, store_key
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.pages import Counts, PageStore
 from cuvee.integrations.pages.entries import Place, make_index_entry, make_run_entry, parse_run_entry
+from cuvee.naming.identity import Identity, PageNames, Scope, store_key
 
 PAGE, PAGES, RUN = 4, 8, 4  # tokens, pages, pages per run
 NAMES = [b"page %d" % number for number in range(PAGES)]

@@ -12,11 +12,11 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileError
-from cuvee.codec.identity import store_key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.store_learning import fit_from_store
 from cuvee.integrations.stores import Store, StoreError, open_store
+from cuvee.naming.identity import store_key
 
 LAYOUT = KVLayout("synthetic", (LayerLayout(2, 8, 8, Rope((1.0, 0.3, 0.1, 0.01))),) * 3, "bfloat16", 4096)
 TOKENS, ENTRIES = 64, 16

@@ -26,7 +26,6 @@ from typing import Any
 
 from cuvee.blend.segmentation import LineBreaks, Span, split
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import Identity, Scope, canonical, content_digest
 from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.vllm.blending.blend_options import DEFAULT_COST, BlendOptions, BlendRequest
 from cuvee.integrations.vllm.blending.quality import COSTS, FIRST_CHECKS, BlendQuality
@@ -35,6 +34,7 @@ from cuvee.integrations.vllm.decision import TRIAL_EVERY, BlendCost, BlendPays
 from cuvee.integrations.vllm.lookups import Asking, Lookup, Lookups, Question
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.naming.identity import Identity, Scope, canonical, content_digest
 
 logger = logging.getLogger(__name__)
 

@@ -88,7 +88,7 @@ def store_delete_tenant(
     if (salt is None) == (tenant is None):
         raise typer.BadParameter("must get either --salt or --tenant")
     if salt is not None:
-        from cuvee.codec.identity import tenant_id
+        from cuvee.naming.identity import tenant_id
 
         tenant = tenant_id(salt)
     checked = check_tenant(tenant)
@@ -155,7 +155,7 @@ def _must_exist(tier: Store) -> None:
 
 def _check_key() -> str:
     """Return a key that no server uses."""
-    from cuvee.codec.identity import store_key
+    from cuvee.naming.identity import store_key
 
     return store_key("cuvee store info", secrets.token_bytes(32))
 

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.part_keys import part_key, part_number
 from cuvee.eval.bench import deadlines, frame
 from cuvee.eval.bench.deadlines import MB, DeadlinesScope, SlowStore, run_deadlines_bench, show_deadlines
 from cuvee.eval.bench.engine.process import EngineAnswer
 from cuvee.eval.bench.engine.scope import QUESTION
 from cuvee.integrations.stores import open_store
+from cuvee.naming.part_keys import part_key, part_number
 
 SCOPE = DeadlinesScope(tokens=512, prompts=2, rates=(1000 * MB, 1 * MB))
 COMPUTED, LOADED, LEAST = 0.09, 0.2, 0.06  # seconds

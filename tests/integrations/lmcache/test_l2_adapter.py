@@ -40,7 +40,6 @@ from tests.recognizing import cached, learned_profile, small_model
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, UnsupportedModelError
-from cuvee.codec.identity import tenant_id
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.paged_chunks import PagedChunks
@@ -49,6 +48,7 @@ from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.base import Store
+from cuvee.naming.identity import tenant_id
 
 pytestmark = NEED_LMCACHE
 

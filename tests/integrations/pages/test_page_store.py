@@ -19,7 +19,6 @@ from tests.recognizing import cached, ids_of, learned_profile, small_model
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.codec.identity import Identity, PageNames, Scope, store_key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
@@ -36,6 +35,7 @@ from cuvee.integrations.pages.entries import (
 from cuvee.integrations.pages.page_store import _runs
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.naming.identity import Identity, PageNames, Scope, store_key
 
 PAGE = 8  # tokens
 PAGES = 40  # of the engine's memory

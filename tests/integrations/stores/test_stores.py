@@ -15,11 +15,11 @@ from tests.integrations.stores.redis_server import RedisServer, redis_server
 from tests.integrations.stores.s3_server import BUCKET, S3Server, s3_server
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.part_keys import part_key
 from cuvee.integrations.stores.base import Store
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.tiered import TieredStore
+from cuvee.naming.part_keys import part_key
 
 # Fixtures that return an empty store with a budget that no test reaches.
 STORES = ["memory_store", "disk_store", "redis_store", "object_store", "tiered_store"]

@@ -13,13 +13,13 @@ import pytest
 from tests.integrations.stores.redis_server import wait_until
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.part_keys import part_key
 from cuvee.integrations.stores import write_behind
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.tiered import TieredStore
+from cuvee.naming.part_keys import part_key
 
 A, B, C = "aa/01", "aa/02", "bb/03"
 LONG = 10.0  # seconds after which a hanging test fails

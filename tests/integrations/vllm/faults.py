@@ -292,7 +292,7 @@ class Driven:
 
     def key(self, prompt: Sequence[int], chunk: int) -> str:
         """Of a chunk in the store."""
-        from cuvee.codec.identity import PrefixChain, Scope, store_key
+        from cuvee.naming.identity import PrefixChain, Scope, store_key
 
         chain = PrefixChain(self.scheduling._requests.identity, Scope(), CHUNK)
         return store_key("", chain.digests(prompt, chunk + 1)[chunk])

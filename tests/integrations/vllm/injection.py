@@ -8,9 +8,9 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from cuvee.codec.identity import PrefixChain
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.worker import WorkerSide
+from cuvee.naming.identity import PrefixChain
 
 # What vLLM calls, and what runs in threads on its behalf.
 SCHEDULER_HOOKS = ("arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset")

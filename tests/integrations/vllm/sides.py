@@ -19,7 +19,6 @@ from tests.integrations.stores.redis_server import wait_until
 from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.identity import Identity, PrefixChain, Scope, content_digest, store_key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.pages import PageOrder, PermutedPages
@@ -33,6 +32,7 @@ from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.scheduler_events import EventPair
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.worker import WorkerSide
+from cuvee.naming.identity import Identity, PrefixChain, Scope, content_digest, store_key
 
 BLOCK, CHUNK, BLOCKS = 8, 16, 24
 LAYOUT = KVLayout("synthetic", (LayerLayout(2, 16, 16, Rope((1.0,) * 8)),) * 3, "bfloat16", 4096)

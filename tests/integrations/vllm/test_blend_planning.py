@@ -13,10 +13,10 @@ import pytest
 from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Desk, generate, image, make_request
 
 from cuvee.blend.segmentation import ContentChunker, LineBreaks
-from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.blending.planning import NO_BLEND, BlendPlanner, Segmented
 from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, StepPlan
+from cuvee.naming.identity import store_key
 
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
 OPTIONS = {"least_tokens": 4, "mean_tokens": 12, "most_tokens": 30, "min_reused": 8, "min_position": 0}

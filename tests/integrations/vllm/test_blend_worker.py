@@ -15,10 +15,10 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import store_key
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Blend, Load, Report
+from cuvee.naming.identity import store_key
 
 PAGES = [20, 3, 17, 4, 9, 22, 11, 5]  # of a prompt
 SEGMENTS = [(5, 20), (31, 9), (64, 16)]  # of the sequence

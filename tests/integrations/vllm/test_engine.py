@@ -49,11 +49,11 @@ from tests.integrations.vllm.engines import (
 from transformers import AutoConfig
 
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.part_keys import part_number
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.disk import DiskStore
+from cuvee.naming.part_keys import part_number
 
 pytestmark = pytest.mark.slow
 

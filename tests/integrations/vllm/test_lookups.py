@@ -11,11 +11,11 @@ import pytest
 from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import CHUNK, Desk, make_request
 
-from cuvee.codec.identity import store_key
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm import lookups
 from cuvee.integrations.vllm.lookups import CALL_KEYS, THREADS, THREADS_PER_TENANT, Asking, Lookup, Lookups, Question
+from cuvee.naming.identity import store_key
 
 SEGMENTS = {"least_tokens": 4, "mean_tokens": 12, "most_tokens": 30, "min_reused": 4, "min_position": 0}
 

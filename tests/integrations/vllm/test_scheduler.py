@@ -12,11 +12,11 @@ import pytest
 from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Bench, Desk, generate, image, make_request
 
 from cuvee.codec.format.keys import make_keys
-from cuvee.codec.identity import store_key
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.naming.identity import store_key
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.integrations.vllm.sides import BLOCK, LORA, Desk, generate, image, make_request
 
-from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
+from cuvee.naming.identity import store_key
 
 CHUNK = 64  # eight blocks, so that a tail has one of seven lengths
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says

@@ -20,7 +20,6 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.format.container import verify_tag
-from cuvee.codec.identity import store_key
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
@@ -30,6 +29,7 @@ from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.integrations.vllm.decision import load_work
 from cuvee.integrations.vllm.messages import Entry, Load, Report, Save
+from cuvee.naming.identity import store_key
 
 
 @pytest.fixture

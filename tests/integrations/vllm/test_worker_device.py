@@ -18,7 +18,7 @@ from tests.late_device import CUDA, DeviceTensor, LateDevice, late_device
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import store_key
+from cuvee.naming.identity import store_key
 
 POOL = set(range(2, 40))
 HASTY: dict[str, set[int]] = {"none": set(), "engine": {1}, "connector": POOL, "all": {1, *POOL}}

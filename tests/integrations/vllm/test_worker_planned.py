@@ -17,9 +17,7 @@ from tests.predicting import predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.identity import store_key
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.part_keys import part_key
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.token_ids import NO_TOKEN
@@ -27,6 +25,8 @@ from cuvee.integrations.vllm.messages import Aim, Delivery, Report, Save
 from cuvee.integrations.vllm.part_figures import PartFigures
 from cuvee.integrations.vllm.worker_planned import _Run
 from cuvee.integrations.vllm.worker_restore import LoadJob
+from cuvee.naming.identity import store_key
+from cuvee.naming.part_keys import part_key
 
 PARTS = 2
 STEP = 0.25

@@ -15,11 +15,11 @@ import cuvee
 from cuvee.calibration import kinds
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.kinds import KINDS
-from cuvee.codec.identity import store_key
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores import open_store
+from cuvee.naming.identity import store_key
 
 
 def test_profile_show(files: Files) -> None:

@@ -10,9 +10,9 @@ import pytest
 from tests.package.cli import running
 from typer.testing import Result
 
-from cuvee.codec.identity import store_key, tenant_id
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.disk import DiskStore
+from cuvee.naming.identity import store_key, tenant_id
 
 
 def run(*args: str, code: int = 0, answer: str | None = None) -> Result:

@@ -8,8 +8,8 @@ import pytest
 
 from cuvee.codec.entropy.residuals import MAX_REFINEMENTS
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import store_key
-from cuvee.codec.part_keys import MAX_PARTS, part_key, part_number
+from cuvee.naming.identity import store_key
+from cuvee.naming.part_keys import MAX_PARTS, part_key, part_number
 
 
 @pytest.mark.parametrize("key_id", [b"", bytes(range(0xA0, 0xA8))])

@@ -16,7 +16,7 @@ chunk's refinements follow from it (`part_keys`).
 
 **Keys are a persistent format.** Stores outlive processes, and replicas of several versions share them, so any change
 of the bytes hashed here orphans every stored entry. A deliberate change raises `VERSION`, which enters every digest,
-and gets a line in the changelog. `tests/codec/test_identity.py` holds the expected values.
+and gets a line in the changelog. `tests/naming/test_identity.py` holds the expected values.
 
 The encoding is canonical: no two inputs give the same bytes. Every field is preceded by its length, numbers are
 little-endian int64, and strings are UTF-8, never normalized (including lone surrogates, which JSON requests may hold).
@@ -34,7 +34,7 @@ import numpy as np
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import KEY_ID_BYTES
-from cuvee.codec.part_keys import MAX_PARTS
+from cuvee.naming.part_keys import MAX_PARTS
 
 VERSION = 1
 DIGEST_BYTES = 32

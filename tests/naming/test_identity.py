@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.identity import (
+from cuvee.naming.identity import (
     Identity,
     Media,
     PageNames,
