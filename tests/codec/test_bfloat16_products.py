@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import llvmlite.binding as llvm
-import numpy as np
 import pytest
 import torch
-from tests.classed import with_classes
 from tests.conftest import Books
 from tests.cpus import multiply
 
@@ -86,16 +84,6 @@ def test_an_encoder_computes_the_largest_coefficients_in_float32(
         torch.testing.assert_close(y[:known], exact[:known], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(y, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
         assert known >= len(y) or not torch.equal(y[known:], exact[known:])
-
-
-def test_an_encoder_multiplies_in_float32_if_no_coefficients_are_known(
-    books: Books, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are if predictors read the first ones; these do not."""
-    multiply(Products.BFLOAT16, monkeypatch)
-    profile = with_classes(books.profile, np.ones(chunk.tokens))
-    _, calls = coded(replace(books, profile=profile), chunk, 0.1)
-    assert calls and {(known, dtype) for known, dtype, _, _ in calls} == {(0, torch.float32)}
 
 
 @pytest.mark.parametrize("step", [0.05, 0.5])

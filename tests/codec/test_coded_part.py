@@ -104,12 +104,6 @@ def test_truncated_or_longer_parts_are_refused() -> None:
         parse(data + b"\0")
 
 
-def test_no_escape_fits_where_there_are_no_rows() -> None:
-    data = write_coded(part_of(), 0)
-    with pytest.raises(FormatError, match="escapes"):
-        parse(data, 0, 0)
-
-
 @pytest.mark.parametrize(("offset", "value"), [(4, 1), (12, 1), (16, (1 << 16) + 1)])
 def test_where_tokens_have_one_class_there_are_neither_classes_nor_escapes(offset: int, value: int) -> None:
     part = part_of()

@@ -44,9 +44,8 @@ from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.token_classes import NEUTRAL, class_frequencies
+from cuvee.codec.entropy.token_classes import class_frequencies
 from cuvee.codec.format.container import inspect, read_header, read_section
-from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
@@ -323,28 +322,3 @@ def test_a_base_and_its_refinement_decode_to_the_same_tensors(golden: Golden, st
             assert ((tensor - want).abs() <= bound).all(), what
         errors.append(sum(float((a - b).abs().median()) for a, b in zip(back.values, chunk.values, strict=True)))
     assert errors[1] < errors[0] / 2
-
-
-def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
-    profile = golden.profile
-    for name in NAMES:
-        assert (read_header(golden.blob(name)).token_id_bytes > 0) == name.startswith("tokens")
-        back = golden_codec(name, profile).decode(golden.blob(name))
-        assert (back.token_ids is None) or np.array_equal(back.token_ids, IDS)
-    assert any(len(section.basis.sinks) for section in profile.learned)
-    for name in LOSSY:
-        sections = coded_sections(golden.blob(name), golden_codec(name, profile), get_stages("numba"))
-        assert any(section.wide for section in sections), "low bits"
-        assert any(section.escapes for section in sections), "escapes"
-        assert any(section.streams > 1 for section in sections), "several streams"
-        first, second = (section.classes for section in sections)
-        if name.startswith("classes"):
-            assert first[100] == second[100] == 15 and len(first) > WINDOW
-        else:
-            assert (first == NEUTRAL).all(), "no predictor"
-        assert len(set(second.tolist())) > 4, "many classes"
-    transform = coded_sections(golden.blob(LOSSY[0]), golden_codec(LOSSY[0], profile), get_stages("numba"))
-    rows = [len(section.levels) for section in transform]
-    assert any(count < len(section.scale) for count, section in zip(rows, profile.learned, strict=True)), "left out"
-    lossless = read_section(golden.blob("lossless-float32"), read_header(golden.blob("lossless-float32")), 1)
-    assert lossless[0] == 0 and bytes(lossless[:4]) != bytes(4), "stored and coded planes"

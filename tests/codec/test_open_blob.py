@@ -135,31 +135,3 @@ def test_a_run_of_a_dense_cache_is_read_without_a_copy(chunk: KVChunk) -> None:
         assert torch.equal(copied.keys[0], chunk.keys[0][slots])
     with pytest.raises(InputError, match=r"^slots: must be 0 … 39 in layer 0, got 38 … 40"):
         cache.chunk(torch.arange(38, 41), 0)
-
-
-@pytest.mark.parametrize("slots", [list(range(40)), [NOWHERE] * 4 + list(range(30)) + [NOWHERE] * 6, [NOWHERE] * 40,
-                                   list(range(39, -1, -1)), [*range(10), NOWHERE, *range(11, 40)]])  # fmt: skip
-@pytest.mark.parametrize("layers", [range(3), range(1, 2)])
-def test_slots_of_every_kind_get_their_tokens(
-    chunk: KVChunk, slots: list[int], layers: range, make_codec: Callable[..., Codec]
-) -> None:
-    """Written in place or through scratch, by whole sections or by some of their layers."""
-    codec = make_codec("gqa", "layers:2", step=0.1)
-    blob = codec.encode(chunk)
-    whole = codec.decode(blob)
-    for strided in (False, True):
-
-        def empty(tensor: torch.Tensor, strided: bool = strided) -> torch.Tensor:
-            wide = torch.full((len(tensor), 1 + strided, *tensor.shape[1:]), -7.0)
-            return wide[:, 0]
-
-        keys, values = [empty(k) for k in whole.keys], [empty(v) for v in whole.values]
-        cache = PagedCache.dense(chunk.layout, keys, values)
-        codec.decode_paged([blob], cache, [torch.tensor(slots)], layers=layers).check()
-        for index in range(3):
-            for got, want in ((keys[index], whole.keys[index]), (values[index], whole.values[index])):
-                expected = torch.full_like(want, -7.0)
-                for token, slot in enumerate(slots):
-                    if slot != NOWHERE and index in layers:
-                        expected[slot] = want[token]
-                assert torch.equal(got, expected)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.cpus import multiply
 
-from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
-from cuvee.codec.schemes import transform as scheme
 from cuvee.codec.stages.compiled import product as compiled
 from cuvee.codec.stages.products import DENSE_BFLOAT16, SLAB, Products
 from cuvee.codec.stages.reference import product as reference
 from cuvee.codec.stages.reference.sections import padded
-from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import F32
 
 
@@ -67,22 +61,6 @@ def test_both_products_are_the_exact_one(values: int, share: float) -> None:
             x = product(stage, y, matrices)
             joined = torch.cat(list(x), 1) if x.ndim == 3 else x
             torch.testing.assert_close(joined.double(), want, rtol=1e-5, atol=1e-4)
-
-
-def test_a_dense_product_serves_coefficients_that_are_rarely_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    dense = torch.addmm
-
-    def counted(*args: Any, **names: Any) -> torch.Tensor:
-        calls.append(args)
-        return dense(*args, **names)
-
-    monkeypatch.setattr(torch, "addmm", counted)
-    matrices = maps([200], 64)
-    for share, expected in ((0.3, 0), (0.55, 0), (0.75, 2), (1.0, 2)):  # two tiles
-        calls.clear()
-        product(compiled, sparse((1, 64, 100), share), matrices)
-        assert len(calls) == expected
 
 
 def test_a_column_does_not_depend_on_others() -> None:
@@ -178,28 +156,3 @@ def test_values_in_mixed_products_do_not_depend_on_other_tokens() -> None:
         # dtype would differ nearly everywhere.
         torch.testing.assert_close(part, whole[at], rtol=0.01, atol=0.1)
         assert (part != whole[at]).float().mean() < 0.02
-
-
-@pytest.mark.parametrize("kind", Products)
-def test_the_cpu_chooses_how_caches_of_bfloat16_are_multiplied(
-    kind: Products,
-    monkeypatch: pytest.MonkeyPatch,
-    make_codec: Callable[..., Codec],
-    make_chunk: Callable[..., KVChunk],
-) -> None:
-    seen = []
-
-    class Recording(Arena):
-        def tensor(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-            seen.append((name, dtype))
-            return super().tensor(name, size, dtype)
-
-    codec = make_codec("bfloat16", "layer", step=0.1)
-    chunk = make_chunk(codec.profile.layout, 100)
-    blob = codec.encode(chunk)
-    multiply(kind, monkeypatch)
-    monkeypatch.setattr(scheme, "_arena", Recording())
-    back = codec.decode(blob)
-    assert set(seen) == {("x", kind.coefficients)}
-    for mine, own in zip(back.keys + back.values, chunk.keys + chunk.values, strict=True):
-        torch.testing.assert_close(mine.float(), own.float(), rtol=0.02, atol=0.5)

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.codec.test_paged import ORDERS, PERMUTED, SLOTS, poisoned, scattered, tensors, written
+from tests.codec.test_paged import ORDERS, PERMUTED, poisoned, scattered, tensors, written
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.pages import PermutedPages
@@ -113,23 +112,6 @@ def test_place_takes_blocks_one_after_the_other(
             assert alike(*results)
 
 
-def test_layers_that_are_not_asked_for_have_no_rows(layouts: dict[str, KVLayout]) -> None:
-    cache = poisoned(layouts["gqa"])
-    for rows in cache_rows(cache, scattered(9), range(1, 2)):
-        assert [own is not None for own in rows] == [False, True, False]
-
-
-def test_places_that_the_cache_does_not_have_are_refused(layouts: dict[str, KVLayout]) -> None:
-    cache = poisoned(layouts["gqa"])
-    for bad in (SLOTS, -2, 1 << 40):
-        with pytest.raises(InputError, match=r"^slots: must be -1 … 79 in layer 1, got "):
-            cache_rows(cache, torch.tensor([3, bad]), range(1, 3))
-    cache = PagedCache(cache.layout, [*cache.keys[:2], cache.keys[2][:3]], cache.values)
-    with pytest.raises(InputError, match=r"^slots: must be -1 … 47 in layer 2, got 50 … 50"):
-        cache_rows(cache, torch.tensor([50]), range(3))
-    cache_rows(cache, torch.tensor([50]), range(2))
-
-
 def test_rows_of_a_part_are_those_of_its_tokens() -> None:
     tensor = torch.zeros(9, 2, 4)
     rows = dense_rows(tensor)
@@ -198,20 +180,3 @@ def test_adjacent_tokens_of_a_transposed_cache_are_written_channel_by_channel(
     same, expected = make(chunk.layout, "transposed")
     same.write(want.keys, want.values, slots)
     assert alike(memory, expected)
-
-
-def test_another_dtype_and_fp8_go_through_scratch(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec]
-) -> None:
-    layout = layouts["bfloat16"]
-    codec = make_codec("bfloat16", "layer", step=0.5)
-    blob, slots = codec.encode(make_chunk(layout, 37)), scattered(37)
-    want = codec.decode(blob)
-    fp8 = poisoned(layout, dtype=torch.float8_e4m3fn)
-    assert not has_rows(fp8)
-    for dtype in (torch.float32, torch.float16, torch.float8_e4m3fn):
-        cache, expected = poisoned(layout, dtype=dtype), poisoned(layout, dtype=dtype)
-        codec.decode_paged([blob], cache, [slots]).check()
-        expected.write(want.keys, want.values, slots)
-        for got, unit in zip((*cache.keys, *cache.values), (*expected.keys, *expected.values), strict=True):
-            assert torch.equal(got.view(torch.uint8), unit.view(torch.uint8))

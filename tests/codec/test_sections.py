@@ -27,7 +27,7 @@ from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.streams import WINDOW, Escapes
 from cuvee.codec.schemes.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.stages.implementations import get_stages, stage_names
-from cuvee.codec.stages.reference.sections import Coefficients, check_classes, padded, read_part
+from cuvee.codec.stages.reference.sections import Coefficients, check_classes, read_part
 from cuvee.codec.stages.reference.symbols import class_runs
 from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import F32, U8
@@ -101,10 +101,6 @@ def check_close(tile: Coefficients, section: Planned, y: F32, classes: U8, at: s
 
 def tiles_of(tokens: int, size: int) -> list[slice]:
     return [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]
-
-
-def test_rows_of_a_block_are_padded() -> None:
-    assert [padded(rank) for rank in (0, 1, 32, 33, 64)] == [0, 32, 32, 64, 64]
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

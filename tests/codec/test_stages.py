@@ -103,14 +103,6 @@ def test_tokens_are_arranged_in_that_order(stages: Stages, tokens: int, rows: in
         assert torch.equal(ordered, x[order]), "coefficients have room of their own"
 
 
-def test_a_plan_has_no_deeper_columns_than_finer_ones() -> None:
-    plan = section_plan(40)
-    assert plan.finest == 0 and np.all(np.diff(plan.rows) <= 0) and np.all(np.diff(plan.planes) <= 0)
-    assert plan.rows[0] > plan.rows[NEUTRAL] > plan.rows[-1] and plan.planes[0] > plan.rows[0]
-    assert plan.steps[NEUTRAL] == 1.0 and plan.steps[NEUTRAL + 2] == 2.0
-    assert np.array_equal(plan.tables[3, : plan.planes[3]], plan.of(3).tables)
-
-
 def test_a_plan_leaves_out_classes_that_are_too_fine() -> None:
     plan = section_plan(10, step=-300, widest=500)
     assert plan.finest == 12 and plan.plans[11] is None and plan.plans[12] is not None

@@ -12,7 +12,6 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.profiles.block_map import BlockMap
-from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.profiles.token_prediction import Predictions
@@ -373,31 +372,3 @@ def test_a_product_is_as_deep_as_its_deepest_column(name: str) -> None:
     assert list(product_runs(early, ranks)) == [(slice(0, 32), (98,)), (slice(32, 50), (98,))]
     blocks = ((9, 4),) * 4 + ((5, 4),) * 12
     assert list(product_runs(np.array([3, 3, 5], np.uint8), blocks)) == [(slice(0, 2), (9, 4)), (slice(2, 3), (5, 4))]
-
-
-@pytest.mark.parametrize("group", ["head", "heads:2", "unit", "layer", "layers:2", "all"])
-def test_learned_maps_decorrelate_and_invert(
-    group: str,
-    layouts: dict[str, KVLayout],
-    make_chunk: Callable[..., KVChunk],
-    fitted: Callable[[str, str], Profile],
-) -> None:
-    name = "gqa" if group == "heads:2" else "irregular"  # whose layers differ in their number of heads
-    layout, profile = layouts[name], fitted(name, group)
-    assert profile.sections == partition(layout, group)
-    chunk = make_chunk(layout, 1000, seed=9)
-    unrotation = Rotation(0, 1000, CPU, inverse=True)
-    for section, learned in zip(profile.sections, profile.learned, strict=True):
-        x = gather(chunk, section, unrotation, slice(0, 1000))
-        y = learned.basis.analyze(x, 0, slice(0, 1000), learned.basis.block_ranks).double()
-        row = 0
-        for rank, forward, inverse in zip(
-            learned.basis.block_ranks, learned.basis.forward, learned.basis.inverse, strict=True
-        ):
-            part = y[row : row + rank]
-            scale = 2.0 ** (torch.from_numpy(learned.scale[row : row + rank]).double() / 64)
-            correlation = (part / scale[:, None]) @ (part / scale[:, None]).T / 1000
-            # Fresh tokens: noise of both samples, and the least components of a fit look smaller than they are.
-            torch.testing.assert_close(correlation, torch.eye(rank, dtype=torch.float64), rtol=0, atol=0.5)
-            torch.testing.assert_close(forward @ inverse, torch.eye(rank), rtol=0, atol=1e-3)
-            row += rank
