@@ -98,39 +98,6 @@ def test_many_keys_and_tenants(url: str, open_objects: Open) -> None:
     assert store.contains([keys[0], KEY]) == [False, False]  # the threads are started again if necessary
 
 
-@pytest.mark.parametrize("data", [b"garbage", b"", seal(OTHER, b"blob", 2e9), seal(KEY, b"blob", 2e9)[:-1]])
-def test_bad_entries_are_counted_misses(
-    url: str, open_objects: Open, data: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = open_objects(url)
-    store.put(OTHER, b"good")
-    obstore.put(store._place, PATH, data)
-    assert store.get_many([KEY, OTHER]) == [None, b"good"]
-    assert (counted(store).corrupt, counted(store).misses, counted(store).errors) == (1, 1, 0)
-    assert store.contains([KEY]) == [False], "it was deleted"
-    assert "deletes bad entries" in caplog.text
-    assert store.put(KEY, b"new") and store.get(KEY) == b"new"
-
-
-def test_time_to_live(url: str, open_objects: Open) -> None:
-    store = open_objects(url, ttl=60.0)
-    obstore.put(store._place, PATH, seal(KEY, b"old", time.time() - 61))
-    obstore.put(store._place, "ab/45/4567", seal(OTHER, b"young", time.time() - 50))
-    assert store.get_many([KEY, OTHER]) == [None, b"young"]
-    assert (counted(store).expired, counted(store).corrupt) == (1, 0) and store.contains([KEY]) == [False]
-
-
-def test_entries_have_a_largest_size(url: str, open_objects: Open, caplog: pytest.LogCaptureFixture) -> None:
-    large, store = open_objects(url), open_objects(url, max_entry=1000)
-    assert large.put(KEY, bytes(1001)) and large.put(OTHER, bytes(1000))
-    assert store.get_many([KEY, OTHER]) == [None, bytes(1000)] and store.contains([KEY, OTHER]) == [False, True]
-    assert (counted(store).misses, counted(store).errors, counted(store).corrupt) == (1, 1, 0)
-    assert "more than the 1000 bytes that max_entry_mb allows" in caplog.text
-    assert large.get(KEY) == bytes(1001), "it stays"
-    assert not store.put(KEY, bytes(1001)) and counted(store).dropped == 1
-    assert store.put(KEY, b"small") and store.get(KEY) == b"small"
-
-
 def test_a_bucket_that_does_not_exist(url: str, open_objects: Open) -> None:
     store = open_objects("s3://missing/kv")
     with pytest.raises(StoreError, match=r"^object store s3://missing/kv: "):

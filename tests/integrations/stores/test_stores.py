@@ -7,8 +7,10 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integrations.stores.redis_server import RedisServer, redis_server
@@ -17,6 +19,7 @@ from tests.integrations.stores.s3_server import BUCKET, S3Server, s3_server
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.integrations.stores.base import Store
 from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.envelope import HEADER_BYTES, make_header, seal
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.naming.part_keys import part_key
@@ -25,29 +28,19 @@ from cuvee.naming.part_keys import part_key
 STORES = ["memory_store", "disk_store", "redis_store", "object_store", "tiered_store"]
 
 
+# Opens a store at a place, and writes the bytes of an entry there past all stores.
+Place = tuple[Callable[..., Store], Callable[[str, bytes], object]]
+
+
 @pytest.fixture
 def memory_store() -> MemoryStore:
     return MemoryStore(10**9)
-
-
-@pytest.fixture
-def disk_store(tmp_path: Path) -> DiskStore:
-    return DiskStore(tmp_path / "store", max_bytes=10**9, ttl=3600.0)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RedisServer]:
     with redis_server("--maxmemory", "200mb", "--maxmemory-policy", "allkeys-lru") as server:
         yield server
-
-
-@pytest.fixture
-def redis_store(server: RedisServer) -> Store:
-    from cuvee.integrations.stores.redis import RedisStore
-
-    with server.client() as client:
-        client.flushall()
-    return RedisStore(server.url, ttl=3600.0, timeout=10.0)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +50,56 @@ def bucket() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def object_store(bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> Store:
+def on_disk(tmp_path: Path) -> Place:
+    def plant(key: str, data: bytes) -> None:
+        tenant, _, name = key.partition("/")
+        (tmp_path / "store" / tenant / name[:2]).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "store" / tenant / name[:2] / name).write_bytes(data)
+
+    return lambda **named: DiskStore(tmp_path / "store", **named), plant
+
+
+@pytest.fixture
+def on_redis(server: RedisServer) -> Iterator[Place]:
+    from cuvee.integrations.stores.redis import RedisStore
+
+    with server.client() as client:
+        client.flushall()
+        plant = lambda key, data: client.set(f"cuvee:{key}", data)  # noqa: E731
+        yield lambda **named: RedisStore(server.url, timeout=10.0, **named), plant
+
+
+@pytest.fixture
+def on_s3(bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> Place:
     for name, text in bucket.environment.items():
         monkeypatch.setenv(name, text)
-    from cuvee.integrations.stores.objects import ObjectStore
+    import obstore
 
-    return ObjectStore(f"s3://{BUCKET}/{secrets.token_hex(8)}", ttl=3600.0)
+    from cuvee.integrations.stores.objects import ObjectStore, connect
+
+    url = f"s3://{BUCKET}/{secrets.token_hex(8)}"
+    place = connect(url)
+
+    def plant(key: str, data: bytes) -> None:
+        tenant, _, name = key.partition("/")
+        obstore.put(place, f"{tenant}/{name[:2]}/{name}", data)
+
+    return lambda **named: ObjectStore(url, **named), plant
+
+
+@pytest.fixture
+def disk_store(on_disk: Place) -> Store:
+    return on_disk[0](max_bytes=10**9, ttl=3600.0)
+
+
+@pytest.fixture
+def redis_store(on_redis: Place) -> Store:
+    return on_redis[0](ttl=3600.0)
+
+
+@pytest.fixture
+def object_store(on_s3: Place) -> Store:
+    return on_s3[0](ttl=3600.0)
 
 
 @pytest.fixture
@@ -75,6 +112,21 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     made: Store = request.getfixturevalue(request.param)
     yield made
     made.close()
+
+
+@pytest.fixture(params=["on_disk", "on_redis", "on_s3"])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """A place that several stores share."""
+    make, plant = request.getfixturevalue(request.param)
+    made: list[Store] = []
+
+    def remember(**named: Any) -> Store:
+        made.append(make(**named))
+        return made[-1]
+
+    yield remember, plant
+    for store in made:
+        store.close()
 
 
 def first(store: Store) -> str:
@@ -215,29 +267,72 @@ def test_threads_put_get_and_delete_the_same_keys(store: Store) -> None:
     assert store.contains(keys) == [blob is not None for blob in store.get_many(keys)]
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_entries_have_a_largest_size(kind: str, tmp_path: Path) -> None:
-    def make(max_entry: int) -> Store:
-        if kind == "memory":
-            return MemoryStore(10**6, max_entry=max_entry)
-        return DiskStore(tmp_path / "store", max_entry=max_entry)
-
-    store = make(1000)
-    assert store.put("ab/1", bytes(1000)) is True
-    assert store.put("ab/1", bytes(1001)) is False and store.put("ab/2", bytes(10**5)) is False
-    assert store.get("ab/1") == bytes(1000), "what was there stays"
-    now = store.counters()[store.name]
-    assert (now.dropped, now.puts, now.errors) == (2, 1, 0)
-    with pytest.raises(InputError, match=r"^max_entry: must be a positive number of bytes, got 0"):
-        make(0)
-
-
 def test_close_twice(store: Store) -> None:
     store.put("ab/1", b"1")
     assert store.flush() is True
     store.close()
     store.close()
     assert store.counters()[first(store)].puts == 1, "the counts outlive the store"
+
+
+# --- what lies in a place that others may write to ---
+
+KEY, OTHER = "ab/0123", "ab/4567"
+
+
+def bad_entries(entry: bytes) -> dict[str, bytes]:
+    huge = make_header(KEY, b"", 0.0)
+    return {
+        "garbage": b"garbage",
+        "half a header": entry[: HEADER_BYTES // 2],
+        "truncated": entry[:-1],
+        "too long": entry + b"x",
+        "bit flipped": entry[:-1] + bytes([entry[-1] ^ 1]),
+        "huge length": huge[:16] + (1 << 60).to_bytes(8, "little") + huge[24:],
+        "zeros": bytes(len(entry)),
+        "another key's": seal(OTHER, b"payload", time.time()),
+    }
+
+
+@pytest.mark.parametrize("kind", bad_entries(b"payload"))
+def test_a_bad_entry_is_a_counted_miss_and_deleted(place: Place, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, plant = place
+    store = make()
+    store.put(OTHER, b"good")
+    plant(KEY, bad_entries(seal(KEY, b"payload" * 100, time.time()))[kind])
+    assert store.get_many([KEY, OTHER]) == [None, b"good"] and store.contains([KEY]) == [False]
+    plant(KEY, b"bad again")
+    assert store.get(KEY) is None
+    now = store.counters()[store.name]
+    assert (now.corrupt, now.misses, now.hits, now.expired, now.errors) == (2, 2, 1, 0, 0)
+    assert caplog.text.count("deletes bad entries") == 1
+    assert store.put(KEY, b"new") and store.get(KEY) == b"new"
+
+
+def test_entries_expire_by_the_time_of_writing(place: Place) -> None:
+    make, plant = place
+    store = make(ttl=60.0)
+    for key, written in ((KEY, time.time() - 61), (OTHER, time.time() - 50)):
+        plant(key, seal(key, b"x", written))
+    assert make().contains([KEY, OTHER]) == [True, True], "without a ttl nothing expires"
+    assert store.get_many([KEY, OTHER]) == [None, b"x"] and store.contains([KEY, OTHER]) == [False, True]
+    now = store.counters()[store.name]
+    assert (now.expired, now.corrupt, now.misses) == (1, 0, 1)
+
+
+def test_entries_have_a_largest_size(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    make, _ = place
+    large, store = make(), make(max_entry=1000)
+    assert large.put(KEY, bytes(1001)) and large.put(OTHER, bytes(1000))
+    assert store.get_many([KEY, OTHER, KEY]) == [None, bytes(1000), None]
+    assert store.contains([KEY, OTHER]) == [False, True], "so that a smaller one can replace it"
+    assert large.get(KEY) == bytes(1001), "it stays"
+    assert not store.put(KEY, bytes(1001))
+    now = store.counters()[store.name]
+    assert (now.misses, now.errors, now.corrupt, now.dropped) == (2, 2, 0, 1)
+    assert caplog.text.count("more than the 1000 bytes") + caplog.text.count("1065 bytes are more") == 1
+    assert "drops entries that are too large; the first has 1001 bytes" in caplog.text
+    assert store.put(KEY, b"small") and store.get(KEY) == b"small"
 
 
 # --- processes ---
@@ -413,6 +508,7 @@ def test_memory_counts_keys_and_replacements() -> None:
 
 def test_memory_drops_what_is_larger_than_the_budget() -> None:
     store = MemoryStore(100)
+    assert not MemoryStore(100, max_entry=10).put("ab/1", bytes(11))
     assert store.put("ab/1", bytes(96)) is True
     assert store.put("ab/2", bytes(97)) is False
     assert store.put("ab/1", bytes(97)) is False
