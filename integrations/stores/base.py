@@ -158,7 +158,9 @@ class Store(ABC):
             InputError: there are no parts or too many, or `key` is not that of a chunk.
             StoreError: the store failed.
         """
-        for number, part in enumerate(check_parts(parts)):
+        if not 1 <= len(parts) <= MAX_PARTS:
+            raise InputError(f"parts: must be 1 or 2, the base and its refinement, got {len(parts)}")
+        for number, part in enumerate(parts):
             if not self.put(part_key(key, number), part):
                 return number
         return len(parts)
@@ -257,17 +259,6 @@ def check_ttl(value: float | None) -> None:
     """
     if value is not None and not value > 0:
         raise InputError(f"ttl: must be above 0 seconds, got {value!r}")
-
-
-def check_parts(parts: Sequence[bytes]) -> Sequence[bytes]:
-    """Return the parts of a chunk if their number is valid.
-
-    Raises:
-        InputError: there are none or too many.
-    """
-    if not 1 <= len(parts) <= MAX_PARTS:
-        raise InputError(f"parts: must be 1 or 2, the base and its refinement, got {len(parts)}")
-    return parts
 
 
 def check_key(key: object) -> tuple[str, str]:

@@ -326,9 +326,10 @@ class DiskStore(Store):
     def _run(self) -> None:
         try:
             # One process at a time scans. The others wait for the room that it makes.
-            quiet = suppress(FileNotFoundError, TimeoutError)
-            with quiet, open_store_folder(self.root) as root, safe_files.file_lock(".evict", root, _WAIT_SECONDS / 2):
-                self._scan(root)
+            quiet, wait = suppress(FileNotFoundError, TimeoutError), _WAIT_SECONDS / 2
+            with quiet, open_store_folder(self.root) as root, safe_files.file_lock(".evict", root, wait) as file:
+                os.utime(file)  # the clock of all times of files here: with NFS, that of the server
+                self._scan(root, os.fstat(file).st_mtime)
         except OSError as error:
             self._monitor.count(errors=1)
             self._monitor.warn("scan", "cannot look for old entries: %s", error)
@@ -336,14 +337,13 @@ class DiskStore(Store):
             self._wanted = 0
             self._scanned_at = time.monotonic()
 
-    def _scan(self, root: int) -> None:
+    def _scan(self, root: int, now: float) -> None:
         """Delete what dead writers left, expired entries, and the least recently used; correct the figures."""
-        now = time.time()
         for name in os.listdir(root):
-            with self._tolerate(name):
-                if name.startswith(".tmp-"):
+            if name.startswith(".tmp-"):
+                with self._tolerate(name):
                     info = os.stat(name, dir_fd=root, follow_symlinks=False)
-                    if abs(now - info.st_mtime) > _STALE_SECONDS:
+                    if now - info.st_mtime > _STALE_SECONDS:
                         os.unlink(name, dir_fd=root)
         if self.max_bytes is None and self.ttl is None:
             return

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.forks import tell_after_fork
-from cuvee.integrations.stores.base import Store, TierCounters, check_parts, check_tenant
+from cuvee.integrations.stores.base import Store, TierCounters, check_tenant
 from cuvee.integrations.stores.write_behind import Tier
 from cuvee.naming.part_keys import part_key
 
@@ -108,20 +108,6 @@ class TieredStore(Store):
         kept = first.put(key, blob)
         for tier in others:
             kept = tier.offer(key, blob) or kept
-        return kept
-
-    def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
-        """Store the parts of a chunk in tier 0 and queue copies for the others; return how many parts a tier accepted.
-
-        Each tier gets the parts up to the first that it does not accept, because those after it would be useless there.
-        """
-        kept = 0
-        for level, tier in enumerate(self._tiers):
-            accept = tier.offer if level else tier.put
-            for number, part in enumerate(check_parts(parts)):
-                if not accept(part_key(key, number), part):
-                    break
-                kept = max(kept, number + 1)
         return kept
 
     def contains(self, keys: Sequence[str]) -> list[bool]:

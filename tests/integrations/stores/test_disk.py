@@ -67,7 +67,7 @@ def used(root: Path) -> int:
 
 def scan(store: DiskStore) -> None:
     with safe_files.open_store_folder(store.root) as root:
-        store._scan(root)
+        store._scan(root, time.time())
 
 
 def age(path: Path, seconds: float) -> None:
@@ -499,18 +499,20 @@ def test_kill_9_loses_no_committed_entry_and_leaves_no_half_one(root: Path, keys
     assert counters(store).corrupt == 0 and counters(store).misses == 0
 
 
-def test_what_the_dead_left_is_removed(root: Path) -> None:
+def test_what_the_dead_left_is_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = time.time
+    monkeypatch.setattr(time, "time", lambda: usual() + 86400.0)  # our clock is wrong, the file system's counts
     root.mkdir(mode=0o700)
     dead, young = root / ".tmp-dead", root / ".tmp-young"
     for path in (dead, young):
         path.write_bytes(b"half")
-    age(dead, disk._STALE_SECONDS + 60)
-    age(young, disk._STALE_SECONDS - 60)
+    age(dead, 86400.0 + disk._STALE_SECONDS + 60)
+    age(young, 86400.0 + disk._STALE_SECONDS - 60)
     store = DiskStore(root, max_bytes=10_000)
     assert store.put(KEY, b"x") and store.flush(20)
     assert not dead.exists() and young.exists(), "the first put looks"
     dead.write_bytes(b"half")
-    age(dead, disk._STALE_SECONDS + 60)
+    age(dead, 86400.0 + disk._STALE_SECONDS + 60)
     assert store.put(KEY, b"y") and store.flush(20) and dead.exists(), "not at every put"
     assert store.put(KEY, bytes(9_800)) and store.flush(20) and not dead.exists(), "every scan looks"
 

@@ -346,19 +346,6 @@ def test_a_failing_write_stops_nothing(three: Three, caplog: pytest.LogCaptureFi
     assert three.low.entries == {C: b"c"} and set(three.deep.entries) == {A, B, C}
 
 
-def test_each_tier_gets_parts_up_to_the_first_that_it_gives_up(three: Three) -> None:
-    """The refused parts exceed the queues of the lower tiers, and some the largest entry of the first."""
-    store = TieredStore([MemoryStore(1000, max_entry=200), three.low, three.deep], max_queue_bytes=100)
-    for parts, kept in (([10, 205], 1), ([10, 150], 2), ([205, 10], 0), ([30, 30], 2)):
-        assert store.put_parts(A, [bytes(size) for size in parts]) == kept
-        assert store.flush(LONG)
-        lower = next((number for number, size in enumerate(parts) if size > 100), 2)
-        for tier, count in ((store.tiers[0], kept), (three.low, lower), (three.deep, lower)):
-            assert len(tier.get_parts([A])[0]) == count
-            tier.delete_parts(A)
-    store.close()
-
-
 def test_without_a_thread_nothing_is_queued(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda thread: raising(RuntimeError("can't start new thread"))())
