@@ -28,7 +28,6 @@ import logging
 import math
 import os
 import secrets
-import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -178,14 +177,11 @@ class DiskStore(Store):
         """Return whether each key has a file now. An expired entry counts until it is read, or a scan deletes it."""
         for key in keys:
             check_key(key)
-        there = [False] * len(keys)
+        sizes: list[int | None] = [None] * len(keys)
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
-            for at, key in enumerate(keys):
-                with self._tolerate(key), folder.open_shard(root, key) as shard:
-                    info = os.stat(folder.id_of(key), dir_fd=shard, follow_symlinks=False)
-                    # An entry that is too large counts as absent, so that a smaller one can replace it.
-                    there[at] = stat.S_ISREG(info.st_mode) and 0 <= info.st_size - HEADER_BYTES <= self.max_entry
-        return there
+            sizes = folder.sizes_of(root, keys, self._tolerate)
+        # An entry that is too large counts as absent, so that a smaller one can replace it.
+        return [size is not None and 0 <= size - HEADER_BYTES <= self.max_entry for size in sizes]
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from xxhash import xxh3_64_digest
 
@@ -25,6 +26,9 @@ from cuvee.integrations.stores.safe_files import file_lock, open_folder
 LOCK = ".lock"
 _FIELDS = struct.Struct("<4sqqq")
 _MAGIC = b"cuvI"
+
+# Returns a context that may tolerate errors that concern only an entry or a folder, whose name it gets.
+Tolerate = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -118,6 +122,20 @@ def size_of(name: str, parent: int) -> int | None:
     return None
 
 
+def sizes_of(root: int, keys: Sequence[str], tolerate: Tolerate) -> list[int | None]:
+    """Return the bytes of each entry; None if it is not there."""
+    sizes: list[int | None] = []
+    for tenant, group in groupby(keys, lambda key: key.partition("/")[0]):
+        names = [id_of(key) for key in group]
+        found: list[int | None] = [None] * len(names)
+        with tolerate(tenant), open_folder(tenant, root) as folder:
+            for at, name in enumerate(names):
+                with tolerate(f"{tenant}/{name}"), open_folder(name[:2], folder) as shard:
+                    found[at] = size_of(name, shard)
+        sizes += found
+    return sizes
+
+
 def remove_entry(root: int, key: str, seen: tuple[int, int] | None = None) -> bool:
     """Delete an entry; False if it is another one, or was used, since it was `seen`: its inode and its time in ns."""
     with open_shard(root, key) as shard, locked(root) as figures:
@@ -130,13 +148,8 @@ def remove_entry(root: int, key: str, seen: tuple[int, int] | None = None) -> bo
         return True
 
 
-def entries_of(
-    root: int, tenant: str, tolerate: Callable[[str], AbstractContextManager[None]]
-) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the key and the state of each entry of a tenant. Other files are passed over.
-
-    `tolerate(entry)`: a context that may tolerate errors that concern only that entry or folder.
-    """
+def entries_of(root: int, tenant: str, tolerate: Tolerate) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the key and the state of each entry of a tenant. Other files are passed over."""
     with tolerate(tenant), open_folder(tenant, root) as folder:
         for shard in filter(is_tenant, os.listdir(folder)):
             with tolerate(f"{tenant}/{shard}"), open_folder(shard, folder) as files:
