@@ -22,7 +22,6 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import Store, TierCounters, check_tenant
 from cuvee.integrations.stores.write_behind import Tier
-from cuvee.naming.part_keys import part_key
 
 DEFAULT_QUEUE_BYTES = 256 << 20
 DRAIN_SECONDS = 10.0
