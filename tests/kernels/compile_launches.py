@@ -13,7 +13,6 @@ import sys
 from typing import Any
 
 import torch
-from tests.classed import with_classes
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx1100": ("hip", "gfx1100", 32)}
 
@@ -85,11 +84,9 @@ def main(target: str) -> None:
     register("triton", lambda threads: shared)
 
     from tests import conftest
-    from tests.predicting import VOCABULARY, predicting
+    from tests.kernels.coding import chunk_of, codecs, coded, ids_of
 
-    from cuvee.codec.codec import Codec
     from cuvee.codec.paged_chunks import PagedChunks
-    from cuvee.codec.profiles.profile import Profile
 
     os.environ.pop("TRITON_INTERPRET", None)
     for name, scheme in (
@@ -103,22 +100,11 @@ def main(target: str) -> None:
         ("bfloat16", "lossless"),
         ("interleaved", "lossless"),
     ):
-        layout = conftest.LAYOUTS[name]
-        learned = scheme != "lossless"
-        group, _, extra = scheme.partition(" ")
-        profile = conftest.fitted_profile(name, group) if learned else Profile.unlearned(layout)
-        profile = predicting(profile) if extra == "tokens" else profile
-        profile = with_classes(profile) if extra == "classes" else profile
-        quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}
-        quality |= {"refinements": 1} if extra == "parts" else {}
-        cpu, gpu = Codec(profile, **quality), Codec(profile, backend="triton", **quality)
+        layout, (cpu, gpu) = conftest.LAYOUTS[name], codecs(name, scheme)
         first = len(compiled)
-        chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 50, 41))]
-        ids = [torch.randint(VOCABULARY, (chunk.tokens,)) if extra == "tokens" else None for chunk in chunks]
-        if extra == "parts":
-            blob, *finer = gpu.encode_parts(chunks[0])
-        else:
-            blob, finer = gpu.encode(chunks[0], tokens=ids[0]), []
+        chunks = [chunk_of(name, scheme, tokens, seed, 5) for seed, tokens in enumerate((37, 50, 41))]
+        ids = [ids_of(scheme, chunk.tokens) for chunk in chunks]
+        blob, *finer = coded(gpu, chunks[0])
         want, got = (codec.decode(blob, 100, refinements=finer) for codec in (cpu, gpu))
         error = max(
             float((a.float() - b.float()).abs().max() / a.float().abs().max())
@@ -133,7 +119,7 @@ def main(target: str) -> None:
         slots = list(torch.arange(128).split([37, 50, 41]))
         source = PagedChunks(pages, slots, [5, 5, 5], tokens=ids)
         blobs: list[Any] = []
-        if extra == "parts":
+        if gpu.refinements:
             blobs += [gpu.open(base, refinements=finer) for base, *finer in gpu.encode_parts(source)]
         else:
             blobs += gpu.encode(source)

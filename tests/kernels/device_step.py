@@ -29,7 +29,7 @@ _FAULTS = ("CUDA error", "device-side assert", "Triton Error [CUDA]", "Accelerat
 # What a rehearsal runs: a test of each kind, as the emulator takes minutes for all of them.
 REHEARSED = (
     "tests/kernels/test_rans.py", "tests/kernels/test_symbols.py",
-    "tests/kernels/test_backend.py::test_reads_the_blobs_of_the_cpu",
+    "tests/kernels/test_backend.py::test_each_reads_what_the_other_wrote",
     "tests/kernels/test_backend.py::test_lossless_is_the_same_bytes",
     "tests/ptx/test_hostile.py",
 )  # fmt: skip

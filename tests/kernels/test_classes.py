@@ -1,36 +1,25 @@
-"""Token classes on the device: tables, class streams, sorted columns, predictors; and the whole backend both ways."""
+"""Token classes on the device: tables, class streams, sorted columns, predictors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.classed import with_classes
-from tests.conftest import decoded_layers
+from tests.kernels.coding import profile_of as profile_with
 from tests.kernels.naive.transform import analyze_reference
 from tests.kernels.world import FAMILY, LAYOUT, STEP, make_world, mix, plan_of, profile_of
-from tests.predicting import VOCABULARY, with_sinks
-from tests.predicting import predicting as with_token_table
+from tests.predicting import VOCABULARY
 
-from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.token_classes import CLASSES, class_frequencies, class_table
+from cuvee.codec.entropy.token_classes import CLASSES, class_table
 from cuvee.codec.errors import CorruptError, FormatError, ProfileError
-from cuvee.codec.format.container import read_header, read_section
 from cuvee.codec.format.streams import WINDOW
-from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.paged import PagedCache
-from cuvee.codec.paged_chunks import PagedChunks
-from cuvee.codec.profiles.class_predictor import Predictor, finer_near_end
+from cuvee.codec.profiles.class_predictor import finer_near_end
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.reference import rans
-from cuvee.codec.stages.reference.sections import read_part
 from cuvee.codec.stages.reference.token_order import coding_order
-from cuvee.codec.support.arrays import U8
 from cuvee.kernels.centers import SentArrays, TokenRun
 from cuvee.kernels.class_predictor import DevicePredictor
 from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
@@ -191,157 +180,11 @@ def _section_coefficients(plan: TransformPlan, x: torch.Tensor, section: int) ->
     return parts
 
 
-# --- all of it
+# --- predictors
 
 
-BACK = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-15}
-
-
-def on(device: torch.device, chunk: KVChunk) -> KVChunk:
-    return KVChunk([k.to(device) for k in chunk.keys], [v.to(device) for v in chunk.values], chunk.layout, chunk.start)
-
-
-def assert_close(got: KVChunk, want: KVChunk, rounding: float) -> None:
-    for a, b in zip([*got.keys, *got.values], [*want.keys, *want.values], strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        assert float((a.cpu().float() - b.float()).abs().max()) <= rounding * float(b.float().abs().max())
-
-
-def classes_of(blob: bytes, profile: Profile, codec: Codec) -> list[U8]:
-    """Of each section the classes of the tokens."""
-    header = read_header(blob)
-    out = []
-    for index, learned in enumerate(profile.learned):
-        part = read_part(read_section(blob, header, index), learned.classed_plan(codec.step_index), header.tokens)
-        out.append(rans.decode_classes(part.classes, class_table(learned.class_freq), header.tokens))
-    return out
-
-
-CASES = [
-    ("bfloat16", "layer"), ("irregular", "unit"), ("mqa", "head"), ("interleaved", "all"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "group"), CASES)
-def test_both_backends_read_what_the_other_wrote(
-    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, name: str, group: str,
-    request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
-    if name != "irregular":
-        request.getfixturevalue("plain_coder")
-    profile = with_classes(fitted(name, group))
-    cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
-    chunk = make_chunk(layouts[name], 8, start=2)
-    blob, mine = cpu.encode(chunk), triton.encode(on(device, chunk))
-    assert all(len(np.unique(own)) > 3 for own in classes_of(blob, profile, cpu))
-    for own, expected in zip(classes_of(mine, profile, cpu), classes_of(blob, profile, cpu), strict=True):
-        assert np.array_equal(own, expected)
-    assert abs(len(mine) - len(blob)) <= 0.01 * len(blob)
-    rounding = BACK[layouts[name].dtype]
-    assert_close(triton.decode(mine, 500, device=device), cpu.decode(mine, 500), rounding)
-    if name != "irregular":
-        assert_close(
-            triton.decode(blob, tokens=range(3, 7), device=device), cpu.decode(blob, tokens=range(3, 7)), rounding
-        )
-        return
-    want, got = decoded_layers(cpu, blob, range(1, 2)), decoded_layers(triton, blob, range(1, 2), device=device)
-    for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
-        assert float((a.cpu().float() - b.float()).abs().max()) <= rounding * float(b.float().abs().max())
-
-
-@pytest.mark.usefixtures("plain_coder")
-def test_more_than_a_window(device: torch.device) -> None:
-    profile = with_classes(profile_of("unit"))
-    cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
-    noise = torch.Generator().manual_seed(0)
-    units = [[40 * torch.randn(300, n.kv_heads, d, generator=noise) for n, d in sizes] for sizes in sizes_of(LAYOUT)]
-    chunk = KVChunk(units[0], units[1], LAYOUT, 0)
-    blob, mine = cpu.encode(chunk), triton.encode(on(device, chunk))
-    assert abs(len(mine) - len(blob)) <= 0.01 * len(blob)
-    assert_close(triton.decode(mine, device=device), cpu.decode(mine), BACK["float32"])
-
-
-def sizes_of(layout: KVLayout) -> list[list[tuple[LayerLayout, int]]]:
-    return [[(layer, getattr(layer, name)) for layer in layout.layers] for name in ("head_dim", "value_dim")]
-
-
-def predicting(profile: Profile, sections: Sequence[int] | None = None) -> Profile:
-    """The profile with predictors in some of its sections."""
-    rng = np.random.default_rng(0)
-    learned = []
-    for index, section in enumerate(profile.learned):
-        if sections is not None and index not in sections:
-            learned.append(section)
-            continue
-        count = min(7 + index, len(section.scale))
-        chosen = np.sort(rng.permutation(len(section.scale))[:count]).astype(np.int32)
-        scale = np.exp2(section.scale[chosen] / 64).astype(np.float32)
-        weights = rng.normal(0, 0.4, (2, count)).astype(np.float32)
-        predictor = Predictor(
-            chosen, scale, weights[0], weights[1], 0.05, 0.3, np.array([-1.5, -0.5, 0.1][: 2 + index % 2], np.float32),
-            np.zeros(count + 1, np.float32), np.array([2.0, 1.5, 0.5, 0.0][index % 2 :], np.float32),
-        )  # fmt: skip
-        freq = class_frequencies(np.exp2(-np.abs(np.arange(CLASSES) - 7.0)))
-        learned.append(replace(section, predictor=predictor, class_freq=freq))
-    return Profile(
-        profile.layout,
-        profile.group,
-        profile.source,
-        profile.family,
-        tuple(learned),
-        min_step_index=profile.min_step_index,
-        token_table=profile.token_table,
-    )
-
-
-@pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("group", ["head", "layer"])
-def test_the_predictor_of_the_profile(
-    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, group: str
-) -> None:
-    """Sections that predict, and one that does not, in one batch."""
-    layout = layouts["gqa"]
-    profile = predicting(fitted("gqa", group), (0, 2))
-    cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
-    chunks = [make_chunk(layout, tokens, seed, start) for seed, (tokens, start) in enumerate(((5, 1), (8, 0), (4, 7)))]
-    device_chunks = [on(device, chunk) for chunk in chunks]
-    pages = Pages(layout, device)
-    mixed = torch.randperm(64, generator=torch.Generator().manual_seed(0)).to(device)
-    slots = [mixed[:5], mixed[20:28], mixed[40:44]]
-    for chunk, at in zip(device_chunks, slots, strict=True):
-        pages.cache.write(chunk.keys, chunk.values, at)
-    blobs = triton.encode(PagedChunks(pages.cache, slots, [1, 0, 7]))
-    wanted = [cpu.encode(chunk) for chunk in chunks]
-    for mine, theirs in zip(blobs, wanted, strict=True):
-        own, expected = classes_of(mine, profile, cpu), classes_of(theirs, profile, cpu)
-        assert [len(np.unique(c)) > 1 for c in own] == [True, False, True]
-        for a, b in zip(own, expected, strict=True):
-            assert np.abs(a.astype(int) - b.astype(int)).sum() <= 1  # an offset between two classes
-        assert abs(len(mine) - len(theirs)) <= 0.01 * len(theirs) + 8
-        assert_close(cpu.decode(mine), cpu.decode(theirs), 0.1)
-    target, expected_pages = Pages(layout, device), Pages(layout, CPU)
-    starts = [100, 0, 2000]
-    triton.decode_paged(wanted, target.cache, slots, starts).check()
-    cpu.decode_paged(wanted, expected_pages.cache, [at.cpu() for at in slots], starts).check()
-    for x, y in zip(target.memory, expected_pages.memory, strict=True):
-        assert float((x.cpu() - y).abs().max()) <= BACK["float32"] * float(y.abs().max())
-        assert bool(((x.cpu() == 7) == (y == 7)).all())
-
-
-class Pages:
-    """A cache of sevens, blocks of 16 tokens."""
-
-    def __init__(self, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        layer = layout.layers[0]
-        shape = (4, 16, layer.kv_heads, 2 * layer.head_dim)
-        self.memory = [torch.full(shape, 7.0).to(dtype or layout.torch_dtype).to(device) for _ in layout.layers]
-        scales = [0.5] * layout.num_layers if dtype else None
-        halves = [memory.chunk(2, 3) for memory in self.memory]
-        self.cache = PagedCache(layout, [k for k, _ in halves], [v for _, v in halves], scales, scales)
-
-
-def test_offsets_are_those_of_the_predictor(device: torch.device, fitted: Any, layouts: dict[str, KVLayout]) -> None:
-    profile = predicting(fitted("gqa", "head"), (0, 2))
+def test_offsets_are_those_of_the_predictor(device: torch.device) -> None:
+    profile = profile_with("gqa", "head predictor")
     plan = TransformPlan(profile, STEP, device, torch.float32)
     predictor = DevicePredictor(plan.coding[0], plan.geometry.tiles, device)
     x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
@@ -360,10 +203,8 @@ def test_offsets_are_those_of_the_predictor(device: torch.device, fitted: Any, l
         torch.testing.assert_close(found[row].cpu(), want, rtol=1e-4, atol=1e-4)
 
 
-def test_offsets_are_those_of_values_with_their_predictions(
-    device: torch.device, fitted: Any, layouts: dict[str, KVLayout]
-) -> None:
-    profile = predicting(with_sinks(with_token_table(fitted("gqa", "head"))), (0, 2))
+def test_offsets_are_those_of_values_with_their_predictions(device: torch.device) -> None:
+    profile = profile_with("gqa", "head predictor tokens")
     plan = TransformPlan(profile, STEP, device, torch.float32, True)
     predictor = DevicePredictor(plan.coding[0], plan.geometry.tiles, device)
     x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
@@ -391,67 +232,3 @@ def test_offsets_are_those_of_values_with_their_predictions(
     plain = predictor.offsets(x, jobs, batch, positions, levels)
     torch.testing.assert_close(found, predictor.offsets(whole, jobs, batch, positions, levels), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, plain, atol=1e-2)
-
-
-@pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("predictor", [False, True])
-def test_classes_of_tokens_that_are_predicted(
-    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, predictor: bool
-) -> None:
-    profile = with_sinks(with_token_table(fitted("gqa", "layer")))
-    profile = predicting(profile) if predictor else with_classes(profile)
-    cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
-    chunk, ids = make_chunk(layouts["gqa"], 70, start=1), np.random.default_rng(0).integers(0, VOCABULARY, 70)
-    blob = cpu.encode(chunk, tokens=ids)
-    mine = triton.encode(on(device, chunk), tokens=ids)
-    for own, expected in zip(classes_of(mine, profile, cpu), classes_of(blob, profile, cpu), strict=True):
-        assert len(own) == 70 and len(np.unique(own)) > 3
-        assert np.abs(own.astype(int) - expected.astype(int)).sum() <= 1  # an offset between two classes
-    assert abs(len(mine) - len(blob)) <= 0.01 * len(blob) + 8
-    for each in (blob, mine):
-        assert_close(triton.decode(each, 500, device=device), cpu.decode(each, 500), BACK["float32"])
-
-
-@pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, None])
-def test_caches_of_other_dtypes(
-    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, dtype: torch.dtype | None
-) -> None:
-    layout = layouts["bfloat16"]
-    profile = with_classes(fitted("bfloat16", "layer"))
-    cpu, triton = Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
-    blob = cpu.encode(make_chunk(layout, 11))
-    got, want = Pages(layout, device, dtype), Pages(layout, CPU, dtype)
-    at = torch.randperm(64, generator=torch.Generator().manual_seed(3))[:11]
-    triton.decode_paged([blob], got.cache, [at.to(device)]).check()
-    cpu.decode_paged([blob], want.cache, [at]).check()
-    for a, b in zip(got.memory, want.memory, strict=True):
-        limit = (2**-3 if dtype else 2**-6) * float(b.float().abs().max())
-        assert float((a.cpu().float() - b.float()).abs().max()) <= limit
-
-
-@pytest.mark.usefixtures("plain_coder")
-def test_a_shard_codes_classes(
-    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any
-) -> None:
-    profile = with_classes(fitted("gqa", "head"), every=True).shard(1, 2)
-    cpu, triton = Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
-    whole = make_chunk(layouts["gqa"], 10)
-    chunk = KVChunk([k[:, 1:] for k in whole.keys], [v[:, 1:] for v in whole.values], profile.layout, 0)
-    mine = triton.encode(on(device, chunk))
-    assert abs(len(mine) - len(cpu.encode(chunk))) <= 8
-    assert_close(triton.decode(mine, device=device), cpu.decode(mine), BACK["float32"])
-
-
-def test_coarsest_and_finest_of_all(device: torch.device) -> None:
-    """Weights of zero make a token as coarse as there is, where nothing may be coded of it."""
-    plain = profile_of("head", top=3)
-    noise = torch.Generator().manual_seed(0)
-    units = [[torch.randn(20, n.kv_heads, d, generator=noise) for n, d in sizes] for sizes in sizes_of(LAYOUT)]
-    chunk = KVChunk(units[0], units[1], LAYOUT, 5)
-    for weights in (torch.tensor([1.0] + [0.0] * 19), torch.tensor([1.0, 1e9] * 10)):
-        profile = with_classes(plain, weights, 5)
-        cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
-        blob, mine = cpu.encode(chunk), triton.encode(on(device, chunk))
-        assert mine == blob
-        assert_close(triton.decode(blob, device=device), cpu.decode(blob), BACK["float32"])

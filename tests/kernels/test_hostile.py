@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -20,8 +19,9 @@ import pytest
 import torch
 from tests.codec.forging import reseal, sections_of, with_section
 from tests.conftest import decoded_layers
+from tests.kernels.coding import Pages
 
-from cuvee.codec.backends import Coding, get_backend
+from cuvee.codec.backends import Coding
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
@@ -285,27 +285,9 @@ BLOCKS, BLOCK_TOKENS = 4, 4
 SLOTS = BLOCKS * BLOCK_TOKENS
 
 
-class Guarded:
-    """A cache of sevens, with a block before the first and one after the last that nobody may touch."""
-
-    def __init__(
-        self, layout: KVLayout, device: torch.device | str, blocks: int = BLOCKS, block_tokens: int = BLOCK_TOKENS
-    ) -> None:
-        shapes = [(n.kv_heads, size) for n in layout.layers for size in (n.head_dim, n.value_dim)]
-        kind = layout.torch_dtype
-        self.units = [torch.full((blocks + 2, block_tokens, *shape), 7.0).to(kind).to(device) for shape in shapes]
-        inner = [unit[1:-1] for unit in self.units]
-        self.cache = PagedCache(layout, inner[::2], inner[1::2])
-
-    def by_slot(self, unit: int) -> torch.Tensor:
-        """`[slots, H, D]`, on the CPU."""
-        return self.units[unit][1:-1].cpu().float().flatten(0, 1)
-
-    def unharmed(self, slots: Sequence[int] = ()) -> bool:
-        """Whether all but these slots are still sevens, the guards among them."""
-        free = torch.ones(self.units[0].shape[0] * self.units[0].shape[1], dtype=torch.bool)
-        free[torch.tensor([*slots], dtype=torch.int64) + self.units[0].shape[1]] = False
-        return all(bool((unit.cpu().float().flatten(0, 1)[free] == 7).all()) for unit in self.units)
+def guarded(layout: KVLayout, device: torch.device | str, blocks: int = BLOCKS) -> Pages:
+    """A small cache."""
+    return Pages(layout, torch.device(device), None, blocks, BLOCK_TOKENS)
 
 
 @pytest.mark.usefixtures("plain_coder")
@@ -314,7 +296,7 @@ def test_slots_beyond_the_cache_are_refused_and_not_written(scheme: str, device:
     blob = encoded(scheme, smooth_chunk(LAYOUT, 4, 53), 4)
     codec = codec_of(scheme, "triton")
     for wrong in (SLOTS, -2, 2**32 + 1, -(2**63), 2**63 - 1):
-        pages = Guarded(LAYOUT, device)
+        pages = guarded(LAYOUT, device)
         slots = torch.tensor([1, 9, wrong, 4], device=device)
         pending = codec.decode_paged([blob], pages.cache, [slots])
         for _ in range(2):
@@ -329,7 +311,7 @@ def test_slots_beyond_the_cache_are_refused_and_not_written(scheme: str, device:
 @pytest.mark.usefixtures("plain_coder")
 def test_a_slot_given_twice_gets_one_of_its_tokens(device: torch.device) -> None:
     blob = encoded("lossless", smooth_chunk(LAYOUT, 3, 54), 4)
-    pages = Guarded(LAYOUT, device)
+    pages = guarded(LAYOUT, device)
     codec_of("lossless", "triton").decode_paged([blob], pages.cache, [torch.tensor([5, 5, 2], device=device)]).check()
     values = codec_of("lossless").decode(blob).values[1]
     assert torch.equal(pages.by_slot(3)[2], values[2])
@@ -364,24 +346,17 @@ def damaged(blob: bytes, section: int) -> bytes:
     return with_section(blob, bytes(forged), section)
 
 
-@pytest.fixture(params=[1, 1 << 30], ids=["a-chunk-a-batch", "one-batch"])
-def workspace(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch for one chunk at a time, or for all."""
-    monkeypatch.setattr(get_backend("triton", device.type), "workspace_bytes", request.param)
-
-
 PLACES = ([3, 0, 7, 12], [8, 15, 1, 2], [4, 9, 10, 6])
 
 
 @pytest.mark.usefixtures("plain_coder")
-@pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize(("scheme", "section"), [("transform", 1), ("lossless", 0)])
 def test_a_damaged_chunk_beside_good_ones_is_named(scheme: str, section: int, device: torch.device) -> None:
     tokens = 20 if scheme == "lossless" else 4
     places = torch.randperm(64, generator=torch.Generator().manual_seed(0))[: 3 * tokens].split(tokens)
     chunks = [smooth_chunk(LAYOUT, tokens, seed) for seed in (60, 61, 62)]
     blobs = [encoded(scheme, chunk, 32) for chunk in chunks]
-    pages, expected = Guarded(LAYOUT, device, 16), Guarded(LAYOUT, "cpu", 16)
+    pages, expected = guarded(LAYOUT, device, 16), guarded(LAYOUT, "cpu", 16)
     codec_of(scheme).decode_paged(blobs, expected.cache, places).check()
     bad = [blobs[0], damaged(blobs[1], section), blobs[2]]
     slots = [at.to(device) for at in places]
@@ -400,12 +375,11 @@ def test_a_damaged_chunk_beside_good_ones_is_named(scheme: str, section: int, de
 
 
 @pytest.mark.usefixtures("plain_coder")
-@pytest.mark.usefixtures("workspace")
 def test_numbers_count_all_blobs_of_a_call_whatever_their_schemes(device: torch.device) -> None:
     schemes = ("transform", "lossless", "transform")
     blobs = [encoded(scheme, smooth_chunk(LAYOUT, 4, 60), 32) for scheme in schemes]
     slots = [torch.tensor(at, device=device) for at in PLACES]
-    cache, codec = Guarded(LAYOUT, device).cache, codec_of("transform", "triton")
+    cache, codec = guarded(LAYOUT, device).cache, codec_of("transform", "triton")
     with pytest.raises(CorruptError, match=r"^chunk 2, layers 1"):
         codec.decode_paged([*blobs[:2], damaged(blobs[2], 1)], cache, slots).check()
     grown = with_section(blobs[2], sections_of(blobs[2])[0] + bytes(8))
@@ -419,53 +393,6 @@ def test_only_the_layers_asked_for_are_read(device: torch.device) -> None:
     decoded_layers(codec, forged, range(1), device=device)
     with pytest.raises(CorruptError, match=r"^chunk 0, layers 1 … 1: its streams"):
         decoded_layers(codec, forged, range(1, 2), device=device)
-
-
-@pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("cached", ["bfloat16", "float32"])
-@pytest.mark.usefixtures("workspace")
-def test_blobs_of_several_dtypes_and_schemes_in_one_call(cached: str, device: torch.device) -> None:
-    layout = replace(LAYOUT, dtype=cached)
-    kinds = [("transform", "bfloat16"), ("lossless", "float32"), ("transform", "float32"), ("lossless", "float16")]
-    chunks = [smooth_chunk(replace(LAYOUT, dtype=kind), 4, 70 + i) for i, (_, kind) in enumerate(kinds)]
-    blobs = [encoded(scheme, chunk, 16) for (scheme, _), chunk in zip(kinds, chunks, strict=True)]
-    places = [torch.tensor(at) for at in (*PLACES, [5, 11, 13, 14])]
-    starts = [0, START, 100, 3000]
-    pages, expected = Guarded(layout, device), Guarded(layout, "cpu")
-    codec_of("transform").decode_paged(blobs, expected.cache, places, starts).check()
-    slots = [at.to(device) for at in places]
-    codec_of("transform", "triton").decode_paged(blobs, pages.cache, slots, starts).check()
-    for number, at in enumerate(places):
-        # A float32 cache gets what a bfloat16 blob says without the rounding of a bfloat16 chunk in between.
-        rounding = 2.0**-6 if cached == "bfloat16" or kinds[number][1] == "bfloat16" else 2.0**-9
-        for unit in range(4):
-            want = expected.by_slot(unit)[at]
-            error = float((pages.by_slot(unit)[at] - want).abs().max())
-            assert error <= rounding * float(want.abs().max()), (number, unit)
-            if kinds[number] == ("lossless", "float32"):
-                assert error == 0
-    assert pages.unharmed(torch.cat(places).tolist())
-
-
-@pytest.mark.usefixtures("plain_coder")
-@pytest.mark.parametrize("group", ["layer", "lossless"])
-def test_heads_of_odd_sizes_in_pages(
-    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk],
-    make_codec: Callable[..., Codec], group: str,
-) -> None:  # fmt: skip
-    layout = layouts["irregular"]
-    quality = {} if group == "lossless" else {"step": 0.25}
-    cpu = make_codec("irregular", group, **quality)
-    blob = cpu.encode(make_chunk(layout, 4))
-    pages, expected = Guarded(layout, device), Guarded(layout, "cpu")
-    at = torch.tensor([13, 0, 6, 15])
-    cpu.decode_paged([blob], expected.cache, [at]).check()
-    codec = make_codec("irregular", group, backend="triton", **quality)
-    codec.decode_paged([blob], pages.cache, [at.to(device)]).check()
-    for unit in range(2 * layout.num_layers):
-        got, want = pages.by_slot(unit), expected.by_slot(unit)
-        assert float((got - want).abs().max()) <= ROUNDING * float(want.abs().max())
-    assert pages.unharmed(at.tolist())
 
 
 class Hesitant(OrderedDict[object, object]):
@@ -482,7 +409,7 @@ def test_threads_share_the_schemes_that_are_kept(device: torch.device, monkeypat
     monkeypatch.setattr(kernels, "MAX_SCHEMES", 1)
     monkeypatch.setattr(backend, "_make", lambda coding, cache, product: coding.step_index)
     monkeypatch.setattr(backend, "_schemes", Hesitant())
-    cache, profile = Guarded(LAYOUT, device).cache, Profile.unlearned(LAYOUT)
+    cache, profile = guarded(LAYOUT, device).cache, Profile.unlearned(LAYOUT)
 
     def use(step: int) -> bool:
         coding = Coding(profile, Scheme.TRANSFORM, step, "float32")

@@ -12,8 +12,8 @@ from tests.emulation import KERNELS_RUN_ON
 
 ROOT = Path(__file__).parents[2]
 CHOSEN = (
-    "test_backend.py::test_reads_the_blobs_of_the_cpu[irregular-layers:2]",
-    "test_backend.py::test_the_cpu_reads_its_blobs[partial-unit]",
+    "test_backend.py::test_each_reads_what_the_other_wrote[irregular-layers:2]",
+    "test_backend.py::test_each_reads_what_the_other_wrote[partial-unit]",
     "test_backend.py::test_lossless_is_the_same_bytes[yarn]",
     "test_rans.py::test_decodes_what_the_codec_wrote[many-12]",
     "test_symbols.py::test_quantizing_gives_the_bytes_of_the_codec[tiles-unit]",

@@ -301,6 +301,15 @@ def test_merge_turns_the_keys_of_chunks_that_move(
                 assert not same_bits(expected, units[2 * index])
             assert same_bits(cache.rows(2 * index, tables.at(chunk)), expected)
             assert same_bits(cache.rows(2 * index + 1, tables.at(chunk)), units[2 * index + 1])
+    # What is not finite stays so: it is no value beyond the range.
+    for unit in values[1][::2]:
+        unit[:, 0, 0] = float("inf")
+    cache = make_cache(tables.layout, tables.total, "pages", tables.layout.torch_dtype, device)
+    arguments = tables.arguments(cache, tables.layout.torch_dtype)
+    launch(merge_planes, **tables.coded(values), **arguments, **tables.turning())
+    for index, layer in enumerate(tables.layout.layers):
+        if layer.rope is not None:
+            assert not bool(cache.rows(2 * index, tables.at(1))[:, 0, 0].isfinite().any())
 
 
 @pytest.mark.parametrize("element", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float32])

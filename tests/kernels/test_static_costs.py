@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from tests.kernels.costs import __main__ as command
-from tests.kernels.costs import static_costs
 from tests.kernels.costs.disassembly import (
     INSTRUCTION_KINDS,
     Instruction,
@@ -26,10 +25,8 @@ from tests.kernels.costs.disassembly import (
     parse_sass,
     read_cubin,
 )
-from tests.kernels.costs.kernel_spec import KernelSpec
 from tests.kernels.costs.loops import describe_loops, innermost_loops
-from tests.kernels.costs.static_costs import check, report
-from tests.kernels.costs.time_bounds import MACHINES, counts
+from tests.kernels.costs.static_costs import TARGETS, check, report
 
 import cuvee
 from cuvee.codec.errors import CuveeError, InputError
@@ -477,7 +474,7 @@ def test_every_kernel_compiles(measured: Report) -> None:
 
 @pytest.mark.slow
 def test_entropy_coding_compiles_for_every_target() -> None:
-    others = [target for target in static_costs.TARGETS if target not in MEASURED]
+    others = [target for target in TARGETS if target not in MEASURED]
     compiled = report(others, names=["rans_decode", "rans_encode"])
     assert compiled["targets"] == others and len(compiled["kernels"]) >= 2 * len(others)
     assert {e["error"] for e in compiled["kernels"]} == {None} and check(compiled) == []
@@ -496,34 +493,6 @@ def decode_on_sm_90(measured: Report) -> Report:
     """The entropy decoder of the lossy schemes."""
     (entry,) = [e for e in measured["kernels"] if e["kernel"] == "rans_decode" and e["target"] == "sm_90"]
     return dict(entry)
-
-
-def test_modules_that_are_missing_or_at_odds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CuveeError, match=r"sm_80 failed: .*No module named 'none_such'"):
-        report(["sm_80"], "none_such")
-    with pytest.raises(CuveeError, match=r"kernels: must be in SPECS of tests\.kernels\.costs\.specs, got none"):
-        static_costs._specs(static_costs.MODULE, ["none"])
-    (tmp_path / "static_twice.py").write_text(TOY + "SPECS += SPECS[:1]\n")
-    (tmp_path / "static_target.py").write_text(TOY + "SPECS = (KernelSpec('k', **COUNT, budgets={'sm_9': Budget()}),)")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(CuveeError, match="two kernels are called 'count'"):
-        static_costs._specs("static_twice")
-    with pytest.raises(CuveeError, match=r"budgets of k: must be among sm_80,.*, got 'sm_9'"):
-        static_costs._specs("static_target")
-
-
-def test_a_spec_may_differ_between_targets() -> None:
-    spec = KernelSpec(
-        "k", None, {}, {"A": 1, "B": 2}, options={"p": 1},
-        changes={"sm_90": {"constants": {"B": 3}, "options": {"q": 2}, "num_warps": 8}},
-    )  # fmt: skip
-    there = spec.on("sm_90")
-    assert (there.constants, there.options, there.num_warps) == ({"A": 1, "B": 3}, {"p": 1, "q": 2}, 8)
-    here = spec.on("sm_80")
-    assert (here.constants, here.options, here.num_warps) == ({"A": 1, "B": 2}, {"p": 1}, 4)
-
-
-# --- the command
 
 
 @pytest.fixture
@@ -552,33 +521,6 @@ def test_json(canned: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert canned["asked"] == (["sm_90", "gfx942"], ["count"]) and data["kernels"] == canned["kernels"]
     assert shown.err.splitlines() == [f"error: {line}" for line in data["violations"]] and data["violations"]
     assert set(data["versions"]) == {"cuvee", "triton", "python"}
-
-
-def test_the_table_fits_80_columns(
-    canned: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    canned["kernels"] = [toy(canned, "count", "sm_90")]
-    assert run(monkeypatch) == 0 and canned["asked"] == (list(static_costs.TARGETS), [])
-    canned["kernels"].append({"kernel": "bad", "target": "sm_80", "error": "at 1:2\n no"})
-    assert run(monkeypatch) == 1
-    shown = capsys.readouterr()
-    assert shown.err == "error: bad on sm_80 does not compile: no\n"
-    lines = shown.out.splitlines()
-    assert max(map(len, lines)) <= 80 and lines[-1].split() == ["bad", "sm_80", "failed"]
-    entry, loop = canned["kernels"][0], canned["kernels"][0]["loop"]
-    each = f"{loop['instructions_per_symbol']:.1f}"
-    assert lines[-2].split()[2:6] == [str(loop["instructions"]), each, str(entry["registers"]), "0"]
-
-
-def test_the_model_is_shown(
-    canned: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = {k for found in counts().values() for way in ("encode", "decode") for k in found[way]}
-    entry = toy(canned, "count", "sm_90")
-    canned["kernels"] = [{**entry, "kernel": name, "expansion": 2.0, "integer_share": 0.5} for name in names]
-    assert run(monkeypatch, "--model") == 0 and canned["asked"][0] == ["sm_90"]
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in (*MACHINES, "rans_decode", "lossless"))
 
 
 def test_an_unknown_target_is_named_with_the_choices() -> None:

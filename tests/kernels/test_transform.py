@@ -211,7 +211,7 @@ def make_world(
     tiles, blocks, elements = tables.with_ranks(ranks, [basis.block_ranks for basis in bases])
     rows, first = [], 0
     for index, tokens in enumerate(counts):
-        rows.append([tokens, first, (0, 1, 1000)[index % 3], (7, 0, 100_000)[index % 3]])
+        rows.append([tokens, first, (0, SINKS - 1, 1000)[index % 3], (7, 0, 100_000)[index % 3]])
         first += tokens
     cache_slots = first + 9
     slots = torch.randperm(cache_slots, generator=generator)[:first]

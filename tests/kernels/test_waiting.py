@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import LAYOUTS, synthetic_chunk
-from tests.kernels.test_classes import predicting
+from tests.kernels.coding import with_predictors
 from tests.late_device import CUDA, DeviceTensor, LateDevice, late_device
 from tests.predicting import VOCABULARY
 from tests.predicting import predicting as with_token_table
@@ -56,7 +56,7 @@ def profile_of(layers: int, scheme: str) -> Profile:
     learned = fit(layout, [synthetic_chunk(layout, 100, seed) for seed in range(100, 107)], "layer")
     if scheme == "tokens":
         return with_token_table(learned)
-    return predicting(learned) if scheme == "predicted" else learned
+    return with_predictors(learned) if scheme == "predicted" else learned
 
 
 def codec_of(scheme: str, layers: int, **arguments: Any) -> Codec:

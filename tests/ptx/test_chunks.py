@@ -10,21 +10,17 @@ CUVEE_PTX_LENGTHS=all takes every length from 1 to 300.
 from __future__ import annotations
 
 import os
-from importlib import import_module
 
 import pytest
 import torch
 from tests import conftest
 from tests.emulation import KERNELS_RUN_ON
+from tests.kernels.coding import codecs, use_references
 from tests.ptx import scenarios
-from tests.ptx.scenarios import CLOSE, apart
 
-from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
-from cuvee.codec.profiles.profile import Profile
 
 pytestmark = pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
 ALL = os.environ.get("CUVEE_PTX_LENGTHS") == "all"
@@ -77,7 +73,7 @@ ELEMENTS = [("bfloat16", torch.bfloat16), ("float16", torch.float16), ("gqa", to
 @pytest.mark.parametrize(("name", "element"), ELEMENTS)
 def test_lossless_blobs_are_the_same_bytes(name: str, element: torch.dtype, order: str) -> None:
     layout = conftest.LAYOUTS[name]
-    cpu, gpu = (Codec(Profile.unlearned(layout), "lossless", backend=backend) for backend in ("numba", "triton"))
+    cpu, gpu = codecs(name, "lossless")
     for number, lengths in enumerate(calls(LENGTHS)):
         total = sum(lengths) + 40
         cache, slots = pages(layout, total, order, element, number), some_slots(lengths, total, number)
@@ -93,54 +89,17 @@ def test_lossless_blobs_are_the_same_bytes(name: str, element: torch.dtype, orde
 
 LOSSY = [
     ("bfloat16", "layer"), ("float16", "head"), ("gqa", "unit"), ("irregular", "layers:2"), ("mqa", "all"),
-    ("bfloat16", "classes"), ("interleaved", "classes"), ("float16", "tokens"), ("irregular", "tokens"),
+    ("bfloat16", "layer classes"), ("interleaved", "layer classes"), ("float16", "layer tokens"),
+    ("irregular", "layer tokens"),
 ]  # fmt: skip
-
-
-def lossy(name: str, scheme: str) -> tuple[Codec, Codec]:
-    profile = scenarios.profile_of(scheme, name)
-    return Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
-
-
-def chunk_of(name: str, scheme: str, tokens: int) -> KVChunk:
-    chunk = conftest.synthetic_chunk(conftest.LAYOUTS[name], tokens, tokens, scenarios.start_of(scheme))
-    chunk.values[0][tokens // 2, 0, :2] += 3000.0  # values that escape
-    return KVChunk(chunk.keys, chunk.values, chunk.layout, chunk.start, scenarios.ids_of(scheme, tokens))
-
-
-def use_references(patch: pytest.MonkeyPatch) -> int:
-    """Put the plain references of all that follows the transform in the place of kernels; returns of how many."""
-    users = [import_module(f"cuvee.kernels.{name}") for name in ("outgoing", "transform_scheme")]
-    count = 0
-    for home in ("rans", "symbols"):
-        for name, reference in vars(import_module(f"tests.kernels.naive.{home}")).items():
-            own = name.removesuffix("_reference")
-            for user in users:
-                if own != name and hasattr(user, own):
-                    patch.setattr(user, own, reference)
-                    count += 1
-    return count
-
-
-@pytest.mark.parametrize(("name", "scheme"), LOSSY)
-def test_all_behind_the_transform_is_the_same_bytes(name: str, scheme: str) -> None:
-    _, gpu = lossy(name, scheme)
-    for tokens in FEW:
-        chunk = chunk_of(name, scheme, tokens)
-        mine = gpu.encode(chunk)
-        with pytest.MonkeyPatch.context() as patch:
-            assert use_references(patch) >= 5
-            assert gpu.encode(chunk) == mine, tokens
 
 
 @pytest.mark.parametrize(("name", "scheme"), LOSSY)
 def test_lossy_chunks_are_those_of_the_cpu_but_for_the_order_of_sums(name: str, scheme: str) -> None:
-    cpu, gpu = lossy(name, scheme)
     for tokens in FEW:
-        chunk = chunk_of(name, scheme, tokens)
-        blob, mine = (codec.encode(chunk) for codec in (cpu, gpu))
-        assert abs(len(mine) - len(blob)) <= 0.002 * len(blob) + 8
-        want, read = cpu.decode(blob, 1000), cpu.decode(mine, 1000)
-        for a, b in zip([*read.keys, *read.values], [*want.keys, *want.values], strict=True):
-            assert float((a != b).double().mean()) < 0.05
-        assert apart(gpu.decode(blob, 1000), want) <= CLOSE
+        scenarios.decodes(scheme, name, tokens)
+        mine = scenarios.encodes(scheme, name, tokens)
+        # All behind the transform is the same bytes.
+        with pytest.MonkeyPatch.context() as patch:
+            assert use_references(patch) >= 5
+            assert codecs(name, scheme)[1].encode(scenarios.example(scheme, name, tokens)[0]) == mine, tokens

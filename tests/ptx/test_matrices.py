@@ -1,20 +1,20 @@
-"""`tl.dot` as Triton compiles it for each target, against sums in float64; ldmatrix as in the manual."""
+"""`tl.dot` as Triton compiles it for each target, against sums in float64."""
 
 from __future__ import annotations
 
 import re
 
-import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from tests.emulation import KERNELS_RUN_ON
-from tests.ptx.assembly import bits, kernel, run
 from tests.ptx.driver import state
 
-pytestmark = pytest.mark.usefixtures("engine")
-compiled = pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
+pytestmark = [
+    pytest.mark.usefixtures("engine"),
+    pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}"),
+]
 
 
 @triton.jit
@@ -41,7 +41,6 @@ def _dot(  # type: ignore[no-untyped-def]
     tl.store(c + row[:, None] * N + column[None, :], total)
 
 
-@compiled
 @pytest.mark.parametrize(
     ("left", "right", "flipped"), [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1)]
 )
@@ -72,7 +71,6 @@ def test_products(
     assert re.search(large.get(target, r"mma\.sync|fma\.rn"), done.asm["ptx"])
 
 
-@compiled
 def test_products_take_the_instructions_that_kernels_take() -> None:
     """Both orders of both factors in shared memory, and a left one in registers: none is left to `fma`."""
     text = "".join(
@@ -82,32 +80,3 @@ def test_products_take_the_instructions_that_kernels_take() -> None:
     assert [name for name in wanted if name not in text] == []
     # With the left factor in either memory.
     assert re.search(r"tcgen05\.mma\S+ \[[^]]*\], \[", text) and re.search(r"tcgen05\.mma\S+ \[[^]]*\], %rd", text)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_matrices_to_and_from_shared_memory(count: int, transposed: bool) -> None:
-    trans = ".trans" if transposed else ""
-    names = ", ".join(f"%r{k}" for k in range(count))
-    stores = "\n".join(f"st.global.b32 [%rd1+{128 * k}], %r{k};" for k in range(count))
-    body = f"""mad.wide.u32 %rd0, %t, 16, %rd_x; mov.u32 %r9, room; mad.lo.s32 %r10, %t, 16, %r9;
-ld.global.v4.b32 {{%r20, %r21, %r22, %r23}}, [%rd0]; st.shared.v4.b32 [%r10], {{%r20, %r21, %r22, %r23}};
-bar.warp.sync -1;
-ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{names}}}, [%r10];
-mad.wide.u32 %rd1, %t, 4, %rd_out; {stores}
-mad.lo.s32 %r11, %t, 16, %r9;
-stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r11+512], {{{names}}};
-mad.wide.u32 %rd2, %t, 16, %rd_back; setp.lt.u32 %p0, %t, {8 * count};
-@%p0 ld.shared.v4.b32 {{%r24, %r25, %r26, %r27}}, [%r11+512];
-@%p0 st.global.v4.b32 [%rd2], {{%r24, %r25, %r26, %r27}};"""
-    x = bits(2, 1, 256)
-    out, back = np.zeros((4, 32), np.uint32), np.zeros(256, np.uint16)
-    small = kernel(body, ["x", "out", "back"], before=".extern .shared .align 16 .b8 room[];")
-    outcome = run(small, {"x": x, "out": out, "back": back}, 1024)
-    assert not outcome.totals, outcome.faults
-    matrices = x.reshape(4, 8, 8)[:count]
-    # Lane l holds row l / 4, columns 2 (l % 4) and the next one.
-    shown = matrices.transpose(0, 2, 1) if transposed else matrices
-    want = np.ascontiguousarray(shown).view(np.uint32).reshape(count, 32)
-    np.testing.assert_array_equal(out[:count], want)
-    np.testing.assert_array_equal(back[: 64 * count], x[: 64 * count])
