@@ -123,7 +123,8 @@ class Launch:
 
     def __post_init__(self) -> None:
         self.jobs = np.full((len(self.parts), len(JobField)), -1, np.int64)
-        plans, tables, columns, classes = [], [0] * 3, [np.full(GAP, 99, np.uint8)], [np.zeros(GAP, np.uint16)]
+        plans: list[npt.NDArray[np.int64]] = []
+        tables, columns, classes = [0] * 3, [np.full(GAP, 99, np.uint8)], [np.zeros(GAP, np.uint16)]
         self.planes = GAP
         for job, part in zip(self.jobs, self.parts, strict=True):
             job[[JobField.STREAMS, JobField.TOKENS, JobField.PER_STREAM]] = part.count, part.tokens, part.per_stream

@@ -130,7 +130,8 @@ class World:
         coding = self.plan.coding[0][self.sections[job]]
         begin = np.cumsum([0, *coding.class_ranks[coding.classed.finest]])
         parts = [b + np.arange(r) for b, r in zip(begin, coding.class_ranks[k], strict=False)]
-        return np.concatenate(parts).astype(np.int64)
+        rows: npt.NDArray[np.int64] = np.concatenate(parts).astype(np.int64)
+        return rows
 
     def planes_of(self, job: int) -> slice:
         first = self.jobs[job, JobField.PLANES]

@@ -93,7 +93,7 @@ ALONE = {
         Mutant("tensor memory kept", "_analyze", r"@%p\d+ tcgen05\.dealloc[^;]*;", "", "given back"),
     ),
 }
-RUNS: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
+RUNS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "_decode_kernel": (scenarios.decodes, ("layer",)),
     "_dequantize": (scenarios.decodes, ("layer",)),
     "_place_escapes": (scenarios.decodes, ("layer",)),
