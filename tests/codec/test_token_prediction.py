@@ -423,6 +423,12 @@ def test_predictions_do_not_depend_on_the_cpu(instructions: bool, monkeypatch: p
     assert torch.equal(coefficient_map.matrix, integers * coefficient_map.scale[:, None])
 
 
+def test_the_largest_numbers_of_a_coefficient_map_fit_its_digits() -> None:
+    edges = [0, 1, 127, 128, 255, 256, 32639, 32640, 32768, 65536, LARGEST_COEFFICIENT - 1, LARGEST_COEFFICIENT]
+    matrix = torch.tensor([[sign * edge for edge in edges for sign in (1, -1)]], dtype=torch.float32)
+    assert torch.equal(CoefficientMap.rounded(matrix).matrix.float(), matrix)
+
+
 @pytest.mark.parametrize("kept", [0, 1, 5, 20, 50])
 def test_a_full_cache_computes_the_others(kept: int) -> None:
     table, token_map = numbers(50, 40, 24)

@@ -130,7 +130,7 @@ def test_a_store_key_is_one() -> None:
 
 
 CHANGES: list[tuple[Identity, Scope]] = [
-    (replace(LOSSY, **change), SCOPE)  # type: ignore[arg-type]
+    (replace(LOSSY, **change), SCOPE)
     for change in (
         {"model": "llama-7c"}, {"tokenizer": ""}, {"layout": b"layout-16-bytes?"}, {"profile": b"profile-16-byteS"},
         {"quality": "step:64"}, {"quality": "step:-64,parts:2"}, {"shards": 1}, {"quality": "lossless", "profile": b""},
