@@ -134,6 +134,3 @@ def test_dialogue_with_and_without_a_chat_template() -> None:
 )
 def test_marks_stand_apart(plain: str, want: str) -> None:
     assert tokenized(plain) == want
-
-
-# Calibration ----------------------------------------------------------------------------------------------------------

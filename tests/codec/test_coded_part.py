@@ -1,4 +1,4 @@
-"""The coded part of a section as bytes, field by field; both parsers find the same rule broken."""
+"""The coded part of a section as bytes, field by field; both parsers read the same."""
 
 from __future__ import annotations
 

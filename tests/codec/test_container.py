@@ -1,4 +1,4 @@
-"""The blob's header, checksums and tag, and the coded part of a section, byte by byte as `FORMAT.md` has them."""
+"""The blob's header, checksums and tag, byte by byte as `FORMAT.md` has them."""
 
 from __future__ import annotations
 
@@ -439,6 +439,3 @@ def test_a_blob_may_be_opened_wherever_it_was_made() -> None:
 def test_weak_keys_are_refused(key: Any) -> None:
     with pytest.raises(InputError, match="key"):
         Codec(Profile.unlearned(LAYOUT), "lossless", key=key)
-
-
-# --- a reported size is proved true

@@ -173,9 +173,6 @@ def test_the_corpus_is_made_of_blobs_as_they_are() -> None:
         assert attempt(scheme, reseal(blob_of(scheme), None, None, start=4096 - TOKENS)), "the last positions"
 
 
-# --- blobs of others
-
-
 # --- memory
 
 # Decodes the blobs whose paths it is given with no more than 96 MiB left to allocate. What is counted is address

@@ -1,4 +1,4 @@
-"""Sixteen lanes at a time: every state of a step, and nothing read or written beyond what a step is given."""
+"""Sixteen lanes at a time: any number of streams, and nothing read or written beyond what there is."""
 
 from __future__ import annotations
 

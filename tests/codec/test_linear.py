@@ -1,4 +1,4 @@
-"""Decoding takes time linear in a blob's bytes: sections are read once, and a tile touches nothing but its own."""
+"""Decoding takes time linear in a blob's bytes: sections are read once, however many tiles they have."""
 
 from __future__ import annotations
 

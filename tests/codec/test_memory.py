@@ -1,4 +1,4 @@
-"""What coding costs in memory, and that its cost does not grow faster than the chunk."""
+"""What coding costs in memory, beside the chunk."""
 
 from __future__ import annotations
 

@@ -241,12 +241,6 @@ def test_classes_are_one_stream(stages: Stages, tokens: int) -> None:
         assert not decode_class_stream(data, 0, len(stream.words), int(bad.states[0]), *arguments[4:])
 
 
-# --- damaged streams
-
-
-# --- how good the code is
-
-
 # --- coefficients to planes and back
 
 
