@@ -1,10 +1,10 @@
-"""The registry of backends, which code chunks. Every backend writes and reads the same bytes.
+"""The backends, which code chunks. Every backend writes and reads the same bytes.
 
     Codec --requests--> Backend --> sections (encode), or tokens in a cache (decode)
 
 A `Backend` codes whole chunks where they lie. One serves the CPU (`codec/cpu/backend.py`, with the stages of
-`codec/stages/implementations.py`), and one serves GPUs (`cuvee.kernels.backend`). Each registers itself when its module
-is first imported, which happens on request: nothing else in the codec depends on a backend.
+`codec/stages/implementations.py`), and one serves GPUs (`cuvee.kernels.backend`). Their modules are imported on
+request: nothing else in the codec depends on a backend.
 """
 
 from __future__ import annotations
@@ -202,20 +202,9 @@ class Backend(Protocol):
     A backend of a device works on the device's current stream.
     """
 
-    @property
-    def name(self) -> str:
-        """Name in the registry."""
-        ...
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Device types it serves."""
-        ...
-
-    @property
-    def batched(self) -> bool:
-        """Whether many chunks in one call are faster than one call per chunk."""
-        ...
+    name: str
+    devices: tuple[str, ...]  # device types it serves
+    batched: bool  # whether many chunks in one call are faster than one call per chunk
 
     def prepare(self, coding: Coding) -> None:
         """Build what the coding needs, so that a profile or step that cannot be used fails here and not later.
@@ -247,31 +236,19 @@ class Backend(Protocol):
         ...
 
 
-_MAKERS: dict[str, Callable[[int], Backend]] = {}
-
-# Imported on request: the codec depends on none of them.
+# Imported on request: the codec depends on none of them. Each has a function `make_backend(name, threads)`.
 _MODULES = {
     "reference": "cuvee.codec.cpu.backend",
     "numba": "cuvee.codec.cpu.backend",
     "triton": "cuvee.kernels.backend",
 }
 _OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
-_OF_HOST = tuple(name for name, module in _MODULES.items() if module == "cuvee.codec.cpu.backend")
-
-
-def register(name: str, make: Callable[[int], Backend]) -> None:
-    """Register a backend under `name`.
-
-    Args:
-        name: a name of this registry, or a new one.
-        make: makes the backend, given the number of threads that it may use.
-    """
-    _MAKERS[name] = make
+_OF_HOST = ("reference", "numba")
 
 
 def check_backend(name: str) -> str:
     """Return `name` if it is `"auto"` or a backend's; raise InputError otherwise."""
-    known = ["auto", *dict.fromkeys([*_MODULES, *_MAKERS])]
+    known = ["auto", *_MODULES]
     if name not in known:
         raise InputError(f"backend: must be one of {known}, got {name!r}")
     return name
@@ -284,16 +261,11 @@ def has_backend(name: str, device_type: str) -> bool:
     """
     if check_backend(name) == "auto":
         return device_type in _OF_DEVICE
-    return device_type == "cpu" or _MODULES.get(name) != _MODULES["numba"]
+    return device_type == "cpu" or name not in _OF_HOST
 
 
 def get_backend(name: str, device_type: str = "cpu", threads: int = 1) -> Backend:
-    """Return the backend called `name`, or for `"auto"` the one for tensors on `device_type`.
-
-    Args:
-        name: as in `Codec(backend=)`.
-        device_type: of the tensors: `"cpu"`, `"cuda"`.
-        threads: host threads that it may use.
+    """Return the backend called `name`, or for `"auto"` the one for tensors on `device_type`, with some host threads.
 
     Raises:
         InputError: no such backend, or one that cannot run here or does not serve that device.
@@ -304,29 +276,18 @@ def get_backend(name: str, device_type: str = "cpu", threads: int = 1) -> Backen
                 f"device: must be one of {list(_OF_DEVICE)}, got {device_type!r}: move the tensors to the CPU first"
             )
         name = _OF_DEVICE[device_type]
-    if name not in _MAKERS:
-        try:
-            import_module(_MODULES[name])
-        except ModuleNotFoundError as error:
-            raise InputError(
-                f"backend: must be installed, got {name!r}, which needs the package {error.name!r}"
-            ) from error
-    backend = _MAKERS[name](threads)
+    try:
+        module = import_module(_MODULES[name])
+    except ModuleNotFoundError as error:
+        raise InputError(f"backend: must be installed, got {name!r}, which needs the package {error.name!r}") from error
+    backend: Backend = module.make_backend(name, threads)
     if device_type not in backend.devices:
         raise InputError(f"backend: must serve {device_type!r}, got {name!r}, which serves {list(backend.devices)}")
     return backend
 
 
 class Backends:
-    """The backends of one codec, one for each type of device, made when they are needed.
-
-    Args:
-        name: as in `Codec(backend=)`.
-        threads: host threads that each may use.
-
-    Raises:
-        InputError: no such backend.
-    """
+    """The backends of one codec, one for each type of device, made when they are needed."""
 
     def __init__(self, name: str, threads: int) -> None:
         self.name, self._threads = check_backend(name), threads

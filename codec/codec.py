@@ -20,7 +20,7 @@ import torch
 
 from cuvee.codec.backends import Backends, PendingDecode, has_backend
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.decoding import Decoder, within
+from cuvee.codec.decoding import Decoder, check_tokens, within
 from cuvee.codec.encoding import Encoder
 from cuvee.codec.entropy.residuals import MAX_REFINEMENTS
 from cuvee.codec.errors import InputError
@@ -121,9 +121,9 @@ class Codec:
 
         Args:
             model: the model of the caches: a transformers model, its configuration, or a `KVLayout`.
-            backend: see `Codec`.
-            threads: see `Codec`.
-            key: see `Codec`.
+            backend: as for `Codec`, like the next two.
+            threads: see there.
+            key: see there.
 
         Raises:
             InputError: `model` is none of these; an argument out of range.
@@ -138,17 +138,7 @@ class Codec:
         return cls(Profile.unlearned(KVLayout.of(model)), LOSSLESS, backend=backend, threads=threads, key=key)
 
     def of_layers(self, layers: Sequence[int]) -> Codec:
-        """Make the lossless codec of some of the layers, with the same backend, threads and keys.
-
-        Args:
-            layers: indices of the layers, at least one.
-
-        Example:
-            >>> from cuvee import Codec, KVLayout, LayerLayout
-            >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
-            >>> Codec.without_profile(layout).of_layers([0, 2]).profile.layout.num_layers
-            2
-        """
+        """Make the lossless codec of some of the layers, at least one, with the same backend, threads and keys."""
         whole = self.profile.layout
         layout = replace(whole, layers=tuple(whole.layers[layer] for layer in layers))
         secrets = [key.secret for key in self._keys] or None
@@ -284,8 +274,8 @@ class Codec:
 
         Args:
             blob: the result of `encode`, or the base of `encode_parts`. Later changes of these bytes go unnoticed.
-            refinements: see `decode`.
-            associated_data: the bytes that the blob was bound to when it was encoded.
+            refinements: as for `decode`.
+            associated_data: as for `decode`.
             expected: for a blob that came from a store by its key: the tokens that it must hold, at this codec's
                 quality. Default: any tokens, at any quality of the profile.
 
@@ -310,9 +300,6 @@ class Codec:
         """Verify the checksums of all sections, which decoding does section by section.
 
         Use this if decoding must not fail midway: afterwards, only forged streams with a valid checksum can.
-
-        Args:
-            opened: the result of `open`.
 
         Raises:
             CorruptError, FormatError: the bytes are damaged.
@@ -365,8 +352,6 @@ class Codec:
 
     def encode_states(self, states: States, *, associated_data: bytes = b"") -> bytes:
         """Put what a model's layers hold after some tokens, beside keys and values, into one blob, as it is.
-
-        `encode_cache` does so for recurrent and convolution states, index keys, cross-attention and the like.
 
         Args:
             states: named tensors, of any device. A name has 1 … 255 printable ASCII characters.
@@ -439,23 +424,6 @@ class Codec:
         bound = self._opener.each_associated(associated_data, len(blobs))
         opened = [self._opener.opened(blob, (), to) for blob, to in zip(blobs, bound, strict=True)]
         return self._decoder.decode_paged(opened, cache, slots, starts, layers)
-
-
-def check_tokens(tokens: int, max_tokens: int | None) -> None:
-    """Refuse to restore more tokens than the caller expects.
-
-    Raises:
-        InputError: more than `max_tokens`, or an invalid limit.
-    """
-    if max_tokens is None:
-        return
-    if type(max_tokens) is not int or max_tokens < 1:
-        raise InputError(f"max_tokens: must be at least 1, or None for no limit, got {max_tokens!r}")
-    if tokens > max_tokens:
-        raise InputError(
-            f"max_tokens: must be at least {tokens} to restore these tokens, got {max_tokens}: raise it if you expect "
-            "this many"
-        )
 
 
 def _check_refinements(refinements: object, profile: Profile) -> None:

@@ -99,3 +99,20 @@ def within(name: str, wanted: object, count: int, of: str) -> range:
     if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= count:
         raise InputError(f"{name}: must lie within the {count} {name} {of} and not be empty, got {wanted!r}")
     return wanted
+
+
+def check_tokens(tokens: int, max_tokens: int | None) -> None:
+    """Refuse to restore more tokens than the caller expects.
+
+    Raises:
+        InputError: more than `max_tokens`, or an invalid limit.
+    """
+    if max_tokens is None:
+        return
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise InputError(f"max_tokens: must be at least 1, or None for no limit, got {max_tokens!r}")
+    if tokens > max_tokens:
+        raise InputError(
+            f"max_tokens: must be at least {tokens} to restore these tokens, got {max_tokens}: raise it if you expect "
+            "this many"
+        )

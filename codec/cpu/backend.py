@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest, register
+from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
 from cuvee.codec.cpu.pool import Pool
 from cuvee.codec.format.container import Scheme, read_section
 from cuvee.codec.layout import KVLayout
@@ -20,7 +20,7 @@ from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.sections import tile_tokens
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.codec.schemes.transform import TransformScheme
-from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
+from cuvee.codec.stages.implementations import Stages, get_stages
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import cache_rows, has_rows
 
@@ -42,7 +42,7 @@ class CpuBackend:
             more.
     """
 
-    devices = ("cpu",)
+    devices: tuple[str, ...] = ("cpu",)
     batched = False
 
     def __init__(self, stages: Stages, threads: int) -> None:
@@ -161,10 +161,6 @@ def _split(span: range, parts: int, unit: int) -> list[range]:
     return [range(max(at * unit, span.start), min((at + size) * unit, span.stop)) for at in range(first, end, size)]
 
 
-def _made(name: str, threads: int) -> CpuBackend:
+def make_backend(name: str, threads: int) -> CpuBackend:
     """Make the backend whose stages are called `name`. They are imported only now, and may have to be compiled."""
     return CpuBackend(get_stages(name), threads)
-
-
-for _name in stage_names():
-    register(_name, partial(_made, _name))

@@ -288,8 +288,8 @@ class Curve:
         if quality.kl is not None:
             return self.index_within("kl", quality.kl, self.expected_kl(quality.worst))
         if quality.ratio is not None:
-            return self.index_of_ratio(quality.ratio, quality.dtype)
-        return self.index_of_bits(float(quality.bits or 0))
+            return self._index_of_ratio(quality.ratio, quality.dtype)
+        return self._index_of_bits(float(quality.bits or 0))
 
     def preset(self, quality: str) -> int:
         """Return the step index of a preset: by KL, else by error, else the fixed step of an unmeasured profile.
@@ -297,9 +297,7 @@ class Curve:
         The worst kind of text decides, because a mean over tokens hides what answers lose that look something up: on
         SmolLM2-135M, XQuAD loses 0.38 nats per word at a mean KL of 0.005.
 
-        Raises:
-            InputError: the preset is unknown.
-            ProfileError: the curve does not reach it.
+        Raises: as `Profile.resolve`.
         """
         if quality not in PRESET_KL:
             raise InputError(f"quality: must be one of {', '.join(PRESET_KL)} for a step, got {quality!r}")
@@ -324,24 +322,15 @@ class Curve:
         combine = max if worst else fmean
         return sorted((step_index, combine(kls) if kls else None) for step_index, kls in known.items())
 
-    def index_of_bits(self, bits: float) -> int:
-        """Return the finest step at which blobs of the curve's texts take at most `bits` bits per value.
-
-        Raises:
-            ProfileError: every step takes more, or the size was not measured.
-        """
+    def _index_of_bits(self, bits: float) -> int:
+        """Return the finest step at which blobs of the curve's texts take at most `bits` bits per value."""
         return self.index_within("bits", bits, [(p.step_index, p.bits_per_value) for p in self.overall])
 
-    def index_of_ratio(self, ratio: float, dtype: str | None = None) -> int:
-        """Return the finest step at which blobs are at least `ratio` times smaller than a cache of `dtype`.
-
-        Raises:
-            InputError: no cache has the dtype.
-            ProfileError: the curve does not reach the ratio, or was not measured; the message names the range.
-        """
+    def _index_of_ratio(self, ratio: float, dtype: str | None) -> int:
+        """Return the finest step at which blobs are at least `ratio` times smaller than a cache of `dtype`."""
         width = value_bits(dtype)
         try:
-            return self.index_of_bits(width / ratio)
+            return self._index_of_bits(width / ratio)
         except ProfileError as error:
             cache = f"{dtype} cache" if dtype else "cache in bfloat16 or float16"
             sizes = [p.bits_per_value for p in self.overall if p.bits_per_value > 0]
