@@ -9,11 +9,9 @@ What a quality means for a profile is decided once, in `setting.py`.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Unpack, overload
 
 import torch
@@ -22,7 +20,6 @@ from cuvee.codec.backends import Backends, PendingDecode, has_backend
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.decoding import Decoder, check_tokens, within
 from cuvee.codec.encoding import Encoder
-from cuvee.codec.entropy.residuals import MAX_REFINEMENTS
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import Secrets, make_keys
 from cuvee.codec.id_coding import IdCoding
@@ -33,13 +30,10 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Limits, Quality
-from cuvee.codec.setting import Settings
+from cuvee.codec.setting import Settings, check_profile, check_refinements, warn_of_no_promise
 from cuvee.codec.states import States, decode_states, encode_states
 
-_log = logging.getLogger(__name__)
-
-# As long as the contexts of most models. Without a limit, a blob of a hundred kilobytes may claim 2^24 tokens, which
-# are gigabytes of cache.
+# As long as the contexts of most models. Without a limit, a small blob may claim 2^24 tokens: gigabytes of cache.
 MAX_DECODED_TOKENS = 1 << 17
 
 OneOrEach = bytes | Sequence[bytes]  # associated data: of a chunk, or of each of several
@@ -93,8 +87,8 @@ class Codec:
         key: Secrets | None = None,
         **limits: Unpack[Limits],
     ) -> None:
-        _check_profile(profile)
-        _check_refinements(refinements, profile)
+        check_profile(profile)
+        check_refinements(refinements, profile)
         if threads is not None and threads < 1:
             raise InputError(f"threads: must be at least 1, got {threads}")
         self.profile = profile
@@ -104,7 +98,7 @@ class Codec:
         self.settings = Settings.choose(profile, self.quality, refinements)
         self.lossless, self.step_index = self.settings.predicted.lossless, self.settings.predicted.step_index
         if self.quality.preset in PRESET_KL and not profile.promises_kl:
-            _warn_of_no_promise(self.quality.preset, profile.source)
+            warn_of_no_promise(self.quality.preset, profile.source)
         self._keys = make_keys(key)
         ids = IdCoding(profile, used=not self.lossless)
         self._opener = Opener(self.settings, self._keys)
@@ -283,16 +277,6 @@ class Codec:
             FormatError, VersionError, CorruptError, KeyMismatchError, ProfileMismatchError: as `decode`; CorruptError
                 for a refinement of another blob, or a blob that is not the expected one.
             InputError: `associated_data` without a key; `blob` is not bytes; too many refinements.
-
-        Example:
-            >>> import torch
-            >>> from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile
-            >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
-            >>> chunk = KVChunk(torch.randn(3, 64, 2, 8), torch.randn(3, 64, 2, 8), layout)
-            >>> codec = Codec(Profile.unlearned(layout), "lossless", key=bytes(range(16)))
-            >>> opened = codec.open(codec.encode(chunk, associated_data=b"chunk 7"), associated_data=b"chunk 7")
-            >>> opened.tokens, codec.decode(opened, tokens=range(10, 20)).tokens
-            (64, 10)
         """
         return self._opener.open(blob, refinements, associated_data, expected)
 
@@ -359,16 +343,6 @@ class Codec:
 
         Raises:
             InputError: no tensors, or such as a blob cannot hold; `associated_data` without a key.
-
-        Example:
-            >>> import torch
-            >>> from cuvee import Codec, KVLayout, LayerLayout
-            >>> from cuvee.codec.states import States
-            >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 2, "float32", max_positions=None)
-            >>> codec = Codec.without_profile(layout)
-            >>> blob = codec.encode_states(States(64, {"0.conv": torch.ones(1, 16, 4)}, "float32"))
-            >>> codec.decode_states(blob).tensors["0.conv"].shape
-            torch.Size([1, 16, 4])
         """
         self._opener.check_associated(associated_data)
         key = self._keys[0] if self._keys else None
@@ -424,33 +398,3 @@ class Codec:
         bound = self._opener.each_associated(associated_data, len(blobs))
         opened = [self._opener.opened(blob, (), to) for blob, to in zip(blobs, bound, strict=True)]
         return self._decoder.decode_paged(opened, cache, slots, starts, layers)
-
-
-def _check_refinements(refinements: object, profile: Profile) -> None:
-    if type(refinements) is not int or not 0 <= refinements <= MAX_REFINEMENTS:
-        raise InputError(f"refinements: must be 0 … {MAX_REFINEMENTS}, got {refinements!r}")
-    if refinements and not profile.learned:
-        raise InputError(
-            f"refinements: must be 0 with an unlearned profile, got {refinements}: learn a profile to use them"
-        )
-
-
-def _check_profile(profile: object) -> None:
-    if isinstance(profile, Profile):
-        return
-    if isinstance(profile, str | os.PathLike):
-        hint = f"cuvee.Profile.load({str(profile)!r}) reads one from a file"
-    else:
-        hint = "cuvee.calibrate(model, token_ids) learns one, and Codec.without_profile(model) needs none"
-    raise InputError(f"profile: must be a Profile, got {type(profile).__name__}: {hint}")
-
-
-@cache
-def _warn_of_no_promise(quality: str, source: str) -> None:
-    """Warn once per process, because an engine makes several codecs of one quality."""
-    _log.warning(
-        "quality=%r stands for a KL of %g nats per token, which a %s profile without a measured curve cannot promise: "
-        "another model may lose many times that. `cuvee profile learn` learns a profile that keeps it; "
-        "quality='lossless' needs none",
-        quality, PRESET_KL[quality], source,
-    )  # fmt: skip

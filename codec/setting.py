@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
+from functools import cache
 
-from cuvee.codec.entropy.residuals import FINER
+from cuvee.codec.entropy.residuals import FINER, MAX_REFINEMENTS
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import Scheme
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.quality import LOSSLESS, Quality
+from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Quality
 from cuvee.codec.support.steps import OCTAVE
 
 _log = logging.getLogger(__name__)
@@ -142,3 +144,35 @@ class Settings:
         if self.predicted.lossless:
             return tuple(range(layer, layer + 1) for layer in range(self.profile.layout.num_layers))
         return tuple(range(section.first_layer, section.end_layer) for section in self.profile.sections)
+
+
+def check_refinements(refinements: object, profile: Profile) -> None:
+    """Raise InputError unless a codec may have so many refinements."""
+    if type(refinements) is not int or not 0 <= refinements <= MAX_REFINEMENTS:
+        raise InputError(f"refinements: must be 0 … {MAX_REFINEMENTS}, got {refinements!r}")
+    if refinements and not profile.learned:
+        raise InputError(
+            f"refinements: must be 0 with an unlearned profile, got {refinements}: learn a profile to use them"
+        )
+
+
+def check_profile(profile: object) -> None:
+    """Raise InputError unless it is a profile."""
+    if isinstance(profile, Profile):
+        return
+    if isinstance(profile, str | os.PathLike):
+        hint = f"cuvee.Profile.load({str(profile)!r}) reads one from a file"
+    else:
+        hint = "cuvee.calibrate(model, token_ids) learns one, and Codec.without_profile(model) needs none"
+    raise InputError(f"profile: must be a Profile, got {type(profile).__name__}: {hint}")
+
+
+@cache
+def warn_of_no_promise(quality: str, source: str) -> None:
+    """Warn once per process, because an engine makes several codecs of one quality."""
+    _log.warning(
+        "quality=%r stands for a KL of %g nats per token, which a %s profile without a measured curve cannot promise: "
+        "another model may lose many times that. `cuvee profile learn` learns a profile that keeps it; "
+        "quality='lossless' needs none",
+        quality, PRESET_KL[quality], source,
+    )  # fmt: skip

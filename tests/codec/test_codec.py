@@ -14,7 +14,7 @@ import torch
 from tests.conftest import decoded_layers
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec, _warn_of_no_promise
+from cuvee.codec.codec import Codec
 from cuvee.codec.cpu.backend import MAX_SCHEMES, CpuBackend
 from cuvee.codec.errors import (
     CorruptError,
@@ -27,6 +27,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, CurvePoint
+from cuvee.codec.setting import warn_of_no_promise
 
 MakeChunk = Callable[..., KVChunk]
 MakeCodec = Callable[..., Codec]
@@ -408,7 +409,7 @@ def test_a_preset_that_promises_no_kl_says_so_once(
 ) -> None:
     learned = fitted("gqa", "layer")
     curve = [CurvePoint(64 * k, 9.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 5)]
-    _warn_of_no_promise.cache_clear()
+    warn_of_no_promise.cache_clear()
     with caplog.at_level(logging.WARNING, "cuvee"):
         Codec(learned, "lossless"), Codec(learned, step=0.5)  # which promise no KL
         Codec(learned.with_curve(curve), "small"), Codec(Profile.unlearned(layouts["gqa"]))

@@ -20,12 +20,12 @@ from tests.conftest import fitted_to
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import _warn_of_no_promise
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
+from cuvee.codec.setting import warn_of_no_promise
 from cuvee.integrations import checkpoint as checkpoint_module
 from cuvee.integrations.checkpoint import weight_fingerprints
 from cuvee.integrations.profile_collection.collection import ProfileCollection
@@ -455,7 +455,7 @@ def test_a_lossy_quality_without_a_profile_is_refused(quality: dict[str, Any]) -
 
 
 def test_a_preset_without_a_curve_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _warn_of_no_promise.cache_clear()
+    warn_of_no_promise.cache_clear()
     _profile("layer").save(tmp_path / "p")
     extra = {"profile": str(tmp_path / "p")}
     with caplog.at_level(logging.WARNING, "cuvee"):
