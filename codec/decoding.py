@@ -21,13 +21,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Decoder:
-    """Decodes blobs that one codec has opened.
-
-    Args:
-        opener: has verified them.
-        ids: reads token ids.
-        backends: decode the sections.
-    """
+    """Decodes blobs that one codec has opened."""
 
     def __init__(self, opener: Opener, ids: IdCoding, backends: Backends) -> None:
         self._opener, self._ids, self._backends = opener, ids, backends

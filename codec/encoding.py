@@ -19,13 +19,7 @@ from cuvee.codec.token_ids import as_token_ids
 
 
 class Encoder:
-    """Encodes chunks with the settings of one codec.
-
-    Args:
-        settings: how the codec codes chunks.
-        ids: checks and writes token ids.
-        key: makes the tags; None for blobs without.
-    """
+    """Encodes chunks with the settings of one codec. With a key, blobs carry tags."""
 
     def __init__(self, settings: Settings, ids: IdCoding, key: Key | None) -> None:
         self._settings, self._ids, self._key = settings, ids, key

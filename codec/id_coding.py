@@ -15,12 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class IdCoding:
-    """Token ids as one profile uses them.
-
-    Args:
-        profile: may predict from ids.
-        used: whether chunks are coded with it; without loss they are not.
-    """
+    """Token ids as one profile uses them; without loss, chunks are coded without."""
 
     def __init__(self, profile: Profile, used: bool) -> None:
         self._profile, self._used = profile, used

@@ -18,12 +18,7 @@ from cuvee.codec.setting import Settings
 
 
 class Opener:
-    """Verifies blobs of one profile, of any quality.
-
-    Args:
-        settings: how its codec codes chunks.
-        keys: the accepted keys; empty for blobs without a tag.
-    """
+    """Verifies blobs of one profile, of any quality. Without keys, they must have no tag."""
 
     def __init__(self, settings: Settings, keys: Sequence[Key]) -> None:
         self._settings, self._keys = settings, tuple(keys)

@@ -175,12 +175,7 @@ class PagedCache:
         return slots
 
     def run(self, slots: torch.Tensor, layers: range | None = None) -> slice | None:
-        """Return the rows of a dense cache that the tokens at `slots` are; None if they are no run of its rows.
-
-        Args:
-            slots: int64 `[T]`, adjacent or not.
-            layers: the layers whose tensors must have those rows; default all.
-        """
+        """Return the rows of a dense cache that the tokens at `slots` are; None if they are no run of them."""
         first, last = (int(slots[0]), int(slots[-1])) if len(slots) else (0, -1)
         if first < 0 or last - first + 1 != len(slots):
             return None
@@ -197,14 +192,7 @@ class PagedCache:
     ) -> KVChunk:
         """Return the tokens at `slots` as a chunk: views of a dense cache of the layout's dtype, copies of another.
 
-        Args:
-            slots: int64 `[T]` on the cache's device; None for all rows of a dense cache.
-            start: position of the first token.
-            token_ids: of the tokens, `[T]`; None if unknown.
-            following: number of tokens after them, as in `KVChunk`.
-
-        Raises:
-            InputError: a slot that the cache does not have.
+        Without slots, all rows of a dense cache. InputError for a slot that the cache does not have.
         """
         run = slice(None)
         if slots is not None:
@@ -285,13 +273,7 @@ class PagedCache:
         slots: torch.Tensor,
         layers: range | None = None,
     ) -> None:
-        """Write tokens `[T, H, D]` per layer to `slots`, int64 `[T]`. The slot -1 leaves a token out.
-
-        Args:
-            keys: one tensor for each of `layers`.
-            values: the same for values.
-            slots: where the tokens go.
-            layers: which layers; default: all.
+        """Write tokens `[T, H, D]` per layer, for each of `layers`, to `slots`, int64 `[T]`; -1 leaves a token out.
 
         Raises:
             InputError: the cache does not have one of the slots. Nothing is written then.

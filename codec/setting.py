@@ -123,11 +123,8 @@ class Settings:
     def expected_parts(self, worst: bool = False) -> tuple[ExpectedPart, ...]:
         """Return what to expect of chunks with token ids from their base, and from the base with its refinement.
 
-        Args:
-            worst: the KL is that of the worst kind of text, not the mean.
-
-        Returns:
-            one entry per part; one entry, without loss, for a codec that is lossless.
+        One entry per part; `worst`: the KL is that of the worst kind of text, not the mean. One entry, without loss,
+        for a codec that is lossless.
         """
         own = self.predicted
         if own.lossless:

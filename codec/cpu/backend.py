@@ -36,10 +36,8 @@ _Key = tuple[bytes, Scheme, int, bool, int]
 class CpuBackend:
     """Runs the schemes on the CPU.
 
-    Args:
-        stages: the stages that the schemes call.
-        threads: sections, or runs of their tokens, that are coded at the same time in chunks of a million values or
-            more.
+    At most `threads` sections, or runs of their tokens, are coded at the same time, in chunks of a million values or
+    more.
     """
 
     devices: tuple[str, ...] = ("cpu",)

@@ -19,12 +19,7 @@ T = TypeVar("T")
 
 
 class Pool:
-    """Runs jobs on the calling thread and on persistent helper threads.
-
-    Args:
-        threads: number of threads that work at the same time, including the caller.
-        name: prefix of the helpers' names.
-    """
+    """Runs jobs on the calling thread and on persistent helper threads, at most `threads` together."""
 
     def __init__(self, threads: int, name: str = "cuvee") -> None:
         self._threads = threads

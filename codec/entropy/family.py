@@ -130,35 +130,22 @@ def default_family() -> Family:
     with localcontext() as context:
         context.prec = DIGITS
         for table in range(TABLES):
-            freq[table] = logistic_frequencies(table, dead_zone)
+            freq[table] = _logistic_frequencies(table, dead_zone)
     half = np.full(TABLES, 0.5, np.float32)
     quantizer = Quantizer(half + np.float32(0.1), half - np.float32(0.1), np.full((TABLES, 2), 0.05, np.float32))
     return make_family(freq, quantizer)
 
 
-def logistic_tail(table: int) -> Callable[[Decimal], Decimal]:
-    """Return the probability that a component of a table is above a number of steps, if it is logistic.
-
-    Call both in a `decimal` context of enough digits.
-    """
+def _logistic_frequencies(table: int, dead_zone: Decimal) -> U16:
+    """Return the frequencies of a table of logistic components, in a `decimal` context of enough digits."""
     root3_over_pi = Decimal(3).sqrt() / Decimal("3.14159265358979323846264338328")
     spread = Decimal(2) ** (Decimal(LOWEST + table * _TABLE) / OCTAVE) * root3_over_pi
-
-    def beyond(x: Decimal) -> Decimal:
-        return 1 / (1 + (x / spread).exp())
-
-    return beyond
-
-
-def logistic_frequencies(table: int, dead_zone: Decimal) -> U16:
-    """Return the frequencies of a table whose cells are one step wide, if its components are logistic."""
-    beyond = logistic_tail(table)
-    edges = [beyond(level + dead_zone) for level in range(128)]
+    edges = [1 / (1 + ((level + dead_zone) / spread).exp()) for level in range(128)]
     weight = [1 - 2 * edges[0]] + [edges[level - 1] - edges[level] for level in range(1, 128)]
-    return frequencies(np.array([float(w) for w in weight]))
+    return _frequencies(np.array([float(w) for w in weight]))
 
 
-def frequencies(weight: npt.NDArray[np.float64]) -> U16:
+def _frequencies(weight: npt.NDArray[np.float64]) -> U16:
     """Turn weights of the levels 0 … 127 (of each sign) into a table, symmetric up to rounding, with escaped tails."""
     weight = weight / (weight[0] + 2 * weight[1:].sum())
     # Below half the table's resolution, a level is cheaper as an escape than as a table entry.
@@ -193,14 +180,10 @@ def fit_family(
     rounds: int = 4,
     track: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> Family:
-    """Learn the tables and the quantizer from coefficients.
+    """Learn the tables and the quantizer from coefficients `[R, T]` float32 and the scales `[R]` of their components.
 
-    Args:
-        samples: pairs of coefficients `[R, T]` float32 and the scales `[R]` of their components.
-        step_indices: indices of the steps whose symbols are pooled. A table serves every component and step with its
-            ratio.
-        rounds: how often to quantize and refit, since tables and thresholds depend on each other.
-        track: passes the rounds through, one by one as they are done, to show progress.
+    The symbols of all steps are pooled: a table serves every component and step with its ratio. Tables and thresholds
+    depend on each other, so both are fitted in several rounds, which `track` passes through to show progress.
     """
     pool = [(y, scale) for y, scale in samples]
     family = default_family()
@@ -226,7 +209,7 @@ def fit_family(
         # A little of the parametric family fills gaps in tables with few samples.
         weight = counts + prior * (64.0 / prior.sum(1, keepdims=True))
         weight[:, 1:] /= 2
-        freq = np.stack([frequencies(row) for row in weight])
+        freq = np.stack([_frequencies(row) for row in weight])
         shrink = np.clip(shortfall / np.maximum(number, 1), -0.25, 0.25) * (number / (number + 64))
         tables = _with_raw_bits(freq)
         dead_zone, rounding = _thresholds(tables, shrink.astype(np.float32))

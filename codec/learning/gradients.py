@@ -36,14 +36,8 @@ def sample_gradients(
     """Compute the cache of the first `prefix` tokens, and its gradient of the log-likelihood of the tokens after them.
 
     The targets are drawn from the model's own distribution, so that E[g g^T] is the true Fisher information and not the
-    empirical one (Amari, Natural gradient works efficiently in learning, 1998).
-
-    Args:
-        model: a causal language model whose parameters need no gradients (`frozen`).
-        layers: of the model's layout.
-        tokens: `[B, T]` int64 on the model's device.
-        prefix: number of leading tokens that count as cached.
-        generator: draws the targets; on the CPU.
+    empirical one (Amari, Natural gradient works efficiently in learning, 1998). `tokens` are `[B, T]` int64 on the
+    model's device, whose parameters need no gradients (`frozen`); `generator`, on the CPU, draws the targets.
     """
     cache = empty_cache()
     with torch.no_grad():

@@ -57,14 +57,7 @@ class SampledRun:
 
 
 class Moments:
-    """Sums over tokens for one section: means, covariances and metrics of its blocks, and a sample of tokens.
-
-    Args:
-        section: of the layout.
-        layout: of the cache.
-        limit: most tokens in the sample.
-        device: where the sums are kept.
-    """
+    """Sums over tokens for one section: means, covariances and metrics of its blocks, and a sample of tokens."""
 
     def __init__(
         self,

@@ -47,13 +47,7 @@ def token_features(embedding: torch.Tensor) -> torch.Tensor:
 
 
 class TokenSums:
-    """Sums over the tokens of a text.
-
-    Args:
-        model: gives the embedding.
-        layout: of the model's cache.
-        device: where the sums are kept.
-    """
+    """Sums over the tokens of a text, of a model's embeddings and of the values of its cache."""
 
     def __init__(self, model: PreTrainedModel, layout: KVLayout, device: torch.device | str = "cpu") -> None:
         embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight
@@ -115,30 +109,12 @@ def learn_token_model(sums: TokenSums, sections: Sequence[Section]) -> TokenMode
     mean = sums.feature_total / sums.count
     gram = sums.gram / sums.count - torch.outer(mean, mean)
     cross = sums.cross / sums.count - torch.outer(mean, sums.value_total / sums.count)
-    return solve_token_model(sums.features, mean, gram, cross, [columns_in_cache(own, sums.layout) for own in sections])
-
-
-def solve_token_model(
-    features: torch.Tensor,
-    mean: torch.Tensor,
-    gram: torch.Tensor,
-    cross: torch.Tensor,
-    columns: Sequence[torch.Tensor],
-) -> TokenModel:
-    """Solve the regression of values on features, and round it to a profile's numbers.
-
-    Args:
-        features: float32 `[V, K]`, of every id.
-        mean: float64 `[K]`, the mean feature of the text.
-        gram: float64 `[K, K]`, the covariance of the text's features.
-        cross: float64 `[K, M]`, the covariance of features and values.
-        columns: int64 `[N]` for each section: where its values are among the M.
-    """
-    gram = with_ridge(gram)
+    columns = [columns_in_cache(section, sums.layout) for section in sections]
+    gram = gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     root = torch.linalg.cholesky(gram)
     weights = torch.cholesky_solve(cross, root)
     spread = root.T @ weights
-    features = features - mean.float()
+    features = sums.features - mean.float()
     if len(gram) > MOST_FEATURES:
         directions, weights = _leading(gram, weights)
         features, spread = features @ directions.float(), weights  # of uncorrelated features of variance one
@@ -152,11 +128,6 @@ def solve_token_model(
         maps.append(TokenMap((own / scale).round().to(torch.int8).contiguous(), scale))
     everything = spread.float().cpu()
     return TokenModel(table, tuple(maps), tuple(everything[:, at] for at in columns))
-
-
-def with_ridge(gram: torch.Tensor) -> torch.Tensor:
-    """Return the covariance of features `[K, K]` as the regression takes it."""
-    return gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
 
 
 def _rounded(features: torch.Tensor) -> TokenTable:

@@ -136,14 +136,7 @@ class BlockMap:
 def read_block_map(
     prefix: str, block: int, size: int, rank: int, arrays: Mapping[str, npt.NDArray[np.generic]]
 ) -> BlockMap:
-    """Return the map in the arrays `PREFIX.*.BLOCK` of a profile's file.
-
-    Args:
-        prefix: of the arrays' names.
-        block: number of the block, the end of the arrays' names.
-        size: n.
-        rank: r.
-        arrays: all arrays of the file.
+    """Return the map of `size` values and `rank` components in the arrays `PREFIX.*.BLOCK` of a profile's file.
 
     Raises:
         FormatError: an array has the wrong shape or dtype, or scales are not above zero.

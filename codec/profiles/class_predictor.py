@@ -130,12 +130,7 @@ class Predictor:
 
 
 def read_predictor(prefix: str, arrays: Mapping[str, npt.NDArray[np.generic]], rows: int) -> Predictor:
-    """Return the predictor in the arrays `PREFIX.*` of a profile's file.
-
-    Args:
-        prefix: prefix of the arrays' names.
-        arrays: all arrays of the file.
-        rows: number of components of the section.
+    """Return the predictor in the arrays `PREFIX.*` of a profile's file, of a section of `rows` components.
 
     Raises:
         FormatError: an array has the wrong shape or dtype, is not finite, or names components that do not exist.
@@ -206,14 +201,8 @@ def finer_near_end(recency: F32, start: int, tokens: int, following: int) -> tor
 
     A reader begins after the last token of the cache, or, with probability `LEAVING`, after that of a chunk among the
     next `LEAVING_TOKENS` tokens: this one, or one of the same size behind it. The steps are the best for the expected
-    cost of an error. If every small chunk were coded as the last one before every fourth reader, it would be as fine
-    as the end of a cache: on SmolLM2-135M, chunks of 16 tokens would take 1.8 times the bits.
-
-    Args:
-        recency: see `Predictor`.
-        start: number of tokens in the cache before the chunk.
-        tokens: T.
-        following: number of tokens in the cache after the chunk.
+    cost of an error. If every small chunk were coded as the last one before every fourth reader, it would be as fine as
+    the end of a cache: on SmolLM2-135M, chunks of 16 tokens would take 1.8 times the bits.
     """
     near_end = _kept_near_end if tokens <= KEPT_TOKENS else _near_end
     octaves = near_end(recency.tobytes(), tokens, min(following, 1 << len(recency)))  # beyond that nothing changes

@@ -21,12 +21,9 @@ Floats = npt.NDArray[np.float64]
 
 
 def round_columns(exact: Floats, scale: Floats, limit: Floats) -> F32:
-    """Return integers `[n, c]` with which `integers * scale` is closest to a map in the map's own metric.
+    """Return integers `[n, n]` with which `integers * scale` is closest to the map `exact` in the map's own metric.
 
-    Args:
-        exact: `[n, c]`, the map from components of equal cost to values; c is n.
-        scale: `[c]`, the scale of each column.
-        limit: `[c]`, the largest magnitude of its integers.
+    The columns of `exact` are components of equal cost; `scale` and `limit`, the largest magnitude, are `[n]`.
     """
     # Components have the identity as their metric, so that the metric of values is the inverse of this. Few matrices
     # are held at a time: that of a block of all layers takes a gigabyte.

@@ -159,12 +159,7 @@ def profile_arguments(data: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
 
 
 def _check_size(layout: KVLayout, arrays: Arrays | None) -> None:
-    """Refuse a layout that does not fit the file, before allocating anything of its size.
-
-    Args:
-        layout: the layout in the file's metadata.
-        arrays: the file's arrays, if it has learned sections: they hold at least the mean of every value of a token.
-    """
+    """Refuse a layout that does not fit the file before allocating anything of its size."""
     values = layout.values_per_token
     if layout.num_layers > MAX_SECTIONS or values > MAX_VALUES:
         raise FormatError(

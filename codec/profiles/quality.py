@@ -222,10 +222,7 @@ def _positive(points: Iterable[tuple[int, float | None]]) -> list[tuple[int, flo
 
 
 class Curve:
-    """The measured points of a profile.
-
-    Args:
-        points: in any order, of all kinds of text, with and without token ids.
+    """The measured points of a profile: of all kinds of text, with and without token ids.
 
     Attributes:
         overall: the points over all kinds, by step.

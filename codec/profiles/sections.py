@@ -22,12 +22,8 @@ class UnitColumns:
     """Where the values of a unit, K or V of one layer, are among the N of its section.
 
     Attributes:
-        layer: number of the layer.
-        is_value: whether this is V.
         first: column of the first value of head 0.
         stride: columns from one head to the next.
-        heads: number of heads.
-        size: values of each head.
     """
 
     layer: int

@@ -23,15 +23,8 @@ from cuvee.codec.support.lazy import lazy
 class SectionCoding:
     """How one section is coded at one step, for all backends.
 
-    Args:
-        learned: the section's learned data.
-        step_index: the blob's step index.
-        coefficients: returns what tokens predict of the coefficients that the predictor reads; None if the blob holds
-            no token ids. Only the encoder calls it, because for a large model the answer takes long to prepare.
-        residual: whether the blob is a refinement.
-
-    Attributes:
-        learned: as given.
+    `coefficients` returns what tokens predict of the coefficients that the predictor reads; None if the blob holds no
+    token ids. Only the encoder calls it, because for a large model the answer takes long to prepare.
 
     Raises:
         ProfileError: the step is too fine for the neutral class.
@@ -147,19 +140,9 @@ class SectionCoding:
 
 
 class StepCoding:
-    """How all sections of a profile are coded at one step.
+    """How all sections of a profile are coded at one step of a blob, or of a refinement (`residual`).
 
-    Args:
-        learned: the learned data of the sections.
-        family: the profile's family.
-        step_index: the blob's step index.
-        coefficients: given a section's number, returns what tokens predict of the coefficients that its predictor reads
-            (`Profile.predicted_coefficients`); None if the blob holds no token ids.
-        residual: whether the blob is a refinement.
-
-    Attributes:
-        sections: how each section is coded.
-        family, step_index: as given.
+    Given a section's number, `coefficients` returns what tokens predict of the coefficients that its predictor reads.
     """
 
     def __init__(

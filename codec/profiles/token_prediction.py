@@ -79,11 +79,7 @@ class TokenTable:
 
 
 def read_token_table(features: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> TokenTable:
-    """Return the table in a profile's file.
-
-    Args:
-        features: K, of the file's JSON.
-        arrays: all arrays of the file.
+    """Return the table of K features in the arrays of a profile's file.
 
     Raises:
         FormatError: K is out of range, or an array has the wrong shape, dtype or numbers.
@@ -216,14 +212,9 @@ class Predictions:
 class PredictionCache:
     """The predictions of one section for the first ids that it was asked for; others are computed every time.
 
-    Rows are only added, and none is replaced: threads that decode read them without a lock.
-
-    Args:
-        table: of the profile.
-        embedding_map: of the section.
-        sinks: leading positions of a sequence with means of their own. They are not predicted: their values depend on
-            the position, and hardly on the token.
-        limit: bytes for rows.
+    Rows, of at most `limit` bytes, are only added, and none is replaced: threads that decode read them without a lock.
+    The first `sinks` positions of a sequence are not predicted: their values depend on the position, and hardly on the
+    token.
     """
 
     def __init__(self, table: TokenTable, embedding_map: TokenMap | CoefficientMap, sinks: int, limit: int) -> None:

@@ -37,16 +37,9 @@ _arena = Arena()
 
 
 class TransformScheme:
-    """Codes sections with a learned profile at one step, or as a base and its refinement.
+    """Codes sections with a learned profile at one step, or as a base at this step and its refinement.
 
     Several threads call it at once, for different sections.
-
-    Args:
-        profile: the profile.
-        step_index: the blob's, or the base's.
-        predicted: whether the blob holds token ids.
-        stages: the stages to call.
-        refinements: 1 if a section is a base and its refinement, otherwise 0.
     """
 
     def __init__(

@@ -44,16 +44,7 @@ def replacing(path: str | os.PathLike[str], *, fsync: bool = False) -> Iterator[
 
 
 def write_atomically(path: Path, data: bytes, *, fsync: bool = False) -> None:
-    """Write a file atomically, and create its folder if it is missing. See `replacing`.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder) / "new" / "hello.txt"
-        ...     write_atomically(path, b"hello")
-        ...     path.read_bytes(), [file.name for file in path.parent.iterdir()]
-        (b'hello', ['hello.txt'])
-    """
+    """Write a file atomically, and create its folder if it is missing. See `replacing`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, fsync=fsync) as temporary:
         temporary.write_bytes(data)

@@ -13,11 +13,7 @@ __all__ = ["terminal_table"]
 def terminal_table(title: str, *columns: str, tight: bool = False, wrap: bool = False) -> Table:
     """Make an empty table. The first column, and columns whose heading ends in a space, are aligned left.
 
-    Args:
-        title: above the table; may be empty.
-        columns: headings.
-        tight: leave less space between columns, and let the first one break its lines.
-        wrap: let all columns break their lines.
+    `tight` leaves less space between columns and lets the first one break its lines; `wrap` lets all of them.
     """
     from rich import box
     from rich.table import Table
