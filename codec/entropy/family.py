@@ -33,6 +33,7 @@ DIGITS = 30  # of decimal numbers
 # Trade-off of rate-distortion optimized quantization, in squared steps per bit. The tangent of the rate-distortion
 # curve at high rate is 2 ln 2 / 12 = 0.116. On books-3m 0.06, 0.10 and 0.14 measured alike, 0.10 best at KL 0.0065.
 RD_LAMBDA = 0.10
+ROUNDS = 4  # of quantizing and refitting, as tables and thresholds depend on each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,6 @@ def _thresholds(tables: EntropyTables, shrink: F32) -> tuple[F32, F32]:
 def fit_family(
     samples: Iterable[tuple[F32, I16]],
     step_indices: Iterable[int],
-    rounds: int = 4,
     track: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> Family:
     """Learn the tables and the quantizer from coefficients `[R, T]` float32 and the scales `[R]` of their components.
@@ -189,7 +189,7 @@ def fit_family(
     family = default_family()
     prior = family.tables.freq[:TABLES, :128].astype(np.float64)
     prior[:, 1:] *= 2
-    for _ in track(range(rounds)):
+    for _ in track(range(ROUNDS)):
         counts = np.zeros((TABLES, 128))
         shortfall = np.zeros((TABLES, 2))  # excess of level 1, and of all higher levels, over their magnitudes
         number = np.zeros((TABLES, 2))

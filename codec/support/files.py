@@ -50,13 +50,13 @@ def write_atomically(path: Path, data: bytes, *, fsync: bool = False) -> None:
         temporary.write_bytes(data)
 
 
-def write_json(path: Path, data: object, *, fsync: bool = False) -> None:
+def write_json(path: Path, data: object) -> None:
     """Write indented JSON atomically. See `replacing`.
 
     Raises:
         ValueError: `data` holds NaN or infinities.
     """
-    write_atomically(path, json.dumps(data, indent=1, allow_nan=False).encode() + b"\n", fsync=fsync)
+    write_atomically(path, json.dumps(data, indent=1, allow_nan=False).encode() + b"\n")
 
 
 def _sync(path: Path) -> None:
