@@ -185,10 +185,10 @@ def _check_tokens(tokens: int) -> int:
     return tokens
 
 
-# One per process, with its tables and bases.
-_shared = TritonBackend(interpreted=os.environ.get("TRITON_INTERPRET") == "1")
+# One per process, with its tables and bases. An emulator of GPUs puts another in its place.
+shared = TritonBackend(interpreted=os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def make_backend(name: str, threads: int) -> TritonBackend:
     """Return the process's backend; `name` is "triton", and threads of the host do nothing here."""
-    return _shared
+    return shared

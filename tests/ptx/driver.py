@@ -212,11 +212,9 @@ def install(target: str = "sm_90", options: Options | None = None) -> State:
 
 
 def _serve_cpu_tensors() -> None:
-    from cuvee.codec.backends import register
-    from cuvee.kernels.backend import TritonBackend
+    from cuvee.kernels import backend
 
-    shared = TritonBackend(interpreted=True)
-    register("triton", lambda threads: shared)
+    backend.shared = backend.TritonBackend(interpreted=True)
 
 
 def _watch_places(current: State) -> None:
