@@ -7,7 +7,8 @@ HKVD, Boundary, Overlap, QueryGuided, Random, Nothing, Product: choose the token
 """
 
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord
-from cuvee.blend.chunk_cache import BlobStore, ChunkCache, ChunkCounters, PartStore
+from cuvee.blend.chunk_cache import ChunkCache
+from cuvee.blend.chunk_stores import BlobStore, ChunkCounters, PartStore
 from cuvee.blend.hkvd import HKVD
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment

@@ -10,14 +10,14 @@ After Yao et al., CacheBlend (arXiv:2405.16444), with positions restored by RoPE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.blend.adding import compilable
-from cuvee.blend.recompute import KVExchange, Observer, Placed, Recompute, Recomputed
+from cuvee.blend.dense_kv import DenseKV
+from cuvee.blend.recompute import Placed, Recompute, Recomputed
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.blend.selection import Selector
@@ -26,12 +26,10 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.format.container import read_header
-from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.stages.rows import LayerRows, dense_rows
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -270,7 +268,7 @@ class _Run:
         placed = Placed(
             self.tokens, self.segment, offset, self.cached, leading_tokens, known=nothing, end=len(self.tokens)
         )
-        done = Recompute(self.model, _DenseKV(self.keys, self.values), placed, correct=self.correct).run(self.selector)
+        done = Recompute(self.model, DenseKV(self.keys, self.values), placed, correct=self.correct).run(self.selector)
         logits = self.model.logits(done.hidden[-self.kept :])
         return BlendResult(self.tokens, self._cache(), logits, self._record(done, leading))
 
@@ -395,46 +393,3 @@ class _Run:
             ),
             selector=repr(self.selector),
         )
-
-
-class _DenseKV:
-    """The prompt's KV `[H, T, D]` per layer, in dense tensors."""
-
-    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        self._keys = keys
-        self._values = values
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._keys[index], self._values[index]
-
-    @property
-    def device(self) -> torch.device:
-        return self._keys[0].device
-
-    def reader(self, positions: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-        at = positions.to(self.device)
-
-        def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._keys[index][:, at].transpose(0, 1), self._values[index][:, at].transpose(0, 1)
-
-        return read
-
-    def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-        at = positions.to(self.device)
-
-        def add(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-            for kv, more in ((self._keys[index], keys), (self._values[index], values)):
-                kv[:, at] = saturated(kv[:, at].float() + more.transpose(0, 1), kv.dtype)
-
-        return add
-
-    def rows(self, positions: torch.Tensor) -> LayerRows | None:
-        parts = self._keys, self._values
-        if not all(compilable(part.device, part.dtype) and part.stride(2) == 1 for each in parts for part in each):
-            return None
-        at = positions.numpy()
-        keys, values = ([dense_rows(part.transpose(0, 1), at) for part in each] for each in parts)
-        return keys, values
-
-    def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> KVExchange:
-        return KVExchange(self._keys[index][:, :end], self._values[index][:, :end], positions, observer)

@@ -23,13 +23,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
+from cuvee.blend.chunk_stores import BlobStore, ChunkCounters, check_part_store
 from cuvee.blend.recompute_model import TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
@@ -52,62 +52,6 @@ _FOLLOWING = 384
 _NONE: tuple[bytes, ...] = ()
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-class BlobStore(Protocol):
-    """A store for `ChunkCache`, used from several threads; all of `cuvee.integrations.stores` fit."""
-
-    def get(self, key: str) -> bytes | None:
-        """Return the blob of `key`, or None."""
-        ...
-
-    def put(self, key: str, blob: bytes) -> bool:
-        """Keep `blob` under `key` in place of an older one; return whether it was kept."""
-        ...
-
-    def delete(self, key: str) -> bool:
-        """Delete an entry; return whether it existed."""
-        ...
-
-
-@runtime_checkable
-class PartStore(BlobStore, Protocol):
-    """A store for a `ChunkCache` whose codec has refinements; all of `cuvee.integrations.stores` fit."""
-
-    def get_parts(self, keys: Sequence[str], most: int) -> list[tuple[bytes, ...]]:
-        """Return at most `most` parts of each chunk, up to the first that is missing; none without a base."""
-        ...
-
-    def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
-        """Keep the parts of a chunk, base first; return how many were kept."""
-        ...
-
-    def delete_parts(self, key: str, first: int) -> bool:
-        """Delete the parts of a chunk from number `first` on; return whether any existed."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkCounters:
-    """Counts of a `ChunkCache` since it was made.
-
-    Attributes:
-        hits: chunks from the store, or from another thread that was computing them.
-        misses: chunks that were computed.
-        stored: computed chunks that the store kept.
-        rejected: entries that were damaged or did not match their key, and refinements that did not match their base.
-            They were deleted, and chunks without a base recomputed.
-        errors: failed operations of the store.
-        hits_by_parts: how many of the hits had one part and both, which tells their quality; zeros if the codec
-            has no refinements.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    stored: int = 0
-    rejected: int = 0
-    errors: int = 0
-    hits_by_parts: tuple[int, ...] = (0,) * MAX_PARTS
 
 
 class ChunkCache:
@@ -180,7 +124,7 @@ class ChunkCache:
         self._device = model.device if codec.on_device(model.device) else torch.device("cpu")
         self._codec = codec
         self._store = store
-        self._part_store = _check_store(store) if codec.refinements else None
+        self._part_store = check_part_store(store) if codec.refinements else None
         self._most = _check_parts(parts, codec)
         self._contexts = None if contexts is None else self._check_contexts(contexts)
         self._shared = identity is not None
@@ -422,15 +366,6 @@ class ChunkCache:
         if low < 0 or high >= self._vocabulary:
             wrong = low if low < 0 else high
             raise InputError(f"{name}: must lie in the model's vocabulary, 0 … {self._vocabulary - 1}, got {wrong}")
-
-
-def _check_store(store: BlobStore) -> PartStore:
-    if not isinstance(store, PartStore):
-        raise InputError(
-            "store: must have get_parts, put_parts and delete_parts for a codec with refinements, as the stores of "
-            f"cuvee.integrations.stores do, got {type(store).__name__}"
-        )
-    return store
 
 
 def _check_parts(parts: int | None, codec: Codec) -> int:

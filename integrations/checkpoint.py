@@ -18,12 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import struct
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
-from io import FileIO
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,22 +26,17 @@ import torch
 
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.fingerprint import fingerprint_samples, sampled_positions
-from cuvee.codec.models.kimi import as_deepseek_v3, is_deepseek_v3
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json
+from cuvee.integrations.checkpoint_files import load_config, resolve, sampled_digest
+from cuvee.integrations.weight_fingerprints import weight_fingerprints
 from cuvee.naming.identity import Identity, canonical
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from cuvee.codec.codec import Codec
 
 logger = logging.getLogger(__name__)
 
-_PAGE = 4096
-_PAGES = 512  # read of one file
-_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 # Files besides the weights that determine a token's KV, including a checkpoint's code.
 _CONFIGS = (
@@ -63,7 +53,6 @@ _TOKENIZERS = (
     "tokenizer.json", "*.model", "tokenizer.model.v*", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt",
     "merges.txt",
 )  # fmt: skip
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def checkpoint_identity(path: str | Path, *, revision: str | None = None) -> str:
@@ -79,7 +68,7 @@ def checkpoint_identity(path: str | Path, *, revision: str | None = None) -> str
     Raises:
         InputError: the path does not exist, holds no weights, or holds a damaged file.
     """
-    root = _resolve(path, revision)
+    root = resolve(path, revision)
     digest = hashlib.blake2b(digest_size=16, person=b"cuvee-weights")
     digest.update(canonical(b"1"))
     _add_configs(digest, root)
@@ -92,7 +81,7 @@ def checkpoint_identity(path: str | Path, *, revision: str | None = None) -> str
     for file in weights:
         # A single file is identified by its content alone, because the user chooses its name.
         name = file.name.encode() if root.is_dir() else b""
-        digest.update(canonical(b"weights", name, _sampled_digest(file)))
+        digest.update(canonical(b"weights", name, sampled_digest(file)))
     return digest.hexdigest()
 
 
@@ -102,7 +91,7 @@ def configuration_identity(path: str | Path, *, revision: str | None = None) -> 
     Args and Raises as `checkpoint_identity`, weights apart.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"cuvee-config")
-    _add_configs(digest, _resolve(path, revision))
+    _add_configs(digest, resolve(path, revision))
     return digest.hexdigest()
 
 
@@ -123,7 +112,7 @@ def tokenizer_identity(path: str | Path, *, revision: str | None = None) -> str:
 
     Args and Raises as `checkpoint_identity`, weights apart.
     """
-    files = _files(_resolve(path, revision), _TOKENIZERS)
+    files = _files(resolve(path, revision), _TOKENIZERS)
     if not files:
         return ""
     digest = hashlib.blake2b(digest_size=16, person=b"cuvee-tokens")
@@ -163,7 +152,7 @@ def read_config(path: str, *, revision: str | None = None, overrides: Mapping[st
         UnsupportedModelError: a model type that stands for DeepSeek-V3, with another architecture or other entries.
     """
     try:
-        config = _load_config(path, revision)
+        config = load_config(path, revision)
     except (OSError, ValueError) as error:
         raise InputError(
             f"model: must be a folder or hub id with a configuration that transformers reads, got {path}: "
@@ -171,16 +160,6 @@ def read_config(path: str, *, revision: str | None = None, overrides: Mapping[st
         ) from error
     config.update(dict(overrides or {}))
     return config.get_text_config(decoder=True)
-
-
-def _load_config(path: str | Path, revision: str | None = None) -> Any:
-    """Read the configuration of a checkpoint on this machine. Code beside it is not run, and nobody is asked to."""
-    from transformers import AutoConfig, PreTrainedConfig
-
-    entries, _ = PreTrainedConfig.get_config_dict(path, revision=revision, local_files_only=True)
-    if is_deepseek_v3(entries):
-        return as_deepseek_v3(entries)
-    return AutoConfig.from_pretrained(path, revision=revision, local_files_only=True, trust_remote_code=False)
 
 
 def name_of_weights(weights: str, dtype: torch.dtype, options: Mapping[str, Any] | None = None) -> str:
@@ -224,7 +203,7 @@ def checkpoint_files(path: str | Path) -> tuple[Path, list[Path]]:
 
     Args and Raises as `checkpoint_identity`, which also raises where there are no weights.
     """
-    root = _resolve(path, None)
+    root = resolve(path, None)
     return root, [*_files(root, _CONFIGS), *_weights(root)]
 
 
@@ -261,50 +240,6 @@ def check_profile(profile: Profile, path: str | Path, *, revision: str | None = 
     return "match" if profile.model in weights.found else "mismatch"
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFingerprints:
-    """What `model_fingerprint` may be of a checkpoint's model, by the dtype that its weights are loaded in.
-
-    Attributes:
-        found: distinct fingerprints, that of the files' dtype first; empty if they cannot be known.
-        unknown: why they cannot; empty if they are.
-    """
-
-    found: tuple[str, ...] = ()
-    unknown: str = ""
-
-
-def weight_fingerprints(path: str | Path, *, revision: str | None = None) -> WeightFingerprints:
-    """Return the fingerprints that a calibration of a checkpoint may record, without loading its weights.
-
-    Computes `model_fingerprint` of the transformers model from names and shapes of its skeleton, built on the meta
-    device from the configuration, and 256 values of each parameter from the files. The calibration may have loaded the
-    weights in the files' dtype, or as float32, bfloat16 or float16. They are not known of a checkpoint that is not
-    stored under the names that transformers gives its parameters (quantized, fused experts, no safetensors).
-
-    Args:
-        path: of the checkpoint, as in `checkpoint_identity`.
-        revision: of a hub id.
-
-    Raises:
-        InputError: the path does not exist, or holds a damaged file.
-    """
-    root = _resolve(path, revision)
-    files = sorted(root.glob("*.safetensors"))
-    if not files:
-        return WeightFingerprints(unknown="the checkpoint holds no safetensors files")
-    try:
-        model = _skeleton(root)
-        samples = _parameters(model, files)
-    except _Unknown as reason:
-        return WeightFingerprints(unknown=str(reason))
-    found = []
-    for dtype in (None, torch.bfloat16, torch.float16):  # None: the files' dtype; float32 keeps its values
-        cast = ((name, shape, values if dtype is None else values.to(dtype)) for name, shape, values in samples)
-        found.append(fingerprint_samples(cast))
-    return WeightFingerprints(tuple(dict.fromkeys(found)))
-
-
 def refuse_other_weights(profile: Profile, shown: str, path: str | Path, *, revision: str | None = None) -> None:
     """Refuse a profile that was calibrated on other weights than those of a checkpoint; log if that is unknown.
 
@@ -326,29 +261,6 @@ def refuse_other_weights(profile: Profile, shown: str, path: str | Path, *, revi
         )
     if verdict != "match":
         logger.info("cuvee: %s: calibrated on these weights? %s", shown, verdict)
-
-
-class _Unknown(Exception):
-    """Why it is unknown whether a profile belongs to a checkpoint."""
-
-
-def _resolve(path: str | Path, revision: str | None) -> Path:
-    """Return the local file or folder of a path or a hub id."""
-    local = Path(path)
-    if local.exists():
-        return local
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise ImportError("hub ids need huggingface_hub: pip install cuvee[transformers]") from error
-    try:
-        return Path(snapshot_download(str(path), revision=revision, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise InputError(
-            f"model: must be a local folder or in the local cache of huggingface_hub, got {path}: give a folder that "
-            "exists, or set option 'model_id' to a name of your own that changes with the weights"
-        ) from error
 
 
 def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
@@ -387,114 +299,3 @@ def _canonical_json(file: Path, data: bytes) -> bytes:
         return json.dumps(clean(parse_json(data, constants=True)), sort_keys=True).encode()
     except ValueError as error:
         raise InputError(f"model: must hold valid JSON in {file}, got {error}: copy the checkpoint again") from error
-
-
-def _sampled_digest(file: Path) -> bytes:
-    """Return BLAKE2b over a weight file's size, header and pages spread over its tensors."""
-    digest = hashlib.blake2b(digest_size=32, person=b"cuvee-file")
-    with _open(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        digest.update(struct.pack("<q", size))
-        spans = [(0, size)]
-        if file.suffix == ".safetensors":
-            raw, tensors = _header(file, stream)
-            digest.update(canonical(raw))
-            spans = sorted((tensor.begin, tensor.end) for tensor in tensors.values())
-        pages: Iterable[int] = range(-(-size // _PAGE)) if size <= _PAGES * _PAGE else sorted(set(_spread(spans)))
-        for page in pages:
-            digest.update(os.pread(stream.fileno(), _PAGE, page * _PAGE))
-    return digest.digest()
-
-
-def _spread(spans: list[tuple[int, int]]) -> Iterator[int]:
-    """Yield page numbers, equally many per span, in the middle of equal parts; of too many spans, every n-th."""
-    chosen = spans if len(spans) <= _PAGES else [spans[index * len(spans) // _PAGES] for index in range(_PAGES)]
-    for begin, end in chosen:
-        parts = min(_PAGES // len(chosen), -(-(end - begin) // _PAGE))
-        for part in range(parts):
-            yield (begin + (2 * part + 1) * (end - begin) // (2 * parts)) // _PAGE
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor of a safetensors file: its bytes are `[begin, end)` of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-def _header(file: Path, stream: FileIO) -> tuple[bytes, dict[str, _Tensor]]:
-    """Return the header of a safetensors file, raw and by tensor."""
-    size = os.fstat(stream.fileno()).st_size
-    try:
-        (length,) = struct.unpack("<Q", os.pread(stream.fileno(), 8, 0))
-        if length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
-        raw = os.pread(stream.fileno(), length, 8)
-        tensors = {
-            name: _Tensor(entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
-            for name, entry in parse_json(raw, constants=True).items()
-            if name != "__metadata__"
-        }
-        if not all(8 + length <= tensor.begin <= tensor.end <= size for tensor in tensors.values()):
-            raise ValueError("tensors outside of the file")
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise InputError(f"model: must hold complete safetensors files, got {file} ({error}): copy it again") from error
-    return raw, tensors
-
-
-def _open(file: Path) -> FileIO:
-    stream = FileIO(file)
-    if hasattr(os, "posix_fadvise"):  # reads are scattered: no read-ahead
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-    return stream
-
-
-def _skeleton(root: Path) -> PreTrainedModel:
-    """Return the transformers model of a checkpoint, without storage."""
-    try:
-        from transformers import AutoModelForCausalLM
-
-        config = _load_config(root)
-        if getattr(config, "quantization_config", None) is not None:
-            raise _Unknown("the checkpoint is quantized")
-        if config.get_text_config() is not config:
-            raise _Unknown("the checkpoint is of a multimodal model")
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except _Unknown:
-        raise
-    except Exception as error:  # transformers raises many kinds of errors for an unknown configuration
-        raise _Unknown(f"transformers does not build the model ({error})") from error
-    return model
-
-
-def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """Return name, shape and sampled values of every parameter, in the model's order and the files' dtypes."""
-    with ExitStack() as stack:
-        found: dict[str, tuple[Path, FileIO, _Tensor]] = {}
-        for file in files:
-            stream = stack.enter_context(_open(file))
-            for name, tensor in _header(file, stream)[1].items():
-                if name in found:
-                    raise _Unknown(f"{name} is in {found[name][0].name} and in {file.name}")
-                found[name] = file, stream, tensor
-        samples = []
-        for name, parameter in model.named_parameters():
-            # Checkpoints of the bare model leave out the prefix (GPT-2's).
-            stored = found.get(name) or found.get(name.removeprefix(f"{model.base_model_prefix}."))
-            if stored is None:
-                raise _Unknown(f"the checkpoint holds no {name}: its weights are stored in another form")
-            file, stream, tensor = stored
-            if tensor.shape != tuple(parameter.shape) or tensor.dtype not in _DTYPES:
-                raise _Unknown(f"{name} is stored as {tensor.dtype} {list(tensor.shape)}")
-            dtype = _DTYPES[tensor.dtype]
-            width = dtype.itemsize
-            if tensor.end - tensor.begin != width * parameter.numel():
-                raise InputError(f"model: must hold whole tensors, got another size of {name} in {file}: copy again")
-            positions = sampled_positions(parameter.numel()).tolist()
-            data = b"".join(os.pread(stream.fileno(), width, tensor.begin + width * at) for at in positions)
-            samples.append((name, tensor.shape, torch.frombuffer(bytearray(data), dtype=dtype)))
-    return samples

@@ -11,23 +11,18 @@ compilation, ranks and batches change the order of sums, and entries are shared 
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import PurePath
 from typing import Any
 
-import torch
-
 from cuvee.codec.errors import InputError, UnsupportedModelError
-from cuvee.integrations.checkpoint import VOLATILE, checkpoint_identity, configuration_identity, file_identity
+from cuvee.integrations.checkpoint import checkpoint_identity, configuration_identity, file_identity
+from cuvee.integrations.option_values import LEFT_OUT, UnstableError, canonical_text, fields_of, is_record, plain_json
 
 Listed = Mapping[str, Mapping[str, str]]  # by class, the fields that are left out, by the reason
 Readers = Mapping[str, Callable[[Any], Any]]  # by "Class.field", what stands for its value; LEFT_OUT: nothing
 
-LEFT_OUT = object()
 
 _OF_SAFETENSORS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy")  # dummy is named by its seed
 
@@ -298,7 +293,7 @@ def set_options(
     kind = type(config).__name__
     left_out = {name for names in listed.get(kind, {}).values() for name in names.split()}
     options: dict[str, Any] = {}
-    for name, default in _fields(config):
+    for name, default in fields_of(config):
         value, at = getattr(config, name, None), f"{where}{name}"
         if name in left_out:
             continue
@@ -306,87 +301,20 @@ def set_options(
             value = readers.get(f"{kind}.{name}", lambda value: value)(value)
             if value is LEFT_OUT:
                 continue
-            if _is_record(value):
+            if is_record(value):
                 inner = set_options(value, listed, readers, named=named, where=f"{at}.")
                 options |= {name: inner} if inner else {}
                 continue
-            plain = _plain(value)
-            if default is LEFT_OUT or _text(plain) != _text(_plain(default)):
+            plain = plain_json(value)
+            if default is LEFT_OUT or canonical_text(plain) != canonical_text(plain_json(default)):
                 options[name] = plain
-        except _UnstableError as error:
+        except UnstableError as error:
             if not named:
                 raise InputError(
                     f"{at}: must be a value that every process writes alike, got {error}: nothing that was "
                     "stored would be found again; set option 'model_id' to a name of your own that changes with it"
                 ) from error
     return options
-
-
-class _UnstableError(Exception):
-    """What a value is that processes write differently."""
-
-
-def _is_record(value: Any) -> bool:
-    """Return whether a value is an object whose fields are options; transformers' configurations are written whole."""
-    return not isinstance(value, type) and not hasattr(value, "to_dict") and (
-        dataclasses.is_dataclass(value) or hasattr(value, "__struct_fields__")
-    )  # fmt: skip
-
-
-def _fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and default of each field; LEFT_OUT: it has none."""
-    if dataclasses.is_dataclass(config):
-        fields: Any = dataclasses.fields(config)
-    else:
-        import msgspec
-
-        fields = msgspec.structs.fields(config)
-    for field in fields:
-        value, factory = field.default, field.default_factory
-        if hasattr(value, "get_default"):  # pydantic's description of a field
-            value, factory = value.default, value.default_factory
-        if callable(factory) and not _is_nothing(factory):
-            value = factory()
-        yield field.name, LEFT_OUT if _is_nothing(value) else value
-
-
-def _is_nothing(value: Any) -> bool:
-    """Return whether a value says that there is none, in dataclasses, pydantic or msgspec."""
-    return value is dataclasses.MISSING or type(value).__name__ in ("PydanticUndefinedType", "NoDefaultType")
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON that stands for a value in every process.
-
-    Raises:
-        _UnstableError: there is none.
-    """
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__qualname__}.{value.name}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, torch.dtype | PurePath):
-        return str(value)
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
-    if isinstance(value, Mapping):
-        kept = {key: each for key, each in value.items() if key not in VOLATILE}
-        return {key if isinstance(key, str) else _text([_plain(key)]): _plain(each) for key, each in kept.items()}
-    if isinstance(value, set | frozenset):
-        return {"set": sorted((_plain(each) for each in value), key=_text)}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if _is_record(value):
-        return {name: _plain(getattr(value, name)) for name, _ in _fields(value)}
-    raise _UnstableError("a function" if callable(value) else f"an object of type {type(value).__name__}")
-
-
-def _text(plain: Any) -> str:
-    return json.dumps(plain, sort_keys=True)
 
 
 def _other_config(model: Any, path: str | None) -> Any:

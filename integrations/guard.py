@@ -19,6 +19,7 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
+_KINDS = 1000  # of events that are told apart
 _FATAL = (KeyboardInterrupt, SystemExit)  # the process has to end
 
 
@@ -28,6 +29,50 @@ class Recorder(Protocol):
     def count(self, name: str, value: float = 1, label: str = "") -> None:
         """Add `value` to a counter."""
         ...
+
+
+class Once:
+    """Logs the first event of each kind, and the others at DEBUG, so that clients and failures cannot fill the log.
+
+    Args:
+        logger: that logs.
+        level: of the first event of a kind, unless it has another.
+        most: kinds that are told apart: clients choose some of them.
+
+    Example:
+        >>> once = Once(logging.getLogger("mine"))
+        >>> once("full", "%d chunks are not stored", 3), once("full", "%d chunks are not stored", 5)
+        (True, False)
+    """
+
+    def __init__(self, logger: logging.Logger, level: int = logging.WARNING, most: int = _KINDS) -> None:
+        self._logger, self._level, self._most = logger, level, most
+        self._seen: set[object] = set()
+
+    def __call__(
+        self,
+        kind: object,
+        message: str,
+        *arguments: object,
+        level: int | None = None,
+        error: BaseException | None = None,
+    ) -> bool:
+        """Log an event; return whether it is the first of its kind. Beyond `most` kinds none is the first.
+
+        Args:
+            kind: of the event, hashable.
+            message: as `Logger.log` takes it.
+            arguments: of the message.
+            level: of the first event.
+            error: whose traceback is logged.
+        """
+        first = kind not in self._seen and len(self._seen) < self._most
+        if first:
+            self._seen.add(kind)
+            message += " (logged once)"
+        level = (self._level if level is None else level) if first else logging.DEBUG
+        self._logger.log(level, message, *arguments, exc_info=error)
+        return first
 
 
 class Guard:
@@ -43,7 +88,7 @@ class Guard:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._seen: set[tuple[str, type[BaseException]]] = set()
+        self._once = Once(logger, logging.ERROR)
 
     def __call__(self, entry: str, then: Callable[[], object] | None = None) -> Guarded:
         """Return a context that suppresses its block's errors, KeyboardInterrupt and SystemExit apart.
@@ -58,13 +103,10 @@ class Guard:
         """Count and log an error. The first of its kind at an entry point is logged with its traceback, the others at
         DEBUG, so that clients cannot fill the log. Raises nothing.
         """
-        kind = entry, type(error)
-        level = logging.DEBUG if kind in self._seen else logging.ERROR
-        self._seen.add(kind)
         with suppress(Exception):
-            logger.log(
-                level, "cuvee: an error in %s is kept from the engine; affected tokens are computed, or not stored. "
-                "More of its kind are logged at DEBUG", entry, exc_info=error,
+            self._once(
+                (entry, type(error)), "cuvee: an error in %s is kept from the engine; affected tokens are computed, or "
+                "not stored", entry, error=error,
             )  # fmt: skip
         with suppress(Exception):
             self._recorder.count("contained", label=entry)

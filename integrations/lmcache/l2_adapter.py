@@ -18,8 +18,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
@@ -36,14 +36,15 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from cuvee.codec.errors import CuveeError, UnsupportedModelError
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_config, read_layout
-from cuvee.integrations.guard import Guard, Recorder
+from cuvee.integrations.guard import Guard, Once, Recorder
+from cuvee.integrations.lmcache.l2_accounts import Accounts
 from cuvee.integrations.lmcache.l2_options import LMCacheOptions
 from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
 from cuvee.integrations.lmcache.memory_objects import holds_latents, object_cache
-from cuvee.integrations.pages import Counts, PageStore, PageStores
+from cuvee.integrations.lmcache.object_keys import following_tokens, page_name
+from cuvee.integrations.pages import Counts, PageStore, PageStores, Tally
 from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.naming.identity import canonical
 
 logger = logging.getLogger(__name__)
 
@@ -126,41 +127,36 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._loaded: Results[Bitmap] = Results()
         self._tasks = itertools.count()
         self._lock = Lock()
-        self._accounting = Lock()  # of the sizes, and of telling LMCache about them in the same order
-        self._sizes: OrderedDict[ObjectKey, int] = OrderedDict()  # bytes of entries, the last used one last
+        self._accounts = Accounts(
+            self._notify_keys_stored, self._notify_keys_deleted, self._notify_keys_accessed, _ACCOUNTED
+        )
         self._locks: Counter[ObjectKey] = Counter()
         self._deleting: set[ObjectKey] = set()
-        self._refused: set[str] = set()
+        self._once = Once(logger, most=_SAID)
         self._closed = False
 
-    # Descriptors ----------------------------------------------------------------------------------------------------
+    # Descriptors that say that tasks of a kind are done -------------------------------------------------------------
 
-    def get_store_event_fd(self) -> int:
-        """Return the descriptor that says that store tasks are done."""
+    def get_store_event_fd(self) -> int:  # noqa: D102
         return self._stored.fileno()
 
-    def get_lookup_and_lock_event_fd(self) -> int:
-        """Return the descriptor that says that lookup tasks are done."""
+    def get_lookup_and_lock_event_fd(self) -> int:  # noqa: D102
         return self._found.fileno()
 
-    def get_load_event_fd(self) -> int:
-        """Return the descriptor that says that load tasks are done."""
+    def get_load_event_fd(self) -> int:  # noqa: D102
         return self._loaded.fileno()
 
     # Storing --------------------------------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
-        """Store memory objects; return the number of the task.
-
-        Args:
-            keys: one of each object.
-            objects: LMCache's `MemoryObj`; it keeps them until the task is done.
-        """
+        """Store LMCache's `MemoryObj`s, which it keeps until the task is done; return the number of the task."""
         task = next(self._tasks)
         with self._guard("submit_store_task", then=lambda: self._stored.put(task, L2StoreResult(False, 0))):
             parts: list[Callable[[], int | None]] = [
                 partial(self._part, "store", partial(self._store, following=after), key, memory, time.monotonic())
-                for key, memory, after in zip(keys, objects, self._following(keys), strict=True)
+                for key, memory, after in zip(
+                    keys, objects, following_tokens(keys, self._options.chunk_tokens), strict=True
+                )
             ]
             if self._storing.waiting * self._chunk_bytes >= self._options.max_pending_gb * 1e9:
                 self._counts.count("unsaved_pages", len(parts))
@@ -173,31 +169,17 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         """Return the bytes that each finished task has put into the store, -1 if not all of its objects are there."""
         return self._stored.take_all()
 
-    def _following(self, keys: Sequence[ObjectKey]) -> list[int]:
-        """Return how many tokens follow each chunk: those of later chunks of the same rank and salt in its task.
-
-        LMCache lists the chunks of a prompt in order. A task may hold several prompts. Then a prompt's last chunk is
-        coded as if more followed, which costs a reader who begins right behind it some of its KL.
-        """
-        seen: Counter[tuple[int, int, str]] = Counter()
-        after = []
-        for key in reversed(keys):
-            kind = key.kv_rank, key.object_group_id, key.cache_salt
-            after.append(seen[kind] * self._options.chunk_tokens)
-            seen[kind] += 1
-        return after[::-1]
-
     def _store(self, key: ObjectKey, memory: Any, following: int) -> int | None:
         """Store an object; return the bytes of its entry, 0 if it was there already, None if it is not stored."""
-        told = _Tally(self._counts)
+        told = Tally(self._counts)
         pages = self._pages_of(key, told)
         cache = object_cache(memory, pages.layout, self._options.chunk_tokens)
-        (done,) = pages.save(cache, self._slots, [_name(key)], None, following=following)
+        (done,) = pages.save(cache, self._slots, [page_name(key)], None, following=following)
         return told.sum("blob_bytes") if done else None
 
     def _finish_store(self, task: int, keys: Sequence[ObjectKey], sizes: Sequence[int | None]) -> None:
         with self._guard("stored"):
-            self._account([(key, size) for key, size in zip(keys, sizes, strict=True) if size])
+            self._accounts.add([(key, size) for key, size in zip(keys, sizes, strict=True) if size])
         total = sum(size or 0 for size in sizes)
         self._stored.put(task, L2StoreResult(None not in sizes, total))
 
@@ -238,7 +220,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
     def _look_up(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return which of these keys, which differ in their hashes only, are stored."""
         with self._guard("lookup"), suppress(UnsupportedModelError):  # a store task says so
-            return self._pages_of(keys[0], self._counts).stored([_name(key) for key in keys])
+            return self._pages_of(keys[0], self._counts).stored([page_name(key) for key in keys])
         return [False] * len(keys)
 
     def _finish_lookup(
@@ -281,10 +263,10 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
 
     def _load(self, key: ObjectKey, memory: Any) -> int | None:
         """Restore an object; return the bytes of its entry, None if it was not restored."""
-        told = _Tally(self._counts)
+        told = Tally(self._counts)
         pages = self._pages_of(key, told)
         cache = object_cache(memory, pages.layout, self._options.chunk_tokens)
-        (done,) = pages.load(cache, self._slots, [_name(key)], None)
+        (done,) = pages.load(cache, self._slots, [page_name(key)], None)
         return told.sum("loaded_blob_bytes") if done else None
 
     def _finish_load(self, task: int, keys: Sequence[ObjectKey], sizes: Sequence[int | None]) -> None:
@@ -293,8 +275,8 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         bitmap.batched_set([number for number, _ in loaded])
         with self._guard("loaded"):
             # An entry of an earlier process, or of another one, is known to LMCache from here on.
-            self._account([(keys[number], size) for number, size in loaded])
-            self._touch([keys[number] for number, _ in loaded])
+            self._accounts.add([(keys[number], size) for number, size in loaded])
+            self._accounts.touch([keys[number] for number, _ in loaded])
         self._loaded.put(task, bitmap)
 
     # Deleting -------------------------------------------------------------------------------------------------------
@@ -311,15 +293,13 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
     def _delete(self, key: ObjectKey) -> bool:
         """Delete an object; return whether it is gone."""
         with self._guard("delete"):
-            return self._pages_of(key, self._counts).delete([_name(key)]) == [True]
+            return self._pages_of(key, self._counts).delete([page_name(key)]) == [True]
         return False
 
     def _finish_delete(self, keys: Sequence[ObjectKey], gone: Sequence[bool | None]) -> None:
         deleted = [key for key, done in zip(keys, gone, strict=True) if done]
         with self._guard("deleted"):
-            if deleted:
-                with self._accounting:
-                    self._notify_keys_deleted(deleted, [self._sizes.pop(key, 0) for key in deleted])
+            self._accounts.remove(deleted)
         with self._lock:
             self._deleting.difference_update(keys)
 
@@ -337,7 +317,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         return {
             "is_healthy": not self._closed,
             "type": type(self).__name__,
-            "stored_object_count": len(self._sizes),
+            "stored_object_count": len(self._accounts),
             "locked_key_count": len(self._locks),
             "current_size_bytes": self.get_usage().total_bytes_used,
             "max_capacity_bytes": self._max_capacity_bytes,
@@ -366,29 +346,6 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         for results in (self._stored, self._found, self._loaded):
             results.close()
         logger.info("cuvee: closed after %s", self.counters())
-
-    def _account(self, entries: Iterable[tuple[ObjectKey, int]]) -> None:
-        """Tell LMCache of entries that it does not know, or knows with another size, and that those are gone which no
-        longer fit in the account. The store keeps them.
-        """
-        with self._accounting:
-            new = [(key, size) for key, size in entries if self._sizes.get(key) != size]
-            former = [(key, self._sizes.pop(key)) for key, _ in new if key in self._sizes]
-            self._sizes.update(new)
-            surplus = [self._sizes.popitem(last=False) for _ in range(len(self._sizes) - _ACCOUNTED)]
-            forget = self._notify_keys_deleted
-            for tell, told in ((forget, former), (self._notify_keys_stored, new), (forget, surplus)):
-                if told:
-                    tell([key for key, _ in told], [size for _, size in told])
-
-    def _touch(self, keys: list[ObjectKey]) -> None:
-        """Tell LMCache that entries were used."""
-        if keys:
-            with self._accounting:
-                for key in keys:
-                    if key in self._sizes:  # and was not deleted meanwhile
-                        self._sizes.move_to_end(key)
-            self._notify_keys_accessed(keys)
 
     # Parts of tasks -------------------------------------------------------------------------------------------------
 
@@ -437,36 +394,6 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
             ) from error
 
     def _refuse(self, error: UnsupportedModelError) -> None:
-        """Count an object that is not supported; log the first of its kind."""
+        """Count an object that is not supported, and log it."""
         self._counts.count("refused_pages")
-        kind = str(error)
-        with self._lock:
-            new = kind not in self._refused and len(self._refused) < _SAID
-            if new:
-                self._refused.add(kind)
-        logger.log(
-            logging.WARNING if new else logging.DEBUG, "cuvee: objects are not stored or loaded (said once per kind): "
-            "%s", error,
-        )  # fmt: skip
-
-
-class _Tally:
-    """A recorder that also keeps the sums of one call."""
-
-    def __init__(self, counts: Recorder) -> None:
-        self._all, self._own = counts, Counts()
-
-    def count(self, name: str, value: float = 1, label: str = "") -> None:
-        """Add `value` to both sums of this name and label."""
-        self._all.count(name, value, label)
-        self._own.count(name, value, label)
-
-    def sum(self, name: str) -> int:
-        """Return this call's sum of a name without a label."""
-        return int(self._own.snapshot().get(name, 0))
-
-
-def _name(key: ObjectKey) -> bytes:
-    """Return the page's name: all that tells an object from others."""
-    numbers = (key.kv_rank.to_bytes(8, "little"), key.object_group_id.to_bytes(8, "little"))
-    return canonical(key.chunk_hash, key.model_name.encode(), *numbers, key.cache_salt.encode())
+        self._once(str(error), "cuvee: objects are not stored or loaded: %s", error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from cuvee.integrations.guard import Recorder
+
 
 class Counts:
     """Sums by name and label. Safe to use from several threads.
@@ -42,3 +44,19 @@ class Counts:
         """Return all sums that are not 0, by `name` or `name{label}`."""
         with self._lock:
             return {name: value for name, value in self._sums.items() if value}
+
+
+class Tally:
+    """A recorder that also keeps the sums of one call."""
+
+    def __init__(self, counts: Recorder) -> None:
+        self._all, self._own = counts, Counts()
+
+    def count(self, name: str, value: float = 1, label: str = "") -> None:
+        """Add `value` to both sums of this name and label."""
+        self._all.count(name, value, label)
+        self._own.count(name, value, label)
+
+    def sum(self, name: str) -> int:
+        """Return this call's sum of a name without a label."""
+        return int(self._own.snapshot().get(name, 0))

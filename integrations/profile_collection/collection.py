@@ -35,10 +35,10 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.profile_file import VERSION
 from cuvee.codec.support.files import replacing
-from cuvee.integrations.checkpoint import WeightFingerprints, weight_fingerprints
 from cuvee.integrations.profile_collection.files import FolderFiles, NamedFiles, ObjectFiles
 from cuvee.integrations.profile_collection.hub import HubFiles
 from cuvee.integrations.profile_collection.location import ProfileLocation, check_id, names_collection
+from cuvee.integrations.weight_fingerprints import WeightFingerprints, weight_fingerprints
 
 logger = logging.getLogger(__name__)
 

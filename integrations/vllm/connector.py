@@ -1,7 +1,7 @@
 """`CuveeConnector`: hands the calls of vLLM's V1 connector interface to the scheduler's side and the workers' side.
 
-Only this module, `kv_events`, `prometheus` and `blending.paged_model` import vLLM. Tested with vLLM 0.32, whose
-engine tests also call what 0.33 adds.
+Only this module, `engine_text`, `kv_events`, `prometheus` and `blending.paged_model` import vLLM. Tested with vLLM
+0.32, whose engine tests also call what 0.33 adds.
 
 vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only
 when a connector is made, because it imports numba. With numba's llvmlite in memory, vLLM 0.32 cannot start a worker on
@@ -14,8 +14,7 @@ import atexit
 import logging
 import multiprocessing
 import sys
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +32,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.guard import Guard
-from cuvee.integrations.stores import Store, open_store
+from cuvee.integrations.vllm.engine_pages import find_pages
+from cuvee.integrations.vllm.engine_text import line_breaks, separator_tokens
 from cuvee.integrations.vllm.kv_events import event_maker
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.probe import PageLayout, find_page_layout, verify_page_layout
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
+from cuvee.integrations.vllm.shared_stores import borrow_store, return_store
 from cuvee.integrations.vllm.weights import Weights
 
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
 # of llvmlite's. So whatever imports Numba is imported later.
 if TYPE_CHECKING:
-    from cuvee.blend.segmentation import LineBreaks
-    from cuvee.integrations.vllm.blending.blend_options import BlendOptions
     from cuvee.integrations.vllm.blending.executing import PageBlender
     from cuvee.integrations.vllm.decision import Estimate
     from cuvee.integrations.vllm.scheduler import SchedulerSide
@@ -122,7 +119,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 "beside that one's name, too", transfer.kv_load_failure_policy,
             )  # fmt: skip
             transfer.kv_load_failure_policy = "recompute"
-        self._store = _borrow_store(self._setup.options.store)
+        self._store = borrow_store(self._setup.options.store)
         backend = vllm_config.parallel_config.distributed_executor_backend
         if not self._store.shared and backend != "uni":
             raise InputError(
@@ -151,8 +148,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or self._setup.block_tokens
             self._scheduler = SchedulerSide(
                 self._setup, identity, self._store, self._recorder, adapters, own_store=backend != "uni",
-                separator=_separator(self._setup.options.blend, model),
-                breaks=_line_breaks(self._setup.options.blend, model),
+                separator=separator_tokens(self._setup.options.blend, model),
+                breaks=line_breaks(self._setup.options.blend, model),
                 make_events=event_maker(self._store.name, hash_tokens) if self._setup.tells else None,
             )  # fmt: skip
             advice = stop_advice(sys.argv[0], multiprocessing.parent_process() is None)
@@ -250,7 +247,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _attach(self, worker: WorkerSide, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the layout of the pages, and give them to the worker and to the blender."""
-        pages = self._pages(kv_caches, worker.rank)
+        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
+        in_order = {name: kv_caches[name] for name in sorted(kv_caches, key=extract_layer_index)}
+        pages = find_pages(self._setup.layout.shard(worker.rank, self._setup.shards), layers, in_order)
         worker.attach(pages)
         if self._setup.options.blend is not None:
             self._blender = self._page_blender(pages, kv_caches, self._setup.options.blend.correct)
@@ -338,7 +337,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._closed:
             self._closed = True
             with self._guard("close"):
-                _return_store(self._setup.options.store)
+                return_store(self._setup.options.store)
 
     @property
     def estimate(self) -> Estimate | None:
@@ -381,75 +380,6 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows, correct
         )
 
-    def _pages(self, kv_caches: dict[str, torch.Tensor], rank: int) -> PagedCache:
-        """Return the engine's tensors as the codec sees them, in the order of the layers."""
-        layout = self._setup.layout.shard(rank, self._setup.shards)
-        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
-        names = sorted(kv_caches, key=extract_layer_index)
-        if len(names) != layout.num_layers or not set(names) <= set(layers):
-            raise UnsupportedModelError(
-                f"the engine caches {len(names)} layers ({', '.join(names[:3])} …), the model has {layout.num_layers} "
-                "attention layers"
-            )
-        keys, values = [], []
-        layouts: dict[tuple[Any, ...], PageLayout] = {}  # by what layers with equal pages share
-        for index, name in enumerate(names):
-            tensor, attention = kv_caches[name], layers[name]
-            if not hasattr(attention.impl, "do_kv_cache_update"):
-                raise UnsupportedModelError(
-                    f"{name}: {type(attention.impl).__name__} has no writer (do_kv_cache_update), so the layout of its "
-                    "pages cannot be found: this attention backend is not supported"
-                )
-            if tensor.dtype != layout.torch_dtype:
-                raise UnsupportedModelError(
-                    f"{name}: the engine caches {tensor.dtype}, its configuration says {layout.dtype}"
-                )
-
-            def write(
-                k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, attention: Any = attention, cache: Any = tensor
-            ) -> None:
-                attention.impl.do_kv_cache_update(attention, k, v, cache, slots)
-
-            shape = layout.layers[index]
-            alike = (tensor.shape, tensor.stride(), shape.kv_heads, shape.head_dim, type(attention.impl))
-            found = layouts.get(alike)
-            if found is not None:
-                verify_page_layout(tensor, write, found)
-            else:
-                layouts[alike] = found = find_page_layout(tensor, write, shape.kv_heads, shape.head_dim)
-                logger.debug("cuvee: pages of %s: %s", name, found)
-            k, v = found.views(tensor)
-            keys.append(k)
-            values.append(v)
-        return PagedCache(layout, keys, values)
-
-
-def _separator(blend: BlendOptions | None, model: Any) -> Sequence[int] | None:
-    """Return the tokens of blending's separator, by the engine's tokenizer."""
-    given = None if blend is None else blend.separator
-    if not isinstance(given, str):
-        return given
-    if model.skip_tokenizer_init:
-        raise InputError("blend.separator: must be token ids, got a text, because the engine has no tokenizer")
-    ids: list[int] = cached_tokenizer_from_config(model).encode(given, add_special_tokens=False)
-    if not ids:
-        raise InputError(f"blend.separator: must be at least one token of the engine's tokenizer, got {given!r}")
-    return ids
-
-
-def _line_breaks(blend: BlendOptions | None, model: Any) -> LineBreaks | None:
-    """Return the line breaks of the engine's vocabulary; None if blending does not look for paragraphs."""
-    if blend is None or blend.separator is not None or not blend.paragraphs:
-        return None
-    if model.skip_tokenizer_init:
-        logger.info(
-            "cuvee: the engine has no tokenizer, so parts of prompts are found by content and not by paragraphs"
-        )
-        return None
-    from cuvee.blend.segmentation import LineBreaks
-
-    return LineBreaks.of_tokenizer(cached_tokenizer_from_config(model))
-
 
 def _named_weights(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Return the parameters as vLLM enumerates them for its own checksums: some hold others."""
@@ -463,24 +393,3 @@ def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:
     if not isinstance(metadata, CuveeMetadata):
         raise TypeError(f"metadata: must be of a cuvee scheduler, got {type(metadata).__name__}")
     return metadata.plan
-
-
-# Where scheduler and worker share a process they share the store: its memory, its connections, its circuit breaker.
-_stores: dict[tuple[str, ...], tuple[Store, int]] = {}
-_stores_lock = threading.Lock()
-
-
-def _borrow_store(urls: tuple[str, ...]) -> Store:
-    with _stores_lock:
-        store, users = _stores.get(urls) or (open_store(urls if len(urls) > 1 else urls[0]), 0)
-        _stores[urls] = store, users + 1
-        return store
-
-
-def _return_store(urls: tuple[str, ...]) -> None:
-    with _stores_lock:
-        store, users = _stores.pop(urls)
-        if users > 1:
-            _stores[urls] = store, users - 1
-            return
-    store.close()

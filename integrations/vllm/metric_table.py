@@ -34,17 +34,15 @@ _LOAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
 _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _KL_BUCKETS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
-_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend")
+_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "check", "refinement")
 _UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "error")
 _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
     "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
 )  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "quality", "failed")
-_TARGETS = ("parameters", "engine", "profile")
-PARTS = ("base", "refinement")
 _UNSTORED = ("asked", "positions", "blended", "quality", "reset", "overwritten")
-_LEFT_OUT = ("number", "positions", "time")
+_SKIPPED = ("full", "failed", "adapter", "window", "stopped")
 
 # A chunk belongs to one rank: with two ranks, a run of tokens is two chunks. Unless stated otherwise, tails are chunks.
 METRICS: dict[str, Metric] = {
@@ -54,8 +52,6 @@ METRICS: dict[str, Metric] = {
         Metric("stored_bytes", "counter", "Bytes of stored KV after compression."),
         Metric("stored_chunks", "counter", "Whole chunks stored, of all ranks."),
         Metric("stored_tails", "counter", "Unfinished chunks stored, of all ranks: ends of prompts and of answers."),
-        Metric("stored_without_ids", "counter", "Chunks stored at a finer step because a token has no id, although the "
-               "profile predicts from ids: parts of images and other media."),
         Metric("encode_seconds", "counter", "Seconds of compression, summed over threads and ranks."),
         Metric("decode_seconds", "counter", "Seconds of decompression, summed over threads and ranks."),
         Metric("fetch_seconds", "counter", "Seconds of reading from the store, summed over threads and ranks."),
@@ -72,34 +68,20 @@ METRICS: dict[str, Metric] = {
                ranks="first"),
         Metric("blend_reused_tokens", "counter", "Tokens of blends with cached KV.", ranks="first"),
         Metric("blend_recomputed_tokens", "counter", "Reused tokens that were recomputed.", ranks="first"),
-        Metric("blend_token_layers", "counter", "Token-layers spent on choosing and recomputing reused tokens.",
-               ranks="first"),
         Metric("blend_seconds", "histogram", "Seconds of choosing and recomputing tokens in the engine's loop.",
                ranks="first", buckets=_LOAD_BUCKETS),
         Metric("blend_slices", "counter", "Steps of the engine that computed a part of a blend.", ranks="first"),
         Metric("blend_kl", "histogram", "How far a blend moved the next token's distribution, in nats, for the blends "
                "that were also computed exactly (check_every).", ranks="first", buckets=_KL_BUCKETS),
-        Metric("blend_checks_failed", "counter", "Blends that could not be compared with the exact prompt.",
-               ranks="first"),
         Metric("blends_refused", "counter", "Requests that were not blended although segments were given or found.",
                "reason", _REFUSALS),
-        Metric("segments_left_out", "counter", "Segments that were not looked up: too many in one prompt, beyond the "
-               "model's positions (neither is stored), or not reached within lookup_timeout.", "reason", _LEFT_OUT),
         Metric("recomputed_tokens", "counter", "Tokens of failed loads that were recomputed, of all ranks."),
-        Metric("fetched_parts", "counter", "Parts of chunks that loads have fetched, of all ranks; with refinements, a "
-               "deadline or kl_max.", "part", PARTS),
-        Metric("bad_refinements", "counter", "Refinements that were damaged or belong to another base, of all ranks: "
-               "deleted, and their chunks loaded without them."),
         Metric("loaded_at", "counter", "Tokens loaded from so many parts of their chunks, of all ranks; with "
                "refinements, a deadline or kl_max.", "parts", ("1", "2")),
-        Metric("load_kl", "histogram", "Nats per token that a load's tokens are expected to lose in the mean, computed "
-               "ones counting as 0; with refinements, a deadline or kl_max.", ranks="first", buckets=_KL_BUCKETS),
         Metric("computed_by_plan", "counter", "Tokens in the store that were computed because of a deadline or of "
                "kl_max, of all ranks."),
-        Metric("deadlines", "counter", "Requests by whether their first token came by their deadline.", "result",
-               ("met", "missed")),
-        Metric("targets_refused", "counter", "Requests whose deadline or kl_max is not aimed at: they are not valid, "
-               "the engine does not plan loads, or the profile has no KL.", "reason", _TARGETS),
+        Metric("deadlines", "counter", "Requests by whether their first token came by their deadline; refused: their "
+               "deadline or kl_max is not valid, or cannot be aimed at.", "result", ("met", "missed", "refused")),
         Metric("lookups", "counter", "Requests by result: the whole prompt found, a part, nothing, something slower to "
                "load than to compute, no answer in time.", "result", _RESULTS),
         Metric("lookup_seconds", "histogram", "Seconds of a lookup of a prompt's chunks in the store.",
@@ -112,23 +94,16 @@ METRICS: dict[str, Metric] = {
                "or in parts, it is not known what an image holds or where it is, the salt is no string or too long, an "
                "adapter's files cannot be read or have changed, or an error.",
                "reason", _UNCACHED),
-        Metric("unstored_requests", "counter", "Requests that asked not to be stored."),
         Metric("unstored_tokens", "counter", "Tokens that were computed and are not stored: their request asks for "
                "that, they are beyond the model's positions, behind a blend, behind tokens loaded at less than the "
                "stored quality or computed before a reset, or they are overwritten too soon.", "reason", _UNSTORED),
-        Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting, or a step of the engine "
-               "has failed."),
-        Metric("stores_out_of_window", "counter", "Chunks not stored because the engine has dropped a part of them "
-               "from layers with a sliding window: it found them in its own cache."),
-        Metric("lost", "counter", "Chunks that waited for compression or to be written when the engine stopped, and "
-               "were not stored within close_timeout.", "where", ("encode", "store")),
+        Metric("stores_skipped", "counter", "Chunks not stored: too many waited (full), a step of the engine had "
+               "failed, an adapter's files have changed, the engine had dropped a part of them from a layer with a "
+               "window, or they still waited when the engine stopped.", "reason", _SKIPPED),
         Metric("hits", "counter", "Chunks found in a tier of the store.", "tier"),
         Metric("misses", "counter", "Chunks not found in a tier of the store.", "tier"),
         Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),
-        Metric("puts", "counter", "Chunks written to a tier.", "tier"),
         Metric("put_bytes", "counter", "Bytes written to a tier.", "tier"),
-        Metric("evictions", "counter", "Chunks that a tier deleted to stay within its budget.", "tier"),
-        Metric("expired", "counter", "Chunks found older than their time to live; also counted as misses.", "tier"),
         Metric("corrupt", "counter", "Chunks that failed their checksum: deleted, and also counted as misses.", "tier"),
         Metric("store_errors", "counter", "Failed operations of a tier.", "tier"),
         Metric("store_skipped", "counter", "Operations skipped because the tier is known to be down.", "tier"),
@@ -137,9 +112,7 @@ METRICS: dict[str, Metric] = {
         Metric("queue_depth", "gauge", "Chunks that wait for compression or are being compressed."),
         Metric("pending_bytes", "gauge", "Bytes of KV that were copied and are not stored yet."),
         Metric("store_queue_depth", "gauge", "Chunks that wait to be written to a tier behind the first.", "tier"),
-        Metric("store_entries", "gauge", "Chunks in a tier, if the tier knows.", "tier", ranks="first"),
         Metric("store_bytes", "gauge", "Bytes in a tier, if the tier knows.", "tier", ranks="first"),
-        Metric("ratio", "gauge", "raw_bytes over stored_bytes since the start.", ranks="first"),
         Metric("break_even_tokens", "gauge", "Length in tokens from which loading is faster than computing; +Inf: "
                "at no length. Absent until measured.", ranks="first"),
         Metric("prefill_tokens_per_second", "gauge", "Measured speed of computing tokens.", ranks="first"),

@@ -36,9 +36,12 @@ _EXACT = 1 << 53  # floats are exact up to here
 _LONGEST_TIER = 64
 _MOST_LEFT_OUT = 100  # unusable figures of stores that are remembered
 
-# Fields of TierCounters whose metric has another name.
-_TIER_COUNTERS = {"errors": "store_errors", "skipped": "store_skipped"}
-_TIER_GAUGES = {"queued": "store_queue_depth", "entries": "store_entries", "bytes": "store_bytes"}
+# Metrics by the field of TierCounters.
+_TIER_COUNTERS = {
+    "hits": "hits", "misses": "misses", "hit_bytes": "hit_bytes", "put_bytes": "put_bytes", "corrupt": "corrupt",
+    "errors": "store_errors", "skipped": "store_skipped", "dropped": "dropped",
+}  # fmt: skip
+_TIER_GAUGES = {"queued": "store_queue_depth", "bytes": "store_bytes"}
 
 
 def metric_of(key: str) -> tuple[Metric, str]:
@@ -131,7 +134,7 @@ class Recorder:
                 self._leave_out("the name or the counters of a tier", tier)
                 continue
             seen = self._stores.setdefault(tier, {})
-            for name in now.__dataclass_fields__:
+            for name in (*_TIER_COUNTERS, *_TIER_GAUGES):
                 given = getattr(now, name)
                 if type(given) is int and seen.get(name) == given:
                     continue  # most often: the rest would take tens of microseconds of every step
@@ -147,7 +150,7 @@ class Recorder:
                     continue
                 new = value - last if value >= last else value
                 # Sums of integers may exceed the 64 bits that messages between processes have for them.
-                self.count(_TIER_COUNTERS.get(name, name), new if new < _EXACT else float(new), tier)
+                self.count(_TIER_COUNTERS[name], new if new < _EXACT else float(new), tier)
 
     def _leave_out(self, what: str, given: object) -> None:
         """Count an unusable figure of a store once, and log the first."""
@@ -174,10 +177,6 @@ class Recorder:
         """Return the changes since the last drain, or None; a gauge only if it changed, then for every rank."""
         with self._lock:
             data, self._pending = self._pending, {}
-            if "stored_bytes||" in data and self._rank == 0:
-                data["ratio||"] = self._totals["ratio||"] = (
-                    self._totals.get("raw_bytes||", 0) / self._totals["stored_bytes||"]
-                )
             for gauge in {key.rpartition("|")[0] for key in data if not key.endswith("|")}:
                 keys = [f"{gauge}|{rank}" for rank in self._ranks]
                 data |= {key: self._totals[key] for key in keys if key in self._totals}
@@ -267,8 +266,7 @@ _LOSSES = {
     "store_errors": "store errors",
     "store_skipped": "operations skipped while a store was down",
     "dropped": "chunks dropped by a store",
-    "stores_skipped": "chunks not stored because too many waited",
-    "lost": "chunks lost because the engine stopped before they were stored",
+    "stores_skipped": "chunks not stored",
 }
 
 

@@ -43,6 +43,7 @@ from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
 from cuvee.integrations.vllm.scheduler_state import NOTHING, PATIENCE, KnownEntries, SchedulerState, Tracked
 from cuvee.integrations.vllm.scheduler_targets import SchedulerTargets
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.vllm.store_troubles import StoreTroubles
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -79,8 +80,7 @@ class SchedulerSide:
     ) -> None:
         options = setup.options
         self._recorder = recorder
-        self._own_store = own_store
-        self._troubles: dict[str, tuple[int, int]] = {}  # errors and skipped operations by tier, as counted so far
+        self._troubles = StoreTroubles(store, recorder) if own_store else None
         self._step = 0
         self._confirmed = 0  # all ranks have ended this step and all steps before it
         self._guard = Guard(recorder)
@@ -95,8 +95,7 @@ class SchedulerSide:
                 options.blend, identity, setup.block_tokens, self._lookups, state.overdue, recorder,
                 options.lookup_timeout, options.decide == "always", prefill, state.positions, separator, breaks, clock,
             )  # fmt: skip
-        known = KnownEntries(state)
-        self._known = known
+        self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._rates = Rates(state, prefill)
         self._events = SchedulerEvents(setup.shards, make_events)
@@ -166,14 +165,8 @@ class SchedulerSide:
         tracked.computed = 0  # any blocks it had before were other ones
         if tokens:
             self._blends.allocate(tracked, blocks)
-            aim = self._targets.loading(tracked, partial(self._queued, tracked), self._rates.prefill)
+            aim = self._targets.loading(tracked, partial(self._requests.queued, tracked), self._rates.prefill)
             self._loads.allocate(tracked, blocks, tokens, others, aim)
-
-    def _queued(self, tracked: Tracked) -> int:
-        """Return how many tokens of prompts that have begun are still to be computed."""
-        left = (other.request.num_prompt_tokens - other.computed for other in self._requests.tracked.values()
-                if other is not tracked and other.computed)  # fmt: skip
-        return sum(max(tokens, 0) for tokens in left)
 
     def told(self, request: Any) -> dict[str, Any] | None:
         """Return what the client of a request learns of its blend, or of its planned load; None: there was neither."""
@@ -277,10 +270,7 @@ class SchedulerSide:
         for digest in report.unsaved:
             self._known.forget(digest)
         with self._guard("take"):
-            for digest in report.unsaved:
-                self._events.not_stored(digest)
-            for digest in report.stored:
-                self._events.stored(digest)
+            self._events.reported(report)
         with self._guard("take"):
             if report.failed:
                 self._prefixes.distrust()
@@ -288,8 +278,8 @@ class SchedulerSide:
             if report.metrics is not None:
                 self._recorder.absorb(report.metrics)
         with self._guard("take"):
-            if self._own_store:
-                self._count_troubles()
+            if self._troubles is not None:
+                self._troubles.count()
         with self._guard("take"):
             self._rates.take(report)
         with self._guard("take", self._stop):
@@ -408,12 +398,3 @@ class SchedulerSide:
         self._requests.rename()
         for request_id in list(self._requests.tracked):
             self._give_up(request_id)
-
-    def _count_troubles(self) -> None:
-        """Count the store's errors and skipped operations since the last call."""
-        for tier, now in self._state.store.counters().items():
-            before = self._troubles.get(tier, (0, 0))
-            self._troubles[tier] = now.errors, now.skipped
-            for name, value, last in zip(("store_errors", "store_skipped"), self._troubles[tier], before, strict=True):
-                # A value below the last one means that the store was opened anew.
-                self._recorder.count(name, value - last if value >= last else value, tier)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cuvee.integrations.vllm.messages import Save
+from cuvee.integrations.vllm.messages import Report, Save
 
 _MOST = 1 << 16  # chunks that are remembered: of older ones it is not reported that they are gone
 
@@ -54,6 +54,13 @@ class SchedulerEvents:
             if pair is not None:
                 self._planned[entry.digest] = pair, self._shards
                 _bound(self._planned)
+
+    def reported(self, report: Report) -> None:
+        """Note what a rank has stored, and what it has not."""
+        for digest in report.unsaved:
+            self.not_stored(digest)
+        for digest in report.stored:
+            self.stored(digest)
 
     def stored(self, digest: bytes) -> None:
         """Note that one more rank has stored its part of an entry."""

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from cuvee.integrations.adapters import AdapterFiles, Adapters
+from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.media_names import MediaNames
 from cuvee.integrations.vllm.messages import Report
 from cuvee.integrations.vllm.request_params import may_store
@@ -44,7 +45,7 @@ class Requests:
         self.tracked: dict[str, Tracked] = {}
         self.uncached: set[str] = set()
         self._media_names = MediaNames()
-        self._warned: set[str] = set()
+        self._once = Once(logger)
         self._scopes: dict[str, tuple[Scope, AdapterFiles | None]] = {}  # of requests that may be cached, by id
 
     def begin(self, request: Any) -> Tracked:
@@ -52,10 +53,13 @@ class Requests:
         stores = may_store(request.kv_transfer_params)
         adapter, unstored = self._scopes[request.request_id][1], "" if stores else "asked"
         tracked = Tracked(request, self.tenant(request), self.chain(request), unstored=unstored, adapter=adapter)
-        if not stores:
-            self._state.recorder.count("unstored_requests")
         self.tracked[request.request_id] = tracked
         return tracked
+
+    def queued(self, tracked: Tracked) -> int:
+        """Return how many tokens of other prompts that have begun are still to be computed."""
+        begun = [other for other in self.tracked.values() if other is not tracked and other.computed]
+        return sum(max(other.request.num_prompt_tokens - other.computed, 0) for other in begun)
 
     def end(self, request_id: str) -> None:
         """Forget a request."""
@@ -138,15 +142,11 @@ class Requests:
         if not 0 <= start < start + tokens <= request.num_prompt_tokens:
             return None
         if not content or not self._state.encodes:
-            self._warn(
+            self._once(
                 "media",
-                "a request is not cached, because what its images hold is not known here: a client gave two images one "
-                "name, another engine encoded them, or they are in shared memory (--mm-processor-cache-type shm)",
+                "cuvee: a request is not cached, because what its images hold is not known here: a client gave two "
+                "images one name, another engine encoded them, or they are in shared memory "
+                "(--mm-processor-cache-type shm)",
             )
             return None
         return Media(start, start + tokens, content)
-
-    def _warn(self, about: str, message: str, *values: Any) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            logger.warning(f"cuvee: {message} (said once)", *values)

@@ -128,7 +128,7 @@ class SchedulerSaves:
         if not dropped:
             return list(saves)
         self.forget(dropped)
-        self._state.recorder.count("stores_out_of_window", len(dropped))
+        self._state.recorder.count("stores_skipped", len(dropped), "window")
         return [save for save in saves if save not in dropped]
 
     def _last_tail(self, tracked: Tracked, blocks: Sequence[int], others: Sequence[Sequence[int]]) -> list[Save]:

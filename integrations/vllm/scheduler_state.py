@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuvee.integrations.adapters import AdapterFiles
+from cuvee.integrations.entry_keys import EntryKeys
+from cuvee.integrations.guard import Once
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
@@ -20,7 +22,7 @@ from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.naming.identity import PrefixChain, store_key
+from cuvee.naming.identity import PrefixChain
 
 logger = logging.getLogger(__name__)
 
@@ -160,22 +162,20 @@ class SchedulerState:
         self.parts = 1 + setup.options.refinements
         self.predicts = setup.predicts
         self.shards = setup.shards
-        self._key_ids = setup.options.key_ids() or (b"",)
+        self._keys = EntryKeys(setup.options.key_ids())
         self.store = store
         self.recorder = recorder
         self.clock = clock
         self.patience = PATIENCE
-        self._told: set[str] = set()
+        self._once = Once(logger)
 
     def not_stored(self, reason: str, tokens: int) -> None:
         """Count tokens that are not stored for a reason of `UNSTORED`, and log each reason once."""
         if tokens <= 0:
             return
         self.recorder.count("unstored_tokens", tokens, reason)
-        if reason not in self._told:
-            self._told.add(reason)
-            level = logging.WARNING if reason in ("positions", "overwritten") else logging.INFO
-            logger.log(level, "cuvee: %d tokens are not stored: %s (logged once)", tokens, UNSTORED[reason])
+        level = logging.WARNING if reason in ("positions", "overwritten") else logging.INFO
+        self._once(reason, "cuvee: %d tokens are not stored: %s", tokens, UNSTORED[reason], level=level)
 
     def enable(self, enabled: bool) -> None:
         """Load and store what the engine's role allows, or nothing."""
@@ -217,15 +217,9 @@ class SchedulerState:
     def contains(self, tenant: str, digests: Sequence[bytes]) -> list[bool]:
         """Return whether every rank's part of each entry is there, with a tag of any accepted secret. Thread-safe."""
         parts = [(digest, rank) for digest in digests for rank in range(self.shards)]
-        there = [False] * len(parts)
-        for key_id in self._key_ids:
-            missing = [at for at, found in enumerate(there) if not found]
-            if not missing:
-                break
-            keys = [store_key(tenant, *parts[at], key_id) for at in missing]
-            for at, found in zip(missing, self.store.contains(keys), strict=True):
-                there[at] = found
-        return [all(there[at : at + self.shards]) for at in range(0, len(there), self.shards)]
+        of, ranks = [digest for digest, _ in parts], [rank for _, rank in parts]
+        found = self._keys.find(tenant, of, lambda _, keys: self.store.contains(keys), ranks)
+        return [all(there for _, there in found[at : at + self.shards]) for at in range(0, len(found), self.shards)]
 
 
 class KnownEntries:

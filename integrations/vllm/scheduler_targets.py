@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuvee.codec.errors import InputError
+from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.load_target import Targeted
 from cuvee.integrations.vllm.messages import Aim, Delivery
@@ -44,7 +45,7 @@ class SchedulerTargets:
         self._loading: dict[str, Tracked] = {}
         self._delivered: dict[str, list[Delivery]] = {}
         self._due: dict[int, list[Targeted]] = {}  # whose first token a step computes
-        self._warned: set[str] = set()
+        self._once = Once(logger)
 
     def begin(self, tracked: Tracked) -> None:
         """Read what a new request asks for."""
@@ -170,11 +171,8 @@ class SchedulerTargets:
     def _refuse(self, tracked: Tracked, reason: str, why: str) -> None:
         """Plan nothing for a request; count why, and log each reason once, so that clients cannot fill the log."""
         tracked.target_refused = reason
-        self._state.recorder.count("targets_refused", label=reason)
-        level = logging.DEBUG if reason in self._warned else logging.WARNING
-        self._warned.add(reason)
-        logger.log(level, "cuvee: the load of request %s is not planned: %s (logged once)",
-                   tracked.request.request_id, why)  # fmt: skip
+        self._state.recorder.count("deadlines", label="refused")
+        self._once(reason, "cuvee: the load of request %s is not planned: %s", tracked.request.request_id, why)
 
 
 def _rounded(value: float) -> float:

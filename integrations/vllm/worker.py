@@ -70,7 +70,7 @@ class WorkerSide:
         self._pools = WorkerPools(options.threads, options.load_timeout, options.store_niceness)
         self._loads = WorkerLoads(self._state, self._pools, self._guard)
         self._blends = WorkerBlends(self._state, self._loads, self._guard)
-        budget = int(options.max_pending_gb * 1e9)
+        budget = round(options.max_pending_gb * 1e9)
         self._saves = WorkerSaves(self._state, self._pools, self._guard, budget)
         self._times = StepTimes()
 
@@ -277,9 +277,7 @@ class WorkerSide:
     def _log_last(self, lost: Mapping[str, int]) -> None:
         """Log and count what no report has told the engine."""
         state = self._state
-        for where, chunks in lost.items():
-            if chunks:
-                state.recorder.count("lost", chunks, where)
+        state.recorder.count("stores_skipped", sum(lost.values()), "stopped")
         if any(lost.values()):
             logger.warning(
                 "cuvee: rank %d: %d chunks waited to be compressed and %d to be written when the engine stopped, and "

@@ -96,6 +96,8 @@ class WorkerBlends:
         recorder.count("blend_seconds", job.compute_seconds)
         # As the scheduler expected: at this cost it may be more tokens, where they are cheaper.
         job.computed = figures["blended_tokens"] - (1 - blend.cost) * figures["blend_reused_tokens"]
+        if blend.check and "blend_kl" not in figures:
+            recorder.count("failures", label="check")
         if "blend_kl" in figures and self._state.rank == 0:
             with self._state.lock:
                 self._state.report.checked.append((job.load.tenant, blend.cost, figures["blend_kl"]))

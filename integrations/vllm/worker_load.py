@@ -253,8 +253,6 @@ class WorkerLoads:
         recorder = self._state.recorder
         for tokens, count in zip(placed, parts, strict=False):
             recorder.count("loaded_at", tokens, str(count))
-        if kl is not None and parts:
-            recorder.count("load_kl", kl)
         return Delivery(load.request, load.start, tuple(placed[:kept]), parts, kl, valid >= load.exact)
 
     def _fail(self, request: str, blocks: Sequence[int]) -> None:

@@ -22,10 +22,8 @@ from cuvee.codec.errors import CuveeError
 from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.loading import Decode, Fetch, LinkRate, LoadPlanner, LoadRequest, Step
 from cuvee.integrations.vllm.messages import Aim, Entry
-from cuvee.integrations.vllm.metric_table import PARTS
 from cuvee.integrations.vllm.worker_restore import LoadJob, Planned, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
-from cuvee.naming.identity import store_key
 from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
@@ -127,7 +125,7 @@ class _Run:
     def _planner(self) -> LoadPlanner:
         """Return the planner of this load."""
         state, load, aim = self._state, self._job.load, self._aim
-        self._keys = [state.key(load.tenant, entry.digest) for entry in self._entries]
+        self._keys = [state.keys.written(load.tenant, entry.digest) for entry in self._entries]
         tiers = state.store.locate([part_key(key, number) for key in self._keys for number in range(state.parts)])
         chunks = []
         for at, entry in enumerate(self._entries):
@@ -169,7 +167,6 @@ class _Run:
             self._parts[chunk][number] = part
             self._keys[chunk] = key
             self._state.figures.observe(self._entries[chunk].tokens, number, len(part))
-            self._state.recorder.count("fetched_parts", label=PARTS[number])
         for chunk, number in missing:
             self._lack(chunk, number)
         with self._loads.lock:
@@ -206,19 +203,16 @@ class _Run:
             self._events.put(_Answer(fetch, found))
 
     def _get(self, fetch: Fetch) -> Mapping[tuple[int, int], tuple[str, bytes]]:
-        """Read parts; older secrets are tried only where the writing secret has none."""
-        state, tenant = self._state, self._job.load.tenant
-        found: dict[tuple[int, int], tuple[str, bytes]] = {}
-        for key_id in state.key_ids:
-            missing = [part for part in fetch.parts if part not in found]
-            if not missing:
-                break
-            keys = [store_key(tenant, self._entries[chunk].digest, state.rank, key_id) for chunk, _ in missing]
-            blobs = state.store.get_many([part_key(key, part[1]) for key, part in zip(keys, missing, strict=True)])
-            found.update(
-                (part, (key, blob)) for part, key, blob in zip(missing, keys, blobs, strict=True) if blob is not None
+        """Read parts."""
+        state, digests = self._state, [self._entries[chunk].digest for chunk, _ in fetch.parts]
+
+        def ask(asked: list[int], keys: list[str]) -> list[bytes | None]:
+            return state.store.get_many(
+                [part_key(key, fetch.parts[at][1]) for at, key in zip(asked, keys, strict=True)]
             )
-        return found
+
+        found = zip(fetch.parts, state.keys.find(self._job.load.tenant, digests, ask), strict=True)
+        return {part: (key, blob) for part, (key, blob) in found if blob is not None}
 
     def _decode(self, what: Decode) -> None:
         """Decode an entry into its pages, unless the load is over, and put the outcome into the queue."""

@@ -23,16 +23,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 
 from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.adapters import AdapterFolders
-from cuvee.integrations.guard import Guard
+from cuvee.integrations.chunk_io import Chunk, ChunkIO
+from cuvee.integrations.guard import Guard, Once
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark, refuse_capture, send
@@ -58,14 +58,14 @@ class WorkerSaves:
         self._pools = pools
         self._guard = guard
         self._budget = budget
-        self._refused = self._full = False  # whether it was said that a step has failed, or that too much waits
+        self._io = ChunkIO(state.codec, pools.coders)
+        self._once = Once(logger)
         self._ended = 0  # the last step that has ended well, as have all before it
         self._due = 0  # what that must be for the pages to hold what they should
         self._confirmed = 0
         self._handled: BaseException | None = None  # what the engine's caller was handling before the step
         self._unconfirmed: deque[tuple[int, Sequence[Save], PagedCache, Mark]] = deque()  # by step
         self._folders = AdapterFolders()
-        self._changed: set[str] = set()  # folders of adapters that were warned of
         # The state's lock guards these.
         self._pending = 0  # bytes of copies
         self._sizes: dict[bytes, int] = {}  # bytes of each copy, by digest
@@ -125,13 +125,11 @@ class WorkerSaves:
         """Book entries as not stored, because the engine's pages may not hold them."""
         with self._state.lock:
             self._state.report.unsaved |= {save.entry.digest for save in saves} - self._sizes.keys()
-        self._state.recorder.count("stores_skipped", len(saves))
-        if not self._refused:
-            self._refused = True
-            logger.error(
-                "cuvee: rank %d: step %d of the engine has failed, so nothing that it has computed since is stored; "
-                "start the engine anew", self._state.rank, self._ended + 1,
-            )  # fmt: skip
+        self._state.recorder.count("stores_skipped", len(saves), "failed")
+        self._once(
+            "failed", "cuvee: rank %d: step %d of the engine has failed, so nothing that it has computed since is "
+            "stored; start the engine anew", self._state.rank, self._ended + 1, level=logging.ERROR,
+        )  # fmt: skip
 
     def _submit_confirmed(self) -> None:
         """Have those copies encoded whose tokens all ranks have computed."""
@@ -151,11 +149,10 @@ class WorkerSaves:
             named = {save.adapter for save in saves if save.adapter is not None}
             stale = {files for files in named if not self._folders.holds(files)}
             kept = [save for save in saves if save.adapter not in stale]
-            for path in {files.path for files in stale} - self._changed:
-                self._changed.add(path)
-                logger.warning("cuvee: KV of an adapter is not stored, because the files in %s have changed", path)
+            for path in {files.path for files in stale}:
+                self._once(path, "cuvee: KV of an adapter is not stored, because the files in %s have changed", path)
             if stale:
-                self._state.recorder.count("stores_skipped", len(saves) - len(kept))
+                self._state.recorder.count("stores_skipped", len(saves) - len(kept), "adapter")
         with self._state.lock:
             self._state.report.unsaved.update(save.entry.digest for save in saves if save not in kept)
         return kept
@@ -179,12 +176,11 @@ class WorkerSaves:
                     admitted.append(save)
         if skipped:
             with self._guard("save"):
-                self._state.recorder.count("stores_skipped", skipped)
-            if not (self._full or self._state.closed):
-                self._full = True
-                logger.warning(
-                    "cuvee: rank %d: chunks are not stored, because those that wait to be stored fill max_pending_gb "
-                    "(said once; stores_skipped counts them)", self._state.rank,
+                self._state.recorder.count("stores_skipped", skipped, "full")
+            if not self._state.closed:
+                self._once(
+                    "full", "cuvee: rank %d: chunks are not stored, because those that wait to be stored fill "
+                    "max_pending_gb; stores_skipped counts them", self._state.rank,
                 )  # fmt: skip
         return admitted
 
@@ -244,31 +240,24 @@ class WorkerSaves:
         return [all(list(islice(there, count))) for count in counts]
 
     def _encode(self, batch: Sequence[Save], copy: PagedCache, which: Sequence[int]) -> dict[int, tuple[bytes, ...]]:
-        """Return the blob or the parts of some of a batch's entries, by their index in it; those that cannot be encoded
-        are left out.
-        """
-        begun = time.monotonic()
-        sizes = [save.entry.tokens for save in batch]
-        try:
-            rows = torch.arange(sum(sizes), device=copy.device).split(sizes)
-            chunks = PagedChunks(
-                copy,
-                [rows[at] for at in which],
-                [batch[at].entry.start for at in which],
-                tokens=[batch[at].token_ids if self._state.predicts else None for at in which],
-                following=[batch[at].following for at in which],
-            )
-            bound = [self._state.bound_to(batch[at].tenant, batch[at].entry.digest) for at in which]
-            parts = self._state.codec.encode_parts(chunks, associated_data=bound)
-        except Exception as error:
-            if len(which) == 1:
-                self._fail([batch[which[0]]], "encode", error)
-                return {}
-        else:
-            self._state.recorder.count("encode_seconds", time.monotonic() - begun)
-            return dict(zip(which, parts, strict=True))
-        # At least one entry cannot be encoded; encoding them one by one tells which.
-        return {at: blob for each in which for at, blob in self._encode(batch, copy, [each]).items()}
+        """Return the parts of those entries of a batch that can be encoded; book the others as not stored."""
+        begun, state = time.monotonic(), self._state
+        ends = list(accumulate(save.entry.tokens for save in batch))
+        chunks = []
+        for at in which:
+            save = batch[at]
+            slots = torch.arange(ends[at] - save.entry.tokens, ends[at], device=copy.device)
+            ids = save.token_ids if state.predicts else None
+            bound = state.keys.bound_to(save.tenant, save.entry.digest)
+            chunks.append(Chunk(slots, save.entry.start, ids, save.following, bound))
+        blobs: dict[int, tuple[bytes, ...]] = {}
+        for at, outcome in zip(which, self._io.encode(copy, chunks), strict=True):
+            if isinstance(outcome, Exception):
+                self._fail([batch[at]], "encode", outcome)
+            else:
+                blobs[at] = outcome
+        state.recorder.count("encode_seconds", time.monotonic() - begun)
+        return blobs
 
     def _write(self, save: Save, parts: tuple[bytes, ...]) -> None:
         with self._guard("store", partial(self._release, [save])):
@@ -277,15 +266,13 @@ class WorkerSaves:
     def _try_to_write(self, save: Save, parts: tuple[bytes, ...]) -> None:
         store, key = self._state.store, self._key(save)
         try:
-            kept = store.put_parts(key, parts) if self._state.parts > 1 else int(store.put(key, parts[0]))
+            kept = store.put_parts(key, parts)
         except Exception as error:
             self._fail([save], "store", error)
             return
         recorder = self._state.recorder
         if kept:
             recorder.count(_STORED[save.entry.kind])
-            if self._state.predicts and save.token_ids is not None and NO_TOKEN in save.token_ids:
-                recorder.count("stored_without_ids")
             recorder.count("raw_bytes", self._bytes(save.entry))
             recorder.count("stored_bytes", sum(map(len, parts[:kept])))
             for number, part in enumerate(parts):
@@ -316,7 +303,7 @@ class WorkerSaves:
                 self._state.report.stored.append(save.entry.digest)
 
     def _key(self, save: Save) -> str:
-        return self._state.key(save.tenant, save.entry.digest)
+        return self._state.keys.written(save.tenant, save.entry.digest)
 
     def _bytes(self, entry: Entry) -> int:
         """Return the size of an entry's tokens, uncompressed."""

@@ -8,6 +8,7 @@ import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
@@ -18,7 +19,6 @@ from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.part_figures import PartFigures
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.torch_threads import compute_alone
-from cuvee.naming.identity import store_key
 
 _FETCHERS = 4
 
@@ -69,7 +69,7 @@ class WorkerState:
         chunk, block: tokens per chunk, and per block of the engine.
         timeout: seconds after which a load, or a call of the store, is given up.
         codec: of this rank.
-        key_ids: ids of the secrets, that of the writing secret first; b"" stands for none.
+        keys: of the rank's entries.
         store: read and written.
         recorder: figures, drained into the reports.
         tells: whether to report what is stored.
@@ -92,7 +92,7 @@ class WorkerState:
         self.chunk, self.block = options.chunk_tokens, setup.block_tokens
         self.timeout = options.load_timeout
         self.codec = codec
-        self.key_ids = codec.key_ids or (b"",)
+        self.keys = EntryKeys(codec.key_ids, rank)
         self.store = store
         self.recorder = recorder
         self.tells = setup.tells
@@ -139,14 +139,6 @@ class WorkerState:
         if self.cache is None:
             raise RuntimeError("no pages are attached")
         return self.cache
-
-    def key(self, tenant: str, digest: bytes) -> str:
-        """Return the store key under which an entry is written, with the id of the writing secret if there is one."""
-        return store_key(tenant, digest, self.rank, self.key_ids[0])
-
-    def bound_to(self, tenant: str, digest: bytes) -> bytes:
-        """Return what a blob's tag covers besides the blob: tenant, prefix, model, adapter, quality and rank."""
-        return store_key(tenant, digest, self.rank).encode() if self.codec.key_ids else b""
 
     def slots(self, entry: Entry, placed: range | None = None) -> list[torch.Tensor]:
         """Return the slot of each of an entry's tokens in every group of layers, int64 `[T]`.

@@ -16,14 +16,12 @@ scheduler calls the tier, which returns at once and works on threads of its own:
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition
-from types import FrameType
 from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -37,14 +35,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from cuvee.codec.errors import InputError, UnsupportedModelError
-from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_config, read_layout
+from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_layout
 from cuvee.integrations.engine_config import vllm_options
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.pages import Counts, PageStores
 from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, cache_dtype, check_mapping, row_memory, row_shape
+from cuvee.integrations.vllm_tier.tier_checks import check_model, engine_config, refuse_names
 from cuvee.integrations.vllm_tier.tier_lookups import TierLookups
 from cuvee.integrations.vllm_tier.tier_metrics import DOCUMENTED, NewCounts, metric_name
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
@@ -54,7 +52,6 @@ logger = logging.getLogger(__name__)
 _ENGINE = "vllm-tier"
 _THREADS = 4  # for each kind of job; they mostly wait for the store and for the codec's threads
 _TOGETHER = 8  # runs of a job that are stored between two looks at the clock
-_FULL = "full_attention"
 
 
 class CuveeTier(SecondaryTierManager):
@@ -87,10 +84,10 @@ class CuveeTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._options = given = TierOptions.from_dict(options)
         config = offloading_spec.config
-        path, engine = given.model or str(config.model.name), _engine_config()
-        _refuse_names(engine, given)
+        path, engine = given.model or str(config.model.name), engine_config()
+        refuse_names(engine, given)
         layout = read_layout(path, cache_dtype(config))
-        _check_model(path)
+        check_model(path)
         check_uniform(layout)
         shape = row_shape(config, layout, self.block_size_bytes)
         check_mapping(layout, shape, config.parallel.tp_size, config.kv_cache_layout)
@@ -352,51 +349,3 @@ class _Ended:
     job: _Job
     good: list[bytes]
     failed: list[bytes]
-
-
-def _engine_config() -> Any:
-    """Return vLLM's configuration, which it does not tell a tier: its connector, which makes the tier, was given it."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_locals.get("vllm_config") is None:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["vllm_config"]
-
-
-def _refuse_names(engine: Any, options: TierOptions) -> None:
-    """Refuse an engine in which vLLM's names of chunks do not tell what the chunks hold.
-
-    Raises:
-        InputError: the user must say what the names do not, in `model_id`.
-        UnsupportedModelError: images, which clients may name, and which vLLM counts if nothing else needs their names.
-    """
-    if engine is None:
-        if options.model_id is None:
-            raise InputError(
-                "model_id: must be a name that changes with the weights and the engine's options, which this vLLM does "
-                "not tell, got none"
-            )
-        return
-    if engine.model_config.supports_multimodal_inputs:
-        raise UnsupportedModelError(
-            "CuveeTier does not support images and other media, whose names clients may choose: pass "
-            "--language-model-only to vLLM, or use CuveeConnector"
-        )
-    if engine.lora_config is not None and options.model_id is None:
-        raise InputError(
-            "model_id: must be a name that changes with the adapters' files, of which vLLM tells a tier only names and "
-            "paths, got none: set it, or do not serve adapters (enable_lora)"
-        )
-
-
-def _check_model(path: str) -> None:
-    """Refuse a model with windows: its chunks may lack blocks that no window reaches any more.
-
-    Raises:
-        UnsupportedModelError: some layer has a sliding window.
-    """
-    config = read_config(path)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds and getattr(config, "sliding_window", None) is not None:
-        kinds = {"sliding_attention"}
-    if kinds - {_FULL}:
-        raise UnsupportedModelError(f"CuveeTier does not support layers of {', '.join(sorted(kinds - {_FULL}))}")

@@ -25,7 +25,8 @@ from transformers import DynamicCache
 
 from cuvee.blend import chunk_cache as module
 from cuvee.blend.blender import Blender
-from cuvee.blend.chunk_cache import BlobStore, ChunkCache, ChunkCounters
+from cuvee.blend.chunk_cache import ChunkCache
+from cuvee.blend.chunk_stores import BlobStore, ChunkCounters
 from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Nothing, Random
 from cuvee.codec.chunk import KVChunk

@@ -20,14 +20,14 @@ from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint, sampled_positions
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations import checkpoint
+from cuvee.integrations import checkpoint_files
 from cuvee.integrations.checkpoint import (
     check_profile,
     checkpoint_identity,
     read_layout,
     tokenizer_identity,
-    weight_fingerprints,
 )
+from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
 PAGE = 4096
 
@@ -211,7 +211,7 @@ def test_every_tensor_of_a_large_file_is_sampled(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     sizes = [("tiny", 24), *((f"t{index}", 60_001 + index) for index in range(80)), ("last", 7)]
     at = write_safetensors(file, sizes)
-    assert file.stat().st_size > checkpoint._PAGES * PAGE
+    assert file.stat().st_size > checkpoint_files._PAGES * PAGE
     before = checkpoint_identity(tmp_path)
     for name, size in sizes:
         overwrite(file, at, b"\x01" * size)
@@ -239,7 +239,7 @@ def test_a_huge_file_costs_a_bounded_number_of_reads(
     write_safetensors(file, [(f"t{index}", 1 << 28) for index in range(16)])  # 4 GiB, sparse
     read = watch_reads(monkeypatch)
     before = checkpoint_identity(tmp_path)
-    assert 0.9 * checkpoint._PAGES < len(read) <= checkpoint._PAGES + 2
+    assert 0.9 * checkpoint_files._PAGES < len(read) <= checkpoint_files._PAGES + 2
     assert sum(read) < 3 << 20
     overwrite(file, 2 << 30, b"\x01" * (1 << 24))
     assert checkpoint_identity(tmp_path) != before

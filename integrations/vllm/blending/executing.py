@@ -152,7 +152,6 @@ class PageBlend:
         well = self._blender.agree(problem is None)
         if not well and self.checked_from is not None:  # the blend itself is good
             logger.warning("cuvee: a blend could not be checked: %s", problem or "another rank failed")
-            self.figures["blend_checks_failed"] = 1
             self.done = True
         elif problem is not None:
             raise problem
@@ -176,7 +175,6 @@ class PageBlend:
             "blended_tokens": self._end - blend.start,
             "blend_reused_tokens": int(placed.cached.sum()),
             "blend_recomputed_tokens": int((done.depth[placed.cached] > 0).sum()),
-            "blend_token_layers": int(done.depth[placed.cached].sum()) + done.query_token_layers,
         }
         if blend.check:
             yield 0  # all ranks have computed the blend: from here on, only the check can fail

@@ -27,6 +27,7 @@ from typing import Any
 from cuvee.blend.segmentation import LineBreaks, Span, split
 from cuvee.codec.errors import InputError
 from cuvee.integrations.costs import LinearCost
+from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.blending.blend_options import DEFAULT_COST, BlendOptions, BlendRequest
 from cuvee.integrations.vllm.blending.quality import COSTS, FIRST_CHECKS, BlendQuality
 from cuvee.integrations.vllm.block_names import set_apart
@@ -174,14 +175,14 @@ class BlendPlanner:
         self.pays = BlendPays(prefill)
         self.quality = BlendQuality()
         self._blends = self._checks = self._too_lossy = 0
-        self._warned: set[str] = set()
+        self._once = Once(logger)
 
     def segment(self, request: Any, tenant: str) -> Segmented | None:
         """Find a new request's segments; None: it has none, or is not cut."""
         try:
             wants = BlendRequest.of(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
-            self._warn("parameters", "request %s is not blended: %s", request.request_id, error)
+            self._once("parameters", "cuvee: request %s is not blended: %s", request.request_id, error)
             return self._refused("parameters")
         if request.lora_request is not None:  # recomputing would have to run through the adapter
             return self._refused("adapter") if wants.segments else None
@@ -244,7 +245,6 @@ class BlendPlanner:
             return NO_BLEND
         if late:
             self._overdue()
-            self._recorder.count("segments_left_out", sum(found is None for found in there), "time")
             if not any(there):
                 self.refuse(segmented, "timeout")
                 return NO_BLEND
@@ -348,15 +348,10 @@ class BlendPlanner:
             ("number", len(within) - len(longest), f"blend.most_segments is {most}; raise it, or name longer ones"),
         ):
             if left_out:
-                self._recorder.count("segments_left_out", left_out, reason)
-                self._warn(reason, "%d segments of request %s are left out: %s", left_out, request.request_id, limit)
+                self._once(
+                    reason, "cuvee: %d segments of request %s are left out: %s", left_out, request.request_id, limit
+                )
         return sorted(longest)
-
-    def _warn(self, what: str, message: str, *arguments: Any) -> None:
-        """Log a warning once per kind, so that clients cannot fill the log."""
-        level = logging.DEBUG if what in self._warned else logging.WARNING
-        self._warned.add(what)
-        logger.log(level, f"cuvee: {message} (logged once)", *arguments)
 
     def _digests(self, request: Any, tenant: str, spans: Sequence[Span]) -> list[bytes]:
         ids = request.prompt_token_ids

@@ -199,8 +199,9 @@ def _learn_from_store(
     from cuvee.calibration.corpus import model_path as find_model
     from cuvee.cli.store import shared_tiers
     from cuvee.codec.format.keys import read_secret
-    from cuvee.integrations.checkpoint import read_layout, weight_fingerprints
+    from cuvee.integrations.checkpoint import read_layout
     from cuvee.integrations.store_learning import fit_from_store
+    from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
     path = find_model(model_path)
     weights = weight_fingerprints(path)
@@ -395,9 +396,10 @@ def profile_pull(
     import torch
 
     from cuvee.calibration.corpus import model_path
-    from cuvee.integrations.checkpoint import read_layout, weight_fingerprints
+    from cuvee.integrations.checkpoint import read_layout
     from cuvee.integrations.profile_collection.collection import ProfileCollection
     from cuvee.integrations.profile_collection.location import ProfileLocation
+    from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
     check_absent(out, force)
     location = ProfileLocation.parse(where)

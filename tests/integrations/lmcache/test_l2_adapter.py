@@ -733,7 +733,7 @@ def test_the_least_used_objects_are_forgotten_if_there_are_too_many(
         )
     )
     m.save([4])
-    assert gone == [object_key(2)] and len(m.adapter._sizes) == 3
+    assert gone == [object_key(2)] and m.adapter.report_status()["stored_object_count"] == 3
     assert not m.adapter._deleting and len(store.entries) == 4
     assert m.load([2]) == [2] and m.found([1, 2, 3, 4]) == [1, 2, 3, 4]
 
@@ -813,13 +813,13 @@ def test_later_chunks_of_a_task_are_known_to_follow(
 ) -> None:
     learned = Learned(tmp_path, memory)
     told: dict[int, int] = {}
-    encode = Codec.encode
+    encode = Codec.encode_parts
 
-    def noting(self: Codec, chunks: PagedChunks, **given: Any) -> list[bytes]:
+    def noting(self: Codec, chunks: PagedChunks, **given: Any) -> Any:
         told[chunks.starts[0]] = (chunks.following or [-1])[0]
         return encode(self, chunks, **given)
 
-    monkeypatch.setattr(Codec, "encode", noting)
+    monkeypatch.setattr(Codec, "encode_parts", noting)
     keys = [object_key(0), object_key(1), object_key(7, cache_salt="other"), object_key(2)]
     task = learned.memory.adapter.submit_store_task(keys, [learned.object(number) for number in (0, 1, 7, 2)])
     assert learned.memory.stored(task) > 0

@@ -32,10 +32,10 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.profile_file import VERSION, metadata_of, sealed
-from cuvee.integrations.checkpoint import WeightFingerprints, weight_fingerprints
 from cuvee.integrations.profile_collection import collection as module
 from cuvee.integrations.profile_collection.collection import ProfileCollection, PulledProfile, find_profile
 from cuvee.integrations.stores.base import StoreError
+from cuvee.integrations.weight_fingerprints import WeightFingerprints, weight_fingerprints
 
 OF_MODEL = WeightFingerprints((WEIGHTS,))
 LAYOUT_NAME = LAYOUT.fingerprint.hex()

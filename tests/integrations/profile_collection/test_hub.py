@@ -17,9 +17,9 @@ from tests.integrations.stores.fake_http import answer
 from tests.integrations.stores.loopback import Said
 
 from cuvee.codec.errors import FormatError
-from cuvee.integrations.checkpoint import WeightFingerprints
 from cuvee.integrations.profile_collection.collection import ProfileCollection, PulledProfile
 from cuvee.integrations.stores.base import StoreError
+from cuvee.integrations.weight_fingerprints import WeightFingerprints
 
 WHERE = f"hf://{REPOSITORY}"
 

@@ -31,9 +31,9 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.models.rope import rotate
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.checkpoint import weight_fingerprints
 from cuvee.integrations.pages import PageStore
 from cuvee.integrations.profile_collection.collection import ProfileCollection
+from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
 pytestmark = need_sglang
 

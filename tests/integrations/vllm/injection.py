@@ -27,7 +27,7 @@ SCHEDULER = (
     "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_rates.pays", "_state.usable",
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
     "_prefixes._tail_sizes", "_prefixes._answer", "_prefixes._find", "_lookups._contains", "_lookups.begin",
-    "_lookups._pool.submit", "_count_troubles", "_saves.completed", "_saves._segments", "_saves._tail",
+    "_lookups._pool.submit", "_troubles.count", "_saves.completed", "_saves._segments", "_saves._tail",
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
     "_blends.budget", "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over",
     "_blends.drop", "_state.clock", "_events.planned", "_events.stored", "_events.not_stored", "_events.gone",
@@ -38,10 +38,11 @@ SCHEDULER = (
 )  # fmt: skip
 WORKER = (
     "_loads._try_to_load", "_loads._place", "_blends._slice", "_blends._blended", "_loads._restorer.fetched",
-    "_loads._restorer._get", "_state.bound_to", "_loads._restorer.restore", "_loads._restorer._decode",
-    "_loads._restorer._in_a_row", "_loads._restorer._open", "_loads._restorer.discard", "_loads._book",
+    "_loads._restorer._get", "_state.keys.bound_to", "_loads._restorer.restore", "_loads._restorer._decode",
+    "_loads._restorer._io.in_a_row", "_loads._restorer._io.open_all", "_loads._restorer._io.open_parts",
+    "_loads._restorer._io.place", "_loads._restorer.discard", "_loads._book", "_state.keys.find", "_saves._io.encode",
     "_loads._count_load", "_saves._copy", "_saves._try_to_save", "_saves._encode", "_saves._try_to_write",
-    "_saves._fail", "_saves._bytes", "_saves._key", "_state.key", "_state.slots",
+    "_saves._fail", "_saves._bytes", "_saves._key", "_state.keys.written", "_state.slots",
     "_pools.loaders.submit", "_pools.fetchers.submit", "_pools.encoders.submit", "_pools.writers.submit",
     "_state.recorder.count", "_state.recorder.gauge", "_state.recorder.record_store", "_state.recorder.drain",
     "_state.store.overdue", "_state.store.counters", "_state.store.contains", "_state.store.get_many",

@@ -263,7 +263,7 @@ def test_a_piece_that_goes_on_behind_the_load_is_cut(bench: Callable[..., Bench]
 
 
 def test_many_pieces_are_fetched_in_parts(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.vllm.worker_restore._FETCH_ENTRIES", 2)
+    monkeypatch.setattr("cuvee.integrations.chunk_io.BATCH", 2)
     b = bench()
     store_segments(b, (5, 7), (31, 9), (64, 6), (90, 8))
     pieces = [b.piece(5, 7, 17), b.piece(31, 9, 24), b.piece(64, 6, 36), b.piece(90, 8, 43)]
@@ -583,7 +583,7 @@ def test_a_chunk_that_is_gone_leaves_what_is_before_it(bench: Callable[..., Benc
 def test_the_last_of_many_pieces_that_is_gone_leaves_the_exact_prefix(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cuvee.integrations.vllm.worker_restore._FETCH_ENTRIES", 1)
+    monkeypatch.setattr("cuvee.integrations.chunk_io.BATCH", 1)
     b = bench()
     store_segments(b, (5, 7), (31, 9), (64, 6))
     del b.store.entries[b.segment_key(64, 6)]

@@ -92,7 +92,7 @@ def engines(folder: Path, model: Path, learned: Profile) -> dict[str, Ran]:
     with_ids = cuvee(f"file://{folder / 'ids-store'}", chunk_tokens=64, min_tokens=32, **lossy)
     told = Step([TOLD], max_tokens=ANSWER, until=("vllm:cuvee_stored_tails", 1))
     private = Step(
-        [PRIVATE], max_tokens=ANSWER, params=[{"cuvee": {"store": False}}], until=("vllm:cuvee_unstored_requests", 1)
+        [PRIVATE], max_tokens=ANSWER, params=[{"cuvee": {"store": False}}], until=("vllm:cuvee_unstored_tokens", 1)
     )
     first = run_engines(
         folder / "first",

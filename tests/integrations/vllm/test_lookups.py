@@ -326,8 +326,6 @@ def test_a_big_prompt_is_no_outage(desk: Callable[..., Desk]) -> None:
     told = d.side.told(request)
     assert told is not None and told["reused_tokens"] > 0 and tokens > 0, "what was found in time is used"
     assert asked // 2 < told["reused_tokens"] / 4 <= asked
-    left_out = d.recorder.totals()["segments_left_out", "time"]
-    assert left_out == 800 - told["reused_tokens"] / 4
     calls, d.now = len(counted), 1000.0  # the store is as quick as at first
     assert d.matched(victim) == (96, True)
     victims = len(counted)

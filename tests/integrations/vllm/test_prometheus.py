@@ -104,7 +104,6 @@ def check_what_is_recorded_is_rendered() -> None:
         sample("hits_total", tier="disk"): 2,
         sample("misses_total", tier="memory"): 2,
         sample("queue_depth"): 4,
-        sample("ratio"): 4,
         sample("break_even_tokens"): float("inf"),
         sample("load_tokens_per_second"): 9e4,
         sample("load_seconds_bucket", le="0.01"): 0,

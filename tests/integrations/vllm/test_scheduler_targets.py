@@ -137,7 +137,7 @@ def test_malformed_targets_are_refused_and_the_request_is_served(
     assert loading(d, request).aim is None
     assert d.side.told(request) == {"refused": "parameters"}
     assert "kv_transfer_params.cuvee" in caplog.text and len(caplog.text) < 1000
-    assert d.recorder.totals()["targets_refused", "parameters"] == 1
+    assert d.recorder.totals()["deadlines", "refused"] == 1
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_without_a_target_no_request_is_counted(desk: Callable[..., Desk]) -> No
         counted.append(tracked.request.request_id)
         return 5
 
-    d.side._queued = queued  # type: ignore[method-assign]
+    d.side._requests.queued = queued  # type: ignore[method-assign]
     assert loading(d, asking(name="a")).aim is None
     aim = loading(d, asking(name="b", deadline_ms=5000)).aim
     assert aim is not None and aim.queued == 5 and counted == ["b"]

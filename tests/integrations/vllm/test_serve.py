@@ -80,7 +80,6 @@ def what_the_operator_sees(server: Server) -> None:
     assert server.metric("vllm:external_prefix_cache_hits_total") == 3 * CACHED
     raw, coded = (server.metric(f"vllm:cuvee_{kind}_bytes_total") for kind in ("raw", "stored"))
     assert 0 < coded < raw
-    assert server.metric("vllm:cuvee_ratio") == pytest.approx(raw / coded)
     assert server.metric("vllm:cuvee_failures_total") == 0
 
 

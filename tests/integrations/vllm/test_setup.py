@@ -27,12 +27,12 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.setting import warn_of_no_promise
 from cuvee.integrations import checkpoint as checkpoint_module
-from cuvee.integrations.checkpoint import weight_fingerprints
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm import setup
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.setup import Setup, stop_advice
+from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
 CONFIG = LlamaConfig(
     vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -169,7 +169,7 @@ def test_the_default_store_is_one_that_all_ranks_reach(
     free: float, gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(setup, "_SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(setup.shutil, "disk_usage", lambda path: SimpleNamespace(total=free))
+    monkeypatch.setattr("cuvee.integrations.vllm.setup.shutil.disk_usage", lambda path: SimpleNamespace(total=free))
     (url,) = Setup.of_engine(*_engine(parallel__distributed_executor_backend="mp")).options.store
     assert url == f"file://{tmp_path}/cuvee-{os.getuid()}?max_gb={gb:g}"
     assert ("--shm-size" in caplog.text) == (gb < 4)

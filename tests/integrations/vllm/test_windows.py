@@ -127,7 +127,7 @@ def test_chunks_of_which_a_layer_has_dropped_a_part_are_not_stored(desk: Callabl
     plan = d.plan((request, 2 * CHUNK, 2 * CHUNK + 3))
     assert [save.entry.start // CHUNK for save in plan.saves] == [2, 3]
     assert [save.entry.others for save in plan.saves] == [((121, 122),), ((123, 124),)]
-    assert d.recorder.totals()["stores_out_of_window", ""] == 2
+    assert d.recorder.totals()["stores_skipped", "window"] == 2
     d.side.finished(request, *d.tables[:1], d.tables[1:])
     d.tables = (list(range(100, 110)), list(range(120, 130)))
     request = make_request("again", tokens=4 * CHUNK + 3)

@@ -428,8 +428,7 @@ def test_a_failed_put_is_counted_and_reported(bench: Callable[..., Bench]) -> No
 
 
 def test_values_that_cannot_be_coded_are_not_stored(bench: Callable[..., Bench]) -> None:
-    b = bench(quality="balanced")
-    b.worker._state.codec = Codec(fitted_to(LAYOUT), "balanced")
+    b = bench(codec={"quality": "balanced"})
     b.worker.save(b.saves([0, 1], range(1)))  # pages of NaN
     b.drain()
     assert b.store.entries == {}
@@ -602,7 +601,7 @@ def test_copies_have_a_budget(bench: Callable[..., Bench], caplog: pytest.LogCap
     b.drain()
     assert set(b.store.entries) == {b.key(0), b.key(1)}
     assert b.worker.report(1).unsaved == {b.digests[2], b.digests[3]}
-    assert b.counts()["stores_skipped"] == 2 and caplog.text.count("fill max_pending_gb") == 1
+    assert b.counts()["stores_skipped{full}"] == 2 and caplog.text.count("fill max_pending_gb") == 1
     b.worker.save(b.saves(blocks, range(2, 4)))
     b.drain()
     assert len(b.store.entries) == 4, "the budget is free again"
@@ -615,7 +614,7 @@ def test_ranks_have_keys_of_their_own(bench: Callable[..., Bench]) -> None:
 
 
 def test_long_loads_come_in_several_fetches(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.vllm.worker_restore._FETCH_ENTRIES", 3)
+    monkeypatch.setattr("cuvee.integrations.chunk_io.BATCH", 3)
     b = bench()
     b.store_all()
     blocks = list(range(23, 7, -1))
@@ -650,7 +649,7 @@ def test_nothing_is_stored_of_a_step_whose_forward_raised_nor_of_later_ones(
     assert b.store.entries == good and set(good) == {b.key(0), b.key(1)}
     unsaved = b.worker.report(4).unsaved
     assert set(b.digests[2:]) < unsaved and len(unsaved) == 8 and not set(b.digests[:2]) & unsaved
-    assert b.counts()["stores_skipped"] == 8
+    assert b.counts()["stores_skipped{failed}"] == 8
     assert caplog.text.count("step 2 of the engine has failed") == 1
 
 
@@ -712,7 +711,7 @@ def test_several_ranks_store_only_what_all_of_them_have_computed(
     wait_until(lambda: len(b.store.entries) == 6, "three steps and a tail are stored")
     b.worker.close()
     assert set(b.store.entries) > {b.key(chunk) for chunk in range(5)} and b.key(5) not in b.store.entries
-    assert b.counts()["lost{encode}"] == 1 and "other ranks may not have computed them" in caplog.text
+    assert b.counts()["stores_skipped{stopped}"] == 1 and "other ranks may not have computed them" in caplog.text
 
 
 def test_close_finishes_what_is_being_stored(bench: Callable[..., Bench]) -> None:
@@ -751,9 +750,9 @@ def test_close_is_bounded_and_says_what_is_lost(
     assert hangs.wait(10)
     with caplog.at_level("INFO", logger="cuvee"):
         _in_time(b.worker.close)
-    assert b.counts()["lost{encode}"] == 4
+    assert b.counts()["stores_skipped{stopped}"] == 4
     assert "4 chunks waited to be compressed" in caplog.text and "close_timeout=0.3" in caplog.text
-    assert "4 chunks lost because the engine stopped" in caplog.text, "in the summary, too"
+    assert "4 chunks not stored" in caplog.text, "in the summary, too"
     go.set()
     _in_time(b.worker.close)
 
@@ -780,7 +779,7 @@ def test_what_a_store_could_not_write_behind_is_lost(
     b.drain()
     assert hangs.wait(10)
     _in_time(b.worker.close)
-    assert b.counts()["lost{store}"] == 4 and "lost{encode}" not in b.counts()
+    assert b.counts()["stores_skipped{stopped}"] == 4
     assert "4 to be written" in caplog.text
     go.set()
     tiers.close()
@@ -992,7 +991,7 @@ def test_a_tail_takes_its_own_share_of_the_budget(bench: Callable[..., Bench]) -
     go.set()
     b.drain()
     assert b.worker._saves._pending == 0
-    assert b.counts()["stores_skipped"] == 1
+    assert b.counts()["stores_skipped{full}"] == 1
     assert (b.counts()["stored_chunks"], b.counts()["stored_tails"]) == (1, 1)
 
 

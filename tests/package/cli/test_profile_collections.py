@@ -13,7 +13,8 @@ from tests.package.cli.running import fails, misused, run
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.checkpoint import read_layout, weight_fingerprints
+from cuvee.integrations.checkpoint import read_layout
+from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
 MODEL = "books-3m"
 

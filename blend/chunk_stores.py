@@ -1,0 +1,80 @@
+"""What a store must have that `ChunkCache` keeps blobs in, and what `ChunkCache` counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from cuvee.codec.errors import InputError
+from cuvee.naming.part_keys import MAX_PARTS
+
+
+class BlobStore(Protocol):
+    """A store for `ChunkCache`, used from several threads; all of `cuvee.integrations.stores` fit."""
+
+    def get(self, key: str) -> bytes | None:
+        """Return the blob of `key`, or None."""
+        ...
+
+    def put(self, key: str, blob: bytes) -> bool:
+        """Keep `blob` under `key` in place of an older one; return whether it was kept."""
+        ...
+
+    def delete(self, key: str) -> bool:
+        """Delete an entry; return whether it existed."""
+        ...
+
+
+@runtime_checkable
+class PartStore(BlobStore, Protocol):
+    """A store for a `ChunkCache` whose codec has refinements; all of `cuvee.integrations.stores` fit."""
+
+    def get_parts(self, keys: Sequence[str], most: int) -> list[tuple[bytes, ...]]:
+        """Return at most `most` parts of each chunk, up to the first that is missing; none without a base."""
+        ...
+
+    def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
+        """Keep the parts of a chunk, base first; return how many were kept."""
+        ...
+
+    def delete_parts(self, key: str, first: int) -> bool:
+        """Delete the parts of a chunk from number `first` on; return whether any existed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCounters:
+    """Counts of a `ChunkCache` since it was made.
+
+    Attributes:
+        hits: chunks from the store, or from another thread that was computing them.
+        misses: chunks that were computed.
+        stored: computed chunks that the store kept.
+        rejected: entries that were damaged or did not match their key, and refinements that did not match their base.
+            They were deleted, and chunks without a base recomputed.
+        errors: failed operations of the store.
+        hits_by_parts: how many of the hits had one part and both, which tells their quality; zeros if the codec
+            has no refinements.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    rejected: int = 0
+    errors: int = 0
+    hits_by_parts: tuple[int, ...] = (0,) * MAX_PARTS
+
+
+def check_part_store(store: BlobStore) -> PartStore:
+    """Return a store if it keeps parts.
+
+    Raises:
+        InputError: it does not.
+    """
+    if not isinstance(store, PartStore):
+        raise InputError(
+            "store: must have get_parts, put_parts and delete_parts for a codec with refinements, as the stores of "
+            f"cuvee.integrations.stores do, got {type(store).__name__}"
+        )
+    return store

@@ -1,0 +1,266 @@
+"""The pipeline under all adapters: chunks of an engine's pages to entries of a store, and back.
+
+    pages ──encode──> blobs ──> entries           a batch at once; chunk by chunk if that fails
+    names ──fetch_ahead──> entries                some at a time; the next ones while these are decoded
+    entries ──open_all──> ──place──> pages        in order, up to the first that fails
+
+An entry is a blob, or a base and its refinement. One whose refinement is damaged is restored without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CorruptError, CuveeError
+from cuvee.codec.open_blob import Bytes, Expected, OpenBlob
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
+from cuvee.integrations.stores.threads import ThreadPool
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+N = TypeVar("N")
+A = TypeVar("A")
+
+BATCH = 8  # entries that are fetched, or chunks that are encoded, at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk to encode.
+
+    Attributes:
+        slots: int64 `[T]`, where its tokens are in the cache.
+        start: position of its first token.
+        token_ids: of its tokens, as in `Codec.encode`; None: not known.
+        following: number of tokens that are known to follow, as in `KVChunk`.
+        bound: what its tag covers besides the blob (`EntryKeys.bound_to`).
+    """
+
+    slots: torch.Tensor
+    start: int
+    token_ids: object
+    following: int
+    bound: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An entry as the store has it.
+
+    Attributes:
+        parts: its blob, or its base and refinements.
+        bound: what its tag covers besides the blob.
+        expected: what it must hold.
+        name: of the entry in messages.
+    """
+
+    parts: Sequence[Bytes]
+    bound: bytes
+    expected: Expected
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An entry whose headers and tag are sound, and the blob of as many of its parts as are."""
+
+    entry: Stored
+    blob: OpenBlob
+
+
+class Writer(Protocol):
+    """Writes a blob to pages that `Codec.decode_paged` cannot address."""
+
+    def __call__(self, blob: OpenBlob, slots: Sequence[torch.Tensor], start: int | None, /) -> None:
+        """Decode a blob to its slots of each group of layers, from this position on.
+
+        Raises:
+            CuveeError: the blob is damaged.
+        """
+        ...
+
+
+class ChunkIO:
+    """Codes chunks of one rank. Safe to call from several threads.
+
+    Args:
+        codec: of the rank.
+        coders: threads that open, and on the CPU decode, several entries at once.
+    """
+
+    def __init__(self, codec: Codec, coders: ThreadPool) -> None:
+        self.codec = codec
+        self._coders = coders
+
+    def encode(self, cache: PagedCache, chunks: Sequence[Chunk]) -> list[tuple[bytes, ...] | Exception]:
+        """Return the parts of each chunk, or why it cannot be encoded. Works on this thread, and its stream."""
+        try:
+            paged = PagedChunks(
+                cache, [chunk.slots for chunk in chunks], [chunk.start for chunk in chunks],
+                tokens=[chunk.token_ids for chunk in chunks], following=[chunk.following for chunk in chunks],
+            )  # fmt: skip
+            return [*self.codec.encode_parts(paged, associated_data=[chunk.bound for chunk in chunks])]
+        except Exception as error:
+            if len(chunks) == 1:
+                return [error]
+        return [outcome for chunk in chunks for outcome in self.encode(cache, [chunk])]  # tells which
+
+    def open(self, entry: Stored) -> Opened:
+        """Open an entry from as many of its parts as are sound; decoding verifies the rest.
+
+        Raises:
+            CuveeError: the base belongs to another entry, is damaged, or has no valid tag.
+        """
+        for count in range(len(entry.parts), 1, -1):
+            try:
+                return Opened(entry, self.open_parts(entry, count))
+            except CuveeError as error:
+                logger.debug("cuvee: a part of an entry is left out: %s", error)
+        return Opened(entry, self.open_parts(entry, 1))
+
+    def open_parts(self, entry: Stored, count: int) -> OpenBlob:
+        """Open an entry from its first `count` parts.
+
+        Raises:
+            CuveeError: one of them belongs to another entry, is damaged, or has no valid tag.
+        """
+        base, *refinements = entry.parts[:count]
+        try:
+            return self.codec.open(base, refinements=refinements, associated_data=entry.bound, expected=entry.expected)
+        except CorruptError as error:
+            raise CorruptError(f"{entry.name}: {error}") from error
+
+    def open_all(self, entries: Iterable[Stored]) -> tuple[list[Opened], CuveeError | None]:
+        """Return the entries up to the first that cannot be opened, and its error."""
+        return self.in_a_row(partial(self.open, entry) for entry in entries)
+
+    def place(
+        self,
+        cache: PagedCache,
+        entries: Sequence[Opened],
+        slots: Sequence[Sequence[torch.Tensor]],
+        starts: Sequence[int] | None = None,
+        layers: range | None = None,
+        write: Writer | None = None,
+    ) -> tuple[list[OpenBlob], CuveeError | None]:
+        """Decode entries into their slots: on a device on this thread's stream, on the CPU in the threads.
+
+        Args:
+            cache: the engine's pages.
+            entries: from `open`.
+            slots: of each entry, int64 `[T]` on the cache's device; of each group of layers if there is a writer.
+            starts: of each entry, the position that its first token gets; default: that at which it was encoded.
+            layers: as in `Codec.decode_paged`.
+            write: in place of the codec.
+
+        Returns:
+            the blobs that were decoded, up to the first entry that failed, and the error of that one. Nothing writes to
+            the pages any more.
+        """
+        if not entries:
+            return [], None
+        several = [
+            partial(self._place, cache, *each, None if starts is None else starts[at], layers, write)
+            for at, each in enumerate(zip(entries, slots, strict=True))
+        ]
+        if not self.codec.on_device(cache.device):
+            return self.in_a_row(several)
+        if write is None:
+            blobs = [entry.blob for entry in entries]
+            try:
+                self.codec.decode_paged(blobs, cache, [at for (at,) in slots], starts, layers).check()
+                return blobs, None
+            except CuveeError:
+                pass  # one entry is damaged; decoding them one by one tells which
+        done: list[OpenBlob] = []
+        for work in several:  # on this thread's stream
+            try:
+                done.append(work())
+            except CuveeError as error:
+                return done, error
+        return done, None
+
+    def _place(
+        self,
+        cache: PagedCache,
+        opened: Opened,
+        slots: Sequence[torch.Tensor],
+        start: int | None,
+        layers: range | None,
+        write: Writer | None,
+    ) -> OpenBlob:
+        """Decode an entry from as many of its parts as are sound; return the blob of these."""
+        blob = opened.blob
+        while True:
+            try:
+                self.write(cache, blob, slots, start, layers, write)
+                return blob
+            except CuveeError as error:
+                if not blob.refinements or not error.blames_blob:
+                    raise
+                blob = self.open_parts(opened.entry, len(blob.refinements))
+
+    def write(
+        self,
+        cache: PagedCache,
+        blob: OpenBlob,
+        slots: Sequence[torch.Tensor],
+        start: int | None = None,
+        layers: range | None = None,
+        write: Writer | None = None,
+    ) -> None:
+        """Decode one blob into its slots, on this thread and its stream; the arguments are those of `place`.
+
+        Raises:
+            CuveeError: the blob is damaged.
+        """
+        if write is not None:
+            write(blob, slots, start)
+        else:
+            self.codec.decode_paged([blob], cache, slots, None if start is None else [start], layers).check()
+
+    def in_a_row(self, works: Iterable[Callable[[], T]]) -> tuple[list[T], CuveeError | None]:
+        """Return the results up to the first work that failed, and its error. All works have ended on return, and also
+        when another error is raised.
+        """
+        jobs: list[Future[T]] = []
+        try:
+            jobs.extend(self._coders.submit(work) for work in works)
+        finally:
+            wait(jobs)  # in any case, since they write the engine's pages
+        results: list[T] = []
+        for job in jobs:
+            try:
+                results.append(job.result())
+            except CuveeError as error:
+                return results, error
+        return results, None
+
+
+def fetch_ahead(
+    pool: ThreadPool, ask: Callable[[Sequence[N]], T], names: Sequence[N], answer: Callable[[Future[T]], A]
+) -> Iterator[tuple[Sequence[N], A]]:
+    """Yield names and what the store says of them, some at a time; the next ones are asked for meanwhile.
+
+    Args:
+        pool: threads that wait for the store.
+        ask: asks the store.
+        names: what to ask for.
+        answer: waits for an answer, as long as the caller likes; what it raises ends this.
+    """
+    batches = [names[first : first + BATCH] for first in range(0, len(names), BATCH)]
+    following = [pool.submit(ask, batch) for batch in batches[:1]]
+    for number, batch in enumerate(batches):
+        found = answer(following.pop())
+        following += [pool.submit(ask, each) for each in batches[number + 1 : number + 2]]
+        yield batch, found

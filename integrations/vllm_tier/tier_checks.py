@@ -1,0 +1,61 @@
+"""What the tier refuses, and the configuration of the engine by which it does."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.integrations.checkpoint import read_config
+from cuvee.integrations.vllm_tier.tier_options import TierOptions
+
+_FULL = "full_attention"
+
+
+def engine_config() -> Any:
+    """Return vLLM's configuration, which it does not tell a tier: its connector, which makes the tier, was given it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_locals.get("vllm_config") is None:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["vllm_config"]
+
+
+def refuse_names(engine: Any, options: TierOptions) -> None:
+    """Refuse an engine in which vLLM's names of chunks do not tell what the chunks hold.
+
+    Raises:
+        InputError: the user must say what the names do not, in `model_id`.
+        UnsupportedModelError: images, which clients may name, and which vLLM counts if nothing else needs their names.
+    """
+    if engine is None:
+        if options.model_id is None:
+            raise InputError(
+                "model_id: must be a name that changes with the weights and the engine's options, which this vLLM does "
+                "not tell, got none"
+            )
+        return
+    if engine.model_config.supports_multimodal_inputs:
+        raise UnsupportedModelError(
+            "CuveeTier does not support images and other media, whose names clients may choose: pass "
+            "--language-model-only to vLLM, or use CuveeConnector"
+        )
+    if engine.lora_config is not None and options.model_id is None:
+        raise InputError(
+            "model_id: must be a name that changes with the adapters' files, of which vLLM tells a tier only names and "
+            "paths, got none: set it, or do not serve adapters (enable_lora)"
+        )
+
+
+def check_model(path: str) -> None:
+    """Refuse a model with windows: its chunks may lack blocks that no window reaches any more.
+
+    Raises:
+        UnsupportedModelError: some layer has a sliding window.
+    """
+    config = read_config(path)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds and getattr(config, "sliding_window", None) is not None:
+        kinds = {"sliding_attention"}
+    if kinds - {_FULL}:
+        raise UnsupportedModelError(f"CuveeTier does not support layers of {', '.join(sorted(kinds - {_FULL}))}")

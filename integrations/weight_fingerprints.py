@@ -1,0 +1,117 @@
+"""Fingerprints of the weights in a checkpoint's files, which tell whether a profile was calibrated on them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.models.fingerprint import fingerprint_samples, sampled_positions
+from cuvee.integrations.checkpoint_files import Tensor, load_config, open_file, read_header, resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFingerprints:
+    """What `model_fingerprint` may be of a checkpoint's model, by the dtype that its weights are loaded in.
+
+    Attributes:
+        found: distinct fingerprints, that of the files' dtype first; empty if they cannot be known.
+        unknown: why they cannot; empty if they are.
+    """
+
+    found: tuple[str, ...] = ()
+    unknown: str = ""
+
+
+def weight_fingerprints(path: str | Path, *, revision: str | None = None) -> WeightFingerprints:
+    """Return the fingerprints that a calibration of a checkpoint may record, without loading its weights.
+
+    Computes `model_fingerprint` of the transformers model from names and shapes of its skeleton, built on the meta
+    device from the configuration, and 256 values of each parameter from the files. The calibration may have loaded the
+    weights in the files' dtype, or as float32, bfloat16 or float16. They are not known of a checkpoint that is not
+    stored under the names that transformers gives its parameters (quantized, fused experts, no safetensors).
+
+    Args:
+        path: of the checkpoint, as in `checkpoint_identity`.
+        revision: of a hub id.
+
+    Raises:
+        InputError: the path does not exist, or holds a damaged file.
+    """
+    root = resolve(path, revision)
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        return WeightFingerprints(unknown="the checkpoint holds no safetensors files")
+    try:
+        model = _skeleton(root)
+        samples = _parameters(model, files)
+    except _Unknown as reason:
+        return WeightFingerprints(unknown=str(reason))
+    found = []
+    for dtype in (None, torch.bfloat16, torch.float16):  # None: the files' dtype; float32 keeps its values
+        cast = ((name, shape, values if dtype is None else values.to(dtype)) for name, shape, values in samples)
+        found.append(fingerprint_samples(cast))
+    return WeightFingerprints(tuple(dict.fromkeys(found)))
+
+
+class _Unknown(Exception):
+    """Why it is unknown whether a profile belongs to a checkpoint."""
+
+
+def _skeleton(root: Path) -> PreTrainedModel:
+    """Return the transformers model of a checkpoint, without storage."""
+    try:
+        from transformers import AutoModelForCausalLM
+
+        config = load_config(root)
+        if getattr(config, "quantization_config", None) is not None:
+            raise _Unknown("the checkpoint is quantized")
+        if config.get_text_config() is not config:
+            raise _Unknown("the checkpoint is of a multimodal model")
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except _Unknown:
+        raise
+    except Exception as error:  # transformers raises many kinds of errors for an unknown configuration
+        raise _Unknown(f"transformers does not build the model ({error})") from error
+    return model
+
+
+def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """Return name, shape and sampled values of every parameter, in the model's order and the files' dtypes."""
+    with ExitStack() as stack:
+        found: dict[str, tuple[Path, FileIO, Tensor]] = {}
+        for file in files:
+            stream = stack.enter_context(open_file(file))
+            for name, tensor in read_header(file, stream)[1].items():
+                if name in found:
+                    raise _Unknown(f"{name} is in {found[name][0].name} and in {file.name}")
+                found[name] = file, stream, tensor
+        samples = []
+        for name, parameter in model.named_parameters():
+            # Checkpoints of the bare model leave out the prefix (GPT-2's).
+            stored = found.get(name) or found.get(name.removeprefix(f"{model.base_model_prefix}."))
+            if stored is None:
+                raise _Unknown(f"the checkpoint holds no {name}: its weights are stored in another form")
+            file, stream, tensor = stored
+            if tensor.shape != tuple(parameter.shape) or tensor.dtype not in _DTYPES:
+                raise _Unknown(f"{name} is stored as {tensor.dtype} {list(tensor.shape)}")
+            dtype = _DTYPES[tensor.dtype]
+            width = dtype.itemsize
+            if tensor.end - tensor.begin != width * parameter.numel():
+                raise InputError(f"model: must hold whole tensors, got another size of {name} in {file}: copy again")
+            positions = sampled_positions(parameter.numel()).tolist()
+            data = b"".join(os.pread(stream.fileno(), width, tensor.begin + width * at) for at in positions)
+            samples.append((name, tensor.shape, torch.frombuffer(bytearray(data), dtype=dtype)))
+    return samples
