@@ -141,14 +141,19 @@ class Spy:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While an engine lives."""
-        from cuvee.integrations.vllm.connector import CuveeConnector
+        from cuvee.integrations.vllm import connector
         from cuvee.integrations.vllm.worker import WorkerSide
 
-        find, save, start = CuveeConnector._pages, WorkerSide.save, WorkerSide.start_loads
+        attach, find = connector.CuveeConnector._attach, connector.find_pages
+        save, start = WorkerSide.save, WorkerSide.start_loads
 
-        def finding(connector: Any, kv_caches: dict[str, torch.Tensor], rank: int) -> PagedCache:
-            self.pages, self.cache = kv_caches, find(connector, kv_caches, rank)
-            self._watch(connector._vllm_config)
+        def attaching(made: Any, worker: Any, kv_caches: dict[str, torch.Tensor]) -> None:
+            self.pages = kv_caches
+            attach(made, worker, kv_caches)
+            self._watch(made._vllm_config)
+
+        def finding(*arguments: Any) -> PagedCache:
+            self.cache = find(*arguments)
             return self.cache
 
         def saving(worker: Any, saves: Sequence[Save]) -> None:
@@ -164,7 +169,8 @@ class Spy:
             start(worker, loads)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CuveeConnector, "_pages", finding)
+            patch.setattr(connector.CuveeConnector, "_attach", attaching)
+            patch.setattr(connector, "find_pages", finding)
             patch.setattr(WorkerSide, "save", saving)
             patch.setattr(WorkerSide, "start_loads", starting)
             yield
