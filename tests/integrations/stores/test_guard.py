@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.fake_clock import Clock
 
 from cuvee.codec.errors import InputError
@@ -19,68 +20,50 @@ KEY, OTHER = "ab/01", "ab/02"
 LONG = 10.0  # seconds after which a hanging test fails
 
 
-class Faulty(Store):
-    """A dictionary that fails on demand, and counts the StoreErrors that it raises, as stores do."""
+class Faulty(DictStore):
+    """A store that fails on demand, and counts the StoreErrors that it raises, as stores do."""
 
     name = "fake"
     shared = True
 
     def __init__(self) -> None:
-        self.entries: dict[str, bytes] = {}
+        super().__init__()
         self.read_fault: BaseException | None = None
         self.write_fault: BaseException | None = None
         self.other_fault: Exception | None = None
         self.refuse = False
-        self.calls: list[str] = []
-        self.before: Callable[[str], None] = lambda call: None
-        self.tier = TierCounters()
 
-    def _work(self, call: str, fault: BaseException | None) -> None:
-        self.calls.append(call)
-        self.before(call)
+    def _begin(self, operation: str) -> None:
+        super()._begin(operation)
+        reading, other = operation in ("get", "get_many", "contains"), operation in ("flush", "close")
+        fault = self.read_fault if reading else self.other_fault if other else self.write_fault
         if isinstance(fault, StoreError):
-            self.tier.errors += 1
+            self._counters.errors += 1
         if fault is not None:
             raise fault
 
-    def get(self, key: str) -> bytes | None:
-        self._work("get", self.read_fault)
-        return self.entries.get(key)
-
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        self._work("get_many", self.read_fault)
+        self._begin("get_many")
         return [self.entries.get(key) for key in keys]
 
     def put(self, key: str, blob: bytes) -> bool:
-        self._work("put", self.write_fault)
         if self.refuse:
-            return False
-        self.entries[key] = blob
-        return True
-
-    def contains(self, keys: Sequence[str]) -> list[bool]:
-        self._work("contains", self.read_fault)
-        return [key in self.entries for key in keys]
-
-    def delete(self, key: str) -> bool:
-        self._work("delete", self.write_fault)
-        return self.entries.pop(key, None) is not None
+            self._begin("put")
+        return not self.refuse and super().put(key, blob)
 
     def delete_tenant(self, tenant: str) -> int:
-        self._work("delete_tenant", self.write_fault)
-        count = len(self.entries)
-        self.entries.clear()
-        return count
+        self._begin("delete_tenant")
+        return super().delete_tenant(tenant)
 
     def counters(self) -> dict[str, TierCounters]:
-        return {self.name: replace(self.tier)}
+        return {self.name: replace(self._counters)}
 
     def flush(self, timeout: float | None = None) -> bool:
-        self._work("flush", self.other_fault)
+        self._begin("flush")
         return timeout != 0
 
     def close(self) -> None:
-        self._work("close", self.other_fault)
+        self._begin("close")
 
 
 def down() -> StoreError:
@@ -333,16 +316,16 @@ def test_operations_that_fail_together_open_the_circuit_once(inner: Faulty, stor
     assert len(inner.calls) == 9 and store.contains([KEY]) == [False] and len(inner.calls) == 10
 
 
-def hanging(inner: Faulty, *calls: str) -> tuple[threading.Event, threading.Event]:
-    """Make calls hang; return an event that is set when one has begun, and an event that releases them."""
+def hanging(inner: Faulty, *calls: str, late: Exception | None = None) -> tuple[threading.Event, threading.Event]:
+    """Make calls hang, and then raise `late`; return events that are set when one has begun, and that release them."""
     begun, release = threading.Event(), threading.Event()
 
     def hang(call: str) -> None:
         if call in calls:
             begun.set()
             assert release.wait(LONG)
-            if inner.read_fault is not None:
-                raise inner.read_fault
+            if late is not None:
+                raise late
 
     inner.before = hang
     return begun, release
@@ -418,50 +401,25 @@ def test_a_forked_child_probes_by_itself(inner: Faulty, store: GuardedStore, clo
     probe.join(LONG)
 
 
-def test_a_failure_that_comes_late_opens_nothing(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_began_before_an_outage_neither_opens_nor_closes(
+    inner: Faulty, store: GuardedStore, clock: Clock, fails: bool
+) -> None:
+    """A late failure opens nothing after the outage; a late success closes nothing in it."""
     inner.entries[KEY] = b"x"
-    begun, release = threading.Event(), threading.Event()
-
-    def late(call: str) -> None:
-        if call == "contains":
-            begun.set()
-            assert release.wait(LONG)
-            raise down()
-
-    inner.before = late
+    begun, release = hanging(inner, "contains", late=down() if fails else None)
     slow = threading.Thread(target=store.contains, args=([KEY],))
     slow.start()
     assert begun.wait(LONG)
     inner.read_fault = down()
     store.get(KEY)
     mend(inner)
-    clock.now += 1
-    assert store.get(KEY) == b"x"  # the outage is over before the slow operation ends
+    if fails:
+        clock.now += 1
+        assert store.get(KEY) == b"x"  # the outage is over before the slow operation ends
     release.set()
     slow.join(LONG)
-    assert store.get(KEY) == b"x" and figures(store)[1] == 0
-
-
-def test_a_success_that_comes_late_closes_nothing(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
-    begun, release = threading.Event(), threading.Event()
-
-    def late(call: str) -> None:
-        if call == "contains":
-            begun.set()
-            assert release.wait(LONG)
-
-    def fail(call: str) -> None:
-        raise down()
-
-    inner.before = late
-    slow = threading.Thread(target=store.contains, args=([KEY],))
-    slow.start()
-    assert begun.wait(LONG)
-    inner.before = fail
-    assert store.get(KEY) is None
-    release.set()
-    slow.join(LONG)
-    assert store.get(KEY) is None and inner.calls == ["contains", "get"] and figures(store)[1] == 1
+    assert store.get(KEY) == (b"x" if fails else None) and figures(store)[1] == (not fails)
 
 
 def test_deleting_a_tenant_never_hides_a_failure(inner: Faulty, store: GuardedStore) -> None:
