@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from tests.codec.inner_loops import decode_lanes, list_groups
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family, coding_plan, default_family, scale_codes
@@ -139,8 +140,8 @@ def rans_decode(
     fields[0, lanes.WORDS], fields[0, lanes.COUNT] = 4, len(streams.words)
     fields[0, lanes.COLUMNS], fields[0, lanes.STRIDE] = tokens, plan.tables.shape[1]
     ends = np.cumsum(streams.lengths, dtype=np.uint32)
-    bad = lanes.decode_lanes(
-        groups[: lanes.list_groups(0, 0, tokens, tokens_per_stream, groups, 0)], fields, streams.states,
+    bad = decode_lanes(
+        groups[: list_groups(0, 0, tokens, tokens_per_stream, groups, 0)], fields, streams.states,
         ends - streams.lengths, ends, words, columns, plan.planes,
         plan.tables.ravel().astype(np.uint32) << np.uint32(tables.prob_bits), tables.slots.reshape(-1),
         tables.prob_bits, out,

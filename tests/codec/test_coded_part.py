@@ -7,6 +7,7 @@ import struct
 
 import numpy as np
 import pytest
+from tests.codec.inner_loops import find_part, list_words
 
 from cuvee.codec.errors import FormatError
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded, write_coded
@@ -35,7 +36,7 @@ def parse(data: bytes, planes: int = PLANES, rows: int | None = ROWS) -> CodedPa
     begin = 3  # anywhere in a blob
     whole = np.frombuffer(bytes(begin) + data + b"\xff" * 9, np.uint8)
     arguments = begin, begin + len(data), TOKENS, planes, compiled.ONE_CLASS if rows is None else rows
-    sound = bool(compiled.find_part(whole, *arguments, found, problem))
+    sound = bool(find_part(whole, *arguments, found, problem))
     if not sound:
         own = compiled.problem_error(problem, found[None], TOKENS)
         with pytest.raises(type(own), match=f"^{re.escape(str(own))}$"):
@@ -52,7 +53,7 @@ def parse(data: bytes, planes: int = PLANES, rows: int | None = ROWS) -> CodedPa
         raw = array.astype(array.dtype.newbyteorder("<")).tobytes()
         assert whole[found[field] : found[field] + len(raw)].tobytes() == raw
     words_at = np.empty(len(part.streams.states) + 1, np.uint32)
-    compiled.list_words(whole, found, words_at)
+    list_words(whole, found, words_at)
     assert words_at.tolist() == [0, *np.cumsum(part.streams.lengths)]
     return part
 

@@ -17,8 +17,8 @@ from cuvee.codec.entropy import token_classes
 from cuvee.codec.format import streams
 from cuvee.codec.profiles import flat_plans
 from cuvee.codec.stages.compiled import compiler as module
-from cuvee.codec.stages.compiled import lanes
-from cuvee.codec.stages.compiled.compiler import compiled, source_stamp
+from cuvee.codec.stages.compiled import rans
+from cuvee.codec.stages.compiled.compiler import compiled, inner, source_stamp
 
 ROUND_TRIP = """
 import logging, torch
@@ -66,6 +66,37 @@ def test_the_cache_goes_where_numba_is_told(tmp_path: Path) -> None:
 
 def twice(x: Any) -> Any:
     return x + x
+
+
+def test_an_inner_function_gets_no_machine_code() -> None:
+    made = inner(twice)
+    outer = compiled(lambda x: made(x) + 1)
+    assert outer(np.ones(2)).tolist() == [3, 3]
+    (overload,) = made.overloads.values()
+    assert overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name) == 0
+    with pytest.raises(RuntimeError, match="no compiled object"):
+        overload.library._get_compiled_object()
+
+
+def test_errors_of_inner_functions_reach_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also from the cache, where the outer function holds all that is left of the inner one."""
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+
+    def entry(x: Any, at: Any) -> Any:
+        if at >= len(x):
+            raise ValueError("beyond the end")
+        return x[at]
+
+    made = inner(entry)
+
+    def outer(x: Any, at: Any) -> Any:
+        return made(x, at)
+
+    for function in (compiled(outer), compiled(outer)):
+        assert function(np.arange(4), 3) == 3
+        with pytest.raises(ValueError, match="beyond the end"):
+            function(np.arange(4), 4)
+    assert sum(function.stats.cache_hits.values()) == 1
 
 
 def test_a_function_is_cached_where_that_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,8 +151,8 @@ def test_a_change_of_any_file_that_is_compiled_in_is_noticed(tmp_path: Path) -> 
     assert source_stamp(folders) == (2e9, changed[1])
     assert source_stamp([tmp_path / "nowhere"]) == (0.0, 0)
 
-    own = lanes.decode_lanes._cache._cache_file._source_stamp
-    found = {Path(file).parent for file in (lanes.__file__, token_classes.__file__, streams.__file__)}
+    own = rans._encode._cache._cache_file._source_stamp
+    found = {Path(file).parent for file in (rans.__file__, token_classes.__file__, streams.__file__)}
     assert set(module._SOURCES) == found | {Path(flat_plans.__file__)}, "all that has constants of compiled loops"
     here = source_stamp(module._SOURCES)
     assert own[1] == here and here[1] > 100_000

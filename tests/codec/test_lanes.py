@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from tests.codec.inner_loops import decode_lanes, list_groups
 
 from cuvee.codec.entropy.family import default_family
 from cuvee.codec.entropy.token_classes import SectionPlanes, one_class
@@ -30,13 +31,13 @@ def decoded(
 ) -> tuple[int, U8]:
     """Decode streams of one column each."""
     groups = np.zeros((streams, lanes.GROUP_FIELDS), np.int64)
-    listed = int(lanes.list_groups(0, 0, streams, 1, groups, 0))
+    listed = int(list_groups(0, 0, streams, 1, groups, 0))
     fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
     fields[0, lanes.WORDS], fields[0, lanes.COUNT], fields[0, lanes.COLUMNS] = at, words, streams
     fields[0, lanes.STRIDE] = steps
     ends = np.cumsum(lengths, dtype=np.uint32)
     out = np.full(steps * streams + 8, 0xAB, np.uint8)
-    bad = lanes.decode_lanes(
+    bad = decode_lanes(
         groups[:listed], fields, states, ends - lengths, ends, data, np.zeros(streams, np.uint8),
         np.array([steps], np.int32), np.full(steps, table << TABLES.prob_bits, np.uint32), TABLES.slots.reshape(-1),
         TABLES.prob_bits, out,

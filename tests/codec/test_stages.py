@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.codec.inner_loops import decode_class_stream
 from tests.codec.planned import TABLE, rans_decode, same_escapes, same_streams, section_plan
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL, MAX_SHIFT, CodingPlan, Quantizer
@@ -29,7 +30,6 @@ from cuvee.codec.entropy.token_classes import (
 )
 from cuvee.codec.errors import CorruptError, ProfileError
 from cuvee.codec.format.streams import WINDOW, Escapes, Streams
-from cuvee.codec.stages.compiled.rans import decode_class_stream
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.reference import rans, symbols
 from cuvee.codec.stages.reference.symbols import from_planes

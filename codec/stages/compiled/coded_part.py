@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from cuvee.codec.errors import FormatError
-from cuvee.codec.format import rules
+from cuvee.codec.format import rules, streams
 from cuvee.codec.format.rules import rule_error
 from cuvee.codec.format.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2
-from cuvee.codec.stages.compiled.compiler import compiled, inner
+from cuvee.codec.stages.compiled.compiler import inner
 from cuvee.codec.support.arrays import I64
 
 # Fields of `found`: sizes, and places in bytes.
@@ -38,7 +38,7 @@ def read_u32(data, at):  # type: ignore[no-untyped-def]
     return read_u16(data, at) | read_u16(data, at + 2) << np.uint32(16)
 
 
-@compiled
+@inner
 def find_part(data, begin, end, tokens, planes, rows, found, problem):  # type: ignore[no-untyped-def]
     """Find the parts of a section; return False if the bytes break a rule.
 
@@ -105,7 +105,7 @@ def find_part(data, begin, end, tokens, planes, rows, found, problem):  # type: 
     return True
 
 
-@compiled
+@inner
 def stream_count(tokens, log2):  # type: ignore[no-untyped-def]
     """Return the number of streams of `2**log2` tokens that hold so many tokens."""
     return (tokens + (np.int64(1) << log2) - 1) >> log2
@@ -117,7 +117,7 @@ def _stream_words(data, found, stream):  # type: ignore[no-untyped-def]
     return np.int64(read_u16(data, place) if found[WIDE] == 2 else read_u32(data, place))
 
 
-@compiled
+@inner
 def list_words(data, found, words_at):  # type: ignore[no-untyped-def]
     """Write the word at which each stream begins, and the word after the last stream's: one entry more than streams."""
     word = np.int64(0)
@@ -147,5 +147,5 @@ def problem_error(problem: I64, found: I64, tokens: int) -> FormatError:
     """Return the error about the section that a compiled loop found damaged, given `problem` and the `found` of all."""
     section, rule, first, second = problem.tolist()
     if rule == rules.STREAM:
-        second = int(stream_count(tokens, found[section, LOG2]))
+        second = streams.stream_count(tokens, 1 << int(found[section, LOG2]))
     return rule_error(rule, first, second)

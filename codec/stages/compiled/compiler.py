@@ -20,6 +20,8 @@ from typing import Any
 import numba as nb
 from numba.core.compiler_lock import global_compiler_lock
 
+from cuvee.codec.stages.compiled.linking import LinkedCompiler
+
 _log = logging.getLogger(__name__)
 
 _CODEC = Path(__file__).parents[2]
@@ -45,7 +47,7 @@ def source_stamp(sources: Iterable[Path]) -> tuple[float, int]:
 _STAMP = source_stamp(_SOURCES)
 # Numba's stubs do not list these options. C calls none of our loops, and of `inner` ones neither does Python.
 _NOT_FROM_C: dict[str, Any] = {"no_cfunc_wrapper": True}
-_INNER: dict[str, Any] = _NOT_FROM_C | {"no_cpython_wrapper": True}
+_INNER: dict[str, Any] = _NOT_FROM_C | {"no_cpython_wrapper": True, "pipeline_class": LinkedCompiler}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -67,7 +69,7 @@ def compiled_briefly(function: Callable[..., Any]) -> Any:
 def inner(function: Callable[..., Any]) -> Any:
     """Return a function that only compiled loops call: it becomes a part of them, and Python has no way to call it.
 
-    Without a wrapper for Python and a cache file of its own it compiles faster.
+    Without a wrapper for Python, a cache file and machine code of its own it compiles faster.
     """
     return nb.njit(nogil=True, **_INNER)(function)
 

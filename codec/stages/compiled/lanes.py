@@ -22,7 +22,7 @@ from cuvee.codec.stages.compiled.coder_steps import (
     encode_step,
     lookup_step,
 )
-from cuvee.codec.stages.compiled.compiler import compiled, inlined, inner
+from cuvee.codec.stages.compiled.compiler import inlined, inner
 from cuvee.codec.stages.compiled.simd import WIDTH
 
 FLIGHT = 8  # groups that take turns: enough to hide latency, few enough to stay in the first cache
@@ -55,7 +55,7 @@ _INITIAL = np.uint32(1 << 16)
 _LINE = 32  # words in a line of the cache
 
 
-@compiled
+@inner
 def list_groups(section, stream, columns, per_stream, groups, at):  # type: ignore[no-untyped-def]
     """List a section's groups, the first stream being `stream`, in `groups` from row `at` on; return the next row."""
     for begin in range(0, columns, WINDOW):
@@ -160,7 +160,7 @@ _first_turn, _second_turn = (
 )
 
 
-@compiled
+@inner
 def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, tables, slots, bits, out):  # type: ignore[no-untyped-def]
     """Decode groups of streams.
 

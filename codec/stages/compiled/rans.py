@@ -49,7 +49,7 @@ def encode_class_stream(classes, coders, words):  # type: ignore[no-untyped-def]
     return x, count
 
 
-@compiled
+@inner
 def decode_class_stream(data, at, words, state, slots, bits, classes):  # type: ignore[no-untyped-def]
     """Decode classes from the `words` words at byte `at` of `data`; return whether the stream ends as it must."""
     x = np.uint32(state)

@@ -190,13 +190,16 @@ def _dequantize(  # type: ignore[no-untyped-def]
             if c < rows_of[q]:
                 level = level_of[q] + c
                 to = (np.int64(packed.block[level]) * pad + packed.place[level]) * width
-                if len(narrow):
-                    narrow[to + bounds[q] : to + bounds[q + 1]] = row[bounds[q] : bounds[q + 1]]
-                else:
-                    wide[to + bounds[q] : to + bounds[q + 1]] = values[bounds[q] : bounds[q + 1]]
+                for i in range(bounds[q], bounds[q + 1] if len(narrow) else bounds[q]):
+                    narrow[to + i] = row[i]
+                for i in range(bounds[q], bounds[q] if len(narrow) else bounds[q + 1]):
+                    wide[to + i] = values[i]
     if direct:
         _clear(wide, narrow, most * width, pad * width)
-    return bool((cursors[:, 2] == _NEVER).all())
+    left = 0
+    for w in range(windows):
+        left += cursors[w, 2] != _NEVER
+    return left == 0
 
 
 @inner

@@ -39,7 +39,9 @@ def sort_columns(classes, order, columns):  # type: ignore[no-untyped-def]
 def _copy_columns(order, x, leading, ordered, y):  # type: ignore[no-untyped-def]
     """Copy the rows of `x` in this order, and then the columns of `leading`: `y` may be the memory of `x`."""
     for column in range(len(order)):
-        ordered[column] = x[order[column]]
+        source, target = x[order[column]], ordered[column]
+        for i in range(len(source)):
+            target[i] = source[i]
     for row in range(min(len(leading), len(y))):
         for column in range(len(order)):
             y[row, column] = leading[row, order[column]]

@@ -1,0 +1,50 @@
+"""Compile functions that only compiled loops call: they are linked into the loops, and get no machine code.
+
+Numba optimizes each function that it compiles and translates it to machine code, then links it into its callers, and
+does the same to these. Of a function that Python does not call, the first time is lost: a sixth of all compilation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+
+
+class _LinkedCode(JITCodeLibrary):
+    """The code of one function, before optimization."""
+
+    @property
+    def codegen(self) -> _LinkedCode:
+        """What Numba tells the environment of the function, see `set_env`."""
+        return self
+
+    def set_env(self, name: str, environment: object) -> None:
+        """Ignore the environment: it is written to the machine code, and holds the objects that Python code needs."""
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """Return the null pointer: no function has an address."""
+        self._ensure_finalized()
+        return 0
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+class LinkedCompiler(Compiler):
+    """Numba's compiler, for functions that are linked into others. They must not need Python objects.
+
+    Such are the arguments of an error, unless they are constants.
+    """
+
+    def define_pipelines(self) -> Any:
+        """Return Numba's passes, which are to put the code where no machine code is made of it."""
+        state = self.state
+        state.library = _LinkedCode(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        return super().define_pipelines()
