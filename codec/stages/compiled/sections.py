@@ -86,6 +86,12 @@ def _clear(wide, narrow, begin, end):  # type: ignore[no-untyped-def]
 
 
 @inner
+def _copy(source, target):  # type: ignore[no-untyped-def]
+    for i in range(len(source)):
+        target[i] = source[i]
+
+
+@inner
 def _dequantize(  # type: ignore[no-untyped-def]
     data, found, by_window, windows_at, packed, section, tokens, start, pad, columns, shrink, source, wide, narrow
 ):
@@ -106,8 +112,10 @@ def _dequantize(  # type: ignore[no-untyped-def]
     values = np.zeros(width + WIDTH, np.float32)
     row = np.empty(width + WIDTH, np.uint16)
     runs = most = np.int64(0)
+    alike = True
     for t in range(width):
         k = np.int64(columns[t])
+        alike &= k == columns[0]
         step[t] = packed.steps[first_class + k]
         if t % WINDOW == 0:
             window_runs[t // WINDOW] = runs
@@ -119,11 +127,13 @@ def _dequantize(  # type: ignore[no-untyped-def]
             runs += 1
     bounds[runs] = width
     window_runs[windows] = runs
-    # With one block, the columns of a row go to one row of y, and every coefficient is written once. With several,
-    # classes number their components differently, and zeros come first.
-    direct = entry[plans.BLOCKS] == 1
+    # With one block or one class, the columns of a row go to one row of y, and every coefficient is written once.
+    # Otherwise classes number their components differently, and zeros come first.
+    blocks = entry[plans.BLOCKS]
+    direct = alike or blocks == 1
+    filled = np.zeros(blocks, np.int64)  # rows of each block
     if not direct:
-        _clear(wide, narrow, 0, entry[plans.BLOCKS] * pad * width)
+        _clear(wide, narrow, np.int64(0), blocks * pad * width)
     cursors = np.zeros((windows, 5), np.int64)
     for w in range(windows):
         cursors[w, 0], cursors[w, 1] = windows_at[start // WINDOW + w] - 1, windows_at[start // WINDOW + w + 1]
@@ -131,6 +141,10 @@ def _dequantize(  # type: ignore[no-untyped-def]
     for c in range(most):
         plane = source[c * width : (c + 1) * width + WIDTH]
         row_at = c * width
+        if alike:
+            level = level_of[0] + c
+            block, place = np.int64(packed.block[level]), np.int64(packed.place[level])
+            row_at, filled[block] = (block * pad + place) * width, place + 1
         for w in range(windows):
             begin, end = w * WINDOW, min((w + 1) * WINDOW, width)
             r = first = window_runs[w]
@@ -190,12 +204,15 @@ def _dequantize(  # type: ignore[no-untyped-def]
             if c < rows_of[q]:
                 level = level_of[q] + c
                 to = (np.int64(packed.block[level]) * pad + packed.place[level]) * width
-                for i in range(bounds[q], bounds[q + 1] if len(narrow) else bounds[q]):
-                    narrow[to + i] = row[i]
-                for i in range(bounds[q], bounds[q] if len(narrow) else bounds[q + 1]):
-                    wide[to + i] = values[i]
-    if direct:
-        _clear(wide, narrow, most * width, pad * width)
+                u, v = bounds[q], bounds[q + 1]
+                if len(narrow):
+                    _copy(row[u:v], narrow[to + u : to + v])
+                else:
+                    _copy(values[u:v], wide[to + u : to + v])
+    if not alike:
+        filled[0] = most
+    for block in range(blocks if direct else np.int64(0)):
+        _clear(wide, narrow, (block * pad + filled[block]) * width, (block + 1) * pad * width)
     left = 0
     for w in range(windows):
         left += cursors[w, 2] != _NEVER
