@@ -3,7 +3,8 @@
 Compiling all loops takes some twenty seconds. A cache beside the sources, or in the user's cache folder, saves later
 processes that time. If both are read-only, as in a container or a service without a home, Numba refuses to define the
 function. In that case it is compiled anew in each process, and one log message names the remedy: `NUMBA_CACHE_DIR`. The
-cache is pickled, so only this user may be able to write to it.
+cache is pickled, so only this user may be able to write to it. A folder of that name that nobody can write is read: an
+image holds what `cuvee warmup` compiled when it was built.
 
 Numba keeps a compiled function until the file of the function changes. But functions of other files are compiled into
 it, and constants, so here it is kept until any file of `_SOURCES` changes.
@@ -15,9 +16,10 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numba as nb
+from numba.core import caching
 from numba.core.compiler_lock import global_compiler_lock
 
 from cuvee.codec.stages.compiled.linking import LinkedCompiler
@@ -83,10 +85,49 @@ def inlined(function: Callable[..., Any]) -> Any:
     return nb.njit(nogil=True, inline="always")(function)
 
 
+class _ReadOnly(caching.UserProvidedCacheLocator):
+    """The folder that the user names, where it can be read but not written."""
+
+    def ensure_cache_path(self) -> None:
+        """Raise OSError if there is no compiled code."""
+        if not any(Path(self.get_cache_path()).glob("*.nbi")):
+            raise FileNotFoundError(self.get_cache_path())
+
+
+class _Places(caching.CompileResultCacheImpl):
+    _locator_classes: ClassVar[list[Any]] = [
+        own
+        for known in caching.CompileResultCacheImpl._locator_classes
+        for own in ((known, _ReadOnly) if known is caching.UserProvidedCacheLocator else (known,))
+    ]
+
+
+class _FunctionCache(caching.FunctionCache):
+    _impl_class = _Places
+
+
+def cache_folder(function: Any) -> Path:
+    """Return the folder where a compiled function is kept for later processes.
+
+    Raises:
+        OSError: there is none that this process can write.
+    """
+    cache = function._cache
+    try:
+        if isinstance(cache, caching.NullCache) or isinstance(cache._impl.locator, _ReadOnly):
+            raise PermissionError("no folder is writable")
+        cache._impl.locator.ensure_cache_path()
+    except OSError as error:
+        raise OSError(
+            f"no place for compiled code: set NUMBA_CACHE_DIR to a folder that this user alone can write: {error}"
+        ) from error
+    return Path(cache.cache_path)
+
+
 def _cached(made: Any) -> Any:
     """Let a compiled function use the cache on disk."""
     try:
-        made.enable_caching()
+        made._cache = _FunctionCache(made.py_func)
     except (RuntimeError, OSError) as error:
         # Numba has no error class for "no locator available". Any other problem appears when it compiles.
         _tell("there is no writable folder for compiled code", error)

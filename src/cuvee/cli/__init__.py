@@ -21,6 +21,7 @@ from cuvee.cli import (
     profile,
     report,
     store,
+    warmup,
 )
 from cuvee.cli import eval as lm_eval
 from cuvee.codec.errors import CuveeError
@@ -54,6 +55,7 @@ app.command()(encode.encode)
 app.command()(decode.decode)
 app.command()(inspect.inspect)
 app.command()(report.report)
+app.command()(warmup.warmup)
 app.command(
     "eval",
     add_help_option=False,

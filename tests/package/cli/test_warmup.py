@@ -1,0 +1,102 @@
+"""`cuvee warmup` compiles what coding needs, once, and says where it is; a folder that cannot be written is read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.package.cli.running import fails
+
+from cuvee.codec import warmup
+from cuvee.codec.stages.compiled import compiler
+
+CODED = """
+import torch
+from cuvee import Codec, KVChunk, fit
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+layer = LayerLayout(2, 32, 32, Rope(tuple(0.5**i for i in range(16))))
+layout = KVLayout("other", (layer,) * 3, "bfloat16", None)
+def chunk(seed, tokens):
+    torch.manual_seed(seed)
+    return KVChunk(torch.randn(3, tokens, 2, 32).bfloat16(), torch.randn(3, tokens, 2, 32).bfloat16(), layout)
+profile = fit(layout, [chunk(seed, 300) for seed in range(3)], "head")
+for codec in (Codec.without_profile(layout, threads=1), *(Codec(profile, step=s, threads=1) for s in (0.1, 3.0))):
+    for tokens in (9, 300):
+        assert codec.decode(codec.encode(chunk(9, tokens)), 4).tokens == tokens
+print("coded")
+"""
+# What a read-only file system says, also to root.
+READ_ONLY = """
+import builtins, os, tempfile
+def refuse(*arguments, **options):
+    raise OSError(30, "Read-only file system")
+tempfile.TemporaryFile = refuse
+opened = builtins.open
+builtins.open = lambda path, mode="r", *more, **options: (
+    refuse()
+    if "w" in mode and str(path).startswith(os.environ["NUMBA_CACHE_DIR"])
+    else opened(path, mode, *more, **options)
+)
+"""
+
+
+def python(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment, cwd="/"
+    )
+
+
+@pytest.mark.slow
+def test_nothing_is_left_to_compile_after_it(tmp_path: Path) -> None:
+    code = (
+        "from cuvee.codec import warmup; warmup.DTYPES = ('bfloat16',)\n"
+        "import sys; sys.argv = ['cuvee', 'warmup']; from cuvee.cli import main; main()"
+    )
+    done = python(tmp_path, "-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    *steps, place = done.stdout.splitlines()
+    assert [step.partition(" ... ")[0] for step in steps] == ["lossless, bfloat16", "with a profile, bfloat16"]
+    assert place.startswith(f"compiled code: {tmp_path}")
+    compiled = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
+    assert len(compiled) > 20
+    for before in ("", READ_ONLY):  # compiled code is also found where nothing can be written
+        done = python(tmp_path, "-c", before + CODED)
+        assert done.stdout == "coded\n" and "compiled anew" not in done.stderr, done.stderr
+        assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")} == compiled
+
+
+def test_without_a_place_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    fails("warmup", match="no place for compiled code: set NUMBA_CACHE_DIR to a folder that this user alone can write")
+
+
+def test_a_read_only_folder_is_no_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+
+    def twice(x: int) -> int:
+        return 2 * x
+
+    function = compiler.compiled(twice)
+    assert function(2) == 4 and compiler.cache_folder(function).parent == tmp_path
+
+    def refuse(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    again = compiler.compiled(twice)
+    assert again(2) == 4 and sum(again.stats.cache_hits.values()) == 1
+    with pytest.raises(OSError, match="no place for compiled code"):
+        compiler.cache_folder(again)
+
+
+def test_every_step_is_for_a_dtype_of_caches() -> None:
+    assert [name for name, _ in warmup.steps()] == [
+        f"{how}, {dtype}" for dtype in ("bfloat16", "float32") for how in ("lossless", "with a profile")
+    ]
