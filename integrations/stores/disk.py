@@ -123,6 +123,7 @@ class DiskStore(Store):
         self._monitor = StoreMonitor(_log, f"disk store {self.root}")
         self._scanner: threading.Thread | None = None
         self._scanned_at = -math.inf
+        self._problem: OSError | None = None
         self._wanted = 0  # bytes for which a put waits
         self.after_fork()
         tell_after_fork(self)
@@ -295,6 +296,8 @@ class DiskStore(Store):
                 self._monitor.warn("full", "is full, and old entries are not deleted as fast as new ones arrive")
                 return False
             self.flush(left)
+            if self._problem is not None:
+                raise self._problem
 
     def _is_due(self, figures: folder.Figures | None) -> bool:
         """Return whether it is time to scan, now that the folder holds so much.
@@ -320,6 +323,7 @@ class DiskStore(Store):
         return True
 
     def _run(self) -> None:
+        self._problem = None
         try:
             # One process at a time scans. The others wait for the room that it makes.
             quiet, wait = suppress(FileNotFoundError, TimeoutError), _WAIT_SECONDS / 2
@@ -327,7 +331,7 @@ class DiskStore(Store):
                 os.utime(file)  # the clock of all times of files here: with NFS, that of the server
                 self._scan(root, os.fstat(file).st_mtime)
         except OSError as error:
-            self._monitor.count(errors=1)
+            self._problem = error  # of the put that waits for room
             self._monitor.warn("scan", "cannot look for old entries: %s", error)
         finally:
             self._wanted = 0

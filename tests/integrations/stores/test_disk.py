@@ -910,6 +910,23 @@ def test_a_put_that_finds_no_room_waits_until_others_are_evicted(root: Path) -> 
     assert (now.evictions, now.bytes, now.dropped) == (7, 10_000, 0) and used(root) == 10_000
 
 
+def test_a_put_fails_if_nobody_can_look_for_old_entries(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(root, max_bytes=10_000)
+    assert store.put("ab/0000", bytes(9000)) and store.flush(20)
+    scans: list[int] = []
+
+    def fail(*_: object) -> None:
+        scans.append(1)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "entries_of", fail)
+        with pytest.raises(StoreError, match="Too many open files"):
+            store.put(KEY, bytes(5000))
+    assert len(scans) == 1 and counters(store).errors == 1, "it does not try for a second"
+    assert store.put(KEY, bytes(5000)) and not list(root.glob(".tmp-*"))
+
+
 @pytest.mark.parametrize("lost", [b"", b"cuvI" + bytes(32), b"x" * 36])
 def test_figures_that_are_lost_are_counted_again(root: Path, lost: bytes) -> None:
     store = DiskStore(root, max_bytes=10_000)
