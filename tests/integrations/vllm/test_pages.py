@@ -141,11 +141,11 @@ class Spy:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While an engine lives."""
-        from cuvee.integrations.vllm import connector
+        from cuvee.integrations.vllm.connector import CuveeConnector
+        from cuvee.integrations.vllm.engine_pages import find_pages
         from cuvee.integrations.vllm.worker import WorkerSide
 
-        attach, find = connector.CuveeConnector._attach, connector.find_pages
-        save, start = WorkerSide.save, WorkerSide.start_loads
+        attach, save, start = CuveeConnector._attach, WorkerSide.save, WorkerSide.start_loads
 
         def attaching(made: Any, worker: Any, kv_caches: dict[str, torch.Tensor]) -> None:
             self.pages = kv_caches
@@ -153,7 +153,7 @@ class Spy:
             self._watch(made._vllm_config)
 
         def finding(*arguments: Any) -> PagedCache:
-            self.cache = find(*arguments)
+            self.cache = find_pages(*arguments)
             return self.cache
 
         def saving(worker: Any, saves: Sequence[Save]) -> None:
@@ -169,8 +169,8 @@ class Spy:
             start(worker, loads)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(connector.CuveeConnector, "_attach", attaching)
-            patch.setattr(connector, "find_pages", finding)
+            patch.setattr(CuveeConnector, "_attach", attaching)
+            patch.setattr("cuvee.integrations.vllm.connector.find_pages", finding)
             patch.setattr(WorkerSide, "save", saving)
             patch.setattr(WorkerSide, "start_loads", starting)
             yield
