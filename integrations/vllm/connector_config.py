@@ -30,8 +30,9 @@ class Options(CodingOptions):
         store_generated: also store generated tokens: the next turn of a conversation begins with them.
         store_niceness: how far threads that store give way to others, 0 to 19, as the `nice` of Linux: of a core that
             others want all the time, they get a third at 3, a tenth at 10 and 1.4 % at 19.
-        max_pending_gb: budget of each rank for uncompressed chunks that wait to be stored, in 10^9 bytes; beyond it
-            chunks are not stored. The default holds two full steps of prefill (16,384 tokens) of an 8B model.
+        max_pending_gb: budget of each rank for chunks that wait to be stored, in 10^9 bytes, uncompressed until they
+            are encoded; beyond it chunks are not stored. The default holds two full steps of prefill (16,384 tokens)
+            of an 8B model.
         lookup_timeout: seconds that a request waits to learn whether it is cached.
         load_timeout: seconds after which a load is given up and its tokens are computed.
         close_timeout: seconds that the engine's stop waits for chunks being stored; the rest is lost.

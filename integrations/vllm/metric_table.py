@@ -110,7 +110,7 @@ METRICS: dict[str, Metric] = {
         Metric("dropped", "counter", "Chunks that a tier dropped: its queue was full, or they exceed its budget.",
                "tier"),
         Metric("queue_depth", "gauge", "Chunks that wait for compression or are being compressed."),
-        Metric("pending_bytes", "gauge", "Bytes of KV that were copied and are not stored yet."),
+        Metric("pending_bytes", "gauge", "Bytes that wait to be stored: copies of KV, then their blobs."),
         Metric("store_queue_depth", "gauge", "Chunks that wait to be written to a tier behind the first.", "tier"),
         Metric("store_bytes", "gauge", "Bytes in a tier, if the tier knows.", "tier", ranks="first"),
         Metric("break_even_tokens", "gauge", "Length in tokens from which loading is faster than computing; +Inf: "

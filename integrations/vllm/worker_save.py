@@ -67,8 +67,8 @@ class WorkerSaves:
         self._unconfirmed: deque[tuple[int, Sequence[Save], PagedCache, Mark]] = deque()  # by step
         self._folders = AdapterFolders()
         # The state's lock guards these.
-        self._pending = 0  # bytes of copies
-        self._sizes: dict[bytes, int] = {}  # bytes of each copy, by digest
+        self._pending = 0  # bytes of copies and blobs
+        self._sizes: dict[bytes, int] = {}  # bytes of each copy, or of its blob once it is encoded, by digest
 
     def queued(self) -> tuple[int, int]:
         """Return how many entries are being stored, and the bytes of their copies; the state's lock is held."""
@@ -220,12 +220,24 @@ class WorkerSaves:
         for at, save in enumerate(batch):  # only now: until here the whole copy is charged to the budget
             if there[at]:
                 self._saved(save, kept=True)
+        with self._state.lock:
+            for at, parts in blobs.items():
+                self._charge(batch[at].entry.digest, sum(map(len, parts)))
         for at, parts in blobs.items():
             try:
                 self._pools.writers.submit(self._write, batch[at], parts)
             except RuntimeError as error:  # no thread can be started, or the worker has closed and counted it as lost
                 if not self._state.closed:
                     self._fail([batch[at]], "store", error)
+
+    def _charge(self, digest: bytes, size: int) -> None:
+        """Charge these bytes for what waits of an entry from now on: its copy, then its blob; the state's lock is held.
+
+        One that is booked already stays so.
+        """
+        if digest in self._sizes:
+            self._pending += size - self._sizes[digest]
+            self._sizes[digest] = size
 
     def _complete(self, batch: Sequence[Save]) -> list[bool]:
         """Return whether the store has each entry, with all of its parts as far as the first and the last tell."""

@@ -588,6 +588,21 @@ def test_what_is_there_already_is_not_encoded_again(bench: Callable[..., Bench])
     assert b.counts()["stored_chunks"] == 4 and not b.worker.report(2).unsaved
 
 
+def test_what_is_encoded_waits_at_the_size_of_its_blob(bench: Callable[..., Bench]) -> None:
+    """A store that is slow must not make the budget of a codec that is good look full."""
+    b, go = bench(), threading.Event()
+    b.store.before = lambda operation: _wait(go) if operation == "put" else None
+    blocks = list(range(4))
+    b.fill(blocks, 2 * CHUNK)
+    b.worker.save(b.saves(blocks, range(1)))
+    wait_until(lambda: "put" in b.store.calls, "it is encoded")
+    waiting = (b.worker.report(1).metrics or {})["pending_bytes||0"]
+    go.set()
+    b.drain()
+    assert waiting == len(b.store.entries[b.key(0)]) != CHUNK * LAYOUT.bytes_per_token
+    assert (b.worker.report(2).metrics or {})["pending_bytes||0"] == 0
+
+
 def test_copies_have_a_budget(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     size = CHUNK * LAYOUT.bytes_per_token
     b = bench(max_pending_gb=2.5 * size / 1e9)
