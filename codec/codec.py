@@ -129,7 +129,8 @@ class Codec:
             >>> Codec.without_profile(LlamaConfig(num_hidden_layers=2, dtype="bfloat16")).lossless
             True
         """
-        return cls(Profile.unlearned(KVLayout.of(model)), LOSSLESS, backend=backend, threads=threads, key=key)
+        layout = KVLayout.of(model, states=True)
+        return cls(Profile.unlearned(layout), LOSSLESS, backend=backend, threads=threads, key=key)
 
     def of_layers(self, layers: Sequence[int]) -> Codec:
         """Make the lossless codec of some of the layers, at least one, with the same backend, threads and keys."""

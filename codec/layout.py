@@ -118,6 +118,8 @@ class KVLayout:
         dtype: "bfloat16", "float16" or "float32": how the cache stores its values.
         max_positions: number of positions that the model can address, including those added by scaling its RoPE; None
             for no limit.
+        states: whether the model's layers hold more than these keys and values, such as recurrent states. A cache is
+            whole only with its blob of states, which `encode_cache` makes; there may be no `layers` then.
 
     Raises:
         InputError: a field of the wrong type or range.
@@ -135,13 +137,16 @@ class KVLayout:
     layers: tuple[LayerLayout, ...]
     dtype: str
     max_positions: int | None
+    states: bool = False
     _fingerprint: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_type("KVLayout.model_type", self.model_type, str)
         if not self.model_type:
             raise InputError("KVLayout.model_type: must name a family, got an empty string")
-        check_tuple("KVLayout.layers", self.layers, "LayerLayout")
+        check_type("KVLayout.states", self.states, bool)
+        if self.layers or not self.states:
+            check_tuple("KVLayout.layers", self.layers, "LayerLayout")
         for index, layer in enumerate(self.layers):
             check_type(f"KVLayout.layers[{index}]", layer, LayerLayout)
         check_type("KVLayout.dtype", self.dtype, str)
@@ -151,7 +156,7 @@ class KVLayout:
             check_positive("KVLayout.max_positions", self.max_positions)
 
     @classmethod
-    def from_config(cls, hf_config: Any, dtype: str | torch.dtype | None = None) -> KVLayout:
+    def from_config(cls, hf_config: Any, dtype: str | torch.dtype | None = None, *, states: bool = False) -> KVLayout:
         """Make the layout of a transformers model of which there is only a configuration.
 
         A model without weights shows what its layers keep, and a small one of the same class, with random weights, how
@@ -161,10 +166,13 @@ class KVLayout:
         Args:
             hf_config: transformers `PreTrainedConfig` of a text decoder.
             dtype: dtype of the cache; None takes `hf_config.dtype`.
+            states: also take a model whose layers hold something else than keys and values of tokens, such as recurrent
+                states. Its layout names the keys and values alone (`KVLayout.states`), and only `encode_cache` and
+                `decode_cache` keep the rest.
 
         Raises:
-            UnsupportedModelError: transformers cannot build or run the model, or its cache holds something else than
-                keys and values of tokens; the message names the layer and what it holds.
+            UnsupportedModelError: transformers cannot build or run the model, or, without `states`, its cache holds
+                something else than keys and values of tokens; the message names the layer and what it holds.
             InputError: the config is a multimodal wrapper, or no dtype is known.
             OutOfMemoryError: there is no memory for the small model.
             ImportError: transformers is not installed.
@@ -176,13 +184,14 @@ class KVLayout:
         """
         from cuvee.codec.models.measured import describe_config
 
-        return cls.from_dict(describe_config(hf_config, dtype))
+        return cls.from_dict(describe_config(hf_config, dtype, states))
 
     @classmethod
-    def of(cls, model: object) -> KVLayout:
+    def of(cls, model: object, *, states: bool = False) -> KVLayout:
         """Make the layout of a transformers model or configuration; return a layout unchanged.
 
-        A model runs a few random tokens at several positions, once. A configuration is measured as by `from_config`.
+        A model runs a few random tokens at several positions, once. A configuration is measured as by `from_config`,
+        which tells what `states` means.
 
         Raises:
             InputError: `model` is none of these.
@@ -201,7 +210,7 @@ class KVLayout:
             )
         from cuvee.codec.models.measured import describe_model
 
-        return cls.from_dict(describe_model(model))
+        return cls.from_dict(describe_model(model, states))
 
     @property
     def num_layers(self) -> int:
@@ -333,19 +342,22 @@ class KVLayout:
             "layers": [index[layer] for layer in self.layers],
             "dtype": self.dtype,
             "max_positions": self.max_positions,
+            **({"states": True} if self.states else {}),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KVLayout:
         """Invert `to_dict`. Raise InputError for missing, unknown or ill-typed entries."""
-        check_keys("KVLayout", data, required=("model_type", "kinds", "layers", "dtype", "max_positions"))
+        required = ("model_type", "kinds", "layers", "dtype", "max_positions")
+        check_keys("KVLayout", data, required=required, optional=("states",))
         kinds = [LayerLayout.from_dict(kind) for kind in checked_list("KVLayout.kinds", data["kinds"])]
         layers = []
         for position, index in enumerate(checked_list("KVLayout.layers", data["layers"])):
             if type(index) is not int or not 0 <= index < len(kinds):
                 raise InputError(f"KVLayout.layers[{position}]: must index one of {len(kinds)} kinds, got {index!r}")
             layers.append(kinds[index])
-        return cls(data["model_type"], tuple(layers), data["dtype"], data["max_positions"])
+        states = data.get("states", False)
+        return cls(data["model_type"], tuple(layers), data["dtype"], data["max_positions"], states)
 
     def to_json(self) -> str:
         """Return canonical JSON: sorted keys, no spaces, ASCII, exact floats."""

@@ -34,8 +34,8 @@ def encode_past_windows(
     spans: Sequence[Sequence[tuple[int, int]]],
     paddings: Sequence[int],
     bound: Sequence[bytes],
-) -> list[bytes]:
-    """Encode rows whose layers hold the last tokens only, or all.
+) -> list[list[bytes]]:
+    """Encode rows whose layers hold the last tokens only, or all; return the blobs of each row.
 
     Args:
         codec: a lossless codec of the model.
@@ -57,8 +57,9 @@ def encode_past_windows(
         )
     begins = [width - keys.shape[2] for keys, _ in tensors]
     codecs = _Codecs(codec)
-    blobs = []
+    rows: list[list[bytes]] = []
     for row, (padding, chunks) in enumerate(zip(paddings, spans, strict=True)):
+        rows.append([])
         for start, end in _cut(chunks, [begin - padding for begin in begins]):
             held = [layer for layer, begin in enumerate(begins) if begin - padding <= start]
             if not held:
@@ -69,8 +70,8 @@ def encode_past_windows(
                 for unit in (0, 1)
             )
             chunk = KVChunk(keys, values, _part(layout, held), start)
-            blobs.append(codecs.of(held).encode(chunk, associated_data=bound[row]))
-    return blobs
+            rows[-1].append(codecs.of(held).encode(chunk, associated_data=bound[row]))
+    return rows
 
 
 def lacks_windows(blobs: Sequence[bytes], layout: KVLayout) -> bool:

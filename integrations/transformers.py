@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ from transformers.cache_utils import (
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError, allocations
+from cuvee.codec.format.container import Kind, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.latents import append_units, layer_units
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
+from cuvee.codec.states import States
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file, write_cache_file
@@ -47,6 +50,7 @@ from cuvee.integrations.cache_rows import (
     row_paddings,
     warn_of_padding,
 )
+from cuvee.integrations.cache_states import attention_layers, build_cache, decoder_cache, join_states, take_states
 from cuvee.integrations.past_windows import decode_past_windows, encode_past_windows, lacks_windows
 
 # Exact types: subclasses keep more state (quantized, indexed, recurrent) than keys and values.
@@ -63,6 +67,9 @@ def encode_cache(
     associated_data: Sequence[bytes] | None = None,
 ) -> list[bytes]:
     """Compress a transformers cache, on its own device if the codec serves it, else from a copy on the CPU.
+
+    What layers hold beside keys and values of tokens, such as recurrent states, index keys or cross-attention, follows
+    in one more blob at the end of each row, as it is. Such a cache can only be restored as a whole.
 
     Where sliding windows have dropped tokens, chunks before them hold the other layers, losslessly. Such a list of
     blobs decodes as a whole only: a part of it lacks the windows of its last tokens.
@@ -111,24 +118,36 @@ def encode_cache(
         UnsupportedModelError: a sliding window has dropped tokens and the codec is lossy, or the cache is static; a
             layer holds no plain keys and values.
     """
-    tensors = _plain_tensors(cache, codec.profile.layout, past_windows=True)
-    layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
-    rows, width = len(tensors[0][0]), int(cache.get_seq_length())
+    layout = codec.profile.layout
+    tensors = _plain_tensors(cache, layout, past_windows=True)
+    if tensors:
+        rows, width = len(tensors[0][0]), _tokens_seen(cache, layout)
+        layout = _with_dtype(layout, tensors[0][0].dtype)
+    else:
+        rows, width = _shape_of_tokens(input_ids, attention_mask)
     paddings = row_paddings(attention_mask, rows, width)
     ids = _row_ids(input_ids, paddings, width)
     if attention_mask is None:
-        if layout.layers[0].rope is not None:
+        if layout.layers and layout.layers[0].rope is not None:
             check_unpadded(tensors[0][0])
         if ids is not None:
             warn_of_padding(ids)
     bound = bound_rows(associated_data, rows)
     devices = {tensor.device for pair in tensors for tensor in pair}
-    if len(devices) > 1 or not codec.on_device(*devices):
+    if len(devices) > 1 or not all(codec.on_device(device) for device in devices):
         tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
-    if any(keys.shape[2] < width for keys, _ in tensors):
+    if not tensors:
+        encoded: list[list[bytes]] = [[] for _ in range(rows)]
+    elif any(keys.shape[2] < width for keys, _ in tensors):
         spans = [_spans(width - padding, chunk_tokens) for padding in paddings]
-        return encode_past_windows(codec, tensors, width, layout, spans, paddings, bound)
-    return _encode_batch(codec, tensors, layout, chunk_tokens, paddings, bound, ids)
+        encoded = encode_past_windows(codec, tensors, width, layout, spans, paddings, bound)
+    else:
+        encoded = _encode_batch(codec, tensors, layout, chunk_tokens, paddings, bound, ids)
+    if layout.states:
+        for row, beside in enumerate(take_states(cache, layout, rows)):
+            states = States(width - paddings[row], beside, layout.dtype)
+            encoded[row].append(codec.encode_states(states, associated_data=bound[row]))
+    return [blob for row in encoded for blob in row]
 
 
 def decode_cache(
@@ -140,7 +159,7 @@ def decode_cache(
     attention_mask: torch.Tensor | None = None,
     max_tokens: int | None = MAX_DECODED_TOKENS,
     associated_data: Sequence[bytes] | None = None,
-) -> DynamicCache:
+) -> Cache:
     """Rebuild a cache from the blobs of `encode_cache`.
 
         >>> from cuvee import Codec
@@ -175,7 +194,8 @@ def decode_cache(
         associated_data: the bytes that the blobs of each row were bound to by `encode_cache`; B entries.
 
     Returns:
-        `DynamicCache` in the dtype of the encoded cache.
+        `DynamicCache` in the dtype of the encoded cache; an `EncoderDecoderCache` of one for a model with
+        cross-attention.
 
     Raises:
         InputError: there are no blobs, or some are missing, repeated or out of order (the message names the index);
@@ -194,10 +214,17 @@ def decode_cache(
     target = torch.device("cpu" if device is None else device)
     where = target if codec.on_device(target) else torch.device("cpu")
     with allocations("rebuilding a cache"):
-        if lacks_windows(blobs, codec.profile.layout):
+        states: list[dict[str, torch.Tensor]] = []
+        if codec.profile.layout.states:
+            blobs, bound, states = _without_states(codec, blobs, bound)
+        if not blobs:
+            layers: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(())
+        elif lacks_windows(blobs, codec.profile.layout):
             layers = decode_past_windows(codec, blobs, bound, attention_mask, max_tokens)
         else:
             layers = _decode_batch(codec, blobs, bound, where, attention_mask, max_tokens)
+        if states:
+            return build_cache(config, codec.profile.layout, layers, join_states(states), target)
         cache = DynamicCache(config=config)
         for layer in range(codec.profile.layout.num_layers):
             keys, values = next(layers)
@@ -329,6 +356,38 @@ def chunks_from_cache(
     return [whole.slice(first, end) for first, end in _spans(whole.tokens, chunk_tokens)]
 
 
+def _without_states(
+    codec: Codec, blobs: Sequence[bytes], bound: Sequence[bytes]
+) -> tuple[list[bytes], list[bytes], list[dict[str, torch.Tensor]]]:
+    """Return the chunks, what they are bound to, and the states of each row, which end it."""
+    chunks, chunks_bound, states = [], [], []
+    reached = 0
+    for index, (blob, data) in enumerate(zip(blobs, bound, strict=True)):
+        header = read_header(blob)
+        if header.kind is not Kind.STATES:
+            if reached and header.start < reached:
+                break
+            reached = header.start + header.tokens
+            chunks.append(blob)
+            chunks_bound.append(data)
+            continue
+        if codec.profile.layout.layers and reached != header.tokens:
+            raise InputError(
+                f"blobs[{index}]: must follow the chunks of its {header.tokens} tokens, got it after {reached}: give "
+                "all blobs in the order of encode_cache, each once"
+            )
+        states.append(dict(codec.decode_states(blob, associated_data=data).tensors))
+        reached = 0
+    else:
+        if not reached:
+            return chunks, chunks_bound, states
+    kind = codec.profile.layout.model_type
+    raise InputError(
+        f"blobs: must end each row with its states, got none after {reached} tokens: a {kind} cache can only be "
+        "restored as a whole, since what some of its layers hold exists at its end alone"
+    )
+
+
 def _encode_batch(
     codec: Codec,
     tensors: list[tuple[torch.Tensor, torch.Tensor]],
@@ -337,7 +396,7 @@ def _encode_batch(
     paddings: list[int],
     bound: list[bytes],
     ids: I64 | None,
-) -> list[bytes]:
+) -> list[list[bytes]]:
     """Encode all chunks of all rows in one call, on their device, and bind the blobs of row b to `bound[b]`."""
     width = tensors[0][0].shape[2]
     all_slots = torch.arange(len(paddings) * width, device=tensors[0][0].device)
@@ -353,9 +412,11 @@ def _encode_batch(
             associated_data.append(bound[row])
             tokens.append(None if ids is None else ids[row, padding + start : padding + end])
     cache = PagedCache(layout, [keys.transpose(1, 2) for keys, _ in tensors], [v.transpose(1, 2) for _, v in tensors])
-    return codec.encode(
+    blobs = codec.encode(
         PagedChunks(cache, slots, starts, tokens=tokens, following=following), associated_data=associated_data
     )
+    firsts = [*(index for index, start in enumerate(starts) if start == 0), len(blobs)]
+    return [blobs[first:end] for first, end in pairwise(firsts)]
 
 
 def _decode_batch(
@@ -400,10 +461,11 @@ def _plain_tensors(
     """
     if not isinstance(cache, Cache):
         raise InputError(f"cache: must be a transformers Cache, got {type(cache).__name__}; build a DynamicCache")
-    if isinstance(cache, EncoderDecoderCache):
+    keeps_all = layout is not None and layout.states
+    if isinstance(cache, EncoderDecoderCache) and not keeps_all:
         raise UnsupportedModelError(
-            "cache: must be that of a decoder-only model, got an EncoderDecoderCache; encoder-decoder models are not "
-            "supported"
+            "cache: must be that of a decoder-only model, got an EncoderDecoderCache; encode_cache takes it with the "
+            "codec of Codec.without_profile(model)"
         )
     if getattr(cache, "offloading", False):
         raise InputError(
@@ -413,8 +475,11 @@ def _plain_tensors(
     known = () if layout is None else layout.layers
     tensors, tokens = [], []
     layer: Any
-    for index, layer in enumerate(cache.layers):
-        if type(layer) not in _PLAIN_LAYERS:
+    layers: Any = decoder_cache(cache).layers
+    chosen = attention_layers(cache, layout) if layout is not None and layout.states else range(len(layers))
+    for place, index in enumerate(chosen):
+        layer = layers[index]
+        if type(layer) not in _PLAIN_LAYERS and not keeps_all:
             raise UnsupportedModelError(
                 f"cache: must hold plain keys and values, but layer {index} is a {type(layer).__name__}; prefill with "
                 "a DynamicCache"
@@ -423,16 +488,16 @@ def _plain_tensors(
         if seen == 0:
             raise InputError(f"cache: must hold tokens, but layer {index} is empty; run a forward pass first")
         held = layer.keys.shape[-2]
-        drops = past_windows and type(layer) is DynamicSlidingWindowLayer
+        drops = past_windows and isinstance(layer, DynamicSlidingWindowLayer)
         if seen > held and not drops:
             raise UnsupportedModelError(
                 f"cache: must hold all tokens, but layer {index} is a sliding window that holds {held} of {seen}; "
                 "prefill with past_key_values=DynamicCache() (no config), which keeps all"
             )
-        keys, values = layer_units(layer, known[index]) if index < len(known) else (layer.keys, layer.values)
+        keys, values = layer_units(layer, known[place]) if place < len(known) else (layer.keys, layer.values)
         tensors.append((keys[:, :, :seen], values[:, :, :seen]))
         tokens.append(seen)
-    if not tensors:
+    if not tensors and not keeps_all:
         raise InputError("cache: must hold tokens, got an empty one; run a forward pass first")
     for index, (keys, values) in enumerate(tensors):
         for name, tensor in (("keys", keys), ("values", values)):
@@ -446,6 +511,24 @@ def _plain_tensors(
                     "cache: must be on a device that holds values, got the meta device; load the model on a real one"
                 )
     return tensors
+
+
+def _tokens_seen(cache: Cache, layout: KVLayout) -> int:
+    """Return the columns of a cache, of which sliding windows may have dropped some."""
+    first = attention_layers(cache, layout)[0] if layout.states else 0
+    return int(decoder_cache(cache).layers[first].get_seq_length())
+
+
+def _shape_of_tokens(*given: torch.Tensor | None) -> tuple[int, int]:
+    """Return rows and columns of a cache without keys of tokens, from its ids or its mask."""
+    tokens = next((each for each in given if isinstance(each, torch.Tensor)), None)
+    if tokens is None or tokens.ndim not in (1, 2):
+        raise InputError(
+            "input_ids: must be given, or attention_mask, [B, T] of the cached tokens: no layer of this model holds "
+            "keys and values that would tell how many there are"
+        )
+    rows, columns = (tokens[None] if tokens.ndim == 1 else tokens).shape
+    return rows, columns
 
 
 def _row_ids(input_ids: torch.Tensor | None, paddings: Sequence[int], width: int) -> I64 | None:
@@ -503,11 +586,11 @@ def _check_model(model: PreTrainedModel | PreTrainedConfig, layout: KVLayout) ->
     """Refuse a model whose caches differ from the layout, unless nothing is known of its caches."""
     decoder = _config_of(model).get_text_config(decoder=True)
     try:
-        expected = KVLayout.from_config(decoder, dtype=layout.dtype)
+        expected = KVLayout.from_config(decoder, dtype=layout.dtype, states=True)
     except UnsupportedModelError:
         if not isinstance(model, PreTrainedModel):
             return  # the layout was built by hand, so there is none to compare it with
-        expected = replace(KVLayout.of(model), dtype=layout.dtype)
+        expected = replace(KVLayout.of(model, states=True), dtype=layout.dtype)
     if expected.fingerprint == layout.fingerprint:
         return
     raise ProfileMismatchError(

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +164,22 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _continued(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Return the logits of five more tokens after a cache."""
+    parameters = signature(model.forward).parameters
+    name = next(each for each in ("past_key_values", "cache", "cache_params") if each in parameters)
+    following = torch.randint(3, 200, (1, 5), generator=torch.Generator().manual_seed(1))
+    if model.config.model_type == "cpmant":  # it takes all tokens again, and leaves out those of the cache by itself
+        following = torch.cat([ids, following], 1)
+    steps = following.split(1, 1) if model.config.model_type.startswith("prophetnet") else [following]
+    with torch.no_grad():
+        for step in steps:
+            output = model(step, use_cache=True, **{name: cache})
+            cache = output[1] if len(steps) > 1 else cache
+    logits: torch.Tensor = output[0]
+    return logits
+
+
 def judge(name: str) -> Verdict:
     """Tell what cuvee does with the cache of a model of this type."""
     try:
@@ -176,10 +193,7 @@ def judge(name: str) -> Verdict:
         back = cuvee.decode_cache(codec, cuvee.encode_cache(codec, cache, ids), model)
     except cuvee.CuveeError as error:
         return Verdict("refused", f"{error} | {kinds}")
-    following = torch.randint(3, 200, (1, 5))
-    with torch.no_grad():
-        own = model(following, past_key_values=copy.deepcopy(cache), use_cache=True)[0]
-        ours = model(following, past_key_values=back, use_cache=True)[0]
+    own, ours = (_continued(model, ids, each) for each in (copy.deepcopy(cache), back))
     far = float((own - ours).abs().max())
     return Verdict("works" if far <= 1e-4 else "wrong", f"{far:.0e} {kinds}")
 

@@ -28,7 +28,7 @@ def measured_layers(model: Any) -> tuple[Any, tuple[MeasuredLayer, ...]]:
     Raises:
         InputError, UnsupportedModelError, OutOfMemoryError, ImportError: as `KVLayout.from_config`.
     """
-    config = _checked(getattr(model, "config", model).get_text_config(decoder=True))
+    config = _checked(getattr(model, "config", model).get_text_config(decoder=True), states=True)
     if not isinstance(model, torch.nn.Module) or any(own.is_meta for own in model.parameters()):
         return config, measure_config(config)
     if model not in _of_models:
@@ -52,18 +52,19 @@ def _measured(model: Any, config: Any) -> tuple[MeasuredLayer, ...]:
     return tuple(other if BOUND == other.positions != own.positions else own for own, other in pairs)
 
 
-def describe_config(config: Any, dtype: str | torch.dtype | None) -> dict[str, Any]:
+def describe_config(config: Any, dtype: str | torch.dtype | None, states: bool) -> dict[str, Any]:
     """Return the input of `KVLayout.from_dict` for a transformers configuration; errors as `KVLayout.from_config`."""
-    config = _checked(config)
+    config = _checked(config, states)
     name, positions = _dtype_name(config.dtype if dtype is None else dtype), _max_positions(config)
-    return _describe(config.model_type, measure_config(config), name, positions)
+    return _describe(config.model_type, measure_config(config), name, positions, states)
 
 
-def describe_model(model: Any) -> dict[str, Any]:
+def describe_model(model: Any, states: bool) -> dict[str, Any]:
     """Return the input of `KVLayout.from_dict` for a transformers model or configuration, as `KVLayout.of` says."""
+    _checked(getattr(model, "config", model).get_text_config(decoder=True), states)
     config, layers = measured_layers(model)
     dtype = getattr(model, "dtype", None) or config.dtype or torch.get_default_dtype()
-    return _describe(config.model_type, layers, _dtype_name(dtype), _max_positions(config))
+    return _describe(config.model_type, layers, _dtype_name(dtype), _max_positions(config), states)
 
 
 def movable(layers: tuple[MeasuredLayer, ...]) -> bool:
@@ -72,17 +73,19 @@ def movable(layers: tuple[MeasuredLayer, ...]) -> bool:
 
 
 def _describe(
-    model_type: str, layers: tuple[MeasuredLayer, ...], dtype: str, max_positions: int | None
+    model_type: str, layers: tuple[MeasuredLayer, ...], dtype: str, max_positions: int | None, states: bool
 ) -> dict[str, Any]:
     for index, layer in enumerate(layers):
-        if kept := layer.beyond:
+        if (kept := layer.beyond) and not states:
             raise UnsupportedModelError(
-                f"{model_type}: must keep keys and values of tokens only, but layer {index} "
-                f"({layer.kind}) holds {kept}: states of recurrent and hybrid models, and index keys, are not supported"
+                f"{model_type}: must keep keys and values of tokens only, but layer {index} ({layer.kind}) holds "
+                f"{kept}: use encode_cache and decode_cache with Codec.without_profile(model), which keep whatever a "
+                "transformers cache holds"
             )
     # A cache is moved as a whole. Where a layer cannot be, no layer is rotated, and the layout says so.
     moves = movable(layers)
-    kinds = list(dict.fromkeys(layers))
+    attention = [layer for layer in layers if layer.kv_heads]
+    kinds = list(dict.fromkeys(attention))
     return {
         "model_type": model_type,
         "kinds": [
@@ -95,14 +98,18 @@ def _describe(
             }
             for layer in kinds
         ],
-        "layers": [kinds.index(layer) for layer in layers],
+        "layers": [kinds.index(layer) for layer in attention],
         "dtype": dtype,
         "max_positions": max_positions,
+        "states": any(layer.beyond for layer in layers),
     }
 
 
-def _checked(config: Any) -> Any:
-    """Return a decoder's configuration; refuse others before anything is measured."""
+def _checked(config: Any, states: bool) -> Any:
+    """Return a decoder's configuration; refuse others before anything is measured.
+
+    Cross-attention is among what `states` tells.
+    """
     try:
         from transformers import PreTrainedConfig
     except ImportError as error:
@@ -111,9 +118,11 @@ def _checked(config: Any) -> Any:
         raise InputError(f"hf_config: must be a transformers PreTrainedConfig, got {type(config).__name__}")
     if is_deepseek_v3({"model_type": config.model_type}):
         config = as_deepseek_v3(config.to_dict())
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    crossed = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    if crossed and not states:
         raise UnsupportedModelError(
-            f"{config.model_type}: encoder-decoder and cross-attention caches are not supported"
+            f"{config.model_type}: must have no encoder-decoder or cross-attention cache here; encode_cache and "
+            "decode_cache with Codec.without_profile(model) take it"
         )
     if getattr(config, "text_config", None) is not None:
         raise InputError(

@@ -28,6 +28,7 @@ _FAR = 3 << 16
 # Error of a channel relative to its size. A wrong table errs by about 1.
 _TOLERANCES = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _FAR_TOLERANCE = 0.05  # angles of 10^5 radians differ in their last bits where a model computes them in another order
+_ENCODED = 3  # tokens of an encoder
 _MIN_POSITIONS = 512  # of a table of positions whose length a configuration does not say
 _CACHES = ("past_key_values", "cache", "cache_params")  # attributes of a model's output, by transformers' release
 
@@ -73,10 +74,11 @@ class MeasuredLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One forward pass: the cache's layers, and the position of the first token."""
+    """One forward pass: the cache's layers, the position of the first token, and layers of cross-attention, if any."""
 
     layers: list[Any]
     start: int
+    cross: list[Any] | None = None
 
     def units(self, index: int) -> _Units | None:
         """Return keys and values `[B, H, T, D]` of a layer; None if it does not hold both."""
@@ -128,6 +130,12 @@ class _Passes:
 
     def __init__(self, model: Any, name: str) -> None:
         self._model, self._name = model, name
+        self._encoded: dict[str, torch.Tensor] = {}
+        config = model.config.get_text_config(decoder=True)
+        if getattr(config, "is_encoder_decoder", False):  # a decoder runs alone on what its encoder might have said
+            self._model = model = model.get_decoder()
+            said = torch.zeros(_TOKENS, _ENCODED, config.hidden_size, dtype=model.dtype, device=model.device)
+            self._encoded = {"encoder_hidden_states": said}
         parameters = signature(model.forward).parameters
         passed_on = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
         self.takes_positions = "position_ids" in parameters or passed_on
@@ -159,13 +167,13 @@ class _Passes:
 
     def _run(self, ids: torch.Tensor, start: int) -> _Run:
         device = self._model.get_input_embeddings().weight.device
-        positions = {}
+        others = {name: said[: len(ids)] for name, said in self._encoded.items()}
         if self.takes_positions:
             each = start + torch.arange(ids.shape[1], device=device)
-            positions = {"position_ids": each[None].expand(len(ids), -1)}
+            others["position_ids"] = each[None].expand(len(ids), -1)
         try:
             with allocations(f"{self._name}: running {ids.numel()} tokens"):
-                output = self._model(input_ids=ids.to(device), use_cache=True, **positions)
+                output = self._model(input_ids=ids.to(device), use_cache=True, **others)
         except CuveeError:
             raise
         except Exception as error:  # whatever a model's code raises
@@ -176,15 +184,16 @@ class _Passes:
         cache = next((found for each in _CACHES if (found := getattr(output, each, None)) is not None), None)
         if cache is None:
             raise UnsupportedModelError(f"{self._name}: must return a cache, but returned none with use_cache=True")
+        cross = None
         if hasattr(cache, "cross_attention_cache"):
-            raise UnsupportedModelError(f"{self._name}: encoder-decoder and cross-attention caches are not supported")
+            cache, cross = cache.self_attention_cache, cache.cross_attention_cache.layers
         beside = [found for key, value in vars(cache).items() if key != "layers" for found in _tensors(key, value)]
         if beside or not getattr(cache, "layers", None):
             kept = ", ".join(f"{key} {list(shape)}" for key, shape in beside) or "no layers"
             raise UnsupportedModelError(
                 f"{self._name}: must keep its cache in layers, but its {type(cache).__name__} holds {kept}"
             )
-        return _Run(cache.layers, start)
+        return _Run(cache.layers, start, cross)
 
 
 def rotary_tables(model: Any) -> Iterator[tuple[Rope, Rope]]:
@@ -327,15 +336,17 @@ def _fits(index: int, unit: int, pairs: list[_Pair], rope: Rope | None, toleranc
 
 def _described(run: _Run, index: int, rule: str, rope: Rope | None, why: str, swapped: bool = False) -> MeasuredLayer:
     layer, units = run.layers[index], run.units(index)
-    kept = () if units is None else ("keys", "values")
+    seen = 0 if units is None else int(layer.get_seq_length())
+    # Entries that do not stand for tokens are kept like whatever else a layer holds.
+    kept = ("keys", "values") if seen == _TOKENS else ()
     others = [found for key, value in vars(layer).items() if key not in kept for found in _tensors(key, value)]
+    if run.cross is not None:
+        held = [found for own in run.cross[index : index + 1] for found in _tensors("cross", vars(own))]
+        others += held or [("a place for cross-attention", ())]
     window = getattr(layer, "sliding_window", None)
-    if units is None:
+    if units is None or not kept:
         return MeasuredLayer(type(layer).__name__, 0, 0, 0, None, BOUND, None, tuple(others), why)
     keys, values = units
-    seen = int(layer.get_seq_length())
-    if seen != _TOKENS:
-        others.append((f"{seen} entries for {_TOKENS} tokens", tuple(keys.shape)))
     sizes = keys.shape[3], values.shape[3]
     head_dim, value_dim = sizes[::-1] if swapped else sizes
     return MeasuredLayer(

@@ -218,12 +218,9 @@ def test_from_config_ignores_the_default_device(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (transformers.T5Config, "t5: encoder-decoder"),
-        (transformers.WhisperConfig, "whisper: encoder-decoder"),
-        (
-            lambda: transformers.GPT2Config(add_cross_attention=True),
-            "gpt2: encoder-decoder and cross-attention",
-        ),
+        (transformers.T5Config, "t5: must have no encoder-decoder"),
+        (transformers.WhisperConfig, "whisper: must have no encoder-decoder"),
+        (lambda: transformers.GPT2Config(add_cross_attention=True), "gpt2: must have no encoder-decoder or cross-"),
         (transformers.DeepseekV32Config, r"deepseek_v32: .* layer 0 \(DynamicIndexedLayer\) holds indexer_keys"),
         (transformers.MambaConfig, r"mamba: .* layer 0 \(LinearAttentionLayer\) holds conv_states"),
         (transformers.JambaConfig, r"jamba: .* layer 0 \(LinearAttentionLayer\) holds conv_states"),
