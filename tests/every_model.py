@@ -47,11 +47,13 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 512),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "time_step_rank", "laurel_rank", "mamba_n_heads"), 8),
-    **dict.fromkeys(("linear_num_key_heads", "index_n_heads", "mamba_expand", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "index_n_heads", "mamba_expand", "num_experts_per_token"), 2),
     "hidden_size_per_layer_input": 16,
     "qk_head_dim": 24,
     "linear_num_value_heads": 4,
-    "mamba_num_heads": 8,
+    **dict.fromkeys(("mamba_num_heads", "n_mamba_heads"), 8),
+    "mamba_headdim": 16,
+    "mamba_d_ssm": 128,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -62,7 +64,9 @@ _SIZES: dict[str, Any] = {
     "lru_width": 64,
     "num_attention_groups": 2,
 }
-_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
+# Where a configuration lists no kinds of layers, or no experts, and a model needs some.
+_KINDS = {"lfm2_moe": ("conv", "full_attention"), "granitemoehybrid": ("linear_attention", "full_attention")}
 
 
 class Verdict(NamedTuple):
@@ -94,6 +98,14 @@ def shrink(config: Any, layers: int, sections: bool) -> Any:
         config.num_key_value_heads = 4
         if "head_dim" in entries:
             config.head_dim = 8
+    if "num_experts_per_tok" in entries and entries["num_experts_per_tok"] is None:
+        config.num_experts_per_tok = 2
+    if config.model_type in _KINDS:
+        config.layer_types = [_KINDS[config.model_type][layer % 2] for layer in range(layers)]
+    if "attn_layer_indices" in entries:
+        config.attn_layer_indices = [1]
+    if config.model_type == "mamba2":
+        config.num_heads = 8
     if "is_decoder" in entries:
         config.is_decoder = True
     if entries.get("num_kv_shared_layers"):
@@ -118,12 +130,18 @@ def make(config: Any) -> Any:
     raise ValueError(f"no model is registered for {type(config).__name__}")
 
 
+def config_of(name: str) -> Any:
+    """Return the default configuration of a type's text decoder, which has the entries of its encoder, if any."""
+    whole = CONFIG_MAPPING[name]()
+    return copy.deepcopy(whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True))
+
+
 def build(name: str) -> tuple[Any, torch.Tensor, Any]:
     """Build a model of a type; return it, its tokens `[1, 40]`, and its cache of them. Raise whatever it raises."""
     problem: Exception = ValueError("no depth fits")
     for layers, sections in ((4, False), (2, False), (6, False), (4, True)):
         try:
-            config = shrink(copy.deepcopy(CONFIG_MAPPING[name]().get_text_config(decoder=True)), layers, sections)
+            config = shrink(config_of(name), layers, sections)
             with torch.device("meta"):
                 size = sum(own.numel() for own in make(config).parameters())
             if size > LARGEST:
@@ -174,8 +192,7 @@ def _continued(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     steps = following.split(1, 1) if model.config.model_type.startswith("prophetnet") else [following]
     with torch.no_grad():
         for step in steps:
-            output = model(step, use_cache=True, **{name: cache})
-            cache = output[1] if len(steps) > 1 else cache
+            output = model(step, use_cache=True, **{name: cache})  # which appends to the cache
     logits: torch.Tensor = output[0]
     return logits
 
@@ -185,6 +202,7 @@ def judge(name: str) -> Verdict:
     try:
         with limited(LIMIT):
             model, ids, cache = build(name)
+            own = _continued(model, ids, copy.deepcopy(cache))
     except (Exception, _Slow) as error:
         return Verdict("not built", f"{type(error).__name__}: {str(error)[:90]}".replace("\n", " "))
     kinds = " ".join(sorted({type(layer).__name__ for layer in getattr(cache, "layers", [])}) or [type(cache).__name__])
@@ -193,7 +211,7 @@ def judge(name: str) -> Verdict:
         back = cuvee.decode_cache(codec, cuvee.encode_cache(codec, cache, ids), model)
     except cuvee.CuveeError as error:
         return Verdict("refused", f"{error} | {kinds}")
-    own, ours = (_continued(model, ids, each) for each in (copy.deepcopy(cache), back))
+    ours = _continued(model, ids, back)
     far = float((own - ours).abs().max())
     return Verdict("works" if far <= 1e-4 else "wrong", f"{far:.0e} {kinds}")
 
@@ -204,7 +222,7 @@ def main() -> None:
     seen: set[str] = set()
     for name in sys.argv[1:] or TYPES:
         try:
-            kind = CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type
+            kind = config_of(name).model_type
         except Exception as error:
             verdict = Verdict("not built", f"{type(error).__name__}: its configuration needs arguments")
         else:

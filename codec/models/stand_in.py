@@ -126,7 +126,9 @@ def _build(config: Any, device: str, name: str) -> Any:
     with _building(name), torch.device(device), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         factory: Any
-        for factory in (AutoModel, AutoModelForCausalLM):
+        # Without a head, the decoder of an encoder-decoder comes with its encoder, which would see all tokens.
+        alone = getattr(config, "is_decoder", False)
+        for factory in (AutoModelForCausalLM, AutoModel) if alone else (AutoModel, AutoModelForCausalLM):
             if type(config) in factory._model_mapping:
                 return factory.from_config(own, dtype=torch.float32).eval()
         return _class_of(config)._from_config(own, dtype=torch.float32).eval()

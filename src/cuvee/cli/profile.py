@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -278,27 +279,29 @@ def profile_check(
             "window": layer.sliding_window,
             "positions": f"{layer.positions}{'' if layer.rope is None else _rotation(layer.rope, layer.head_dim)}",
             "bytes_per_token": layer.kv_heads * (layer.head_dim + layer.value_dim) * size,
-            "coded": "no" if kept else "yes",
-            "note": f"holds {kept}" if kept else layer.why,
+            "states_bytes": 4 * sum(math.prod(shape) for _, shape in layer.others),
+            "note": f"{layer.kind} holds {kept}" if kept else layer.why,
         }
         if runs and runs[-1]["row"] == row:
             runs[-1]["last"] = index
         else:
             runs.append({"first": index, "last": index, "row": row})
-    coded = not any(layer.beyond for layer in layers)
+    states = any(layer.beyond for layer in layers)
+    beside = sum(run["row"]["states_bytes"] * (run["last"] - run["first"] + 1) for run in runs)
     total = sum(run["row"]["bytes_per_token"] * (run["last"] - run["first"] + 1) for run in runs)
     if as_json:
         print_json(
             {
                 "model_type": config.model_type,
-                "coded": coded,
+                "states": states,
                 "movable": moves,
                 "bytes_per_token": total,
+                "states_bytes": beside,
                 "layers": [{"first": run["first"], "last": run["last"], **run["row"]} for run in runs],
             }
         )
         return
-    table = make_table("layers", "kind", "heads x key, value", "window", "keys", "bytes/token")
+    table = make_table("layers", "kind", "heads x key, value", "window", "keys", "bytes/token", "beside")
     for run in runs:
         row = run["row"]
         table.add_row(
@@ -308,18 +311,27 @@ def profile_check(
             "" if row["window"] is None else str(row["window"]),
             row["positions"] if row["heads"] else "",
             f"{row['bytes_per_token']:,}" if row["heads"] else "",
+            f"{row['states_bytes']:,}" if row["states_bytes"] else "",
         )
     console = make_console()
     console.print(f"{config.model_type}: {len(layers)} layers, {total:,} bytes per token", highlight=False)
     console.print(table)
     for note in dict.fromkeys(run["row"]["note"] for run in runs if run["row"]["note"]):
         console.print(note, markup=False, highlight=False)
-    console.print(_verdict(coded, moves))
+    if beside:
+        console.print(
+            f"Beside keys and values of tokens: {beside:,} bytes in float32, after the few tokens that were run.",
+            highlight=False,
+        )
+    console.print(_verdict(states, moves))
 
 
-def _verdict(coded: bool, moves: bool) -> str:
-    if not coded:
-        return "Not supported: a layer holds something else than keys and values of tokens."
+def _verdict(states: bool, moves: bool) -> str:
+    if states:
+        return (
+            "Kept as a whole: encode_cache and decode_cache restore a cache where it ended. Engines' adapters, "
+            "blending and calibration do not take this model."
+        )
     if moves:
         return "Movable: chunks decode at any position."
     return "Bound: chunks decode at the positions where they were encoded; they cannot be moved or blended."
