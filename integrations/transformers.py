@@ -36,6 +36,7 @@ from cuvee.codec.format.container import Kind, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.latents import append_units, layer_units
+from cuvee.codec.models.measured import decoder_config
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.states import States
@@ -584,7 +585,7 @@ def _config_of(model: object) -> PreTrainedConfig:
 
 def _check_model(model: PreTrainedModel | PreTrainedConfig, layout: KVLayout) -> None:
     """Refuse a model whose caches differ from the layout, unless nothing is known of its caches."""
-    decoder = _config_of(model).get_text_config(decoder=True)
+    decoder = decoder_config(_config_of(model))
     try:
         expected = KVLayout.from_config(decoder, dtype=layout.dtype, states=True)
     except UnsupportedModelError:

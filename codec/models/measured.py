@@ -28,12 +28,21 @@ def measured_layers(model: Any) -> tuple[Any, tuple[MeasuredLayer, ...]]:
     Raises:
         InputError, UnsupportedModelError, OutOfMemoryError, ImportError: as `KVLayout.from_config`.
     """
-    config = _checked(getattr(model, "config", model).get_text_config(decoder=True), states=True)
+    config = _checked(decoder_config(model), states=True)
     if not isinstance(model, torch.nn.Module) or any(own.is_meta for own in model.parameters()):
         return config, measure_config(config)
     if model not in _of_models:
         _of_models[model] = _measured(model, config)
     return config, _of_models[model]
+
+
+def decoder_config(model: Any) -> Any:
+    """Return the configuration of the text decoder of a transformers model or configuration.
+
+    That of an encoder-decoder is returned whole: what transformers cuts out of it builds no model.
+    """
+    config = getattr(model, "config", model)
+    return config if getattr(config, "is_encoder_decoder", False) else config.get_text_config(decoder=True)
 
 
 def _measured(model: Any, config: Any) -> tuple[MeasuredLayer, ...]:
@@ -61,7 +70,7 @@ def describe_config(config: Any, dtype: str | torch.dtype | None, states: bool) 
 
 def describe_model(model: Any, states: bool) -> dict[str, Any]:
     """Return the input of `KVLayout.from_dict` for a transformers model or configuration, as `KVLayout.of` says."""
-    _checked(getattr(model, "config", model).get_text_config(decoder=True), states)
+    _checked(decoder_config(model), states)
     config, layers = measured_layers(model)
     dtype = getattr(model, "dtype", None) or config.dtype or torch.get_default_dtype()
     return _describe(config.model_type, layers, _dtype_name(dtype), _max_positions(config), states)

@@ -131,7 +131,7 @@ class _Passes:
     def __init__(self, model: Any, name: str) -> None:
         self._model, self._name = model, name
         self._encoded: dict[str, torch.Tensor] = {}
-        config = model.config.get_text_config(decoder=True)
+        config = model.config
         if getattr(config, "is_encoder_decoder", False):  # a decoder runs alone on what its encoder might have said
             self._model = model = model.get_decoder()
             said = torch.zeros(_TOKENS, _ENCODED, config.hidden_size, dtype=model.dtype, device=model.device)
