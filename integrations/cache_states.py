@@ -167,7 +167,8 @@ def build_cache(
     crossed = states.get(f"{_CROSS}:number")
     if crossed is not None and crossed.ndim:
         raise ProfileMismatchError(f"blobs: hold {_CROSS}:number, which must be a number")
-    cache, cross = _fresh(config, layout, crossed is not None), _fresh(config, layout, bool(crossed))
+    cache: Any = _fresh(config, layout, crossed is not None)
+    cross: Any = _fresh(config, layout, True) if crossed else DynamicCache()
     attention = _attention(states, layout, len(cache.layers))
     for index, own in zip(attention, layout.layers, strict=True):
         keys, values = (unit.to(device) for unit in next(units))
@@ -181,19 +182,18 @@ def build_cache(
         cache.layers[index].values = second[:, :, second.shape[2] - held :]
     for name, tensor in states.items():
         path, _, what = name.partition(":")
-        if path in (ATTENTION, _CROSS):
+        if name in (ATTENTION, f"{_CROSS}:number"):
             continue
         steps = path.split(".")
         if steps[0] == _CROSS and crossed:
             _put(cross.layers, steps[1:], tensor, what, device, name)
         else:
             _put(cache.layers, steps, tensor, what, device, name)
-    if crossed is None:
-        return cache
-    return EncoderDecoderCache(cache, cross if crossed else DynamicCache())
+    made: Cache = cache if crossed is None else EncoderDecoderCache(cache, cross)
+    return made
 
 
-def _fresh(config: PreTrainedConfig, layout: KVLayout, crossed: bool) -> Any:
+def _fresh(config: PreTrainedConfig, layout: KVLayout, crossed: bool) -> DynamicCache:
     """Return an empty cache of a model, whose configuration may count the layers of its encoder instead."""
     cache = DynamicCache(config=config)
     if crossed and len(cache.layers) != layout.num_layers:
@@ -219,7 +219,7 @@ def _put(layers: Any, steps: Sequence[str], tensor: torch.Tensor, what: str, dev
         key = _key(place, step)
         place = None if key is None else _inside(place)[key]
     key = _key(place, steps[-1]) if steps else None
-    if key is None and what in ("dtype", "device") and _is_new(place, steps[-1]):
+    if key is None and steps and what in ("dtype", "device") and _is_new(place, steps[-1]):
         key = steps[-1]
     new: Any = tensor.to(device)
     if what:

@@ -516,8 +516,8 @@ def _plain_tensors(
 
 def _tokens_seen(cache: Cache, layout: KVLayout) -> int:
     """Return the columns of a cache, of which sliding windows may have dropped some."""
-    first = attention_layers(cache, layout)[0] if layout.states else 0
-    return int(decoder_cache(cache).layers[first].get_seq_length())
+    layers: Any = decoder_cache(cache).layers
+    return int(layers[attention_layers(cache, layout)[0] if layout.states else 0].get_seq_length())
 
 
 def _shape_of_tokens(*given: torch.Tensor | None) -> tuple[int, int]:

@@ -149,7 +149,7 @@ def test_damage_is_found() -> None:
 
 
 def test_chunks_and_states_are_told_apart() -> None:
-    chunk = KVChunk(*torch.zeros(2, 2, 5, 2, 8).bfloat16(), LAYOUT)
+    chunk = KVChunk(torch.zeros(2, 5, 2, 8).bfloat16(), torch.zeros(2, 5, 2, 8).bfloat16(), LAYOUT)
     with pytest.raises(FormatError, match="must hold states, got a chunk"):
         CODEC.decode_states(CODEC.encode(chunk))
     with pytest.raises(FormatError, match="holds the states at the end of a cache, and no chunk"):

@@ -179,6 +179,7 @@ FORGED: dict[str, torch.Tensor] = {
     "0.has_previous_state.0:number": torch.tensor(1),
     "0.number_of_states:number": torch.ones(2),
     "0.conv_states.0:else": torch.ones(1),
+    "attention:number": torch.tensor(1),
     "other.0.keys": torch.ones(1),
 }
 
@@ -230,8 +231,7 @@ def test_caches_with_room_are_refused(hybrid: tuple[Any, torch.Tensor, Any]) -> 
 
 def t5() -> Any:
     config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=3, num_heads=4,
-        decoder_start_token_id=0,
+        vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=3, num_heads=4
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config), {"input_ids": torch.randint(3, 60, (2, 9))}
 
@@ -270,6 +270,14 @@ def test_cross_attention_comes_back(make: Callable[[], Any]) -> None:
     same(back.self_attention_cache, cache.self_attention_cache)
     same(back.cross_attention_cache, cache.cross_attention_cache)
     assert back.is_updated == cache.is_updated
+    row = copy.deepcopy(cache)
+    row.batch_select_indices(torch.tensor([0]))
+    *chunks, last = encode_cache(codec, row, ids[:1], 8)
+    states = codec.decode_states(last)
+    for name, size in (("cross:dtype", 0), ("cross:number", 2), ("cross.9.keys", 1)):
+        blob = codec.encode_states(States(21, {**states.tensors, name: torch.ones(size)}, states.dtype))
+        with pytest.raises(ProfileMismatchError, match=f"^blobs: hold {name}, which"):
+            decode_cache(codec, [*chunks, blob], model)
     following, nothing = ids[:, 3:6], torch.zeros_like(output.encoder_last_hidden_state)
     with torch.no_grad():
         own, ours = (
