@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from cuvee.codec.codec import check_tokens
+from cuvee.codec.decoding import check_tokens
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout

@@ -504,7 +504,7 @@ def launchers(stand_in: Callable[[str, Callable[..., None]], Any]) -> Iterator[t
 @contextmanager
 def late_device(patch: pytest.MonkeyPatch, hasty: set[int] | None = None) -> Iterator[LateDevice]:
     """Install a device for the calling thread, which uses an engine's stream, and for all threads started inside."""
-    from cuvee.codec import backends
+    from cuvee.kernels import backend
     from cuvee.kernels.backend import TritonBackend
 
     torch._C._ensureCUDADeviceGuardSet()
@@ -531,9 +531,7 @@ def late_device(patch: pytest.MonkeyPatch, hasty: set[int] | None = None) -> Ite
         patch.setattr(cuda, name, value)
     for user, name, stand_in in list(launchers(device.launch)):
         patch.setattr(user, name, stand_in)
-    import_module("cuvee.kernels.backend")  # registers what is replaced here
-    fresh = TritonBackend(interpreted=False)
-    patch.setitem(backends._MAKERS, "triton", lambda threads: fresh)
+    patch.setattr(backend, "shared", TritonBackend(interpreted=False))
     _present.append(device)
     try:
         Stream()

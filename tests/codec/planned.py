@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ class PlannedStep:
     # It needs a place for what it keeps, which frozen dataclasses have as long as they have no slots.
     @cached_property
     def plans(self) -> CodingPlans:
-        return pack_plans(self.sections, self.family.tables)
+        return pack_plans(cast(Any, self.sections), self.family.tables)
 
 
 def coding_of(sections: Sequence[Planned], family: Family | None = None) -> StepCoding:

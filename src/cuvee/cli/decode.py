@@ -39,7 +39,8 @@ def decode(
     need_one_of_profile_and_config(profile, config)
 
     from cuvee.codec.chunk import KVChunk
-    from cuvee.codec.codec import Codec, check_tokens
+    from cuvee.codec.codec import Codec
+    from cuvee.codec.decoding import check_tokens
     from cuvee.codec.format.container import inspect
     from cuvee.integrations.cache_file import write_cache_file
 
