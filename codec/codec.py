@@ -169,8 +169,6 @@ class Codec:
         kind = torch.device(device).type
         return has_backend(self._backends.name, kind) and self._backends.of(kind).batched
 
-    # Encoding --------------------------------------------------------------------------------------------------
-
     @overload
     def encode(self, source: KVChunk, *, tokens: object = None, associated_data: bytes = b"") -> bytes: ...
     @overload
@@ -187,9 +185,8 @@ class Codec:
                 all tokens have ids, a profile with a token table makes the blob smaller, and the blob holds them, so
                 that decoding needs nothing new. Any other profile, and lossless coding, ignores them. Default:
                 `chunk.token_ids`.
-            associated_data: with a key, bytes that the blob is bound to, such as the name under which a store keeps it;
-                for pages, those of each chunk. The blob does not contain these bytes, and decodes only if the same
-                bytes are given.
+            associated_data: with a key, bytes that the blob is bound to, such as its name in a store; for pages, those
+                of each chunk. The blob does not contain them, and decodes only if the same bytes are given.
 
         Returns:
             the blob; for pages, one per chunk. Its values have the layout's dtype, whatever the pages store.
@@ -248,8 +245,6 @@ class Codec:
         requests = self._encoder.requests(source, tokens)
         bound = self._opener.each_associated(associated_data, None if isinstance(source, KVChunk) else len(requests))
         return self._encoder.encode(self._backends.of(source.device.type), source.layout, requests, bound)
-
-    # Decoding --------------------------------------------------------------------------------------------------
 
     def open(
         self,
