@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cuvee.codec.profiles.profile import Profile
 
 FORMAT = "cuvee-profile"
-VERSION = 4
+VERSION = 5
 ID_BYTES = 16
 # Values per token: 128 layers of 128 heads of 512 have this many. The limit bounds what a small file can claim.
 MAX_VALUES = 1 << 24

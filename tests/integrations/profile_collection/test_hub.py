@@ -17,6 +17,7 @@ from tests.integrations.stores.fake_http import answer
 from tests.integrations.stores.loopback import Said
 
 from cuvee.codec.errors import FormatError
+from cuvee.codec.profiles.profile_file import VERSION
 from cuvee.integrations.profile_collection.collection import ProfileCollection, PulledProfile
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.weight_fingerprints import WeightFingerprints
@@ -61,7 +62,7 @@ def test_a_push_is_one_commit(hub: FakeHub, tmp_path: Path) -> None:
     pushed = push(tmp_path)
     assert len(hub.commits) == before + 1
     folder = f"cuvee-profiles/{LAYOUT.fingerprint.hex()}"
-    assert sorted(hub.files) == [f"{folder}/{pushed}.safetensors", f"{folder}/newest-{WEIGHTS}-v4"]
+    assert sorted(hub.files) == [f"{folder}/{pushed}.safetensors", f"{folder}/newest-{WEIGHTS}-v{VERSION}"]
     assert hub.files[f"{folder}/{pushed}.safetensors"] == (tmp_path / "pushed").read_bytes()
 
 
