@@ -192,7 +192,7 @@ def synthesize(
     rotations: RotationTables,
     cache: CacheView,
     order: TokenOrder,
-    config: SynthesisConfig | None = None,
+    config: SynthesisConfig,
     center_rows: torch.Tensor | None = None,
 ) -> None:
     """Write a cache in one pass: inverse transform, mean or center, rotation, rounding.
@@ -213,22 +213,21 @@ def synthesize(
         cache: what is written.
         order: column i of the coefficients is the token that it names; of each `block_t` columns, the components of
             the first are read.
-        config: None: the `synthesis_config` of a large rank.
+        config: of `synthesis_config`.
         center_rows: int32 `[tokens]`, the row of `means` that is added to each token, from ChunkField.FIRST on; `means`
             may then have further rows. None: the row of the token's position.
     """
-    chosen = config or default_config(y.dtype, batch, cache)
-    token_blocks = triton.cdiv(batch.max_tokens, chosen.block_t)
+    token_blocks = triton.cdiv(batch.max_tokens, config.block_t)
     count, chunks = len(tiles.tiles), len(batch.chunks)
     group = max(min(count // batch.sections, MAX_GROUP), 1)
     _synthesize[(count * chunks * token_blocks,)](
         y, jobs, tiles.tiles, basis, means, center_rows, batch.chunks, cache.slots, rotations.cos, rotations.sin,
         cache.places, cache.scales, batch.status, order.classes, order.order, order.block_ranks, batch.sections,
         batch.first_section, count, group, chunks, token_blocks, len(means) - 1, means.stride(0),
-        rotations.cos.shape[1], BLOCK_T=chosen.block_t, BLOCK_R=chosen.block_r, ELEMENT=ELEMENTS[cache.element],
+        rotations.cos.shape[1], BLOCK_T=config.block_t, BLOCK_R=config.block_r, ELEMENT=ELEMENTS[cache.element],
         UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs,
         PRECISION=product_precision(y.dtype, cache.element), PREDICTED=center_rows is not None,
-        num_warps=chosen.num_warps, enable_fp_fusion=True, num_stages=_stages(chosen),
+        num_warps=config.num_warps, enable_fp_fusion=True, num_stages=_stages(config),
     )  # fmt: skip
 
 
@@ -237,8 +236,3 @@ def _stages(config: SynthesisConfig) -> int:
     if torch.version.hip:
         return min(config.num_stages, HIP_STAGES)
     return config.num_stages if FENCED else 1
-
-
-def default_config(dtype: torch.dtype, batch: ChunkBatch, cache: CacheView) -> SynthesisConfig:
-    """Return the config of a launch without one: blocks may have any number of components."""
-    return synthesis_config(dtype, cache.element, 1 << 16, batch.max_tokens, cache.aligned)

@@ -514,6 +514,7 @@ def synthesis(world: World, dtype: torch.dtype, sections: slice = slice(None)) -
         "first_section": first, "max_tokens": max(world.counts), "element": element, "unit_stride": unit_stride,
         "pairs": world.tables.pairs, "aligned": aligned, "order": (columns % WINDOW).to(torch.uint8),
         "classes": torch.zeros(len(columns), dtype=torch.uint8, device=world.device), "block_ranks": block_ranks,
+        "config": synthesis_config(dtype, element, 1 << 16, max(world.counts), aligned),
     }, y  # fmt: skip
 
 
@@ -529,7 +530,7 @@ def run_both(world: World, arguments: dict[str, Any]) -> tuple[list[torch.Tensor
     got = [unit.clone() for unit in world.units]
     poison(world)
     status = torch.zeros_like(arguments["status"])
-    launch(synthesize_reference, **{**arguments, "status": status, "config": None})
+    launch(synthesize_reference, **{**arguments, "status": status})
     assert torch.equal(status, arguments["status"])
     return got, [unit.clone() for unit in world.units]
 

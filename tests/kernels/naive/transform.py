@@ -12,7 +12,7 @@ from cuvee.codec.models.dtypes import saturated
 from cuvee.kernels.jobs import BlockField, ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops.analyze import analysis_tokens
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
-from cuvee.kernels.ops.synthesize import SynthesisConfig, default_config
+from cuvee.kernels.ops.synthesize import SynthesisConfig
 
 
 def rotation_tables_reference(
@@ -110,18 +110,18 @@ def synthesize_reference(
     rotations: RotationTables,
     cache: CacheView,
     order: TokenOrder,
-    config: SynthesisConfig | None = None,
+    config: SynthesisConfig,
     center_rows: torch.Tensor | None = None,
 ) -> None:
     """See `synthesize`."""
-    block_t, job_rows = (config or default_config(y.dtype, batch, cache)).block_t, jobs.tolist()
+    job_rows = jobs.tolist()
     for part in tile_parts(tiles, batch, cache):
         job, tile = job_rows[part.job], part.tile
         shape, strides = (tile[TileField.RANK], 2 * tiles.pairs), (tile[TileField.BASIS_STRIDE], 1)
         right = basis.as_strided(shape, strides, basis.storage_offset() + tile[TileField.BASIS]).float()[:, part.held]
         x = torch.empty(part.tokens, len(part.held), device=y.device)
         token = _tokens_of(job, order)
-        for run, rank in _ranks_of(job, order, tile[TileField.BLOCK], block_t):
+        for run, rank in _ranks_of(job, order, tile[TileField.BLOCK], config.block_t):
             left = _coefficients(y, job, tile[TileField.ROW], rank, part.tokens)
             x[token[run]] = left[:, run].float().T @ right[:rank]
         x = part.turned(x + part.centers(means, center_rows), rotations)
