@@ -329,6 +329,8 @@ def _check_names(header: Header) -> None:
         raise FormatError("header: must name the profile of a blob that is not lossless")
     if header.kind is Kind.STATES and (not header.lossless or header.start != header.tokens):
         raise FormatError("header: must have lossless sections where it is of states, and start behind their tokens")
+    if header.kind is Kind.STATES and not all(header.section_bytes):
+        raise FormatError("header: must list states, got an empty section")
     if header.kind is not Kind.REFINEMENT:
         if header.refines != NO_DIGEST:
             raise FormatError("header: must refine nothing unless it is of a refinement")

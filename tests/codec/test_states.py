@@ -78,7 +78,6 @@ def test_inspect_tells_of_states() -> None:
 
 
 HOSTILE = {
-    "nothing": b"",
     "an end within the head": ONE[:2],
     "an end within the name": section(b"abc", 2, [], b"")[:5],
     "an end within the shape": section(b"a", 2, [1], b"")[:-1],
@@ -134,6 +133,11 @@ def test_headers_that_lie_are_refused(name: str) -> None:
     with pytest.raises(FormatError, match=r"^header") as caught:
         read_header(blob_of(ONE, TWO, **LYING[name]))
     assert not isinstance(caught.value, CorruptError)
+
+
+def test_an_empty_section_is_refused_before_sizes_are_told() -> None:
+    with pytest.raises(FormatError, match=r"^header: must list states, got an empty section"):
+        inspect(blob_of(b""))
 
 
 def test_damage_is_found() -> None:
