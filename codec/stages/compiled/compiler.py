@@ -85,7 +85,7 @@ def inlined(function: Callable[..., Any]) -> Any:
     return nb.njit(nogil=True, inline="always")(function)
 
 
-class _ReadOnly(caching.UserProvidedCacheLocator):
+class _ReadOnly(caching.UserProvidedCacheLocator):  # type: ignore[misc, unused-ignore]
     """The folder that the user names, where it can be read but not written."""
 
     def ensure_cache_path(self) -> None:
@@ -94,7 +94,7 @@ class _ReadOnly(caching.UserProvidedCacheLocator):
             raise FileNotFoundError(self.get_cache_path())
 
 
-class _Places(caching.CompileResultCacheImpl):
+class _Places(caching.CompileResultCacheImpl):  # type: ignore[misc, unused-ignore]
     _locator_classes: ClassVar[list[Any]] = [
         own
         for known in caching.CompileResultCacheImpl._locator_classes
@@ -102,7 +102,7 @@ class _Places(caching.CompileResultCacheImpl):
     ]
 
 
-class _FunctionCache(caching.FunctionCache):
+class _FunctionCache(caching.FunctionCache):  # type: ignore[misc, unused-ignore]
     _impl_class = _Places
 
 

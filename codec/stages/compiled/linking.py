@@ -13,7 +13,7 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
 
-class _LinkedCode(JITCodeLibrary):
+class _LinkedCode(JITCodeLibrary):  # type: ignore[misc, unused-ignore]
     """The optimized code of one function."""
 
     @property
@@ -34,7 +34,7 @@ class _LinkedCode(JITCodeLibrary):
         self._finalized = True
 
 
-class LinkedCompiler(Compiler):
+class LinkedCompiler(Compiler):  # type: ignore[misc, unused-ignore]
     """Numba's compiler, for functions that are linked into others. They must not need Python objects.
 
     Such are the arguments of an error, unless they are constants.

@@ -211,8 +211,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     _copy(values[u:v], wide[to + u : to + v])
     if not alike:
         filled[0] = most
-    for block in range(blocks if direct else np.int64(0)):
-        _clear(wide, narrow, (block * pad + filled[block]) * width, (block + 1) * pad * width)
+    for b in range(blocks if direct else np.int64(0)):
+        _clear(wide, narrow, (b * pad + filled[b]) * width, (b + 1) * pad * width)
     left = 0
     for w in range(windows):
         left += cursors[w, 2] != _NEVER
