@@ -95,7 +95,7 @@ class _ReadOnly(caching.UserProvidedCacheLocator):  # type: ignore[misc, unused-
 
 
 class _Places(caching.CompileResultCacheImpl):  # type: ignore[misc, unused-ignore]
-    _locator_classes: ClassVar[list[Any]] = [
+    _locator_classes: ClassVar[list[Any]] = [  # type: ignore[misc, unused-ignore]
         own
         for known in caching.CompileResultCacheImpl._locator_classes
         for own in ((known, _ReadOnly) if known is caching.UserProvidedCacheLocator else (known,))
