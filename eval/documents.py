@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cuvee.codec.support.terminal_table import terminal_table
 
@@ -14,21 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SMALL_MODEL",
-    "Entry",
     "ReportBlock",
-    "ReportData",
     "ReportSection",
     "ReportTable",
     "escape",
     "markdown_document",
-    "provenance",
 ]
-
-ReportData = Mapping[str, Any]
-"""The contents of a `report.json` or `blend.json`."""
-
-Entry = Mapping[str, Any]
-"""An entry of one of the lists in it."""
 
 SMALL_MODEL = 500_000_000
 """Parameters below which a report warns that a large model may lose more or less."""
@@ -89,38 +80,6 @@ class ReportSection:
     id: str
     title: str
     blocks: list[ReportTable | ReportBlock]
-
-
-def provenance(report: ReportData, facts: Mapping[str, object]) -> ReportSection:
-    """Make the section that says how a report was measured: its command, facts, texts, software and hardware.
-
-    Args:
-        report: the dict of `report.json` or `blend.json`.
-        facts: further facts by name, after those about the model; None leaves one out.
-    """
-    model = report["model"]
-    shown = {
-        "model": f"{model['name']} ({model['model_type']}, {model['parameters']:,} parameters, {model['dtype']})",
-        "model fingerprint": model["fingerprint"],
-        "cache": f"{model['layers']} layers, {model['values_per_token']:,} values per token",
-        **facts,
-    }
-    texts = [
-        [use, str(source["name"]), f"{source['tokens']:,}", str(source["sha256"])]
-        for use in ("calibration", "evaluation")
-        for source in report["text"][use]
-    ]
-    blocks: list[ReportTable | ReportBlock] = [ReportBlock("code", report["command"])] if report["command"] else []
-    blocks.append(ReportTable(["what ", "value "], _named(shown)))
-    if texts:
-        blocks.append(ReportTable(["text for ", "name ", "tokens", "SHA-256 "], texts, title="Texts"))
-    environment = _named(report["environment"])
-    blocks.append(ReportTable(["what ", "version or kind "], environment, title="Software and hardware"))
-    return ReportSection("protocol", "How it was measured", blocks)
-
-
-def _named(values: Mapping[str, object]) -> list[list[str]]:
-    return [[name, str(value)] for name, value in values.items() if value is not None]
 
 
 def markdown_document(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cuvee.eval.report.schema import Ratio
 
 __all__ = ["format_bits", "format_interval", "format_number", "format_percent", "format_ratio", "with_error"]
 
@@ -68,11 +70,11 @@ def format_ratio(ratio: float | None) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 
-def format_interval(ratio: Mapping[str, Any] | None) -> str:
+def format_interval(ratio: Ratio | None) -> str:
     """Write a ratio and its interval. Either end may lie beyond the measured range."""
-    if ratio is None or ratio["ratio"] is None:
+    if ratio is None or ratio.ratio is None:
         return "not reached"
-    size, low, high = (format_ratio(ratio[end]) for end in ("ratio", "low", "high"))
+    size, low, high = map(format_ratio, (ratio.ratio, ratio.low, ratio.high))
     if low and high:
         return f"{size} ({low} to {high})"
     if low or high:

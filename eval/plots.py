@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.codec.support.files import write_atomically
-from cuvee.eval.documents import ReportData
 from cuvee.eval.formatting import format_number
 from cuvee.eval.labels import Label, place_labels
 from cuvee.eval.quality import Quality
@@ -50,7 +49,6 @@ __all__ = [
     "save_figure",
     "size_axis",
     "styled",
-    "write_plots",
 ]
 
 TRANSFORMS = ("pca/", "kvtc/")
@@ -282,35 +280,6 @@ def add_title(axes: Axes, title: str, below: str) -> None:
     axes.annotate(
         below, (0, 1), xycoords="axes fraction", xytext=(0, 7), textcoords="offset points", fontsize=9, color=SOFT
     )
-
-
-def write_plots(
-    plots: Mapping[str, tuple[Callable[[ReportData], Figure | None], str]], report: ReportData, folder: Path
-) -> list[str]:
-    """Write the plots of a report as SVG, and remove stale files of plots that it has nothing for.
-
-    The same report gives the same files, byte for byte.
-
-    Args:
-        plots: name -> (how to draw it, its caption).
-        report: the dict of `report.json`.
-        folder: where the files `NAME.svg` go; it is made.
-
-    Returns:
-        The names of the plots that were written.
-
-    Raises:
-        ImportError: matplotlib is not installed (`pip install 'cuvee[eval]'`).
-    """
-    written = []
-    for name, (draw, _) in plots.items():
-        figure, path = draw(report), folder / f"{name}.svg"
-        if figure is None:
-            path.unlink(missing_ok=True)
-        else:
-            save_figure(figure, path)
-            written.append(name)
-    return written
 
 
 def bar_length(kl: float, error: float | None) -> float:

@@ -162,12 +162,6 @@ class Quality:
         """Return a dict for JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Quality:
-        """The inverse of `to_dict`."""
-        layers = [LayerCost(**layer) for layer in data["layers"]]
-        return cls(**{**data, "per_sequence": PerSequence(**data["per_sequence"]), "layers": layers})
-
 
 class QualityBench:
     """A model and sequences to measure many methods on. Their exact caches and predictions are computed once.

@@ -11,28 +11,21 @@ A figure is worse if it changed in the wrong direction by more than two of these
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuvee.codec.errors import FormatError, InputError, VersionError
-from cuvee.codec.support.plain_json import parse_json
-from cuvee.eval.documents import ReportData
+from cuvee.codec.errors import FormatError, InputError
+from cuvee.eval.report.schema import ChangeEntry, Changes, Report, Score
 from cuvee.eval.stats import paired_difference
 
-__all__ = ["REPORT_FORMAT", "REPORT_VERSION", "Change", "Figures", "changes_since"]
+__all__ = ["Change", "Figures", "changes_since"]
 
-REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 2
 METRICS = {"bits_per_value": False, "kl": False, "delta_nll": False, "top1": True}
 """The figures of each method that are compared, and whether more is better."""
 CLEAR = 2.0  # standard errors
 _ROUNDING = 1e-12  # relative: what summing in another order may leave
-_DECIDE = {
-    "model": ("fingerprint", "dtype"),
-    "configuration": ("cache_dtype", "chunk_tokens"),
-    "text": ("tokens_sha256", "prefix"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,38 +61,35 @@ class Figures:
             OSError: the file cannot be read.
             VersionError: the report has another version.
         """
-        try:
-            data = parse_json(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise FormatError(f"{path} is not JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("format") != REPORT_FORMAT:
-            raise FormatError(f"{path} is not a report: give the report.json that `cuvee report` writes")
-        if data.get("version") != REPORT_VERSION:
-            raise VersionError(
-                f"{path} is a report of version {data.get('version')!r}, not {REPORT_VERSION}: make it again"
-            )
-        if data.get("complete") is not True:
+        report = Report.load(path)
+        if not report.complete:
             raise InputError(f"against: {path} is of a run that has not finished; give its command again to go on")
+        environment = report.environment
         try:
-            environment = data["environment"]
-            return cls.of(data, f"{path.name} of {environment['date']}, commit {environment['commit']}")
-        except (KeyError, TypeError, ValueError) as error:
+            return cls.of(report, f"{path.name} of {environment['date']}, commit {environment['commit']}")
+        except (KeyError, ValueError) as error:
             raise FormatError(f"{path} is damaged: {error!r}") from error
 
     @classmethod
-    def of(cls, report: ReportData, name: str = "this report") -> Figures:
+    def of(cls, report: Report, name: str = "this report") -> Figures:
         """Take the figures of a report."""
-        measured = {f"{block}.{field}": report[block][field] for block, fields in _DECIDE.items() for field in fields}
-        measured |= {f"tasks.{task['name']}": task["docs_sha256"] for task in report["tasks"]}
+        measured = {
+            "model.fingerprint": report.model.fingerprint,
+            "model.dtype": report.model.dtype,
+            **{f"configuration.{name}": report.configuration[name] for name in ("cache_dtype", "chunk_tokens")},
+            "text.tokens_sha256": report.text.tokens_sha256,
+            "text.prefix": report.text.prefix,
+        }
+        measured |= {f"tasks.{task.name}": task.docs_sha256 for task in report.tasks}
         found = {
-            (str(entry["key"]), metric): _figure(entry[metric], entry["per_sequence"][metric], better)
-            for entry in report["quality"]
+            (entry.key, metric): _figure(getattr(entry, metric), getattr(entry.per_sequence, metric), better)
+            for entry in report.quality
             for metric, better in METRICS.items()
         }
-        better = {task["name"]: bool(task["higher_is_better"]) for task in report["tasks"]}
+        better = {task.name: task.higher_is_better for task in report.tasks}
         found |= {
-            (str(score["key"]), str(score["task"])): _figure(score["score"], score["per_doc"], better[score["task"]])
-            for score in report["scores"]
+            (score.key, score.task): _figure(score.score, score.per_doc or [], better[score.task])
+            for score in report.scores
             if _is_mean(score)
         }
         return cls(name, measured, found)
@@ -133,16 +123,12 @@ class Change:
         return self.clear and (self.change > 0) is not self.more_is_better
 
 
-def changes_since(old: Figures, report: ReportData) -> dict[str, Any]:
+def changes_since(old: Figures, report: Report) -> Changes:
     """Find out what changed since an earlier report.
 
     Args:
         old: of that report.
-        report: the dict of this one.
-
-    Returns:
-        For JSON: the `name` of the old report, the `changes` that are clear, how many figures are `unchanged`, what is
-        `missing` (method and metric), and `worse`, the number of figures that got worse or are missing.
+        report: this one.
 
     Raises:
         InputError: the reports differ in something that their figures depend on; the message lists it.
@@ -159,25 +145,25 @@ def changes_since(old: Figures, report: ReportData) -> dict[str, Any]:
     ]
     missing = [f"{key} {metric}" for key, metric in old.found if (key, metric) not in new.found]
     clear = [change for change in changes if change.clear]
-    return {
-        "name": old.name,
-        "changes": [{**asdict(change), "worse": change.worse} for change in clear],
-        "unchanged": len(changes) - len(clear),
-        "missing": missing,
-        "worse": len(missing) + sum(change.worse for change in clear),
-    }
+    return Changes(
+        old.name,
+        [ChangeEntry(**asdict(change), worse=change.worse) for change in clear],
+        len(changes) - len(clear),
+        missing,
+        len(missing) + sum(change.worse for change in clear),
+    )
 
 
-def _figure(value: Any, parts: Any, more_is_better: bool) -> Figure:
+def _figure(value: float, parts: Sequence[float], more_is_better: bool) -> Figure:
     if not parts:
         raise ValueError("a figure without the values that it is the mean of")
-    return Figure(float(value), tuple(map(float, parts)), more_is_better)
+    return Figure(value, tuple(parts), more_is_better)
 
 
-def _is_mean(score: ReportData) -> bool:
+def _is_mean(score: Score) -> bool:
     """Return whether a score is the mean over its documents, so that documents can be paired."""
-    parts = score["per_doc"]
-    return bool(parts) and math.isclose(math.fsum(parts) / len(parts), score["score"], rel_tol=1e-6, abs_tol=1e-9)
+    parts = score.per_doc or []
+    return bool(parts) and math.isclose(math.fsum(parts) / len(parts), score.score, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

@@ -35,6 +35,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.models.forward import cache_argument, empty_cache
+from cuvee.eval.report.schema import BlendEntry
 from cuvee.eval.tasks import TASKS_PATH
 from cuvee.eval.tasks.public import open_questions
 from cuvee.integrations.stores.memory import MemoryStore
@@ -170,7 +171,7 @@ def measure_blends(
     codecs: Mapping[str, Codec],
     costs: Sequence[float] = BLEND_COSTS,
     tick: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> list[BlendEntry]:
     """Measure every selector at every cost, on exact chunks and on those that come back from each codec.
 
     Args:
@@ -182,10 +183,8 @@ def measure_blends(
         tick: called after each prompt.
 
     Returns:
-        For JSON, one entry for each kind of chunks (`kv`), selector and cost: the `label`, `bits_per_value` of the
-        chunks, mean `kl`, `top1` and what was `spent`, and the `share` of the floor's KL that is recovered, with
-        standard errors. An entry with a `reason` could not be measured: the cost does not pay for what its selector
-        looks at.
+        One entry for each kind of chunks, selector and cost: the `share` of the floor's KL that is recovered, what was
+        `spent`, and a `reason` where the cost does not pay for what its selector looks at.
 
     Raises:
         InputError: a prompt is longer than the model's positions.
@@ -221,7 +220,7 @@ def measure_blends(
         tick()
     values = layout.values_per_token * sum(len(chunk) for prompt in prompts for chunk in prompt.chunks)
     sizes = {EXACT: None, **{name: 8 * size / values for name, size in coded.items()}}
-    return [one.to_dict(asked[0].kl, sizes[one.kv]) for one in asked]
+    return [one.entry(asked[0].kl, sizes[one.kv]) for one in asked]
 
 
 class _Measured:
@@ -234,25 +233,15 @@ class _Measured:
         self.top1: list[float] = []
         self.spent: list[float] = []
 
-    def to_dict(self, floor: Sequence[float], bits: float | None) -> dict[str, Any]:
-        named = {
-            "kv": self.kv, "selector": self.selector, "label": SELECTORS[self.selector][0], "cost": self.cost,
-            "reason": self.reason,
-        }  # fmt: skip
+    def entry(self, floor: Sequence[float], bits: float | None) -> BlendEntry:
+        label = SELECTORS[self.selector][0]
         if self.reason is not None:
-            return named
-        share, error = share_recovered(self.kl, floor)
-        return {
-            **named,
-            "bits_per_value": bits,
-            "spent": float(np.mean(self.spent)),
-            "kl": float(np.mean(self.kl)),
-            "kl_stderr": stderr(self.kl),
-            "top1": float(np.mean(self.top1)),
-            "top1_stderr": stderr(self.top1),
-            "share": share,
-            "share_stderr": error,
-        }
+            return BlendEntry(self.kv, self.selector, label, self.cost, self.reason)
+        kl, top1 = float(np.mean(self.kl)), float(np.mean(self.top1))
+        return BlendEntry(
+            self.kv, self.selector, label, self.cost, None, bits, float(np.mean(self.spent)), kl, stderr(self.kl), top1,
+            stderr(self.top1), *share_recovered(self.kl, floor),
+        )  # fmt: skip
 
 
 def _reference(model: PreTrainedModel, prompt: BlendPrompt) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cuvee.eval.documents import Entry, ReportData
 from cuvee.eval.methods import UNCOMPRESSED
 from cuvee.eval.plots import TRANSFORMS
+from cuvee.eval.report.schema import LengthEntry, MethodEntry, Report
 
 __all__ = ["family_rank", "is_learned", "label_and_setting", "layer_entries"]
 
@@ -17,15 +17,15 @@ def is_learned(family: str) -> bool:
     return family.startswith("cuvee/") and family not in _NOTHING_LEARNED
 
 
-def label_and_setting(entry: Entry) -> str:
+def label_and_setting(entry: MethodEntry | LengthEntry) -> str:
     """Return the label of a method with its setting, which the label of a baseline lacks."""
-    label, setting = str(entry["label"]), str(entry["setting"])
+    label, setting = entry.label, entry.setting
     return label if not setting or label.endswith(setting) else f"{label} @{setting}"
 
 
-def family_rank(report: ReportData, family: str) -> tuple[int, int]:
+def family_rank(report: Report, family: str) -> tuple[int, int]:
     """For sorting families: the uncompressed cache, cuvee, transform coders, all others, the destroyed cache."""
-    order = list(dict.fromkeys(str(entry["family"]) for entry in report["quality"]))
+    order = list(dict.fromkeys(str(entry.family) for entry in report.quality))
     place = order.index(family) if family in order else len(order)
     if is_learned(family):
         return 1, _USUAL.index(family) if family in _USUAL else len(_USUAL) + place
@@ -33,12 +33,12 @@ def family_rank(report: ReportData, family: str) -> tuple[int, int]:
     return groups.get(family.partition("/")[0], 4), place
 
 
-def layer_entries(report: ReportData) -> list[Entry]:
+def layer_entries(report: Report) -> list[MethodEntry]:
     """The few methods whose layers are worth a look: cuvee at `balanced`, and one of each kind to compare it with."""
-    ours = [e for e in report["quality"] if is_learned(e["family"]) and e["setting"] == "balanced"]
-    ours.sort(key=lambda e: family_rank(report, e["family"]))
-    target = ours[0]["bits_per_value"] if ours else 2.0
-    transforms = [e for e in report["quality"] if e["family"].startswith(TRANSFORMS)]
-    near = sorted(transforms, key=lambda e: abs(e["bits_per_value"] - target))[:1]
-    others = [e for key in ("fp8-e4m3", "kivi4", "cachegen") for e in report["quality"] if e["key"] == key]
+    ours = [e for e in report.quality if is_learned(e.family) and e.setting == "balanced"]
+    ours.sort(key=lambda e: family_rank(report, e.family))
+    target = ours[0].bits_per_value if ours else 2.0
+    transforms = [e for e in report.quality if e.family.startswith(TRANSFORMS)]
+    near = sorted(transforms, key=lambda e: abs(e.bits_per_value - target))[:1]
+    others = [e for key in ("fp8-e4m3", "kivi4", "cachegen") for e in report.quality if e.key == key]
     return ours[:2] + near + others

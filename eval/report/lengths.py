@@ -10,7 +10,6 @@ So nothing but the cache changes from length to length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -18,10 +17,10 @@ from cuvee.calibration.corpus import Corpus, sequences_by_text, with_leading
 from cuvee.calibration.sequences import reread
 from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.quality import PRESET_KL
-from cuvee.eval.documents import Entry
 from cuvee.eval.methods import UNCOMPRESSED
 from cuvee.eval.quality import Quality
 from cuvee.eval.report.candidates import Candidate
+from cuvee.eval.report.schema import LengthEntry, MethodEntry
 
 __all__ = ["USUAL_KL", "length_candidates", "length_entry", "length_tokens"]
 
@@ -86,7 +85,7 @@ def length_tokens(
 
 
 def length_candidates(
-    candidates: Sequence[Candidate], names: Sequence[str], quality: Sequence[Entry]
+    candidates: Sequence[Candidate], names: Sequence[str], quality: Sequence[MethodEntry]
 ) -> list[Candidate]:
     """What to measure at every length: methods with one setting, presets, whatever was named with its setting, and of
     families that are nothing but a dial the setting whose KL was nearest to that of `balanced`.
@@ -96,7 +95,7 @@ def length_candidates(
         names: what was selected.
         quality: what has been measured. A method that is not there was left out, for a reason.
     """
-    kl = {str(entry["key"]): float(entry["kl"]) for entry in quality}
+    kl = {entry.key: entry.kl for entry in quality}
     chosen = []
     for candidate in candidates:
         family = [c for c in candidates if c.family == candidate.family and c.key in kl]
@@ -109,16 +108,10 @@ def length_candidates(
     return chosen
 
 
-def length_entry(candidate: Candidate, length: int, quality: Quality) -> dict[str, Any]:
+def length_entry(candidate: Candidate, length: int, quality: Quality) -> LengthEntry:
     """Return the entry of a method at one length."""
-    found = quality.to_dict()
-    kept = ("bits_per_value", "ratio", "kl", "kl_stderr", "delta_nll", "top1", "sequences", "per_sequence")
-    return {
-        "key": candidate.key,
-        "family": candidate.family,
-        "label": candidate.label,
-        "kind": candidate.kind,
-        "setting": candidate.setting,
-        "length": length,
-        **{name: found[name] for name in kept},
-    }
+    return LengthEntry(
+        candidate.key, candidate.family, candidate.label, candidate.kind, candidate.setting, length,
+        quality.bits_per_value, quality.ratio, quality.kl, quality.kl_stderr, quality.delta_nll, quality.top1,
+        quality.sequences, quality.per_sequence,
+    )  # fmt: skip

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cuvee.codec.support.files import write_atomically
-from cuvee.eval.documents import ReportData, ReportTable, markdown_document
-from cuvee.eval.plots import write_plots
-from cuvee.eval.report.report_plots import PLOTS
+from cuvee.eval.documents import ReportTable, markdown_document
+from cuvee.eval.report.report_plots import PLOTS, write_plots
+from cuvee.eval.report.schema import Report
 from cuvee.eval.report.sections import against, equal_kl, headline, report_preface, report_sections, report_title
 
 if TYPE_CHECKING:
@@ -27,22 +27,22 @@ __all__ = ["html", "markdown", "print_summary", "write_report"]
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
-def write_report(report: ReportData, folder: Path) -> None:
+def write_report(report: Report, folder: Path) -> None:
     """Write `report.md`, `report.html` and `plots/*` of a report, each file completely or not at all.
 
     Args:
-        report: the dict in `report.json`.
+        report: what was measured.
         folder: where to write them; it is made if need be.
 
     Raises:
         ImportError: matplotlib or jinja2 is not installed (`pip install 'cuvee[eval]'`).
     """
-    plots = {name: f"plots/{name}.svg" for name in write_plots(PLOTS, report, folder / "plots")}
+    plots = {name: f"plots/{name}.svg" for name in write_plots(report, folder / "plots")}
     write_atomically(folder / "report.md", markdown(report, plots).encode())
     write_atomically(folder / "report.html", html(report, folder / "plots").encode())
 
 
-def print_summary(report: ReportData, console: Console) -> None:
+def print_summary(report: Report, console: Console) -> None:
     """Print what changed, what you lose, and how much smaller the cache is at equal KL."""
     from rich.text import Text
 
@@ -55,21 +55,21 @@ def print_summary(report: ReportData, console: Console) -> None:
                 console.print(Text(block.text))
 
 
-def markdown(report: ReportData, plots: Mapping[str, str]) -> str:
+def markdown(report: Report, plots: Mapping[str, str]) -> str:
     """Write the report as GitHub-flavored Markdown.
 
     Args:
-        report: the dict in `report.json`.
+        report: what was measured.
         plots: the file of each plot, relative to the document.
     """
     return markdown_document(report_title(report), report_preface(report), report_sections(report), plots)
 
 
-def html(report: ReportData, plots_folder: Path) -> str:
+def html(report: Report, plots_folder: Path) -> str:
     """Write the report as one HTML page that loads nothing, because it contains the plots as SVG.
 
     Args:
-        report: the dict in `report.json`.
+        report: what was measured.
         plots_folder: where `write_plots` put `NAME.svg`. Missing plots are left out.
 
     Raises:

@@ -17,8 +17,8 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,16 @@ from cuvee.calibration.corpus import BUNDLED_MODEL, Corpus, load_tokenizer, read
 from cuvee.calibration.sequences import reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError, ProfileError
+from cuvee.codec.errors import FormatError, InputError, ProfileError, VersionError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import CPU_FLOPS, GPU_FLOPS, choose_group
 from cuvee.codec.models.forward import check_tokens, prefill
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.support.plain_json import parse_json
 from cuvee.eval.machine import hardware, torch_threads
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.progress import ProgressBar, progress_bar
 from cuvee.eval.quality import Method, QualityBench
-from cuvee.eval.report.against import REPORT_FORMAT, REPORT_VERSION, Figures, changes_since
+from cuvee.eval.report.against import Figures, changes_since
 from cuvee.eval.report.blending import blend_prompts, measure_blends
 from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, peers, select
 from cuvee.eval.report.learning import (
@@ -55,7 +54,27 @@ from cuvee.eval.report.learning import (
 from cuvee.eval.report.lengths import length_candidates, length_entry, length_tokens
 from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
 from cuvee.eval.report.report_documents import write_report
-from cuvee.eval.report.scoring import ABSENT, TaskScorer, difference_from
+from cuvee.eval.report.schema import (
+    REPORT_FORMAT,
+    REPORT_VERSION,
+    Anchor,
+    Blends,
+    CachedLength,
+    Exact,
+    Kind,
+    KindComparison,
+    MethodEntry,
+    ModelInfo,
+    ProfileEntry,
+    Report,
+    Score,
+    SizeAtKl,
+    Skipped,
+    Source,
+    TextInfo,
+    read_entry,
+)
+from cuvee.eval.report.scoring import ABSENT, TaskScorer
 from cuvee.eval.runs import (
     MeasuredModel,
     check_folder,
@@ -85,7 +104,6 @@ LEARNING_ROWS = 4  # sequences per forward pass while a profile is learned
 LEARNED_BASELINES = ("pca", "kvtc")
 REPORT_FILE = "report.json"
 BLENDED = ("high", "balanced")  # qualities of blended chunks
-_LISTS = ("quality", "lengths", "tasks", "scores", "skipped", "blends", "comparison", "by_kind", "sizes")
 _PASS_TOKENS = 8192  # of a forward pass; long sequences go through one by one
 
 
@@ -97,7 +115,7 @@ def run_report(
     against: Path | None = None,
     force: bool = False,
     command: str = "",
-) -> dict[str, Any]:
+) -> Report:
     """Measure a model, or continue an unfinished report, and write the folder `out`.
 
     Args:
@@ -110,7 +128,7 @@ def run_report(
         command: what a reader would type to get the same report.
 
     Returns:
-        The report, as a dict for JSON.
+        The report.
 
     Whatever ends a run, such as Ctrl-C, leaves a folder that can be continued.
 
@@ -139,9 +157,9 @@ def run_report(
 
 
 class _Run:
-    """The run behind `run_report`: `data` holds all measurements so far."""
+    """The run behind `run_report`: `report` holds all measurements so far."""
 
-    data: dict[str, Any]
+    report: Report
 
     def __init__(
         self, config: ReportConfig, out: Path, console: Console, old: Figures | None, force: bool, command: str
@@ -240,18 +258,18 @@ class _Run:
         machine = hardware()
         on_gpu = torch.device(config.device).type == "cuda"
         environment = {**machine, "gpu": torch.cuda.get_device_name(config.device) if on_gpu else None}
-        texts = {
-            "calibration": [text_entry(corpus) for corpus in self.calibration],
-            "evaluation": [text_entry(corpus) for corpus in self.evaluation],
-        }
-        model = self.measured.describe()
+        calibration, evaluation = (
+            [Source(**text_entry(corpus)) for corpus in corpora] for corpora in (self.calibration, self.evaluation)
+        )
+        model = ModelInfo(**self.measured.describe(), positions=self.layout.max_positions)
         decided = {
             **{k: v for k, v in asdict(config).items() if k not in ("profiles", "groups", "data")},
-            **texts,
+            "calibration": [asdict(text) for text in calibration],
+            "evaluation": [asdict(text) for text in evaluation],
             "calibration_sequences": config.learned_sequences,
-            "model": model["name"],
+            "model": model.name,
             "model_fingerprint": self.measured.fingerprint,
-            "dtype": model["dtype"],
+            "dtype": model.dtype,
             "prefix": self.prefix,
             "groups": [] if self.given else list(self.groups),
             "profiles": {name: profile.id.hex() for name, profile in self.given.items()},
@@ -267,87 +285,62 @@ class _Run:
             "software": software(machine),
         }
         decided = json.loads(json.dumps(decided, allow_nan=False))  # in the form in which it will be read back
-        empty: dict[str, Any] = {
-            "environment": environment,
-            "model": {**model, "positions": self.layout.max_positions},
-            "text": {
-                **texts,
-                "calibration_sequences": None,
-                "sequences": len(self.tokens),
-                "length": config.length,
-                "prefix": self.prefix,
-                "reread": config.reread,
-                "tokens_sha256": tokens_sha256(self.tokens),
-                "kinds": self._kinds(),
-                "lengths": [
-                    {"cached": length, "sequences": len(rows), "tokens_sha256": tokens_sha256(rows)}
-                    for length, rows in self.long_tokens.items()
-                ],
-            },
-            "profiles": {},
-            "exact": None,
-            **{name: [] for name in _LISTS},
-            "against": None,
-        }
-        self._resume(decided, empty, command, force)
+        lengths = [CachedLength(length, len(rows), tokens_sha256(rows)) for length, rows in self.long_tokens.items()]
+        text = TextInfo(
+            calibration, evaluation, None, len(self.tokens), config.length, self.prefix, config.reread,
+            tokens_sha256(self.tokens), self._kinds(), lengths,
+        )  # fmt: skip
+        plain = json.dumps(decided, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        digest = hashlib.blake2b(plain.encode(), digest_size=16, person=b"cuvee-report").hexdigest()
+        fresh = Report(
+            REPORT_FORMAT, REPORT_VERSION, False, digest, command, decided, environment, model, text
+        )  # fmt: skip
+        self.report = self._continued(fresh, force) or fresh
 
-    def _resume(self, decided: dict[str, Any], empty: dict[str, Any], command: str, force: bool) -> None:
-        """Set `data` to the measurements that the folder holds of this run, or to a report without measurements."""
-        text = json.dumps(decided, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        fresh: dict[str, Any] = {
-            "format": REPORT_FORMAT,
-            "version": REPORT_VERSION,
-            "complete": False,
-            "digest": hashlib.blake2b(text.encode(), digest_size=16, person=b"cuvee-report").hexdigest(),
-            "command": command,
-            "configuration": decided,
-            **empty,
-            "seconds": 0.0,
-        }
+    def _continued(self, fresh: Report, force: bool) -> Report | None:
+        """Return the report of this run that the folder holds, if there is one."""
         path = self.out / REPORT_FILE
-        self.data = fresh
         if not path.exists():
-            return
+            return None
         try:
-            found = parse_json(path.read_text(encoding="utf-8"))
-            same = all(found[name] == fresh[name] for name in ("format", "version", "digest"))
-            made = sum(len(found[block]) for block in ("quality", "lengths", "scores", "blends"))
-            state = "complete" if found["complete"] else f"{made} measurements done"
-            before = found["configuration"]
-            differs = [name for name, value in decided.items() if value != before.get(name)]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found = Report.load(path)
+        except (FormatError, VersionError) as error:
             if force:
-                return
+                return None
             raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
-        if same:
+        if found.digest == fresh.digest:
+            made = len(found.quality) + len(found.lengths) + len(found.scores) + len(found.blends)
+            state = "complete" if found.complete else f"{made} measurements done"
             line = f"{self.out} holds this run, {state}: continuing"
             self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
-            self.data = dict(found)
-        elif not force:
-            what = ", ".join(differs) or "format"
-            raise InputError(f"out: {self.out} holds another run (it differs in {what}): choose another, or --force")
+            return found
+        if force:
+            return None
+        before = found.configuration
+        what = ", ".join(name for name, value in fresh.configuration.items() if value != before.get(name)) or "format"
+        raise InputError(f"out: {self.out} holds another run (it differs in {what}): choose another, or --force")
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Report:
         """Make all missing measurements, then write the documents."""
-        self._began, self._before = time.perf_counter(), self.data["seconds"]
-        self.data["against"] = None
+        self._began, self._before = time.perf_counter(), self.report.seconds
+        self.report.against = None
         self.save()
-        if not self.data["complete"]:
+        if not self.report.complete:
             with progress_bar(self.console, 44) as progress:
                 self._measure(progress)
-            self.data["complete"] = True
+            self.report.complete = True
             self.save()
         if self.old is not None:
-            self.data["against"] = changes_since(self.old, self.data)
+            self.report.against = changes_since(self.old, self.report)
             self.save()
         with writing(self.out):
-            write_report(self.data, self.out)
-        return self.data
+            write_report(self.report, self.out)
+        return self.report
 
     def save(self) -> None:
         """Write all measurements so far."""
-        self.data["seconds"] = self._before + time.perf_counter() - self._began
-        save_results(self.out / REPORT_FILE, self.data)
+        self.report.seconds = self._before + time.perf_counter() - self._began
+        save_results(self.out / REPORT_FILE, self.report.to_dict())
 
     # Measuring ---------------------------------------------------------------------------------------------------
 
@@ -358,7 +351,7 @@ class _Run:
         progress.expect(len(self._missing_profiles()) + len(self.candidates) + len(scored) * len(names))
         self._learn(progress)
         for candidate in self.candidates:
-            if self._has("quality", candidate.key) or self._is_too_coarse(candidate):
+            if self._has_quality(candidate.key) or self._is_too_coarse(candidate):
                 progress.skip()
                 continue
             with progress.step(f"quality: {candidate.key}"):
@@ -367,7 +360,7 @@ class _Run:
         self._measure_lengths(progress)
         for candidate in scored:
             for name in names:
-                if self.scorer is None or self._has("scores", candidate.key, name):
+                if self.scorer is None or self._has_score(candidate.key, name):
                     progress.skip()
                     continue
                 with progress.step(f"{name}: {candidate.key}"):
@@ -375,10 +368,10 @@ class _Run:
                     self.save()
         self._score_alone(progress)
         self._measure_blends(progress)
-        self.data |= self._comparisons()
+        self._compare()
 
     def _measure_blends(self, progress: ProgressBar) -> None:
-        known = {entry["name"] for entry in self.data["blends"]}
+        known = {made.name for made in self.report.blends}
         missing = {name: prompts for name, prompts in self.blended.items() if name not in known}
         progress.expect(len(missing))
         for name, prompts in missing.items():
@@ -388,7 +381,7 @@ class _Run:
                     self.model, self.layout, prompts, self._blend_codecs(),
                     tick=lambda: progress.tell(f"{next(done)} of {len(prompts)} prompts"),  # noqa: B023, called in this step
                 )  # fmt: skip
-                self.data["blends"].append({"name": name, "prompts": len(prompts), "entries": entries})
+                self.report.blends.append(Blends(name, len(prompts), entries))
                 self.save()
 
     def _blend_codecs(self) -> dict[str, Codec]:
@@ -404,8 +397,8 @@ class _Run:
     def _measure_lengths(self, progress: ProgressBar) -> None:
         if not self.long_tokens:
             return
-        chosen = length_candidates(self.candidates, self.config.methods, self.data["quality"])
-        known = {(entry["length"], entry["key"]) for entry in self.data["lengths"]}
+        chosen = length_candidates(self.candidates, self.config.methods, self.report.quality)
+        known = {(entry.length, entry.key) for entry in self.report.lengths}
         missing = {n: [c for c in chosen if (n, c.key) not in known] for n in self.long_tokens}
         progress.expect(sum(1 + len(methods) for methods in missing.values() if methods))
         for length, methods in missing.items():
@@ -423,58 +416,54 @@ class _Run:
                     except InputError as refused:
                         self._skip(f"{candidate.key} at {length} tokens", refused)
                         continue
-                    self.data["lengths"].append(length_entry(candidate, length, quality))
+                    self.report.lengths.append(length_entry(candidate, length, quality))
                     self.save()
 
-    def _kinds(self) -> list[dict[str, Any]]:
+    def _kinds(self) -> list[Kind]:
         """Group the sequences by text, and by whether they repeat a part of their cache."""
         found: dict[tuple[int, bool], list[int]] = {}
         for row, text in enumerate(self.texts):
             # `reread` changes rows 0, 2, 4 …
             found.setdefault((text, self.config.reread and row % 2 == 0), []).append(row)
         names = [text_entry(corpus)["name"] for corpus in self.evaluation]
-        return [{"text": names[text], "reread": again, "rows": rows} for (text, again), rows in sorted(found.items())]
+        return [Kind(names[text], again, rows) for (text, again), rows in sorted(found.items())]
 
-    def _comparisons(self) -> dict[str, list[dict[str, Any]]]:
+    def _compare(self) -> None:
         """Read sizes and ratios off the curves."""
-        quality, seed = self.data["quality"], self.config.seed
-        anchors = [key for key in ANCHORS if any(entry["key"] == key for entry in quality)]
-        kinds = self.data["text"]["kinds"]
-        by_kind = [
-            {
-                **{name: kind[name] for name in ("text", "reread")},
-                "sequences": len(kind["rows"]),
-                "comparison": compare_at_equal_kl(of_sequences(quality, kind["rows"]), anchors, seed),
-            }
+        report, seed = self.report, self.config.seed
+        quality = [asdict(entry) for entry in report.quality]
+        measured = [entry.key for entry in report.quality]
+        anchors = [key for key in ANCHORS if key in measured]
+        further = [key for key in FURTHER_ANCHORS if key in measured]
+        report.comparison = _anchors(compare_at_equal_kl(quality, [*anchors, *further], seed))
+        for anchor in report.comparison:
+            if anchor.anchor in further:
+                anchor.ratios[:] = [ratio for ratio in anchor.ratios if ratio.against == anchor.anchor]
+        kinds = report.text.kinds
+        report.by_kind = [
+            KindComparison(
+                kind.text, kind.reread, len(kind.rows),
+                _anchors(compare_at_equal_kl(of_sequences(quality, kind.rows), anchors, seed)),
+            )
             for kind in kinds
-            if len(kinds) > 1 and len(kind["rows"]) >= LEAST_OF_KIND
-        ]
-        return {
-            "comparison": self._comparison(),
-            "by_kind": by_kind,
-            "sizes": sizes_at_kl(quality, USUAL_KLS, seed),
-        }
-
-    def _comparison(self) -> list[dict[str, Any]]:
-        measured = {entry["key"] for entry in self.data["quality"]}
-        anchors = [key for key in (*ANCHORS, *FURTHER_ANCHORS) if key in measured]
-        comparison = compare_at_equal_kl(self.data["quality"], anchors, self.config.seed)
-        for entry in comparison:
-            if entry["anchor"] in FURTHER_ANCHORS:
-                entry["ratios"] = [ratio for ratio in entry["ratios"] if ratio["against"] == entry["anchor"]]
-        return comparison
+            if len(kinds) > 1 and len(kind.rows) >= LEAST_OF_KIND
+        ]  # fmt: skip
+        report.sizes = [read_entry(SizeAtKl, size, "sizes") for size in sizes_at_kl(quality, USUAL_KLS, seed)]
 
     def _is_too_coarse(self, candidate: Candidate) -> bool:
         """Return whether a finer step of the same family already costs too much."""
         if not candidate.setting.startswith("2^"):
             return False
-        steps = [e for e in self.data["quality"] if e["family"] == candidate.family and e["setting"].startswith("2^")]
-        return bool(steps) and steps[-1]["kl"] > WORST_KL
+        steps = [e for e in self.report.quality if e.family == candidate.family and e.setting.startswith("2^")]
+        return bool(steps) and steps[-1].kl > WORST_KL
 
-    def _has(self, block: str, key: str, task: str | None = None) -> bool:
-        if any(entry["key"] in (key, task) for entry in self.data["skipped"]):
+    def _has_quality(self, key: str) -> bool:
+        return key in {entry.key for entry in self.report.skipped} | {entry.key for entry in self.report.quality}
+
+    def _has_score(self, key: str, task: str) -> bool:
+        if any(entry.key in (key, task) for entry in self.report.skipped):
             return True
-        return any(entry["key"] == key and (task is None or entry["task"] == task) for entry in self.data[block])
+        return any((score.key, score.task) == (key, task) for score in self.report.scores)
 
     def _missing_profiles(self) -> list[str]:
         """The groups that a method needs."""
@@ -486,21 +475,21 @@ class _Run:
     def _learn(self, progress: ProgressBar) -> None:
         for name, profile in self.given.items():
             self._profiles[name] = profile
-            self.data["profiles"].setdefault(name, self._profile_entry(profile, None, None))
+            self.report.profiles.setdefault(name, self._profile_entry(profile, None, None))
         for group in self._missing_profiles():
             path = self.out / "profiles" / f"{group.replace(':', '-')}.safetensors"
-            known = self.data["profiles"].get(group)
+            known = self.report.profiles.get(group)
             if known is not None and path.exists():
                 progress.skip()
                 profile = Profile.load(path)
-                if profile.id.hex() != known["id"]:
+                if profile.id.hex() != known.id:
                     raise InputError(f"out: {path} is not the profile this report was measured with: use --force")
             else:
                 with progress.step(f"learning a profile, group {group}"):
                     profile = self._learn_group(group, path, known)
             self._profiles[group] = profile
 
-    def _learn_group(self, group: str, path: Path, known: dict[str, Any] | None) -> Profile:
+    def _learn_group(self, group: str, path: Path, known: ProfileEntry | None) -> Profile:
         began = time.perf_counter()
         profile = cuvee.calibrate(
             self.model,
@@ -513,13 +502,13 @@ class _Run:
             progress=False,
         )
         seconds = time.perf_counter() - began
-        if known is not None and known["id"] != profile.id.hex():
+        if known is not None and known.id != profile.id.hex():
             raise InputError(f"out: the profile {group} is gone and cannot be learned again the same: --force")
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.save(path)
-        self.data["profiles"][group] = self._profile_entry(profile, path, seconds)
-        self.data["text"]["calibration_sequences"] = len(all_sequences(self._learning))
+        self.report.profiles[group] = self._profile_entry(profile, path, seconds)
+        self.report.text.calibration_sequences = len(all_sequences(self._learning))
         self.save()
         return profile
 
@@ -527,16 +516,10 @@ class _Run:
         """Sequences per forward pass."""
         return max(1, min(most, _PASS_TOKENS // self.config.length))
 
-    def _profile_entry(self, profile: Profile, path: Path | None, seconds: float | None) -> dict[str, Any]:
+    def _profile_entry(self, profile: Profile, path: Path | None, seconds: float | None) -> ProfileEntry:
         size = path.stat().st_size if path is not None else _saved_size(profile)
-        return {
-            "id": profile.id.hex(),
-            "group": profile.group,
-            "source": profile.source,
-            "bytes": size,
-            "seconds": seconds,
-            "bits_per_value_over_1m_tokens": 8 * size / (1e6 * self.layout.values_per_token),
-        }
+        bits = 8 * size / (1e6 * self.layout.values_per_token)
+        return ProfileEntry(profile.id.hex(), profile.group, profile.source, size, seconds, bits)
 
     @cached_property
     def _learning(self) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -598,18 +581,16 @@ class _Run:
         except InputError as refused:  # the method cannot store some of the values
             self._skip(candidate.key, refused)
             return
-        entry = {
-            "key": candidate.key,
-            "family": candidate.family,
-            "label": candidate.label,
-            "kind": candidate.kind,
-            "setting": candidate.setting,
-            **quality.to_dict(),
-        }
-        self.data["quality"].append(entry)
+        own = {one.name: getattr(quality, one.name) for one in fields(quality)}
+        self.report.quality.append(
+            MethodEntry(
+                **own, key=candidate.key, family=candidate.family, label=candidate.label, kind=candidate.kind,
+                setting=candidate.setting,
+            )
+        )  # fmt: skip
         if candidate.key == UNCOMPRESSED:
             nll = quality.nll - quality.delta_nll
-            self.data["exact"] = {"nll": nll, "perplexity": float(np.exp(nll))}
+            self.report.exact = Exact(nll, float(np.exp(nll)))
 
     def _make(self, candidate: Candidate) -> Method | None:
         """The method, or None if it cannot be made; then the report says why."""
@@ -621,7 +602,7 @@ class _Run:
 
     def _skip(self, key: str, error: Exception) -> None:
         """Leave a method or a task out, and say so in the report and on the console."""
-        self.data["skipped"].append({"key": key, "reason": str(error)})
+        self.report.skipped.append(Skipped(key, str(error)))
         self.console.print(f"left out {key}: {error}", style="yellow", highlight=False)
 
     # Tasks -------------------------------------------------------------------------------------------------------
@@ -636,34 +617,37 @@ class _Run:
         if method is None:
             return
         try:
-            task, score = scorer.score(method, name)
+            task, score = scorer.score(method, name, candidate.key, self._exact_score(name))
         except InputError as refused:
             # The exact cache comes first: if it fails, the model cannot do the task. Later it is the method that fails.
             self._skip(name if candidate.key == UNCOMPRESSED else candidate.key, refused)
             return
-        self.data["scores"].append({"key": candidate.key, **score, **difference_from(self._exact_score(name), score)})
-        if all(known["name"] != name for known in self.data["tasks"]):
-            self.data["tasks"].append(task)
+        self.report.scores.append(score)
+        if all(known.name != name for known in self.report.tasks):
+            self.report.tasks.append(task)
 
-    def _exact_score(self, name: str) -> Mapping[str, Any] | None:
-        return next((s for s in self.data["scores"] if (s["key"], s["task"]) == (UNCOMPRESSED, name)), None)
+    def _exact_score(self, name: str) -> Score | None:
+        return next((s for s in self.report.scores if (s.key, s.task) == (UNCOMPRESSED, name)), None)
 
     def _score_alone(self, progress: ProgressBar) -> None:
         """Score each task with the question alone. A task without a context of its own has no such score."""
         if self.alone is None:
             return
         progress.expect(len(self.alone.names))
-        digests = {task["name"]: task["docs_sha256"] for task in self.data["tasks"]}
+        digests = {task.name: task.docs_sha256 for task in self.report.tasks}
         for name in self.alone.names:
-            if name not in digests or self._has("scores", ABSENT, name):
+            if name not in digests or self._has_score(ABSENT, name):
                 progress.skip()
                 continue
             with progress.step(f"{name}: the question alone"):
-                task, score = self.alone.score(baseline(UNCOMPRESSED), name)
-                if task["docs_sha256"] != digests[name]:
-                    difference = difference_from(self._exact_score(name), score)
-                    self.data["scores"].append({"key": ABSENT, **score, **difference})
+                task, score = self.alone.score(baseline(UNCOMPRESSED), name, ABSENT, self._exact_score(name))
+                if task.docs_sha256 != digests[name]:
+                    self.report.scores.append(score)
                     self.save()
+
+
+def _anchors(found: Sequence[Mapping[str, Any]]) -> list[Anchor]:
+    return [read_entry(Anchor, anchor, "comparison") for anchor in found]
 
 
 def _saved_size(profile: Profile) -> int:

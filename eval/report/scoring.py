@@ -22,6 +22,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.quality import Method
+from cuvee.eval.report.schema import Score, Task
 from cuvee.eval.stats import paired_difference
 from cuvee.eval.tasks import TASKS_PATH, chance, description, is_ours, main_metric
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from cuvee.eval.lm import CuveeLM
 
-__all__ = ["CONTROLS", "TaskScorer", "difference_from", "shows_something"]
+__all__ = ["ABSENT", "CONTROLS", "TaskScorer", "shows_something"]
 
 ABSENT = "absent"  # the exact cache of the question alone, for tasks with a separate context
 CONTROLS = ("destroyed", ABSENT)
@@ -116,12 +117,14 @@ class TaskScorer:
             task.set_fewshot_seed(seed=self._seed)
         return loaded
 
-    def score(self, method: Method, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def score(self, method: Method, name: str, key: str = "", exact: Score | None = None) -> tuple[Task, Score]:
         """Score one method on one task.
 
-        Returns:
-            The task and the score, as dicts for JSON in the form a report keeps: "score" and its "stderr" over
-            documents, "per_doc" (None if the metric is not a mean over documents), "bits_per_value" of the caches.
+        Args:
+            method: the method.
+            name: of the task.
+            key: of the method, for the score.
+            exact: the score of the exact cache, from which the difference is taken, paired if possible.
 
         Raises:
             InputError: the task has no contexts, or some that are too long for the model.
@@ -142,56 +145,45 @@ class TaskScorer:
         per_doc = [s[metric] for s in sorted(samples, key=lambda s: s["doc_id"])]
         scalar = all(isinstance(value, int | float | bool | np.number) for value in per_doc)
         stderr = measured.get(column.replace(",", "_stderr,", 1))
-        task = {
-            "name": name,
-            "metric": metric,
-            "higher_is_better": higher,
-            "docs": len(per_doc),
-            "chance": chance(name) if is_ours(name) else None,
-            "description": description(name) if is_ours(name) else "",
-            "docs_sha256": hashlib.sha256("".join(sorted(s["doc_hash"] for s in samples)).encode()).hexdigest(),
-        }
-        score = {
-            "task": name,
-            "score": float(measured[column]),
-            "stderr": float(stderr) if isinstance(stderr, int | float) else None,
-            "per_doc": [float(value) for value in per_doc] if scalar else None,
-            "bits_per_value": self._lm.bits_per_value,
-            "docs": len(per_doc),
-        }
-        return task, score
+        task = Task(
+            name,
+            metric,
+            higher,
+            len(per_doc),
+            chance(name) if is_ours(name) else None,
+            description(name) if is_ours(name) else "",
+            hashlib.sha256("".join(sorted(s["doc_hash"] for s in samples)).encode()).hexdigest(),
+        )
+        value, own = float(measured[column]), [float(one) for one in per_doc] if scalar else None
+        difference, error = None, None
+        if exact is not None:
+            difference = value - exact.score
+            if exact.per_doc and own:
+                difference, error = paired_difference(own, exact.per_doc)
+        return task, Score(
+            key, name, value, float(stderr) if isinstance(stderr, int | float) else None, own,
+            self._lm.bits_per_value, len(per_doc), difference, error,
+        )  # fmt: skip
 
 
-def difference_from(exact: Mapping[str, Any] | None, score: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the difference of a score from that of the exact cache and its standard error, paired if possible."""
-    mean, error = None, None
-    if exact is not None:
-        mean = score["score"] - exact["score"]
-        if exact["per_doc"] and score["per_doc"]:
-            mean, error = paired_difference(score["per_doc"], exact["per_doc"])
-    return {"difference": mean, "difference_stderr": error}
-
-
-def shows_something(task: Mapping[str, Any], scores: Sequence[Mapping[str, Any]]) -> bool | None:
+def shows_something(task: Task, scores: Sequence[Score]) -> bool | None:
     """Return whether a task distinguishes the exact cache from none; None without a control, or with one document.
 
     It does if each control loses more than two standard errors, and the exact cache is that far above a guess.
-
-    Args:
-        task: an entry of the report's "tasks".
-        scores: the entries of its "scores".
     """
-    own = {score["key"]: score for score in scores if score["task"] == task["name"]}
+    own = {score.key: score for score in scores if score.task == task.name}
     controls = [own[name] for name in CONTROLS if name in own]
-    if not controls or any(control["difference_stderr"] is None for control in controls):
+    sign, lost = 1 if task.higher_is_better else -1, []
+    for control in controls:
+        if control.difference is None or control.difference_stderr is None:
+            return None
+        lost.append(-sign * control.difference > _CLEAR * control.difference_stderr)
+    if not controls:
         return None
-    sign = 1 if task["higher_is_better"] else -1
-    lost = [-sign * control["difference"] > _CLEAR * control["difference_stderr"] for control in controls]
-    if task["chance"] is None:
+    if task.chance is None:
         return all(lost)
-    docs, guess = task["docs"], task["chance"]
-    above = sign * (own[UNCOMPRESSED]["score"] - guess) > _CLEAR * math.sqrt(guess * (1 - guess) / docs)
-    return all(lost) and above
+    error = math.sqrt(task.chance * (1 - task.chance) / task.docs)
+    return all(lost) and sign * (own[UNCOMPRESSED].score - task.chance) > _CLEAR * error
 
 
 def _suggested_tasks(name: str, known: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
 from cuvee.eval.quality import CodecMethod, Quality, QualityBench
+from cuvee.eval.report.schema import read_entry
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_a_codec_is_measured_with_every_byte_and_its_time(bench: QualityBench, b
     assert q.encode_seconds is not None and q.decode_seconds is not None
     assert q.encode_gb_per_s == pytest.approx(2e-9 * values / q.encode_seconds)
     assert q.chunk_tokens == 128
-    assert Quality.from_dict(json.loads(json.dumps(q.to_dict()))) == q
+    assert read_entry(Quality, json.loads(json.dumps(q.to_dict())), "quality") == q
 
 
 def test_figures_by_sequence_and_by_layer_add_up(bench: QualityBench, books: Any) -> None:

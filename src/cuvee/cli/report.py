@@ -161,9 +161,9 @@ def report(
         console.print(f"interrupted: {out} keeps what was measured, and the same command continues", highlight=False)
         raise typer.Exit(130) from None
     if as_json:
-        print_json(found)
+        print_json(found.to_dict())
     else:
         print_summary(found, make_console())
         print(f"{out / 'report.md'}\n{out / 'report.html'}\n{out / 'report.json'}")
-    if found["against"] is not None and found["against"]["worse"]:
+    if found.against is not None and found.against.worse:
         raise typer.Exit(1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.eval.report.world import filled
 
 from cuvee.codec.errors import CuveeError, FormatError, InputError, VersionError
 from cuvee.eval.report.against import Change, Figures, changes_since
@@ -28,8 +30,8 @@ def report() -> Report:
         {"key": key, "task": "t", "score": sum(docs) / 4, "per_doc": docs}
         for key, docs in (("bf16", [1.0, 1.0, 0.0, 1.0]), ("kivi2", [1.0, 0.0, 0.0, 1.0]))
     ]
-    return {
-        "format": "cuvee-report", "version": 2, "complete": True,
+    made = {
+        "complete": True,
         "environment": {"date": "2026-01-01", "commit": "abc"},
         "model": {"fingerprint": "f" * 64, "dtype": "float32"},
         "configuration": {"cache_dtype": "bfloat16", "chunk_tokens": 256},
@@ -38,6 +40,12 @@ def report() -> Report:
         "tasks": [{"name": "t", "docs_sha256": "d" * 64, "higher_is_better": True}],
         "scores": scores,
     }  # fmt: skip
+    return filled(made).to_dict()
+
+
+def since(old: Figures, now: Report) -> Report:
+    """What changed, as plain data."""
+    return asdict(changes_since(old, filled(now)))
 
 
 def figures(report: Report, tmp_path: Path) -> Figures:
@@ -47,7 +55,7 @@ def figures(report: Report, tmp_path: Path) -> Figures:
 
 
 def test_a_report_against_itself(report: Report, tmp_path: Path) -> None:
-    assert changes_since(figures(report, tmp_path), report) == {
+    assert since(figures(report, tmp_path), report) == {
         "name": "old.json of 2026-01-01, commit abc", "changes": [], "unchanged": 10, "missing": [], "worse": 0,
     }  # fmt: skip
 
@@ -56,7 +64,7 @@ def test_changes_have_the_errors_of_their_pairs(report: Report, tmp_path: Path) 
     now = copy.deepcopy(report)
     kl = [0.11, 0.213, 0.31, 0.412]
     now["quality"][1] = entry("kivi2", kl, 3.0)
-    found = changes_since(figures(report, tmp_path), now)
+    found = since(figures(report, tmp_path), now)
     changes = {change["metric"]: change for change in found["changes"]}
     assert list(changes) == ["bits_per_value", "kl", "delta_nll", "top1"] and found["unchanged"] == 6
     assert changes["kl"]["stderr"] == pytest.approx(paired_difference(kl, [0.1, 0.2, 0.3, 0.4])[1])
@@ -70,23 +78,23 @@ def test_what_is_within_two_errors_is_no_change(report: Report, tmp_path: Path) 
     now = copy.deepcopy(report)
     now["quality"][1] = entry("kivi2", [0.2, 0.1, 0.4, 0.35])
     now["scores"][1] |= {"score": 0.75, "per_doc": [1.0, 1.0, 0.0, 1.0]}
-    assert changes_since(figures(report, tmp_path), now)["changes"] == []
+    assert since(figures(report, tmp_path), now)["changes"] == []
 
 
 def test_what_is_missing_is_worse_and_what_is_new_does_no_harm(report: Report, tmp_path: Path) -> None:
     now = copy.deepcopy(report)
     now["quality"].append(entry("new", [0.1] * 4))
     now["scores"].pop()
-    found = changes_since(figures(report, tmp_path), now)
+    found = since(figures(report, tmp_path), now)
     assert found["missing"] == ["kivi2 t"] and found["worse"] == 1
     now["quality"].pop(1)
-    assert changes_since(figures(report, tmp_path), now)["worse"] == 5
+    assert since(figures(report, tmp_path), now)["worse"] == 5
 
 
 def test_a_score_that_is_no_mean_is_not_compared(report: Report, tmp_path: Path) -> None:
     report["scores"][0] |= {"score": 7.0}
     report["scores"][1] |= {"per_doc": None}
-    assert changes_since(figures(report, tmp_path), report)["unchanged"] == 8
+    assert since(figures(report, tmp_path), report)["unchanged"] == 8
 
 
 def test_rounding_is_no_change() -> None:
@@ -107,14 +115,14 @@ def test_reports_of_other_things_are_refused(
     now = copy.deepcopy(report)
     now[block][field] = value
     with pytest.raises(InputError, match=rf"^against: .*differ in {block}\.{field} \("):
-        changes_since(figures(report, tmp_path), now)
+        since(figures(report, tmp_path), now)
 
 
 def test_tasks_of_other_documents_are_refused(report: Report, tmp_path: Path) -> None:
     now = copy.deepcopy(report)
     now["tasks"][0]["docs_sha256"] = "a" * 64
     with pytest.raises(InputError, match=r"differ in tasks\.t"):
-        changes_since(figures(report, tmp_path), now)
+        since(figures(report, tmp_path), now)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"report"', "{}", '{"format": "cuvee"}'])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tests.eval.report.world import draw, filled, report_sections, run_report
 
 import cuvee
 from cuvee.calibration.corpus import Corpus
@@ -20,9 +21,6 @@ from cuvee.eval.quality import Quality, QualityBench
 from cuvee.eval.report.candidates import Candidate
 from cuvee.eval.report.lengths import length_candidates, length_tokens
 from cuvee.eval.report.report_config import ReportConfig, quick_config
-from cuvee.eval.report.report_plots import lengths as draw_lengths
-from cuvee.eval.report.report_run import run_report
-from cuvee.eval.report.sections import report_sections
 
 CONFIG = replace(
     quick_config(ReportConfig()),
@@ -132,9 +130,10 @@ def test_of_a_dial_one_setting_is_measured() -> None:
     ]
     kl = {"pca/kv@1": 0.001, "pca/kv@2": 0.004, "pca/kv@3": 0.9}
     quality = [{"key": c.key, "kl": kl.get(c.key, 0.1)} for c in listed if c.key != "broken"]
-    chosen = [c.key for c in length_candidates(listed, (), quality)]
+    entries = filled({"quality": quality}).quality
+    chosen = [c.key for c in length_candidates(listed, (), entries)]
     assert chosen == ["kivi4", "pca/kv@2", "cuvee/layer@balanced"]
-    named = length_candidates(listed, ("pca/kv@1", "pca/kv@3", "cuvee/layer@2^-1"), quality)
+    named = length_candidates(listed, ("pca/kv@1", "pca/kv@3", "cuvee/layer@2^-1"), entries)
     assert [c.key for c in named] == ["kivi4", "pca/kv@1", "pca/kv@3", "cuvee/layer@balanced", "cuvee/layer@2^-1"]
 
 
@@ -220,7 +219,7 @@ def test_the_documents_show_table_and_plot(done: tuple[Path, dict[str, Any]]) ->
     ]
     rows = {row[0]: row for row in table.rows}
     assert rows["FP8 e4m3"][1::2] == ["8.00"] * 3 and rows["KIVI int4"][5] == "5.00"
-    figure = draw_lengths(data)
+    figure = draw("lengths", data)
     assert figure is not None
     left, right = figure.axes
     assert left.get_xscale() == right.get_xscale() == "log" and len(right.containers) == 4
@@ -230,6 +229,6 @@ def test_the_documents_show_table_and_plot(done: tuple[Path, dict[str, Any]]) ->
 def test_one_length_is_a_table_and_no_plot(done: tuple[Path, dict[str, Any]]) -> None:
     _, data = done
     short = {**data, "lengths": [e for e in data["lengths"] if e["length"] == 100]}
-    assert draw_lengths(short) is None and any(s.id == "lengths" for s in report_sections(short))
-    assert draw_lengths({**data, "lengths": []}) is None
+    assert draw("lengths", short) is None and any(s.id == "lengths" for s in report_sections(short))
+    assert draw("lengths", {**data, "lengths": []}) is None
     assert all(s.id != "lengths" for s in report_sections({**data, "lengths": []}))

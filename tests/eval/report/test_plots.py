@@ -5,22 +5,25 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from tests.eval.report.world import draw, filled, write_plots
 
 from cuvee.eval.labels import shared_area
-from cuvee.eval.plots import plot_quality, write_plots
+from cuvee.eval.plots import plot_quality
 from cuvee.eval.quality import LayerCost, PerSequence, Quality
-from cuvee.eval.report import report_plots as plots
 from cuvee.eval.report.families import family_rank
 from cuvee.eval.report.report_plots import PLOTS
+from cuvee.eval.report.schema import LengthEntry
 
 pytest.importorskip("matplotlib")
 
+LENGTH_FIELDS = [field.name for field in fields(LengthEntry)]
 SETTINGS = (("high", "preset", 1.0), ("balanced", "preset", 0.5), ("small", "preset", 0.25), ("2^0", "curve", 0.125))
 
 
@@ -82,7 +85,7 @@ def report() -> dict[str, Any]:
             for i, key in enumerate(scored)
         ],
         "lengths": [
-            {**e, "length": length, "kl": e["kl"] * length / 256}
+            {**{name: e[name] for name in LENGTH_FIELDS if name in e}, "length": length, "kl": e["kl"] * length / 256}
             for e in found
             if e["kind"] != "curve"
             for length in (256, 1024)
@@ -121,7 +124,7 @@ def series(axes: Any) -> dict[str, Any]:
 
 
 def test_every_plot_is_written_as_svg(report: dict[str, Any], tmp_path: Path) -> None:
-    written = write_plots(PLOTS, report, tmp_path / "deep" / "plots")
+    written = write_plots(report, tmp_path / "deep" / "plots")
     assert written == list(PLOTS)
     files = sorted(path.name for path in (tmp_path / "deep" / "plots").iterdir())
     assert files == sorted(f"{name}.svg" for name in written)
@@ -134,7 +137,7 @@ def test_every_plot_is_written_as_svg(report: dict[str, Any], tmp_path: Path) ->
 
 def test_the_same_report_gives_the_same_svg(report: dict[str, Any], tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_plots(PLOTS, report, tmp_path / name)
+        write_plots(report, tmp_path / name)
     for name in PLOTS:
         one, two = ((tmp_path / folder / f"{name}.svg").read_bytes() for folder in "ab")
         assert one == two and not re.search(rb"20\d\d-\d\d-\d\d|matplotlib.org", one)
@@ -146,27 +149,27 @@ def test_matplotlib_stays_as_it_was(report: dict[str, Any], tmp_path: Path) -> N
 
     with mpl.rc_context({"font.size": 7.0, "svg.fonttype": "path"}):
         before, managed = dict(mpl.rcParams), list(_pylab_helpers.Gcf.figs)
-        write_plots(PLOTS, report, tmp_path)
+        write_plots(report, tmp_path)
         assert dict(mpl.rcParams) == before and list(_pylab_helpers.Gcf.figs) == managed
 
 
 def test_plots_of_another_report_do_not_stay(report: dict[str, Any], tmp_path: Path) -> None:
-    write_plots(PLOTS, report, tmp_path)
+    write_plots(report, tmp_path)
     (tmp_path / "mine.png").write_text("not a plot of ours")
-    written = set(write_plots(PLOTS, {**report, "tasks": [], "scores": []}, tmp_path))
+    written = set(write_plots({**report, "tasks": [], "scores": []}, tmp_path))
     assert written == {"size_kl", "lengths"}
     assert not list(tmp_path.glob("size_scores*")) and (tmp_path / "mine.png").exists()
 
 
 def test_a_report_with_nothing_has_no_plots(report: dict[str, Any], tmp_path: Path) -> None:
     empty = {**report, "quality": [], "lengths": [], "tasks": [], "scores": [], "comparison": []}
-    assert write_plots(PLOTS, empty, tmp_path / "none") == []
+    assert write_plots(empty, tmp_path / "none") == []
     assert not list(tmp_path.rglob("*.*"))
 
 
 def test_size_and_kl_are_those_of_the_report(report: dict[str, Any]) -> None:
     report["quality"].append(entry("exact", 32.0, 0.0))  # has no place on a logarithmic axis
-    figure = plots.size_kl(report)
+    figure = draw("size_kl", report)
     assert figure is not None
     axes = figure.axes[0]
     shown = series(axes)
@@ -194,7 +197,7 @@ def test_size_and_kl_are_those_of_the_report(report: dict[str, Any]) -> None:
 def test_labels_are_apart_and_inside(report: dict[str, Any]) -> None:
     for x, y in ((5.1, 1.75e-2), (5.05, 1.8e-2), (4.9, 1.65e-2)):  # almost the same place
         report["quality"].append(entry(f"near-{x}", x, y))
-    figure = plots.size_kl(report)
+    figure = draw("size_kl", report)
     assert figure is not None
     axes = figure.axes[0]
     figure.draw_without_rendering()
@@ -210,14 +213,14 @@ def test_labels_are_apart_and_inside(report: dict[str, Any]) -> None:
 
 def test_bars_end_above_zero(report: dict[str, Any]) -> None:
     report["quality"] = [entry("kivi4", 5.0, 0.01, kl_stderr=0.5), entry("kivi3", 4.0, 0.02, kl_stderr=None)]
-    figure = plots.size_kl({**report, "comparison": []})
+    figure = draw("size_kl", {**report, "comparison": []})
     assert figure is not None
     wide, none = (container[2][0].get_segments()[0][:, 1] for container in figure.axes[0].containers)
     assert 0 < wide[0] < 0.01 and none[0] == none[1] == 0.02
 
 
 def test_every_task_has_a_panel(report: dict[str, Any]) -> None:
-    figure = plots.size_scores(report)
+    figure = draw("size_scores", report)
     assert figure is not None
     for axes, task in zip(figure.axes, report["tasks"], strict=True):
         scores = {s["key"]: s for s in report["scores"] if s["task"] == task["name"]}
@@ -240,7 +243,7 @@ def test_every_task_has_a_panel(report: dict[str, Any]) -> None:
 
 def test_names_of_lines_keep_apart(report: dict[str, Any]) -> None:
     next(s for s in report["scores"] if s["key"] == "destroyed")["score"] = 0.1251
-    figure = plots.size_scores(report)
+    figure = draw("size_scores", report)
     assert figure is not None
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]
@@ -250,14 +253,14 @@ def test_names_of_lines_keep_apart(report: dict[str, Any]) -> None:
 def test_scores_without_errors_or_quality_are_drawn(report: dict[str, Any]) -> None:
     for score in report["scores"]:
         score["stderr"] = None
-    figure = plots.size_scores({**report, "quality": []})
+    figure = draw("size_scores", {**report, "quality": []})
     assert figure is not None and len(figure.axes) == 2 and not figure.axes[0].patches
 
 
 def test_families_are_in_order(report: dict[str, Any]) -> None:
     report["quality"].append(entry("cuvee/mine@high", 2.0, 1e-3))
     report["quality"].append(entry("cuvee/lossless", 10.0, 1e-5))
-    order = sorted({e["family"] for e in report["quality"]}, key=lambda family: family_rank(report, family))
+    order = sorted({e["family"] for e in report["quality"]}, key=lambda family: family_rank(filled(report), family))
     assert order == [
         "bf16", "cuvee/layer", "cuvee/all", "cuvee/mine", "cuvee/lossless", "pca/kv",
         "fp8-e4m3", "kivi4", "kivi3", "cachegen", "destroyed",
@@ -267,7 +270,7 @@ def test_families_are_in_order(report: dict[str, Any]) -> None:
 def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> None:
     name = r"<b> & $\frac{1}{0}$ _x_"
     report["model"]["name"] = name
-    write_plots(PLOTS, report, tmp_path)
+    write_plots(report, tmp_path)
     root = ElementTree.fromstring((tmp_path / "size_kl.svg").read_text())
     assert any(name in (element.text or "") for element in root.iter())
 
@@ -287,7 +290,7 @@ def test_measured_methods_are_plotted_without_a_report(tmp_path: Path, suffix: s
 def test_without_matplotlib_the_remedy_is_named(report: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     calls: list[Callable[[], Any]] = [
-        lambda: write_plots(PLOTS, report, tmp_path),
+        lambda: write_plots(report, tmp_path),
         lambda: plot_quality(tmp_path / "x.png", {}, [quality("a", 1.0, 0.1)]),
     ]
     for call in calls:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 from rich.console import Console
+from tests.eval.report.world import html, markdown, print_summary, write_report
 
 from cuvee.codec.codec import Codec
 from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Kivi, Uncompressed
@@ -25,7 +26,7 @@ from cuvee.eval.documents import escape
 from cuvee.eval.formatting import format_interval, format_ratio, with_error
 from cuvee.eval.methods import family_label
 from cuvee.eval.quality import CodecMethod, Method, QualityBench
-from cuvee.eval.report.report_documents import html, markdown, print_summary, write_report
+from cuvee.eval.report.schema import Ratio
 
 pytest.importorskip("matplotlib")
 
@@ -90,7 +91,7 @@ def measured(books: Any) -> dict[str, Any]:
             )  # fmt: skip
     return {
         "format": "cuvee-report",
-        "version": 1,
+        "version": 2,
         "complete": True,
         "digest": "d1" * 16,
         "command": "cuvee report --out a_folder",
@@ -387,7 +388,7 @@ def test_sizes_at_round_kls(folder: Path) -> None:
     ],
 )
 def test_an_interval_may_have_one_end(low: float | None, high: float | None, shown: str) -> None:
-    assert format_interval({"ratio": 6.34, "low": low, "high": high}) == f"6.34x{shown}"
+    assert format_interval(Ratio("ours", "theirs", 6.34, low, high)) == f"6.34x{shown}"
 
 
 def test_scores_are_those_of_the_report(folder: Path, report: dict[str, Any]) -> None:

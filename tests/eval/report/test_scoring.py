@@ -17,6 +17,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
 from cuvee.eval.quality import CodecMethod
+from cuvee.eval.report.schema import Score, Task
 from cuvee.eval.report.scoring import TaskScorer, shows_something
 from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH
 
@@ -35,19 +36,19 @@ def test_a_group_stands_for_its_members(books: Any) -> None:
 def test_methods_follow_each_other_on_one_model(books: Any) -> None:
     scores = scorer(books, "cuvee_needle_128", limit=12)
     task, exact = scores.score(Uncompressed(), "cuvee_needle_128")
-    assert (task["metric"], task["higher_is_better"], task["docs"], task["chance"]) == ("acc", True, 12, 0.125)
-    assert exact["score"] == sum(exact["per_doc"]) / 12 > 0.6 and exact["bits_per_value"] == 16
+    assert (task.metric, task.higher_is_better, task.docs, task.chance) == ("acc", True, 12, 0.125)
+    assert exact.per_doc and exact.score == sum(exact.per_doc) / 12 > 0.6 and exact.bits_per_value == 16
     _, lost = scores.score(Destroyed(), "cuvee_needle_128")
-    assert lost["score"] < 0.5 and lost["bits_per_value"] == 0
+    assert lost.score < 0.5 and lost.bits_per_value == 0
     other, coded = scores.score(CodecMethod(Codec(books.profile)), "cuvee_needle_128")
-    assert coded["score"] > 0.6 and 0.5 < coded["bits_per_value"] < 3 and other == task
+    assert coded.score > 0.6 and 0.5 < (coded.bits_per_value or 0) < 3 and other == task
     assert scores.score(Uncompressed(), "cuvee_needle_128") == (task, exact)
 
 
 def test_nats_a_word_are_a_mean_over_documents(books: Any) -> None:
     task, score = scorer(books, "cuvee_reread_nll", limit=3).score(Uncompressed(), "cuvee_reread_nll")
-    assert not task["higher_is_better"] and task["chance"] is None
-    assert score["score"] == pytest.approx(sum(score["per_doc"]) / 3) and score["stderr"] > 0
+    assert not task.higher_is_better and task.chance is None
+    assert score.per_doc and score.score == pytest.approx(sum(score.per_doc) / 3) and score.stderr
 
 
 def test_likelihoods_of_a_model_in_16_bits_are_added_in_32() -> None:
@@ -57,11 +58,11 @@ def test_likelihoods_of_a_model_in_16_bits_are_added_in_32() -> None:
     _, score = scores.score(Uncompressed(), "cuvee_books_nll")
     lines = (TASKS_PATH / "cuvee_books_nll.jsonl").read_text(encoding="utf-8").splitlines()[:4]
     words = [len(json.loads(line)["continuation"].split()) for line in lines]
-    sums = torch.tensor([each * count for each, count in zip(score["per_doc"], words, strict=True)])
+    sums = torch.tensor([each * count for each, count in zip(score.per_doc or [], words, strict=True)])
     assert (sums > 128).all() and (sums - sums.bfloat16().float()).abs().max() > 0.05
     whole = TaskScorer(load_bundled_model()[0], BUNDLED_MODEL, ("cuvee_books_nll",), **SETTINGS, limit=4)
     _, exact = whole.score(Uncompressed(), "cuvee_books_nll")
-    assert score["per_doc"] == pytest.approx(exact["per_doc"], rel=0.01)
+    assert score.per_doc == pytest.approx(exact.per_doc, rel=0.01)
 
 
 def test_a_task_gets_its_metadata_and_generates(books: Any, tmp_path: Path) -> None:
@@ -72,7 +73,7 @@ def test_a_task_gets_its_metadata_and_generates(books: Any, tmp_path: Path) -> N
     (tmp_path / "musique_ans_v1.0_dev.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item))
     scores = scorer(books, "cuvee_musique_f1", metadata={"data": str(tmp_path), "any_version": "true"})
     task, score = scores.score(Uncompressed(), "cuvee_musique_f1")
-    assert task["metric"] == "f1" and task["docs"] == 2 and len(score["per_doc"]) == 2
+    assert task.metric == "f1" and task.docs == 2 and len(score.per_doc or []) == 2
 
 
 def test_unknown_tasks_are_named_with_a_hint(books: Any, tmp_path: Path) -> None:
@@ -98,8 +99,8 @@ def test_what_a_failing_task_printed_is_shown(
     assert logging.getLogger("lm_eval").level == logging.INFO
 
 
-def score_of(key: str, difference: float, stderr: float | None, value: float = 0.5) -> dict[str, Any]:
-    return {"task": "t", "key": key, "score": value, "difference": difference, "difference_stderr": stderr}
+def score_of(key: str, difference: float, stderr: float | None) -> Score:
+    return Score(key, "t", 0.5, None, None, 16.0, 100, difference, stderr)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def score_of(key: str, difference: float, stderr: float | None, value: float = 0
     ],
 )
 def test_a_task_shows_something_if_every_control_loses(
-    controls: list[dict[str, Any]], guess: float | None, higher: bool, verdict: bool | None
+    controls: list[Score], guess: float | None, higher: bool, verdict: bool | None
 ) -> None:
-    task = {"name": "t", "higher_is_better": higher, "chance": guess, "docs": 100}
+    task = Task("t", "acc", higher, 100, guess, "", "")
     assert shows_something(task, [score_of("bf16", 0.0, None), *controls]) is verdict

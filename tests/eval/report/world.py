@@ -1,0 +1,70 @@
+"""Reports for tests: made up from as little as a test needs, run, drawn and written, all as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from cuvee.eval.report import report_documents, report_plots, report_run, sections
+from cuvee.eval.report.report_plots import PLOTS
+from cuvee.eval.report.schema import REPORT_FORMAT, REPORT_VERSION, Report
+
+
+def whole(kind: Any, given: Any) -> Any:
+    """Fill in what `given` lacks of a type: nothing, zero, no text, an empty list."""
+    if is_dataclass(kind):
+        hints, known = get_type_hints(kind), given or {}
+        needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+        names = needed | known.keys()
+        return {name: whole(hints.get(name, Any), known.get(name)) for name in hints if name in names}
+    origin, inner = get_origin(kind), get_args(kind)
+    if NoneType in inner:
+        return None if given is None else whole(inner[0], given)
+    if origin is list:
+        return [whole(inner[0], one) for one in given or []]
+    if origin is dict:
+        return {name: whole(inner[1], one) for name, one in (given or {}).items()}
+    return given if given is not None or kind is Any else kind()
+
+
+def filled(data: Mapping[str, Any]) -> Report:
+    """Make a report of some of its fields."""
+    base = {"format": REPORT_FORMAT, "version": REPORT_VERSION, **data}
+    if "chunk_tokens" not in base.get("configuration", {}):
+        base["configuration"] = {"cache_dtype": "bfloat16", "chunk_tokens": 256, **base.get("configuration", {})}
+    return Report.from_dict(whole(Report, base))
+
+
+def run_report(*given: Any, **more: Any) -> dict[str, Any]:
+    return report_run.run_report(*given, **more).to_dict()
+
+
+def write_report(data: Mapping[str, Any], folder: Path) -> None:
+    report_documents.write_report(filled(data), folder)
+
+
+def markdown(data: Mapping[str, Any], plots: Mapping[str, str]) -> str:
+    return report_documents.markdown(filled(data), plots)
+
+
+def html(data: Mapping[str, Any], plots: Path) -> str:
+    return report_documents.html(filled(data), plots)
+
+
+def print_summary(data: Mapping[str, Any], console: Any) -> None:
+    report_documents.print_summary(filled(data), console)
+
+
+def write_plots(data: Mapping[str, Any], folder: Path) -> list[str]:
+    return report_plots.write_plots(filled(data), folder)
+
+
+def draw(name: str, data: Mapping[str, Any]) -> Any:
+    return PLOTS[name][0](filled(data))
+
+
+def report_sections(data: Mapping[str, Any]) -> Any:
+    return sections.report_sections(filled(data))
