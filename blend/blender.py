@@ -147,7 +147,7 @@ class Blender:
         model: a causal language model of transformers in eval mode (Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3 …), or
             another implementation of `BlendModel`.
         codec: decodes blobs. Without it, chunks must be `KVChunk`s.
-        selector: chooses the tokens to recompute; default: `default_selector()`, 15 % of the cached tokens.
+        selector: chooses the tokens to recompute; default: `default_selector()`, 15% of the cached tokens.
         correct: correct the other cached tokens by how the recomputed ones changed (`cuvee.blend.correction`), unless
             the selector chooses by change, as `HKVD` does. Without, they keep their cached KV, as in CacheBlend.
 

@@ -83,5 +83,5 @@ def format_interval(ratio: Ratio | None) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Write a requested share, such as 0.15, in percent: 15 %."""
+    """Write a requested share, such as 0.15, in percent: 15%."""
     return f"{100 * share:g} %"

@@ -11,8 +11,8 @@
 
 Between settings a curve is closer to a power law than to an exponential. This was tried on books-3m with presets and
 whole octaves of the step, by leaving out each inner point and predicting the size at its KL from the others. The error
-is 4.7 % (one basis per layer) and 5.7 % (one for all layers) in (log bits, log KL), against 10.1 % and 9.9 % in
-(bits, log KL), which gives 6 % and 5 % too much on average.
+is 4.7% (one basis per layer) and 5.7% (one for all layers) in (log bits, log KL), against 10.1% and 9.9% in
+(bits, log KL), which gives 6% and 5% too much on average.
 
 Where points are closer than their noise, a measured curve may rise. Such neighbors are pooled: the closest decreasing
 curve in log KL takes their place (isotonic regression), each pool at the mean of its logarithms. The lower envelope
@@ -42,7 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 DRAWS = 1000
-_TAIL = 0.025  # of the draws lie beyond either end of a 95 % interval
+_TAIL = 0.025  # of the draws lie beyond either end of a 95% interval
 _LEAST_KL = 1e-12  # nats; with float32 log-probabilities anything smaller cannot be told from zero
 
 
@@ -127,7 +127,7 @@ def bootstrap_ratio(
         seed: of the samples.
 
     Returns:
-        The ends of the 95 % percentile interval of bits of `against` / bits of `of`; None for an end that lies where
+        The ends of the 95% percentile interval of bits of `against` / bits of `of`; None for an end that lies where
         a curve was not measured.
 
     Raises:
@@ -213,7 +213,7 @@ def sizes_at_kl(
         draws: bootstrap samples.
 
     Returns:
-        For each family and KL, in this order: "family", "kl", and "bits_per_value" with its 95 % interval "low" and
+        For each family and KL, in this order: "family", "kl", and "bits_per_value" with its 95% interval "low" and
         "high"; None where the curve was not measured.
     """
     members: dict[str, list[Mapping[str, Any]]] = {}
@@ -382,7 +382,7 @@ def _over(above: F64, below: F64) -> F64:
 
 
 def interval(drawn: F64, lowest: float = 0.0) -> tuple[float | None, float | None]:
-    """Ends of the 95 % percentile interval of what was found in each draw; None for an end outside what was measured.
+    """Ends of the 95% percentile interval of what was found in each draw; None for an end outside what was measured.
 
     Args:
         drawn: one number per draw. It may be infinite, and NaN where it could be anything: that widens both ends.

@@ -30,7 +30,7 @@ _UNDER_WAY = 2  # requests to a tier at a time, so that the link is never idle
 _WAKE_SECONDS = 0.02  # until the plan is made anew if nothing happens
 _COMPUTED = 0.75  # what computing a chunk counts for, over what its base loses: the engine's time has other uses
 _CANDIDATES = 12  # numbers of chunks that are compared when a plan is made
-_Z = 1.64  # standard deviations by which what must be in time may be slower than expected: 5 % of cases
+_Z = 1.64  # standard deviations by which what must be in time may be slower than expected: 5% of cases
 
 _Where = tuple[int, int]  # chunk and part
 

@@ -98,7 +98,7 @@ def _regress(sample: TokenSample, scale: I16, layers: int) -> tuple[Predictor, t
     plain = weights.float() / spread[:, 0]
     count = len(components)
     # A small exponent equalizes the tokens of a section. The exponent of distances is 1: they are few and known, where
-    # coefficients only predict. On SmolLM2-135M, 1 needs 4 % fewer bits than 0.75 where the cache ends.
+    # coefficients only predict. On SmolLM2-135M, 1 needs 4% fewer bits than 0.75 where the cache ends.
     plain[: 2 * count + 1] *= share / EXPONENT
     plain[2 * count + 1 :] *= _enough(features) / EXPONENT
     # The constant keeps the section's level.

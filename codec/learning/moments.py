@@ -22,7 +22,7 @@ from cuvee.codec.stages.rotation import Rotation
 
 SINKS = 4  # leading positions that may have separate means
 SINK_EXCESS = 1.0  # energy of the deviation of such a mean, over that of an ordinary token, from which it is kept
-# Shrinkage of the metric towards each unit's mean sensitivity. 0.003 to 0.03 need 4 % fewer bits at KL 0.0065, but then
+# Shrinkage of the metric towards each unit's mean sensitivity. 0.003 to 0.03 need 4% fewer bits at KL 0.0065, but then
 # rare directions that matter get none, single tokens cost much, and the KL on other text exceeds the curve.
 SHRINKAGE = 0.1
 TOKENS_PER_VALUE = 4  # tokens needed per value of the largest block; with fewer, the covariance is noise
@@ -198,12 +198,12 @@ class Moments:
 def normalized(gradient: torch.Tensor) -> torch.Tensor:
     """Divide gradients `[t, N]` of one section and sequence by a power of each token's norm, `NORMALIZED_POWER`.
 
-    A few tokens hold nearly all of the squared gradient (the first position of a sequence up to 95 %, the last ones of
+    A few tokens hold nearly all of the squared gradient (the first position of a sequence up to 95%, the last ones of
     a cache most of the rest) and would dominate the metric. But its directions must serve all tokens, and the
     importance of a token belongs in its class. The heaviest tokens are also those that answers are copied from, so some
     of their weight is kept. At a KL of 0.002 on SmolLM2-135M, mean over eight kinds of text, the powers 0.5, 0.65, 0.75
     and 1 take 0.81, 0.77, 0.73 and 0.76 bits per value; where text repeats what is cached, 1.05, 1.05, 1.01 and 1.04.
-    books-3m by layer takes 12 % more bits at 0.75 than at 0.5 on plain text, and 3 % more where it repeats.
+    books-3m by layer takes 12% more bits at 0.75 than at 0.5 on plain text, and 3% more where it repeats.
 
     The weight of the section among others is kept: the mean square without the largest hundredth, so that a sink does
     not determine it.
@@ -290,7 +290,7 @@ def add_text(
     """Add caches of sequences, `tokens [B, T]`, to the means and covariances of every section.
 
     Covariances gain from more text than there are gradients for: on SmolLM2-135M, blocks of four layers that are
-    learned from 118,000 tokens take 2.5 % fewer bits at equal KL than from 30,000.
+    learned from 118,000 tokens take 2.5% fewer bits at equal KL than from 30,000.
     """
     for chunk, ids in zip(chunks, tokens, strict=True):
         everything = slice(0, chunk.tokens)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 RIDGE = 2e-3  # as a share of the features' mean square; 2e-4 and 2e-2 measured equal
 FLOOR = 1e-6
 # Tokens of text per feature, at least. With fewer, what remains of the text's own tokens is much less than what remains
-# of others, and the profile promises too much. SmolLM2-135M's 576 features gain from 20,000 tokens all but 1.5 % of
-# what they ever gain, from 50,000 all but 0.3 %.
+# of others, and the profile promises too much. SmolLM2-135M's 576 features gain from 20,000 tokens all but 1.5% of
+# what they ever gain, from 50,000 all but 0.3%.
 TOKENS_PER_FEATURE = 32
 CLIPS = (2.2, 2.5, 2.8, 3.2, 3.8, 4.6, 6.0, 9.0)  # largest numbers of a row of the table, in deviations of the row
 MOST_FEATURES = 1024  # of wider embeddings, the directions that predict most

@@ -8,7 +8,7 @@ one is merely not quite the best basis.
 
 The integers have 16 bits in wide columns, 4 in faint ones, and 8 in the others. A column is wide if its component is
 large, and faint if it is small: its error leaks into all other components, in proportion to its size. On SmolLM2-135M
-half of the columns are faint, which makes a profile 13 % smaller, and blobs 0.2 to 0.4 % larger.
+half of the columns are faint, which makes a profile 13% smaller, and blobs 0.2 to 0.4% larger.
 """
 
 from __future__ import annotations

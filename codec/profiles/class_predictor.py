@@ -42,7 +42,7 @@ MAX_SINKS = 1 << 10
 MAX_DISTANCES, MAX_FINER = 32, 64.0
 # Share of the readers that begin within so many tokens although the cache goes on: prompts that begin alike part ways
 # anywhere, but are only found up to the end of a chunk. On SmolLM2-135M, 1,024 tokens cached in chunks of 256, 0.25
-# takes 4 % more bits than 0.1 at equal KL where the cache ends. Where a prompt leaves a longer one, 0.1 loses twice
+# takes 4% more bits than 0.1 at equal KL where the cache ends. Where a prompt leaves a longer one, 0.1 loses twice
 # that KL, and 0.25 loses 1.65 times.
 LEAVING = 0.25
 LEAVING_TOKENS = 256

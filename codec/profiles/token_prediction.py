@@ -9,7 +9,7 @@ what it predicts, and codes the rest.
 `embedding` has 4 bits and `weights` 8: the sums of their products are integers below 2^24, which float32 holds exactly.
 So every backend predicts the same bits, whatever the order of its sums, and a run of tokens is restored exactly as in
 the whole chunk. Rounding to bfloat16 costs nothing, because the encoder subtracts the rounded prediction. On
-SmolLM2-135M 4 bits of the embedding take 0.5 % more bits than float32; half of its rank would take 2 %.
+SmolLM2-135M 4 bits of the embedding take 0.5% more bits than float32; half of its rank would take 2%.
 
 Either all tokens of a chunk are predicted, except for sinks, or none: components that only predicted tokens can do
 without are not coded.

@@ -23,7 +23,7 @@ from cuvee.codec.support.arrays import F32, U8
 
 Piece = tuple[U8, U8, F32]  # classes of tokens, classes of columns, and coefficients of columns
 
-STREAM_BITS = 2048  # a stream's state and length take 6 bytes, 2 % of this
+STREAM_BITS = 2048  # a stream's state and length take 6 bytes, 2% of this
 STREAM_SYMBOLS = 512
 
 

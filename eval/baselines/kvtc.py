@@ -51,8 +51,8 @@ class Kvtc:
     2. Consecutive components form groups of 4, 16, 64 or 256 with 1 to 8 bits per level, or are left out. For every run
        of 16 tokens, a group stores its minimum and its scale in 16 bits each. Dynamic programming chooses groups and
        bits together, for the least squared error on calibration caches under a budget that counts levels and scales.
-       Keys and values get the same budget. On the bundled model, a scale for every token would need 9 to 20 % more
-       bits, and one budget for both 3 % more. The paper's int2, int4 and FP8 would be fewer choices.
+       Keys and values get the same budget. On the bundled model, a scale for every token would need 9 to 20% more
+       bits, and one budget for both 3% more. The paper's int2, int4 and FP8 would be fewer choices.
     3. The levels of each component in all tokens stand together, packed. DEFLATE goes over scales and levels.
 
     The paper keeps the first 4 and the last 128 tokens of a cache in 16 bits. Here chunks are pieces of a stored prefix

@@ -42,7 +42,7 @@ class PcaTransform:
 
     Where there was a choice, it was made in favor of the baseline, by the bits it needs at KL 0.005 … 0.05 on the
     bundled model and on two novels with groupings "layer" and "all". Units stay as they are instead of being scaled to
-    equal variance (6 % fewer bits on average), and there are a dead zone and centroids instead of the nearest level
+    equal variance (6% fewer bits on average), and there are a dead zone and centroids instead of the nearest level
     (5 % fewer).
 
     Attributes:

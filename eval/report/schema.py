@@ -95,7 +95,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class FamilySize:
-    """The size of a family at the KL of an anchor, with its 95 % interval; a `reason` where its curve ends before."""
+    """The size of a family at the KL of an anchor, with its 95% interval; a `reason` where its curve ends before."""
 
     family: str
     bits_per_value: float | None
@@ -106,7 +106,7 @@ class FamilySize:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times smaller the family `of` is than `against`, with its 95 % interval."""
+    """How many times smaller the family `of` is than `against`, with its 95% interval."""
 
     of: str
     against: str
@@ -139,7 +139,7 @@ class KindComparison:
 
 @dataclass(frozen=True, slots=True)
 class SizeAtKl:
-    """The size of a family at a round KL, with its 95 % interval; None where its curve was not measured."""
+    """The size of a family at a round KL, with its 95% interval; None where its curve was not measured."""
 
     family: str
     kl: float

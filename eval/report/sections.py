@@ -185,7 +185,7 @@ def equal_kl(report: Report) -> ReportSection:
         *(f"smaller by: {family_label(f)}" for f in families),
     ]
     note = (
-        "Sizes are read off the measured curves at the KL of the baseline. In brackets: 95 % of the bootstrap over "
+        "Sizes are read off the measured curves at the KL of the baseline. In brackets: 95% of the bootstrap over "
         "sequences."
     )
     blocks: list[ReportTable | ReportBlock] = [ReportTable(columns, rows, note=note)]
@@ -235,7 +235,7 @@ def by_kind(report: Report) -> ReportSection:
         return ReportSection("by-kind", "How much smaller, by kind of text", [])
     text = (
         "The same for the sequences of each text alone: how many times smaller the codec is than a baseline, at the KL "
-        "of that baseline on these sequences. In brackets: 95 % of the bootstrap over them."
+        "of that baseline on these sequences. In brackets: 95% of the bootstrap over them."
     )
     return ReportSection("by-kind", "How much smaller, by kind of text", [ReportBlock("text", text), *tables])
 

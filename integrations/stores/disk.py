@@ -9,8 +9,8 @@
 **No link is followed** below the root. Every operation opens the root again, checks its owner and its mode, and
 descends from there one folder at a time (`safe_files`), so that swapping a folder for a link meanwhile gains nothing.
 
-**No put scans.** When 95 % of the budget are used, a thread of one process scans the folder without the lock, and
-deletes the least recently used entries until 90 % are used; it also deletes expired entries and what dead writers left.
+**No put scans.** When 95% of the budget are used, a thread of one process scans the folder without the lock, and
+deletes the least recently used entries until 90% are used; it also deletes expired entries and what dead writers left.
 The modification time of an entry is the time of its last use. Its envelope holds the time when it was written.
 
 **Unusable entries.** If an entry's place is taken by a folder, a FIFO or a socket, or its permissions forbid reading,

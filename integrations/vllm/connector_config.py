@@ -29,7 +29,7 @@ class Options(CodingOptions):
         decide: "measured": load if that is expected to be faster than computing; "always": load all that is found.
         store_generated: also store generated tokens: the next turn of a conversation begins with them.
         store_niceness: how far threads that store give way to others, 0 to 19, as the `nice` of Linux: of a core that
-            others want all the time, they get a third at 3, a tenth at 10 and 1.4 % at 19.
+            others want all the time, they get a third at 3, a tenth at 10 and 1.4% at 19.
         max_pending_gb: budget of each rank for chunks that wait to be stored, in 10^9 bytes, uncompressed until they
             are encoded; beyond it chunks are not stored. The default holds two full steps of prefill (16,384 tokens)
             of an 8B model.

@@ -7,7 +7,7 @@ template that drops the reasoning of earlier answers. These requests may reach a
 deleted when it is superseded. The store evicts unused tails first.
 
 What a chunk adds to a tail that was loaded is coded together with the decoded tail. That is exact at lossless. A
-learned profile codes each token by itself and finds the same numbers again: the squared error grows by 2 to 3 % once,
+learned profile codes each token by itself and finds the same numbers again: the squared error grows by 2 to 3% once,
 and then no more.
 """
 

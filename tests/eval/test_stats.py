@@ -180,7 +180,7 @@ def test_sizes_are_resampled_too() -> None:
 
 
 def test_the_interval_is_the_middle_95_per_cent() -> None:
-    # With so many sequences the mean is normal, and 95 % of it within 1.96 standard errors.
+    # With so many sequences the mean is normal, and 95% of it within 1.96 standard errors.
     draw = np.random.default_rng(1)
     against = FamilyCurve(np.exp(draw.normal(0, 0.1, (1, 400))), np.full((1, 400), 0.01))
     of = FamilyCurve(np.ones((2, 400)), np.repeat([[0.02], [0.005]], 400, 1))  # one bit, whatever the KL

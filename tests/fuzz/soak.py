@@ -35,7 +35,7 @@ from cuvee.integrations.stores.urls import open_store
 PROCESSES = 3
 TENANTS, NAMES = 3, 150
 MAX_MB = 2
-# A folder may exceed its budget by 2 % per process, or by the entries that are being written.
+# A folder may exceed its budget by 2% per process, or by the entries that are being written.
 SLACK = 0.02 * PROCESSES
 _LARGEST = 60_000
 KINDS = ("file", "tiered", "redis")

@@ -8,7 +8,7 @@ before it, so all later blocks are kept apart as well: only a request for the sa
 request stores no chunks from that token on.
 
 **Segments are stored as they were computed, behind any text.** Their names do not cover that text, and more of it is
-better: on SmolLM2, segments from the middle of other prompts recover 73 to 85 % of a blend's loss without recomputing
+better: on SmolLM2, segments from the middle of other prompts recover 73 to 85% of a blend's loss without recomputing
 anything, while segments from the beginning of a prompt increase the loss. The text before a segment may itself have
 been blended; otherwise a new document among known ones would never be stored. Reused segments are not stored again, so
 errors do not add up in one segment.

@@ -183,7 +183,7 @@ def tokenized(text: str) -> str:
     """
     counts = Counter(re.findall(r"[A-Za-z]+", text))
     words = sum(counts.values())
-    # Every third of the long words that occur once: about 3 % of all words, as in WikiText-2.
+    # Every third of the long words that occur once: about 3% of all words, as in WikiText-2.
     once = sorted(word for word, count in counts.items() if count == 1 and word.islower() and len(word) > 6)
     rare = set(once[::3])
     text = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", text)

@@ -599,7 +599,7 @@ def figures(transform: PcaTransform, test: KVChunk, steps: tuple[float, ...]) ->
 
 @pytest.mark.parametrize("grouping", ["kv", "all"])
 def test_a_wide_group_costs_what_its_exact_components_cost(grouping: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 3 % of the bits, and of the error, of the whole decomposition, at fine steps as well."""
+    """Within 3% of the bits, and of the error, of the whole decomposition, at fine steps as well."""
     layout, chunks = wide_caches(range(8))
     (test,) = wide_caches(range(9, 10))[1]
     steps = (0.08, 0.3, 1.3)
@@ -615,7 +615,7 @@ def test_a_wide_group_costs_what_its_exact_components_cost(grouping: str, monkey
 
 @pytest.mark.parametrize("grouping", ["kv", "all"])
 def test_a_very_wide_group_keeps_its_leading_components(grouping: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At coarse steps, where what is left out would not be coded anyway, within 3 % as well."""
+    """At coarse steps, where what is left out would not be coded anyway, within 3% as well."""
     layout, chunks = wide_caches(range(8))
     (test,) = wide_caches(range(9, 10))[1]
     exact = figures(PcaTransform.fit(layout, chunks, grouping), test, (1.3, 2.5))

@@ -894,7 +894,7 @@ def test_the_least_recently_used_go_first(root: Path) -> None:
     store.get(keys[0])
     store.contains([keys[1]])
     assert store.put(keys[9], bytes(size)) and store.flush(20)
-    # It is full to the last byte. Eviction goes down to 90 %: the two that were used least recently, but the new one.
+    # It is full to the last byte. Eviction goes down to 90%: the two that were used least recently, but the new one.
     assert store.contains(keys) == [True, False, *[True] * 8]
     now = counters(store)
     assert (now.evictions, now.entries, now.bytes) == (1, 9, 9000)

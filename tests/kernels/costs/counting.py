@@ -3,7 +3,7 @@
     python -m tests.kernels.costs.counting            # counts all schemes for sm_90 and writes the file
 
 The chunk has 256 tokens of two layers (one where a section is a layer), 8 heads of 128, bfloat16. Its spectrum falls by
-2.5 % per component, and a profile's step is one at which this takes about 1.4 bits per value.
+2.5% per component, and a profile's step is one at which this takes about 1.4 bits per value.
 """
 
 from __future__ import annotations

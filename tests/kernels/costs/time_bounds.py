@@ -9,7 +9,7 @@ and shared memory, its second-level cache, its memory and its tensor cores need.
 latency, cache misses on loads, and launches that do not fill the device; only a GPU can measure those.
 
 `counts.json` was counted for sm_90 on one chunk of 256 tokens of Llama-3.1-8B's shape, bfloat16, whose spectrum falls
-by 2.5 % per component, at 1.4 bits per value. `python -m tests.kernels.costs.counting` counts again; a test compares
+by 2.5% per component, at 1.4 bits per value. `python -m tests.kernels.costs.counting` counts again; a test compares
 the kernels with the file.
 """
 
