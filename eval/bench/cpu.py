@@ -200,7 +200,8 @@ def methods_of(
         )
     found[LOSSLESS] = _own(next(iter(profiles.values())), "lossless", source, target, threads)
     for group, profile in profiles.items():
-        found[f"cuvee balanced, {group}"] = _own(profile, "balanced", source, target, threads)
+        if profile.learned:
+            found[f"cuvee balanced, {group}"] = _own(profile, "balanced", source, target, threads)
     return found, missing
 
 

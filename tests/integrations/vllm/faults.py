@@ -179,7 +179,7 @@ class Driven:
         connector: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        from cuvee.integrations.vllm import connector as module
+        from cuvee.integrations.vllm import shared_stores as module
 
         self.answered: list[Answered] = []
         self.scenario = ""
@@ -1407,7 +1407,7 @@ def _fail_on_one_rank(worker: Any, store: str, enough: int) -> None:
 
 
 def _files(store: str) -> set[Path]:
-    return {path for path in Path(store).rglob("*") if path.is_file() and len(path.name) > 20}
+    return {path for path in Path(store).glob("*/*/*") if path.is_file()}
 
 
 def _blobs(store: str) -> dict[str, bytes | None]:
