@@ -132,7 +132,8 @@ def make(config: Any) -> Any:
 
 def config_of(name: str) -> Any:
     """Return the default configuration of a type's text decoder, which has the entries of its encoder, if any."""
-    whole = CONFIG_MAPPING[name]()
+    # Transformers' own class: an engine in the same process registers others under some of these names.
+    whole = getattr(transformers, CONFIG_MAPPING._mapping[name])()
     return copy.deepcopy(whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True))
 
 

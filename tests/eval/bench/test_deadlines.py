@@ -51,19 +51,20 @@ def test_answers_share_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
                 now[0] += seconds
 
     monkeypatch.setattr(deadlines, "time", Clock)
-    store, got = SlowStore(rate=2 * MB), bytearray()
-    body = bytes(range(256)) * 4000
-    store.answer(got.extend, body)
-    assert bytes(got) == body and now[0] - 100 == pytest.approx(len(body) / (2 * MB), rel=0.01)
-    store.answer(got.extend, body[:1000])
-    assert now[0] - 100 == pytest.approx((len(body) + 1000) / (2 * MB), rel=0.01) and store.carried == len(body) + 1000
+    got, body = bytearray(), bytes(range(256)) * 4000
 
     def gone(piece: bytes) -> None:
         raise BrokenPipeError
 
-    with pytest.raises(BrokenPipeError):
-        store.answer(gone, body)
-    store.drain()  # an answer that was given up is no longer under way
+    with SlowStore(rate=2 * MB) as store:
+        store.answer(got.extend, body)
+        assert bytes(got) == body and now[0] - 100 == pytest.approx(len(body) / (2 * MB), rel=0.01)
+        store.answer(got.extend, body[:1000])
+        assert now[0] - 100 == pytest.approx((len(body) + 1000) / (2 * MB), rel=0.01)
+        assert store.carried == len(body) + 1000
+        with pytest.raises(BrokenPipeError):
+            store.answer(gone, body)
+        store.drain()  # an answer that was given up is no longer under way
 
 
 class Scripted:

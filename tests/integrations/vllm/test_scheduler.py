@@ -16,6 +16,7 @@ from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.store_troubles import StoreTroubles
 from cuvee.naming.identity import store_key
 
 
@@ -206,6 +207,7 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     d = desk(lookup_timeout=0.2, own_store=True)
     d.side._state.clock = time.monotonic
     d.side._state.store = guarded = GuardedStore(d.store)
+    d.side._troubles = StoreTroubles(guarded, d.recorder)
     guarded.first_backoff = 0.05
     go = threading.Event()
     d.store.before = lambda operation: _wait(go)
