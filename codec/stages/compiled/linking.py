@@ -1,8 +1,8 @@
 """Compile functions that only compiled loops call: they are linked into the loops, and get no machine code.
 
 Numba translates each function that it compiles to machine code, and also links it into its callers. Of a function that
-Python does not call, the machine code is of no use, and takes a seventh of all compilation. (It is optimized by itself
-all the same: what LLVM makes of the callers is then up to a fifth faster.)
+Python does not call, the machine code is of no use, and takes a seventh of all compilation. It is optimized by
+itself all the same, as Numba does it, so that its callers get the same code.
 """
 
 from __future__ import annotations
