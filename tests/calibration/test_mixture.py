@@ -127,7 +127,7 @@ def test_dialogue_with_and_without_a_chat_template() -> None:
         ("3.5 m, 1,200 km", "3 @.@ 5 m , 1 @,@ 200 km"),
         ("1,234,567.8", "1 @,@ 234 @,@ 567 @.@ 8"),
         ("The ship's crew didn't", "The ship 's crew did n't"),
-        ("(a [b]) 5% $3 £4", "( a [ b ] ) 5% $ 3 £ 4"),
+        ("(a [b]) 5% $3 £4", "( a [ b ] ) 5 % $ 3 £ 4"),
         ("One.\n\nTwo;  three", "One .\n\nTwo ; three"),
         ("", ""),
     ],
