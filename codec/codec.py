@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Unpack, overload
 
 import torch
@@ -100,6 +99,7 @@ class Codec:
         if self.quality.preset in PRESET_KL and not profile.promises_kl:
             warn_of_no_promise(self.quality.preset, profile.source)
         self._keys = make_keys(key)
+        self._of_layers: dict[tuple[int, ...], Codec] = {}
         ids = IdCoding(profile, used=not self.lossless)
         self._opener = Opener(self.settings, self._keys)
         self._backends = Backends(backend, self.threads)
@@ -130,11 +130,19 @@ class Codec:
         return cls(Profile.unlearned(layout), LOSSLESS, backend=backend, threads=threads, key=key)
 
     def of_layers(self, layers: Sequence[int]) -> Codec:
-        """Make the lossless codec of some of the layers, at least one, with the same backend, threads and keys."""
-        whole = self.profile.layout
-        layout = replace(whole, layers=tuple(whole.layers[layer] for layer in layers))
-        secrets = [key.secret for key in self._keys] or None
-        return Codec.without_profile(layout, backend=self._backends.name, threads=self.threads, key=secrets)
+        """Return the codec of some of the layers, at least one: the same quality, backend, threads and keys.
+
+        Raises:
+            ProfileError: as `Profile.of_layers`.
+        """
+        key = tuple(layers)
+        if key not in self._of_layers:
+            secrets = [own.secret for own in self._keys] or None
+            self._of_layers[key] = Codec(
+                self.profile.of_layers(key), self.quality, backend=self._backends.name, threads=self.threads,
+                refinements=self.refinements, key=secrets,
+            )  # fmt: skip
+        return self._of_layers[key]
 
     def __repr__(self) -> str:
         key = ", with a key" if self._keys else ""

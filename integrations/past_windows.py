@@ -1,10 +1,11 @@
-"""Caches whose sliding windows have dropped tokens, losslessly.
+"""Caches whose sliding windows have dropped tokens.
 
     full layers    |---------------- all tokens ---------------|
     window layers                          |- the last W - 1 --|
     blobs          | full layers | … | ... | all layers | …    |
 
-A chunk of tokens that some windows have dropped is an ordinary blob of the other layers: its header names their layout.
+A chunk of tokens that some windows have dropped is an ordinary blob of the other layers: its header names their layout,
+and the profile of these layers.
 What no layer holds has no blob.
 """
 
@@ -18,9 +19,10 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.support.arrays import I64
 from cuvee.integrations.cache_rows import CacheRows
 
 _Units = tuple[torch.Tensor, torch.Tensor]
@@ -34,29 +36,25 @@ def encode_past_windows(
     spans: Sequence[Sequence[tuple[int, int]]],
     paddings: Sequence[int],
     bound: Sequence[bytes],
+    ids: I64 | None,
 ) -> list[list[bytes]]:
     """Encode rows whose layers hold the last tokens only, or all; return the blobs of each row.
 
     Args:
-        codec: a lossless codec of the model.
+        codec: of the model.
         tensors: keys and values `[B, H, T_l, D]` per layer, of the last T_l columns.
         width: columns of the batch.
         layout: of the model, in the dtype of the tensors.
         spans: first and last token (exclusive) of the chunks of each row.
         paddings: padded columns of each row.
         bound: the bytes that the blobs of each row are bound to.
+        ids: `[B, width]` of the tokens, or None.
 
     Raises:
-        UnsupportedModelError: the codec is lossy.
+        ProfileError: the profile's bases mix layers that hold a chunk with layers that do not.
         InputError: a shape differs from the layout's.
     """
-    if not codec.lossless:
-        raise UnsupportedModelError(
-            "cache: must hold all tokens to be coded with loss, but a sliding window has dropped some; use a lossless "
-            "codec, or prefill with past_key_values=DynamicCache() (no config), which keeps all"
-        )
     begins = [width - keys.shape[2] for keys, _ in tensors]
-    codecs = _Codecs(codec)
     rows: list[list[bytes]] = []
     for row, (padding, chunks) in enumerate(zip(paddings, spans, strict=True)):
         rows.append([])
@@ -69,8 +67,9 @@ def encode_past_windows(
                 [tensors[layer][unit][row, :, own].transpose(0, 1) for layer, own in zip(held, columns, strict=True)]
                 for unit in (0, 1)
             )
-            chunk = KVChunk(keys, values, _part(layout, held), start)
-            rows[-1].append(codecs.of(held).encode(chunk, associated_data=bound[row]))
+            known = None if ids is None else ids[row, padding + start : padding + end]
+            chunk = KVChunk(keys, values, _part(layout, held), start, known, width - padding - end)
+            rows[-1].append(codec.of_layers(held).encode(chunk, associated_data=bound[row]))
     return rows
 
 
@@ -101,7 +100,7 @@ def decode_past_windows(
     rows = CacheRows(
         layout, headers[-1].start + headers[-1].tokens, attention_mask, max_tokens, late=None not in windows
     )
-    codecs, places = _Codecs(codec), []
+    places = []
     for index, header in enumerate(headers):
         if header.layout not in parts:
             raise ProfileMismatchError(
@@ -119,7 +118,7 @@ def decode_past_windows(
     begins = [[rows.width] * layout.num_layers for _ in range(rows.count)]
     for blob, data, header, (row, column) in zip(blobs, bound, headers, places, strict=True):
         held = parts[header.layout]
-        chunk = codecs.of(held).decode(blob, associated_data=data)
+        chunk = codec.of_layers(held).decode(blob, associated_data=data)
         end = column + chunk.tokens
         for layer in range(layout.num_layers):
             if layer not in held:
@@ -137,21 +136,6 @@ def decode_past_windows(
                     f"{rows.width - begins[row][layer]}: they continue a longer cache, whose last blobs are missing"
                 )
     yield from filled
-
-
-class _Codecs:
-    """Codecs of some of the layers, each made once."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        self._made: dict[tuple[int, ...], Codec] = {}
-
-    def of(self, held: Sequence[int]) -> Codec:
-        """Return the codec of these layers."""
-        key = tuple(held)
-        if key not in self._made:
-            self._made[key] = self._codec.of_layers(held)
-        return self._made[key]
 
 
 def _cut(spans: Sequence[tuple[int, int]], begins: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -72,8 +72,8 @@ def encode_cache(
     What layers hold beside keys and values of tokens, such as recurrent states, index keys or cross-attention, follows
     in one more blob at the end of each row, as it is. Such a cache can only be restored as a whole.
 
-    Where sliding windows have dropped tokens, chunks before them hold the other layers, losslessly. Such a list of
-    blobs decodes as a whole only: a part of it lacks the windows of its last tokens.
+    Where sliding windows have dropped tokens, chunks before them hold the other layers. Such a list of blobs decodes as
+    a whole only: a part of it lacks the windows of its last tokens.
 
     A cache does not show whether the forward pass that filled it has ended. Do not encode one whose forward pass raised
     or was interrupted: some of its layers may lack tokens.
@@ -116,8 +116,9 @@ def encode_cache(
         InputError: the cache is empty or its shapes differ from the profile's layout; `input_ids` has another shape
             than the cached tokens, or ids outside the vocabulary; the mask is not left padding, or is missing although
             rows begin with padding; `associated_data` does not have one entry per row, or the codec has no key.
-        UnsupportedModelError: a sliding window has dropped tokens and the codec is lossy, or the cache is static; a
-            layer holds no plain keys and values.
+        ProfileError: sliding windows of some layers have dropped tokens, and the profile's bases mix these layers with
+            others.
+        UnsupportedModelError: the cache is static, or a layer holds no plain keys and values.
     """
     layout = codec.profile.layout
     tensors = _plain_tensors(cache, layout, past_windows=True)
@@ -141,7 +142,7 @@ def encode_cache(
         encoded: list[list[bytes]] = [[] for _ in range(rows)]
     elif any(keys.shape[2] < width for keys, _ in tensors):
         spans = [_spans(width - padding, chunk_tokens) for padding in paddings]
-        encoded = encode_past_windows(codec, tensors, width, layout, spans, paddings, bound)
+        encoded = encode_past_windows(codec, tensors, width, layout, spans, paddings, bound, ids)
     else:
         encoded = _encode_batch(codec, tensors, layout, chunk_tokens, paddings, bound, ids)
     if layout.states:

@@ -201,6 +201,8 @@ def choose_group(layout: KVLayout, tokens: int, flops: float, tensor_parallel: b
         The group, at least `"layer"` or `"heads:1"`, and the reason why it is not larger.
     """
     least = best = "heads:1" if tensor_parallel else "layer"
+    if len({layer.sliding_window for layer in layout.layers}) > 1:
+        return least, "tokens that have left a window are coded without its layers"
     sizes: dict[int, str] = {}
     alike = len({layer.kv_heads for layer in layout.layers}) == 1
     for count in range(1, layout.num_layers + 1 if alike or not tensor_parallel else 2):

@@ -7,7 +7,7 @@ another profile is an error.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -162,11 +162,37 @@ class Profile:
             kept = heads[section.first_layer]
             every = self.layout.layers[section.first_layer].kv_heads
             learned.append(full.take(kept if by_head else [*kept, *(every + head for head in kept)]))
+        return self._with(layout, tuple(learned))
+
+    def _with(self, layout: KVLayout, learned: tuple[SectionProfile, ...]) -> Profile:
+        """Return a profile of a part of the cache, with the same curve."""
         return Profile(
-            layout, self.group, self.source, self.family, tuple(learned),
+            layout, self.group, self.source, self.family, learned,
             min_step_index=self.min_step_index, model=self.model, curve=self.points, token_table=self.token_table,
             text_tokens=self.text_tokens,
         )  # fmt: skip
+
+    def of_layers(self, layers: Sequence[int]) -> Profile:
+        """Return the profile of some of the layers, at least one, in order: it codes them as this one does.
+
+        The curve is kept, so a quality means the same step; its KL and bits are those of all layers. A learned profile
+        of some layers has its own id.
+
+        Raises:
+            ProfileError: bases mix some of these layers with others.
+        """
+        layout = replace(self.layout, layers=tuple(self.layout.layers[layer] for layer in layers))
+        if layout == self.layout:
+            return self
+        kept = [index for index, own in enumerate(self.sections) if own.first_layer in layers]
+        blocks = [self.sections[index].blocks for index in kept]
+        if self.learned and [own.blocks for own in partition(layout, self.group)] != blocks:
+            raise ProfileError(
+                f"group: must be 'layer', 'unit' or 'head' where windows have dropped tokens of some layers, got "
+                f"{self.group!r}, whose bases mix them with others; learn a profile with group='layer' (cuvee profile "
+                "learn --group layer)"
+            )
+        return self._with(layout, tuple(self.learned[index] for index in kept) if self.learned else ())
 
     # Prediction ------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,11 @@ from transformers import DynamicCache
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, InputError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import CorruptError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import fit
+from cuvee.codec.learning.calibrate import choose_group, fit
+from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache, save_cache
 
 WINDOWS = ("gemma2", "gemma3-sliding-first", "gemma3-full-first", "cohere2", "gpt_oss", "mistral")
@@ -121,12 +122,54 @@ def prefilled_whole(model: Any, seed: int = 0) -> Any:
     return cache
 
 
-def test_loss_and_files_need_all_tokens(gemma: Any, tmp_path: Any) -> None:
-    cache = prefilled(gemma, prompt())
-    layout = KVLayout.of(gemma)
-    text = [chunks_from_cache(prefilled_whole(gemma, seed), layout)[0] for seed in range(16)]
-    profile = fit(layout, text)
-    with pytest.raises(UnsupportedModelError, match=r"^cache: must hold all tokens to be coded with loss, .*lossless"):
-        encode_cache(Codec(profile, step=0.1), cache)
+def fitted(model: Any, group: str) -> Profile:
+    layout = KVLayout.of(model)
+    text = [chunks_from_cache(prefilled_whole(model, seed), layout)[0] for seed in range(32)]
+    return fit(layout, text, group)
+
+
+def test_a_learned_profile_codes_what_the_windows_hold(model: Any) -> None:
+    """Each chunk is a lossy blob of the layers that hold it, and the finer the step, the nearer the predictions."""
+    profile, cache = fitted(model, "unit"), prefilled(model, prompt(2))
+    following, exact, errors = prompt(2, seed=1), None, []
+    for step in (0.02, 0.5):
+        codec = Codec(profile, step=step)
+        blobs = encode_cache(codec, cache, prompt(2), 5)
+        assert not any(header.lossless for header in map(read_header, blobs))
+        assert len(blobs[0]) < len(encode_cache(Codec.without_profile(model), cache, prompt(2), 5)[0])
+        back = decode_cache(codec, blobs, model)
+        with torch.no_grad():
+            exact, ours = (model(following, past_key_values=copy.deepcopy(each)).logits for each in (cache, back))
+        for own, other in zip(back.layers, cache.layers, strict=True):
+            assert own.keys.shape == other.keys.shape and own.get_seq_length() == other.get_seq_length()
+        errors.append(float((exact - ours).abs().mean()))
+    assert 0 < errors[0] < errors[1] / 4
+
+
+def test_bases_over_windows_and_full_layers_cannot_code_a_part(gemma: Any, tiny_model: Callable[..., Any]) -> None:
+    with pytest.raises(ProfileError, match=r"^group: must be 'layer', .* got 'all', whose bases mix them with others"):
+        encode_cache(Codec(fitted(gemma, "all"), step=0.1), prefilled(gemma, prompt()))
+    assert choose_group(KVLayout.of(gemma), 1 << 30, 1e9)[0] == "layer"
+    mistral = tiny_model("mistral")  # windows in all layers
+    assert choose_group(KVLayout.of(mistral), 1 << 30, 1e9)[0] == "all"
+    codec = Codec(fitted(mistral, "all"), step=0.1)
+    cache = prefilled(mistral, prompt())
+    back: Any = decode_cache(codec, encode_cache(codec, cache, chunk_tokens=5), mistral)
+    assert back.layers[0].keys.shape == cache.layers[0].keys.shape
+
+
+def test_a_part_of_a_profile_codes_as_the_whole(gemma: Any) -> None:
+    profile = fitted(gemma, "unit")
+    (chunk,) = chunks_from_cache(prefilled_whole(gemma), profile.layout)
+    whole = Codec(profile, step=0.1)
+    decoded = whole.decode(whole.encode(chunk))
+    for layer in range(profile.layout.num_layers):
+        part = whole.of_layers([layer])
+        assert part is whole.of_layers([layer]) and part.profile.id != profile.id
+        own = part.decode(part.encode(KVChunk([chunk.keys[layer]], [chunk.values[layer]], part.profile.layout)))
+        assert torch.equal(own.keys[0], decoded.keys[layer]) and torch.equal(own.values[0], decoded.values[layer])
+
+
+def test_files_need_all_tokens(gemma: Any, tmp_path: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"^cache: must hold all tokens, but layer 0 is a sliding window"):
-        save_cache(cache, tmp_path / "c")
+        save_cache(prefilled(gemma, prompt()), tmp_path / "c")
