@@ -8,7 +8,8 @@ below the page's current heading. Then, in every page,
 - a link to any other file of the repository becomes the file's name, because the site holds no sources;
 - a picture of the repository is copied to the site.
 
-A line `<!-- commands -->` is replaced by the help of every `cuvee` command.
+A line `<!-- commands -->` is replaced by the help of every `cuvee` command, and `<!-- metrics -->` by the table of the
+vLLM connector's metrics.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
 COMMANDS = "<!-- commands -->"
+METRICS = "<!-- metrics -->"
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _NAME = re.compile(r"(?<!\[)`([\w./-]+\.md)`(?!\])")
@@ -57,7 +59,10 @@ def on_page_markdown(markdown: str, /, *, page: Any, config: Any, files: Any) ->
         markdown, f"docs/{posixpath.dirname(page.file.src_uri)}", page.file.src_uri, shown, files, config
     )
     markdown = INCLUDE.sub(included, markdown)
-    return markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
+    for mark, made in ((COMMANDS, commands), (METRICS, metrics)):
+        if mark in markdown:
+            markdown = markdown.replace(mark, made())
+    return markdown
 
 
 def _linked(text: str, folder: str, page: str, shown: dict[str, str], files: Any, config: Any) -> str:
@@ -116,6 +121,14 @@ def commands() -> str:
 
     root = typer.main.get_command(app)
     return "\n".join(_command(root, "cuvee"))
+
+
+def metrics() -> str:
+    """Return a Markdown table of the vLLM connector's metrics."""
+    from cuvee.integrations.vllm.metric_table import METRICS
+
+    rows = [f"| `{each.name}` | {each.kind} | {each.label} | {_cell(_text(each.help))} |" for each in METRICS.values()]
+    return "\n".join(["| name | kind | label | meaning |", "|---|---|---|---|", *rows])
 
 
 def _command(command: Any, name: str) -> list[str]:

@@ -23,6 +23,7 @@ from tests.integrations.stores import test_stores as contract
 
 from cuvee.cli import app
 from cuvee.integrations.stores.base import Store
+from cuvee.integrations.vllm.metric_table import METRICS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -220,4 +221,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     shown = (tmp_path / "site" / "guides" / "vllm" / "index.html").read_text(encoding="utf-8")
     assert "chunk_tokens" in shown and "<!-- include" not in shown
+    options = (tmp_path / "site" / "reference" / "vllm" / "index.html").read_text(encoding="utf-8")
+    assert all(f"<code>{name}</code>" in options for name in METRICS)
     assert "cuvee profile learn" in (tmp_path / "site" / "reference" / "commands" / "index.html").read_text("utf-8")
