@@ -9,7 +9,7 @@ from tests.fuzz import chaos
 from tests.integrations.vllm.engines import need_vllm
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_engine_ends_and_no_answer_is_another_one(tmp_path: Path) -> None:
     need_vllm()
     done = chaos.chaos(25.0, 7, tmp_path)

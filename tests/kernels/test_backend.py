@@ -13,6 +13,7 @@ import torch
 from tests.classed import with_classes
 from tests.codec.test_paged import PERMUTED, poisoned
 from tests.conftest import LAYOUTS, decoded_layers, fitted_profile, synthetic_chunk
+from tests.emulation import KERNELS_RUN_ON
 from tests.forked import SECONDS, works_in_child, works_in_child_while_held
 from tests.kernels import world
 from tests.kernels.coding import (
@@ -30,6 +31,7 @@ from tests.kernels.coding import (
     tensors,
     use_references,
 )
+from triton import knobs
 
 from cuvee.codec.backends import Coding, get_backend
 from cuvee.codec.chunk import KVChunk
@@ -257,6 +259,30 @@ def test_pages_that_no_strides_describe_are_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedModelError, match="must have values at fixed strides for the backend 'triton'"):
             codecs("gqa", "lossless")[1].encode(PagedChunks(cache, [torch.arange(4)], [0]))
+
+
+@pytest.mark.skipif(KERNELS_RUN_ON == "interpreter", reason="nothing is compiled")
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("float16", "head"), ("bfloat16", "layer classes"), ("bfloat16", "layer tokens"), ("bfloat16", "layer parts"),
+        ("interleaved", "lossless"),
+    ],
+)  # fmt: skip
+def test_a_model_compiles_once(device: torch.device, name: str, scheme: str) -> None:
+    """Neither the number of chunks nor their lengths are specialized on: serving must not stop to compile."""
+    _, gpu = codecs(name, scheme)
+    chunk, pages, compiled = chunk_of(name, scheme, 37, 0, 5), Pages(LAYOUTS[name], device), list[str]()
+    base, *finer = coded(gpu, on(device, chunk))
+    gpu.decode(base, 100, refinements=finer, device=device)
+    slots = [at.to(device) for at in torch.arange(128).split([37, 50, 41])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knobs.runtime, "jit_cache_hook", lambda **compiles: compiled.append(compiles["fn"].name))
+        source = PagedChunks(pages.cache, slots, [5, 5, 5], tokens=[ids_of(scheme, len(at)) for at in slots])
+        parts = gpu.encode_parts(source) if gpu.refinements else [(blob,) for blob in gpu.encode(source)]
+        blobs = [gpu.open(base, refinements=finer) for base, *finer in parts]
+        gpu.decode_paged(blobs, pages.cache, slots, [90, 200, 300]).check()
+    assert compiled == []
 
 
 # --- errors and limits

@@ -21,6 +21,7 @@ CHOSEN = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
 def test_kernels_run_in_the_interpreter() -> None:
     environment = {**os.environ, "CUVEE_KERNELS": "interpreter"}

@@ -1,9 +1,8 @@
-"""Kernels loaded into the engine and launched there, with their faults and counts."""
+"""Kernels loaded into the engine and launched there, with their faults."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,13 +25,12 @@ KINDS = (
     "tensor memory allocated, given back or addressed wrongly", "mbarrier used wrongly",
 )  # fmt: skip
 UNWRITTEN = KINDS[4]
-CHECK, COUNT, SHUFFLE = 1, 2, 4
+CHECK, SHUFFLE = 1, 2
 INSTRUCTION = np.dtype(
     [("op", "u2"), ("negated", "u1"), ("width", "u1"), ("count", "u1"), ("sign", "u1"), ("mode", "u1"), ("row", "u1")]
     + [(name, "i4") for name in ("guard", "d", "a", "b", "c", "e", "list", "target")]
     + [("imm", "i8"), ("origin", "u8")]
 )  # fmt: skip
-COUNTS = np.dtype([(name, "u8") for name in ("runs", "lanes", "splits", "requests", "units", "least")])
 FAULT = np.dtype([(name, "i4") for name in ("kind", "pc", "program", "warp", "lane", "size")] + [("address", "u8")])
 ANYWHERE = 2**64 - 1
 FAULT_ROOM = 64
@@ -55,9 +53,8 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3), ("warps", ctypes.c_uint32), ("shared_bytes", ctypes.c_uint32),
         ("flags", ctypes.c_uint32), ("parameters", ctypes.c_void_p), ("regions", ctypes.c_void_p),
         ("region_count", ctypes.c_int32), ("quantum", ctypes.c_uint32), ("seed", ctypes.c_uint64),
-        ("limit", ctypes.c_uint64), ("counts", ctypes.c_void_p), ("faults", ctypes.c_void_p),
+        ("limit", ctypes.c_uint64), ("faults", ctypes.c_void_p),
         ("fault_room", ctypes.c_int32), ("fault_count", ctypes.c_int32), ("fault_totals", ctypes.c_uint64 * 24),
-        ("instructions", ctypes.c_uint64), ("barriers", ctypes.c_uint64),
     ]  # fmt: skip
 
 
@@ -67,7 +64,6 @@ class Options:
 
     Attributes:
         check: watch shared memory for races, bytes nothing was written to, and what was not waited for.
-        count: sectors and passes of accesses to memory.
         seed: None: programs in order, each warp up to its next barrier. Else programs in an order that is drawn, and
             warps in turns of up to `quantum` instructions.
         quantum: see `seed`.
@@ -75,7 +71,6 @@ class Options:
     """
 
     check: bool = True
-    count: bool = False
     seed: int | None = None
     quantum: int = 40
     limit: int = 1 << 27
@@ -112,13 +107,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a launch: `counts` per instruction; `totals` of faults by kind, of which the first are in `faults`."""
+    """Result of a launch: `totals` of faults by kind, of which the first are in `faults`."""
 
-    instructions: int
-    barriers: int
     totals: Counter[str]
     faults: list[Fault]
-    counts: npt.NDArray[Any]
 
 
 @cache
@@ -126,7 +118,7 @@ def handlers() -> dict[str, int]:
     """Numbers of the engine's handlers by name."""
     engine = library()
     engine.ptx_handler_name.restype = ctypes.c_char_p
-    sizes = [INSTRUCTION.itemsize, COUNTS.itemsize, FAULT.itemsize, *map(ctypes.sizeof, (_Region, _Program, _Launch))]
+    sizes = [INSTRUCTION.itemsize, FAULT.itemsize, *map(ctypes.sizeof, (_Region, _Program, _Launch))]
     if (there := [engine.ptx_size(k) for k in range(len(sizes))]) != sizes:
         raise RuntimeError(f"engine.py and machine.h disagree about the sizes of structures: {sizes}, {there}")
     return {engine.ptx_handler_name(k).decode(): k for k in range(engine.ptx_handler_count())}
@@ -140,7 +132,6 @@ class Kernel:
 
     Attributes:
         text: as given.
-        counts: of all launches, per instruction.
 
     Raises:
         PtxError: an instruction that the engine does not know.
@@ -171,8 +162,6 @@ class Kernel:
             found.file_bytes, found.constants_at, len(found.constants), found.local_bytes,
             (ctypes.c_int32 * 11)(*found.special),
         )  # fmt: skip
-        self.counts = np.zeros(len(self._code), COUNTS)
-        self._adding = threading.Lock()
 
     def _keep(self, name: str, initial: bytes, size: int) -> int:
         data = np.zeros(max(size, len(initial), 1), np.uint8)
@@ -211,20 +200,17 @@ class Kernel:
         )
         for index in range(len(memory), len(allowed)):
             regions[index].origin = ANYWHERE
-        faults, counts = np.zeros(FAULT_ROOM, FAULT), np.zeros(len(self._code), COUNTS)
+        faults = np.zeros(FAULT_ROOM, FAULT)
         request = _Launch(
             (ctypes.c_uint32 * 3)(*grid), self.encoded.entry.threads // 32, shared_bytes + self.encoded.shared_bytes,
-            CHECK * chosen.check | COUNT * chosen.count | SHUFFLE * (chosen.seed is not None), values.ctypes.data,
+            CHECK * chosen.check | SHUFFLE * (chosen.seed is not None), values.ctypes.data,
             ctypes.addressof(regions), len(allowed), chosen.quantum if chosen.seed is not None else 0,
-            chosen.seed or 0, chosen.limit, counts.ctypes.data, faults.ctypes.data, FAULT_ROOM, 0,
+            chosen.seed or 0, chosen.limit, faults.ctypes.data, FAULT_ROOM, 0,
         )  # fmt: skip
         library().ptx_launch(ctypes.byref(self._program), ctypes.byref(request))
-        with self._adding:
-            for name in COUNTS.names or ():
-                self.counts[name] += counts[name]
         totals = Counter({kind: int(n) for kind, n in zip(KINDS, request.fault_totals, strict=False) if n})
         found = [self._describe(fault, allowed) for fault in faults[: request.fault_count]]
-        return Outcome(request.instructions, request.barriers, totals, found, counts)
+        return Outcome(totals, found)
 
     def _describe(self, fault: Any, memory: Sequence[Memory]) -> Fault:
         statement = self.encoded.codes[int(fault["pc"])].statement
@@ -241,4 +227,4 @@ class Kernel:
                      int(fault["lane"]), where)  # fmt: skip
 
 
-__all__ = ["COUNTS", "KINDS", "UNWRITTEN", "Encoded", "Fault", "Kernel", "Memory", "Options", "Outcome", "PtxError"]
+__all__ = ["KINDS", "UNWRITTEN", "Encoded", "Fault", "Kernel", "Memory", "Options", "Outcome", "PtxError"]

@@ -212,20 +212,3 @@ def test_a_seed_draws_the_order_of_programs_and_of_warps() -> None:
         run(small, {"x": x}, options=Options(seed=seed, quantum=2), programs=16)
         last.append(int(x[0]))
     assert last[0] == 16 * 64 - 1 and last[2] == last[3] and len(set(last)) > 3
-
-
-def test_counts() -> None:
-    """Sectors of 32 bytes, passes over 32 banks of 4 bytes, lanes."""
-    body = """mad.wide.u32 %rd0, %t, 4, %rd_x; ld.global.b32 %r0, [%rd0];
-mad.wide.u32 %rd0, %t, 64, %rd_x; ld.global.b32 %r0, [%rd0];
-mov.u32 %r9, room; mad.lo.s32 %r1, %t, 4, %r9; st.shared.b32 [%r1], %t;
-mad.lo.s32 %r1, %t, 8, %r9; st.shared.b32 [%r1], %t;
-setp.lt.u32 %p0, %t, 8; @%p0 st.shared.b32 [room], %r9;"""
-    small = kernel(body, ["x"], before=ROOM)
-    raw = np.zeros(4096, np.uint8)
-    at = -int(raw.ctypes.data) % 128
-    run(small, {"x": raw[at : at + 2048]}, 1024, Options(count=True, check=False))
-    rows = [small.counts[k] for k, code in enumerate(small.encoded.codes) if code.op in ("ld.global", "st.shared")]
-    assert [(int(r["units"]), int(r["least"]), int(r["lanes"])) for r in rows] == [
-        (4, 4, 32), (32, 4, 32), (1, 1, 32), (2, 1, 32), (1, 1, 8),
-    ]  # fmt: skip

@@ -4,7 +4,6 @@
     tests     the kernels' tests against their references, bytes of streams, 200 forged blobs
     speed     encode and decode, beside copies, casts to FP8 and nvCOMP
     model     a trained model: profile, cache, KL, restoring against computing
-    bounds    the model of executed PTX beside what was measured
 
 The results come as results.json, report.md, speed.png and log.txt, each of them up to date when a step ends.
 `--device emulated` rehearses all steps on the CPU, at sizes that the emulator of PTX can do.
@@ -33,7 +32,6 @@ STEPS = {
     "tests": ("tests.kernels.device_step", 180),
     "speed": ("cuvee.eval.bench.gpu.gpu_bench", 120),
     "model": ("cuvee.eval.bench.gpu.model_step", 90),
-    "bounds": ("tests.kernels.costs.bounds_step", 60),
 }
 EMULATED_SECONDS = 1800  # of each step: a shared machine may be slow, and nothing waits for it
 

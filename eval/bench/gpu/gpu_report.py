@@ -25,7 +25,7 @@ def gpu_markdown(data: Mapping[str, Any]) -> str:
     lines = [f"# cuvee on {_device_line(data)}", "", "| step | status | seconds | limit |", "|---|---|---|---|"]
     for name, step in data["steps"].items():
         lines.append(f"| {name} | {step['status']} | {step['seconds']:.0f} | {step['limit']:.0f} |")
-    for name, show in (("tests", _tests), ("speed", _speed), ("bounds", _bounds), ("model", _model)):
+    for name, show in (("tests", _tests), ("speed", _speed), ("model", _model)):
         if result := _result(data, name):
             lines += ["", f"## {name.capitalize()}", "", *show(result)]
     for name, step in data["steps"].items():
@@ -101,22 +101,6 @@ def _speed(found: Mapping[str, Any]) -> list[str]:
     if "compile" in found:
         lines.append(
             f"Triton compiled {len(found['compile']['kernels'])} kernels in {found['compile']['seconds']:.0f} s."
-        )
-    return lines
-
-
-def _bounds(found: Mapping[str, Any]) -> list[str]:
-    lines = [
-        f"Picoseconds per value: at least, by the model of an {found['machine']} from executed PTX, and as measured.",
-        "",
-        "| coding | kernel | limit | at least | measured | share |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in found["kernels"]:
-        share = "" if row["share"] is None else f"{row['share']:.0%}"
-        lines.append(
-            f"| {row['way']}, {row['group']} | `{row['kernel']}` | {row['limit']} | {row['least']:.2f} | "
-            f"{_number(row['measured'], 2)} | {share} |"
         )
     return lines
 

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 import triton
-from tests.kernels.costs.bounds_step import compare_kernels
-from tests.kernels.costs.time_bounds import LIMITS
 
 from cuvee.codec.backends import PendingDecode
 from cuvee.codec.codec import Codec
@@ -123,32 +121,6 @@ def test_rivals_code_the_same_bytes(report: dict[str, Any]) -> None:
         if name != "nvCOMP ANS":  # which needs a GPU and a wheel
             assert rival["bits_per_value"] == {"memcpy": 16.0, "FP8 cast": 8.0}[name]
             assert rival["encode"]["median"] > 0 and rival["decode"]["median"] > 0
-
-
-def test_kernels_are_found_by_the_names_of_the_model(report: dict[str, Any]) -> None:
-    names = {
-        ("layer", "decode"): ("rans_decode", "dequantize", "synthesize layer"),
-        ("layer", "encode"): ("gather", "analyze", "quantize", "rans_encode"),
-        (LOSSLESS, "decode"): ("rans_decode", "merge_planes"),
-        (LOSSLESS, "encode"): ("sum_bytes", "count_symbols", "split_planes", "rans_encode"),
-        ("head", "decode"): ("rans_decode",),  # not measured
-    }
-    bounds = dict.fromkeys(LIMITS, 1.0) | {"L2": 2.0}
-    rows = [
-        {"scheme": scheme, "way": way, "kernels": [{"kernel": k, "bounds": bounds, "limit": "L2"} for k in kernels]}
-        for (scheme, way), kernels in names.items()
-    ]
-    for row in (found := compare_kernels(rows, report)):
-        assert row["least"] == 2.0 and (row["measured"] is None) == (row["group"] == "head"), row
-    assert len(found) == sum(map(len, names.values()))
-    (one,) = (row for row in found if (row["group"], row["kernel"]) == ("layer", "dequantize"))
-    run = report["codec"][0]["runs"][-1]
-    assert one["measured"] == pytest.approx(
-        1e12 * run["decode"]["kernel_seconds"]["_dequantize"] / (run["raw_bytes"] / 2)
-    )
-    assert one["share"] == pytest.approx(2.0 / one["measured"])
-    with pytest.raises(CuveeError, match="mend the names"):
-        compare_kernels([{**rows[0], "kernels": [{"kernel": "renamed", "bounds": bounds, "limit": "L2"}]}], report)
 
 
 def test_results_become_a_table_and_a_picture(report: dict[str, Any], tmp_path: Any) -> None:

@@ -283,5 +283,4 @@ def test_the_rehearsal(tmp_path: Path) -> None:
     assert data["tests"]["result"]["passed"] > 50 and data["tests"]["result"]["failed"] == 0
     assert [entry["group"] for entry in data["speed"]["result"]["codec"]] == ["head", "lossless", "layer", "layers:2"]
     assert data["model"]["result"]["device"]["kl"] == pytest.approx(data["model"]["result"]["cpu"]["kl"], rel=0.1)
-    assert any(row["measured"] for row in data["bounds"]["result"]["kernels"])
     assert check_returned(tmp_path).keys() == {"results.json", "report.md", "speed.png", "log.txt"}

@@ -1,4 +1,4 @@
-"""`make costs`: the kernels compiled without a GPU, against their budgets; `--model`: bounds of their time on Hopper.
+"""`make costs`: the kernels compiled without a GPU, against their budgets.
 
 Exit code 1 if a kernel does not compile or exceeds its budget.
 """
@@ -11,24 +11,21 @@ import sys
 from typing import Any
 
 from tests.kernels.costs.static_costs import TARGETS, check, report, shared_bytes
-from tests.kernels.costs.time_bounds import LIMITS, TARGET, model
 
 
 def main() -> int:
     """Compile, and print a table or JSON."""
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.costs")
     parser.add_argument("--target", action="append", choices=TARGETS, help="compile for this one; default: all")
-    parser.add_argument("--model", action="store_true", help=f"show the least time of each kernel, for {TARGET}")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("names", nargs="*", help="kernels, by the names of their specs; default: all")
     given = parser.parse_args()
-    data = report([TARGET] if given.model else given.target or TARGETS, names=given.names)
+    data = report(given.target or TARGETS, names=given.names)
     wrong = check(data)
-    rows = model(data) if given.model else []
     if given.json:
-        print(json.dumps({**data, "violations": wrong, "model": rows}, indent=1))
+        print(json.dumps({**data, "violations": wrong}, indent=1))
     else:
-        print("\n".join(_bounds(rows) if given.model else _costs(data)))
+        print("\n".join(_costs(data)))
     for line in wrong:
         print(f"error: {line}", file=sys.stderr)
     return int(bool(wrong))
@@ -48,18 +45,6 @@ def _costs(data: dict[str, Any]) -> list[str]:
             f"{start}{loop['instructions']:6}{'' if each is None else f'{each:.1f}':>7}{entry['registers']:6}"
             f"{entry['spilled_bytes']:6}{shared_bytes(entry):8}{entry['code_bytes']:8}{entry['seconds']:6.1f}"
         )
-    return lines
-
-
-def _bounds(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line per kernel: the least picoseconds per value by limit; and per coding: the most GB/s of bfloat16."""
-    lines = [f"{'machine':8}{'coding':26}{'kernel':24}{''.join(f'{limit:>9}' for limit in LIMITS)}{'GB/s':>8}"]
-    for row in rows:
-        start = f"{row['machine']:8}{row['way'] + ', ' + row['scheme']:26}"
-        for own in row["kernels"]:
-            cells = "".join(f"{own['bounds'][limit]:9.2f}" for limit in LIMITS)
-            lines.append(f"{start}{own['kernel']:24}{cells}{own['gb_per_s']:8.0f}")
-        lines.append(f"{start}{'all':24}{'':54}{row['gb_per_s']:8.0f}  at {row['bits']:.1f} bits per value")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Parsers for what the compilers emit: SASS and PTX on NVIDIA, assembly on AMD.
+"""Parsers for what the compilers emit: SASS on NVIDIA, assembly on AMD.
 
 Each returns a kernel as a list of `Instruction`, reduced to what costs and control flow need.
 """
@@ -27,14 +27,13 @@ class Instruction:
     """One instruction, reduced to its cost and its effect on control flow.
 
     Attributes:
-        at: address; in AMD code and PTX, the instruction's index.
+        at: address; in AMD code, the instruction's index.
         kind: one of INSTRUCTION_KINDS.
         access: `"load"` or `"store"` with its width in bits, like `kernel_spec.Access`, for an access to global memory;
             else "".
         spill: bytes that each lane stores to local memory.
         target: address that a branch jumps to, or None.
         falls: whether the next instruction may follow.
-        alu: whether it uses the pipe for additions, logic, shifts and comparisons; known for SASS only.
     """
 
     at: int
@@ -43,7 +42,6 @@ class Instruction:
     spill: int = 0
     target: int | None = None
     falls: bool = True
-    alu: bool = False
 
 
 # NVIDIA --------------------------------------------------------------------------------------------------------------
@@ -62,10 +60,6 @@ _SASS_KINDS = (
     ("integer", re.compile(r"(U?FLO|REDUX|CREDUX)\b")),
     ("memory", re.compile(r"LD|ST|ULD|UST|ATOM|RED|UTMA|UBLK|CCTL|SULD|SUST")),
     ("float", re.compile(r"U?[FHD](ADD|MUL|FMA|SET|MNMX|SEL|CHK|RND|SWZADD)|MUFU|U?(F2F|F2I|I2F)")),
-)
-# Products of integers, and moves coded as products, use the pipe of floats; conversions and bit counts use a third one.
-_SASS_ALU = re.compile(
-    r"(IADD3?|VIADD|VIADDMNMX|LOP3?|PLOP3|SHF|LEA|ISETP|SEL|FSEL|PRMT|IMNMX|VIMNMX|IABS|FSETP|FMNMX|VOTE)\b"
 )
 
 
@@ -94,7 +88,6 @@ def parse_sass(text: str, function: str) -> list[Instruction]:
                 spill=bits // 8 if base == "STL" else 0,
                 target=int(target[1], 16) if target else None,
                 falls=conditional or base not in ("BRA", "JMP", "BRX", "BRXU", "JMX", "RET", "EXIT"),
-                alu=_SASS_ALU.match(base) is not None,
             )
         )
     return code
@@ -154,42 +147,6 @@ def read_cubin(cubin: bytes, function: str) -> tuple[list[Instruction], dict[str
         "static_shared_bytes": shared,
         "code_bytes": len(code) * _SASS_BYTES,
     }
-
-
-# PTX -----------------------------------------------------------------------------------------------------------------
-
-_PTX = re.compile(r"^\s*(?:(?P<label>\$\w+):|(?:@(?P<guard>!?%p\d+)\s+)?(?P<opcode>[a-z][\w.:]*)(?P<operands>[^;]*);)")
-_PTX_ACCESS = re.compile(r"(ld|st)\.(?:\w+\.)*?global(?:\.\w+::\w+)*(?:\.(v[24]))?\.[busf](\d+)")
-
-
-def parse_ptx(text: str) -> list[Instruction]:
-    """Parse the PTX of one entry, reduced to accesses and control flow."""
-    _, _, body = text.partition("{\n")
-    labels: dict[str, int] = {}
-    read: list[tuple[str, str, bool]] = []
-    for line in body.splitlines():
-        match = _PTX.match(line)
-        if match is None:
-            continue
-        if match["label"]:
-            labels[match["label"]] = len(read)
-        else:
-            read.append((match["opcode"], match["operands"].strip(), match["guard"] is not None))
-    code = []
-    for at, (opcode, operands, guarded) in enumerate(read):
-        access = _PTX_ACCESS.match(opcode)
-        bits = int(access[3]) * int((access[2] or "v1")[1]) if access else 0
-        control = opcode.split(".")[0] in ("bra", "ret", "bar", "exit")
-        code.append(
-            Instruction(
-                at,
-                "control" if control else "memory" if access else "integer",
-                access={"ld": f"load{bits}", "st": f"store{bits}"}[access[1]] if access else "",
-                target=labels[operands] if opcode.startswith("bra") else None,
-                falls=guarded or opcode.split(".")[0] not in ("bra", "ret", "exit"),
-            )
-        )
-    return code
 
 
 # AMD -----------------------------------------------------------------------------------------------------------------

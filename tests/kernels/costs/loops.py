@@ -112,15 +112,3 @@ def describe_loops(code: Sequence[Instruction], access: str | None) -> list[dict
         )
     # The remainder loop that follows an unrolled loop handles fewer symbols per pass.
     return sorted(loops, key=lambda loop: (loop["symbols"] or 0, loop["instructions"]), reverse=True)
-
-
-def expansion(code: Sequence[Instruction], ptx: Sequence[Instruction]) -> float:
-    """Return machine instructions per PTX instruction in the longest innermost loop, or in a kernel without loops.
-
-    The compiler may unroll a loop. How often follows from the accesses to global memory, which it neither adds
-    nor drops.
-    """
-    machine, virtual = (max(innermost_loops(part), key=len, default=list(part)) for part in (code, ptx))
-    accesses = [sum(instruction.access != "" for instruction in loop) for loop in (machine, virtual)]
-    times = accesses[0] / accesses[1] if all(accesses) else 1.0
-    return len(machine) / len(virtual) / times

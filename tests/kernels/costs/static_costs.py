@@ -28,9 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.kernels.costs.disassembly import disassembler, parse_ptx, read_amdgcn, read_cubin
+from tests.kernels.costs.disassembly import disassembler, read_amdgcn, read_cubin
 from tests.kernels.costs.kernel_spec import KernelSpec
-from tests.kernels.costs.loops import describe_loops, expansion, innermost_loops
+from tests.kernels.costs.loops import describe_loops
 
 import cuvee
 from cuvee.codec.errors import CuveeError, InputError
@@ -100,12 +100,8 @@ def _measure(spec: KernelSpec, target: str) -> dict[str, Any]:
     except Exception as error:  # any pass of the compiler may fail; report the other kernels all the same
         return {**entry, "error": _with_causes(error)}
     loops = describe_loops(code, spec.symbol_access)
-    ptx = parse_ptx(compiled.asm["ptx"]) if "ptx" in compiled.asm else None
-    busiest = max(innermost_loops(code), key=len, default=code)
     return {
         **entry,
-        "expansion": expansion(code, ptx) if ptx else None,
-        "integer_share": sum(i.alu for i in busiest) / len(busiest) if ptx else None,
         **facts,
         "dynamic_shared_bytes": compiled.metadata.shared,
         "num_warps": spec.num_warps,
@@ -161,9 +157,8 @@ def report(targets: Sequence[str] = TARGETS, module: str = MODULE, names: Sequen
     Returns:
         a dict that JSON can hold: `versions`, `targets`, and `kernels`, an entry per kernel and target. An entry has
         `seconds` of compilation, `registers` (on AMD also `scalar_registers`), `spilled_bytes`, `stack_bytes`,
-        `static_shared_bytes`, `dynamic_shared_bytes`, `code_bytes`, on NVIDIA the `expansion` and `integer_share` that
-        `time_bounds.model` reads, `loop`, the first of `describe_loops`, and `other_loops`, the rest; or, instead of
-        these, the `error` of its compilation.
+        `static_shared_bytes`, `dynamic_shared_bytes`, `code_bytes`, `loop`, the first of `describe_loops`, and
+        `other_loops`, the rest; or, instead of these, the `error` of its compilation.
 
     Raises:
         InputError: an unknown target.

@@ -30,7 +30,6 @@ inline void branch(Warp& w, const Ins& i, Mask m) {
     w.pc = i.target;
     return;
   }
-  w.block->launch->counts[&i - w.block->program->code].splits++;
   park(w, i.target, m);
   park(w, w.pc, other);
   resume(w);

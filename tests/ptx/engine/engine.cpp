@@ -21,7 +21,6 @@ static const std::vector<Entry>& handlers() {
 // Up to a barrier, a wait in vain, the end, or so many instructions; `left`: what the program may still run.
 static void advance(Warp& w, const Entry* table, u64 quantum, u64& left) {
   const Program& program = *w.block->program;
-  Counts* counts = w.block->launch->counts;
   w.yields = false;
   for (u64 k = 0; k < quantum && !w.done && !w.at_barrier && !w.yields; k++) {
     if (w.pc >= w.meeting) park(w, w.pc, w.mask), resume(w);
@@ -33,7 +32,6 @@ static void advance(Warp& w, const Entry* table, u64 quantum, u64& left) {
     }
     Mask m = w.mask;
     if (i.guard >= 0) m &= i.negated ? ~w.predicate(i.guard) : w.predicate(i.guard);
-    counts[w.pc].runs++, counts[w.pc].lanes += __builtin_popcount(m);
     w.pc++;
     table[i.op].run(w, i, m);
   }
@@ -71,10 +69,9 @@ static void run_block(Block& block, const Entry* table, Random& random) {
     // Threads that have ended never come.
     if (gone) report(*waiting, block.program->code[waiting->pc - 1], MISSING_LANES, 0, 0, 0);
     for (auto& w : block.warps) w.at_barrier = false;
-    block.shadow->epoch++, launch.barriers++;
+    block.shadow->epoch++;
   }
   report_what_is_left(block);
-  launch.instructions += launch.limit - left;
 }
 
 template <class T>
@@ -87,7 +84,7 @@ extern "C" {
 int ptx_handler_count() { return int(handlers().size()); }
 const char* ptx_handler_name(int k) { return handlers()[k].name; }
 int ptx_size(int k) {
-  const int sizes[] = {sizeof(Ins), sizeof(Counts), sizeof(FaultRecord), sizeof(Region), sizeof(Program), sizeof(Launch)};
+  const int sizes[] = {sizeof(Ins), sizeof(FaultRecord), sizeof(Region), sizeof(Program), sizeof(Launch)};
   return sizes[k];
 }
 

@@ -52,7 +52,7 @@ enum Kind : i32 {
   KINDS
 };
 
-enum Flag : u32 { CHECK = 1, COUNT = 2, SHUFFLE = 4 };
+enum Flag : u32 { CHECK = 1, SHUFFLE = 2 };
 
 // As engine.py's INSTRUCTION. An offset below 0 is no operand.
 struct Ins {
@@ -68,15 +68,6 @@ struct Ins {
   i32 target;      // of a branch
   i64 imm;
   u64 origin;      // bits of the parameters that an address derives from; 0: of none
-};
-
-// As engine.py's COUNTS: one per instruction.
-struct Counts {
-  u64 runs, lanes;     // how often a warp ran it, and with how many lanes
-  u64 splits;          // branches at which lanes parted
-  u64 requests;        // accesses to memory by a warp
-  u64 units, least;    // sectors of 32 bytes, or passes over shared memory: taken, and the least for as many bytes;
-                       // of tcgen05.mma: additions and multiplications
 };
 
 struct FaultRecord {
@@ -107,11 +98,9 @@ struct Launch {
   i32 region_count;
   u32 quantum;  // 0: a warp runs to its next barrier; else up to so many instructions, then another that is drawn
   u64 seed, limit;
-  Counts* counts;
   FaultRecord* faults;
   i32 fault_room, fault_count;
   u64 fault_totals[24];
-  u64 instructions, barriers;
 };
 
 struct Block;  // a program of the grid: what CUDA calls a thread block

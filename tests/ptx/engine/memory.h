@@ -71,16 +71,6 @@ inline const Region* region_of(const Launch& launch, const Ins& i, u64 address, 
   return nullptr;
 }
 
-inline void count_sectors(Counts& counts, const u64* at, Mask m, int size) {
-  u64 first[LANES], values[LANES];
-  int n = 0;
-  EACH_LANE(lane, m) first[n] = at[lane] >> 5, values[n++] = at[lane];
-  std::sort(first, first + n), std::sort(values, values + n);
-  counts.requests++;
-  counts.units += std::unique(first, first + n) - first;
-  counts.least += ((std::unique(values, values + n) - values) * size + 31) / 32;
-}
-
 // The lanes whose access is allowed.
 inline Mask global_lanes(Warp& w, const Ins& i, Mask m, const u64* at, int size) {
   Launch& launch = *w.block->launch;
@@ -93,30 +83,10 @@ inline Mask global_lanes(Warp& w, const Ins& i, Mask m, const u64* at, int size)
     else if (at[lane] & (size - 1)) report(w, i, MISALIGNED, lane, at[lane], size);
     else allowed |= 1u << lane;
   }
-  if (launch.flags & COUNT && allowed) count_sectors(launch.counts[&i - w.block->program->code], at, allowed, size);
   return allowed;
 }
 
 // --- shared memory
-
-inline void count_passes(Counts& counts, const u64* at, Mask m, int size) {
-  // 32 banks of 4 bytes. A pass takes all lanes with up to 4 bytes, half of them with 8, a quarter with 16.
-  int together = size <= 4 ? 32 : size == 8 ? 16 : 8;
-  counts.requests++;
-  for (int first = 0; first < LANES; first += together) {
-    std::vector<u32> words;
-    EACH_LANE(lane, m) {
-      if (lane < first || lane >= first + together) continue;
-      for (int k = 0; k < size; k += 4) words.push_back(u32(at[lane] + k) / 4);
-    }
-    if (words.empty()) continue;
-    std::sort(words.begin(), words.end());
-    words.erase(std::unique(words.begin(), words.end()), words.end());
-    u32 banks[32] = {}, most = 0;
-    for (u32 word : words) most = std::max(most, ++banks[word % 32]);
-    counts.units += most, counts.least++;
-  }
-}
 
 inline Mask shared_lanes(Warp& w, const Ins& i, Mask m, const u64* at, int size) {
   Launch& launch = *w.block->launch;
@@ -127,7 +97,6 @@ inline Mask shared_lanes(Warp& w, const Ins& i, Mask m, const u64* at, int size)
     else if (at[lane] & (size - 1)) report(w, i, MISALIGNED, lane, at[lane], size);
     else allowed |= 1u << lane;
   }
-  if (launch.flags & COUNT && allowed) count_passes(launch.counts[&i - w.block->program->code], at, allowed, size);
   return allowed;
 }
 

@@ -234,8 +234,6 @@ inline void issue_tensor_product(Warp& w, const Ins& i, Mask m) {
       float left[128 * 16], right[256 * 16];
       each_factor(p, shape, i.count, left, right, [&](u64 at) { return product_piece(w, i, at, false); });
     }
-    if (w.block->launch->flags & COUNT)  // additions and multiplications
-      w.block->launch->counts[&i - w.block->program->code].units += u64(2 * shape.rows * shape.columns * shape.depth());
     for (int k = 0; k < shape.columns; k++) tensors.written_by[d + u32(k)]++;
     if (i.count) for (int k = 0; k < shape.a_columns(); k++) tensors.read_by[a + u32(k)]++;
     w.tensor_products.items.push_back(p);
