@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from cuvee.integrations.options import CodingOptions
+
 
 def rows(text: str, heading: str) -> list[list[str]]:
     """Cells of the table below a heading."""
@@ -13,12 +15,21 @@ def rows(text: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line] for line in lines[2:]]
 
 
-def check_options(text: str, options: type[Any], shown: dict[str, str]) -> None:
-    """Check the table "Options": every option in order, with its default, or with what `shown` says of it."""
+def check_options(text: str, options: type[Any], shown: dict[str, str], *, whole: bool = False) -> None:
+    """Check the table "Options": options in order, each with its default, or with what `shown` says of it.
+
+    Unless `whole`, options that all adapters share may be left to the connector's table, if their defaults are the same.
+    """
     table = {row[0].strip("`"): row[1] for row in rows(text, "Options")}
-    assert list(table) == [field.name for field in fields(options)]
+    shared = {field.name: field.default for field in fields(CodingOptions)}
+    left_out = [field for field in fields(options) if field.name not in table]
+    assert list(table) == [field.name for field in fields(options) if field.name in table]
+    assert not whole or not left_out
+    assert all(field.name in shared and field.default == shared[field.name] for field in left_out)
     shown = {"store": "memory://?max_gb=4", "quality": 'balanced"` or `"lossless', "model_id": "computed", **shown}
     for field in fields(options):
+        if field in left_out:
+            continue
         default = shown.get(field.name, field.default)
         cell = table[field.name].strip("`").strip('"')
         if default is None:

@@ -1,4 +1,11 @@
-"""Code that Triton miscompiles, as reported in `docs/triton-histogram.md`, and the workaround."""
+"""Code that Triton 3.9.0 miscompiles, and the workaround.
+
+`tl.histogram(tl.reshape(x, flat), 256, mask=tl.reshape(m, flat))` pairs values with the wrong lanes of the mask. The pass
+`triton-combine` sets `allow_reorder` on both reshapes, because only a histogram reads them, and assumes that it does not
+depend on the order; a masked one does, unless both operands share it. The coalesced loads of `x` have another layout than
+`m`, so that element i of one is not element i of the other. The workaround reshapes once, and marks elements that must not
+be counted by their value. Triton's interpreter, which runs no passes, counts correctly.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +32,7 @@ def _count(x, out, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ONCE: tl.con
     tl.store(out + tl.arange(0, 256), counts)
 
 
-FOUND = pytest.mark.xfail(reason="Triton 3.9 reorders values and mask; once it does not, docs/triton-histogram.md goes")
+FOUND = pytest.mark.xfail(reason="Triton 3.9 reorders values and mask; once it does not, the workaround goes")
 
 
 @pytest.mark.parametrize("once", [True, pytest.param(False, marks=FOUND)])

@@ -46,7 +46,7 @@ def test_defaults_of_lmcache_are_as_documented() -> None:
     assert configured().l1_manager_config.read_ttl_seconds == 300
     assert real("lmcache.v1.multiprocess.config").MPServerConfig().chunk_size == 256
     ours = real(PLUGIN["module_path"])
-    assert f"At most {ours._ACCOUNTED:,}\nentries are counted" in README
+    assert f"At most {ours._ACCOUNTED:,} entries are counted" in README
 
 
 def test_every_failure_that_is_counted_is_documented() -> None:

@@ -29,7 +29,7 @@ STORES = (ROOT / "stores" / "README.md").read_text()
 
 
 def test_every_option_is_documented_with_its_default() -> None:
-    check_options(CONNECTOR, Options, {"min_tokens": "64"})
+    check_options(CONNECTOR, Options, {"min_tokens": "64"}, whole=True)
 
 
 def test_every_metric_of_the_text_exists() -> None:
