@@ -18,7 +18,7 @@ def rows(text: str, heading: str) -> list[list[str]]:
 def check_options(text: str, options: type[Any], shown: dict[str, str], *, whole: bool = False) -> None:
     """Check the table "Options": options in order, each with its default, or with what `shown` says of it.
 
-    Unless `whole`, options that all adapters share may be left to the connector's table, if their defaults are the same.
+    Unless `whole`, options that all adapters share may be left to the connector's table, with the same defaults.
     """
     table = {row[0].strip("`"): row[1] for row in rows(text, "Options")}
     shared = {field.name: field.default for field in fields(CodingOptions)}

@@ -1,10 +1,11 @@
 """Code that Triton 3.9.0 miscompiles, and the workaround.
 
-`tl.histogram(tl.reshape(x, flat), 256, mask=tl.reshape(m, flat))` pairs values with the wrong lanes of the mask. The pass
-`triton-combine` sets `allow_reorder` on both reshapes, because only a histogram reads them, and assumes that it does not
-depend on the order; a masked one does, unless both operands share it. The coalesced loads of `x` have another layout than
-`m`, so that element i of one is not element i of the other. The workaround reshapes once, and marks elements that must not
-be counted by their value. Triton's interpreter, which runs no passes, counts correctly.
+`tl.histogram(tl.reshape(x, flat), 256, mask=tl.reshape(m, flat))` pairs values with the wrong lanes of the
+mask. The pass `triton-combine` sets `allow_reorder` on both reshapes, because only a histogram reads them, and
+assumes that it does not depend on the order; a masked one does, unless both operands share it. The coalesced
+loads of `x` have another layout than `m`, so that element i of one is not element i of the other. The
+workaround reshapes once, and marks elements that must not be counted by their value. Triton's interpreter,
+which runs no passes, counts correctly.
 """
 
 from __future__ import annotations
