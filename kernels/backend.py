@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from cuvee.codec.entropy.family import Family
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import Scheme
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profiles.sections import Section, partition
+from cuvee.codec.profiles.sections import partition
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.kernels.chunks import join, raise_status, touched
 from cuvee.kernels.devices import Download, Mark, current, refuse_capture, settled
@@ -39,40 +39,7 @@ MAX_SCHEMES = 8  # most recently used schemes that are kept, with their bases
 MAX_GRID = 65_535  # programs along the second and third axis of a launch
 MAX_TOKENS = 16 * MAX_GRID  # of a chunk: `rotation_tables` takes 16 per program
 
-
-class DeviceScheme(Protocol):
-    """One scheme at one step on one device."""
-
-    @property
-    def sections(self) -> tuple[Section, ...]:
-        """Sections, the units that are coded independently, in order of layers."""
-        ...
-
-    def decode_bytes(self, tokens: int) -> int:
-        """Return the scratch memory that decoding a chunk of this many tokens takes, in bytes."""
-        ...
-
-    def encode_bytes(self, tokens: int) -> int:
-        """Return the scratch memory that encoding a chunk of this many tokens takes, in bytes."""
-        ...
-
-    def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> Any:
-        """Verify blobs and pack the arrays for the device, without starting any work there."""
-        ...
-
-    def launch(self, batch: Any) -> torch.Tensor:
-        """Decode what `prepare` returned. Return the status of its jobs, int32 on the device."""
-        ...
-
-    def encode(
-        self,
-        cache: PagedCache,
-        slots: Sequence[torch.Tensor],
-        requests: Sequence[EncodeRequest],
-        first_chunk: int,
-    ) -> list[list[bytes]]:
-        """Return the encoded sections of each chunk, which lie at `slots`; chunks count from `first_chunk`."""
-        ...
+_Scheme = TransformDevice | LosslessDevice
 
 
 class TritonBackend:
@@ -90,7 +57,7 @@ class TritonBackend:
     def __init__(self, interpreted: bool, workspace_bytes: int = WORKSPACE_BYTES) -> None:
         self.devices: tuple[str, ...] = ("cuda", "cpu") if interpreted else ("cuda",)
         self.workspace_bytes = workspace_bytes
-        self._schemes: OrderedDict[tuple[Any, ...], DeviceScheme] = OrderedDict()
+        self._schemes: OrderedDict[tuple[Any, ...], _Scheme] = OrderedDict()
         self._tables: OrderedDict[tuple[int, torch.device], tuple[Family, FamilyTables]] = OrderedDict()
         self._held: list[tuple[Mark, tuple[object, ...]]] = []  # marks of work in flight, and the objects that it reads
         self.after_fork()
@@ -111,7 +78,7 @@ class TritonBackend:
         with current(cache.device), torch.no_grad(), settled(cache.device):
             scheme = self._scheme(coding, cache)
             slots = [request.slots for request in requests]
-            weights = [scheme.encode_bytes(_check_tokens(request.tokens)) for request in requests]
+            weights = [scheme.encode_bytes(_check_tokens(request.source.tokens)) for request in requests]
             for run in batches(weights, self.workspace_bytes, MAX_GRID):
                 out += scheme.encode(cache, slots[run], requests[run], run.start)
         return out
@@ -122,9 +89,9 @@ class TritonBackend:
         refuse_capture(cache.device)
         with current(cache.device), torch.no_grad(), settled(cache.device):
             scheme = self._scheme(coding, cache)
-            weights = [scheme.decode_bytes(_check_tokens(request.header.tokens)) for request in requests]
+            weights = [scheme.decode_bytes(_check_tokens(request.opened.tokens)) for request in requests]
             runs = batches(weights, self.workspace_bytes // DECODE_SHARE, MAX_GRID)
-            statuses = [scheme.launch(scheme.prepare(requests[run], cache, layers)) for run in runs]
+            statuses = [scheme.decode(requests[run], cache, layers) for run in runs]
             told = Download(join(statuses))
         self._hold(told.mark, scheme, *(request.slots for request in requests))
         used, numbers = touched(scheme.sections, layers), [request.number for request in requests]
@@ -145,7 +112,7 @@ class TritonBackend:
             if not until.over:
                 self._held.append((until, things))
 
-    def _scheme(self, coding: Coding, cache: PagedCache) -> DeviceScheme:
+    def _scheme(self, coding: Coding, cache: PagedCache) -> _Scheme:
         # A bfloat16 product is as precise as a bfloat16 or FP8 cache; float16 has a longer mantissa.
         product = torch.bfloat16 if cache.dtype == torch.bfloat16 or cache.scaled else torch.float32
         how = (coding.scheme, coding.step_index, coding.dtype, coding.predicted, coding.refinements)
@@ -159,7 +126,7 @@ class TritonBackend:
             self._schemes.move_to_end(key)
             return self._schemes[key]
 
-    def _make(self, coding: Coding, cache: PagedCache, product: torch.dtype) -> DeviceScheme:
+    def _make(self, coding: Coding, cache: PagedCache, product: torch.dtype) -> _Scheme:
         device, layout = cache.device, replace(coding.profile.layout, dtype=coding.dtype)
         if coding.scheme is Scheme.LOSSLESS:
             return LosslessDevice(layout, Geometry(layout, partition(layout, "unit"), device), device)

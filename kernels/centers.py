@@ -9,9 +9,9 @@ batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import torch
 
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.token_prediction import TokenMap, TokenTable
-from cuvee.codec.support.arrays import F32, I32, I64
+from cuvee.codec.support.arrays import I64
 from cuvee.kernels.tiles import TileLayout
 
 BLOCK_COLUMNS = 4096  # predicted at once: bounds the copy of the weights in float32, to 16 MB with 1,024 features
@@ -33,47 +33,21 @@ class TokenRun(NamedTuple):
     start: int
 
 
-class CenterArrays(NamedTuple):
-    """What the centers of a batch need on the device, on the host.
-
-    Attributes:
-        embedding: int8 `[U, K]`: a pair of id and position per row, where all positions beyond the sinks are one.
-        row_scale: float32 `[U]`.
-        position: int64 `[U]`: row of the means.
-        rows: int32 `[tokens]`: row of each token's pair.
-    """
-
-    embedding: npt.NDArray[np.int8]
-    row_scale: F32
-    position: I64
-    rows: I32
-
-
-class SentArrays(NamedTuple):
-    """`CenterArrays` on the device."""
-
-    embedding: torch.Tensor
-    row_scale: torch.Tensor
-    position: torch.Tensor
-    rows: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class Centers:
-    """Centers of a batch on the device.
+    """Centers of a batch on the device: U rows, each of an id at a position; all positions beyond the sinks are one.
 
     Attributes:
         table: float32 `[U, M]`.
-        sent: the embeddings that they were computed from, and the row of each token.
+        rows: int32 `[tokens]`, the row of each token.
+        position: int64 `[U]`: row of the means.
+        embeddings: of the ids.
     """
 
     table: torch.Tensor
-    sent: SentArrays
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """int32 `[tokens]`, the row of each token."""
-        return self.sent.rows
+    rows: torch.Tensor
+    position: torch.Tensor
+    embeddings: TokenTable
 
 
 class TokenCenters:
@@ -100,8 +74,8 @@ class TokenCenters:
             sinks[: len(section.basis.sinks), tiles.bounds[index] : tiles.bounds[index + 1]] = True
         self._sinks = sinks.to(means.device)
 
-    def lay_out(self, runs: Sequence[TokenRun]) -> CenterArrays:
-        """Return what goes to the device for chunks that follow each other."""
+    def lay_out(self, runs: Sequence[TokenRun]) -> dict[str, npt.NDArray[Any]]:
+        """Return what goes to the device, by name, for chunks that follow each other."""
         count = len(self._means)
         pairs = [
             run.token_ids * count + np.minimum(run.start + np.arange(len(run.token_ids)), count - 1) for run in runs
@@ -109,23 +83,26 @@ class TokenCenters:
         unique, rows = np.unique(np.concatenate(pairs), return_inverse=True)
         ids, position = np.divmod(unique, count)
         own = self._table.rows(ids)
-        return CenterArrays(own.embedding.numpy(), own.row_scale.numpy(), position, rows.astype(np.int32))
+        return {
+            "embedding": own.embedding.numpy(), "row_scale": own.row_scale.numpy(), "position": position,
+            "rows": rows.astype(np.int32),
+        }  # fmt: skip
 
-    def centers(self, sent: SentArrays, sections: range) -> Centers:
+    def centers(self, sent: Mapping[str, torch.Tensor], sections: range) -> Centers:
         """Return the centers of a batch.
 
         Args:
-            sent: from `lay_out`, on the device.
+            sent: the arrays of `lay_out`, on the device.
             sections: those that are coded; nothing is predicted in the columns of others.
         """
-        own = TokenTable(sent.embedding, sent.row_scale)
-        shape = (len(sent.position), self._means.shape[1])
+        own, position = TokenTable(sent["embedding"], sent["row_scale"]), sent["position"]
+        shape = (len(position), self._means.shape[1])
         predictions = torch.zeros(shape, dtype=torch.bfloat16, device=self._means.device)
         end = int(self._bounds[sections.stop])
         for first in range(int(self._bounds[sections.start]), end, BLOCK_COLUMNS):
             at = slice(first, min(first + BLOCK_COLUMNS, end))
             predictions[:, at] = TokenMap(self._weights[:, at], self._scale[at]).predict(own)
-        predictions.masked_fill_(self._sinks[sent.position], 0)
-        table = self._means[sent.position]
+        predictions.masked_fill_(self._sinks[position], 0)
+        table = self._means[position]
         table += predictions
-        return Centers(table, sent)
+        return Centers(table, sent["rows"], position, own)

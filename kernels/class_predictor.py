@@ -135,10 +135,10 @@ class DevicePredictor:
         y = torch.zeros(len(self.sections), self.components, len(x), dtype=torch.float32, device=self._device)
         analyze(x, jobs, self._device_blocks, self._basis, batch, y.flatten(), max_rank=self.components)
         if centers is not None:
-            sent = centers.sent
-            predicted = self._of_embedding @ (sent.embedding * sent.row_scale[:, None]).T
-            predicted *= sent.position >= self._sinks
-            y += predicted[:, :, sent.rows.long()]
+            own = centers.embeddings
+            predicted = self._of_embedding @ (own.embedding * own.row_scale[:, None]).T
+            predicted *= centers.position >= self._sinks
+            y += predicted[:, :, centers.rows.long()]
         u = y / self._scale
         out = torch.matmul(self._linear, u.clamp(-CLAMP, CLAMP))[:, 0]
         out += torch.matmul(self._square, (u.square() + SQUARE_FLOOR).log())[:, 0]

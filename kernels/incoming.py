@@ -6,7 +6,7 @@ fill it exactly (`FORMAT.md`). What only the streams themselves can tell, the ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from cuvee.kernels.chunks import CacheMemory, chunk_table, join
 from cuvee.kernels.jobs import I64, ChunkField, JobField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch
 from cuvee.kernels.ops.coded_part import HEADER_BYTES, long_lengths
-from cuvee.kernels.upload import Packed, Upload, for_each
+from cuvee.kernels.upload import Upload, for_each
 
 
 class Incoming:
@@ -37,7 +37,7 @@ class Incoming:
         cache: the cache that they are decoded into.
 
     Attributes:
-        upload: the arrays to send; add to it before `upload.pack`.
+        upload: what to send, with the arrays `jobs` (blank) and `chunks` and those of the cache; add to it and pack it.
         count: jobs of each part, chunks * sections.
         parts: blobs of each chunk: 1, or 2 with a refinement.
         tokens: `[count]`, of each job of a part.
@@ -45,6 +45,7 @@ class Incoming:
         slots: int64, slots of all chunks in a row.
         max_tokens: tokens of the longest chunk.
         views: bytes of each job's section.
+        begin: `[parts * count]`, where each of them begins in the upload.
         names: of the jobs, for messages.
 
     Raises:
@@ -52,26 +53,23 @@ class Incoming:
     """
 
     def __init__(self, chunks: Sequence[DecodeRequest], sections: range, cache: PagedCache) -> None:
-        headers = [chunk.header for chunk in chunks]
+        opened = [chunk.opened for chunk in chunks]
         self.chunks = chunk_table(
-            [h.tokens for h in headers], [h.start for h in headers], [chunk.blob_start for chunk in chunks]
+            [own.tokens for own in opened], [own.start for own in opened], [chunk.blob_start for chunk in chunks]
         )
-        self.count, self.parts = len(chunks) * len(sections), 1 + len(chunks[0].refinements)
+        self.count, self.parts = len(chunks) * len(sections), len(opened[0].parts)
         self.tokens = np.repeat(self.chunks[:, ChunkField.TOKENS], len(sections))
         self.slots = join([chunk.every_slot for chunk in chunks])
         self.max_tokens = int(self.chunks[:, ChunkField.TOKENS].max())
         self._sections = sections
-        self.upload = Upload()
-        self._blank = np.zeros((self.parts * self.count, len(JobField)), np.int64)
-        self._at_jobs = self.upload.add(self._blank)
-        self._at_chunks = self.upload.add(self.chunks)
         self._memory = CacheMemory.of(cache)
-        self._at_memory = {name: self.upload.add(array) for name, array in self._memory.named().items()}
+        self.upload = Upload(cache.device)
+        blank = np.zeros((self.parts * self.count, len(JobField)), np.int64)
+        self.upload.add_named({"jobs": blank, "chunks": self.chunks, **self._memory.named()})
         self.views: list[memoryview] = []
         self.names: list[str] = []
-        self._begin: list[int] = []
-        blobs = [[(chunk.blob, chunk.header), *chunk.refinements] for chunk in chunks]
-        flat = [(part, *own[part]) for part in range(self.parts) for own in blobs]
+        begin: list[int] = []
+        flat = [(part, *own.parts[part]) for part in range(self.parts) for own in opened]
         verified = for_each(
             lambda each: read_sections(each[1], each[2], sections), flat, sum(len(blob) for _, blob, _ in flat)
         )
@@ -82,74 +80,40 @@ class Incoming:
             name = f"{'refinement of ' if part else ''}blob {chunks[number % len(chunks)].number}"
             for index, view in zip(sections, views, strict=True):
                 self.views.append(view)
-                self._begin.append(at)
+                begin.append(at)
                 self.names.append(f"section {index} of {name}")
                 at += len(view)
-
-    def offset(self, job: int) -> int:
-        """Return the offset of a job's section in the upload."""
-        return self._begin[job]
+        self.begin = np.array(begin, np.int64)
 
     def read(
-        self,
-        packed: Packed,
-        planes: I64,
-        coded: Sequence[int] | None = None,
-        which: I64 | None = None,
-        one_class: bool = False,
+        self, planes: I64, coded: I64 | None = None, which: I64 | None = None, one_class: bool = False
     ) -> dict[str, I64]:
-        """Find the parts of the coded sections: fields of jobs, by their names in lower case, all 0 for other jobs.
+        """Find the parts of the coded sections in the packed upload: `read_coded`, with 0 for other jobs.
 
         Args:
-            packed: the upload on the host.
             planes: of each job, the most that a token may have.
             coded: where in the section of each job its coded part begins; default: at once.
             which: the jobs that have a coded part; default: all.
             one_class: whether all tokens have one class.
-
-        Raises:
-            FormatError: parts that do not fill their section.
         """
         which = np.arange(len(self.views)) if which is None else which
-        begin = np.array(self._begin, np.int64)
-        end = begin + np.array([len(view) for view in self.views], np.int64)
-        if coded is not None:
-            begin += np.array(coded, np.int64)
+        end = self.begin + np.array([len(view) for view in self.views], np.int64)
+        begin = self.begin if coded is None else self.begin + coded
         tokens = np.tile(self.tokens, self.parts)[which]
         names = [self.names[job] for job in which]
-        found = read_coded(packed.bytes.numpy(), begin[which], end[which], tokens, planes[which], names, one_class)
+        found = read_coded(self.upload.bytes, begin[which], end[which], tokens, planes[which], names, one_class)
         out = {name: np.zeros(len(self.views), np.int64) for name in found}
         for name, values in found.items():
             out[name][which] = values
         return out
 
-    def fill_in(self, packed: Packed, jobs: I64) -> None:
-        """Copy the table of jobs into the upload on the host."""
-        packed.host(self._at_jobs, self._blank)[:] = jobs
+    def chunk_batch(self, sent: Mapping[str, torch.Tensor], status: torch.Tensor) -> ChunkBatch:
+        """Return the chunks as launches take them, given the arrays on the device and int32 `[chunks * sections]`."""
+        return ChunkBatch(sent["chunks"], status, len(self._sections), self._sections.start, self.max_tokens)
 
-    def device_jobs(self, sent: Packed) -> torch.Tensor:
-        """Return the jobs on the device, given the upload there."""
-        return sent.view(self._at_jobs, self._blank)
-
-    def chunk_batch(self, sent: Packed, status: torch.Tensor) -> ChunkBatch:
-        """Return the chunks in the form that launches take.
-
-        Args:
-            sent: the upload, on the device.
-            status: int32 `[chunks * sections]`.
-        """
-        chunks = sent.view(self._at_chunks, self.chunks)
-        return ChunkBatch(chunks, status, len(self._sections), self._sections.start, self.max_tokens)
-
-    def cache_view(self, sent: Packed, tiles: I64) -> CacheView:
-        """Return the cache in the form that a launch over `tiles` (on the host) takes.
-
-        Args:
-            sent: the upload, on the device.
-            tiles: rows of `TileField`.
-        """
-        memory = {name: sent.view(self._at_memory[name], array) for name, array in self._memory.named().items()}
-        return self._memory.view(memory, self.slots, tiles)
+    def cache_view(self, sent: Mapping[str, torch.Tensor], tiles: I64) -> CacheView:
+        """Return the cache as a launch over `tiles` (rows of `TileField`, on the host) takes it."""
+        return self._memory.view(sent, self.slots, tiles)
 
 
 def job_error(rule: int, name: str, *numbers: int) -> CuveeError:

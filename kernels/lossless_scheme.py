@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,22 +29,10 @@ from cuvee.kernels.ops.split_planes import count_symbols, split_planes, sum_byte
 from cuvee.kernels.outgoing import code_streams, measure, stream_fields, stream_jobs, write_parts
 from cuvee.kernels.plans import Geometry
 from cuvee.kernels.tracing import stage
-from cuvee.kernels.upload import ALIGNMENT, Packed, send_arrays
+from cuvee.kernels.upload import ALIGNMENT, send_arrays
 from cuvee.kernels.workspace import place_planes
 
 STORED = -1  # BytePlaneField.REFERENCE of a plane that is not coded
-
-
-@dataclass(frozen=True, slots=True)
-class LosslessBatch:
-    """A batch of verified and packed blobs, and the places of its arrays in the buffer."""
-
-    incoming: Incoming
-    sections: range
-    packed: Packed
-    jobs: I64
-    parts: dict[str, tuple[int, npt.NDArray[Any]]]
-    planes: int
 
 
 def _plans(planes: I64) -> I64:
@@ -99,11 +85,45 @@ class LosslessDevice:
         """Return the most scratch memory that decoding a chunk of this many tokens takes, in bytes."""
         return tokens * self._layout.bytes_per_token
 
-    def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> LosslessBatch:
-        """Verify the sections of these layers, and pack the arrays for the device."""
-        sections = touched(self.sections, layers)
+    def decode(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> torch.Tensor:
+        """Verify the sections of these layers, and start to decode them into the cache.
+
+        Returns the status of their jobs, int32 on the device.
+        """
+        geometry, sections = self._geometry, touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)
-        width = self._dtype.itemsize
+        tiles, max_tokens = of_layers(geometry.tiles.tiles, layers), incoming.max_tokens
+        jobs, table, planes_size = self._incoming_jobs(incoming, sections, tiles)
+        with stage("upload"):
+            data, sent = incoming.upload.send()
+        status = torch.zeros(incoming.count, dtype=torch.int32, device=self._device)
+        planes = torch.empty(planes_size, dtype=torch.uint8, device=self._device)
+        decoding = torch.empty(len(sent["freq"]), WIDTH, dtype=torch.uint32, device=self._device)
+        batch = incoming.chunk_batch(sent, status)
+        moved = bool(np.any(incoming.chunks[:, ChunkField.SOURCE] != incoming.chunks[:, ChunkField.TARGET]))
+        rows = len(incoming.slots) if moved else 0
+        with stage("rotation tables"):
+            turning = (batch.chunks, rows, max_tokens if moved else 0)
+            target = geometry.rotations(*turning)
+            source = geometry.rotations(*turning, use_source=True, inverse=True)
+        with stage("rans"):
+            decoding_tables(sent["freq"], decoding)
+            coding = stream_jobs(jobs, sent["jobs"], sent["plans"], sent["tables"])
+            rans_decode(data, coding, DecodingTables(decoding, PROB_BITS), sent["classes"], planes, status)
+        with stage("merge"):
+            merge_planes(
+                data, planes, sent["table"], TileTable(sent["tiles"], geometry.tiles.pairs), batch,
+                incoming.cache_view(sent, tiles), source, target, dtype=self._dtype, moved=moved,
+                even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
+            )  # fmt: skip
+        return status
+
+    def _incoming_jobs(self, incoming: Incoming, sections: range, tiles: I64) -> tuple[I64, I64, int]:
+        """Read what precedes the coded parts, and pack the upload.
+
+        Returns the jobs, the table of `BytePlaneField`, and the size of all coded planes.
+        """
+        width, upload = self._dtype.itemsize, incoming.upload
         table = self._empty_table(incoming.count, sections)
         freq: list[npt.NDArray[np.uint16]] = []
         which: list[int] = []  # table of each coded plane of a channel
@@ -112,7 +132,7 @@ class LosslessDevice:
         for job, view in enumerate(incoming.views):
             index, tokens = sections[job % len(sections)], int(incoming.tokens[job])
             channels = [size for size in self.sections[index].blocks for _ in range(width)]
-            reader, base, count = Reader(view), incoming.offset(job), 0
+            reader, base, count = Reader(view), int(incoming.begin[job]), 0
             rows = table[2 * job * width : 2 * (job + 1) * width]
             for row, size in zip(rows, channels, strict=True):
                 at = base + reader.position + 1  # the references follow the mode
@@ -134,56 +154,23 @@ class LosslessDevice:
             counts.append(count)
             coded.append(reader.position)
         planes = np.array(counts, np.int64)
-        tables = np.array(which, np.int32)
-        # The tables are checked here; the device makes the decoder's tables from them.
-        entropy = EntropyTables(np.stack(freq), PROB_BITS).freq if freq else np.empty((0, SYMBOLS), np.uint16)
-        parts: dict[str, tuple[int, npt.NDArray[Any]]] = {}
-        tiles = of_layers(self._geometry.tiles.tiles, layers)
-        for name, array in (
-            ("plans", _plans(planes)), ("tables", tables), ("freq", entropy), ("tiles", tiles), ("table", table),
-            ("classes", np.zeros(incoming.max_tokens, np.uint8)),
-        ):  # fmt: skip
-            parts[name] = (incoming.upload.add(array), array)
-        packed = incoming.upload.pack(self._device)
         places, size = place_planes(planes, incoming.tokens)
-        found = incoming.read(packed, planes, coded, np.flatnonzero(planes), one_class=True)
-        fields = {**found, **_one_class(len(planes)), "tokens": incoming.tokens, "planes": places}
-        jobs = job_table(len(planes), **fields)
-        incoming.fill_in(packed, jobs)
         is_coded = table[:, BytePlaneField.REFERENCE] != STORED
         table[is_coded, BytePlaneField.PLANE] += np.repeat(places, 2 * width)[is_coded]
-        packed.host(*parts["table"])[:] = table
-        return LosslessBatch(incoming, sections, packed, jobs, parts, size)
-
-    def launch(self, batch: LosslessBatch) -> torch.Tensor:
-        """Decode a batch. Return the status of its jobs, int32 on the device."""
-        incoming, geometry = batch.incoming, self._geometry
-        with stage("upload"):
-            sent = batch.packed.send(self._device)
-        part = {name: sent.view(*where) for name, where in batch.parts.items()}
-        status = torch.zeros(incoming.count, dtype=torch.int32, device=self._device)
-        planes = torch.empty(batch.planes, dtype=torch.uint8, device=self._device)
-        decoding = torch.empty(len(part["freq"]), WIDTH, dtype=torch.uint32, device=self._device)
-        max_tokens = incoming.max_tokens
-        chunks = incoming.chunk_batch(sent, status)
-        moved = bool(np.any(incoming.chunks[:, ChunkField.SOURCE] != incoming.chunks[:, ChunkField.TARGET]))
-        rows = len(incoming.slots) if moved else 0
-        with stage("rotation tables"):
-            turning = (chunks.chunks, rows, max_tokens if moved else 0)
-            target = geometry.rotations(*turning)
-            source = geometry.rotations(*turning, use_source=True, inverse=True)
-        with stage("rans"):
-            decoding_tables(part["freq"], decoding)
-            coding = stream_jobs(batch.jobs, incoming.device_jobs(sent), part["plans"], part["tables"])
-            rans_decode(sent.bytes, coding, DecodingTables(decoding, PROB_BITS), part["classes"], planes, status)
-        table, tiles = batch.parts["table"][1], batch.parts["tiles"][1]
-        with stage("merge"):
-            merge_planes(
-                sent.bytes, planes, part["table"], TileTable(part["tiles"], geometry.tiles.pairs), chunks,
-                incoming.cache_view(sent, tiles), source, target, dtype=self._dtype, moved=moved,
-                even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
-            )  # fmt: skip
-        return status
+        # The tables are checked here; the device makes the decoder's tables from them.
+        entropy = EntropyTables(np.stack(freq), PROB_BITS).freq if freq else np.empty((0, SYMBOLS), np.uint16)
+        upload.add_named(
+            {
+                "plans": _plans(planes), "tables": np.array(which, np.int32), "freq": entropy, "tiles": tiles,
+                "table": table, "classes": np.zeros(incoming.max_tokens, np.uint8),
+            }
+        )  # fmt: skip
+        upload.pack()
+        found = incoming.read(planes, np.array(coded, np.int64), np.flatnonzero(planes), one_class=True)
+        fields = {**found, **_one_class(len(planes)), "tokens": incoming.tokens, "planes": places}
+        jobs = job_table(len(planes), **fields)
+        upload.host("jobs")[:] = jobs
+        return jobs, table, size
 
     # Encoding --------------------------------------------------------------------------------------------------
 
@@ -201,7 +188,7 @@ class LosslessDevice:
         """Return the encoded sections of each chunk. Waits for the device three times, first for symbol counts."""
         memory, geometry, device = CacheMemory.of(cache), self._geometry, self._device
         count, joined, width = len(self.sections), join(slots), self._dtype.itemsize
-        starts = [request.start for request in requests]
+        starts = [request.source.start for request in requests]
         chunks = chunk_table([len(at) for at in slots], starts, starts)
         tokens = np.repeat(chunks[:, ChunkField.TOKENS], count)  # of each job
         max_tokens = int(tokens.max())

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family, coding_plan
 from cuvee.codec.entropy.residuals import FINER
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES
@@ -22,7 +21,7 @@ from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import TokenCenters
-from cuvee.kernels.jobs import I64, PlanField
+from cuvee.kernels.jobs import I64
 from cuvee.kernels.ops.arguments import CodableBytes, DecodingTables, DevicePlans, RotationTables
 from cuvee.kernels.ops.rans import coding_table, decoding_table
 from cuvee.kernels.ops.symbols import level_limit
@@ -76,52 +75,53 @@ class PlanArrays:
     @classmethod
     def of(
         cls,
-        plans: Sequence[CodingPlan],
+        parts: Sequence[Sequence[SectionCoding]],
+        by_class: Sequence[npt.NDArray[np.intp]],
+        deepest: Sequence[npt.NDArray[np.intp]],
         family: Family,
-        steps: Sequence[float],
-        rows_of: Sequence[npt.NDArray[np.intp]],
-        extents: Sequence[int],
-        widths: Sequence[int],
     ) -> PlanArrays:
-        """Return the arrays of plans that share a family.
+        """Return the arrays of the plans of all classes of all sections of all parts, which share a family.
 
         Args:
-            plans: how components are coded.
+            parts: how each section is coded, part by part.
+            by_class: `[16, blocks]` of each section, the components that a column of each class has in some part.
+            deepest: `[blocks]` of each section, the most of them.
             family: gives the quantizer.
-            steps: step of each plan.
-            rows_of: for each plan, the row of coefficients of each component.
-            extents: for each plan, the rows of coefficients that a column has.
-            widths: for each plan, those of a column of the finest class of its section.
         """
-        table = np.zeros((len(plans), len(PlanField)), np.int64)
+        table: list[tuple[int, ...]] = []
         tables: list[npt.NDArray[Any]] = []
         floats: list[npt.NDArray[Any]] = []
         ints: list[npt.NDArray[Any]] = []
         maps: list[npt.NDArray[np.int32]] = []
         quantizer = family.quantizer
         plane = row = place = 0
-        for index, (plan, places, extent, width) in enumerate(zip(plans, rows_of, extents, widths, strict=True)):
-            rows = len(plan.shift)
-            table[index] = plan.planes, rows, plane, row, extent, place
-            tables.append(plan.tables.astype(np.int32))
-            low = np.full(rows, -1, np.int32)
-            low[plan.wide] = rows + np.arange(len(plan.wide))
-            ints.append(np.stack([plan.shift, low, places, np.zeros(rows)], axis=1).astype(np.int32))
-            at = plan.level_table
-            floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
-            row_map = np.full(width, -1, np.int32)
-            row_map[places] = np.arange(rows)
-            maps.append(row_map)
-            plane, row, place = plane + plan.planes, row + rows, place + width
+        for own, extents, most in (each for part in parts for each in zip(part, by_class, deepest, strict=True)):
+            begin, width = np.cumsum(most) - most, int(most.sum())
+            for k, (ranks, extent) in enumerate(zip(own.class_ranks, extents, strict=True)):
+                plan = own.classed.plans[k] or _UNSERVED
+                rows, places = len(plan.shift), _runs(begin, np.array(ranks))
+                last = int(_runs(begin, extent).max(initial=-1)) + 1
+                table.append((plan.planes, rows, plane, row, last, place))
+                tables.append(plan.tables)
+                low = np.full(rows, -1, np.int32)
+                low[plan.wide] = rows + np.arange(len(plan.wide))
+                ints.append(np.stack([plan.shift, low, places, np.zeros(rows)], axis=1))
+                at = plan.level_table
+                floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
+                row_map = np.full(width, -1, np.int32)
+                row_map[places] = np.arange(rows)
+                maps.append(row_map)
+                plane, row, place = plane + plan.planes, row + rows, place + width
+        steps = np.concatenate([own.classed.steps for part in parts for own in part])
         return cls(
-            table,
-            np.concatenate(tables),
+            np.array(table, np.int64),
+            np.concatenate(tables).astype(np.int32),
             np.concatenate(floats).astype(np.float32),
-            np.concatenate(ints),
+            np.concatenate(ints).astype(np.int32),
             np.concatenate(maps),
-            np.array(steps, np.float32),
-            np.array([1.0 / step for step in steps], np.float32),
-            np.array([level_limit(step) for step in steps], np.float32),
+            steps,
+            np.array([1.0 / step for step in steps.tolist()], np.float32),
+            np.array([level_limit(step) for step in steps.tolist()], np.float32),
         )
 
     def to(self, device: torch.device) -> DevicePlans:
@@ -277,12 +277,12 @@ class TransformPlan:
                 raise ProfileError("profile: codes more components of coarser tokens than of finer ones")
         # `[16, blocks]` of each section: components in the part that has most.
         by_class = [np.max([own.class_ranks for own in of], axis=0) for of in zip(*self.coding, strict=True)]
-        self._deepest = [ranks.max(0) for ranks in by_class]
-        self.arrays = self._plan_arrays(by_class)
+        deepest = [ranks.max(0) for ranks in by_class]
+        self.arrays = PlanArrays.of(self.coding, by_class, deepest, self.family)
         self.device_plans = self.arrays.to(device)
         block_ranks = np.ascontiguousarray(np.concatenate(by_class, axis=1, dtype=np.int32).T)
         self.block_ranks = torch.from_numpy(block_ranks).to(device)
-        self.maps = LinearMaps(self.geometry, self.learned, [list(own) for own in self._deepest], device, product)
+        self.maps = LinearMaps(self.geometry, self.learned, [list(own) for own in deepest], device, product)
         shape = self.parts, len(self.learned)
         self.finest = np.array([own.classed.finest for own in all_parts], np.int64).reshape(shape)
         self.planes = np.stack([own.classed.planes for own in all_parts]).astype(np.int64).reshape(*shape, CLASSES)
@@ -292,24 +292,6 @@ class TransformPlan:
         self.slots = np.concatenate([table.slots for table in tables])
         self.freq = np.concatenate([table.freq for table in tables])
         self.usual = np.maximum((self.freq[:, :CLASSES] >= USUAL_FREQUENCY).argmax(1), self.finest[0])
-
-    def _plan_arrays(self, by_class: Sequence[npt.NDArray[np.intp]]) -> PlanArrays:
-        """Return the plans of all classes of all sections of all parts."""
-        plans: list[CodingPlan] = []
-        steps: list[float] = []
-        rows_of: list[npt.NDArray[np.intp]] = []
-        extents: list[int] = []
-        widths: list[int] = []
-        for part in self.coding:
-            for own, deepest, most in zip(part, self._deepest, by_class, strict=True):
-                begin = np.cumsum(deepest) - deepest
-                for k, ranks in enumerate(own.class_ranks):
-                    plans.append(own.classed.plans[k] or _UNSERVED)
-                    steps.append(float(own.classed.steps[k]))
-                    rows_of.append(_runs(begin, np.array(ranks)))
-                    extents.append(int(_runs(begin, most[k]).max(initial=-1)) + 1)
-                    widths.append(int(deepest.sum()))
-        return PlanArrays.of(plans, self.family, steps, rows_of, extents, widths)
 
     def rows(self, sections: Numbers, classes: Numbers | int = 0, part: Numbers | int = 0) -> Numbers:
         """Return the rows of `plans` for class `classes` of each of `sections`, in a part of them."""

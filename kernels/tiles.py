@@ -59,27 +59,17 @@ class TileLayout:
             first += matrix.shape[1]
         return packed
 
-    def with_ranks(
-        self, ranks: Sequence[Sequence[int]], stored: Sequence[Sequence[int]] | None = None
-    ) -> tuple[I64, I64, int]:
-        """Return the tables for blocks cut to their leading components.
-
-        Args:
-            ranks: coded components, per section and block.
-            stored: components of the bases in memory, per section and block, at least `ranks`; None: `ranks`. The
-                bases `[stored, BlockField.COLUMNS]` follow each other.
+    def with_ranks(self, ranks: Sequence[Sequence[int]]) -> tuple[I64, I64, int]:
+        """Return the tables for blocks cut to their leading components, `ranks` per section and block.
 
         Returns:
-            tiles, blocks, and the number of elements of the bases, forward or inverse alike.
+            tiles, blocks, and the number of elements of the bases, forward or inverse alike: they follow each other.
         """
         tiles, blocks = self.tiles.copy(), self.blocks.copy()
         flat = np.array([rank for section in ranks for rank in section], np.int64)
-        kept = flat if stored is None else np.array([rank for section in stored for rank in section], np.int64)
-        if flat.shape != kept.shape or len(flat) != len(blocks) or np.any(flat > kept):
-            raise InputError(f"ranks: must be at most {kept} for {len(blocks)} blocks, got {flat}")
-        end = np.cumsum(kept * blocks[:, BlockField.COLUMNS])
+        end = np.cumsum(flat * blocks[:, BlockField.COLUMNS])
         blocks[:, BlockField.RANK] = flat
-        blocks[:, BlockField.BASIS] = end - kept * blocks[:, BlockField.COLUMNS]
+        blocks[:, BlockField.BASIS] = end - flat * blocks[:, BlockField.COLUMNS]
         for section in np.unique(blocks[:, BlockField.SECTION]):
             own = blocks[:, BlockField.SECTION] == section
             blocks[own, BlockField.ROW] = np.cumsum(flat[own]) - flat[own]

@@ -11,7 +11,6 @@ share the rows of coefficients: the refinement codes what quantizing the base le
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from cuvee.codec.profiles.class_predictor import choose_classes
 from cuvee.codec.schemes.coefficients import tokens_per_stream
 from cuvee.codec.support.arrays import U8
 from cuvee.codec.support.lazy import lazy
-from cuvee.kernels.centers import CENTER_BYTES, Centers, SentArrays, TokenRun
+from cuvee.kernels.centers import CENTER_BYTES, Centers, TokenRun
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join, of_layers, raise_status, touched
 from cuvee.kernels.class_predictor import ARRAYS, DevicePredictor
 from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
@@ -42,32 +41,8 @@ from cuvee.kernels.ops.synthesize import synthesis_config, synthesize
 from cuvee.kernels.outgoing import check_size, code_streams, measure, stream_fields, stream_jobs, write_parts
 from cuvee.kernels.plans import FamilyTables, TransformPlan
 from cuvee.kernels.tracing import stage
-from cuvee.kernels.upload import Packed, send_arrays
+from cuvee.kernels.upload import send_arrays
 from cuvee.kernels.workspace import place_coefficients, place_planes, running_offsets, zeros
-
-
-@dataclass(frozen=True, slots=True)
-class TransformBatch:
-    """A batch of verified and packed blobs, and the sizes of the arrays that decoding it needs.
-
-    Attributes:
-        jobs: on the host.
-        tiles: offset in `packed`, and contents; None: all tiles.
-        columns: offsets in `packed` of the columns' classes and of their order, and what is as long.
-        centers: offset in `packed`, and contents, of each of `CenterArrays`; None: nothing is predicted.
-        max_rows: of coefficients of a job.
-    """
-
-    incoming: Incoming
-    sections: range
-    packed: Packed
-    jobs: I64
-    tiles: tuple[int, I64] | None
-    columns: tuple[int, int, U8]
-    centers: Sequence[tuple[int, npt.NDArray[Any]]] | None
-    planes: int
-    coefficients: int
-    max_rows: int
 
 
 class TransformDevice:
@@ -108,29 +83,77 @@ class TransformDevice:
         plans = np.stack([plan.arrays.plans[plan.rows(sections, plan.usual, part)] for part in range(plan.parts)])
         return int(plans[:, :, PlanField.PLANES].sum()), int(plans[0, :, PlanField.EXTENT].sum())
 
-    def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> TransformBatch:
-        """Verify the sections of these blobs that contain any of `layers`, and pack the arrays for the device."""
-        plan, sections = self._plan, touched(self.sections, layers)
-        incoming = Incoming(chunks, sections, cache)
-        first, count = running_offsets(incoming.tokens)
-        # Each array begins at a multiple of 16 bytes, because kernels are compiled for that alignment.
-        blank = np.zeros(count, np.uint8)
-        columns = (incoming.upload.add(blank), incoming.upload.add(blank), blank)
-        centers = None
-        if plan.token_centers is not None:
-            runs = [TokenRun(_ids(chunk.token_ids), chunk.header.start) for chunk in chunks]
-            centers = [(incoming.upload.add(array), array) for array in plan.token_centers.lay_out(runs)]
-        tiles = None
-        if len(layers) < cache.layout.num_layers:
-            own = of_layers(plan.maps.tiles, layers)
-            tiles = (incoming.upload.add(own), own)
-        packed = incoming.upload.pack(plan.device)
+    def decode(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> torch.Tensor:
+        """Verify the sections of these blobs that contain any of `layers`, and start to decode them into the cache.
 
-        part, index, tokens = self._of_jobs(np.tile(np.asarray(sections), len(chunks)), incoming.tokens)
-        coded = incoming.read(packed, plan.most_planes[part, index])
+        Returns the status of their jobs, int32 on the device.
+        """
+        plan, sections = self._plan, touched(self.sections, layers)
+        geometry, device, centers_of = plan.geometry, plan.device, plan.token_centers
+        incoming = Incoming(chunks, sections, cache)
+        upload, max_tokens, count = incoming.upload, incoming.max_tokens, incoming.count
+        # Each array begins at a multiple of 16 bytes, because kernels are compiled for that alignment.
+        blank = np.zeros(int(incoming.tokens.sum()), np.uint8)
+        upload.add_named({"classes": blank, "order": blank})
+        if centers_of is not None:
+            upload.add_named(
+                centers_of.lay_out([TokenRun(_ids(chunk.token_ids), chunk.opened.start) for chunk in chunks])
+            )
+        tiles, partial = plan.maps.tiles, len(layers) < cache.layout.num_layers
+        if partial:
+            tiles = of_layers(tiles, layers)
+            upload.add_named({"tiles": tiles})
+        upload.pack()
+        jobs, planes_size, coefficients, max_rows = self._incoming_jobs(incoming, sections, len(chunks))
+        with stage("upload"):
+            data, sent = upload.send()
+        status, *found = zeros(1 + plan.parts, count, device)
+        planes = torch.empty(planes_size, dtype=torch.uint8, device=device)
+        y = torch.empty(coefficients, dtype=plan.product, device=device)
+        batch, order = incoming.chunk_batch(sent, status), TokenOrder(sent["classes"], sent["order"], plan.block_ranks)
+        view = incoming.cache_view(sent, tiles)
+        max_rank = int(tiles[:, TileField.RANK].max())
+        config = synthesis_config(plan.product, view.element, max_rank, max_tokens, view.aligned)
+        with stage("rotation tables"):
+            rotations = geometry.rotations(batch.chunks, len(incoming.slots), max_tokens)
+        base = None
+        for part in range(plan.parts):
+            own, last = slice(part * count, (part + 1) * count), part == plan.parts - 1
+            with stage("rans"):
+                coding = stream_jobs(jobs[own], sent["jobs"][own], plan.device_plans.plans, plan.device_plans.tables)
+                rans_decode(data, coding, self._tables.decoding, order.classes, planes, status)
+            out = y if last else torch.empty(coefficients, dtype=torch.float32, device=device)
+            with stage("dequantize"):
+                dequantize(
+                    data, sent["jobs"][own], plan.device_plans, order.classes, planes, out, status, found[part],
+                    max_rows, max_tokens, max(config.block_t, MIN_DEPTH), base,
+                )  # fmt: skip
+            base = out
+        means, center_rows = plan.means, None
+        if centers_of is not None:
+            with stage("predict"):
+                centers = centers_of.centers(sent, sections)
+            means, center_rows = centers.table, centers.rows
+        device_tiles = TileTable(sent["tiles"] if partial else plan.maps.device_tiles, geometry.tiles.pairs)
+        with stage("synthesize"):
+            synthesize(
+                y, sent["jobs"], device_tiles, plan.maps.inverse, means, batch, rotations, view, order, config,
+                center_rows,
+            )  # fmt: skip
+        return status
+
+    def _incoming_jobs(self, incoming: Incoming, sections: range, chunks: int) -> tuple[I64, int, int, int]:
+        """Decode the classes of a packed upload, and fill in what follows from them.
+
+        Returns the jobs, the sizes of planes and of coefficients, and the rows of coefficients of the deepest job.
+        """
+        plan, upload = self._plan, incoming.upload
+        first, count = running_offsets(incoming.tokens)
+        part, index, tokens = self._of_jobs(np.tile(np.asarray(sections), chunks), incoming.tokens)
+        coded = incoming.read(plan.most_planes[part, index])
         everywhere, _ = running_offsets(tokens)
         classes = read_classes(
-            packed.bytes.numpy(), coded, everywhere, tokens, plan.slots, index, plan.finest[part, index], incoming.names
+            upload.bytes, coded, everywhere, tokens, plan.slots, index, plan.finest[part, index], incoming.names
         )
         if np.any(other := classes[count:] != np.tile(classes[:count], plan.parts - 1)):
             job = int(np.searchsorted(everywhere, count + np.argmax(other), side="right")) - 1
@@ -138,8 +161,7 @@ class TransformDevice:
                 f"{incoming.names[job]}: must have the token classes of its base, got other ones: the bytes are damaged"
             )
         by_class, order, counts = sort_columns(classes[:count], first, incoming.tokens)
-        for offset, array in zip(columns[:2], (by_class, order), strict=True):
-            packed.host(offset, array)[:] = array
+        upload.host("classes")[:], upload.host("order")[:] = by_class, order
         deepest = plan.rows(index, np.tile((counts > 0).argmax(1), plan.parts), part)
         plans = plan.arrays.plans[deepest]
         planes_at, planes = place_planes(plans[:, PlanField.PLANES], tokens)
@@ -150,62 +172,13 @@ class TransformDevice:
             columns=np.tile(first, plan.parts), planes=planes_at, coefficients=np.tile(at, plan.parts),
             stride=np.tile(stride, plan.parts), **coded,
         )  # fmt: skip
-        incoming.fill_in(packed, jobs)
-        return TransformBatch(
-            incoming, sections, packed, jobs, tiles, columns, centers, planes, coefficients, int(extents.max())
-        )
+        upload.host("jobs")[:] = jobs
+        return jobs, planes, coefficients, int(extents.max())
 
     def _of_jobs(self, index: I64, tokens: I64) -> tuple[I64, I64, I64]:
         """Return part, section and tokens of each job, given the sections and tokens of those of one part."""
         parts = self._plan.parts
         return np.repeat(np.arange(parts), len(index)), np.tile(index, parts), np.tile(tokens, parts)
-
-    def launch(self, batch: TransformBatch) -> torch.Tensor:
-        """Decode a batch. Return the status of its jobs, int32 on the device."""
-        plan = self._plan
-        geometry, device = plan.geometry, plan.device
-        with stage("upload"):
-            sent = batch.packed.send(device)
-        incoming, max_tokens = batch.incoming, batch.incoming.max_tokens
-        jobs, count = incoming.device_jobs(sent), incoming.count
-        status, *found = zeros(1 + plan.parts, count, device)
-        planes = torch.empty(batch.planes, dtype=torch.uint8, device=device)
-        y = torch.empty(batch.coefficients, dtype=plan.product, device=device)
-        chunks = incoming.chunk_batch(sent, status)
-        classes, tokens = (sent.view(offset, batch.columns[2]) for offset in batch.columns[:2])
-        order = TokenOrder(classes, tokens, plan.block_ranks)
-        tiles = plan.maps.tiles if batch.tiles is None else batch.tiles[1]
-        device_tiles = plan.maps.device_tiles if batch.tiles is None else sent.view(*batch.tiles)
-        cache = incoming.cache_view(sent, tiles)
-        max_rank = int(tiles[:, TileField.RANK].max())
-        config = synthesis_config(plan.product, cache.element, max_rank, max_tokens, cache.aligned)
-        with stage("rotation tables"):
-            rotations = geometry.rotations(chunks.chunks, len(incoming.slots), max_tokens)
-        base = None
-        for part in range(plan.parts):
-            own, last = slice(part * count, (part + 1) * count), part == plan.parts - 1
-            with stage("rans"):
-                coding = stream_jobs(batch.jobs[own], jobs[own], plan.device_plans.plans, plan.device_plans.tables)
-                rans_decode(sent.bytes, coding, self._tables.decoding, classes, planes, status)
-            out = y if last else torch.empty(batch.coefficients, dtype=torch.float32, device=device)
-            with stage("dequantize"):
-                dequantize(
-                    sent.bytes, jobs[own], plan.device_plans, classes, planes, out, status, found[part],
-                    batch.max_rows, max_tokens, max(config.block_t, MIN_DEPTH), base,
-                )  # fmt: skip
-            base = out
-        means, center_rows = plan.means, None
-        if batch.centers is not None and plan.token_centers is not None:
-            with stage("predict"):
-                arrays = SentArrays(*(sent.view(*part) for part in batch.centers))
-                centers = plan.token_centers.centers(arrays, batch.sections)
-            means, center_rows = centers.table, centers.rows
-        with stage("synthesize"):
-            synthesize(
-                y, jobs, TileTable(device_tiles, geometry.tiles.pairs), plan.maps.inverse, means, chunks, rotations,
-                cache, order, config, center_rows,
-            )  # fmt: skip
-        return status
 
     # Encoding --------------------------------------------------------------------------------------------------
 
@@ -231,16 +204,16 @@ class TransformDevice:
         plan, memory = self._plan, CacheMemory.of(cache)
         geometry, device = plan.geometry, plan.device
         count, numbers = len(self.sections), range(first_chunk, first_chunk + len(slots))
-        starts = [request.start for request in requests]
+        starts = [request.source.start for request in requests]
         table = chunk_table([len(at) for at in slots], starts, starts)
         predictor = self._predictor
         host: dict[str, npt.NDArray[Any]] = {"chunks": table, **memory.named()}
         if predictor is not None:
-            following = [request.following for request in requests]
+            following = [request.source.following for request in requests]
             host["jobs"], host["positions"], host["levels"] = predictor.place(table, following)
         if plan.token_centers is not None:
-            runs = [TokenRun(_ids(request.token_ids), request.start) for request in requests]
-            host |= plan.token_centers.lay_out(runs)._asdict()
+            runs = [TokenRun(_ids(request.token_ids), request.source.start) for request in requests]
+            host |= plan.token_centers.lay_out(runs)
         sent = send_arrays(host, device)
         joined = join(slots)
         max_tokens = int(table[:, ChunkField.TOKENS].max())
@@ -253,8 +226,7 @@ class TransformDevice:
         centers = None
         if plan.token_centers is not None:
             with stage("predict"):
-                arrays = SentArrays(*(sent[name] for name in SentArrays._fields))
-                centers = plan.token_centers.centers(arrays, range(count))
+                centers = plan.token_centers.centers(sent, range(count))
         means, center_rows = (plan.means, None) if centers is None else (centers.table, centers.rows)
         with stage("gather"):
             gather(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,11 +38,13 @@ def for_each(function: Callable[[S], T], items: Sequence[S], total_bytes: int) -
 
 
 class Upload:
-    """Arrays to send to the device in one copy: first laid out, then packed into pinned memory."""
+    """Arrays to send to a device in one copy: laid out, packed into pinned memory, filled in there, and sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._parts: list[memoryview | npt.NDArray[Any]] = []
         self._offsets: list[int] = []
+        self._named: dict[str, int] = {}  # number of each part that has a name
         self._size = 0
 
     def add(self, part: memoryview | npt.NDArray[Any]) -> int:
@@ -54,10 +55,16 @@ class Upload:
         self._size = offset + -(-part.nbytes // ALIGNMENT) * ALIGNMENT
         return offset
 
-    def pack(self, device: torch.device) -> Packed:
-        """Copy all parts into one buffer, pinned if `device` is not the CPU; gaps are zero."""
-        buffer = host_buffer((max(self._size, ALIGNMENT),), torch.uint8, device)
-        raw = buffer.numpy()
+    def add_named(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Append arrays that `host` and `send` return by name, with their dtypes and shapes."""
+        for name, array in arrays.items():
+            self._named[name] = len(self._parts)
+            self.add(array)
+
+    def pack(self) -> None:
+        """Copy all parts into one buffer, pinned if the device is not the CPU; gaps are zero."""
+        self._buffer = host_buffer((max(self._size, ALIGNMENT),), torch.uint8, self._device)
+        raw = self._buffer.numpy()
 
         def copy(index: int) -> None:
             flat = np.frombuffer(self._parts[index], np.uint8)
@@ -67,33 +74,37 @@ class Upload:
 
         ends = [*self._offsets[1:], self._size]
         for_each(copy, range(len(self._parts)), self._size)
-        return Packed(buffer)
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The packed buffer on the host."""
+        packed: npt.NDArray[np.uint8] = self._buffer.numpy()
+        return packed
+
+    def host(self, name: str) -> npt.NDArray[Any]:
+        """Return a packed array by its name, to fill in before `send`."""
+        offset, like = self._place(name)
+        return self.bytes[offset : offset + like.nbytes].view(like.dtype).reshape(like.shape)
+
+    def send(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Start the copy to the device. Return the buffer there, and its arrays by their names."""
+        sent = self._buffer.to(self._device, non_blocking=True)
+        arrays = {}
+        for name in self._named:
+            offset, like = self._place(name)
+            dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
+            arrays[name] = sent[offset : offset + like.nbytes].view(dtype).view(like.shape)
+        return sent, arrays
+
+    def _place(self, name: str) -> tuple[int, npt.NDArray[Any]]:
+        """Return the offset of a named array, and what has its dtype and shape."""
+        number = self._named[name]
+        return self._offsets[number], np.asarray(self._parts[number])
 
 
 def send_arrays(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
     """Start copying arrays to the device in one copy. Return them by name, with their dtypes and shapes."""
-    upload = Upload()
-    at = {name: upload.add(array) for name, array in arrays.items()}
-    sent = upload.pack(device).send(device)
-    return {name: sent.view(at[name], array) for name, array in arrays.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """The buffer of an `Upload`, on the host or on the device."""
-
-    bytes: torch.Tensor
-
-    def host(self, offset: int, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the part at `offset` with the dtype and shape of `like`, to read or to fill in before `send`."""
-        raw: npt.NDArray[Any] = self.bytes.numpy()[offset : offset + like.nbytes]
-        return raw.view(like.dtype).reshape(like.shape)
-
-    def send(self, device: torch.device) -> Packed:
-        """Start the copy to the device."""
-        return Packed(self.bytes.to(device, non_blocking=True))
-
-    def view(self, offset: int, like: npt.NDArray[Any]) -> torch.Tensor:
-        """Return the part at `offset` as a tensor with the dtype and shape of `like`."""
-        dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
-        return self.bytes[offset : offset + like.nbytes].view(dtype).view(like.shape)
+    upload = Upload(device)
+    upload.add_named(arrays)
+    upload.pack()
+    return upload.send()[1]

@@ -84,7 +84,7 @@ def half_addresses(  # type: ignore[no-untyped-def]
 @triton.jit
 def load_pairs(  # type: ignore[no-untyped-def]
     places, scales, tile, offset, exists, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
-    ALIGNED: tl.constexpr = False, FIRST: tl.constexpr = 0,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Read a tile: the values of tokens at `offset` (see `token_offsets`); zero where there is none.
 
@@ -98,16 +98,15 @@ def load_pairs(  # type: ignore[no-untyped-def]
         UNIT_STRIDE: see `contiguity`.
         PAIRS: width of a half tile.
         ALIGNED: see `contiguity`.
-        FIRST: pairs FIRST … FIRST + PAIRS - 1 of the tile are read.
 
     Returns:
         two `[tokens, PAIRS]` float32.
     """
     at0, mask0 = half_addresses(
-        places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+        places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, 0
     )  # fmt: skip
     at1, mask1 = half_addresses(
-        places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+        places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, 0
     )  # fmt: skip
     if ELEMENT.primitive_bitwidth == 8:
         scale = tl.load(scales + tl.load(tile + TILE.UNIT))

@@ -11,7 +11,7 @@ from tests.predicting import VOCABULARY, predicting, with_sinks
 
 from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels import centers as module
-from cuvee.kernels.centers import Centers, SentArrays, TokenRun
+from cuvee.kernels.centers import Centers, TokenRun
 from cuvee.kernels.plans import TransformPlan
 
 
@@ -24,8 +24,8 @@ def runs() -> list[TokenRun]:
 def centers_of(plan: TransformPlan, sections: range) -> Centers:
     assert plan.token_centers is not None
     arrays = plan.token_centers.lay_out(runs())
-    assert len(arrays.embedding) < len(arrays.rows) == sum(len(run.token_ids) for run in runs())
-    sent = SentArrays(*(torch.from_numpy(array).to(plan.device) for array in arrays))
+    assert len(arrays["embedding"]) < len(arrays["rows"]) == sum(len(run.token_ids) for run in runs())
+    sent = {name: torch.from_numpy(array).to(plan.device) for name, array in arrays.items()}
     return plan.token_centers.centers(sent, sections)
 
 
@@ -64,7 +64,7 @@ def test_of_the_sections_that_are_decoded(device: torch.device, fitted: Callable
     bounds = plan.geometry.tiles.bounds
     inside = slice(int(bounds[1]), int(bounds[3]))
     assert torch.equal(part.table[:, inside], whole.table[:, inside])
-    means = plan.means[part.sent.position]
+    means = plan.means[part.position]
     for outside in (slice(0, inside.start), slice(inside.stop, None)):
         assert torch.equal(part.table[:, outside], means[:, outside])
 

@@ -20,7 +20,7 @@ from cuvee.codec.profiles.class_predictor import finer_near_end
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.stages.reference.token_order import coding_order
-from cuvee.kernels.centers import SentArrays, TokenRun
+from cuvee.kernels.centers import TokenRun
 from cuvee.kernels.class_predictor import DevicePredictor
 from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
 from cuvee.kernels.jobs import JobField, PlanField
@@ -211,21 +211,21 @@ def test_offsets_are_those_of_values_with_their_predictions(device: torch.device
     ids, sections = np.random.default_rng(0).integers(0, VOCABULARY, 12), range(len(profile.learned))
     assert plan.token_centers is not None
     arrays = plan.token_centers.lay_out([TokenRun(ids[:7], 0), TokenRun(ids[7:], 1)])
-    sent = SentArrays(*(torch.from_numpy(array).to(device) for array in arrays))
+    sent = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
     centers = plan.token_centers.centers(sent, sections)
     chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
     jobs, positions, levels = (torch.from_numpy(array.copy()).to(device) for array in predictor.place(chunks, [0, 0]))
     status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
     batch = ChunkBatch(torch.from_numpy(chunks).to(device), status, len(sections), 0, 7)
     # Not rounded to bfloat16, as on the CPU.
-    predicted = torch.zeros(len(arrays.position), plan.geometry.tiles.columns)
+    predicted = torch.zeros(len(arrays["position"]), plan.geometry.tiles.columns)
     for index, section in enumerate(plan.learned):
         own = slice(int(plan.geometry.tiles.bounds[index]), int(plan.geometry.tiles.bounds[index + 1]))
         token_map = section.token_map
         assert token_map is not None
-        embedding = torch.from_numpy(arrays.embedding * arrays.row_scale[:, None])
+        embedding = torch.from_numpy(arrays["embedding"] * arrays["row_scale"][:, None])
         exact = embedding @ (token_map.weights * token_map.scale)
-        exact[torch.from_numpy(arrays.position) < len(section.basis.sinks)] = 0
+        exact[torch.from_numpy(arrays["position"]) < len(section.basis.sinks)] = 0
         predicted[:, own] = plan.geometry.tiles.pack(exact, index)
     whole = x + predicted.to(device)[centers.rows.long()]
     found = predictor.offsets(x, jobs, batch, positions, levels, centers)

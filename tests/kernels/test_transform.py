@@ -117,8 +117,9 @@ class World:
         parts = []
         for i, basis in enumerate(self.bases):
             matrices = [m.T for m in basis.inverse] if inverse else list(basis.forward)
-            parts += [m.flatten() for m in self.tables.pack_basis(matrices, i)]
-        # Rows beyond the coded ranks are there, as in a profile: they must not be used.
+            coded = [m[:rank] for m, rank in zip(matrices, self.ranks[i], strict=True)]
+            parts += [m.flatten() for m in self.tables.pack_basis(coded, i)]
+        # The rows of the next block follow: they must not be used.
         return torch.cat(parts).to(dtype).contiguous().to(self.device)
 
     def tables_of(self, use_source: bool, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,7 +205,7 @@ def make_world(
                 ),
             )
         )
-    tiles, blocks, elements = tables.with_ranks(ranks, [basis.block_ranks for basis in bases])
+    tiles, blocks, elements = tables.with_ranks(ranks)
     rows, first = [], 0
     for index, tokens in enumerate(counts):
         rows.append([tokens, first, (0, SINKS - 1, 1000)[index % 3], (7, 0, 100_000)[index % 3]])
@@ -306,11 +307,6 @@ def test_a_block_must_not_end_within_a_head() -> None:
     layout = LAYOUTS["odd"]
     with pytest.raises(InputError, match="an end within a head"):
         lay_out_tiles(layout, [Section(0, 1, (10, 50))], {})
-    tables = lay_out_tiles(layout, partition(layout, "unit"), {})
-    with pytest.raises(InputError, match="ranks"):
-        tables.with_ranks([(3, 4)] * 3, [(3, 3)] * 3)
-    with pytest.raises(InputError, match="ranks"):
-        tables.with_ranks([(3, 4)])
 
 
 @pytest.mark.parametrize("inverse", [False, True])
@@ -473,7 +469,7 @@ def test_analyze(name: str, group: str, device: torch.device) -> None:
 def test_analyze_a_run_of_sections_and_large_ranks(device: torch.device) -> None:
     world = make_world("128", "layer", device, (20,), max_rank=200)
     world.ranks = [(200,), (131,)]
-    world.tiles, world.blocks, _ = world.tables.with_ranks(world.ranks, [(200,), (200,)])
+    world.tiles, world.blocks, _ = world.tables.with_ranks(world.ranks)
     arguments, x, _ = gather_arguments(world, slice(1, 2))
     launch(gather_reference, **arguments)
     rows, size = world.jobs()
@@ -597,7 +593,7 @@ def test_synthesize_long_sums(device: torch.device) -> None:
 def test_synthesize_only_means(device: torch.device) -> None:
     world = make_world("irregular", "unit", device)
     world.ranks = [tuple(0 for _ in ranks) for ranks in world.ranks]
-    world.tiles, world.blocks, _ = world.tables.with_ranks(world.ranks, [b.block_ranks for b in world.bases])
+    world.tiles, world.blocks, _ = world.tables.with_ranks(world.ranks)
     arguments, y = synthesis(world, torch.bfloat16)
     assert bool(y.isnan().all())
     got, want = run_both(world, arguments)
