@@ -14,7 +14,6 @@ half of the columns are faint, which makes a profile 13% smaller, and blobs 0.2 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.errors import FormatError, ProfileError
+from cuvee.codec.profiles.file_arrays import Arrays, read_array
 from cuvee.codec.profiles.map_rounding import round_columns
 from cuvee.codec.support.arrays import F32, I16
 from cuvee.codec.support.lazy import lazy
@@ -133,38 +133,30 @@ class BlockMap:
         return torch.from_numpy(integers)
 
 
-def read_block_map(
-    prefix: str, block: int, size: int, rank: int, arrays: Mapping[str, npt.NDArray[np.generic]]
-) -> BlockMap:
+def read_block_map(prefix: str, block: int, size: int, rank: int, arrays: Arrays) -> BlockMap:
     """Return the map of `size` values and `rank` components in the arrays `PREFIX.*.BLOCK` of a profile's file.
 
     Raises:
         FormatError: an array has the wrong shape or dtype, or scales are not above zero.
         KeyError: an array is missing.
     """
-    wide, narrow, faint = (arrays[f"{prefix}.{name}.{block}"] for name in ("wide", "narrow", "faint"))
-    count = size if rank else 0
-    first, second = (array.shape[1] if array.ndim == 2 else 0 for array in (wide, narrow))
-    second = min(second, count - first)
-    others = max(count - first - second, 0)
-    shapes = {
-        "wide": (wide, np.int16, (size, first)),
-        "narrow": (narrow, np.int8, (size, second)),
-        "faint": (faint, np.uint8, (size, (others + 1) // 2)),
-        "row_scale": (arrays[f"{prefix}.row_scale.{block}"], np.float32, (size,)),
-        "column_scale": (arrays[f"{prefix}.column_scale.{block}"], np.float32, (count,)),
-    }
-    for name, (array, dtype, shape) in shapes.items():
-        if array.dtype != dtype or array.shape != shape:
-            raise FormatError(f"{prefix}.{name}.{block}: has the wrong shape or dtype")
     if not 0 <= rank <= size:
         raise FormatError(f"{prefix}.ranks: must be 0 … {size} for block {block}, got {rank}")
-    row_scale, column_scale = (shapes[name][0].astype(np.float32) for name in ("row_scale", "column_scale"))
+    count = size if rank else 0
+    wide = read_array(arrays, f"{prefix}.wide.{block}", np.int16, size, None)
+    narrow = read_array(arrays, f"{prefix}.narrow.{block}", np.int8, size, None)
+    others = count - wide.shape[1] - narrow.shape[1]
+    if others < 0:
+        raise FormatError(f"{prefix}.wide.{block}: must have at most {count} columns with the narrow ones")
+    faint = read_array(arrays, f"{prefix}.faint.{block}", np.uint8, size, (others + 1) // 2)
+    row_scale = read_array(arrays, f"{prefix}.row_scale.{block}", np.float32, size)
+    column_scale = read_array(arrays, f"{prefix}.column_scale.{block}", np.float32, count)
     for name, scale in (("row_scale", row_scale), ("column_scale", column_scale)):
-        if not (np.isfinite(scale) & (scale > 0)).all():
+        if not (scale > 0).all():
             raise FormatError(f"{prefix}.{name}.{block}: must be above zero and finite")
-    numbers = unpack_nibbles(f"{prefix}.faint.{block}", faint.astype(np.uint8), others)
-    return BlockMap(wide.astype(np.int16), narrow.astype(np.int8), numbers, row_scale, column_scale, rank)
+    return BlockMap(
+        wide, narrow, unpack_nibbles(f"{prefix}.faint.{block}", faint, others), row_scale, column_scale, rank
+    )
 
 
 def _faint_scale(columns: npt.NDArray[np.float64]) -> F32:

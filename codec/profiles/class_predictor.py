@@ -19,7 +19,7 @@ decode.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,6 +29,7 @@ import torch
 
 from cuvee.codec.entropy.token_classes import CLASS_UNITS, CLASSES, NEUTRAL
 from cuvee.codec.errors import FormatError
+from cuvee.codec.profiles.file_arrays import Arrays, read_array
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.support.arrays import F32, U8
 from cuvee.codec.support.steps import OCTAVE
@@ -129,46 +130,30 @@ class Predictor:
         return out
 
 
-def read_predictor(prefix: str, arrays: Mapping[str, npt.NDArray[np.generic]], rows: int) -> Predictor:
+def read_predictor(prefix: str, arrays: Arrays, rows: int) -> Predictor:
     """Return the predictor in the arrays `PREFIX.*` of a profile's file, of a section of `rows` components.
 
     Raises:
         FormatError: an array has the wrong shape or dtype, is not finite, or names components that do not exist.
         KeyError: an array is missing.
     """
-    components = arrays[f"{prefix}.components"]
-    count = len(components) if components.ndim == 1 else -1
-    if components.dtype != np.int32 or not 0 < count <= rows:
-        raise FormatError(f"{prefix}.components: has the wrong shape or dtype")
-    named = components.astype(np.int32)
-    if named.min() < 0 or named.max() >= rows or np.any(np.diff(named) <= 0):
-        raise FormatError(f"{prefix}.components: are out of order or out of range")
-
-    def numbers(name: str, size: int | None) -> F32:
-        array = arrays[f"{prefix}.{name}"]
-        if array.dtype != np.float32 or array.ndim != 1 or (size is not None and len(array) != size):
-            raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype")
-        if not np.isfinite(array.astype(np.float32)).all():
-            raise FormatError(f"{prefix}.{name}: is not finite")
-        return array.astype(np.float32)
-
-    scale, constants, sinks = numbers("scale", count), numbers("constants", 2), numbers("sinks", None)
-    means, recency = numbers("means", count + 1), numbers("recency", None)
+    components = read_array(arrays, f"{prefix}.components", np.int32, None)
+    count = len(components)
+    if not count or components.min() < 0 or components.max() >= rows or np.any(np.diff(components) <= 0):
+        raise FormatError(f"{prefix}.components: are none, out of order or out of range")
+    sizes = {
+        "scale": count, "linear": count, "square": count, "constants": 2, "sinks": None, "means": count + 1,
+        "recency": None,
+    }  # fmt: skip
+    scale, linear, square, constants, sinks, means, recency = (
+        read_array(arrays, f"{prefix}.{name}", np.float32, size) for name, size in sizes.items()
+    )
     if scale.min() <= 0 or len(sinks) > MAX_SINKS:
         raise FormatError(f"{prefix}: scale must be above zero, and at most {MAX_SINKS} positions are sinks")
     if len(recency) > MAX_DISTANCES or np.abs(recency).max(initial=0) > MAX_FINER:
         raise FormatError(f"{prefix}.recency: must be at most {MAX_DISTANCES} numbers between -64 and 64")
-    return Predictor(
-        named,
-        scale,
-        numbers("linear", count),
-        numbers("square", count),
-        float(constants[0]),
-        float(constants[1]),
-        sinks,
-        means,
-        recency,
-    )
+    energy, bias = constants.tolist()
+    return Predictor(components, scale, linear, square, energy, bias, sinks, means, recency)
 
 
 def recency_at(recency: F32, distance: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

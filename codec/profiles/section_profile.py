@@ -24,6 +24,7 @@ from cuvee.codec.entropy.token_classes import (
 from cuvee.codec.errors import FormatError, ProfileError
 from cuvee.codec.profiles.block_map import read_block_map
 from cuvee.codec.profiles.class_predictor import Predictor, read_predictor
+from cuvee.codec.profiles.file_arrays import Arrays, read_array
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.token_prediction import CoefficientMap, TokenMap, read_token_map
@@ -146,9 +147,7 @@ def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp
     return np.concatenate([np.arange(ends[block] - sizes[block], ends[block]) for block in blocks])
 
 
-def read_section_profile(
-    prefix: str, section: Section, arrays: dict[str, npt.NDArray[Any]], features: int
-) -> SectionProfile:
+def read_section_profile(prefix: str, section: Section, arrays: Arrays, features: int) -> SectionProfile:
     """Return the section of `SectionProfile.arrays`, from untrusted arrays.
 
     `features` is K of the profile's token table, or 0 without one.
@@ -156,25 +155,17 @@ def read_section_profile(
     Raises:
         FormatError, KeyError, ValueError: the arrays do not fit the section.
     """
-
-    def tensor(name: str, *shape: int | None) -> torch.Tensor:
-        array = arrays[f"{prefix}.{name}"]
-        expected = tuple(have if want is None else want for have, want in zip(array.shape, shape, strict=True))
-        if array.dtype != np.float32 or array.shape != expected or not np.isfinite(array).all():
-            raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype or is not finite")
-        return torch.from_numpy(array)
-
-    ranks = arrays[f"{prefix}.ranks"]
-    if ranks.dtype != np.int32 or ranks.shape != (len(section.blocks),):
-        raise FormatError(f"{prefix}.ranks: has the wrong shape or dtype")
+    ranks = read_array(arrays, f"{prefix}.ranks", np.int32, len(section.blocks))
     maps = tuple(
         read_block_map(prefix, b, size, int(rank), arrays)
         for b, (size, rank) in enumerate(zip(section.blocks, ranks, strict=True))
     )
-    basis = SectionBasis(tensor("mean", section.values), tensor("sinks", None, section.values), maps)
-    scale = _scale_array(prefix, "scale", basis.block_ranks, arrays)
-    class_freq = _class_array(prefix, "class_freq", np.uint16, arrays)
-    class_scale = _class_array(prefix, "class_scale", np.int16, arrays)
+    mean = torch.from_numpy(read_array(arrays, f"{prefix}.mean", np.float32, section.values))
+    sinks = torch.from_numpy(read_array(arrays, f"{prefix}.sinks", np.float32, None, section.values))
+    basis = SectionBasis(mean, sinks, maps)
+    scale = _scale_array(f"{prefix}.scale", basis.block_ranks, arrays)
+    class_freq = read_array(arrays, f"{prefix}.class_freq", np.uint16, CLASSES)
+    class_scale = read_array(arrays, f"{prefix}.class_scale", np.int16, CLASSES)
     class_table(class_freq)
     if class_freq.min() < 1:
         raise FormatError(f"{prefix}.class_freq: must be at least 1 for every class")
@@ -186,26 +177,15 @@ def read_section_profile(
     token_map = plain_scale = None
     if features:
         token_map = read_token_map(prefix, section.values, features, arrays)
-        plain_scale = _scale_array(prefix, "plain_scale", basis.block_ranks, arrays)
+        plain_scale = _scale_array(f"{prefix}.plain_scale", basis.block_ranks, arrays)
     return SectionProfile(basis, scale, predictor, class_freq, class_scale, token_map, plain_scale)
 
 
-def _scale_array(prefix: str, name: str, block_ranks: Sequence[int], arrays: dict[str, npt.NDArray[Any]]) -> I16:
-    scale = arrays[f"{prefix}.{name}"]
-    if scale.dtype != np.int16 or scale.shape != (sum(block_ranks),):
-        raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype")
+def _scale_array(name: str, block_ranks: Sequence[int], arrays: Arrays) -> I16:
+    scale = read_array(arrays, name, np.int16, sum(block_ranks))
     at = 0
     for rank in block_ranks:
         if np.any(np.diff(scale[at : at + rank].astype(np.int32)) > 0):
-            raise FormatError(f"{prefix}.{name}: must fall within a block")
+            raise FormatError(f"{name}: must fall within a block")
         at += rank
     return scale
-
-
-def _class_array(
-    prefix: str, name: str, dtype: type[np.generic], arrays: dict[str, npt.NDArray[Any]]
-) -> npt.NDArray[Any]:
-    array = arrays[f"{prefix}.{name}"]
-    if array.dtype != dtype or array.shape != (CLASSES,):
-        raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype")
-    return array

@@ -23,7 +23,6 @@ The encoder's class predictor reads the values with their predictions, so it wan
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,6 +32,7 @@ import torch
 
 from cuvee.codec.errors import FormatError
 from cuvee.codec.format.container import MAX_VOCABULARY
+from cuvee.codec.profiles.file_arrays import Arrays, read_array
 from cuvee.codec.support.arrays import I64, U8
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.codec.support.integer_products import multiply_integers
@@ -78,7 +78,7 @@ class TokenTable:
         return pack_nibbles(self.embedding.numpy())
 
 
-def read_token_table(features: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> TokenTable:
+def read_token_table(features: int, arrays: Arrays) -> TokenTable:
     """Return the table of K features in the arrays of a profile's file.
 
     Raises:
@@ -87,14 +87,11 @@ def read_token_table(features: int, arrays: Mapping[str, npt.NDArray[np.generic]
     """
     if type(features) is not int or not 1 <= features <= MAX_FEATURES:
         raise FormatError(f"features: must be 1 … {MAX_FEATURES}, got {features!r}")
-    packed, row_scale = arrays["tokens.embedding"], arrays["tokens.row_scale"]
-    if packed.dtype != np.uint8 or packed.ndim != 2 or packed.shape[1] != (features + 1) // 2:
-        raise FormatError("tokens.embedding: has the wrong shape or dtype")
+    packed = read_array(arrays, "tokens.embedding", np.uint8, None, (features + 1) // 2)
     if not 0 < len(packed) <= MAX_VOCABULARY:
         raise FormatError(f"tokens.embedding: must have 1 … {MAX_VOCABULARY} rows, got {len(packed)}")
-    if row_scale.dtype != np.float32 or row_scale.shape != (len(packed),) or not np.isfinite(row_scale).all():
-        raise FormatError("tokens.row_scale: has the wrong shape or dtype or is not finite")
-    numbers = unpack_nibbles("tokens.embedding", packed.astype(np.uint8), features)
+    row_scale = read_array(arrays, "tokens.row_scale", np.float32, len(packed))
+    numbers = unpack_nibbles("tokens.embedding", packed, features)
     return TokenTable(torch.from_numpy(numbers), torch.from_numpy(row_scale))
 
 
@@ -181,18 +178,15 @@ def _from_digits(digits: torch.Tensor) -> torch.Tensor:
     return low + 256 * (middle + 256 * high)
 
 
-def read_token_map(prefix: str, values: int, features: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> TokenMap:
+def read_token_map(prefix: str, values: int, features: int, arrays: Arrays) -> TokenMap:
     """Return the map in the arrays `PREFIX.token_*` of a profile's file, of a section of `values` per token.
 
     Raises:
         FormatError: an array has the wrong shape or dtype, or is not finite.
         KeyError: an array is missing.
     """
-    weights, scale = arrays[f"{prefix}.token_weights"], arrays[f"{prefix}.token_scale"]
-    if weights.dtype != np.int8 or weights.shape != (features, values):
-        raise FormatError(f"{prefix}.token_weights: has the wrong shape or dtype")
-    if scale.dtype != np.float32 or scale.shape != (values,) or not np.isfinite(scale).all():
-        raise FormatError(f"{prefix}.token_scale: has the wrong shape or dtype or is not finite")
+    weights = read_array(arrays, f"{prefix}.token_weights", np.int8, features, values)
+    scale = read_array(arrays, f"{prefix}.token_scale", np.float32, values)
     return TokenMap(torch.from_numpy(weights), torch.from_numpy(scale))
 
 
