@@ -6,137 +6,41 @@ and is imported when it is first asked for. The schemes call the stages in order
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    import torch
+    from cuvee.codec.stages import reference
 
-    from cuvee.codec.chunk import KVChunk
-    from cuvee.codec.entropy.coding_plan import Quantizer
-    from cuvee.codec.entropy.tables import EntropyTables
-    from cuvee.codec.entropy.token_classes import ClassedPlan, SectionPlanes
-    from cuvee.codec.format.streams import Escapes, Streams
-    from cuvee.codec.layout import KVLayout, LayerLayout
-    from cuvee.codec.profiles.class_predictor import Predictor
-    from cuvee.codec.profiles.sections import Section
-    from cuvee.codec.profiles.step_coding import StepCoding
-    from cuvee.codec.profiles.token_prediction import Predictions
-    from cuvee.codec.stages import compiled, reference
-    from cuvee.codec.stages.products import Products
-    from cuvee.codec.stages.reference.byte_planes import BytePlane
-    from cuvee.codec.stages.reference.sections import Coefficients
-    from cuvee.codec.stages.rotation import Rotation
-    from cuvee.codec.stages.rows import Rows
-    from cuvee.codec.support.arrays import F32, I64, U8
+    class Stages:
+        """All stages. Each is explained where `stages/reference` defines it, and has the same results elsewhere.
+
+        An index is only valid for the stages and in the thread that made it, until that thread makes the next.
+        """
+
+        name: str
+        gather_centered = staticmethod(reference.gather_centered)
+        place = staticmethod(reference.place)
+        move_keys = staticmethod(reference.move_keys)
+        predict_classes = staticmethod(reference.predict_classes)
+        arrange = staticmethod(reference.arrange)
+        product_runs = staticmethod(reference.product_runs)
+        prepare_inverse = staticmethod(reference.prepare_inverse)
+        synthesize = staticmethod(reference.synthesize)
+        to_planes = staticmethod(reference.to_planes)
+        rans_encode = staticmethod(reference.rans_encode)
+        encode_classes = staticmethod(reference.encode_classes)
+        index_sections = staticmethod(reference.index_sections)
+        decode_sections = staticmethod(reference.decode_sections)
+        split_unit = staticmethod(reference.split_unit)
+        index_layers = staticmethod(reference.index_layers)
+        decode_layers = staticmethod(reference.decode_layers)
+
+else:
+    Stages = ModuleType
 
 _PACKAGES = {"reference": "cuvee.codec.stages.reference", "numba": "cuvee.codec.stages.compiled"}
-
-
-class Stages(Protocol):
-    """All stages. Each is explained where `stages/reference` defines it, and has the same results elsewhere.
-
-    An index is only valid for the stages and in the thread that made it, until that thread makes the next.
-    """
-
-    @property
-    def name(self) -> str:
-        """What `get_stages` calls this implementation."""
-        ...
-
-    def gather_centered(
-        self,
-        chunk: KVChunk,
-        section: Section,
-        rotation: Rotation,
-        at: slice,
-        mean: torch.Tensor,
-        predictions: Predictions | None = None,
-    ) -> torch.Tensor: ...
-
-    def place(
-        self,
-        x: torch.Tensor,
-        mean: torch.Tensor,
-        section: Section,
-        layout: KVLayout,
-        rotation: Rotation,
-        at: slice,
-        keys: Sequence[Rows | None],
-        values: Sequence[Rows | None],
-        order: I64 | None = None,
-        predictions: Predictions | None = None,
-    ) -> None: ...
-
-    def move_keys(
-        self,
-        stored: torch.Tensor,
-        layer: LayerLayout,
-        unrotation: Rotation,
-        rotation: Rotation,
-        at: slice,
-        rows: Rows,
-    ) -> None: ...
-
-    def predict_classes(
-        self,
-        predictor: Predictor,
-        y: torch.Tensor,
-        predictions: Predictions | None,
-        start: int,
-        first: int,
-        finer: torch.Tensor,
-        finest: int,
-    ) -> U8: ...
-
-    def arrange(
-        self, classes: U8, x: torch.Tensor, leading: torch.Tensor | None, rows: int
-    ) -> tuple[U8, torch.Tensor, torch.Tensor]: ...
-
-    def product_runs(
-        self, columns: U8, class_ranks: Sequence[tuple[int, ...]]
-    ) -> Iterator[tuple[slice, tuple[int, ...]]]: ...
-
-    def prepare_inverse(
-        self, matrices: Sequence[torch.Tensor], rank: int, products: Products, shares: Sequence[F32]
-    ) -> Any: ...
-
-    def synthesize(
-        self, y: torch.Tensor, inverse: Any, runs: Iterable[tuple[slice, Sequence[int]]], out: torch.Tensor
-    ) -> torch.Tensor: ...
-
-    def to_planes(
-        self, y: F32, columns: U8, plan: ClassedPlan, quantizer: Quantizer, tables: EntropyTables
-    ) -> tuple[U8, Escapes]: ...
-
-    def rans_encode(self, sections: Sequence[SectionPlanes], tables: EntropyTables) -> list[Streams]: ...
-
-    def encode_classes(self, classes: U8, table: EntropyTables) -> Streams: ...
-
-    def index_sections(self, coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> Any: ...
-
-    def decode_sections(self, index: Any, at: slice, dtype: torch.dtype) -> list[Coefficients]: ...
-
-    def split_unit(self, unit: torch.Tensor) -> list[BytePlane]: ...
-
-    def index_layers(
-        self, sections: Sequence[memoryview], layers: Sequence[LayerLayout], dtype: torch.dtype, tokens: int
-    ) -> Any: ...
-
-    def decode_layers(
-        self,
-        index: Any,
-        which: slice,
-        at: slice,
-        keys: Sequence[Rows | None],
-        values: Sequence[Rows | None],
-        first_row: int,
-    ) -> None: ...
-
-
-if TYPE_CHECKING:
-    _CHECKED: tuple[Stages, ...] = (reference, compiled)
 
 
 def stage_names() -> list[str]:
@@ -146,4 +50,4 @@ def stage_names() -> list[str]:
 
 def get_stages(name: str) -> Stages:
     """Return the implementation of one of `stage_names()`."""
-    return cast(Stages, import_module(_PACKAGES[name]))
+    return cast("Stages", import_module(_PACKAGES[name]))

@@ -117,7 +117,7 @@ def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
         classes = decode_classes(part.classes, section.class_table, header.tokens)
         columns = classes[coding_order(classes)]
         planes = rans_decode(backend.name, part.streams, columns, plan, family.tables, part.tokens_per_stream)
-        y = from_planes(planes, columns, part.escapes, plan, flat.quantizer, int(plan.rows[columns].max()))
+        y = from_planes(planes, columns, part.escapes, plan, flat.quantizer)
         coding = coding_of([Planned(plan, section.class_ranks, section.class_table)], flat)
         indexed = backend.index_sections(coding, [(0, data)], header.tokens)
         (tile,) = backend.decode_sections(indexed, slice(0, header.tokens), torch.float32)

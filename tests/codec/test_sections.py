@@ -157,11 +157,10 @@ def test_any_plan_is_the_references(
             check_close(got, section, y, classes, part)
 
 
-@pytest.mark.parametrize("name", stage_names())
-def test_a_run_of_tokens_touches_only_its_windows(name: str) -> None:
+def test_a_run_of_tokens_touches_only_its_windows() -> None:
     section, data, _, _ = coded("deep", "classes", 1000)
     coding = coding_of([section])
-    (whole,) = decode(name, coding, [(0, data)], 1000)
+    (whole,) = decode("numba", coding, [(0, data)], 1000)
     part = read_part(memoryview(data), section.classed, 1000)
     streams, n = part.streams, part.tokens_per_stream
     first, end = (int(streams.lengths[: window * WINDOW // n].sum()) for window in (1, 2))
@@ -169,11 +168,11 @@ def test_a_run_of_tokens_touches_only_its_windows(name: str) -> None:
     streams.words[end:] ^= 0x5555
     damaged = write_coded(part, int(section.classed.planes.max()))
     assert len(damaged) == len(data)
-    (again,) = decode(name, coding, [(0, damaged)], 1000, slice(256, 512))
+    (again,) = decode("numba", coding, [(0, damaged)], 1000, slice(256, 512))
     np.testing.assert_array_equal(again.order + 256, whole.order[256:512])
     assert torch.equal(again.y, whole.y[:, : again.y.shape[1], 256:512])
     with pytest.raises(CorruptError, match="does not end where it must"):
-        decode(name, coding, [(0, damaged)], 1000)
+        decode("numba", coding, [(0, damaged)], 1000)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0 * MAX_LEVEL])

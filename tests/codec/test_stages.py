@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from cuvee.codec.entropy.token_classes import (
 )
 from cuvee.codec.errors import CorruptError, ProfileError
 from cuvee.codec.format.streams import WINDOW, Escapes, Streams
+from cuvee.codec.stages import compiled, reference
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.reference import rans, symbols
 from cuvee.codec.stages.reference.symbols import from_planes
@@ -68,6 +71,14 @@ print([name for name in sys.modules if name.split(".")[0] == "numba" or ".stages
 def test_the_reference_needs_no_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_A_COMPILER], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_both_implementations_take_the_same_arguments() -> None:
+    assert set(reference.__all__) == set(compiled.__all__)
+    for name in set(reference.__all__) - {"name"}:
+        first, second = (inspect.signature(getattr(own, name)).parameters for own in (reference, compiled))
+        for one, other in zip_longest(first.values(), second.values()):
+            assert (one.name, one.kind, one.default) == (other.name, other.kind, other.default), name
 
 
 # --- the order of the columns
@@ -291,8 +302,7 @@ def test_planes_are_those_of_the_reference_and_come_back(stages: Stages, tokens:
     same_escapes(escapes, listed)
     np.testing.assert_array_equal(y, kept)
     assert (FAMILY.tables.freq[plan.tables[columns].T[: len(planes)][coded], planes[coded]] > 0).all()
-    back = from_planes(planes, columns, escapes, plan, own, len(y))
-    assert torch.equal(from_planes(planes, columns, escapes, plan, own, len(y), torch.bfloat16), back.bfloat16())
+    back = from_planes(planes, columns, escapes, plan, own)
     # A magnitude in [m - rounding, m + 1 - rounding) comes back as m - shrink; below the dead zone it comes back as 0.
     for t, k in enumerate(columns):
         rows, unit = int(plan.rows[k]), float(plan.steps[k])

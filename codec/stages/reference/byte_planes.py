@@ -31,7 +31,6 @@ from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.entropy.token_classes import one_class
 from cuvee.codec.format import rules
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
-from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.format.rules import rule_error
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.reference.rans import rans_decode
@@ -186,21 +185,17 @@ def read_layer(data: memoryview, layer: LayerLayout, itemsize: int, tokens: int)
 
 @dataclass(frozen=True, slots=True)
 class LayerIndex:
-    """A layer's section that was read: the parts that decoding each of its tiles needs.
+    """A layer's section that was decoded.
 
     Attributes:
         layer: the layer's layout.
         dtype: dtype of the values.
-        coded: the section's parts.
-        part: the streams of the coded planes; None if all planes are stored.
-        tables: the tables of the coded planes; None if all planes are stored.
+        planes: `[C, T]`, keys first, least significant first.
     """
 
     layer: LayerLayout
     dtype: torch.dtype
-    coded: CodedLayer
-    part: IndexedPart | None
-    tables: EntropyTables | None
+    planes: list[U8]
 
 
 def index_layers(
@@ -215,17 +210,28 @@ def index_layers(
         tokens: tokens in the chunk.
 
     Raises:
-        FormatError: the bytes break a rule.
+        FormatError, CorruptError: the bytes break a rule.
     """
     return [_index(data, layer, dtype, tokens) for data, layer in zip(sections, layers, strict=True)]
 
 
 def _index(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens: int) -> LayerIndex:
     coded = read_layer(data, layer, dtype.itemsize, tokens)
-    if coded.part is None:
-        return LayerIndex(layer, dtype, coded, None, None)
-    tables = EntropyTables(np.stack([model[1] for model in coded.models if model is not None]), PROB_BITS)
-    return LayerIndex(layer, dtype, coded, IndexedPart(coded.part, tokens), tables)
+    symbols = np.empty((0, tokens), np.uint8)
+    if coded.part is not None:
+        models = [model for model in coded.models if model is not None]
+        tables = EntropyTables(np.stack([freq for _, freq in models]), PROB_BITS)
+        plan = one_class(np.repeat(np.arange(len(models), dtype=np.uint16), [len(own) for own, _ in models]))
+        columns = np.zeros(tokens, np.uint8)
+        symbols = rans_decode(coded.part.streams, columns, plan, tables, coded.part.tokens_per_stream)
+    planes, row = [], 0
+    for model, stored in zip(coded.models, coded.stored, strict=True):
+        if model is not None:
+            planes.append(symbols[row : row + len(model[0])] + model[0][:, None])
+            row += len(model[0])
+        elif stored is not None:
+            planes.append(stored)
+    return LayerIndex(layer, dtype, planes)
 
 
 def decode_layers(
@@ -236,7 +242,7 @@ def decode_layers(
     values: Sequence[Rows | None],
     first_row: int,
 ) -> None:
-    """Decode a tile of layers, and write its exact bits: the reference.
+    """Write the exact bits of a tile of layers: the reference.
 
     Args:
         index: the result of `index_layers`.
@@ -245,36 +251,14 @@ def decode_layers(
         keys: for each of these layers, rows of the tokens' keys; None to leave them out.
         values: the same for values.
         first_row: row of the tile's first token. Tokens without a row are left out.
-
-    Raises:
-        CorruptError: the bytes break a rule.
     """
-    for own, key_rows, value_rows in zip(index[which], keys, values, strict=True):
-        _decode(own, at, key_rows, value_rows, first_row)
-
-
-def _decode(index: LayerIndex, at: slice, keys: Rows | None, values: Rows | None, first_row: int) -> None:
-    coded, layer, dtype = index.coded, index.layer, index.dtype
-    symbols = np.empty((0, at.stop - at.start), np.uint8)
-    if index.part is not None and index.tables is not None:
-        streams, _ = index.part.select(at)
-        sizes = [len(model[0]) for model in coded.models if model is not None]
-        plan = one_class(np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes))
-        columns = np.zeros(at.stop - at.start, np.uint8)
-        symbols = rans_decode(streams, columns, plan, index.tables, index.part.part.tokens_per_stream)
-    planes, row = [], 0
-    for model, kept in zip(coded.models, coded.stored, strict=True):
-        if model is not None:
-            planes.append(symbols[row : row + len(model[0])] + model[0][:, None])
-            row += len(model[0])
-        elif kept is not None:
-            planes.append(kept[:, at])
-    for rows, own, size in (
-        (keys, planes[: dtype.itemsize], layer.head_dim),
-        (values, planes[dtype.itemsize :], layer.value_dim),
-    ):
-        if rows is not None:
-            first = max(first_row, 0)
-            end = max(min(first_row + at.stop - at.start, len(rows.begins)), first)
-            x = from_byte_planes(own, dtype).unflatten(1, (layer.kv_heads, size))
-            rows.write(x[first - first_row : end - first_row], slice(first, end))
+    for own, *of_layer in zip(index[which], keys, values, strict=True):
+        sizes = own.layer.head_dim, own.layer.value_dim
+        for unit, (rows, size) in enumerate(zip(of_layer, sizes, strict=True)):
+            if rows is not None:
+                first = max(first_row, 0)
+                end = max(min(first_row + at.stop - at.start, len(rows.begins)), first)
+                planes = own.planes[unit * own.dtype.itemsize :][: own.dtype.itemsize]
+                x = from_byte_planes([plane[:, at] for plane in planes], own.dtype)
+                x = x.unflatten(1, (own.layer.kv_heads, size))
+                rows.write(x[first - first_row : end - first_row], slice(first, end))

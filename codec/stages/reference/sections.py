@@ -1,4 +1,4 @@
-"""Coded sections to coefficients, the reference: one section after the other, in plain NumPy.
+"""Coded sections to coefficients, the reference: one whole section after the other, in plain NumPy.
 
     bytes --read_coded--> classes, streams --rANS--> planes --from_planes--> y [blocks, pad, t]
 
@@ -16,7 +16,6 @@ import torch
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.format import rules
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
-from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.format.rules import rule_error
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.reference.rans import decode_classes, rans_decode
@@ -66,22 +65,22 @@ def check_classes(classes: U8, plan: ClassedPlan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SectionIndex:
-    """Sections that were read: the parts that decoding each of their tiles needs.
+    """A section that was decoded.
 
     Attributes:
-        coding: how the sections are coded.
-        numbers: numbers of the sections.
-        parts: their coded parts.
-        classes: per section the class of every token, uint8 `[T]`.
+        class_ranks: `SectionCoding.class_ranks`.
+        order: `[T]`, the token of each column.
+        columns: `[T]` uint8, the class of each column.
+        y: `[R, T]` float32, zero below a column's last component.
     """
 
-    coding: StepCoding
-    numbers: tuple[int, ...]
-    parts: tuple[IndexedPart, ...]
-    classes: tuple[U8, ...]
+    class_ranks: tuple[tuple[int, ...], ...]
+    order: I64
+    columns: U8
+    y: torch.Tensor
 
 
-def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> SectionIndex:
+def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> list[SectionIndex]:
     """Read sections, once for all of their tiles.
 
     Args:
@@ -92,45 +91,40 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
     Raises:
         FormatError, CorruptError: the bytes break a rule.
     """
-    indexed: list[IndexedPart] = []
-    classes: list[U8] = []
+    tables, quantizer = coding.family.tables, coding.family.quantizer
+    indexed = []
     for number, data in parts:
         section = coding.sections[number]
-        part = read_part(data, section.classed, tokens)
-        classes.append(decode_classes(part.classes, section.class_table, tokens))
-        check_classes(classes[-1], section.classed)
-        indexed.append(IndexedPart(part, tokens))
-    return SectionIndex(coding, tuple(number for number, _ in parts), tuple(indexed), tuple(classes))
+        plan = section.classed
+        part = read_part(data, plan, tokens)
+        classes = decode_classes(part.classes, section.class_table, tokens)
+        check_classes(classes, plan)
+        order = coding_order(classes)
+        columns = classes[order]
+        planes = rans_decode(part.streams, columns, plan, tables, part.tokens_per_stream)
+        y = from_planes(planes, columns, part.escapes, plan, quantizer)
+        indexed.append(SectionIndex(section.class_ranks, order, columns, y))
+    return indexed
 
 
-def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[Coefficients]:
-    """Decode a tile of sections.
+def decode_sections(index: Sequence[SectionIndex], at: slice, dtype: torch.dtype) -> list[Coefficients]:
+    """Return a tile of sections.
 
     Args:
         index: the result of `index_sections`.
         at: the tokens of the tile, which begins where a window begins.
         dtype: dtype of the coefficients: float32 or bfloat16.
-
-    Raises:
-        CorruptError: the bytes break a rule.
     """
-    tables, quantizer = index.coding.family.tables, index.coding.family.quantizer
     out = []
-    for number, indexed, every in zip(index.numbers, index.parts, index.classes, strict=True):
-        section = index.coding.sections[number]
-        plan, ranks = section.classed, section.class_ranks
-        streams, escapes = indexed.select(at)
-        order = coding_order(every[at])
-        columns = every[at][order]
-        planes = rans_decode(streams, columns, plan, tables, indexed.part.tokens_per_stream)
-        y = from_planes(planes, columns, escapes, plan, quantizer, int(plan.rows[columns.min()]))
+    for own in index:
+        columns, ranks = own.columns[at], own.class_ranks
         runs = list(class_runs(columns))
         pad = padded(max(max(ranks[k], default=0) for _, k in runs))
-        blocks = torch.zeros(len(ranks[0]), pad, len(order), dtype=dtype)
+        blocks = torch.zeros(len(ranks[0]), pad, len(columns), dtype=dtype)
         for run, k in runs:
             row = 0
             for block, rank in enumerate(ranks[k]):
-                blocks[block, :rank, run] = y[row : row + rank, run].to(dtype)
+                blocks[block, :rank, run] = own.y[row : row + rank, at][:, run].to(dtype)
                 row += rank
-        out.append(Coefficients(order, columns, blocks))
+        out.append(Coefficients(own.order[at] - at.start, columns, blocks))
     return out

@@ -77,22 +77,14 @@ def to_planes(
     return planes, Escapes(joined[order], np.concatenate(value)[order])
 
 
-def from_planes(
-    planes: U8,
-    columns: U8,
-    escapes: Escapes,
-    plan: ClassedPlan,
-    quantizer: Quantizer,
-    rows: int,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Invert `to_planes`: return `[rows, T]` of `dtype` (float32 or bfloat16), zero below a column's last component.
+def from_planes(planes: U8, columns: U8, escapes: Escapes, plan: ClassedPlan, quantizer: Quantizer) -> torch.Tensor:
+    """Invert `to_planes`: return `[R, T]` float32 with the rows of the finest class, zero below a column's last one.
 
     Raises:
         CorruptError: the escape list and the ESCAPE bytes disagree.
     """
     tokens = len(columns)
-    out = np.zeros((rows, tokens), np.float32)
+    out = np.zeros((int(plan.rows[columns].max(initial=0)), tokens), np.float32)
     row, column = np.divmod(escapes.index, np.uint32(max(tokens, 1)))
     found = 0
     for at, k in class_runs(columns):
@@ -105,7 +97,7 @@ def from_planes(
         out[: len(own.shift), at] = dequantize(levels, float(plan.steps[k]), own, quantizer)
     if found != len(escapes.index):
         raise rule_error(rules.ESCAPE_LIST)
-    return torch.from_numpy(out).to(dtype)
+    return torch.from_numpy(out)
 
 
 def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32:

@@ -96,7 +96,7 @@ def recode(blob: bytes, profile: Profile) -> list[F32]:
         n, classes = part.tokens_per_stream, rans.decode_classes(part.classes, section.class_table, header.tokens)
         columns = classes[coding_order(classes)]
         planes = rans.rans_decode(part.streams, columns, plan, tables, n)
-        y = symbols.from_planes(planes, columns, part.escapes, plan, exact, int(plan.rows[columns].max()))
+        y = symbols.from_planes(planes, columns, part.escapes, plan, exact)
         packed, escapes = symbols.to_planes(y.numpy(), columns, plan, exact, tables)
         (streams,) = rans.rans_encode([SectionPlanes(packed, columns, plan, n)], tables)
         again = CodedPart(streams, escapes, n, rans.encode_classes(classes, section.class_table))
