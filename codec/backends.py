@@ -23,9 +23,8 @@ from cuvee.codec.paged_chunks import PagedChunk
 from cuvee.codec.support.arrays import I64
 
 if TYPE_CHECKING:
-    from cuvee.codec.format.container import Header, Scheme
-    from cuvee.codec.layout import KVLayout
-    from cuvee.codec.open_blob import Bytes, OpenBlob
+    from cuvee.codec.format.container import Scheme
+    from cuvee.codec.open_blob import OpenBlob
     from cuvee.codec.profiles.profile import Profile
 
 
@@ -63,21 +62,6 @@ class EncodeRequest:
     token_ids: I64 | None = None
 
     @property
-    def tokens(self) -> int:
-        """T."""
-        return self.source.tokens
-
-    @property
-    def start(self) -> int:
-        """Position of the first token."""
-        return self.source.start
-
-    @property
-    def following(self) -> int:
-        """Number of tokens after them in the sequence's cache."""
-        return self.source.following
-
-    @property
     def chunk(self) -> KVChunk:
         """The tokens as a chunk: the source itself, or views of pages, or copies."""
         source = self.source
@@ -94,7 +78,7 @@ class EncodeRequest:
     def slots(self) -> torch.Tensor:
         """Where the tokens lie in `cache`: int64 `[T]` on its device."""
         if isinstance(self.source, KVChunk):
-            return torch.arange(self.tokens, device=self.source.device)
+            return torch.arange(self.source.tokens, device=self.source.device)
         return self.source.slots
 
 
@@ -123,26 +107,6 @@ class DecodeRequest:
     number: int = 0
     token_ids: I64 | None = None
 
-    @property
-    def blob(self) -> Bytes:
-        """All bytes of the blob."""
-        return self.opened.blob
-
-    @property
-    def header(self) -> Header:
-        """The header of the blob."""
-        return self.opened.header
-
-    @property
-    def layout(self) -> KVLayout:
-        """Layout of the chunk, with the blob's dtype."""
-        return self.opened.layout
-
-    @property
-    def refinements(self) -> tuple[tuple[Bytes, Header], ...]:
-        """Bytes and header of the refinement that is decoded with the blob, if there is one."""
-        return self.opened.refinements
-
     def part(self, span: range) -> DecodeRequest:
         """Return the request for some of the tokens only; `span` lies within this one's."""
         first = span.start - self.span.start
@@ -157,9 +121,9 @@ class DecodeRequest:
     @property
     def every_slot(self) -> torch.Tensor:
         """Slots of all tokens of the blob, int64 on the cache's device: -1 for tokens outside `span`."""
-        if len(self.span) == self.header.tokens:
+        if len(self.span) == self.opened.tokens:
             return self.span_slots
-        slots = torch.full((self.header.tokens,), NOWHERE, dtype=torch.int64, device=self.cache.device)
+        slots = torch.full((self.opened.tokens,), NOWHERE, dtype=torch.int64, device=self.cache.device)
         slots[self.span.start : self.span.stop] = self.span_slots
         return slots
 

@@ -30,7 +30,7 @@ class Decoder:
         """See `Codec.verify`."""
         self._ids.read(opened.blob, opened.header)
         self._opener.coding(opened)
-        for blob, header in ((opened.blob, opened.header), *opened.refinements):
+        for blob, header in opened.parts:
             read_sections(blob, header, range(len(header.section_bytes)))
 
     def decode(

@@ -63,7 +63,8 @@ class Encoder:
         setting = self._settings.of(request.token_ids is not None)
         count = len(sections) // (1 + setting.refinements)
         contents = Contents(
-            dtype=layout.dtype, tokens=request.tokens, start=request.start, values_per_token=layout.values_per_token,
+            dtype=layout.dtype, tokens=request.source.tokens, start=request.source.start,
+            values_per_token=layout.values_per_token,
             step_index=setting.step_index, schemes=(setting.scheme,) * count, layout=layout.fingerprint,
             profile=NO_DIGEST if setting.lossless else self._settings.profile.id,
         )  # fmt: skip

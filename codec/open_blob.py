@@ -44,6 +44,11 @@ class OpenBlob:
     refinements: tuple[tuple[Bytes, Header], ...] = ()
 
     @property
+    def parts(self) -> tuple[tuple[Bytes, Header], ...]:
+        """Bytes and header of the blob, and of its refinement if there is one."""
+        return (self.blob, self.header), *self.refinements
+
+    @property
     def tokens(self) -> int:
         """Tokens in the chunk."""
         return self.header.tokens

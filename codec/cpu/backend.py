@@ -74,14 +74,13 @@ class CpuBackend:
         scheme = self._scheme(coding)
         for whole in requests:
             request = _trimmed(whole)
-            layout, layers, cache = request.layout, request.layers, request.cache
+            layout, layers, cache = request.opened.layout, request.layers, request.cache
             # Values of the cache's dtype are written as they are decoded.
             direct = cache.dtype == layout.torch_dtype and has_rows(cache)
             target = cache if direct else PagedCache.empty(layout, len(request.span), layers, cache.device)
             rows = cache_rows(target, request.slots if direct else None, layers)
-            blobs = [(request.blob, request.header), *request.refinements]
             parts = [
-                (index, tuple(read_section(blob, header, index) for blob, header in blobs))
+                (index, tuple(read_section(blob, header, index) for blob, header in request.opened.parts))
                 for index, section in enumerate(scheme.sections)
                 if section.first_layer < layers.stop and layers.start < section.end_layer
             ]

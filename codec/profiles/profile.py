@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 from cuvee.codec.entropy.family import Family, default_family
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError
@@ -26,6 +26,10 @@ from cuvee.codec.profiles.token_prediction import (
 )
 from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.steps import OCTAVE, step_value
+
+_ARGUMENTS = {
+    "layout", "group", "source", "family", "learned", "min_step_index", "model", "token_table", "text_tokens"
+}  # fmt: skip
 
 
 class Profile:
@@ -115,11 +119,12 @@ class Profile:
                 raise ProfileError(
                     f"curve: must have finite numbers, got {point}: make sure that the model computes finite logits"
                 )
-        return Profile(
-            self.layout, self.group, self.source, self.family, self.learned,
-            min_step_index=self.min_step_index, model=self.model, curve=curve, token_table=self.token_table,
-            text_tokens=self.text_tokens,
-        )  # fmt: skip
+        return self._but(curve=curve)
+
+    def _but(self, **changes: Any) -> Profile:
+        """Return a copy with other arguments of `Profile`."""
+        own = {name: value for name, value in self.__dict__.items() if name in _ARGUMENTS}
+        return Profile(**{**own, "curve": self.points, **changes})
 
     @property
     def points(self) -> tuple[CurvePoint, ...]:
@@ -162,15 +167,7 @@ class Profile:
             kept = heads[section.first_layer]
             every = self.layout.layers[section.first_layer].kv_heads
             learned.append(full.take(kept if by_head else [*kept, *(every + head for head in kept)]))
-        return self._with(layout, tuple(learned))
-
-    def _with(self, layout: KVLayout, learned: tuple[SectionProfile, ...]) -> Profile:
-        """Return a profile of a part of the cache, with the same curve."""
-        return Profile(
-            layout, self.group, self.source, self.family, learned,
-            min_step_index=self.min_step_index, model=self.model, curve=self.points, token_table=self.token_table,
-            text_tokens=self.text_tokens,
-        )  # fmt: skip
+        return self._but(layout=layout, learned=tuple(learned))
 
     def of_layers(self, layers: Sequence[int]) -> Profile:
         """Return the profile of some of the layers, at least one, in order: it codes them as this one does.
@@ -192,7 +189,7 @@ class Profile:
                 f"{self.group!r}, whose bases mix them with others; learn a profile with group='layer' (cuvee profile "
                 "learn --group layer)"
             )
-        return self._with(layout, tuple(self.learned[index] for index in kept) if self.learned else ())
+        return self._but(layout=layout, learned=tuple(self.learned[index] for index in kept) if self.learned else ())
 
     # Prediction ------------------------------------------------------------------------------------------------
 
@@ -203,10 +200,7 @@ class Profile:
     @property
     def plain(self) -> Profile:
         """A profile without a token table, and without a curve, that codes all chunks as this one without token ids."""
-        return Profile(
-            self.layout, self.group, self.source, self.family, self.learned_for(False),
-            min_step_index=self.min_step_index, model=self.model,
-        )  # fmt: skip
+        return self._but(learned=self.learned_for(False), curve=(), token_table=None, text_tokens=None)
 
     @lazy
     def predictions(self) -> tuple[PredictionCache, ...]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 import torch
 
@@ -15,32 +12,22 @@ from cuvee.codec.profiles.class_predictor import PredictClasses, choose_classes,
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.section_basis import LeadingComponents
 from cuvee.codec.profiles.section_profile import SectionProfile
-from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
-from cuvee.codec.support.arrays import F32, I64, U8
+from cuvee.codec.profiles.token_prediction import Predictions
+from cuvee.codec.support.arrays import F32, U8
 from cuvee.codec.support.lazy import lazy
 
 
 class SectionCoding:
-    """How one section is coded at one step, for all backends.
-
-    `coefficients` returns what tokens predict of the coefficients that the predictor reads; None if the blob holds no
-    token ids. Only the encoder calls it, because for a large model the answer takes long to prepare.
+    """How one section is coded at one step, for all backends; `residual`: in a refinement.
 
     Raises:
         ProfileError: the step is too fine for the neutral class.
     """
 
-    def __init__(
-        self,
-        learned: SectionProfile,
-        step_index: int,
-        coefficients: Callable[[], PredictionCache | None] | None = None,
-        residual: bool = False,
-    ) -> None:
+    def __init__(self, learned: SectionProfile, step_index: int, residual: bool = False) -> None:
         if not residual and finest_step_index(learned.scale) > step_index:
             raise too_fine_error()
         self.learned = learned
-        self._coefficients = coefficients
         self._step_index, self._residual = step_index, residual
 
     @lazy
@@ -98,7 +85,7 @@ class SectionCoding:
         at: slice,
         finer: torch.Tensor | None,
         predict: PredictClasses,
-        token_ids: I64 | None = None,
+        predicted: Predictions | None = None,
     ) -> tuple[U8, torch.Tensor | None]:
         """Return the classes of the tokens `at` of a chunk that begins at position `start`: neutral without predictor.
 
@@ -109,7 +96,7 @@ class SectionCoding:
             finer: what `finer` returned for the chunk.
             predict: the stage that applies the predictor. It reads values with their predictions, so that the classes
                 of a chunk do not depend on whether its tokens are known.
-            token_ids: of the tokens `at`, if the blob holds ids.
+            predicted: of the coefficients that the predictor reads, for the tokens `at`; None: nothing is.
 
         Returns:
             The classes. Also the first components `[K, t]` of the first block, if the predictor read them, so that they
@@ -119,16 +106,8 @@ class SectionCoding:
         if predictor is None or self._leading is None or finer is None:
             return choose_classes(torch.zeros(len(x)), self.classed.finest), None
         y = self._leading(x)
-        predicted = self._predicted(token_ids, start + at.start)
         classes = predict(predictor, y, predicted, start, at.start, finer[at], self.classed.finest)
         return classes, y if self._reads_first else None
-
-    def _predicted(self, token_ids: I64 | None, start: int) -> Predictions | None:
-        """Return what tokens from position `start` on predict of the components that the predictor reads."""
-        if token_ids is None or self._coefficients is None:
-            return None
-        coefficients = self._coefficients()
-        return None if coefficients is None else coefficients.of(token_ids, start)
 
     @lazy
     def _reads_first(self) -> bool:
@@ -140,25 +119,13 @@ class SectionCoding:
 
 
 class StepCoding:
-    """How all sections of a profile are coded at one step of a blob, or of a refinement (`residual`).
-
-    Given a section's number, `coefficients` returns what tokens predict of the coefficients that its predictor reads.
-    """
+    """How all sections of a profile are coded at one step of a blob, or of a refinement (`residual`)."""
 
     def __init__(
-        self,
-        learned: tuple[SectionProfile, ...],
-        family: Family,
-        step_index: int,
-        coefficients: Callable[[int], PredictionCache | None] | None = None,
-        residual: bool = False,
+        self, learned: tuple[SectionProfile, ...], family: Family, step_index: int, residual: bool = False
     ) -> None:
-        self.sections = tuple(
-            SectionCoding(section, step_index, None if coefficients is None else partial(coefficients, index), residual)
-            for index, section in enumerate(learned)
-        )
+        self.sections = tuple(SectionCoding(section, step_index, residual) for section in learned)
         self.family = family
-        self.step_index = step_index
 
     @lazy
     def plans(self) -> CodingPlans:

@@ -80,8 +80,8 @@ class LosslessScheme:
         rotation: Rotation,
     ) -> None:
         """See `TransformScheme.decode`. Keys are turned only if the tokens move."""
-        layout, span, tokens = request.layout, request.span, request.header.tokens
-        first, dtype = request.header.start + span.start, layout.torch_dtype
+        layout, span, tokens = request.opened.layout, request.span, request.opened.tokens
+        first, dtype = request.opened.start + span.start, layout.torch_dtype
         unrotation = None
         if request.start != first:
             unrotation = Rotation(first, len(span), torch.device("cpu"), inverse=True)

@@ -19,7 +19,7 @@ from cuvee.codec.errors import CorruptError
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.profiles.token_prediction import PredictionCache, Predictions
+from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.schemes import overlap
 from cuvee.codec.schemes.coefficients import ClassedSection, CoefficientCoder, Piece
 from cuvee.codec.stages.implementations import Stages
@@ -47,9 +47,8 @@ class TransformScheme:
     ) -> None:
         self._profile = profile
         self.sections: tuple[Section, ...] = profile.sections
-        coefficients = self._predicted_coefficients if predicted else None
         learned, family = profile.learned_for(predicted), profile.family
-        self._coding = self._last = StepCoding(learned, family, step_index, coefficients)
+        self._coding = self._last = StepCoding(learned, family, step_index)
         if refinements:
             self._last = StepCoding(learned, family, step_index - FINER, residual=True)
         self._refined = refinements > 0
@@ -153,8 +152,10 @@ class TransformScheme:
             return None
         return self._profile.predictions[index].of(token_ids[at], start + at.start)
 
-    def _predicted_coefficients(self, index: int) -> PredictionCache | None:
-        return self._profile.predicted_coefficients[index]
+    def _predicted_coefficients(self, index: int, token_ids: I64 | None, start: int, at: slice) -> Predictions | None:
+        """Do so for the coefficients that a section's predictor reads, which take long to prepare for a large model."""
+        cache = None if token_ids is None else self._profile.predicted_coefficients[index]
+        return None if token_ids is None or cache is None else cache.of(token_ids[at], start + at.start)
 
     def _columns(self, chunk: KVChunk, index: int, unrotation: Rotation) -> Iterator[tuple[U8, U8, F32]]:
         """Yield for each tile the classes of the tokens, the classes of the columns, and the columns' coefficients."""
@@ -162,8 +163,8 @@ class TransformScheme:
         finer = coding.finer(chunk.start, chunk.tokens, chunk.following)
         dense = products_for(chunk.layout).dense
         for at, x in self._centered(chunk, index, unrotation):
-            ids = None if chunk.token_ids is None else chunk.token_ids[at]
-            classes, leading = coding.classes(x, chunk.start, at, finer, self._stages.predict_classes, ids)
+            predicted = self._predicted_coefficients(index, chunk.token_ids, chunk.start, at)
+            classes, leading = coding.classes(x, chunk.start, at, finer, self._stages.predict_classes, predicted)
             class_ranks = self._last.sections[index].class_ranks
             rows = sum(class_ranks[classes.min()])
             columns, ordered, y = self._stages.arrange(classes, x, leading, rows)
@@ -192,7 +193,8 @@ class TransformScheme:
             values: the same for values.
             rotation: turns position-free keys to the request's positions.
         """
-        layout, span, tokens = request.layout, request.span, request.header.tokens
+        opened, span = request.opened, request.span
+        layout, tokens = opened.layout, opened.tokens
         products = products_for(layout)
         tile = max(self._tiles)
         for run in self._batches([index for index, _ in parts], min(tile, tokens)):
@@ -210,9 +212,9 @@ class TransformScheme:
                     out = _arena.tensor("x", columns.y.shape[2] * section.values, columns.y.dtype)
                     runs = self._product_runs(index, columns)
                     x = self._stages.synthesize(columns.y, self._inverse(index, products), runs, out)
-                    mean = self._coding.sections[index].learned.basis.leading_means(request.header.start, wanted)
+                    mean = self._coding.sections[index].learned.basis.leading_means(opened.start, wanted)
                     order = columns.order - inside.start
-                    own = self._predictions(index, request.token_ids, request.header.start, wanted)
+                    own = self._predictions(index, request.token_ids, opened.start, wanted)
                     self._stages.place(x, mean, section, layout, rotation, rows, keys, values, order, own)
 
     def _decode(self, indexed: Sequence[Any], at: slice, dtype: torch.dtype) -> list[Coefficients]:
