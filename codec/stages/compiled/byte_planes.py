@@ -34,6 +34,9 @@ _SLOTS = 1 << PROB_BITS
 # With more, it takes longer: every layer has tables of its own, and two of them fill a first cache of 32 KB.
 _STREAMS = 4 * WIDTH
 _CHANNELS = 16  # adjacent values of each token that are written in a row
+# Values whose halves of a line follow each other: rows of tokens are 2 KB apart, so that few lines stay in the first
+# cache, and a half written later fetches its line again.
+_LINE = 2 * _CHANNELS
 
 # Fields of a plane: whether it is coded; where its references (if coded) or its bytes begin; its first row among the
 # coded ones; where its table ends.
@@ -167,44 +170,45 @@ def _write_joined(  # type: ignore[no-untyped-def]
     `size` is a multiple of `_CHANNELS`. A channel's low bytes are `low_row` from the next channel's. The references of
     the high bytes begin at `references[at]`.
     """
-    lows = np.empty(_CHANNELS * width, np.uint8)
+    lows = np.empty(_LINE * width, np.uint8)
     tile, in_tile = np.empty(_CHANNELS * WIDTH, out.dtype), np.arange(0, _CHANNELS * WIDTH, _CHANNELS)
     places = np.full(width, -1, np.int64)
     for t in range(max(-first_row, 0), min(width, len(begins) - first_row)):
         places[t] = begins[first_row + t]
     for h in range(heads):
-        for d in range(0, size, _CHANNELS):
-            channel = h * size + d
+        for line in range(0, size, _LINE):
             # The low bytes come from the blob. They are read in order, which the CPU foresees, and joined from the
             # first cache.
-            for i in range(_CHANNELS):
-                own = low[(channel + i) * low_row : (channel + i) * low_row + width]
+            for i in range(min(_LINE, size - line)):
+                own = low[(h * size + line + i) * low_row : (h * size + line + i) * low_row + width]
                 to = lows[i * width : (i + 1) * width]
                 for t in range(width):
                     to[t] = own[t]
             for block in range(0, width, WIDTH):
                 begin = min(block, width - WIDTH)  # the last tokens may be written twice
-                if not len(offsets):
-                    join_step(
-                        lows, begin, width, high, channel * width + begin, width, references, at + channel,
-                        places, begin, h * stride + d, out,
-                    )  # fmt: skip
-                elif adjacent(places, begin, kinds, first_row + begin):
-                    join_by_channel_step(
-                        lows, begin, width, high, channel * width + begin, width, references, at + channel,
-                        offsets[kinds[first_row + begin], h], d, places[begin], out,
-                    )  # fmt: skip
-                else:
-                    join_step(
-                        lows, begin, width, high, channel * width + begin, width, references, at + channel,
-                        in_tile, 0, 0, tile,
-                    )  # fmt: skip
-                    for t in range(WIDTH):
-                        to = places[begin + t]
-                        if to >= 0:
-                            of_token, source = offsets[kinds[first_row + begin + t], h], tile[t * _CHANNELS :]
-                            for i in range(_CHANNELS):
-                                out[to + of_token[d + i]] = source[i]
+                for d in range(line, min(line + _LINE, size), _CHANNELS):
+                    channel, at_low = h * size + d, (d - line) * width + begin
+                    if not len(offsets):
+                        join_step(
+                            lows, at_low, width, high, channel * width + begin, width, references, at + channel,
+                            places, begin, h * stride + d, out,
+                        )  # fmt: skip
+                    elif adjacent(places, begin, kinds, first_row + begin):
+                        join_by_channel_step(
+                            lows, at_low, width, high, channel * width + begin, width, references, at + channel,
+                            offsets[kinds[first_row + begin], h], d, places[begin], out,
+                        )  # fmt: skip
+                    else:
+                        join_step(
+                            lows, at_low, width, high, channel * width + begin, width, references, at + channel,
+                            in_tile, 0, 0, tile,
+                        )  # fmt: skip
+                        for t in range(WIDTH):
+                            to = places[begin + t]
+                            if to >= 0:
+                                of_token, source = offsets[kinds[first_row + begin + t], h], tile[t * _CHANNELS :]
+                                for i in range(_CHANNELS):
+                                    out[to + of_token[d + i]] = source[i]
 
 
 @inner
@@ -450,11 +454,12 @@ def _split_words(memory, begins, stride, heads, size, planes):  # type: ignore[n
     if count == 2 and size % _CHANNELS == 0 and tokens >= WIDTH:
         low, high = planes[0].reshape(planes[0].size), planes[1].reshape(planes[1].size)
         for h in range(heads):
-            for d in range(0, size, _CHANNELS):
+            for line in range(0, size, _LINE):
                 for block in range(0, tokens, WIDTH):
                     token = min(block, tokens - WIDTH)  # the last tokens may be split twice
-                    at = (h * size + d) * tokens + token
-                    split_step(memory, begins, token, h * stride + d, low, at, high, at, tokens)
+                    for d in range(line, min(line + _LINE, size), _CHANNELS):
+                        at = (h * size + d) * tokens + token
+                        split_step(memory, begins, token, h * stride + d, low, at, high, at, tokens)
         return
     tile = np.empty((_CHANNELS, tokens), np.uint32)
     top = np.uint32(8 * count - 1)
