@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from cuvee.codec.stages.compiled import product as compiled
-from cuvee.codec.stages.products import DENSE_BFLOAT16, SLAB, Products
+from cuvee.codec.stages.products import DENSE_BFLOAT16, DENSE_INT16, SLAB, Products
 from cuvee.codec.stages.reference import product as reference
 from cuvee.codec.stages.reference.sections import padded
 from cuvee.codec.support.arrays import F32
+
+INTEGER_ERROR = 3e-4  # of a value, of the norms of a column and of the value's map
 
 
 def maps(sizes: Sequence[int], components: int, seed: int = 0) -> list[torch.Tensor]:
@@ -125,8 +127,63 @@ def test_only_mixed_products_choose_by_expected_shares() -> None:
     assert Products.MIXED.leading_rows(share[:100], 128) == 128  # the last rows are padding
     assert Products.MIXED.leading_rows(share, 96) == 96  # fewer rows than components
     assert Products.MIXED.leading_rows(share[:0], 0) == 0
+    assert Products.INT16.leading_rows(share, 256) == 64
     for kind in (Products.FLOAT32, Products.BFLOAT16):
         assert kind.leading_rows(share, 256) == 0
+
+
+@pytest.mark.parametrize("width", [1, 6, 16, 35, 64])
+@pytest.mark.parametrize("sizes", [(1,), (16, 16), (40, 200, 7)])
+@pytest.mark.parametrize("of_slabs", [(0.9, 0.9, 0.9), (0.9, 0.1, 0.1), (0.9, DENSE_INT16 - 0.01, 0.9)])
+def test_slabs_with_few_zeros_are_multiplied_as_integers(
+    of_slabs: tuple[float, ...], sizes: tuple[int, ...], width: int
+) -> None:
+    matrices = [2.0**-i * one for i, one in enumerate(maps(sizes, 133))]
+    expected = [np.repeat(np.array(of_slabs, np.float32), SLAB)[:133] for _ in sizes]
+    inverse = compiled.prepare_inverse(matrices, 133, Products.INT16, expected)
+    for depth in (32, 64, 160):
+        there = min(depth, 133)
+        y = torch.zeros(len(sizes), depth, width)
+        y[:, :there] = sparse((len(sizes), there, width), 0.7) * torch.logspace(-6, 6, width)
+        out = torch.full((width * sum(sizes),), float("nan"))
+        x = compiled.synthesize(y, inverse, [], out)
+        assert x.data_ptr() == out.data_ptr() and x.dtype == torch.float32
+        parts = x.double().split(sizes, 1)
+        for own, matrix, part in zip(y.double(), matrices, parts, strict=True):
+            m = matrix[:, :there].double()
+            bound = INTEGER_ERROR * own.norm(dim=0)[:, None] * matrix.double().norm(dim=1)
+            assert ((part - own[:there].T @ m.T).abs() <= bound).all()
+        # The integer products of a column are the same ones beside other columns.
+        if of_slabs[1] > DENSE_INT16:
+            for t in (0, width - 1):
+                alone = compiled.synthesize(y[:, :, t : t + 1].contiguous(), inverse, [], torch.empty(sum(sizes)))
+                assert torch.equal(alone[0], x[t])
+
+
+def test_the_largest_sums_of_integers_fit() -> None:
+    """Columns and maps that point the same way, with one entry or with many of a size."""
+    for rows in (1, 2, 96, 1024):
+        y = torch.zeros(1, padded(rows), 20)
+        y[:, :rows] = torch.ones(rows, 1) * torch.logspace(-3, 15, 20)
+        matrix = torch.cat(
+            [torch.ones(8, rows), -torch.ones(8, rows), 1e-9 * torch.ones(2, rows), torch.zeros(2, rows)]
+        )
+        inverse = compiled.prepare_inverse([matrix], rows, Products.INT16, [np.ones(rows, np.float32)])
+        x = compiled.synthesize(y, inverse, [], torch.empty(400))
+        torch.testing.assert_close(x.double(), y[0, :rows].T.double() @ matrix.T.double(), rtol=INTEGER_ERROR, atol=0)
+
+
+def test_integers_of_a_column_without_a_token_do_not_matter() -> None:
+    matrices = maps([40], 64)
+    inverse = compiled.prepare_inverse(matrices, 64, Products.INT16, [np.ones(64, np.float32)])
+    y = sparse((1, 64, 20), 0.9)
+    y[:, :, 3] = 0
+    want = compiled.synthesize(y, inverse, [], torch.empty(800)).clone()
+    assert not want[3].any()
+    for undefined in (float("nan"), float("inf"), 3e38):
+        y[:, :, 7] = undefined
+        found = compiled.synthesize(y, inverse, [], torch.empty(800))
+        assert torch.equal(found[:7], want[:7]) and torch.equal(found[8:], want[8:])
 
 
 @pytest.mark.parametrize("stage", [reference, compiled])

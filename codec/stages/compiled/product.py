@@ -6,7 +6,7 @@ a multiple of its row of the inverse map to the values of its token. The map is 
 are zero are left to a dense product.
 
 If products are `MIXED`, a dense product of bfloat16 serves the leading slabs in which few coefficients are expected to
-be zero, see `Products.leading_rows`.
+be zero, see `Products.leading_rows`. If they are `INT16`, one of 16-bit integers does, see `integer_product.py`.
 
 Sums are those of `reference/product.py` in another order, so they differ in their last bits, and bfloat16 has fewer.
 """
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.integer_product import IntegerMaps, integer_maps, multiply_leading
 from cuvee.codec.stages.compiled.product_steps import add_rows, add_rows_by_4, add_rows_by_8, list_step
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.products import SLAB, Products
@@ -60,12 +61,16 @@ class TiledInverse:
     """The inverse maps of a section.
 
     Attributes:
+        rows: of every block, those of `leading` included.
         blocks: of its blocks.
         together: float32 `[B, R, N]`, the maps of B blocks of one tile each, if they are alike and `leading` is empty.
+        integers: the maps of the first components, if a product of integers serves them.
     """
 
+    rows: int
     blocks: tuple[TiledBlock, ...]
     together: torch.Tensor | None
+    integers: IntegerMaps | None = None
 
 
 @compiled
@@ -125,7 +130,7 @@ def prepare_inverse(
     """See `cuvee.codec.stages.reference.product.prepare_inverse`, which serves what is dense and bfloat16."""
     rows, sizes = padded(rank), [len(matrix) for matrix in matrices]
     leading = [products.leading_rows(share, rows) for share in shares]
-    if products is Products.BFLOAT16 or min(leading) == rows > 0:
+    if products is Products.BFLOAT16 or (products is Products.MIXED and min(leading) == rows > 0):
         return product.stack_blocks(matrices, rows, torch.bfloat16)
     alike = len(set(sizes)) == 1 and 0 < sizes[0] <= TILE and not any(leading)
     memory = torch.zeros(len(matrices), rows, -(-sizes[0] // WIDTH) * WIDTH) if alike else None
@@ -135,8 +140,12 @@ def prepare_inverse(
         turned = torch.zeros(rows, -(-values // WIDTH) * WIDTH) if memory is None else memory[number]
         turned[:used, :values] = matrix[:, :used].T
         tiles = turned.reshape(-1) if alike else torch.cat([tile.reshape(-1) for tile in turned[first:].split(TILE, 1)])
-        blocks.append(TiledBlock(values, turned[:first, :values].bfloat16(), rows - first, tiles))
-    return TiledInverse(tuple(blocks), None if memory is None else memory[:, :, : sizes[0]])
+        narrow = turned[: first if products is Products.MIXED else 0, :values].bfloat16()
+        blocks.append(TiledBlock(values, narrow, rows - first, tiles))
+    if products is Products.INT16 and any(leading):
+        used = [min(first, len(share)) for first, share in zip(leading, shares, strict=True)]
+        return TiledInverse(rows, tuple(blocks), None, integer_maps(matrices, used))
+    return TiledInverse(rows, tuple(blocks), None if memory is None else memory[:, :, : sizes[0]])
 
 
 def synthesize(
@@ -153,28 +162,32 @@ def synthesize(
     if whole and inverse.together is not None:
         return torch.bmm(y.mT, inverse.together[:, :depth], out=out.view(count, width, -1))
     x, column = out.view(width, -1), 0
+    if inverse.integers is not None:
+        multiply_leading(y.numpy(), inverse.integers, x.numpy())
+        if not any(block.rows for block in inverse.blocks):
+            return x
     for own, block in zip(y, inverse.blocks, strict=True):
         mine = x[:, column : column + block.values]
-        leading = min(len(block.leading), depth)
-        if leading:
+        leading = min(inverse.rows - block.rows, depth)
+        if len(block.leading) and leading:
             mine.copy_(torch.mm(own[:leading].T.bfloat16(), block.leading[:leading]))
-        rest = own[leading:]
+        there, rest = inverse.integers is not None or leading > 0, own[leading:]
         lists = _lists(width, len(rest))
         dense = len(rest) if whole else _list_entries(rest.numpy(), *lists)
         for first in range(0, block.values if dense else 0, TILE):
             tile = block.tiles[first * block.rows : (first + TILE) * block.rows].view(block.rows, -1)
             size = min(TILE, block.values - first)
             to = mine[:, first : first + size]
-            torch.addmm(to, rest[:dense].T, tile[:dense, :size], beta=int(leading > 0), out=to)
+            torch.addmm(to, rest[:dense].T, tile[:dense, :size], beta=int(there), out=to)
         if dense < len(rest) or not depth:
-            fresh = dense == leading == 0
+            fresh = not dense and not there
             _add_entries(*lists, dense, fresh, block.tiles.numpy(), block.values, block.rows, x.numpy(), column)
         column += block.values
     return x
 
 
 def _has_leading(inverse: TiledInverse) -> bool:
-    return any(len(block.leading) for block in inverse.blocks)
+    return inverse.integers is not None or any(len(block.leading) for block in inverse.blocks)
 
 
 def _lists(columns: int, rows: int) -> tuple[U32, F32, I64]:

@@ -74,7 +74,7 @@ def prepare_inverse(
         some rows are bfloat16 and others float32, a `MixedInverse` of each block.
     """
     rows = padded(rank)
-    leading = [products.leading_rows(share, rows) for share in shares]
+    leading = [products.leading_rows(share, rows) if products is Products.MIXED else 0 for share in shares]
     if min(leading) == rows > 0:
         return stack_blocks(matrices, rows, torch.bfloat16)
     stacked = stack_blocks(matrices, rows, products.coefficients)
