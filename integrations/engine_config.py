@@ -102,7 +102,7 @@ VLLM: Listed = {
     "ParallelConfig": {
         "the number of shards is in the key": "tensor_parallel_size",
         "refused, or of ranks that share nothing": (
-            "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
+            "prefill_context_parallel_size decode_context_parallel_size "
             "dcp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate cp_kv_cache_interleave_size "
             "_allow_auto_resolve_cp_interleave_size"
         ),

@@ -29,9 +29,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -131,9 +130,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._blender: PageBlender | None = None
-        self._cached_layers: tuple[str, ...] = ()
+        self._cached_layers = () if self._setup.layers is None else self._setup.layers.names
         self._weights: Weights  # from `register_kv_caches` on
-        rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
+        rank = self._rank() if role is KVConnectorRole.WORKER else 0
         self._recorder = Recorder(rank)
         self._guard = Guard(self._recorder)
         if role is KVConnectorRole.SCHEDULER:
@@ -219,14 +218,24 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """Find the layout of the pages, or refuse to start."""
         from cuvee.integrations.vllm.worker import WorkerSide
 
-        rank = get_tensor_model_parallel_rank()
+        rank = self._rank()
         codec = self._setup.codec(rank)
-        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
-        self._weights = Weights(next(iter(layers.values()), None), _named_weights)
+        first = next(iter(self._cached_layers), "")  # a drafter's layers have another model
+        self._weights = Weights(self._attention_layers().get(first), _named_weights)
         worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, self._weights.digest)
         self._attach(worker, kv_caches)
         self._worker = worker
-        self._cached_layers = tuple(kv_caches)
+
+    def _rank(self) -> int:
+        """Return the number of this worker among all that store a part of a token."""
+        stage: int = get_pp_group().rank_in_group
+        rank: int = get_tensor_model_parallel_rank()
+        return stage * self._setup.shards + rank
+
+    def _attention_layers(self) -> dict[str, Any]:
+        """Return the engine's attention layers by name."""
+        layers: dict[str, Any] = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase)
+        return layers
 
     def unregister_kv_caches(self) -> None:
         """Let go of the engine's pages before it gives their memory back (vLLM 0.33, sleep mode). See
@@ -242,17 +251,17 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         What was stored before is found again unless weights have changed by the next step (`WorkerSide.settle`).
         """
         if self._worker is not None and not self._worker.attached:
-            layers = get_layers_from_vllm_config(self._vllm_config, Attention)
+            layers = self._attention_layers()
             self._attach(self._worker, {name: layers[name].kv_cache for name in self._cached_layers})
 
     def _attach(self, worker: WorkerSide, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the layout of the pages, and give them to the worker and to the blender."""
-        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
-        in_order = {name: kv_caches[name] for name in sorted(kv_caches, key=extract_layer_index)}
-        pages = find_pages(self._setup.layout.shard(worker.rank, self._setup.shards), layers, in_order)
+        in_order = {name: kv_caches[name] for name in self._cached_layers}
+        setup = self._setup
+        pages = find_pages(setup.layout_of_pages(worker.rank), self._attention_layers(), in_order, setup.codes)
         worker.attach(pages)
-        if self._setup.options.blend is not None:
-            self._blender = self._page_blender(pages, kv_caches, self._setup.options.blend.correct)
+        if setup.options.blend is not None:
+            self._blender = self._page_blender(pages, in_order, setup.options.blend.correct)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy the tails of requests that have ended. The engine calls this at every step, with or without preemption,
@@ -368,8 +377,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         from cuvee.integrations.vllm.blending.paged_model import LoadedModel, agree_over_ranks, total_over_ranks
         from cuvee.integrations.vllm.blending.planning import least_slice
 
-        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
-        names = sorted(kv_caches, key=extract_layer_index)
+        layers, names = self._attention_layers(), list(kv_caches)
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         attention = {name: layers[name] for name in names}
         model = LoadedModel(self._vllm_config, pages.layout, attention, spec, self._weights.models)

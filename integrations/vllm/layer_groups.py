@@ -1,11 +1,15 @@
-"""The groups of layers for which vLLM keeps tables of blocks of their own, and which of them are supported.
+"""The layers that vLLM caches, in the model's order, and the groups for which it keeps tables of blocks of their own.
 
     full attention    one table, which names a block for every token
+    latents (MLA)     the same: a token's page holds its latent and the rotated part of its keys
     sliding window    a table in which blocks before the window are `NULL_BLOCK`, once no token attends to them
 
 A model whose layers are all alike has one group. In other models a block's number means other memory in every group.
 With `--disable-hybrid-kv-cache-manager` vLLM keeps all tokens of a mixed model in one group; it does not where every
 layer has the same window.
+
+Layers of a draft model (EAGLE, MTP and their kind) are in vLLM's groups, too. They are neither stored nor restored:
+what they hold decides which tokens are proposed, never which are accepted.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from cuvee.codec.errors import UnsupportedModelError
 
 NULL_BLOCK = 0  # stands in the table of a group with a window for a block that the engine has dropped, or never had
 
-_WINDOW = "SlidingWindowSpec"
-_SUPPORTED = ("FullAttentionSpec", _WINDOW)
+_FULL, _WINDOW, _LATENT = "FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"
+_SUPPORTED = (_FULL, _WINDOW, _LATENT)
+_DRAFT = "draft_model."  # vLLM's prefix of the layers of a draft model that numbers its layers from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class LayerGroup:
     """Layers that share a table of blocks.
 
     Attributes:
-        layers: their indices in the model.
+        layers: their indices among the cached layers of this process.
         window: number of tokens before the next one that the engine keeps for them; None: all.
     """
 
@@ -35,25 +40,51 @@ class LayerGroup:
     window: int | None = None
 
 
-def read_groups(kv_cache_config: Any) -> tuple[tuple[LayerGroup, ...], list[Any]]:
-    """Return the groups of layers of vLLM's `KVCacheConfig`, and the spec of each layer in the model's order.
+@dataclass(frozen=True, slots=True)
+class CachedLayers:
+    """The layers that a process of vLLM caches and cuvee stores.
+
+    Attributes:
+        names: in the model's order.
+        numbers: of these layers in the model, from their names.
+        specs: vLLM's description of each layer's pages.
+        groups: all of vLLM's, in its order; one that holds draft layers alone has no layers.
+    """
+
+    names: tuple[str, ...]
+    numbers: tuple[int, ...]
+    specs: tuple[Any, ...]
+    groups: tuple[LayerGroup, ...]
+
+
+def read_layers(kv_cache_config: Any, model_layers: int | None = None) -> CachedLayers:
+    """Read vLLM's `KVCacheConfig`.
+
+    Args:
+        kv_cache_config: vLLM's.
+        model_layers: number of layers of the model, if it has a drafter, whose layers have numbers behind these.
 
     Raises:
         UnsupportedModelError: no layers, or layers that cache no plain keys and values, by name.
     """
-    groups = kv_cache_config.kv_cache_groups
-    by_group = [_specs_of(group) for group in groups]
+    by_group = [
+        {name: spec for name, spec in _specs_of(group).items() if not _is_draft(name, model_layers)}
+        for group in kv_cache_config.kv_cache_groups
+    ]
     by_name = {name: spec for specs in by_group for name, spec in specs.items()}
     if not by_name:
         raise UnsupportedModelError("the model caches no keys and values: serve it without CuveeConnector")
     for spec in by_name.values():
         _check_kind(spec)
-    order = {name: at for at, name in enumerate(sorted(by_name, key=_number_of))}
-    made = []
-    for specs in by_group:
-        windows = [int(spec.sliding_window) for spec in specs.values() if _kind(spec) == _WINDOW]
-        made.append(LayerGroup(tuple(sorted(order[name] for name in specs)), min(windows, default=None)))
-    return tuple(made), [by_name[name] for name in order]
+    names = tuple(sorted(by_name, key=_number_of))
+    order = {name: at for at, name in enumerate(names)}
+    groups = []
+    for group, specs in zip(kv_cache_config.kv_cache_groups, by_group, strict=True):
+        kept = specs or _specs_of(group)
+        windows = [int(spec.sliding_window) for spec in kept.values() if _kind(spec) == _WINDOW]
+        groups.append(LayerGroup(tuple(sorted(order[name] for name in specs)), min(windows, default=None)))
+    numbers = tuple(_number_of(name) for name in names)
+    return CachedLayers(names, numbers, tuple(by_name[name] for name in names), tuple(groups))
 
 
 def block_tokens(specs: Sequence[Any]) -> int:
@@ -81,10 +112,13 @@ def _kind(spec: Any) -> str:
     return type(spec).__name__
 
 
+def _is_draft(name: str, model_layers: int | None) -> bool:
+    """Return whether a layer is a drafter's: vLLM numbers these behind the model's, or prefixes their names."""
+    return model_layers is not None and (name.startswith(_DRAFT) or _number_of(name) >= model_layers)
+
+
 def _check_kind(spec: Any) -> None:
     kind = _kind(spec)
-    if "MLA" in kind:
-        raise UnsupportedModelError(f"multi-head latent attention (MLA) is not supported ({kind})")
     if kind == "MambaSpec":
         raise UnsupportedModelError(
             "recurrent layers (MambaSpec: Mamba, linear attention, hybrids with them) are not supported, because they "

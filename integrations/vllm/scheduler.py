@@ -86,7 +86,7 @@ class SchedulerSide:
         self._guard = Guard(recorder)
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
-        self._lookups = Lookups(self._pool, state.contains, setup.shards, options.lookup_timeout)
+        self._lookups = Lookups(self._pool, state.contains, setup.ranks, options.lookup_timeout)
         # Before anything is measured: 1,000 tokens per second, or a third or three times as many.
         prefill = LinearCost(1e-3, 0.0, 1.1)
         self._planner: BlendPlanner | None = None
@@ -98,7 +98,7 @@ class SchedulerSide:
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._rates = Rates(state, prefill)
-        self._events = SchedulerEvents(setup.shards, make_events)
+        self._events = SchedulerEvents(setup.ranks, make_events)
         self._prefixes = PrefixLookups(state, self._lookups, known, self._events)
         self._loads = SchedulerLoads(state, self._prefixes, self._rates, setup.prefix_caching)
         self._blends = SchedulerBlends(state, self._planner, setup.step_tokens)

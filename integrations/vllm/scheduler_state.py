@@ -161,7 +161,7 @@ class SchedulerState:
         self.encodes = setup.encodes
         self.parts = 1 + setup.options.refinements
         self.predicts = setup.predicts
-        self.shards = setup.shards
+        self.shards = setup.ranks
         self._keys = EntryKeys(setup.options.key_ids())
         self.store = store
         self.recorder = recorder

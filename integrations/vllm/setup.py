@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
+import torch
+
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
@@ -31,7 +33,8 @@ from cuvee.integrations.engine_config import vllm_options
 from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
-from cuvee.integrations.vllm.layer_groups import LayerGroup, block_tokens, read_groups
+from cuvee.integrations.vllm.grouped_pages import pairs_of_codes
+from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, block_tokens, read_layers
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -39,6 +42,8 @@ logger = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 _DEFAULT_GB = 4.0  # of the default store
 _NANOSECONDS = 19  # digits of a time since the epoch
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp")  # how tokens are drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,8 @@ class Setup:
 
     Attributes:
         options: of the connector.
-        layout: KV layout of the whole model; its dtype is that of the engine's cache.
+        layout: KV layout of what is coded of the whole model; its dtype is that of the engine's cache. Of an fp8 cache
+            these are values or, lossless, pairs of codes (`grouped_pages`).
         profile: of the whole model.
         quality: "lossless", or "step:" and the step's index.
         block_tokens: tokens per block of the engine's scheduler.
@@ -60,6 +66,10 @@ class Setup:
         alone: whether no other rank computes with this one: neither a tensor-parallel one, nor one of a data-parallel
             engine, which may have experts for this one.
         encodes: whether the engine encodes images itself. What it takes from another engine it knows by name alone.
+        layers: those that this process caches; the scheduler's side is told of those of the first pipeline stage.
+        codes: dtype of an fp8 cache; None: the pages hold values.
+        pages: KV layout of the pages of an fp8 cache; None: that of what is coded.
+        stages: pipeline stages.
     """
 
     options: Options
@@ -76,6 +86,15 @@ class Setup:
     tells: bool = False
     alone: bool = True
     encodes: bool = True
+    layers: CachedLayers | None = None
+    codes: torch.dtype | None = None
+    pages: KVLayout | None = None
+    stages: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes that each store and load a part of every token."""
+        return self.shards * self.stages
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -116,35 +135,50 @@ class Setup:
         if "store" not in transfer.kv_connector_extra_config:
             options = replace(options, store=default_store(vllm_config.parallel_config.distributed_executor_backend))
         options.secrets()
-        groups, specs = read_groups(kv_cache_config)
         _refuse_features(vllm_config)
+        text_config, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
+        drafted = vllm_config.speculative_config is not None
+        cached = read_layers(kv_cache_config, text_config.num_hidden_layers if drafted else None)
+        groups, specs = cached.groups, cached.specs
         block, tokens = block_tokens(specs), options.chunk_tokens
         if tokens % block:
             raise InputError(f"chunk_tokens: must be a multiple of the engine's block size {block}, got {tokens}")
         _check_windows(groups, tokens, block)
-        layout = KVLayout.from_config(vllm_config.model_config.hf_text_config, _dtype(specs))
-        if options.blend is not None and any(layer.sliding_window is not None for layer in layout.layers):
-            raise UnsupportedModelError("blend: models with sliding windows cannot be blended; remove the option")
+        codes = _codes(vllm_config, specs)
+        layout = KVLayout.from_config(text_config, _dtype(specs) if codes is None else vllm_config.model_config.dtype)
+        if options.blend is not None:
+            _check_blend(vllm_config, layout, codes)
         if layout.max_positions is not None and tokens > layout.max_positions:
             raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
-        shards = vllm_config.parallel_config.tensor_parallel_size
-        _check_heads(layout, specs, shards)
+        shards, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        _check_layers(layout, text_config, cached, stages)
+        _check_heads(layout, cached, shards)
         if options.profile is None:
             profile = Profile.unlearned(layout)
         else:
             model = vllm_config.model_config
             profile = _find_profile(vllm_config.instance_id, options.profile, layout, model.model, model.revision)
+            if stages > 1:
+                raise UnsupportedModelError(
+                    "profile: cannot be cut by the stages of pipeline parallelism; remove it to store losslessly, or "
+                    "set --pipeline-parallel-size 1"
+                )
         profile.check_layout(layout)
-        codec = Codec(profile, **options.codec_quality, dtype=layout.dtype, refinements=options.refinements)
+        asked, pages = _asked(options, codes), None if codes is None else layout
+        codec = Codec(profile, **asked, dtype=layout.dtype, refinements=options.refinements)
         quality = codec.quality_name
+        if codes is not None and codec.lossless:
+            layout = pairs_of_codes(layout, codes)
+            profile = Profile.unlearned(layout)
         events = vllm_config.kv_events_config
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         setup = cls(
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
             groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)),
-            alone=shards == vllm_config.parallel_config.data_parallel_size == 1,
+            alone=shards == stages == parallel.data_parallel_size == 1,
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
+            layers=cached, codes=codes, pages=pages, stages=stages,
         )  # fmt: skip
         setup._check_target()
         return setup
@@ -179,7 +213,7 @@ class Setup:
             layout=self.layout.fingerprint,
             profile=b"" if self.quality == LOSSLESS else self.profile.id,
             quality=self.quality,
-            shards=self.shards,
+            shards=self.ranks,
         )
 
     def changed_while_loading(self, vllm_config: Any) -> bool:
@@ -212,9 +246,13 @@ class Setup:
             refuse_other_weights(self.profile, shown_profile(self.options.profile), model_path, revision=revision)
 
     def codec(self, rank: int) -> Codec:
-        """Return the codec of one rank. It starts no threads, because the worker codes several chunks at a time."""
-        profile = self.profile.shard(rank, self.shards)
-        asked, secrets = self.options.codec_quality, self.options.secrets() or None
+        """Return the codec of one rank, which is this process. It starts no threads, because the worker codes several
+        chunks at a time.
+        """
+        profile = self.profile.shard(rank % self.shards, self.shards)
+        if self.stages > 1:
+            profile = Profile.unlearned(self._of_stage(profile.layout))
+        asked, secrets = _asked(self.options, self.codes), self.options.secrets() or None
         codec = Codec(
             profile, **asked, dtype=self.layout.dtype, threads=1, refinements=self.options.refinements, key=secrets
         )
@@ -222,6 +260,16 @@ class Setup:
             # Replicas with other secrets do not find each other's entries; the id in the log shows why.
             logger.info("cuvee: blobs are signed with the key of id %s", _key_ids(codec))
         return codec
+
+    def layout_of_pages(self, rank: int) -> KVLayout:
+        """Return the KV layout of a rank's pages."""
+        layout = (self.pages or self.layout).shard(rank % self.shards, self.shards)
+        return self._of_stage(layout) if self.stages > 1 else layout
+
+    def _of_stage(self, layout: KVLayout) -> KVLayout:
+        """Return the layout of those layers of the model that this process caches."""
+        numbers = () if self.layers is None else self.layers.numbers
+        return replace(layout, layers=tuple(layout.layers[number] for number in numbers))
 
 
 def default_store(executor: str | None) -> tuple[str, ...]:
@@ -295,28 +343,71 @@ def _check_windows(groups: Sequence[LayerGroup], chunk_tokens: int, block: int) 
 
 
 def _refuse_features(vllm_config: Any) -> None:
-    parallel = vllm_config.parallel_config
-    model = vllm_config.model_config
+    """Refuse what would not be right, by the name of the setting, with what to set instead."""
+    parallel, model, speculative = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     dtype = str(vllm_config.cache_config.cache_dtype)
+    method = str(getattr(speculative, "method", ""))
+    contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
     refused = {
-        "an encoder-decoder model": model.is_encoder_decoder,
-        f"a {model.runner_type!r} model (only generation is)": model.runner_type != "generate",
-        "speculative decoding": vllm_config.speculative_config is not None,
-        f"a quantized KV cache (kv_cache_dtype={dtype!r}; use 'auto')": dtype not in ("auto", *TORCH_DTYPES),
-        f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})": (
-            parallel.pipeline_parallel_size > 1
+        "an encoder-decoder model: serve it without CuveeConnector": model.is_encoder_decoder,
+        f"a {model.runner_type!r} model: only generation is supported (--runner generate)": (
+            model.runner_type != "generate"
         ),
-        "external_launcher with several ranks, each with a scheduler of its own": (
-            parallel.distributed_executor_backend == "external_launcher" and parallel.tensor_parallel_size > 1
+        f'speculative decoding by {method!r}: set "method" in --speculative-config to one of {", ".join(_DRAFTS)}': (
+            speculative is not None and method not in _DRAFTS
         ),
-        "context parallelism": max(
-            getattr(parallel, "decode_context_parallel_size", 1), getattr(parallel, "prefill_context_parallel_size", 1)
-        )
-        > 1,
+        f"kv_cache_dtype={dtype!r}: set --kv-cache-dtype to auto, {', '.join((*TORCH_DTYPES, *_FP8))}": (
+            dtype not in ("auto", *TORCH_DTYPES, *_FP8)
+        ),
+        "external_launcher with several ranks, each with a scheduler of its own: set "
+        "--distributed-executor-backend mp": (
+            parallel.distributed_executor_backend == "external_launcher"
+            and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
+        ),
+        "context parallelism: set --decode-context-parallel-size and --prefill-context-parallel-size to 1": (
+            max(contexts) > 1
+        ),
     }
     for name, there in refused.items():
         if there:
             raise UnsupportedModelError(f"CuveeConnector does not support {name}")
+
+
+def _codes(vllm_config: Any, specs: Sequence[Any]) -> torch.dtype | None:
+    """Return the dtype of an fp8 cache; None if the cache holds values."""
+    name = str(vllm_config.cache_config.cache_dtype)
+    if name not in _FP8:
+        return None
+    other = sorted({str(spec.dtype) for spec in specs} - {"torch.uint8", str(_FP8[name])})
+    if other:
+        raise UnsupportedModelError(
+            f"CuveeConnector does not support a KV cache whose layers are partly {' and '.join(other)} with "
+            f"kv_cache_dtype={name!r} (kv_cache_dtype_skip_layers): give all layers one dtype"
+        )
+    return _FP8[name]
+
+
+def _asked(options: Options, codes: torch.dtype | None) -> dict[str, Any]:
+    """Return the quality that is asked of the codec. A ratio is that of the engine's cache, which may be fp8."""
+    asked: dict[str, Any] = dict(options.codec_quality)
+    if codes is None or asked.get("ratio") is None:
+        return asked
+    ratio = asked.pop("ratio")
+    return {**asked, "bits": 8 * codes.itemsize / ratio}
+
+
+def _check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None) -> None:
+    """Refuse to blend where that is not known to be right."""
+    refused = {
+        "models with sliding windows": any(layer.sliding_window is not None for layer in layout.layers),
+        "models with latents (MLA)": any(layer.latent for layer in layout.layers),
+        "fp8 caches": codes is not None,
+        "prompts of engines with speculative decoding": vllm_config.speculative_config is not None,
+        "prompts of engines with pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+    }
+    for name, there in refused.items():
+        if there:
+            raise UnsupportedModelError(f"blend: {name} cannot be blended; remove the option")
 
 
 def _dtype(specs: Sequence[Any]) -> str:
@@ -329,19 +420,36 @@ def _dtype(specs: Sequence[Any]) -> str:
     return names[0]
 
 
-def _check_heads(layout: KVLayout, specs: Sequence[Any], shards: int) -> None:
-    """Refuse pages whose heads differ from the model's configuration."""
-    if len(specs) != layout.num_layers:
+def _check_layers(layout: KVLayout, config: Any, cached: CachedLayers, stages: int) -> None:
+    """Refuse layers other than the model's: all of them or, of a pipeline, those of a stage."""
+    count = len(cached.names)
+    if stages == 1 and count != layout.num_layers:
         raise UnsupportedModelError(
-            f"the engine caches {len(specs)} layers, the model has {layout.num_layers}: layers that share a cache, or "
-            "draft layers, are not supported"
+            f"the engine caches {count} layers, the model has {layout.num_layers}: layers that share a cache, sparse "
+            "indexers and layers of an unknown drafter are not supported; serve this model without CuveeConnector"
         )
-    for index, (layer, spec) in enumerate(zip(layout.shard(0, shards).layers, specs, strict=True)):
+    if stages > 1 and (layout.num_layers != config.num_hidden_layers or max(cached.numbers) >= layout.num_layers):
+        raise UnsupportedModelError(
+            f"pipeline parallelism is supported only where each layer has a cache: the model has "
+            f"{config.num_hidden_layers} layers and {layout.num_layers} caches; set --pipeline-parallel-size 1"
+        )
+
+
+def _check_heads(layout: KVLayout, cached: CachedLayers, shards: int) -> None:
+    """Refuse pages whose heads differ from the model's configuration."""
+    layers = layout.shard(0, shards).layers
+    at = cached.numbers if len(cached.names) < len(layers) else range(len(layers))
+    for index, spec in zip(at, cached.specs, strict=True):
+        layer = layers[index]
         value_dim = getattr(spec, "head_size_v", None) or spec.head_size
-        if (layer.kv_heads, layer.head_dim, layer.value_dim) != (spec.num_kv_heads, spec.head_size, value_dim):
+        found = [spec.num_kv_heads, spec.head_size, value_dim]
+        expected = [layer.kv_heads, layer.head_dim, layer.value_dim]
+        if layer.latent:  # a token's page is one vector
+            found, expected = found[:2], [1, layer.head_dim + layer.value_dim]
+        if found != expected:
             raise UnsupportedModelError(
                 f"layer {index}: the engine caches {spec.num_kv_heads} heads of {spec.head_size}, the model's "
-                f"configuration says {layer.kv_heads} of {layer.head_dim}"
+                f"configuration says {expected[0]} of {expected[1]}"
             )
 
 

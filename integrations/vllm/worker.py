@@ -110,7 +110,7 @@ class WorkerSide:
         return self._state.cache is not None
 
     def _warm_up(self, cache: PagedCache) -> None:
-        layout, tokens, codec = cache.layout, self._state.chunk, self._state.codec
+        layout, tokens, codec = self._state.coded, self._state.chunk, self._state.codec
         zeros = partial(torch.zeros, dtype=layout.torch_dtype, device=cache.device)
         chunk = PagedCache.dense(
             layout,

@@ -221,7 +221,7 @@ class Restorer:
         pages, cache = self._state.grouped, self._state.pages
         if pages is None:
             raise RuntimeError("the engine sleeps")
-        dense = PagedCache.empty(cache.layout, blob.tokens, range(cache.layout.num_layers), cache.device)
+        dense = PagedCache.empty(pages.layout, blob.tokens, range(pages.layout.num_layers), cache.device)
         at = torch.arange(blob.tokens, device=cache.device)
         self._state.codec.decode_paged([blob], dense, [at], None if start is None else [start]).check()
         pages.write(dense, slots)
@@ -233,7 +233,7 @@ class Restorer:
 
     def _stored(self, tenant: str, entry: Entry, parts: Sequence[bytes]) -> Stored:
         start = None if entry.kind == "segment" else entry.start
-        expected = Expected(entry.tokens, start, self._state.pages.layout.dtype)
+        expected = Expected(entry.tokens, start, self._state.coded.dtype)
         return Stored(parts, self._state.keys.bound_to(tenant, entry.digest), expected, self._name(entry))
 
     def discard(self, job: LoadJob) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 
 from cuvee.codec.codec import Codec
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.stores import Store
@@ -81,7 +83,8 @@ class WorkerState:
         report: what happened since the last report.
         windows: of each group of layers, how many tokens the engine keeps; None: all.
         bytes_per_token: of the pages, uncompressed.
-        grouped: the pages where there are several groups; None: one table of blocks serves all layers.
+        grouped: the pages where there are several groups, or pairs of fp8 codes are coded; None: the codec reads and
+            writes the pages.
         closed: nothing is admitted any more.
     """
 
@@ -109,12 +112,16 @@ class WorkerState:
         self.grouped: GroupedPages | None = None
         self.bytes_per_token = 0
         self._groups = setup.groups
+        # An fp8 cache is coded as something else than it holds.
+        self._layout = None if setup.pages is None else replace(codec.profile.layout, dtype=setup.layout.dtype)
 
     def attach(self, cache: PagedCache) -> None:
         """Use these pages."""
         self.cache = cache
-        self.grouped = GroupedPages(cache, self._groups) if len(self._groups) > 1 else None
-        self.bytes_per_token = cache.layout.bytes_per_token
+        layout = cache.layout if self._layout is None else self._layout
+        copied = len(self._groups) > 1 or layout.layers != cache.layout.layers
+        self.grouped = GroupedPages(cache, self._groups, layout) if copied else None
+        self.bytes_per_token = cache.layout.values_per_token * cache.dtype.itemsize
 
     def detach(self) -> None:
         """Forget the pages."""
@@ -139,6 +146,11 @@ class WorkerState:
         if self.cache is None:
             raise RuntimeError("no pages are attached")
         return self.cache
+
+    @property
+    def coded(self) -> KVLayout:
+        """The layout of what is coded of the pages."""
+        return self.pages.layout if self.grouped is None else self.grouped.layout
 
     def slots(self, entry: Entry, placed: range | None = None) -> list[torch.Tensor]:
         """Return the slot of each of an entry's tokens in every group of layers, int64 `[T]`.

@@ -281,6 +281,8 @@ class Bench:
         tells: bool = False,
         shards: int = 1,
         weights: Callable[[], object] = lambda: None,
+        cache: PagedCache | None = None,
+        setup: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
@@ -288,13 +290,13 @@ class Bench:
         profile = profile or _profile_for(asked)
         self.codec = Codec(profile, **asked)
         self.setup = Setup(
-            self.options, LAYOUT, profile, self.codec.quality_name, BLOCK, shards, True, True, True,
-            groups=groups, tells=tells, alone=shards == 1,
+            self.options, self.codec.profile.layout, profile, self.codec.quality_name, BLOCK, shards, True, True, True,
+            groups=groups, tells=tells, alone=shards == 1, **(setup or {}),
         )  # fmt: skip
         self.store = store or DictStore()
         self.recorder = Recorder()
         self.worker = WorkerSide(self.setup, rank, self.codec, self.store, self.recorder, weights)
-        self.cache = make_pages(LAYOUT, device or torch.device("cpu"), permuted)
+        self.cache = cache or make_pages(LAYOUT, device or torch.device("cpu"), permuted)
         self.worker.attach(self.cache)
         noise = torch.randn(2, 3, 8 * CHUNK, 2, 16).bfloat16()
         self.sequence = sequence or KVChunk(noise[0], noise[1], LAYOUT)

@@ -85,7 +85,7 @@ def test_views_show_what_the_engine_writes(order: str, dtype: torch.dtype) -> No
     write = _beside(tensor)
     layout = find_page_layout(tensor, write, HEADS, DIM)
     assert torch.equal(tensor, before), "the probe must restore what it wrote over"
-    assert (layout.block_tokens, layout.heads, layout.dim) == (TOKENS, HEADS, DIM)
+    assert (layout.block_tokens, layout.heads, layout.key_dim, layout.value_dim) == (TOKENS, HEADS, DIM, DIM)
     _roundtrip(tensor, write, layout.views(tensor))
     verify_page_layout(tensor, write, layout)
 
@@ -99,6 +99,40 @@ def test_views_of_a_transposed_cache() -> None:
     assert layout.keys == Strides(0, (1, 2 * TOKENS * DIM, TOKENS))
     assert layout.values == Strides(TOKENS * DIM, (DIM, 2 * TOKENS * DIM, 1))
     _roundtrip(tensor, write, layout.views(tensor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("writer", [_transposed, _tiled])
+def test_pages_of_fp8_codes_are_found(writer: Callable[[torch.Tensor], Writer], dtype: torch.dtype) -> None:
+    codes = torch.randint(100, (BLOCKS, HEADS, TOKENS, 2 * DIM), dtype=torch.uint8)
+    before = codes.clone()
+    put = writer(codes)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        put(keys.view(torch.uint8), values.view(torch.uint8), slots)
+
+    layout = find_page_layout(codes.view(dtype), write, HEADS, DIM)
+    assert torch.equal(codes, before)
+    keys, values = torch.randint(100, (2, 7, HEADS, DIM), dtype=torch.uint8)
+    slots = torch.tensor([0, 29, 13, 7, 8, 21, 2])
+    put(keys, values, slots)
+    for view, wrote in zip(layout.views(codes), (keys, values), strict=True):
+        assert torch.equal(_at(view, slots), wrote)
+
+
+def test_pages_of_latents_are_found() -> None:
+    """A latent, and behind it the rotated part of the keys, which is narrower."""
+    tensor = torch.randn(BLOCKS, TOKENS, 12)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        tensor[slots // TOKENS, slots % TOKENS] = torch.cat([values, keys], -1)[:, 0]
+
+    layout = find_page_layout(tensor, write, 1, 4, 8)
+    assert (layout.keys, layout.values) == (Strides(8, (12, 0, 1)), Strides(0, (12, 0, 1)))
+    verify_page_layout(tensor, write, layout)
+    keys, values = layout.views(tensor)
+    write(torch.ones(1, 1, 4), torch.full((1, 1, 8), 2.0), torch.tensor([9]))
+    assert (_at(keys, torch.tensor([9])) == 1).all() and (_at(values, torch.tensor([9])) == 2).all()
 
 
 def _roundtrip(tensor: torch.Tensor, write: Writer, views: tuple[Pages, Pages]) -> None:

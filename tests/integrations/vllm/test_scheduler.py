@@ -57,6 +57,32 @@ def test_entries_of_every_accepted_secret_are_found_and_no_others(
     assert len(calls) == 4, "one question for each secret about chunks, and one about tails of the chunk after them"
 
 
+def test_drafts_that_are_rejected_are_never_stored(desk: Callable[..., Desk]) -> None:
+    """A step computes drafts behind the known tokens. A chunk is stored once all of its tokens are accepted."""
+    d, request = desk(min_tokens=1), make_request(tokens=CHUNK - 2)
+    d.side.arrived(request)
+    d.plan((request, 0, CHUNK - 2))
+    generate(request, 1)
+    assert not d.plan((request, CHUNK - 2, 6), new=False).saves, "the chunk's last token is a draft"
+    generate(request, 1)  # in place of the first draft
+    (save,) = d.plan((request, CHUNK - 1, 6), new=False).saves
+    assert save.entry.digest == d.digests(request)[0]
+    request.num_computed_tokens = CHUNK  # again none is accepted
+    generate(request, 1)
+    d.side.finished(request, list(range(100, 110)))
+    assert not d.plan().last_saves, "five drafts were computed behind the chunk"
+
+
+def test_drafts_that_are_accepted_are_stored_with_the_next_step(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=CHUNK - 2)
+    d.side.arrived(request)
+    d.plan((request, 0, CHUNK - 2))
+    generate(request, 1)
+    assert not d.plan((request, CHUNK - 2, 6), new=False).saves
+    generate(request, 6)
+    assert chunks_of(d.plan((request, CHUNK + 4, 6), new=False).saves) == [0]
+
+
 @pytest.mark.parametrize(("stored", "found"), [(0, 0), (1, 16), (3, 48), (6, 96)])
 def test_finds_the_leading_chunks_that_are_there(desk: Callable[..., Desk], stored: int, found: int) -> None:
     d, request = desk(), make_request()

@@ -71,6 +71,11 @@ def _spec(kind: type[FullAttentionSpec] = FullAttentionSpec, **changes: Any) -> 
     return kind(**{**fields, **changes})
 
 
+def _drafts(method: str) -> SimpleNamespace:
+    """vLLM's `SpeculativeConfig`."""
+    return SimpleNamespace(method=method)
+
+
 def _options(part: str, fields: dict[str, Any]) -> Any:
     """A dataclass by the name of vLLM's, whose fields have these defaults."""
     kind = "".join(word.capitalize() for word in part.split("_")) + "Config"
@@ -203,6 +208,65 @@ def test_groups_of_the_engines_own_classes_are_read() -> None:
             Setup.of_engine(*_engine([full, spec], extra=extra))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_fp8_codes_are_stored_in_pairs(dtype: torch.dtype) -> None:
+    """Without a profile. A chunk of another fp8 dtype, or of values, has another name."""
+    made = Setup.of_engine(*_engine([_spec(dtype=dtype)], cache__cache_dtype="fp8"))
+    assert (made.codes, made.quality) == (torch.float8_e4m3fn, "lossless")
+    assert made.layout_of_pages(0) == LAYOUT
+    assert made.codec(0).profile.layout == made.layout
+    assert made.layout.bytes_per_token == LAYOUT.values_per_token
+    other = Setup.of_engine(*_engine([_spec(dtype=torch.uint8)], cache__cache_dtype="fp8_e5m2"))
+    assert len({made.layout.fingerprint, other.layout.fingerprint, LAYOUT.fingerprint}) == 3
+
+
+def test_a_ratio_of_an_fp8_cache_counts_eight_bits(tmp_path: Path) -> None:
+    """A profile codes the values of its codes."""
+    points, fitted = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k) for k in range(-4, 2)], _profile("head")
+    Profile(LAYOUT, "head", "fitted", fitted.family, fitted.learned, curve=points).save(tmp_path / "p")
+    extra = {"profile": str(tmp_path / "p"), "ratio": 2}
+    made = Setup.of_engine(*_engine([_spec(dtype=torch.uint8)], extra=extra, cache__cache_dtype="fp8"))
+    assert made.quality == "step:0", "the step at which the curve has 4 bits"
+    assert made.codec(0).step_index == 0 and made.layout == LAYOUT
+
+
+@pytest.mark.parametrize(
+    ("method", "drafter"),
+    [
+        ("ngram", []),
+        ("suffix", []),
+        ("draft_model", ["draft_model.model.layers.0.attn", "draft_model.model.layers.1.attn"]),
+        ("eagle", ["model.layers.2.attn"]),
+        ("mtp", ["model.layers.2.mtp_block.attn"]),
+    ],
+)
+def test_layers_of_a_drafter_are_left_out(method: str, drafter: list[str]) -> None:
+    """They may be in a group of the model's layers, or in one of their own."""
+    own = ["model.layers.0.attn", "model.layers.1.attn"]
+    speculative = _drafts(method)
+    made = Setup.of_engine(*_engine(names=[*drafter, *own], speculative=speculative))
+    assert made.layers is not None and (made.layers.names, made.groups) == (tuple(own), (LayerGroup((0, 1)),))
+    config, cache = _engine(names=own, speculative=speculative)
+    cache.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=_spec(head_size=4), layer_names=drafter))
+    assert Setup.of_engine(config, cache).groups == (LayerGroup((0, 1)), LayerGroup(()))
+    with pytest.raises(UnsupportedModelError, match=r"one number|the model has 2"):
+        Setup.of_engine(*_engine(names=[*drafter, *own, "model.layers.3.attn", "model.layers.1.indexer"]))
+
+
+def test_stages_of_a_pipeline_have_their_layers(checkpoint: Callable[..., None]) -> None:
+    """And names of their own, other than those of ranks that share the heads."""
+    piped: dict[str, Any] = {"parallel__pipeline_parallel_size": 2}
+    engines = [_engine(names=[f"model.layers.{at}"], **piped) for at in range(2)]
+    stages = [Setup.of_engine(*engine) for engine in engines]
+    assert [made.layout for made in stages] == [LAYOUT, LAYOUT], "of the whole model"
+    assert [(made.ranks, made.alone) for made in stages] == [(2, False)] * 2
+    assert [made.layout_of_pages(at).layers for at, made in enumerate(stages)] == [LAYOUT.layers[:1], LAYOUT.layers[1:]]
+    assert stages[0].codec(0).profile.layout == stages[0].layout_of_pages(0)
+    shared = _engine([_spec(num_kv_heads=1)], parallel__tensor_parallel_size=2)
+    names = {made.identity(engine[0]) for made, engine in ((stages[0], engines[0]), (Setup.of_engine(*shared), shared))}
+    assert len(names) == 2
+
+
 def test_data_parallel_ranks_share_a_store(checkpoint: Callable[..., None]) -> None:
     """Nothing in a key names the rank, so each finds what another stored."""
     engines = [
@@ -246,7 +310,17 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"specs": [_spec(MLAAttentionSpec)]}, UnsupportedModelError, r"multi-head latent attention \(MLA\)"),
+        ({"specs": [_spec(MLAAttentionSpec, head_size=20)]}, UnsupportedModelError, "caches 2 heads of 20"),
+        (
+            {"extra": {"blend": {}}, "speculative": _drafts("ngram")},
+            UnsupportedModelError,
+            "blend: prompts of engines with speculative decoding .*remove the option",
+        ),
+        (
+            {"extra": {"blend": {}}, "cache__cache_dtype": "fp8", "specs": [_spec(dtype=torch.uint8)]},
+            UnsupportedModelError,
+            "blend: fp8 caches .*remove the option",
+        ),
         ({"specs": [_spec(), _spec(MambaSpec)]}, UnsupportedModelError, r"recurrent layers \(MambaSpec.*without Cuvee"),
         (
             {"specs": [_spec(), _spec(ChunkedLocalAttentionSpec)]},
@@ -288,9 +362,21 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ({"specs": [_spec(head_size=16)]}, UnsupportedModelError, "caches 2 heads of 16"),
         ({"specs": [_spec(head_size_v=4)]}, UnsupportedModelError, "caches 2 heads of 8"),
         ({"layers": 3}, UnsupportedModelError, "caches 3 layers, the model has 2"),
-        ({"cache__cache_dtype": "fp8"}, UnsupportedModelError, "a quantized KV cache"),
-        ({"cache__cache_dtype": "fp8_e5m2"}, UnsupportedModelError, "fp8_e5m2"),
-        ({"parallel__pipeline_parallel_size": 2}, UnsupportedModelError, "pipeline parallelism"),
+        (
+            {"cache__cache_dtype": "nvfp4"},
+            UnsupportedModelError,
+            "kv_cache_dtype='nvfp4': set --kv-cache-dtype to auto, bfloat16, float16, float32, fp8, fp8_e4m3, fp8_e5m2",
+        ),
+        (
+            {"cache__cache_dtype": "fp8", "specs": [_spec(), _spec(dtype=torch.uint8)]},
+            UnsupportedModelError,
+            "partly torch.bfloat16 with kv_cache_dtype='fp8' .kv_cache_dtype_skip_layers.: give all layers one dtype",
+        ),
+        (
+            {"parallel__pipeline_parallel_size": 2, "layers": 1, "extra": {"blend": {}}},
+            UnsupportedModelError,
+            "blend: prompts of engines with pipeline parallelism",
+        ),
         ({"parallel__decode_context_parallel_size": 2}, UnsupportedModelError, "context parallelism"),
         ({"parallel__prefill_context_parallel_size": 2}, UnsupportedModelError, "context parallelism"),
         (
@@ -299,7 +385,11 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
             "external_launcher with several ranks",
         ),
         ({"parallel__tensor_parallel_size": 3}, InputError, "KV heads of layer 0"),
-        ({"speculative": SimpleNamespace()}, UnsupportedModelError, "speculative decoding"),
+        (
+            {"speculative": _drafts("dflash")},
+            UnsupportedModelError,
+            "speculative decoding by 'dflash': set \"method\" in --speculative-config to one of ngram, ngram_gpu, ",
+        ),
         ({"model__is_encoder_decoder": True}, UnsupportedModelError, "encoder-decoder"),
         ({"model__runner_type": "pooling"}, UnsupportedModelError, "'pooling' model"),
         ({"extra": {"chunk_tokens": 48}}, InputError, "chunk_tokens: must be a multiple of .* 32, got 48"),

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, TENANT, Bench, Desk, generate, make_request
+from tests.conftest import fitted_to
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, Desk, generate, make_request
 
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.vllm.grouped_pages import pairs_of_codes
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK, LayerGroup
 from cuvee.integrations.vllm.messages import Load, Save
 
@@ -91,6 +95,55 @@ def test_each_group_is_restored_into_its_own_blocks(bench: Callable[..., Bench],
             ):  # fmt: skip
                 assert torch.equal(ours[layer][slots], want[layer][held])
                 assert torch.equal(ours[layer][rest].nan_to_num(9), was[layer][rest].nan_to_num(9)), "left alone"
+
+
+def fp8_pages(codes: torch.dtype) -> PagedCache:
+    """Random codes everywhere, NaN among them, of which a layer's keys and values have scales of their own."""
+
+    def page() -> torch.Tensor:
+        return torch.randint(256, (BLOCKS, BLOCK, 2, 16), dtype=torch.uint8).view(codes)
+
+    scales = [0.5, 0.037, 3.0]
+    return PagedCache(LAYOUT, [page() for _ in scales], [page() for _ in scales], scales, scales[::-1])
+
+
+def fp8_bench(bench: Callable[..., Bench], cache: PagedCache, **options: Any) -> Bench:
+    """A worker whose engine has these pages, in one table of blocks."""
+    setup = {"pages": LAYOUT, "codes": cache.dtype}
+    return bench(cache=cache, groups=(LayerGroup((0, 1, 2)),), setup=setup, **options)
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_codes_are_restored_exactly(bench: Callable[..., Bench], codes: torch.dtype) -> None:
+    cache = fp8_pages(codes)
+    pairs = pairs_of_codes(LAYOUT, codes)
+    b = fp8_bench(bench, cache, profile=Profile.unlearned(pairs))
+    was = [tensor.view(torch.uint8).clone() for tensor in (*cache.keys, *cache.values)]
+    b.worker.save(b.saves(list(range(1, 7)), range(3)))
+    b.drain()
+    assert b.counts()["raw_bytes"] == 3 * CHUNK * LAYOUT.values_per_token
+    b.load_now([load(b, [[20, 13, 17, 14, 19, 22]], 0, 3 * CHUNK)])
+    assert b.worker.take_arrived() == {"r"} and not b.worker.take_invalid_blocks()
+    for tensor, before in zip((*cache.keys, *cache.values), was, strict=True):
+        now = tensor.view(torch.uint8)
+        assert torch.equal(now[[20, 13, 17, 14, 19, 22]], before[1:7])
+        assert torch.equal(now[:13], before[:13]), "left alone"
+
+
+def test_values_of_fp8_codes_are_coded_with_loss(bench: Callable[..., Bench]) -> None:
+    """At a fine step most values are nearest to the code that it was, whatever the scale."""
+    cache = fp8_pages(torch.float8_e4m3fn)
+    values = list(torch.randn(3, 6 * BLOCK, 2, 16))
+    cache.write(values, values, torch.arange(BLOCK, 7 * BLOCK))
+    b = fp8_bench(bench, cache, profile=fitted_to(LAYOUT), codec={"quality": None, "step": 4e-3})
+    was = [tensor.view(torch.uint8).clone() for tensor in (*cache.keys, *cache.values)]
+    b.worker.save(b.saves(list(range(1, 7)), range(3)))
+    b.drain()
+    b.load_now([load(b, [[20, 13, 17, 14, 19, 22]], 0, 3 * CHUNK)])
+    assert b.worker.take_arrived() == {"r"} and not b.worker.take_invalid_blocks()
+    for tensor, before in zip((*cache.keys, *cache.values), was, strict=True):
+        same = tensor.view(torch.uint8)[[20, 13, 17, 14, 19, 22]] == before[1:7]
+        assert same.float().mean() > 0.85, "with another scale next to none are"
 
 
 @pytest.mark.parametrize("groups", [MIXED, WINDOWED], ids=["mixed", "windowed"])
