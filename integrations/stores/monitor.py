@@ -8,31 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cuvee.codec.support.forks import tell_after_fork
+from cuvee.integrations.guard import Once
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.envelope import ExpiredError
 from cuvee.integrations.stores.redaction import scrubbed
 
 _LONGEST_MESSAGE = 1000  # characters of an error's message that are shown
-
-
-class WarnOnce:
-    """Logs each kind of trouble the first time it happens. Safe to call from several threads, and after a fork.
-
-    Args:
-        log: the logger of the caller's module.
-        label: the beginning of every message, such as "disk store /var/cache/kv".
-    """
-
-    def __init__(self, log: logging.Logger, label: str) -> None:
-        self._log, self._label = log, label
-        self._logged: dict[str, object] = {}
-
-    def __call__(self, kind: str, message: str, *details: object) -> None:
-        """Log `message % details` as a warning, unless one of this `kind` was logged before."""
-        # No lock, because a forked child might inherit it in a locked state. `setdefault` is atomic.
-        mine = object()
-        if self._logged.setdefault(kind, mine) is mine:
-            self._log.warning("%s: " + message, self._label, *details)
 
 
 class StoreMonitor:
@@ -46,7 +27,7 @@ class StoreMonitor:
 
     def __init__(self, log: logging.Logger, label: str, secrets: Sequence[str] = ()) -> None:
         self._label, self._secrets = label, secrets
-        self._warn = WarnOnce(log, label)
+        self._once = Once(log)
         self._counters = TierCounters()
         self.after_fork()
         tell_after_fork(self)
@@ -92,8 +73,9 @@ class StoreMonitor:
         self.warn("not touched", "cannot note the use of entries; they will be evicted as if unused: %s", error)
 
     def warn(self, kind: str, message: str, *details: object) -> None:
-        """Log a warning as `WarnOnce` does. Errors among `details` are shown without secrets."""
-        self._warn(kind, message, *(self._shown(part) if isinstance(part, Exception) else part for part in details))
+        """Log the first event of a kind as a warning. Errors among `details` are shown without secrets."""
+        shown = [self._shown(part) if isinstance(part, Exception) else part for part in details]
+        self._once(kind, "%s: " + message, self._label, *shown)
 
     def failure(self, error: Exception, hint: str = "", *, with_type: bool = True) -> StoreError:
         """Count an operation that failed.

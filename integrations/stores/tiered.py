@@ -6,9 +6,8 @@
     get ──▶ tier 0, queue, tier 1, queue, tier 2: each is asked only for the keys that are still missing
             entries found in a lower tier are queued for the tiers above it (promotion)
 
-Eight threads empty each queue, and no reader waits for a promotion. A deletion takes precedence over copies in
-progress. Queued puts are removed. A put that a thread is writing is hidden at once, and deleted as soon as it is
-written. An entry that was read before a deletion ended is not promoted.
+Eight threads empty each queue, and no reader waits for a promotion. A deletion removes the puts in the queues, and
+waits for those that a thread is writing. An entry that was read before a deletion ended is not promoted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.forks import tell_after_fork
@@ -91,8 +90,8 @@ class TieredStore(Store):
         for level, tier in enumerate(self._tiers):
             if not missing:
                 break
-            here, ask = tier.look(missing, count=True)
-            if ask:
+            here = tier.look(missing, count=True)
+            if ask := [key for key in missing if key not in here]:
                 blobs = tier.store.get_many(ask)
                 here |= {key: blob for key, blob in zip(ask, blobs, strict=True) if blob is not None}
             if level and here:
@@ -104,7 +103,9 @@ class TieredStore(Store):
     def put(self, key: str, blob: bytes) -> bool:
         """Store `blob` in tier 0 and queue a copy for each other tier; False if none of them accepted it."""
         first, *others = self._tiers
-        kept = first.put(key, blob)
+        if first.look([key], count=False):  # an older promotion
+            first.withdraw(lambda other: other == key)
+        kept = first.store.put(key, blob)
         for tier in others:
             kept = tier.offer(key, blob) or kept
         return kept
@@ -129,7 +130,8 @@ class TieredStore(Store):
         for level, tier in enumerate(tiers):
             if not missing:
                 break
-            here, ask = tier.look(missing, count=False)
+            here = tier.look(missing, count=False)
+            ask = [key for key in missing if key not in here]
             there = tier.store.contains(ask) if ask else []
             found |= dict.fromkeys([*here, *(key for key, is_there in zip(ask, there, strict=True) if is_there)], level)
             missing = [key for key in missing if key not in found]
@@ -138,28 +140,20 @@ class TieredStore(Store):
     def delete(self, key: str) -> bool:
         """Delete an entry from all tiers and queues; return whether any had it.
 
-        This does not wait for a thread that is writing the entry. That copy is hidden, and is deleted once written.
-
         Raises:
             StoreError: a tier failed; the deletion was attempted in all tiers.
         """
-        with self._deletion():
-            queued = [tier.forget(lambda other: other == key) for tier in self._tiers]
-            return any([*self._in_all(lambda tier: tier.store.delete(key)), *queued])
+        return any(self._delete(lambda other: other == key, lambda store: store.delete(key)))
 
     def delete_tenant(self, tenant: str) -> int:
         """Delete every entry of a tenant from all tiers and queues; return how many copies the tiers held.
-
-        This waits for threads that are writing such an entry, so that all are gone when it returns.
 
         Raises:
             StoreError: a tier failed; the deletion was attempted in all tiers.
         """
         prefix = f"{check_tenant(tenant)}/"
-        with self._deletion():
-            for tier in self._tiers:
-                tier.forget(lambda key: key.startswith(prefix))
-            return sum(self._in_all(lambda tier: tier.delete_tenant(tenant)))
+        deleted = self._delete(lambda key: key.startswith(prefix), lambda store: store.delete_tenant(tenant))
+        return sum(deleted[1:])
 
     def keys(self, tenant: str) -> Iterator[str]:
         """Yield the keys of a tenant's entries in any tier. Entries that only a queue has are left out."""
@@ -217,25 +211,26 @@ class TieredStore(Store):
                     for key, blob in entries.items():
                         tier.offer(key, blob)
 
-    @contextmanager
-    def _deletion(self) -> Iterator[None]:
+    def _delete(self, matches: Callable[[str], bool], work: Callable[[Store], int]) -> list[int]:
+        """Return whether any queue held matching entries, and what `work` returns of each tier.
+
+        A tier that fails keeps nothing from the others; then the first failure is raised.
+        """
         with self._lock:
             self._deleting += 1
+        failures: list[Exception] = []
         try:
-            yield
+            queued = [tier.withdraw(matches) for tier in self._tiers]
+            done = [int(any(queued))]
+            for tier in self._tiers:
+                try:
+                    done.append(work(tier.store))
+                except Exception as error:
+                    failures.append(error)
         finally:
             with self._lock:
                 self._deleting -= 1
                 self._epoch += 1
-
-    def _in_all(self, work: Callable[[Tier], int]) -> list[int]:
-        """Run `work` on every tier, even if one fails; then raise the first failure."""
-        done, failures = [], []
-        for tier in self._tiers:
-            try:
-                done.append(work(tier))
-            except Exception as error:
-                failures.append(error)
         if failures:
             raise failures[0]
         return done

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from cuvee.codec.errors import InputError
@@ -27,21 +28,30 @@ from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.stores.base import MAX_ENTRY_BYTES, Store
 from cuvee.integrations.stores.redaction import redacted
 
-_BUDGET = ("max_gb", "max_mb")
-_ENTRY = "max_entry_mb"
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MEMORY_BYTES = 4 * 10**9
 _REDIS_TIMEOUT = 1.0
-# Options of redis-py's URLs for a private certificate authority.
-_TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+# Options that are amounts: their units, and how many bytes or seconds that is.
+_AMOUNTS = {
+    "max_gb": ("gigabytes (10^9 bytes)", 10**9), "max_mb": ("megabytes", 10**6),
+    "max_entry_mb": ("megabytes", 10**6), "timeout": ("seconds", 1),
+}  # fmt: skip
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 _REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 _CLUSTERS = {f"{scheme}+cluster": plain for scheme, plain in _REDIS.items()}
-_SOCKETS = ("unix", "redis+unix")
+_SOCKETS = {"unix": "unix", "redis+unix": "unix"}
 _OBJECTS = ("s3", "gs", "az", "abfs", "http", "https")
 _SCHEMES = ("memory", "file", *_REDIS, *_CLUSTERS, *_SOCKETS, *_OBJECTS)
 _TIERED = "tiered:"
+_BUDGET = ("max_gb", "max_mb")
 _PASSWORD = ("password_env", "password_file")
-_NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+# Options of redis-py's URLs for a private certificate authority.
+_TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+# Why some stores have no budget, and what to do instead.
+_NO_BUDGET = dict.fromkeys(
+    (*_REDIS, *_CLUSTERS, *_SOCKETS),
+    "Redis, which evicts itself: set its maxmemory, and its maxmemory-policy to allkeys-lru",
+) | dict.fromkeys(_OBJECTS, "object storage; let a lifecycle rule of the bucket delete old objects")
 
 
 def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
@@ -87,13 +97,13 @@ def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
 
 
 def _open(url: str, guarded: bool) -> Store:
+    scheme, separator, rest = url.partition("://")
+    scheme = scheme.lower()
+    location, _, query = rest.partition("?")
     if url.startswith(_TIERED):
         raise InputError(
             f"url: a tier must not be tiered itself, got {redacted(url)}; name its stores one after the other"
         )
-    scheme, separator, rest = url.partition("://")
-    scheme = scheme.lower()
-    location, _, query = rest.partition("?")
     if not separator:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
         hint = f"; did you mean file://{redacted(url)}?" if url.startswith("/") else ""
@@ -103,164 +113,136 @@ def _open(url: str, guarded: bool) -> Store:
     if scheme not in _SCHEMES:
         hint = suggestion(scheme, _SCHEMES, form="{}://")
         raise InputError(f"url: must begin with the scheme of a store, got {scheme}://; {hint}")
-    options = _Options(url, scheme, query)
+    given = _options(url, scheme, query)
+    if (problem := _problem(scheme, location)) is not None:
+        raise InputError(f"url: must be {problem}, got {redacted(url)}")
+    most = given.get("max_entry_mb", MAX_ENTRY_BYTES)
+    budget = given.get("max_gb", given.get("max_mb"))
     if scheme == "memory":
-        return _memory(url, location, options)
-    make = _file if scheme == "file" else _objects if scheme in _OBJECTS else _redis
-    store = make(url, scheme, location, options)
+        from cuvee.integrations.stores.memory import MemoryStore
+
+        return MemoryStore(budget or _MEMORY_BYTES, process_wide=True, max_entry=most)
+    store: Store
+    if scheme == "file":
+        from cuvee.integrations.stores.disk import DiskStore
+
+        store = DiskStore(unquote(location), budget, given.get("ttl"), max_entry=most)
+    elif scheme in _OBJECTS:
+        from cuvee.integrations.stores.objects import ObjectStore
+
+        store = ObjectStore(f"{scheme}://{location}", given.get("ttl"), max_entry=most)
+    else:
+        from cuvee.integrations.stores.redis import RedisStore
+
+        passed = "&".join(f"{name}={given[name]}" for name in ("db", *_TLS) if name in given)
+        server = f"{({**_REDIS, **_CLUSTERS, **_SOCKETS})[scheme]}://{_with_password(url, location, given)}"
+        store = RedisStore(
+            f"{server}?{passed}" if passed else server, given.get("ttl"), given.get("timeout", _REDIS_TIMEOUT),
+            scheme in _CLUSTERS, max_entry=most,
+        )  # fmt: skip
     if not guarded:
         return store
-    from cuvee.integrations.stores.guard import GuardedStore
+    from cuvee.integrations.stores.breaker import GuardedStore
 
     return GuardedStore(store)
 
 
-def _memory(url: str, location: str, options: _Options) -> Store:
-    from cuvee.integrations.stores.memory import MemoryStore
-
-    options.only((*_BUDGET, _ENTRY))
-    if location:
-        raise InputError(f"url: memory:// must have options only, as in memory://?max_gb=8, got {redacted(url)}")
-    return MemoryStore(options.budget() or _MEMORY_BYTES, process_wide=True, max_entry=options.entry())
-
-
-def _file(url: str, scheme: str, location: str, options: _Options) -> Store:
-    from cuvee.integrations.stores.disk import DiskStore
-
-    options.only((*_BUDGET, _ENTRY, "ttl"))
-    path = unquote(location)
-    if not path.startswith("/") or not path.strip("/") or set(location) & set("#\0") or "\0" in path:
-        raise InputError(f"url: must be file:///absolute/path, with %23 for # and %3F for ?, got {redacted(url)}")
-    return DiskStore(path, options.budget(), options.ttl(), max_entry=options.entry())
+def _known(scheme: str) -> tuple[str, ...]:
+    """Return the names of the options of a scheme's stores."""
+    if scheme == "memory":
+        return (*_BUDGET, "max_entry_mb")
+    if scheme == "file":
+        return (*_BUDGET, "max_entry_mb", "ttl")
+    if scheme in _OBJECTS:
+        return ("max_entry_mb", "ttl")
+    secure = {**_REDIS, **_CLUSTERS}.get(scheme) == "rediss"
+    return ("max_entry_mb", "ttl", "timeout", *_PASSWORD, *(("db",) if scheme in _SOCKETS else _TLS if secure else ()))
 
 
-def _objects(url: str, scheme: str, location: str, options: _Options) -> Store:
-    from cuvee.integrations.stores.objects import ObjectStore
+def _options(url: str, scheme: str, query: str) -> dict[str, Any]:
+    """Return the options in a query `name=value&...`: sizes in bytes, times in seconds, all others as they are."""
+    given: dict[str, Any] = {}
+    where, known = f"(in {redacted(url)})", _known(scheme)
+    for pair in query.split("&") if query else ():
+        name, _, text = pair.partition("=")
+        if not name or not text:
+            raise InputError(f"url: options must have the form name=value&name=value {where}")
+        if name in given:
+            raise InputError(f"{name}: must be given once, got it twice {where}")
+        if name in _BUDGET and scheme in _NO_BUDGET:
+            raise InputError(f"{name}: must not be given for {_NO_BUDGET[scheme]} {where}")
+        if name not in known:
+            hint = suggestion(name, known, most=2, form="{}")
+            raise InputError(f"{name}: must be an option of {scheme}:// stores; {hint} {where}")
+        try:
+            given[name] = _value(name, text)
+        except ValueError as error:
+            raise InputError(f"{name}: must be {error}, got {text!r} {where}") from None
+    if given.keys() >= {*_BUDGET}:
+        raise InputError(f"max_mb: must not be combined with max_gb, got both {where}")
+    return given
 
-    for name in _BUDGET:
-        if name in options.values:
-            options.refuse(
-                name, "must not be given for object storage; let a lifecycle rule of the bucket delete old objects"
-            )
-    options.only((_ENTRY, "ttl"))
-    if not location or location.startswith("/"):
-        raise InputError(f"url: must be {scheme}://bucket/prefix, got {redacted(url)}")
-    return ObjectStore(f"{scheme}://{location}", options.ttl(), max_entry=options.entry())
+
+def _value(name: str, text: str) -> Any:
+    """Return the value of an option.
+
+    Raises:
+        ValueError: says what it must be.
+    """
+    if name == "ttl":
+        match = re.fullmatch(f"({_NUMBER})([smhd])", text)
+        seconds = float(match[1]) * _UNITS[match[2]] if match else math.nan
+        if not 0 < seconds < math.inf:
+            raise ValueError("a number above 0 with s, m, h or d, such as 7d")
+        return seconds
+    if name not in _AMOUNTS:
+        return text
+    unit, scale = _AMOUNTS[name]
+    value = float(text) * scale if re.fullmatch(_NUMBER, text) else math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"a number of {unit} above 0")
+    if scale == 1:
+        return value
+    if value < 1:
+        raise ValueError("at least one byte")
+    return round(value)
 
 
-def _redis(url: str, scheme: str, location: str, options: _Options) -> Store:
-    from cuvee.integrations.stores.redis import RedisStore
-
+def _problem(scheme: str, location: str) -> str | None:
+    """Return what a URL must be if its location is none of such a store."""
+    if scheme == "memory":
+        return "memory:// with options only, as in memory://?max_gb=8" if location else None
+    if scheme == "file":
+        path = unquote(location)
+        good = path.startswith("/") and path.strip("/") and not set(location) & set("#\0") and "\0" not in path
+        return None if good else "file:///absolute/path, with %23 for # and %3F for ?"
+    if scheme in _OBJECTS:
+        return None if location and not location.startswith("/") else f"{scheme}://bucket/prefix"
     socket = scheme in _SOCKETS
-    plain = "unix" if socket else {**_REDIS, **_CLUSTERS}[scheme]
-    extra = ("db",) if socket else _TLS if plain == "rediss" else ()
-    for name in _BUDGET:
-        if name in options.values:
-            options.refuse(
-                name, "must not be given for Redis, which evicts itself: set its maxmemory, and its maxmemory-policy "
-                "to allkeys-lru"
-            )  # fmt: skip
-    options.only((_ENTRY, "ttl", "timeout", *_PASSWORD, *extra))
-    _check_redis(url, location, socket=socket, cluster=scheme in _CLUSTERS)
-    location = _with_password(location, options)
-    passed = "&".join(f"{name}={options.values[name]}" for name in extra if name in options.values)
-    return RedisStore(
-        f"{plain}://{location}" + (f"?{passed}" if passed else ""),
-        options.ttl(),
-        options.number("timeout", "seconds") or _REDIS_TIMEOUT,
-        scheme in _CLUSTERS,
-        max_entry=options.entry(),
-    )
-
-
-def _check_redis(url: str, location: str, *, socket: bool, cluster: bool) -> None:
     # An unquoted / or # in a password ends the host early. Then the port is invalid or the path unexpected.
-    form = "unix:///path/of/socket" if socket else "redis://[user:password@]host:port/database"
-    try:
+    with suppress(ValueError):
         parts = urlsplit(f"redis://{location}")
-        host, port, path = parts.hostname, parts.port, parts.path
-    except ValueError:
-        good = False
-    else:
-        paths = "/.*[^/]" if socket else "/?0?" if cluster else "(/[0-9]*)?"
-        good = not parts.fragment and re.fullmatch(paths, path) is not None and bool(host) != socket and port != 0
-    if not good:
-        raise InputError(f"url: must be {form}, with special characters of a password as %XX, got {redacted(url)}")
+        paths = "/.*[^/]" if socket else "/?0?" if scheme in _CLUSTERS else "(/[0-9]*)?"
+        if (
+            not parts.fragment
+            and re.fullmatch(paths, parts.path)
+            and bool(parts.hostname) != socket
+            and parts.port != 0
+        ):
+            return None
+    form = "unix:///path/of/socket" if socket else "redis://[user:password@]host:port/database"
+    return f"{form}, with special characters of a password as %XX"
 
 
-def _with_password(location: str, options: _Options) -> str:
+def _with_password(url: str, location: str, given: dict[str, Any]) -> str:
     """Return the location, with the password from `password_env` or `password_file` if one of them is given."""
-    env, file = (options.values.get(name) for name in _PASSWORD)
+    env, file = (given.get(name) for name in _PASSWORD)
     if env is None and file is None:
         return location
     user, at, place = location.rpartition("@")
     if (env is not None and file is not None) or ":" in user:
-        options.refuse("password_env", "must be the only password, got another in the URL or by password_file")
+        why = "must be the only password, got another in the URL or by password_file"
+        raise InputError(f"password_env: {why} (in {redacted(url)})")
     option = "password_env" if env is not None else "password_file"
     secret = read_secret(option, env=env, file=None if file is None else unquote(file))
     return f"{user}:{quote(secret, safe='')}@{place if at else location}"
-
-
-class _Options:
-    """The query of a URL: `name=value&...`, each name once."""
-
-    def __init__(self, url: str, scheme: str, query: str) -> None:
-        self._scheme = scheme
-        self._where = f"(in {redacted(url)})"
-        self.values: dict[str, str] = {}
-        for pair in query.split("&") if query else ():
-            name, _, value = pair.partition("=")
-            if not name or not value:
-                raise InputError(f"url: options must have the form name=value&name=value {self._where}")
-            if name in self.values:
-                raise InputError(f"{name}: must be given once, got it twice {self._where}")
-            self.values[name] = value
-
-    def only(self, known: Collection[str]) -> None:
-        for name in self.values:
-            if name not in known:
-                hint = suggestion(name, known, most=2, form="{}")
-                raise InputError(f"{name}: must be an option of {self._scheme}:// stores; {hint} {self._where}")
-
-    def refuse(self, name: str, why: str) -> NoReturn:
-        raise InputError(f"{name}: {why} {self._where}")
-
-    def number(self, name: str, unit: str) -> float | None:
-        """Return an option that is a number above 0; None if it is missing."""
-        text = self.values.get(name)
-        if text is None:
-            return None
-        value = float(text) if re.fullmatch(_NUMBER, text) else math.nan
-        if not 0 < value < math.inf:
-            raise InputError(f"{name}: must be a number of {unit} above 0, got {text!r} {self._where}")
-        return value
-
-    def budget(self) -> int | None:
-        """Return the bytes of `max_gb` or `max_mb`; None if both are missing."""
-        if all(name in self.values for name in _BUDGET):
-            raise InputError(f"max_mb: must not be combined with max_gb, got both {self._where}")
-        for name, unit, scale in (("max_gb", "gigabytes (10^9 bytes)", 10**9), ("max_mb", "megabytes", 10**6)):
-            value = self.number(name, unit)
-            if value is not None:
-                if value * scale < 1:
-                    raise InputError(f"{name}: must be at least one byte, got {self.values[name]!r} {self._where}")
-                return round(value * scale)
-        return None
-
-    def entry(self) -> int:
-        """Return the bytes of `max_entry_mb`, or the default."""
-        value = self.number(_ENTRY, "megabytes")
-        if value is not None and value * 10**6 < 1:
-            raise InputError(f"{_ENTRY}: must be at least one byte, got {self.values[_ENTRY]!r} {self._where}")
-        return MAX_ENTRY_BYTES if value is None else round(value * 10**6)
-
-    def ttl(self) -> float | None:
-        """Return the seconds of `ttl`; None if it is missing."""
-        text = self.values.get("ttl")
-        if text is None:
-            return None
-        match = re.fullmatch(f"({_NUMBER})([smhd])", text)
-        seconds = float(match[1]) * _UNITS[match[2]] if match else math.nan
-        if not 0 < seconds < math.inf:
-            raise InputError(f"ttl: must be a number above 0 with s, m, h or d, such as 7d, got {text!r} {self._where}")
-        return seconds

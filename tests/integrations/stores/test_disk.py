@@ -22,6 +22,7 @@ import pytest
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.integrations.stores import disk, folder, safe_files
 from cuvee.integrations.stores.base import StoreError, TierCounters
+from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import (
     HEADER_BYTES,
@@ -31,7 +32,6 @@ from cuvee.integrations.stores.envelope import (
     seal,
     unseal,
 )
-from cuvee.integrations.stores.guard import GuardedStore
 
 KEY = "ab/0123"
 

@@ -343,7 +343,7 @@ import os, sys, threading, time
 from contextlib import ExitStack
 from cuvee.integrations.stores import memory
 from cuvee.integrations.stores.disk import DiskStore
-from cuvee.integrations.stores.guard import GuardedStore
+from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.memory import MemoryStore
 
 kind, path = sys.argv[1:]

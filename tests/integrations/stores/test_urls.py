@@ -12,8 +12,8 @@ import pytest
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores import Store, open_store
+from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.disk import DiskStore
-from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.tiered import TieredStore
@@ -227,7 +227,7 @@ def test_a_bad_tier_closes_those_before_it() -> None:
             r"^max_bg: must be an option of memory:// stores; did you mean max_mb or max_gb\? \(in memory://",
         ),
         ("memory://?ttl=1d", r"^ttl: must be an option of memory:// stores; there are max_gb, max_mb"),
-        ("memory://name", r"^url: memory:// must have options only"),
+        ("memory://name", r"^url: must be memory:// with options only"),
         (
             "memory://?max_gb=-1",
             r"^max_gb: must be a number of gigabytes \(10\^9 bytes\) above 0, got '-1' \(in memory:",

@@ -1031,7 +1031,8 @@ def redis_down_at_start(engine: Driven, server: RedisServer) -> None:
         server.start()
         _until(engine, "stored_chunks", prompt)
         _until(engine, "loaded_tokens", prompt)
-    assert len(set(said)) == len(said) > 1 and said[-1] == "answers again", said
+    failed = [text for text in said if text != "answers again"]
+    assert len(set(failed)) == len(failed) > 0 and said[-1] == "answers again", said
 
 
 def _looked_up(engine: Driven, prompt: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import CHUNK, Desk, make_request
 
-from cuvee.integrations.stores.guard import GuardedStore
+from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm import lookups
 from cuvee.integrations.vllm.lookups import CALL_KEYS, THREADS, THREADS_PER_TENANT, Asking, Lookup, Lookups, Question

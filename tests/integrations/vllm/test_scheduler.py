@@ -13,7 +13,7 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Bench, Desk, gener
 
 from cuvee.codec.format.keys import make_keys
 from cuvee.integrations.stores import StoreError
-from cuvee.integrations.stores.guard import GuardedStore
+from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.store_troubles import StoreTroubles

@@ -25,7 +25,7 @@ from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.integrations.stores import StoreError
-from cuvee.integrations.stores.guard import GuardedStore
+from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.integrations.vllm.decision import load_work
 from cuvee.integrations.vllm.messages import Entry, Load, Report, Save

@@ -1,13 +1,12 @@
-"""A guard between a store that may fail and code that must not: failures become misses, and outages cost little.
+"""Circuit breakers between a store that may fail and code that must not: failures become misses, outages cost little.
 
                failure                     backoff over
     closed ───────────────▶ open: misses ────────────────▶ one probe ── success ──▶ closed
                              ▲                                │
                              └─── failure: backoff doubles ───┘
 
-Reading and writing have separate circuit breakers (M. Nygard, *Release It!*, ch. 5), so that a full disk or read-only
-credentials do not cost the hits. The first failure also opens the other circuit for the first backoff, because most
-outages affect both directions, and each operation on a store that is gone may take a whole timeout.
+Reading and writing have separate breakers (M. Nygard, *Release It!*, ch. 5), so that a full disk or read-only
+credentials do not cost the hits.
 """
 
 from __future__ import annotations
@@ -28,15 +27,17 @@ _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
-class _Circuit:
-    """The circuit breaker of one direction.
+class _Breaker:
+    """The state of one direction; it is closed while `retry_at` is None.
 
     Attributes:
         what: "reading from" or "writing to".
-        retry_at: when the next probe may start, on the guard's clock; None while the circuit is closed.
-        backoff: seconds from the last failure to the next probe; 0 if the circuit is open because of the other one.
+        retry_at: when the next probe may start, on the guard's clock.
+        backoff: seconds from the last failure to the next probe.
         probing: whether a probe is running.
-        outages: how often the circuit has opened, by which late results from before an outage are recognized.
+        outages: how often it has opened, by which late results from before an outage are recognized.
+        since: when the outage began.
+        skipped: operations that were not attempted in it.
     """
 
     what: str
@@ -44,18 +45,16 @@ class _Circuit:
     backoff: float = 0.0
     probing: bool = False
     outages: int = 0
-
-    def open(self, retry_at: float) -> None:
-        self.retry_at = retry_at
-        self.outages += 1
+    since: float = 0.0
+    skipped: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A running operation: `outages` of its circuit when it began; `given_up` once it was counted as a failure."""
+    """A running operation: `outages` of its breaker when it began; `given_up` once it was counted as a failure."""
 
     operation: str
-    circuit: _Circuit
+    breaker: _Breaker
     began: float
     probe: bool
     outages: int
@@ -88,18 +87,15 @@ class GuardedStore(Store):
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.shared = store.name, store.shared
         self._store, self._clock = store, clock
-        self._lock = threading.Lock()
-        self._reads, self._writes = _Circuit("reading from"), _Circuit("writing to")
-        self._calls: set[_Call] = set()
+        self._reads, self._writes = _Breaker("reading from"), _Breaker("writing to")
         self._errors = self._skipped = 0
-        self._down_since: float | None = None
-        self._skipped_before = 0
+        self.after_fork()
         tell_after_fork(self)
 
     def after_fork(self) -> None:
         """Forget the running calls, because their threads exist only in the parent."""
         self._lock = threading.Lock()
-        self._calls = set()
+        self._calls: set[_Call] = set()
         self._reads.probing = self._writes.probing = False
 
     def get(self, key: str) -> bytes | None:
@@ -150,11 +146,8 @@ class GuardedStore(Store):
     def overdue(self, operation: str, seconds: float) -> None:
         """Count the calls of `operation` that began `seconds` ago or earlier and still run as failed, once each."""
         with self._lock:
-            now = self._clock()
-            running = [call for call in self._calls if call.operation == operation and not call.given_up]
-            late = [call for call in running if now - call.began >= seconds]
-            for call in late:
-                call.given_up = True
+            begun = self._clock() - seconds
+            late = [call for call in self._calls if call.operation == operation and call.began <= begun]
         for call in late:
             self._fail(call, TimeoutError(f"{operation} has not ended within {seconds:.3g} s"))
         self._store.overdue(operation, seconds)
@@ -178,77 +171,71 @@ class GuardedStore(Store):
     def _run(
         self,
         operation: str,
-        circuit: _Circuit,
+        breaker: _Breaker,
         work: Callable[[], _T],
         otherwise: _T,
         proves: Callable[[_T], bool] = lambda _: True,
     ) -> _T:
         """Return `work()`, or `otherwise` if it fails or is skipped. `proves`: whether a result shows it works."""
         with self._lock:
-            now, probe = self._clock(), circuit.retry_at is not None
-            if circuit.retry_at is not None:
-                if circuit.probing or now < circuit.retry_at:
-                    self._skipped += 1
-                    return otherwise
-                circuit.probing = True
-            call = _Call(operation, circuit, now, probe, circuit.outages)
+            now, probe = self._clock(), breaker.retry_at is not None
+            if breaker.retry_at is not None and (breaker.probing or now < breaker.retry_at):
+                self._skipped += 1
+                breaker.skipped += 1
+                return otherwise
+            breaker.probing = probe
+            call = _Call(operation, breaker, now, probe, breaker.outages)
             self._calls.add(call)
         try:
             answer = work()
-            if call.probe and proves(answer):
-                self._recover(circuit)
+            if probe and proves(answer):
+                self._recover(breaker)
             return answer
         except InputError:
             raise
         except Exception as error:
-            with self._lock:
-                counted, call.given_up = call.given_up, True
-            if not counted:
-                self._fail(call, error)
+            self._fail(call, error)
             return otherwise
         finally:
             # InputError and KeyboardInterrupt say nothing about the store, so the next operation probes again.
             with self._lock:
                 self._calls.discard(call)
-                if call.probe:
-                    circuit.probing = False
+                if probe:
+                    breaker.probing = False
 
     def _fail(self, call: _Call, error: Exception) -> None:
-        self._count(error)
-        circuit = call.circuit
+        """Count a call that failed or is given up, once, and open its breaker."""
+        breaker = call.breaker
         with self._lock:
-            # If many operations run at once, the first failure opens the circuit. The other failures change nothing,
-            # and neither does a failure that ends after the outage to which it belongs.
-            if not call.probe and circuit.outages != call.outages:
+            if call.given_up:
                 return
-            report = circuit.retry_at is None
-            now = self._clock()
-            circuit.backoff = min(2 * circuit.backoff or self.first_backoff, self.max_backoff)
-            circuit.open(now + circuit.backoff)
-            if self._down_since is None:
-                self._down_since, self._skipped_before = now, self._skipped
-                self._other(circuit).open(now + self.first_backoff)
+            call.given_up = True
+            # If many operations run at once, the first failure opens the breaker. The other failures change nothing,
+            # and neither does a failure that ends after the outage to which it belongs.
+            opens = call.probe or breaker.outages == call.outages
+            report = opens and breaker.retry_at is None
+            if opens:
+                now = self._clock()
+                breaker.backoff = min(2 * breaker.backoff or self.first_backoff, self.max_backoff)
+                breaker.retry_at = now + breaker.backoff
+            if report:
+                breaker.since, breaker.skipped = now, 0
+                breaker.outages += 1
+        self._count(error)
         if report:
             _log.warning(
                 "%s the %s store failed: %s. Check that it is running, reachable and has room. Until it answers, it "
                 "counts as empty and is tried again every %.3g to %.3g s.",
-                circuit.what, self.name, _describe(error), self.first_backoff, self.max_backoff,
+                breaker.what, self.name, _describe(error), self.first_backoff, self.max_backoff,
                 exc_info=None if isinstance(error, (StoreError, OSError)) else error,
             )  # fmt: skip
 
-    def _recover(self, circuit: _Circuit) -> None:
+    def _recover(self, breaker: _Breaker) -> None:
         with self._lock:
-            circuit.retry_at, circuit.backoff = None, 0.0
-            other = self._other(circuit)
-            if other.backoff or self._down_since is None:
-                return
-            other.retry_at = None
-            seconds, skipped = self._clock() - self._down_since, self._skipped - self._skipped_before
-            self._down_since = None
-        _log.info("the %s store answers again after %.1f s; %d operations were skipped", self.name, seconds, skipped)
-
-    def _other(self, circuit: _Circuit) -> _Circuit:
-        return self._reads if circuit is self._writes else self._writes
+            breaker.retry_at, breaker.backoff = None, 0.0
+            seconds, skipped = self._clock() - breaker.since, breaker.skipped
+        text = "the %s store answers again (%s it failed for %.1f s); %d operations were skipped"
+        _log.info(text, self.name, breaker.what, seconds, skipped)
 
     def _count(self, error: Exception) -> None:
         if not isinstance(error, (StoreError, InputError)):
