@@ -9,6 +9,6 @@ An adapter describes the engine's memory as a `cuvee.codec.paged.PagedCache` and
 from cuvee.integrations.pages.counts import Counts, Tally
 from cuvee.integrations.pages.opening import PageStores
 from cuvee.integrations.pages.page_store import PageStore
-from cuvee.integrations.pages.run_reader import Fetched
+from cuvee.integrations.pages.runs import Fetched
 
 __all__ = ["Counts", "Fetched", "PageStore", "PageStores", "Tally"]

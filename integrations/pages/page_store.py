@@ -29,13 +29,9 @@ from cuvee.codec.paged import PagedCache
 from cuvee.integrations.chunk_io import ChunkIO
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once, Recorder
-from cuvee.integrations.pages.entries import (
-    MAX_RUN_PAGES,
-)
-from cuvee.integrations.pages.page_index import Places
+from cuvee.integrations.pages.entries import MAX_RUN_PAGES
 from cuvee.integrations.pages.recognition import Recognizer
-from cuvee.integrations.pages.run_reader import Fetched, Run, RunReader, Wanted
-from cuvee.integrations.pages.run_writer import RunWriter
+from cuvee.integrations.pages.runs import Fetched, Run, Runs, Wanted
 from cuvee.integrations.pages.store_calls import EngineCalls, StoreCalls
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
@@ -112,7 +108,6 @@ class PageStore:
         self._waiters = ThreadPool(_STORE_THREADS, "cuvee-pages", load_timeout)
         self._coders = ThreadPool(threads, "cuvee-coder", float("inf"))
         self._engine_calls = EngineCalls()
-        self._places = Places()
         self._once = Once(logger)
         self._lock = Lock()
         self._recognizers: dict[Codec, Recognizer | None] = {}  # each takes a while to make
@@ -121,12 +116,9 @@ class PageStore:
     def _serve(self, codec: Codec, names: PageNames, layout: KVLayout, shard: int, counts: Recorder) -> None:
         """Serve this rank and tenant."""
         self.layout, self._names, self._counts = layout, names, counts
-        self._io = ChunkIO(codec, self._coders)
-        keys, run_pages = EntryKeys(codec.key_ids, shard), self._run_pages
-        self._calls = StoreCalls(self._store, self._waiters, counts, self._once)
-        self._reader = RunReader(self._io, self._calls, keys, names, self._places, run_pages, self._lookup_timeout)
-        self._writer = RunWriter(
-            self._io, self._calls, keys, names, self._reader, self._recognizer(codec), counts, run_pages,
+        self._runs = Runs(
+            ChunkIO(codec, self._coders), StoreCalls(self._store, self._waiters, counts, self._once),
+            EntryKeys(codec.key_ids, shard), names, self._recognizer(codec), counts, self._run_pages,
             self._lookup_timeout, self._load_timeout,
         )  # fmt: skip
 
@@ -160,7 +152,7 @@ class PageStore:
         """Return whether each page can be loaded, by the engine's names."""
         pages = [self._names.page(name) for name in names]
         with self._engine_calls as admitted:
-            return self._reader.index.stored(pages, self._lookup_timeout) if admitted else [False] * len(pages)
+            return self._runs.stored(pages) if admitted else [False] * len(pages)
 
     def save(
         self, cache: PagedCache, slots: torch.Tensor, names: Sequence[bytes], start: int | None, *, following: int = 0
@@ -183,7 +175,7 @@ class PageStore:
         """
         pages = self._digests(slots, names)
         with self._engine_calls as admitted:
-            done = self._writer.save(cache, slots, pages, start, following) if admitted else [False] * len(pages)
+            done = self._runs.save(cache, slots, pages, start, following) if admitted else [False] * len(pages)
         self._counts.count("unsaved_pages", len(done) - sum(done))
         return done
 
@@ -206,15 +198,15 @@ class PageStore:
 
         def restore(found: Sequence[tuple[bytes, bytes, list[Wanted]]]) -> tuple[int, CuveeError | None]:
             began, dtype = time.monotonic(), cache.layout.dtype
-            runs, problem = self._io.in_a_row(partial(self._reader.open, *each, start, dtype) for each in found)
-            at = [[self._reader.slots_of(run, slots)] for run in runs]
-            blobs, damage = self._io.place(cache, [run.opened for run in runs], at)
+            runs, problem = self._runs.io.in_a_row(partial(self._runs.open, *each, start, dtype) for each in found)
+            at = [[self._runs.slots_of(run, slots)] for run in runs]
+            blobs, damage = self._runs.io.place(cache, [run.opened for run in runs], at)
             self._counts.count("decode_seconds", time.monotonic() - began)
             self._counts.count("loaded_blob_bytes", sum(run.entry_bytes for run in runs[: len(blobs)]))
             return len(blobs), damage or problem
 
         with self._engine_calls as admitted:
-            loaded = self._reader.in_order(pages, restore, self._load_timeout) if admitted else 0
+            loaded = self._runs.in_order(pages, restore, self._load_timeout) if admitted else 0
         self._counts.count("loaded_pages", loaded)
         self._counts.count("missed_pages", len(pages) - loaded)
         self._counts.count("loaded_raw_bytes", loaded * self._names.page_tokens * cache.layout.bytes_per_token)
@@ -238,24 +230,24 @@ class PageStore:
         runs: list[Run] = []
 
         def verified(run: bytes, entry: bytes, wanted: Sequence[Wanted]) -> Run:
-            opened = self._reader.open(run, entry, wanted, start, self.layout.dtype)
-            self._io.codec.verify(opened.opened.blob)
+            opened = self._runs.open(run, entry, wanted, start, self.layout.dtype)
+            self._runs.io.codec.verify(opened.opened.blob)
             return opened
 
         def verify(found: Sequence[tuple[bytes, bytes, list[Wanted]]]) -> tuple[int, CuveeError | None]:
-            good, problem = self._io.in_a_row(partial(verified, *each) for each in found)
+            good, problem = self._runs.io.in_a_row(partial(verified, *each) for each in found)
             runs.extend(good)
             return len(good), problem
 
         until = time.monotonic() + self._lookup_timeout
         with self._engine_calls as admitted:
-            found = self._reader.in_order(pages, verify, self._lookup_timeout, until) if admitted else 0
+            found = self._runs.in_order(pages, verify, self._lookup_timeout, until) if admitted else 0
         self._counts.count("missed_pages", len(pages) - found)
         return Fetched(len(pages), tuple(runs)).first(found)
 
     def serves(self, device: torch.device) -> bool:
         """Return whether `place` can restore pages in the memory of a device."""
-        return device.type == "cpu" or self._io.codec.on_device(device)
+        return device.type == "cpu" or self._runs.io.codec.on_device(device)
 
     def place(
         self, cache: PagedCache, loads: Sequence[tuple[Fetched, torch.Tensor]], done: Callable[[range], None]
@@ -281,15 +273,15 @@ class PageStore:
                 raise InputError(f"slots: must be {size} for each of {fetched.pages} pages, got {len(slots)}")
             cache.check_range(slots, range(cache.layout.num_layers), least=0)
         runs = [run for fetched, _ in loads for run in fetched.runs]
-        at = [[self._reader.slots_of(run, slots).to(cache.device)] for fetched, slots in loads for run in fetched.runs]
+        at = [[self._runs.slots_of(run, slots).to(cache.device)] for fetched, slots in loads for run in fetched.runs]
         with self._engine_calls as admitted:
             if not admitted:
                 return False
-            for layers in self._io.codec.settings.layer_runs:
-                blobs, problem = self._io.place(cache, [run.opened for run in runs], at, layers=layers)
+            for layers in self._runs.io.codec.settings.layer_runs:
+                blobs, problem = self._runs.io.place(cache, [run.opened for run in runs], at, layers=layers)
                 if problem is not None:
                     failed = runs[len(blobs)]
-                    self._reader.blame(problem, failed.digest, failed.wanted)
+                    self._runs.blame(problem, failed.digest, failed.wanted)
                     return False
                 done(layers)
         pages = sum(fetched.pages for fetched, _ in loads)
@@ -314,7 +306,6 @@ class PageStore:
         Raises:
             StoreError: the store failed.
         """
-        self._places.clear()
         return self._store.delete_tenant(tenant_id(self._names.tenant))
 
     def close(self) -> None:
@@ -329,10 +320,9 @@ class PageStore:
 
     def _delete(self, page: bytes) -> bool:
         """Delete the entry by which a page is found; return whether the store did so, under every secret."""
-        self._places.forget([page])
-        keys = self._reader.keys_of(page if self._run_pages > 1 else self._names.run([page]))
-        done = self._calls.ask("delete", "store", lambda: [self._store.delete(key) for key in keys], self._load_timeout)
-        return done is not None
+        keys = self._runs.keys_of(page if self._run_pages > 1 else self._names.run([page]))
+        calls, timeout = self._runs.calls, self._load_timeout
+        return calls.ask("delete", "store", lambda: [self._store.delete(key) for key in keys], timeout) is not None
 
     def _digests(self, slots: torch.Tensor, names: Sequence[bytes]) -> list[bytes]:
         if len(slots) != len(names) * self._names.page_tokens:

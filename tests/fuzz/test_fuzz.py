@@ -114,7 +114,7 @@ DEFECTS: dict[str, tuple[type[Any], int, str, list[tuple[str, Any]]]] = {
     ),
     "places": (
         PagesTarget, 300, "other contents",
-        [("cuvee.integrations.pages.run_reader._is_listed", lambda pages, wanted: wanted.position < len(pages))],
+        [("cuvee.integrations.pages.runs._is_listed", lambda pages, wanted: wanted.position < len(pages))],
     ),
     "replies": (RedisTarget, 1000, "Error", [("cuvee.integrations.stores.redis.RedisStore._number", lambda _, x: x)]),
     "secrets": (

@@ -32,7 +32,7 @@ from cuvee.integrations.pages.entries import (
     parse_index_entry,
     parse_run_entry,
 )
-from cuvee.integrations.pages.run_writer import _runs
+from cuvee.integrations.pages.runs import divided
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.naming.identity import Identity, PageNames, Scope, store_key
@@ -139,7 +139,7 @@ def test_pages_come_back_exactly_and_nothing_else_is_written(
     writer = desk(secrets=secrets, run_pages=run_pages)
     wanted = writer.tokens(range(11))
     assert writer.save(range(11)) == [True] * 11
-    for reader in (writer, desk(secrets=secrets, run_pages=run_pages)):  # one remembers places, the other one asks
+    for reader in (writer, desk(secrets=secrets, run_pages=run_pages)):
         for tensor in reader.keys + reader.values:
             tensor.fill_(torch.nan)
         assert reader.pages.stored(named(range(12))) == [True] * 11 + [False]
@@ -152,15 +152,6 @@ def test_pages_come_back_exactly_and_nothing_else_is_written(
         assert counts["loaded_raw_bytes"] == 11 * PAGE * LAYOUT.bytes_per_token
     sizes = [len(entry) for entry in writer.store.entries.values()]
     assert len(sizes) == (11 if run_pages == 1 else -(-11 // run_pages) + 11)
-
-
-def test_what_a_lookup_found_is_not_asked_again(desk: Callable[..., Desk], store: DictStore) -> None:
-    desk().save(range(11))
-    d = desk()
-    d.pages.stored(named(range(11)))
-    store.calls.clear()
-    assert d.load(range(11), range(20, 31)) == [True] * 11
-    assert store.calls == ["get"] * 3, "one per run"
 
 
 @pytest.mark.parametrize("part", [range(1), range(2, 3), range(3, 9), range(5, 11), range(10, 11)])
@@ -305,12 +296,12 @@ def test_what_is_encoded_knows_what_follows(desk: Callable[..., Desk], monkeypat
 
 
 def test_missing_pages_are_divided_evenly() -> None:
-    assert list(_runs([0, 1, 2, 3, 4], 4)) == [range(2), range(2, 5)]
-    assert list(_runs([1, 2, 4, 9, 10, 11], 2)) == [range(1, 3), range(4, 5), range(9, 10), range(10, 12)]
+    assert list(divided([0, 1, 2, 3, 4], 4)) == [range(2), range(2, 5)]
+    assert list(divided([1, 2, 4, 9, 10, 11], 2)) == [range(1, 3), range(4, 5), range(9, 10), range(10, 12)]
     for seed in range(50):
         generator = random.Random(seed)
         missing, most = sorted(generator.sample(range(60), generator.randrange(1, 60))), generator.randrange(1, 12)
-        runs = list(_runs(missing, most))
+        runs = list(divided(missing, most))
         assert [number for run in runs for number in run] == missing
         assert max(map(len, runs)) <= most
 
@@ -472,20 +463,14 @@ def test_pages_behind_a_missing_one_are_not_loaded(desk: Callable[..., Desk], st
     assert desk().load(range(8), range(20, 28)) == [True] * 2 + [False] * 6
 
 
-@pytest.mark.parametrize("ask_first", [False, True])
-def test_a_page_is_found_in_the_run_that_replaced_its_first(
-    desk: Callable[..., Desk], store: DictStore, ask_first: bool
-) -> None:
+def test_a_page_is_found_in_the_run_that_replaced_its_first(desk: Callable[..., Desk], store: DictStore) -> None:
     reader, writer = desk(), desk()
     writer.save(range(4))
-    assert reader.pages.stored(named(range(4))) == [True] * 4, "now it remembers"
     del store.entries[reader.run_key(range(4))]
     desk().save(range(2))
     desk().save(range(2, 6))
     wanted = reader.tokens(range(6))
-    if ask_first:
-        assert reader.pages.stored(named(range(6))) == [True] * 6
-    assert reader.load(range(6), range(20, 26)) == [True] * 6
+    assert reader.pages.stored(named(range(6))) == [True] * 6 == reader.load(range(6), range(20, 26))
     assert equal(reader.tokens(range(20, 26)), wanted)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.integrations.readme_tables import check_options, rows
 from tests.integrations.sglang.real_sglang import need_sglang, real
 
-from cuvee.integrations.pages import Counts, page_index, page_store, run_reader, run_writer
+from cuvee.integrations.pages import Counts, page_store, runs
 from cuvee.integrations.sglang import host_pool
 
 README = (Path(__file__).parents[3] / "integrations" / "sglang" / "README.md").read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ def test_the_linkers_command_is_what_sglang_takes() -> None:
 
 def test_every_failure_that_is_counted_is_documented() -> None:
     calls = r'[.]fail\(\s*"([a-z]+)"|wait_for\("[a-z_]+", "([a-z]+)"|[.]ask\("[a-z_]+", "([a-z]+)"'
-    sources = "".join(inspect.getsource(module) for module in (page_index, page_store, run_reader, run_writer))
+    sources = "".join(inspect.getsource(module) for module in (page_store, runs))
     counted = {next(filter(None, each)) for each in re.findall(calls, sources)}
     table = " ".join(row[1] for row in rows(README, "When something fails"))
     assert set(re.findall(r"failures\{([a-z]+)\}", table)) == counted
