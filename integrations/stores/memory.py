@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from weakref import WeakValueDictionary
 
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import MAX_ENTRY_BYTES, Store, TierCounters, check_bytes, check_key, check_tenant
@@ -13,12 +14,11 @@ from cuvee.integrations.stores.base import MAX_ENTRY_BYTES, Store, TierCounters,
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Cache:
-    """Entries in the order of their last use. `handles` counts the open `MemoryStore`s that use them."""
+    """Entries in the order of their last use. It lives as long as a store uses it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     entries: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
     used: int = 0
-    handles: int = 0
 
     def __post_init__(self) -> None:
         tell_after_fork(self)
@@ -35,19 +35,9 @@ class _Cache:
         return blob is not None
 
 
-class _ProcessWide:
-    """The caches of all `process_wide` stores, by budget. The lock also guards the `handles` of every cache."""
-
-    def __init__(self) -> None:
-        self.caches: dict[int, _Cache] = {}
-        self.after_fork()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        self.lock = threading.Lock()
-
-
-_process_wide = _ProcessWide()
+# The caches of all stores of this process that share them, by budget, and a cache whose lock guards them.
+_process_wide: WeakValueDictionary[int, _Cache] = WeakValueDictionary()
+_opening = _Cache()
 
 
 class MemoryStore(Store):
@@ -83,16 +73,16 @@ class MemoryStore(Store):
         check_bytes("max_entry", max_entry)
         self._max_bytes, self._max_entry = max_bytes, max_entry
         self._counters = TierCounters()
-        self._closed = False
-        with _process_wide.lock:
-            self._cache = _process_wide.caches.setdefault(max_bytes, _Cache()) if process_wide else _Cache()
-            self._cache.handles += 1
+        self._cache = _Cache()
+        if process_wide:
+            with _opening.lock:
+                self._cache = _process_wide.setdefault(max_bytes, self._cache)
 
     def get(self, key: str) -> bytes | None:
         """Return the blob of `key`; None if it is not there."""
         check_key(key)
         with self._cache.lock:
-            blob = None if self._closed else self._cache.entries.get(key)
+            blob = self._cache.entries.get(key)
             if blob is not None:
                 self._cache.entries.move_to_end(key)
             self._counters.answer(blob)
@@ -104,13 +94,13 @@ class MemoryStore(Store):
         # This does not copy `bytes`. Any other buffer is copied, because the caller may still change it.
         blob = bytes(blob)
         size = len(key) + len(blob)
-        cache, counters = self._cache, self._counters
+        limit, cache, counters = self._max_bytes, self._cache, self._counters
         with cache.lock:
-            if self._closed or size > self._max_bytes or len(blob) > self._max_entry:
+            if size > limit or len(blob) > self._max_entry:
                 counters.dropped += 1
                 return False
             cache.pop(key)
-            while cache.used + size > self._max_bytes:
+            while cache.used + size > limit:
                 cache.pop(next(iter(cache.entries)))
                 counters.evictions += 1
             cache.entries[key] = blob
@@ -124,41 +114,34 @@ class MemoryStore(Store):
         for key in keys:
             check_key(key)
         with self._cache.lock:
-            return [not self._closed and key in self._cache.entries for key in keys]
+            return [key in self._cache.entries for key in keys]
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
         check_key(key)
         with self._cache.lock:
-            return not self._closed and self._cache.pop(key)
+            return self._cache.pop(key)
 
     def delete_tenant(self, tenant: str) -> int:
         """Delete every entry of a tenant; return how many there were. This scans all keys."""
         prefix = check_tenant(tenant) + "/"
         with self._cache.lock:
-            keys = [] if self._closed else [key for key in self._cache.entries if key.startswith(prefix)]
+            keys = [key for key in self._cache.entries if key.startswith(prefix)]
             return sum(map(self._cache.pop, keys))
 
     def keys(self, tenant: str) -> Iterator[str]:
         """Yield the keys of a tenant's entries, as they are now."""
         prefix = check_tenant(tenant) + "/"
         with self._cache.lock:
-            keys = [] if self._closed else [key for key in self._cache.entries if key.startswith(prefix)]
+            keys = [key for key in self._cache.entries if key.startswith(prefix)]
         yield from keys
 
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot. `entries` and `bytes` are exact; `bytes` includes the keys."""
         with self._cache.lock:
-            entries, used = (0, 0) if self._closed else (len(self._cache.entries), self._cache.used)
-            return {self.name: replace(self._counters, entries=entries, bytes=used)}
+            held = len(self._cache.entries), self._cache.used
+            return {self.name: replace(self._counters, entries=held[0], bytes=held[1])}
 
     def close(self) -> None:
-        """Release the entries unless another open store shares them."""
-        cache = self._cache
-        with _process_wide.lock, cache.lock:
-            if not self._closed:
-                self._closed = True
-                cache.handles -= 1
-                if cache.handles == 0:
-                    cache.entries.clear()
-                    cache.used = 0
+        """Release the entries, which other open stores may share."""
+        self._cache, self._max_bytes = _Cache(), 0  # nothing fits any more

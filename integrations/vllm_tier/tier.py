@@ -8,7 +8,7 @@
 vLLM copies chunks between the GPU and its primary tier, which is host memory that all of its processes share. Its
 scheduler calls the tier, which returns at once and works on threads of its own:
 
-    lookup    key ──> TierLookups ──thread──> PageStore.stored
+    lookup    key ──> vLLM's AsyncLookupManager ──thread──> PageStore.stored
     store     row of the primary tier ──view──> PageStore ──codec──> entry
     load      entry ──codec──> row of the primary tier, in place
 """
@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     RequestOffloadingContext,
 )
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_layout
@@ -43,7 +44,6 @@ from cuvee.integrations.pages.uniform import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, cache_dtype, check_mapping, row_memory, row_shape
 from cuvee.integrations.vllm_tier.tier_checks import check_model, engine_config, refuse_names
-from cuvee.integrations.vllm_tier.tier_lookups import TierLookups
 from cuvee.integrations.vllm_tier.tier_metrics import DOCUMENTED, NewCounts, metric_name
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
 
@@ -52,6 +52,18 @@ logger = logging.getLogger(__name__)
 _ENGINE = "vllm-tier"
 _THREADS = 4  # for each kind of job; they mostly wait for the store and for the codec's threads
 _TOGETHER = 8  # runs of a job that are stored between two looks at the clock
+
+
+class _Lookups(AsyncLookupManager):
+    """vLLM's own manager of lookups, which asks on a thread. `stored`: tells in bounded time what is stored."""
+
+    def __init__(self, tier_type: str, stored: Callable[[Sequence[bytes]], list[bool]]) -> None:
+        self._stored = stored
+        super().__init__(tier_type)
+
+    def batch_lookup(self, keys: list[Any], req_context: Any) -> list[bool]:
+        """Return whether each chunk is stored."""
+        return self._stored(keys)
 
 
 class CuveeTier(SecondaryTierManager):
@@ -110,9 +122,6 @@ class CuveeTier(SecondaryTierManager):
         self._run_chunks = max(given.chunk_tokens // shape.tokens, 1)
         # Released at the end, because vLLM cannot release its memory while others refer to it.
         self._rows: ChunkRows | None = ChunkRows(row_memory(primary_kv_view, layout), layout, shape)
-        self._lookups = TierLookups(
-            self._find_stored, timeout=given.lookup_timeout, late=partial(self._counts.count, "missed_pages")
-        )
         self._storing, self._loading = (
             ThreadPool(_THREADS, f"cuvee-{kind}", float("inf")) for kind in ("store", "load")
         )
@@ -126,6 +135,7 @@ class CuveeTier(SecondaryTierManager):
         if given.enable_kv_events and not wanted:
             logger.warning("cuvee: enable_kv_events has no effect, because vLLM's KV events are switched off")
         self._closed = False
+        self._lookups = _Lookups(tier_type, self._find_stored)
 
     # Finding --------------------------------------------------------------------------------------------------------
 
@@ -136,13 +146,13 @@ class CuveeTier(SecondaryTierManager):
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Return whether a chunk is stored; RETRY until that is known."""
         with self._guard("lookup"):
-            found = self._lookups.find(key, req_context.req_id)
+            found = False if self._closed else self._lookups.lookup(key, req_context)
             return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
         return LookupResult.MISS
 
     def _find_stored(self, keys: Sequence[bytes]) -> list[bool]:
         with self._guard("lookup"):
-            return self._pages.stored(keys)
+            return [False] * len(keys) if self._closed else self._pages.stored(keys)
         return [False] * len(keys)
 
     def on_schedule_end(self, context: Any) -> None:
@@ -153,7 +163,7 @@ class CuveeTier(SecondaryTierManager):
     def on_request_finished(self, req_context: Any) -> None:
         """Forget what the request asked for."""
         with self._guard("on_request_finished"):
-            self._lookups.forget(req_context.req_id)
+            self._lookups.cleanup(req_context.req_id)
 
     # Jobs -----------------------------------------------------------------------------------------------------------
 
@@ -263,10 +273,8 @@ class CuveeTier(SecondaryTierManager):
     def _learn(self, ended: _Ended) -> None:
         """Correct lookups, which vLLM would trust again, and note the event."""
         if not ended.job.stores:
-            self._lookups.correct(ended.failed, stored=False)
-            return
-        self._lookups.correct(ended.good, stored=True)
-        if self._tells_events and ended.good:
+            self._lookups.mark_miss(ended.failed)
+        elif self._tells_events and ended.good:
             self._events.append(
                 OffloadingEvent(
                     keys=ended.good, medium=self.medium, removed=False, locality=self.locality,
@@ -321,11 +329,12 @@ class CuveeTier(SecondaryTierManager):
         until = time.monotonic() + self._options.load_timeout
         with self._guard("shutdown"):
             self._give_up(self._options.load_timeout)
-        for close in (self._storing.dismiss, self._loading.dismiss, self._lookups.close):
+        for pool in (self._storing, self._loading):
             with self._guard("shutdown"):
-                close(max(until - time.monotonic(), 0))
-        with self._guard("shutdown"):
-            self._pages.close()
+                pool.dismiss(max(until - time.monotonic(), 0))
+        for close in (self._lookups.shutdown, self._pages.close):
+            with self._guard("shutdown"):
+                close()
         self._rows = None  # vLLM cannot release its memory while a view is left
         logger.info("cuvee: %s", self.counters())
 

@@ -15,7 +15,7 @@ DOCUMENTED: dict[str, tuple[bool, str]] = {
     "kept_pages": (False, "Chunks to store that were stored before."),
     "unsaved_pages": (False, "Chunks that could not be stored."),
     "loaded_pages": (False, "Chunks that were restored into host memory."),
-    "missed_pages": (False, "Chunks to load that could not be restored, or whose lookup came late."),
+    "missed_pages": (False, "Chunks to load that could not be restored."),
     "recognized_pages": (False, "Stored chunks whose tokens were recognized by their cache."),
     "raw_bytes": (False, "Uncompressed bytes of stored chunks."),
     "blob_bytes": (False, "Bytes of stored chunks in the store."),

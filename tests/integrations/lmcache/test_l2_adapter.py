@@ -39,7 +39,7 @@ from tests.recognizing import cached, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import FormatError, InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.paged_chunks import PagedChunks
@@ -836,17 +836,6 @@ def test_the_profile_may_be_in_a_collection(tmp_path: Path, memory: Callable[...
     of_model = memory({**learned.params, "profile": where})
     task = of_model.adapter.submit_store_task([object_key(1)], [learned.object(1)])
     assert of_model.stored(task) > 0 and of_model.counters["recognized_pages"] == 1
-
-
-def test_a_profile_of_another_model_is_refused(tmp_path: Path, memory: Callable[..., Memory]) -> None:
-    learned = Learned(tmp_path, memory)
-    small_model(1).save_pretrained(tmp_path / "other")
-    other = {**learned.params, "model": str(tmp_path / "other")}
-    with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
-        make_adapter(other)
-    with pytest.raises(ProfileMismatchError, match="layout: the profile is for"):
-        make_adapter({**other, "model": PARAMS["model"]})
-    make_adapter({**other, "check_model": False}).close()
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -285,14 +285,6 @@ def test_clearing_deletes_what_was_stored(rank: Callable[..., Rank]) -> None:
     assert other.backend.batch_exists(other.hashes(tokens)) == 4 and other.backend.exists(r.hashes(tokens)[0])
 
 
-def test_signed_pages_need_the_secret(rank: Callable[..., Rank], tmp_path: Path) -> None:
-    (tmp_path / "secret").write_bytes(bytes(range(32)))
-    signed, plain = rank({"key_file": str(tmp_path / "secret")}), rank()
-    tokens, at = TOKENS[:64], signed.alloc(4)
-    signed.back_up(tokens, at, [])
-    assert signed.prefetch(tokens, at) == 64 and plain.prefetch(tokens, plain.alloc(4)) == 0
-
-
 # Latents --------------------------------------------------------------------------------------------------------------
 
 
@@ -509,18 +501,6 @@ def test_pages_that_lie_elsewhere_are_refused(rank: Callable[..., Rank], monkeyp
         monkeypatch.setattr(pool, "get_page_buffer_meta", lambda indices, wrong=wrong: (wrong, sizes))
         with pytest.raises(UnsupportedModelError, match=r"host pool: must (give 2 regions|hold page 0 where)"):
             rank(None, pool=pool)
-
-
-def test_a_profile_of_other_weights_is_refused(
-    rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(tmp_path / "profile.safetensors")
-    fitted_to(layout()).save(path)
-    rank({"profile": path, "quality": "balanced"})
-    monkeypatch.setattr("cuvee.integrations.checkpoint.check_profile", lambda *_, **__: "mismatch")
-    with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
-        rank({"profile": path, "quality": "balanced"})
-    rank({"profile": path, "quality": "balanced", "check_model": False})
 
 
 def test_the_profile_of_the_model_is_taken_from_a_collection(

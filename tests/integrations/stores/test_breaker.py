@@ -430,33 +430,3 @@ def test_flush_and_close_do_not_raise(inner: Faulty, store: GuardedStore, caplog
     assert figures(store) == (2, 0) and "flushed: OSError" in caplog.messages[0] and "closed" in caplog.messages[1]
     # Neither operation shows whether the store reads and writes.
     assert store.put(KEY, b"x")
-
-
-def test_threads_through_outages(inner: Faulty) -> None:
-    """The counters add up, and the store is used again at the end."""
-    store = GuardedStore(inner)
-    store.first_backoff, store.max_backoff = 1e-9, 1e-6
-    inner.entries[KEY] = b"x"
-    calls = threading.Semaphore(0)
-    inner.before = lambda call: calls.release()
-    hits = [0] * 8
-
-    def hammer(index: int) -> None:
-        for turn in range(500):
-            if turn % 100 == 50 and index == 0:
-                inner.read_fault = down() if inner.read_fault is None else None
-            hits[index] += store.get(KEY) == b"x"
-
-    threads = [threading.Thread(target=hammer, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    tried = 0
-    while calls.acquire(blocking=False):
-        tried += 1
-    skipped = figures(store)[1]
-    assert tried + skipped == 8 * 500 and sum(hits) <= tried
-    mend(inner)
-    store.get(KEY)
-    assert store.get(KEY) == b"x"

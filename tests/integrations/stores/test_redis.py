@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import logging
 import os
 import socket
 import socketserver
@@ -19,13 +18,12 @@ from typing import Any
 
 import pytest
 from tests.integrations.stores.fake_redis import FakeRedis, bulk, fake_redis
-from tests.integrations.stores.redis_server import RedisServer, redis_cluster, redis_server, require_redis, wait_until
+from tests.integrations.stores.redis_server import RedisServer, redis_cluster, redis_server, wait_until
 
 if os.environ.get("CUVEE_REQUIRE_REDIS") != "1":
     pytest.importorskip("redis", reason="needs redis-py")
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores import redis as module
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.envelope import HEADER_BYTES
@@ -308,14 +306,6 @@ class Echo(socketserver.StreamRequestHandler):
             self.wfile.write(b"-ERR unknown command, with args beginning with: " + b" ".join(parts) + b"\r\n")
 
 
-def test_a_password_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUVEE_TEST_PASSWORD", "open-sesame\n")
-    with redis_server(password="open-sesame") as server:
-        store = open_store(f"redis://127.0.0.1:{server.port}/0?password_env=CUVEE_TEST_PASSWORD")
-        assert store.put(KEY, b"x") and store.get(KEY) == b"x"
-        store.close()
-
-
 def test_passwords(open_redis: Open, caplog: pytest.LogCaptureFixture) -> None:
     with redis_server(password="open-sesame") as server:
         for url in (server.url, server.unix_url):
@@ -332,11 +322,6 @@ def test_passwords(open_redis: Open, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StoreError, match="refused") as caught:
         open_redis(server.url).get(KEY)
     assert "sesame" not in str(caught.value) and "sesame" not in caplog.text
-
-
-def test_a_missing_socket(open_redis: Open) -> None:
-    with pytest.raises(StoreError, match=r"unix:///nowhere/redis\.sock"):
-        open_redis("unix:///nowhere/redis.sock").get(KEY)
 
 
 def test_fork(server: RedisServer) -> None:
@@ -496,17 +481,6 @@ def test_a_scan_that_never_ends(peer: FakeRedis, open_redis: Open, monkeypatch: 
         open_redis(peer.url).delete_tenant("ab")
 
 
-def test_the_engine_goes_on_beside_an_odd_peer(peer: FakeRedis) -> None:
-    """The connector's store is guarded: a put with an odd reply counts as not kept."""
-    peer.replies["SET"] = b"-ERR no\r\n"
-    store = open_store(peer.url)
-    for _ in range(3):
-        assert not store.put(KEY, b"x")
-    now = store.counters()["redis"]
-    assert (now.errors, now.skipped) == (1, 2)
-    store.close()
-
-
 # Arguments
 
 
@@ -541,22 +515,3 @@ def test_without_redis_py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, module.__name__)
     with pytest.raises(ImportError, match=r"pip install cuvee\[redis\]"):
         importlib.import_module(module.__name__)
-
-
-def test_missing_servers_skip_unless_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    for required, outcome in (("0", pytest.skip.Exception), ("1", pytest.fail.Exception)):
-        monkeypatch.setenv("CUVEE_REQUIRE_REDIS", required)
-        with pytest.raises(outcome, match="redis-server"):
-            require_redis()
-
-
-def test_nothing_is_logged_when_all_is_well(
-    server: RedisServer, open_redis: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.DEBUG, "cuvee"):
-        store = open_redis(server.url)
-        store.put(KEY, b"x")
-        store.get_many([KEY, KEYS[1]])
-        store.delete_tenant("ab")
-    assert not caplog.records

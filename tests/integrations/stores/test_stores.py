@@ -349,7 +349,7 @@ from cuvee.integrations.stores.memory import MemoryStore
 kind, path = sys.argv[1:]
 if kind == "memory":
     store = MemoryStore(1000, process_wide=True)
-    locks = lambda: [memory._process_wide.lock, store._cache.lock]
+    locks = lambda: [memory._opening.lock, store._cache.lock]
 elif kind == "disk":
     store = DiskStore(path, max_bytes=10_000)
     locks = lambda: [store._monitor._lock, store._lock]

@@ -140,17 +140,6 @@ def test_chunks_that_were_stored_are_not_stored_again(engine: Callable[..., Engi
     assert e.counters["saved_pages"] == 5 and e.counters["kept_pages"] == 3
 
 
-def test_a_request_that_missed_finds_what_another_stored(engine: Callable[..., Engine]) -> None:
-    """vLLM's own tiers tell a long request's miss to all others for as long as it lives."""
-    e = engine()
-    long = e.request([1])
-    assert e.lookup([1], long) == 0
-    e.save([1])
-    assert e.load([1]) == 1
-    e.manager.on_request_finished(long)
-    assert len(e.tier._lookups) == 0
-
-
 def test_the_stores_budget_evicts(engine: Callable[..., Engine]) -> None:
     e = engine({"store": "memory://?max_mb=0.25"})
     for number in range(12):
@@ -170,7 +159,7 @@ def test_what_can_be_loaded_is_kept_and_the_rest_is_computed(engine: Callable[..
 
     def asked() -> list[Any]:
         answers = [e.tier.lookup(key_of(number), context) for number in range(6)]
-        e.tier._lookups.flush()
+        e.tier.on_schedule_end(None)
         return answers
 
     wait_for(lambda: asked() == [found.HIT] * 6)
@@ -440,8 +429,6 @@ def test_after_the_end_every_job_fails_at_once(engine: Callable[..., Engine]) ->
     tier.submit_load(job(1, [1], [0], True))
     (result,) = tier.get_finished_jobs()
     assert not result.success
-    tier.lookup(key_of(1), context)
-    tier._lookups.flush()
     assert tier.lookup(key_of(1), context) is e.base.LookupResult.MISS
     tier.drain_jobs()
 
@@ -615,11 +602,3 @@ def test_names_that_do_not_tell_the_content_are_refused(engine: Callable[..., En
     with pytest.raises(InputError, match="model_id: must be a name that changes with the weights and the engine's"):
         engine(engine=None)
     engine({"model_id": "mine"}, engine=None)
-
-
-def test_signed_chunks_need_the_secret(engine: Callable[..., Engine], tmp_path: Path) -> None:
-    (tmp_path / "secret").write_bytes(bytes(range(32)))
-    where = {"store": f"file://{tmp_path}/store"}
-    signed = engine({**where, "key_file": str(tmp_path / "secret")})
-    signed.save([1])
-    assert signed.load([1]) == 1 and engine(where).lookup([1]) == 0
