@@ -3,28 +3,25 @@
 Segment, Blender          the pieces of a prompt; blends them into a cache from which generation continues
 BlendResult, BlendRecord  the blended prompt; the tokens that were recomputed
 ChunkCache                chunks by content, kept in any store
-HKVD, Boundary, Overlap, QueryGuided, Random, Nothing, Product: choose the tokens to recompute
+Boundary, QueryGuided, Product, Nothing: choose the tokens to recompute
 """
 
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord
 from cuvee.blend.chunk_cache import ChunkCache
 from cuvee.blend.chunk_stores import BlobStore, ChunkCounters, PartStore
-from cuvee.blend.hkvd import HKVD
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment
-from cuvee.blend.selection import Scorer, Selection, Selector
 from cuvee.blend.selectors import (
     Boundary,
     Nothing,
-    Overlap,
     Product,
     QueryGuided,
-    Random,
+    Scorer,
+    Selector,
     default_selector,
 )
 
 __all__ = [
-    "HKVD",
     "BlendModel",
     "BlendRecord",
     "BlendResult",
@@ -34,16 +31,13 @@ __all__ = [
     "ChunkCache",
     "ChunkCounters",
     "Nothing",
-    "Overlap",
     "PartStore",
     "Product",
     "Prompt",
     "QueryGuided",
-    "Random",
     "Scorer",
     "Segment",
     "SegmentRecord",
-    "Selection",
     "Selector",
     "TransformersModel",
     "default_selector",

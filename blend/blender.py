@@ -20,8 +20,7 @@ from cuvee.blend.dense_kv import DenseKV
 from cuvee.blend.recompute import Placed, Recompute, Recomputed
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Segment
-from cuvee.blend.selection import Selector
-from cuvee.blend.selectors import default_selector
+from cuvee.blend.selectors import Selector, default_selector
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
@@ -49,14 +48,14 @@ class SegmentRecord:
         start, end: its positions, `start <= position < end`.
         cached: whether it came with a chunk.
         leading: whether its chunk is exact at its position.
-        computed: number of its tokens that went through each layer.
+        computed: number of its tokens that were computed.
     """
 
     start: int
     end: int
     cached: bool
     leading: bool
-    computed: tuple[int, ...]
+    computed: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +66,10 @@ class BlendRecord:
         tokens: number of tokens of the prompt, T.
         cached: number of tokens that came with a chunk.
         layers: number of layers of the model.
-        computed: number of cached tokens that went through each layer.
+        computed: tokens that were computed, bool `[T]`.
         query_token_layers: token-layers that the selector spent on passes of the query.
-        depth: number of layers that each token went through, int64 `[T]`. Text goes through all layers.
-        text: tokens that were computed because they were not cached, bool `[T]`. The selector chose all other tokens
-            with a depth above 0.
+        text: tokens that were computed because they were not cached, bool `[T]`. The selector chose all other computed
+            tokens.
         segments: the record of each segment.
         selector: `repr` of the selector.
     """
@@ -79,9 +77,8 @@ class BlendRecord:
     tokens: int
     cached: int
     layers: int
-    computed: tuple[int, ...]
+    computed: torch.Tensor
     query_token_layers: int
-    depth: torch.Tensor
     text: torch.Tensor
     segments: tuple[SegmentRecord, ...]
     selector: str
@@ -96,7 +93,12 @@ class BlendRecord:
     def cost(self) -> float:
         """Token-layers spent, as a share of those for recomputing all cached tokens; 0 if none were cached."""
         whole = self.cached * self.layers
-        return (sum(self.computed) + self.query_token_layers) / whole if whole else 0.0
+        return (self.recomputed * self.layers + self.query_token_layers) / whole if whole else 0.0
+
+    @property
+    def recomputed(self) -> int:
+        """Number of cached tokens that were computed."""
+        return int((self.computed & ~self.text).sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,8 +140,8 @@ class Blender:
         >>> (chunk,) = prefill(model, torch.tensor([[1, 2, 3, 4]]), layout, "cpu")  # a document, computed once
         >>> blender = Blender(model, selector=Boundary(tokens=1))
         >>> result = blender.blend([Segment([9, 8]), Segment([1, 2, 3, 4], chunk), Segment([5])])
-        >>> result.record.depth  # layers per token: three of the chunk's four tokens came from its cache
-        tensor([2, 2, 2, 0, 0, 0, 2])
+        >>> result.record.computed.int()  # three of the chunk's four tokens came from its cache
+        tensor([1, 1, 1, 0, 0, 0, 1], dtype=torch.int32)
         >>> result.record.cost, tuple(result.logits.shape)
         (0.25, (1, 64))
 
@@ -148,8 +150,8 @@ class Blender:
             another implementation of `BlendModel`.
         codec: decodes blobs. Without it, chunks must be `KVChunk`s.
         selector: chooses the tokens to recompute; default: `default_selector()`, 15% of the cached tokens.
-        correct: correct the other cached tokens by how the recomputed ones changed (`cuvee.blend.correction`), unless
-            the selector chooses by change, as `HKVD` does. Without, they keep their cached KV, as in CacheBlend.
+        correct: correct the other cached tokens by how the recomputed ones changed (`cuvee.blend.correction`).
+            Without, they keep their cached KV, as in CacheBlend.
 
     Raises:
         UnsupportedModelError: the model has sliding windows, MLA or M-RoPE, or its family was not checked.
@@ -204,8 +206,8 @@ class Blender:
 
 
 def _check_selector(selector: Selector) -> None:
-    if not hasattr(selector, "begin"):
-        raise InputError(f"selector: must have begin(), like the selectors of cuvee.blend, got {selector!r}")
+    if not hasattr(selector, "select"):
+        raise InputError(f"selector: must have select(), like the selectors of cuvee.blend, got {selector!r}")
 
 
 class _Run:
@@ -376,20 +378,17 @@ class _Run:
         return cache
 
     def _record(self, done: Recomputed, leading: bool) -> BlendRecord:
-        text = int((~self.cached).sum())
+        counts = torch.bincount(self.segment[done.computed], minlength=len(self.segments)).tolist()
         return BlendRecord(
             tokens=len(self.tokens),
-            cached=len(self.tokens) - text,
+            cached=int(self.cached.sum()),
             layers=self.layers,
-            computed=tuple(int(count) - text for count in done.by_segment.sum(1)),
+            computed=done.computed,
             query_token_layers=done.query_token_layers,
-            depth=done.depth,
             text=~self.cached,
             segments=tuple(
-                SegmentRecord(start, end, segment.chunk is not None, leading and start == 0, tuple(column.tolist()))
-                for segment, start, end, column in zip(
-                    self.segments, self.starts, self.ends, done.by_segment.T, strict=True
-                )
+                SegmentRecord(start, end, segment.chunk is not None, leading and start == 0, count)
+                for segment, start, end, count in zip(self.segments, self.starts, self.ends, counts, strict=True)
             ),
             selector=repr(self.selector),
         )

@@ -8,7 +8,7 @@ from cuvee.codec.errors import InputError
 DEFAULT_RATIO = 0.15
 
 
-def affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: int, layers: float, what: str) -> int:
+def affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: int, what: str) -> int:
     """Return how many cached tokens may be recomputed.
 
     Args:
@@ -16,7 +16,6 @@ def affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: i
         cost: share of the token-layers, `spent` included.
         prompt: the prompt.
         spent: token-layers of the selection itself.
-        layers: number of layers that each selected token goes through.
         what: purpose of `spent`, for the message.
 
     Raises:
@@ -35,7 +34,7 @@ def affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: i
             f"cost: must be at least {spent / cached / prompt.layers:.3f} to pay for {what} on this prompt, got "
             f"{cost:g}; raise it, or give ratio= instead"
         )
-    return int(left / layers + 1e-9)
+    return int(left / prompt.layers + 1e-9)
 
 
 def check_budget(ratio: float | None, cost: float | None) -> None:
@@ -50,11 +49,3 @@ def check_share(name: str, value: object) -> None:
     """Raise InputError unless `value` is None or a number from 0 to 1."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
         raise InputError(f"{name}: must be a number from 0 to 1, got {value!r}")
-
-
-def check_layers(name: str, layers: tuple[int, ...] | None) -> None:
-    """Raise InputError unless `layers` is None or holds rising layer numbers, at least one."""
-    if layers is None:
-        return
-    if not layers or list(layers) != sorted(set(layers)) or any(type(n) is not int or n < 0 for n in layers):
-        raise InputError(f"{name}: must be rising layer numbers, at least one, got {layers!r}")

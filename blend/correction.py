@@ -36,13 +36,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.blend import adding
-from cuvee.blend.correcting import WindowTables, correct_rows, room_for_known
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.models.rope import cos_sin, turn
-from cuvee.codec.paged import PagedCache
-from cuvee.codec.stages.rows import LayerRows, dense_rows
-from cuvee.codec.support.arrays import F32
 
 if TYPE_CHECKING:
     from cuvee.blend.recompute import Placed
@@ -129,7 +124,6 @@ class Correction:
         self._layout = layout
         self._device = device
         self._estimates: list[_Estimate] = []
-        self._packed: WindowTables | None = None
         seen = done = 0
         for window in windows:
             rows = slice(seen, seen + len(window.observed)), slice(done, done + len(window.corrected))
@@ -138,68 +132,6 @@ class Correction:
             self._estimates.append(_Estimate(*rows, *(each.to(device) for each in tensors)))
             seen, done = rows[0].stop, rows[1].stop
         self._tables: dict[Rope, tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._joined: dict[Rope, tuple[F32, F32]] = {}
-
-    @property
-    def compilable(self) -> bool:
-        """Whether `correct_rows` serves the model: its keys are not interleaved."""
-        return not any(layer.rope is not None and layer.rope.interleaved for layer in self._layout.layers)
-
-    def correct_rows(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, places: LayerRows
-    ) -> None:
-        """Do in one compiled pass what `estimate` says, up to the order of sums: read old KV, and add to it.
-
-        Call it once per layer, like `estimate`, where the correction is `compilable`.
-
-        Args:
-            layer: its index.
-            keys: new keys of S tokens, `[H, S, D]`, on the CPU.
-            values: their new values.
-            chosen: int64 `[n]`, which of the S tokens are the observed ones.
-            places: rows of the observed tokens, then of the corrected ones, bfloat16 or float32.
-        """
-        of_keys, of_values = places[0][layer], places[1][layer]
-        if of_keys is None or of_values is None:
-            return
-        tables = self._window_tables()
-        sizes = [of_keys.size, of_values.size]
-        known = room_for_known(of_keys.heads, len(tables.units), *sizes)
-        bounds = tables.windows[:, 2:4].tolist()
-        for window, (first, earlier) in zip(self.windows, bounds, strict=True):
-            if earlier:
-                carried = window.changes.pop(layer).transpose(0, 1).split(sizes, 2)
-                for room, part, size in zip(known, carried, sizes, strict=True):
-                    room[:, first : first + earlier, :size] = part
-        rope = self._layout.layers[layer].rope
-        rotations = None if rope is None else self._joined_rotations(rope)
-        same = keys.dtype == of_keys.memory.dtype
-        new = (keys, values) if same else (keys.float(), values.float())
-        correct_rows(new, chosen.numpy(), (of_keys, of_values), tables, rotations, _KEYS, known)
-        for window, (first, earlier) in zip(self.windows, bounds, strict=True):
-            if window.goes_on:
-                end = first + earlier + len(window.observed)
-                parts = [room[:, first:end, :size] for room, size in zip(known, sizes, strict=True)]
-                window.changes[layer] = torch.cat(parts, 2).transpose(0, 1)
-
-    def _window_tables(self) -> WindowTables:
-        """Return the weights as the compiled loop takes them, which are made when it first asks."""
-        if self._packed is None:
-            self._packed = WindowTables.of(
-                [len(window.observed) for window in self.windows],
-                [how.others for how in self._estimates],
-                [how.weights for how in self._estimates],
-                [how.units for how in self._estimates],
-                [_trust(len(how.others)) for how in self._estimates],
-            )
-        return self._packed
-
-    def _joined_rotations(self, rope: Rope) -> tuple[F32, F32]:
-        """Return cos and sin `[n + R, rotary_dim / 2]`: see `_rotations`."""
-        if rope not in self._joined:
-            cos, sin = (torch.cat(tables)[:, 0].numpy() for tables in zip(*self._rotations(rope), strict=True))
-            self._joined[rope] = cos, sin
-        return self._joined[rope]
 
     def estimate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what to add to the corrected tokens' keys and values, float32 `[R, H, D]`.
@@ -255,23 +187,6 @@ class Correction:
 def _trust(known: int) -> float:
     """Return how far the estimates from this many tokens are believed."""
     return known / (known + _TRUST)
-
-
-def prepare(cache: PagedCache) -> None:
-    """Compile or load the loops that correct tokens in this cache now, so that no request waits for them."""
-    adding.prepare(cache)
-    if not adding.compilable(cache.device, cache.dtype):
-        return
-    layer = cache.layout.layers[0]
-    window = Window(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), 0)
-    correction = Correction(cache.layout, [window], cache.device)
-    if not correction.compilable:
-        return
-    new, rows = [], []
-    for size in (layer.head_dim, layer.value_dim):
-        new.append(torch.zeros(layer.kv_heads, 1, size, dtype=cache.dtype))
-        rows.append(dense_rows(torch.zeros(2, layer.kv_heads, size, dtype=cache.dtype)))
-    correction.correct_rows(0, new[0], new[1], torch.zeros(1, dtype=torch.int64), ([rows[0]], [rows[1]]))
 
 
 def corrections(

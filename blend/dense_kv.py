@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cuvee.blend.adding import compilable
 from cuvee.blend.recompute import KVExchange, Observer
 from cuvee.codec.models.dtypes import saturated
-from cuvee.codec.stages.rows import LayerRows, dense_rows
 
 
 class DenseKV:
@@ -46,15 +44,6 @@ class DenseKV:
                 kv[:, at] = saturated(kv[:, at].float() + more.transpose(0, 1), kv.dtype)
 
         return add
-
-    def rows(self, positions: torch.Tensor) -> LayerRows | None:
-        """Return the rows at these positions for compiled loops; None: these do not read such tensors."""
-        parts = self._keys, self._values
-        if not all(compilable(part.device, part.dtype) and part.stride(2) == 1 for each in parts for part in each):
-            return None
-        at = positions.numpy()
-        keys, values = ([dense_rows(part.transpose(0, 1), at) for part in each] for each in parts)
-        return keys, values
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> KVExchange:
         """Return what attention reads and replaces of a layer, up to position `end`."""

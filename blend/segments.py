@@ -85,7 +85,7 @@ class Prompt:
         ...     layers=6,
         ...     attend=lambda queries, layers: torch.ones(8),
         ... )
-        >>> Boundary(ratio=1 / 3).begin(prompt).tokens(0)  # the second chunk's beginning; the first chunk is exact
+        >>> Boundary(ratio=1 / 3).select(prompt)  # the second chunk's beginning; the first chunk is exact
         tensor([3, 4])
 
     Attributes:
@@ -123,15 +123,14 @@ class Prompt:
             return text
         return text & (torch.cumsum(self.cached.flip(0), 0).flip(0) == 0)
 
-    def best(self, score: torch.Tensor, count: int, among: torch.Tensor | None = None) -> torch.Tensor:
+    def best(self, score: torch.Tensor, count: int) -> torch.Tensor:
         """Return the positions, rising, of the `count` cached tokens with the highest scores; leading tokens come last.
 
         Args:
             score: float `[T]`. Among equal scores, earlier tokens come first.
             count: number of tokens; fewer are returned if there are fewer.
-            among: positions to choose from, int64; default: all cached tokens.
         """
-        positions = self.cached.nonzero()[:, 0] if among is None else among
+        positions = self.cached.nonzero()[:, 0]
         order = torch.argsort(score[positions], descending=True, stable=True)
         order = order[torch.argsort(self.leading[positions][order].long(), stable=True)]
         return positions[order[: max(count, 0)]].sort().values

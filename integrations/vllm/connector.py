@@ -261,7 +261,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         pages = find_pages(setup.layout_of_pages(worker.rank), self._attention_layers(), in_order, setup.codes)
         worker.attach(pages)
         if setup.options.blend is not None:
-            self._blender = self._page_blender(pages, in_order, setup.options.blend.correct)
+            self._blender = self._page_blender(pages, in_order)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy the tails of requests that have ended. The engine calls this at every step, with or without preemption,
@@ -369,9 +369,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     def _plan(self) -> StepPlan:
         return _plan_of(self._get_connector_metadata())
 
-    def _page_blender(self, pages: PagedCache, kv_caches: dict[str, torch.Tensor], correct: bool) -> PageBlender:
+    def _page_blender(self, pages: PagedCache, kv_caches: dict[str, torch.Tensor]) -> PageBlender:
         """Return the blender for these pages, which runs the model that the engine has loaded."""
-        from cuvee.blend import correction, runs
+        from cuvee.blend import runs
         from cuvee.blend.recompute import MOST_ROWS
         from cuvee.integrations.vllm.blending.executing import PageBlender
         from cuvee.integrations.vllm.blending.paged_model import LoadedModel, agree_over_ranks, total_over_ranks
@@ -383,10 +383,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         model = LoadedModel(self._vllm_config, pages.layout, attention, spec, self._weights.models)
         rows = min(MOST_ROWS, least_slice(self._setup.step_tokens))
         runs.prepare()
-        correction.prepare(pages)
-        return PageBlender(
-            pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows, correct
-        )
+        return PageBlender(pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows)
 
 
 def _named_weights(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

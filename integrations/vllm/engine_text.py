@@ -32,7 +32,7 @@ def separator_tokens(blend: BlendOptions | None, model: Any) -> Sequence[int] | 
 
 def line_breaks(blend: BlendOptions | None, model: Any) -> LineBreaks | None:
     """Return the line breaks of the engine's vocabulary; None if blending does not look for paragraphs."""
-    if blend is None or blend.separator is not None or not blend.paragraphs:
+    if blend is None or blend.separator is not None:
         return None
     if model.skip_tokenizer_init:
         logger.info(

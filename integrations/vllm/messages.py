@@ -236,7 +236,6 @@ class Report:
         delivered: what was restored of which quality, once per rank and load.
         placed: requests with a blend whose prefix and segments are placed, once per rank.
         blended: work and seconds of each successful blend.
-        checked: tenant, cost and KL of each blend that was also computed exactly, from the first rank.
         stored: digests of chunks that are stored, once per rank, if routers are told.
         kept: numbers of steps before which all resets were those of sleeps and changed no weight, once per rank.
         step_seconds: what steps took on the slowest rank, by their numbers, once they are over.
@@ -251,7 +250,6 @@ class Report:
     delivered: list[Delivery] = field(default_factory=list)
     placed: list[str] = field(default_factory=list)
     blended: list[BlendCost] = field(default_factory=list)
-    checked: list[tuple[str, float, float]] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     step_seconds: dict[int, float] = field(default_factory=dict)
@@ -266,7 +264,6 @@ class Report:
         self.delivered += other.delivered
         self.placed += other.placed
         self.blended += other.blended
-        self.checked += other.checked
         self.kept += other.kept
         self.failed |= other.failed
         self.unsaved |= other.unsaved

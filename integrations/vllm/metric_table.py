@@ -40,7 +40,7 @@ _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
     "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
 )  # fmt: skip
-_REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "quality", "failed")
+_REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")
 _UNSTORED = ("asked", "positions", "blended", "quality", "reset", "overwritten")
 _SKIPPED = ("full", "failed", "adapter", "window", "stopped")
 

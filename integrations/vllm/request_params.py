@@ -13,7 +13,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 
 PARAMETERS = "kv_transfer_params.cuvee"
-_FIELDS = ("deadline_ms", "kl_max", "store", "blend", "segments", "cost", "kl")
+_FIELDS = ("deadline_ms", "kl_max", "store", "blend", "segments", "cost")
 _MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
 
 

@@ -94,8 +94,6 @@ class SchedulerBlends:
         if self._planner is not None:
             for done in report.blended:
                 self._planner.pays.observe(done)
-            for tenant, cost, kl in report.checked:
-                self._planner.quality.observe(tenant, cost, kl)
 
     def refuse(self, tracked: Tracked) -> None:
         """Blend a request no more, because its load failed."""

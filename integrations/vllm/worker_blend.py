@@ -98,8 +98,5 @@ class WorkerBlends:
         job.computed = figures["blended_tokens"] - (1 - blend.cost) * figures["blend_reused_tokens"]
         if blend.check and "blend_kl" not in figures:
             recorder.count("failures", label="check")
-        if "blend_kl" in figures and self._state.rank == 0:
-            with self._state.lock:
-                self._state.report.checked.append((job.load.tenant, blend.cost, figures["blend_kl"]))
         job.valid_until = job.load.end
         self._loads.end(job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,21 +13,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.blend.random_choice import Random
 from transformers import DynamicCache
 
 from cuvee.blend import (
-    HKVD,
     Blender,
     BlendResult,
     Boundary,
     Nothing,
-    Overlap,
     Product,
     Prompt,
     QueryGuided,
-    Random,
     Segment,
-    Selection,
     Selector,
     TransformersModel,
     blender,
@@ -63,11 +60,8 @@ SELECTORS: tuple[Selector, ...] = (
     Nothing(),
     Random(0.3, seed=1),
     Boundary(tokens=2),
-    Overlap(0.4),
     QueryGuided(0.4, queries=3),
-    HKVD(0.3),
-    HKVD(0.2, check_layers=(0, 1), shrink=(2.0,), weight=Boundary()),
-    Product(Overlap(), Boundary(), cost=0.5),
+    Product(Random(), Boundary(), cost=0.5),
 )
 
 every_family = pytest.mark.parametrize("name", FULL)
@@ -158,26 +152,20 @@ def same_as(result: BlendResult, full: Whole, **tolerance: Any) -> bool:
 
 
 @torch.no_grad()
-def walk(model: Any, tokens: torch.Tensor, depth: torch.Tensor, cached: Whole) -> Whole:
-    """The prompt token by token through the model's own forward: the reference for any choice of tokens.
-
-    What a token computes in its first `depth` layers is kept; above, its cached KV stands.
-    """
+def walk(model: Any, tokens: torch.Tensor, computed: torch.Tensor, cached: Whole) -> Whole:
+    """The prompt token by token through the model's own forward: the reference for any choice of tokens."""
     cache = DynamicCache()
     logits = []
-    for at, (token, layers) in enumerate(zip(tokens, depth.tolist(), strict=True)):
-        if layers:
+    for at, (token, fresh) in enumerate(zip(tokens, computed.tolist(), strict=True)):
+        if fresh:
             out = model(
                 token[None, None], **cache_argument(model, cache), position_ids=torch.tensor([[at]]), use_cache=True
             )
             logits.append(out.logits[0, -1].float())
-        for index in range(layers and 0, len(cached.keys)):
+            continue
+        for index in range(len(cached.keys)):
             keys, values = cached.keys[index][None, :, at : at + 1], cached.values[index][None, :, at : at + 1]
-            if not layers:
-                cache.update(keys, values, index)
-            elif index >= layers:
-                layers_of(cache)[index].keys[:, :, at : at + 1] = keys
-                layers_of(cache)[index].values[:, :, at : at + 1] = values
+            cache.update(keys, values, index)
     return Whole(torch.stack(logits), [x.keys[0] for x in layers_of(cache)], [x.values[0] for x in layers_of(cache)])
 
 
@@ -212,18 +200,9 @@ class Chosen:
         self.look = look
         self.seen: Any = None
 
-    def begin(self, prompt: Prompt) -> Selection:
+    def select(self, prompt: Prompt) -> torch.Tensor:
         self.seen = self.look(prompt)
-        return self
-
-    def tokens(self, layer: int) -> torch.Tensor:
         return self.positions
-
-    def watches(self, layer: int) -> bool:
-        return False
-
-    def observe(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        raise AssertionError
 
 
 # A full prefill -------------------------------------------------------------------------------------------------------
@@ -242,13 +221,12 @@ def test_to_recompute_all_is_a_full_prefill(build: Build, name: str, attention: 
     segments = stale(model, tokens, (3, 12, 15, 26, 34), (1, 3))
     assert not same_as(Blender(model, selector=Nothing()).blend(segments, logits_to_keep=8), full, tolerance=1e-2)
     everything: list[Selector] = [
-        Random(1.0), Boundary(cost=1.0), Overlap(1), QueryGuided(cost=1), Product(Overlap(), ratio=1),
-        HKVD(1.0, shrink=(1.2,)), HKVD(cost=1, weight=QueryGuided()),
+        Random(1.0), Boundary(cost=1.0), QueryGuided(cost=1), Product(Boundary(), ratio=1),
     ]  # fmt: skip
     for selector in everything:
         result = Blender(model, selector=selector).blend(segments, logits_to_keep=8)
         assert same_as(result, full), selector
-        assert result.record.cost == 1.0 and result.record.computed == (20,) * LAYERS, selector
+        assert result.record.cost == 1.0 and result.record.recomputed == 20, selector
 
 
 @every_family
@@ -276,12 +254,12 @@ def test_bfloat16(build: Build) -> None:
     tokens = ids(30)
     full = whole(model, tokens)
     segments = [Segment(part, full.chunk(model, a, b) if a == 5 else None) for a, b, part in cut(tokens, (5, 20, 30))]
-    result = Blender(model, selector=HKVD(0.3)).blend(segments)
+    result = Blender(model, selector=Random(0.3)).blend(segments)
     assert result.logits.dtype == torch.float32
     assert {x.keys.dtype for x in layers_of(result.cache)} == {torch.bfloat16}
     assert same_as(result, full, tolerance=0.02)
     assert same_as(
-        Blender(model, selector=HKVD(1.0)).blend(stale(model, tokens, (5, 20, 30), (1,))), full, tolerance=0.02
+        Blender(model, selector=Random(1.0)).blend(stale(model, tokens, (5, 20, 30), (1,))), full, tolerance=0.02
     )
     assert not same_as(
         Blender(model, selector=Nothing()).blend(stale(model, tokens, (5, 20, 30), (1,))), full, tolerance=0.02
@@ -318,7 +296,7 @@ def test_any_choice_is_what_the_model_computes_token_by_token(build: Build, name
     cached_kv = placed(model, tokens, ends)
     for selector in (*SELECTORS, Chosen(2, 5, 8, 9, 15)):
         result = Blender(model, selector=selector, correct=False).blend(segments, logits_to_keep=6)
-        reference = walk(model, tokens, result.record.depth, cached_kv)
+        reference = walk(model, tokens, result.record.computed, cached_kv)
         assert same_as(result, reference), selector
 
 
@@ -346,25 +324,7 @@ def test_other_tokens_are_corrected_before_anything_attends_to_them(build: Build
             largest = max(largest, float(added.abs().max() / y.abs().max()))
     assert largest > 0.05, "the correction is large enough for this test"
     corrected = Whole(before.logits, [x.keys[0] for x in after], [x.values[0] for x in after])
-    assert same_as(result, walk(model, tokens, result.record.depth, corrected), tolerance=1e-4)
-
-
-def test_tokens_chosen_by_how_they_changed_correct_no_others(build: Build) -> None:
-    model, selector = build(), HKVD(0.3)
-    segments = stale(model, ids(24), (2, 9, 16, 18, 24), (1, 2))
-    corrected, plain = (Blender(model, selector=selector, correct=correct).blend(segments) for correct in (True, False))
-    assert equal(corrected, plain)
-
-
-def test_a_selection_may_shrink_from_layer_to_layer(build: Build) -> None:
-    model = build()
-    tokens = ids(30)
-    ends = (10, 20, 30)
-    segments = stale(model, tokens, ends, (0, 1))
-    result = Blender(model, selector=HKVD(0.1, check_layers=(0,), shrink=(3.0, 2.0))).blend(segments)
-    assert result.record.computed == (20, 6, 4, 2)
-    assert result.record.depth.bincount().tolist() == [0, 14, 2, 2, 12]
-    assert same_as(result, walk(model, tokens, result.record.depth, placed(model, tokens, ends)))
+    assert same_as(result, walk(model, tokens, result.record.computed, corrected), tolerance=1e-4)
 
 
 @both_attentions
@@ -381,7 +341,7 @@ def test_tokens_computed_in_blocks_see_each_other(
     monkeypatch.setattr(blender, "Recompute", partial(Recompute, rows=rows))
     for selector, expected in zip(SELECTORS, whole_blends, strict=True):
         result = blend(selector=selector).blend(segments, logits_to_keep=8)
-        assert torch.equal(result.record.depth, expected.record.depth), selector
+        assert torch.equal(result.record.computed, expected.record.computed), selector
         assert close(result.logits, expected.logits), selector
         layers = layers_of(expected.cache)
         assert caches_close(result, [x.keys[0] for x in layers], [x.values[0] for x in layers]), selector
@@ -438,9 +398,9 @@ def test_a_chunk_that_ends_the_prompt_gets_its_last_token_computed(build: Build)
     result = Blender(model, selector=Nothing()).blend(segments)
     record = result.record
     assert record.cached == 11 and int(record.text.sum()) == 9 and bool(record.text[-1])
-    assert record.depth.tolist() == [LAYERS] * 8 + [0] * 11 + [LAYERS]
-    assert record.cost == 0.0 and record.segments[1].computed == (1,) * LAYERS
-    assert same_as(result, walk(model, tokens, record.depth, placed(model, tokens, (8, 20))))
+    assert record.computed.tolist() == [True] * 8 + [False] * 11 + [True]
+    assert record.cost == 0.0 and record.segments[1].computed == 1
+    assert same_as(result, walk(model, tokens, record.computed, placed(model, tokens, (8, 20))))
 
 
 @both_attentions
@@ -449,7 +409,7 @@ def test_only_text(build: Build, attention: str) -> None:
     for count in (1, 9):
         tokens = ids(count)
         segments = [Segment(tokens)] if count == 1 else [Segment(tokens[:4]), Segment(tokens[4:])]
-        for selector in (*SELECTORS, HKVD(cost=0.1, weight=QueryGuided()), QueryGuided(cost=0.1)):
+        for selector in (*SELECTORS, QueryGuided(cost=0.1)):
             result = Blender(model, selector=selector).blend(segments, logits_to_keep=count)
             assert same_as(result, whole(model, tokens)), selector
             record = result.record
@@ -463,7 +423,7 @@ def test_chunks_of_one_token(build: Build, selector: Selector) -> None:
     tokens = ids(4)
     segments = stale(model, tokens, (1, 2, 3, 4), (0, 1, 2))
     result = Blender(model, selector=selector).blend(segments)
-    assert same_as(result, walk(model, tokens, result.record.depth, placed(model, tokens, (1, 2, 3, 4))))
+    assert same_as(result, walk(model, tokens, result.record.computed, placed(model, tokens, (1, 2, 3, 4))))
     only = Blender(model, selector=selector).blend([Segment(tokens[:1], alone(model, tokens[:1], 5))])
     assert same_as(only, whole(model, tokens[:1]))
     assert only.record.cached == 0 and only.record.segments[0].cached
@@ -530,7 +490,7 @@ def test_a_lossless_blob_is_its_chunk(build: Build, name: str, dtype: torch.dtyp
         Segment(tokens[26:]),
     ]
     blobs = [s if s.chunk is None else Segment(s.tokens, codec.encode(s.chunk)) for s in segments]  # type: ignore[arg-type]
-    blend = Blender(model, codec, HKVD(0.3)).blend
+    blend = Blender(model, codec, Random(0.3)).blend
     expected = blend(segments)
     assert equal(blend(blobs), expected)
     assert equal(blend([blobs[0], segments[1], blobs[2], segments[3]]), expected)
@@ -567,7 +527,7 @@ def test_blobs_in_another_order_and_twice(build: Build) -> None:
         ends = list(itertools.accumulate(len(s.tokens) for s in segments))
         tokens = torch.cat([s.tokens for s in segments])
         result = blend(segments)
-        assert same_as(result, walk(model, tokens, result.record.depth, placed(model, tokens, ends)))
+        assert same_as(result, walk(model, tokens, result.record.computed, placed(model, tokens, ends)))
 
 
 # The record -----------------------------------------------------------------------------------------------------------
@@ -578,23 +538,22 @@ def test_the_record_counts_what_the_layers_were_given(build: Build) -> None:
     tokens = ids(40)
     segments = stale(model, tokens, (10, 14, 30, 32, 40), (0, 2), made_at=0)
     text = 4 + 2 + 8
-    for selector in (*SELECTORS, Product(QueryGuided(queries=4, layers=(0, 2)), Random(), cost=0.7)):
+    for selector in (*SELECTORS, Product(QueryGuided(queries=4), Random(), cost=0.7)):
         with passes(model) as seen:
             record = Blender(model, selector=selector).blend(segments).record
         queries = [sum(calls[:-1]) for calls in seen]
-        assert record.computed == tuple(calls[-1] - text for calls in seen), selector
+        assert {calls[-1] - text for calls in seen} == {record.recomputed}, selector
         assert record.query_token_layers == sum(queries), selector
-        assert record.cost == pytest.approx((sum(record.computed) + sum(queries)) / (26 * LAYERS)), selector
+        assert record.cost == pytest.approx((record.recomputed * LAYERS + sum(queries)) / (26 * LAYERS)), selector
         assert (record.tokens, record.cached, record.layers) == (40, 26, LAYERS)
         assert record.text.tolist() == [False] * 10 + [True] * 4 + [False] * 16 + [True] * 10
-        assert record.depth.dtype == torch.int64 and bool((record.depth[record.text] == LAYERS).all())
-        assert int(record.depth[~record.text].sum()) == sum(record.computed)
+        assert record.computed.dtype == torch.bool and bool(record.computed[record.text].all())
         assert record.selector == repr(selector)
         assert repr(record).startswith("BlendRecord(40 tokens, 26 cached in 5 segments, recomputed ")
         for part, (first, end) in zip(record.segments, ((0, 10), (10, 14), (14, 30), (30, 32), (32, 40)), strict=True):
             assert (part.start, part.end, part.cached, part.leading) == (first, end, first in (0, 14), first == 0)
-            assert part.computed == tuple(int((record.depth[first:end] > n).sum()) for n in range(LAYERS))
-        spared = [isinstance(selector, Nothing | Boundary), bool((record.depth[:10] == 0).all())]
+            assert part.computed == int(record.computed[first:end].sum())
+        spared = [isinstance(selector, Nothing | Boundary), not bool(record.computed[:10].any())]
         assert spared[1] or not spared[0], "tokens that are exact come last"
     assert Blender(model).blend(segments, selector=Random(0.5)).record.selector == repr(Random(0.5))
 
@@ -824,10 +783,10 @@ def test_logits_of_cached_tokens(llama: Any, kept: Any) -> None:
 
 
 def test_selectors_that_are_none(llama: Any) -> None:
-    for selector in ("hkvd", 0.15, Overlap().score):
-        with pytest.raises(InputError, match=r"^selector: must have begin\(\), like the selectors of"):
+    for selector in ("boundary", 0.15, Boundary().score):
+        with pytest.raises(InputError, match=r"^selector: must have select\(\), like the selectors of"):
             Blender(llama, selector=selector)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"^selector: must have begin\(\), like the selectors of"):
+        with pytest.raises(InputError, match=r"^selector: must have select\(\), like the selectors of"):
             Blender(llama).blend([Segment([1])], selector=selector)  # type: ignore[arg-type]
 
 
@@ -886,14 +845,8 @@ def test_models_must_be_causal_language_models(llama: Any) -> None:
 @pytest.mark.parametrize(
     ("selector", "message"),
     [
-        (HKVD(0.2, check_layers=(4,)), r"^HKVD.check_layers: must fit a model of 4 layers, got \(4,\) "),
-        (HKVD(0.2, check_layers=(3,)), r"^HKVD.check_layers: must fit a model of 4 layers, got \(3,\) "),
-        (HKVD(0.2, shrink=(3, 2, 1.5)), r"^HKVD.check_layers: must fit .*, got \(1,\) and 3 shrinking layers"),
-        (QueryGuided(0.2, layers=(1, 4)), r"^QueryGuided.layers: must be below 4, the layers of the model, got 4"),
-        (HKVD(cost=0.4), r"^cost: must be at least 0.500 to pay for the check layers of HKVD on this prompt, got 0.4;"),
-        (HKVD(cost=0.6, weight=QueryGuided(queries=8)), r"^cost: must be at least 0.875 to pay .* got 0.6;"),
         (QueryGuided(cost=0.3, queries=8), r"^cost: must be at least 0.375 to pay for the pass of .* got 0.3;"),
-        (Product(QueryGuided(layers=(0,)), Overlap(), cost=0.1), r"^cost: must .* the pass of the query .* got 0.1;"),
+        (Product(QueryGuided(), Random(), cost=0.1), r"^cost: must .* the pass of the query .* got 0.1;"),
     ],
     ids=repr,
 )  # fmt: skip
@@ -906,6 +859,5 @@ def test_selectors_that_do_not_fit_the_prompt(llama: Any, selector: Selector, me
 def test_a_model_behind_the_protocol(llama: Any) -> None:
     tokens = ids(24)
     segments = stale(llama, tokens, (8, 16, 24), (0, 1))
-    behind = Blender(TransformersModel(llama), lossless(llama), HKVD(0.3)).blend(segments)
-    assert equal(behind, Blender(llama, selector=HKVD(0.3)).blend(segments))
-    assert replace(behind.record, depth=torch.empty(0)).cost == behind.record.cost
+    behind = Blender(TransformersModel(llama), lossless(llama), Random(0.3)).blend(segments)
+    assert equal(behind, Blender(llama, selector=Random(0.3)).blend(segments))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.blend.random_choice import Random
 from tests.forked import works_in_child_while_held
 from tests.predicting import predicting
 from transformers import DynamicCache
@@ -28,7 +29,7 @@ from cuvee.blend.blender import Blender
 from cuvee.blend.chunk_cache import ChunkCache
 from cuvee.blend.chunk_stores import BlobStore, ChunkCounters
 from cuvee.blend.segments import Segment
-from cuvee.blend.selectors import Nothing, Random
+from cuvee.blend.selectors import Nothing
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError, UnsupportedModelError

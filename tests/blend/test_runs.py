@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.blend.random_choice import Random
 
-from cuvee.blend import Boundary, Product, Prompt, Random
+from cuvee.blend import Boundary, Product, Prompt
 from cuvee.blend.runs import _fill, _viterbi, best_runs, context_overhead
 from cuvee.codec.errors import InputError
 
@@ -182,18 +183,16 @@ def test_scores_that_do_not_tell_tokens_apart(value: float) -> None:
 
 def test_selectors_take_an_overhead() -> None:
     on = prompt()
-    alone, joined = (
-        Product(Random(), Boundary(), ratio=0.2, run_overhead=overhead).begin(on).tokens(0) for overhead in (0, 6)
-    )
+    alone, joined = (Product(Random(), Boundary(), ratio=0.2, run_overhead=overhead).select(on) for overhead in (0, 6))
     assert len(alone) == len(joined) == round(0.2 * on.cached_tokens)
     assert runs_of(joined, on.cached) < runs_of(alone, on.cached)
     assert torch.equal(
-        Random(0.2, run_overhead=6).begin(on).tokens(0),
+        Random(0.2, run_overhead=6).select(on),
         best_runs(Random().score(on), on.cached, on.leading, len(alone), 6),
     )
-    late = Product(Random(), ratio=0.2, context_overhead=0.1).begin(on).tokens(0)
+    late = Product(Random(), ratio=0.2, context_overhead=0.1).select(on)
     assert torch.equal(late, best_runs(Random().score(on), on.cached, on.leading, len(alone), 0, 0.1))
-    assert torch.equal(late, Random(0.2, context_overhead=0.1).begin(on).tokens(0)) and len(late) > len(alone)
+    assert torch.equal(late, Random(0.2, context_overhead=0.1).select(on)) and len(late) > len(alone)
     assert repr(Random(0.2, context_overhead=0.1)) == "Random(ratio=0.2, context_overhead=0.1)"
     assert repr(Random(0.2, run_overhead=6)) == "Random(ratio=0.2, run_overhead=6)"
     assert repr(Product(Random(), run_overhead=6)) == "Product(Random(), run_overhead=6)"

@@ -168,15 +168,7 @@ class Chaos(Driven):
     def __init__(self, model: Path, store: ChaosStore | None) -> None:
         from vllm import SamplingParams
 
-        blend = {
-            "least_tokens": 32,
-            "mean_tokens": 48,
-            "most_tokens": 96,
-            "min_reused": 32,
-            "min_context": 0,
-            "min_position": 16,
-            "cost": 1,
-        }
+        blend = {"segment_tokens": 48, "min_context": 0, "cost": 1}
         options: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
         if store is None:
             options["num_gpu_blocks_override"] = 8 * BLOCKS

@@ -3,7 +3,7 @@
 The compiler must assume that what a loop writes overlaps what it reads, so it takes one lane at a time where a step
 gathers from a table, or where there are many arrays. So such steps are written on vectors of 16. LLVM turns them into
 the CPU's instructions: AVX-512, two halves of AVX2, or scalar ones. The steps are in `coder_steps.py`,
-`product_steps.py`, `integer_steps.py`, `linear_steps.py`, `byte_plane_steps.py`, and in `blend/correction_steps.py`;
+`product_steps.py`, `integer_steps.py`, `linear_steps.py` and `byte_plane_steps.py`;
 their arithmetic is that of the reference, but for products, whose sums have another order or fewer bits.
 """
 

@@ -11,12 +11,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.vllm.request_params import PARAMETERS, request_fields, shown
 
-KL_PRESETS = {"careful": 0.002, "balanced": 0.005, "fast": 0.02}
-"""Names for values of `kl`, in nats."""
-
-DEFAULT_COST = 0.15
-_MOST_KL = 100.0
-_CHECK_EVERY = 32  # where a cost must be learned and nothing else was asked for
+_LEAST_SEGMENT = 12  # tokens of `segment_tokens`: a third of them is the shortest segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,52 +20,27 @@ class BlendOptions:
 
     Attributes:
         cost: share of the reused tokens' computation to spend on recomputing some of them; 1 recomputes all of them.
-            Default: 0.15, or none if `kl` is given.
-        separator: text or token ids between the parts of prompts; None: parts are found by paragraphs and content.
-        least_tokens, mean_tokens, most_tokens: sizes of the segments that are found so. Segments of fewer than
-            `least_tokens` are never used, however they were found.
-        harvest: store the segments of prompts that were computed, not reused.
-        min_context: tokens that must stand before a segment for it to be stored, unless the request names it. A
-            segment computed at the beginning of a prompt lacks the context that it usually has.
-        min_reused: fewest tokens that a blend must reuse; otherwise the prompt is computed.
+        separator: text or token ids between the parts of prompts. None: parts are found by paragraphs, and long ones by
+            their content; by content alone if the engine has no tokenizer.
+        segment_tokens: tokens of the parts that are found so, on average: a third as many at least, and four times as
+            many at most. Shorter parts are never used, however they were found.
+        min_context: tokens that must stand before a segment for it to be stored, unless the request names it. A segment
+            computed at the beginning of a prompt lacks the context that it usually has.
         check_every: also compute every n-th blend exactly, and export how far the next token's distribution moved
-            (`blend_kl`). Each check takes a whole prefill, in slices like the blend itself. 0: never. Default: 0, or 32
-            with `kl`, which needs checks. With `kl` the first eight blends are checked, too.
-        most_segments: most segments per prompt that are looked up and stored. If there are more, the longest are kept,
-            and the first among equals: clients choose the number, and the longest save most per lookup.
-        paragraphs: find segments by paragraphs, if the engine has a tokenizer, and only long ones by their content.
-        kl: instead of `cost`, how far blends may move the next token's distribution on average, in nats, or a name in
-            `KL_PRESETS`. The cost is learned from blends that are checked (`quality.py`).
-        correct: correct the reused tokens that are not recomputed by how the recomputed ones changed
-            (`cuvee.blend.correction`). Tokens learn from those of their slice and of earlier ones, not of later ones.
-        min_position: tokens before this position are computed even where a segment holds them. All later tokens
-            attend to them most (attention sinks: Xiao et al., arXiv:2309.17453), and segments were computed behind
-            more text.
+            (`blend_kl`). Each check takes a whole prefill, in slices like the blend itself. 0: never.
 
     Raises:
         InputError: a value of the wrong type or range.
     """
 
-    cost: float | None = None
+    cost: float = 0.15
     separator: str | tuple[int, ...] | None = None
-    least_tokens: int = 64
-    mean_tokens: int = 192
-    most_tokens: int = 768
-    harvest: bool = True
+    segment_tokens: int = 192
     min_context: int = 128
-    min_reused: int = 256
-    check_every: int | None = None
-    most_segments: int = 1024
-    kl: float | None = None
-    paragraphs: bool = True
-    correct: bool = True
-    min_position: int = 64
+    check_every: int = 0
 
     def __post_init__(self) -> None:
-        kl, cost, every = _aim("blend", self.kl, self.cost), self.cost, self.check_every
-        object.__setattr__(self, "kl", kl)
-        object.__setattr__(self, "cost", DEFAULT_COST if kl is None and cost is None else cost)
-        object.__setattr__(self, "check_every", (0 if kl is None else _CHECK_EVERY) if every is None else every)
+        _check_cost("blend.cost", self.cost)
         given: Any = self.separator
         if isinstance(given, list | tuple):
             if not given or not all(type(token) is int and token >= 0 for token in given):
@@ -78,21 +48,27 @@ class BlendOptions:
             object.__setattr__(self, "separator", tuple(given))
         elif given is not None and not (isinstance(given, str) and given):
             raise InputError(f"blend.separator: must be a text or a list of token ids, or left out, got {given!r}")
-        for name in ("correct", "harvest", "paragraphs"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"blend.{name}: must be true or false, got {getattr(self, name)!r}")
-        for name, least in (
-            ("most_segments", 1), ("min_reused", 1), ("min_context", 0), ("min_position", 0), ("check_every", 0),
-        ):  # fmt: skip
+        for name, least in (("segment_tokens", _LEAST_SEGMENT), ("min_context", 0), ("check_every", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise InputError(f"blend.{name}: must be a whole number of at least {least}, got {value!r}")
-        if kl is not None and not self.check_every:
-            raise InputError("blend.check_every: must be at least 1 with blend.kl, which is kept by checks, got 0")
-        try:
-            self.chunker()
-        except InputError as error:
-            raise InputError(f"blend: least_tokens, mean_tokens and most_tokens must fit each other: {error}") from None
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the shortest segment that is used."""
+        return self.segment_tokens // 3
+
+    @property
+    def min_position(self) -> int:
+        """Tokens before this position are computed even where a segment holds them. All later tokens attend to them
+        most (attention sinks: Xiao et al., arXiv:2309.17453), and segments were computed behind more text.
+        """
+        return self.least_tokens
+
+    @property
+    def min_reused(self) -> int:
+        """Fewest tokens that a blend must reuse; otherwise the prompt is computed."""
+        return 4 * self.least_tokens
 
     @classmethod
     def from_json(cls, given: Any) -> BlendOptions:
@@ -107,16 +83,12 @@ class BlendOptions:
         for name in given:
             if name not in known:
                 raise InputError(f"blend: has no option {name!r}: {suggestion(name, known)}")
-        if "cost" in given:
-            _check_cost("blend.cost", given["cost"])
-        if "kl" in given:
-            _kl("blend", given["kl"])
         return cls(**given)
 
     def chunker(self, breaks: LineBreaks | None = None) -> ContentChunker | ParagraphChunker:
         """Return what finds segments: by paragraphs if the line breaks are known, else by content alone."""
-        content = ContentChunker(self.least_tokens, self.mean_tokens, self.most_tokens)
-        return content if breaks is None or not self.paragraphs else ParagraphChunker(content, breaks)
+        content = ContentChunker(self.least_tokens, self.segment_tokens, 4 * self.segment_tokens)
+        return content if breaks is None else ParagraphChunker(content, breaks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +98,12 @@ class BlendRequest:
     Attributes:
         blend: if False, the request is computed or loaded exactly.
         segments: token positions `[start, end)` of its parts, in order, not overlapping; None: they are found.
-        cost, kl: as in `BlendOptions`; if both are None, the engine's.
+        cost: as in `BlendOptions`; None: the engine's.
     """
 
     blend: bool = True
     segments: tuple[Span, ...] | None = None
     cost: float | None = None
-    kl: float | None = None
 
     @classmethod
     def of(cls, params: Any, tokens: int) -> BlendRequest:
@@ -144,12 +115,13 @@ class BlendRequest:
         given = request_fields(params)
         if given is None:
             return cls()
-        blend, cost, name = given.get("blend", True), given.get("cost"), PARAMETERS
+        blend, cost = given.get("blend", True), given.get("cost")
         if not isinstance(blend, bool):
             raise InputError(f"{PARAMETERS}.blend: must be true or false, got {shown(blend)}")
-        kl = _aim(name, given.get("kl"), cost)
+        if cost is not None:
+            _check_cost(f"{PARAMETERS}.cost", cost)
         segments = given.get("segments")
-        return cls(blend, None if segments is None else _spans(segments, tokens), cost, kl)
+        return cls(blend, None if segments is None else _spans(segments, tokens), cost)
 
 
 def _spans(given: Any, tokens: int) -> tuple[Span, ...]:
@@ -169,26 +141,6 @@ def _spans(given: Any, tokens: int) -> tuple[Span, ...]:
             )
         spans.append((start, end))
     return tuple(spans)
-
-
-def _aim(name: str, kl: object, cost: object) -> float | None:
-    """Return the KL that is asked for, in nats; None if it is not. Check that at most one of KL and cost is given."""
-    if cost is not None:
-        _check_cost(f"{name}.cost", cost)
-        if kl is not None:
-            raise InputError(f"{name}.kl: must not be given along with cost, got both")
-    return None if kl is None else _kl(name, kl)
-
-
-def _kl(name: str, kl: object) -> float:
-    """Return a KL in nats, given as a number or by name."""
-    if isinstance(kl, str) and kl in KL_PRESETS:
-        return KL_PRESETS[kl]
-    if isinstance(kl, bool) or not isinstance(kl, int | float) or not 0 < kl <= _MOST_KL:
-        raise InputError(
-            f"{name}.kl: must be a number above 0 and up to 100, or one of {', '.join(KL_PRESETS)}, got {shown(kl)}"
-        )
-    return float(kl)
 
 
 def _check_cost(name: str, cost: object) -> None:

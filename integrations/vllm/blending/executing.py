@@ -16,12 +16,11 @@ from typing import Protocol
 import torch
 
 from cuvee.blend import Nothing, Selector, default_selector
-from cuvee.blend.adding import adder, rows_to_add_to
 from cuvee.blend.recompute import MOST_ROWS, KVExchange, Observer, Placed, Recompute
 from cuvee.blend.recompute_model import RecomputeModel
 from cuvee.codec.errors import CuveeError
+from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.stages.rows import LayerRows
 from cuvee.integrations.vllm.messages import Blend
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,6 @@ class PageBlender:
         total: adds up tensors over the ranks (`Recompute`).
         agree: tells each rank whether all ranks can go on. All ranks call it equally often, in the same order.
         rows: most tokens that are computed at a time.
-        correct: correct the reused tokens that are not recomputed (`Recompute`).
     """
 
     def __init__(
@@ -74,14 +72,12 @@ class PageBlender:
         total: Callable[[torch.Tensor], torch.Tensor],
         agree: Callable[[bool], bool],
         rows: int = MOST_ROWS,
-        correct: bool = True,
     ) -> None:
         self.cache = cache
         self.open_model = open_model
         self.total = total
         self.agree = agree
         self.rows = rows
-        self.correct = correct
         self._block = block_tokens
 
     def begin(self, blend: Blend, end: int) -> PageBlend:
@@ -169,12 +165,12 @@ class PageBlend:
         model = blender.open_model(blend.blocks)
         selector = selector_for(blend.cost, int(placed.cached.sum()), model.context_overhead)
         yield 0  # the selector may ask all ranks
-        done = yield from Recompute(model, kv, placed, blender.total, blender.rows, blender.correct).blocks(selector)
+        done = yield from Recompute(model, kv, placed, blender.total, blender.rows).blocks(selector)
         self.figures |= {
             "blends": 1,
             "blended_tokens": self._end - blend.start,
             "blend_reused_tokens": int(placed.cached.sum()),
-            "blend_recomputed_tokens": int((done.depth[placed.cached] > 0).sum()),
+            "blend_recomputed_tokens": int(done.computed[placed.cached].sum()),
         }
         if blend.check:
             yield 0  # all ranks have computed the blend: from here on, only the check can fail
@@ -225,7 +221,7 @@ def selector_for(cost: float, reused: int, context_overhead: float) -> Selector:
 def place(blend: Blend, end: int) -> Placed:
     """Describe a blend to `cuvee.blend`: exact tokens, pieces, and text between and after them.
 
-    The first tokens of a prompt count as text even where a piece holds them (`BlendOptions.min_position`).
+    The first tokens of a prompt count as text even where a piece holds them (`Blend.first`).
     """
     tokens = torch.tensor(blend.tokens)
     count = len(tokens)
@@ -279,10 +275,18 @@ class _PagesKV:
         return self._cache.reader(self._slots[positions.to(self._slots.device)])
 
     def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-        return adder(self._cache, self._slots[positions.to(self._slots.device)])
+        slots = self._slots[positions.to(self._slots.device)]
+        read, write = self._cache.reader(slots), self._cache.writer(slots)
 
-    def rows(self, positions: torch.Tensor) -> LayerRows | None:
-        return rows_to_add_to(self._cache, self._slots[positions.to(self._slots.device)])
+        def add(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+            old_keys, old_values = read(index)
+            write(
+                index,
+                saturated(old_keys.float() + keys, old_keys.dtype),
+                saturated(old_values.float() + values, old_values.dtype),
+            )
+
+        return add
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> PagesExchange:
         return PagesExchange(observer)

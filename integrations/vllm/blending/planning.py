@@ -28,10 +28,9 @@ from cuvee.blend.segmentation import LineBreaks, Span, split
 from cuvee.codec.errors import InputError
 from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.guard import Once
-from cuvee.integrations.vllm.blending.blend_options import DEFAULT_COST, BlendOptions, BlendRequest
-from cuvee.integrations.vllm.blending.quality import COSTS, FIRST_CHECKS, BlendQuality
+from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.block_names import set_apart
-from cuvee.integrations.vllm.decision import TRIAL_EVERY, BlendCost, BlendPays
+from cuvee.integrations.vllm.decision import BlendCost, BlendPays
 from cuvee.integrations.vllm.lookups import Asking, Lookup, Lookups, Question
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
@@ -39,8 +38,10 @@ from cuvee.naming.identity import Identity, Scope, canonical, content_digest
 
 logger = logging.getLogger(__name__)
 
-
 _LEAST_SHARE = 4  # a slice takes at least one of this many of a step's tokens
+# Segments per prompt that are looked up and stored, the longest ones: clients choose the number, and the longest save
+# most per lookup.
+MOST_SEGMENTS = 1024
 
 
 def least_slice(step_tokens: int) -> int:
@@ -56,7 +57,6 @@ class Segmented:
         spans: their positions in the prompt.
         digests: digests of their tokens.
         cost: share of the reused tokens' computation to spend on recomputing some of them.
-        kl: the KL that was asked for, in nats; None: the cost was.
         asked: when the store was asked.
         lookup: asks whether each is there; its answer is None for each that it could not ask for in time. None: no
             lookup.
@@ -69,7 +69,6 @@ class Segmented:
         check: whether the blend is compared with the exact prompt.
         refused: why the request is not blended although it could have been.
         reused: number of tokens with cached KV.
-        expected_kl: how far the blend is expected to move the next token's distribution, in nats; None: unknown.
     """
 
     spans: list[Span]
@@ -86,8 +85,6 @@ class Segmented:
     check: bool = False
     refused: str = ""
     reused: int = 0
-    kl: float | None = None
-    expected_kl: float | None = None
 
     def forget_lookup(self) -> None:
         """Cancel the lookup."""
@@ -104,8 +101,7 @@ class Segmented:
         """The part of the client's answer that describes the blend."""
         if self.refused:
             return {"blended": False, "refused": self.refused}
-        said = {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
-        return said if self.expected_kl is None else {**said, "expected_kl": float(f"{self.expected_kl:.3g}")}
+        return {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +169,7 @@ class BlendPlanner:
         self._chunker = options.chunker(breaks)
         self._clock = clock
         self.pays = BlendPays(prefill)
-        self.quality = BlendQuality()
-        self._blends = self._checks = self._too_lossy = 0
+        self._blends = 0
         self._once = Once(logger)
 
     def segment(self, request: Any, tenant: str) -> Segmented | None:
@@ -202,11 +197,8 @@ class BlendPlanner:
             return None
         digests = self._digests(request, tenant, spans)
         named = wants.segments is not None
-        aim: BlendRequest | BlendOptions = options if wants.cost is None and wants.kl is None else wants
-        cost = float(DEFAULT_COST if aim.cost is None else aim.cost)
-        if aim.kl is not None:
-            cost = self.quality.cost_for(aim.kl)
-        return Segmented(spans, digests, cost, self._clock(), blends=wants.blend, named=named, kl=aim.kl)
+        cost = float(options.cost if wants.cost is None else wants.cost)
+        return Segmented(spans, digests, cost, self._clock(), blends=wants.blend, named=named)
 
     def rename(self, segmented: Segmented, request: Any, tenant: str) -> None:
         """Name the segments by a changed identity, forget the store's answer, and do not ask again."""
@@ -270,14 +262,6 @@ class BlendPlanner:
             return NO_BLEND
         if segmented.recipe:  # decided before
             return Offer(blend)
-        trial = False
-        if segmented.kl is not None and segmented.cost == 1:  # nothing less keeps the KL
-            self._too_lossy += 1
-            trial = bool(self._options.check_every) and self._too_lossy % TRIAL_EVERY == 0
-            if not trial:
-                self.refuse(segmented, "quality")
-                return NO_BLEND
-            segmented.cost = COSTS[-2]
         computed = end - base - (1 - segmented.cost) * reused
         cost = BlendCost(len(pieces), sum(piece.tokens for piece in pieces), computed, end)
         if not self._always and not self.pays.worth(base, end, cost):
@@ -287,15 +271,12 @@ class BlendPlanner:
             self.refuse(segmented, "hashes")
             return NO_BLEND
         segmented.reused, segmented.taken = reused, frozenset(taken)
-        segmented.check = self._wants_check(segmented, trial)
-        if segmented.kl is not None or self.quality.checks:
-            segmented.expected_kl = self.quality.expected(segmented.cost)
+        self._blends += 1
+        segmented.check = bool(self._options.check_every) and self._blends % self._options.check_every == 0
         return ASK_AGAIN  # the engine may have this blend already, under its new hashes
 
     def harvest(self, segmented: Segmented, computed: int) -> list[int]:
         """Return the numbers of the segments that can be stored once `computed` tokens have KV, each only once."""
-        if not self._options.harvest:
-            return []
         least = 0 if segmented.named else self._options.min_context
         found = []
         while segmented.harvested < len(segmented.spans) and segmented.spans[segmented.harvested][1] <= computed:
@@ -315,17 +296,6 @@ class BlendPlanner:
         segmented.refused = reason
         segmented.blends = False
 
-    def _wants_check(self, segmented: Segmented, trial: bool) -> bool:
-        """Return whether to compute a blend exactly, too; call it once for each."""
-        every = self._options.check_every
-        if not every:
-            return False
-        self._blends += 1
-        first = segmented.kl is not None and self._checks < FIRST_CHECKS
-        wanted = trial or first or self._blends % every == 0
-        self._checks += wanted
-        return wanted
-
     def _asking(self, segmented: Segmented) -> Asking[list[bool | None]]:
         """Ask for each digest once, longest segments first: they are worth most if time runs out."""
         digests, spans = list(segmented.digests), segmented.spans
@@ -341,11 +311,11 @@ class BlendPlanner:
     def _kept(self, request: Any, spans: list[Span]) -> list[Span]:
         """Return the segments within the model's positions, in order; if there are too many, the longest of them."""
         within = [span for span in spans if self._positions is None or span[1] <= self._positions]
-        most = self._options.most_segments
-        longest = sorted(within, key=lambda span: span[0] - span[1])[:most]  # a stable sort: the first among equals
+        # A stable sort: the first among equals.
+        longest = sorted(within, key=lambda span: span[0] - span[1])[:MOST_SEGMENTS]
         for reason, left_out, limit in (
             ("positions", len(spans) - len(within), f"the model has {self._positions} positions"),
-            ("number", len(within) - len(longest), f"blend.most_segments is {most}; raise it, or name longer ones"),
+            ("number", len(within) - len(longest), f"a prompt has at most {MOST_SEGMENTS}; name longer ones"),
         ):
             if left_out:
                 self._once(

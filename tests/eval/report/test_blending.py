@@ -41,7 +41,7 @@ def found(bundled: tuple[Any, Any], books: Books, prompts: list[BlendPrompt]) ->
     model, ticks = bundled[0], []
     layout = KVLayout.from_config(model.config, dtype=model.dtype)
     made = measure_blends(
-        model, layout, prompts, {"balanced": Codec(books.profile, "balanced")}, (0.01, 0.3, 1.0),
+        model, layout, prompts, {"balanced": Codec(books.profile, "balanced")}, (0.0, 0.3, 1.0),
         lambda: ticks.append(1),
     )  # fmt: skip
     assert len(ticks) == len(prompts)
@@ -63,10 +63,10 @@ def test_decoded_chunks_are_measured_beside_exact_ones(found: dict[tuple[Any, ..
     assert {kv for kv, _, _ in found} == {"exact", "balanced"}
 
 
-def test_a_cost_that_pays_for_no_check_has_a_reason(
+def test_a_cost_that_pays_for_no_query_has_a_reason(
     found: dict[tuple[Any, ...], dict[str, Any]],
 ) -> None:
-    refused = found["exact", "hkvd", 0.01]
+    refused = found["exact", "default", 0.0]
     assert refused["reason"] and refused["kl"] is None
 
 

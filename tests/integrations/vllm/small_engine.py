@@ -23,9 +23,7 @@ from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 
 STEP = 24  # tokens of a request per step
-BLENDING = {
-    "least_tokens": 16, "mean_tokens": 20, "most_tokens": 32, "min_reused": 16, "min_context": 0, "min_position": 16,
-}  # fmt: skip
+BLENDING = {"segment_tokens": 12, "min_context": 0}  # segments of 4 tokens and more, of which 16 are reused
 _KINDS = 1009
 _NOISE = torch.randn(2, 3, _KINDS, 2, 16, generator=torch.Generator().manual_seed(5)).bfloat16()
 

@@ -33,26 +33,20 @@ def test_blending_is_off_unless_it_is_asked_for() -> None:
 
 
 def test_defaults() -> None:
-    options = Options.from_dict({"blend": {}})
-    assert options.blend == BlendOptions()
-    assert (BlendOptions().cost, BlendOptions().separator, BlendOptions().min_reused) == (0.15, None, 256)
-    assert BlendOptions().harvest and (BlendOptions().min_context, BlendOptions().check_every) == (128, 0)
-    assert BlendOptions().min_position == 64
-    assert BlendOptions().most_segments == 1024 and BlendOptions().kl is None and BlendOptions().correct
-    chunker = BlendOptions().chunker()
-    assert chunker == ContentChunker(64, 192, 768)
+    options = BlendOptions()
+    assert Options.from_dict({"blend": {}}).blend == options
+    assert (options.cost, options.separator, options.min_context, options.check_every) == (0.15, None, 128, 0)
+    assert (options.least_tokens, options.min_position, options.min_reused) == (64, 64, 256)
+    assert options.chunker() == ContentChunker(64, 192, 768)
     breaks = LineBreaks.of(["a", "\n"])
-    assert BlendOptions().chunker(breaks) == ParagraphChunker(chunker, breaks)
-    assert BlendOptions(paragraphs=False).chunker(breaks) == chunker
+    assert options.chunker(breaks) == ParagraphChunker(ContentChunker(64, 192, 768), breaks)
 
 
 def test_everything_can_be_set() -> None:
-    given = {
-        "cost": 1, "separator": [1, 2], "least_tokens": 8, "mean_tokens": 16, "most_tokens": 32, "harvest": False,
-        "min_context": 7, "min_reused": 1, "check_every": 50, "most_segments": 3, "min_position": 5,
-    }  # fmt: skip
+    given = {"cost": 1, "separator": [1, 2], "segment_tokens": 24, "min_context": 7, "check_every": 50}
     options = Options.from_dict({"blend": json.loads(json.dumps(given))})
-    assert options.blend == BlendOptions(1, (1, 2), 8, 16, 32, False, 7, 1, 50, 3, min_position=5)
+    assert options.blend == BlendOptions(1, (1, 2), 24, 7, 50)
+    assert (options.blend.least_tokens, options.blend.min_position, options.blend.min_reused) == (8, 8, 32)
     assert hash(options) is not None, "stores are shared by their options"
     assert Options.from_dict({"blend": {"separator": " # # "}}).blend == BlendOptions(separator=" # # ")
     assert Options(blend=options.blend) == options
@@ -73,19 +67,6 @@ def test_everything_can_be_set() -> None:
         ({"cost": 1.1}, "blend.cost: must be a number from 0 to 1, got 1.1"),
         ({"cost": math.nan}, "blend.cost: must be a number from 0 to 1, got nan"),
         ({"cost": math.inf}, "blend.cost: must be a number from 0 to 1, got inf"),
-        ({"kl": 0}, "blend.kl: must be a number above 0 and up to 100, or one of careful, balanced, fast, got 0"),
-        ({"kl": -0.1}, "blend.kl: must be a number above 0"),
-        ({"kl": True}, "blend.kl: must be a number above 0"),
-        ({"kl": math.nan}, "blend.kl: must be a number above 0"),
-        ({"kl": math.inf}, "blend.kl: must be a number above 0"),
-        ({"kl": None}, "blend.kl: must be a number above 0"),
-        (
-            {"kl": "high"},
-            "blend.kl: must be a number above 0 and up to 100, or one of careful, balanced, fast, got 'high'",
-        ),
-        ({"kl": [0.1]}, "blend.kl: must be a number above 0"),
-        ({"kl": 0.1, "cost": 0.1}, "blend.kl: must not be given along with cost, got both"),
-        ({"kl": 0.1, "check_every": 0}, "blend.check_every: must be at least 1 with blend.kl"),
         ({"separator": ""}, "blend.separator: must be a text or a list of token ids"),
         ({"separator": []}, "blend.separator: must be at least one token id"),
         ({"separator": 5}, "blend.separator: must be a text or a list of token ids"),
@@ -93,38 +74,18 @@ def test_everything_can_be_set() -> None:
         ({"separator": [1.0]}, "blend.separator: must be at least one token id"),
         ({"separator": [True]}, "blend.separator: must be at least one token id"),
         ({"separator": ["#"]}, "blend.separator: must be at least one token id"),
-        ({"harvest": 1}, "blend.harvest: must be true or false, got 1"),
-        ({"paragraphs": "no"}, "blend.paragraphs: must be true or false, got 'no'"),
-        ({"harvest": "yes"}, "blend.harvest: must be true or false"),
-        ({"min_reused": 0}, "blend.min_reused: must be a whole number of at least 1, got 0"),
-        ({"min_reused": 2.5}, "blend.min_reused: must be a whole number"),
-        ({"min_reused": True}, "blend.min_reused: must be a whole number"),
-        ({"most_segments": 0}, "blend.most_segments: must be a whole number of at least 1, got 0"),
-        ({"most_segments": 1e3}, "blend.most_segments: must be a whole number"),
+        ({"segment_tokens": 11}, "blend.segment_tokens: must be a whole number of at least 12, got 11"),
+        ({"segment_tokens": 64.0}, "blend.segment_tokens: must be a whole number"),
+        ({"segment_tokens": True}, "blend.segment_tokens: must be a whole number"),
         ({"min_context": -1}, "blend.min_context: must be a whole number of at least 0, got -1"),
         ({"min_context": 1.0}, "blend.min_context: must be a whole number"),
-        ({"min_position": -1}, "blend.min_position: must be a whole number of at least 0, got -1"),
         ({"check_every": -1}, "blend.check_every: must be a whole number of at least 0, got -1"),
         ({"check_every": True}, "blend.check_every: must be a whole number"),
-        ({"least_tokens": 0}, "blend: least_tokens, mean_tokens and most_tokens must fit each other: least: "),
-        ({"mean_tokens": "192"}, "blend: least_tokens, mean_tokens and most_tokens must fit each other: mean: "),
-        ({"most_tokens": True}, "blend: least_tokens, mean_tokens and most_tokens must fit each other: most: "),
-        ({"mean_tokens": 64}, "must fit each other: mean: must be above least=64 and at most most=768"),
-        ({"most_tokens": 100}, "must fit each other: mean: must be above least=64 and at most most=100"),
     ],
 )
 def test_wrong_options_are_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}" if message.startswith("blend") else message):
         Options.from_dict({"blend": given})
-
-
-def test_quality_can_be_asked_for_instead_of_cost() -> None:
-    options = BlendOptions(kl=0.01)
-    assert Options.from_dict({"blend": {"kl": 0.01}}).blend == options
-    assert (options.cost, options.kl, options.check_every) == (None, 0.01, 32)
-    for name, nats in (("careful", 0.002), ("fast", 0.02)):
-        assert BlendOptions.from_json({"kl": name}).kl == nats
-    assert BlendOptions(kl=1, check_every=5).check_every == 5
 
 
 # Of a request --------------------------------------------------------------------------------------------------------
@@ -152,13 +113,6 @@ def test_everything_can_be_asked_for() -> None:
         ({5: []}, f"{REQUEST}: has no field 5"),
         ({"blend": 1}, f"{REQUEST}.blend: must be true or false, got 1"),
         ({"blend": None}, f"{REQUEST}.blend: must be true or false"),
-        (
-            {"kl": "much"},
-            f"{REQUEST}.kl: must be a number above 0 and up to 100, or one of careful, balanced, fast, got 'much'",
-        ),
-        ({"kl": 0}, f"{REQUEST}.kl: must be a number above 0"),
-        ({"kl": math.nan}, f"{REQUEST}.kl: must be a number above 0"),
-        ({"kl": 0.1, "cost": 0.2}, f"{REQUEST}.kl: must not be given along with cost, got both"),
         ({"cost": "much"}, f"{REQUEST}.cost: must be a number from 0 to 1, got 'much'"),
         ({"cost": -1}, f"{REQUEST}.cost: must be a number from 0 to 1"),
         ({"cost": math.nan}, f"{REQUEST}.cost: must be a number from 0 to 1"),
@@ -199,7 +153,6 @@ for _ in range(5000):
 @pytest.mark.parametrize(
     "given",
     [
-        {"kl": HUGE}, {"kl": "9" * 10**6}, {"kl": DEEP},
         {"cost": HUGE}, {"cost": -HUGE}, {"cost": "9" * 10**6}, {"cost": DEEP}, {"cost": {"a": {"b": "c" * 10**6}}},
         {"blend": HUGE}, {"blend": "x" * 10**6}, {"blend": DEEP}, {"x" * 10**6: 1}, {HUGE: 1},
         {"segments": "x" * 10**6}, {"segments": DEEP}, {"segments": [DEEP]}, {"segments": [[0, HUGE]]},
@@ -221,7 +174,7 @@ json_values = st.recursive(
 )
 fields = st.fixed_dictionaries(
     {}, optional={name: json_values | st.lists(st.lists(st.integers(-2, 12), min_size=2, max_size=2), max_size=4)
-                  for name in ("blend", "segments", "cost", "kl", "more")}
+                  for name in ("blend", "segments", "cost", "more")}
 )  # fmt: skip
 
 
@@ -232,7 +185,6 @@ def test_anything_is_understood_or_refused(given: Any, tokens: int) -> None:
     if request is not None:
         assert isinstance(request.blend, bool)
         assert request.cost is None or 0 <= request.cost <= 1
-        assert request.kl is None or (0 < request.kl < math.inf and request.cost is None)
         bounds = [bound for span in request.segments or () for bound in span]
         assert bounds == sorted(bounds) and all(0 <= bound <= tokens for bound in bounds)
         assert all(start < end for start, end in request.segments or ())
@@ -243,10 +195,7 @@ def test_anything_is_understood_or_refused(given: Any, tokens: int) -> None:
 def test_any_options_are_understood_or_refused(given: Any) -> None:
     options = _understood(lambda: BlendOptions.from_json(given), "blend")
     if options is not None:
-        sizes = (options.least_tokens, options.mean_tokens, options.most_tokens)
-        assert options.chunker() == ContentChunker(*sizes)
-    assert options is None or (options.kl is None) != (options.cost is None)
-    assert options is None or options.cost is None or 0 <= options.cost <= 1
+        assert options.chunker() is not None and 0 <= options.cost <= 1
 
 
 def _understood(call: Callable[[], T], name: str) -> T | None:

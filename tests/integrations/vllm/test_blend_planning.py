@@ -13,13 +13,15 @@ import pytest
 from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Desk, generate, image, make_request
 
 from cuvee.blend.segmentation import ContentChunker, LineBreaks
+from cuvee.integrations.vllm.blending import planning
+from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.blending.planning import NO_BLEND, BlendPlanner, Segmented
 from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, StepPlan
 from cuvee.naming.identity import store_key
 
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
-OPTIONS = {"least_tokens": 4, "mean_tokens": 12, "most_tokens": 30, "min_reused": 8, "min_position": 0}
+OPTIONS = {"segment_tokens": 12}  # segments of 4 to 48 tokens, behind position 4, and 16 reused ones
 FIRST = list(range(1000, 1029))  # documents, of 29 and 21 tokens
 SECOND = list(range(2000, 2021))
 
@@ -51,7 +53,6 @@ def ask(
     segments: Sequence[Sequence[int]] | None = ((10, 39), (44, 65)),
     cost: float | None = None,
     chunks: int = 0,
-    kl: float | str | None = None,
     **changes: Any,
 ) -> SimpleNamespace:
     """A new request, whose first `chunks` are in the store.
@@ -63,8 +64,6 @@ def ask(
     wants: dict[str, Any] = {} if segments is None else {"segments": [list(span) for span in segments]}
     if cost is not None:
         wants["cost"] = cost
-    if kl is not None:
-        wants["kl"] = kl
     request = make_request(name, ids=ids, **{"kv_transfer_params": {"cuvee": wants}, **changes})
     d.put(request, chunks)
     d.side.arrived(request)
@@ -152,9 +151,8 @@ def test_segments_that_could_not_be_stored_are_stored_the_next_time(desk: Callab
     assert segments_of(d.plan((other, 0, 77)).saves) == [(44, 21)]
 
 
-@pytest.mark.parametrize("changes", [{"blend": {"harvest": False}}, {"stores": False}])
-def test_segments_may_not_be_stored(desk: Callable[..., Desk], changes: dict[str, Any]) -> None:
-    d = desk(**changes)
+def test_segments_may_not_be_stored(desk: Callable[..., Desk]) -> None:
+    d = desk(stores=False)
     request = ask(d)
     d.matched(request)
     assert segments_of(d.plan((request, 0, 77)).saves) == []
@@ -286,7 +284,7 @@ def test_documents_are_found_by_their_content_wherever_they_stand(desk: Callable
     second = ask(d, "s", ids=text(50, 2000) + document + text(20, 5000), segments=None)
     planned = load(d, second)
     assert planned.blend is not None and planned.blend.reused(planned.end) > 200
-    spans = [(start, end) for start, end in ContentChunker(4, 12, 30).cut(second.prompt_token_ids)]
+    spans = [(start, end) for start, end in ContentChunker(4, 12, 48).cut(second.prompt_token_ids)]
     for piece in planned.blend.pieces:
         assert (piece.start, piece.start + piece.tokens) in spans
         part = second.prompt_token_ids[piece.start : piece.start + piece.tokens]
@@ -312,9 +310,6 @@ def test_paragraphs_are_segments(desk: Callable[..., Desk]) -> None:
     planned = load(d, ask(d, ids=ids, segments=None))
     assert planned.blend is not None
     assert [(piece.start, piece.tokens) for piece in planned.blend.pieces] == [(12, 21), (33, 29)]
-    d = desk(breaks=blank, blend={"paragraphs": False})
-    d.put_segments(first, second)
-    assert d.matched(ask(d, ids=ids, segments=None)) == (0, False)
 
 
 def test_a_request_may_name_its_segments_where_a_separator_is_set(desk: Callable[..., Desk]) -> None:
@@ -325,24 +320,21 @@ def test_a_request_may_name_its_segments_where_a_separator_is_set(desk: Callable
     assert d.side.told(make_request("s")) is None
 
 
-@pytest.mark.parametrize(("position", "reused"), [(0, 50), (10, 50), (11, 49), (38, 22), (39, 21), (50, 15), (65, 0)])
-def test_the_first_tokens_of_a_prompt_are_not_reused(desk: Callable[..., Desk], position: int, reused: int) -> None:
-    """A segment that ends before them is not loaded."""
-    d = desk(blend={"min_position": position})
+@pytest.mark.parametrize(("tokens", "position", "reused"), [(12, 4, 50), (30, 10, 50), (33, 11, 49)])
+def test_the_first_tokens_of_a_prompt_are_not_reused(
+    desk: Callable[..., Desk], tokens: int, position: int, reused: int
+) -> None:
+    d = desk(blend={"segment_tokens": tokens})
     d.put_segments(FIRST, SECOND)
-    request = ask(d)
-    if not reused:
-        assert d.matched(request) == (0, False)
-        return
-    planned, told = load(d, request).blend, d.side.told(request)
+    planned = load(d, request := ask(d, segments=[(10, 39), (44, 65)])).blend
+    told = d.side.told(request)
     assert planned is not None and planned.first == position
     assert told is not None and planned.reused(65) == reused == told["reused_tokens"]
-    assert len(planned.pieces) == (2 if position < 39 else 1)
 
 
-@pytest.mark.parametrize(("least", "found"), [(21, 65), (22, 0)])
-def test_blends_that_reuse_too_little_are_not_made(desk: Callable[..., Desk], least: int, found: int) -> None:
-    d = desk(blend={"min_reused": least})
+@pytest.mark.parametrize(("tokens", "found"), [(15, 65), (18, 0)])
+def test_blends_that_reuse_too_little_are_not_made(desk: Callable[..., Desk], tokens: int, found: int) -> None:
+    d = desk(blend={"segment_tokens": tokens})  # 20 or 24 tokens at least
     d.put_segments(SECOND)
     request = ask(d)
     before = list(request.block_hashes)
@@ -352,10 +344,10 @@ def test_blends_that_reuse_too_little_are_not_made(desk: Callable[..., Desk], le
 
 
 def test_the_last_token_is_not_reused(desk: Callable[..., Desk]) -> None:
-    d = desk(blend={"min_reused": 29})
-    d.put_segments(FIRST)
-    assert d.matched(ask(d, ids=[*text(10), *FIRST], segments=[(10, 39)])) == (0, False)
-    assert d.matched(ask(d, "s", ids=[*text(10), *FIRST, 5], segments=[(10, 39)])) == (39, True)
+    d = desk()
+    d.put_segments(FIRST[:16])
+    assert d.matched(ask(d, ids=[*text(10), *FIRST[:16]], segments=[(10, 26)])) == (0, False), "15 are too few"
+    assert d.matched(ask(d, "s", ids=[*text(10), *FIRST[:16], 5], segments=[(10, 26)])) == (26, True)
 
 
 def test_a_prefix_too_short_to_be_loaded_is_not_loaded_for_a_blend(desk: Callable[..., Desk]) -> None:
@@ -363,13 +355,6 @@ def test_a_prefix_too_short_to_be_loaded_is_not_loaded_for_a_blend(desk: Callabl
     d.put_segments(FIRST, SECOND)
     planned = load(d, ask(d, chunks=1))
     assert planned.blend is not None and planned.prefix == [] and planned.blend.start == 0
-
-
-def test_short_segments_are_not_used(desk: Callable[..., Desk]) -> None:
-    d = desk(blend={"least_tokens": 22, "mean_tokens": 23})
-    d.put_segments(FIRST, SECOND)
-    request = ask(d)
-    assert d.matched(request) == (39, True)
 
 
 def test_pieces_beyond_the_positions_of_the_model_are_not_used(
@@ -390,15 +375,16 @@ def test_pieces_beyond_the_positions_of_the_model_are_not_used(
     ("most", "kept"), [(1, [(30, 45)]), (2, [(0, 10), (30, 45)]), (3, [(0, 10), (11, 21), (30, 45)]), (9, None)]
 )
 def test_of_too_many_segments_the_longest_are_used(
-    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture, most: int, kept: list[tuple[int, int]] | None
-) -> None:
-    d = desk(blend={"most_segments": most})
+    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    most: int, kept: list[tuple[int, int]] | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(planning, "MOST_SEGMENTS", most)
     spans = [(0, 10), (11, 21), (22, 29), (30, 45), (46, 51)]
-    found = planner_of(d).segment(make_request(kv_transfer_params={"cuvee": {"segments": spans}}), "")
+    found = planner_of(desk()).segment(make_request(kv_transfer_params={"cuvee": {"segments": spans}}), "")
     assert found is not None and found.spans == (spans if kept is None else kept)
     assert len(found.digests) == len(found.spans)
     left_out = 0 if kept is None else len(spans) - most
-    assert (f"{left_out} segments of request r are left out: blend.most_segments is {most}" in caplog.text) == (
+    assert (f"{left_out} segments of request r are left out: a prompt has at most {most}" in caplog.text) == (
         left_out > 0
     )
 
@@ -491,7 +477,7 @@ def test_the_engine_is_asked_again_under_the_new_names(desk: Callable[..., Desk]
     while request.block_hashes == before:
         tokens, _ = d.side.matched_tokens(request, 8)
     assert tokens is None
-    assert d.matched(request, 57) == (8, True)
+    assert d.matched(request, 48) == (17, True)
     assert d.matched(request, 64) == (0, False), "fewer than min_reused"
     assert d.matched(request, 72) == (0, False)
     assert d.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
@@ -510,9 +496,12 @@ def test_what_was_exact_when_blocks_were_renamed_stays_exact(desk: Callable[...,
     assert [piece.start for piece in planned.blend.pieces] == [44], "FIRST begins before token 32"
 
 
-def test_a_last_block_without_a_name_gets_no_reused_tokens(desk: Callable[..., Desk]) -> None:
+def test_a_last_block_without_a_name_gets_no_reused_tokens(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would get its name once it is full, from that of the block before it: an exact one."""
-    d = desk(blend={"min_reused": 4})
+    monkeypatch.setattr(BlendOptions, "min_reused", 4)  # blocks of engines are longer than those of the desk
+    d = desk()
     ids = [*text(10), *FIRST, *text(8, 40)]
     d.put_segments(ids[20:])
     request = ask(d, ids=ids, segments=[(20, 47)])
@@ -806,12 +795,12 @@ def test_useless_blends_of_one_tenant_refuse_no_useful_ones_of_another(desk: Cal
     """Whatever they are: mostly text, a thousand pieces, or next to nothing."""
     d = desk(decide="measured", blend={"cost": 0})
     d.put_segments(FIRST, SECOND, tenant="b")
-    d.put_segments(FIRST[:8], tenant="a")
+    d.put_segments(FIRST[:16], tenant="a")
     measure(d, 0.016, 0.01)  # 1 ms per token, and 65 in 10 ms
-    for useless in (BlendCost(1, 8, 200, 208), BlendCost(1000, 4000, 3000, 7000), BlendCost(1, 8, 15, 4000)):
+    for useless in (BlendCost(1, 16, 200, 216), BlendCost(1000, 4000, 3000, 7000), BlendCost(1, 8, 15, 4000)):
         for _ in range(40):
             d.side.take(Report(blended=[replace(useless, place_seconds=0.5, compute_seconds=0.5)]))
-    text_heavy = ask(d, "a", [*text(200), *FIRST[:8], *text(192, 300)], [(200, 208)], cache_salt="a")
+    text_heavy = ask(d, "a", [*text(200), *FIRST[:16], *text(192, 300)], [(200, 216)], cache_salt="a")
     assert d.matched(text_heavy) == (0, False) and refused(d) == {"declined": 1}
     assert d.matched(ask(d, "b", cache_salt="b")) == (65, True) and refused(d) == {"declined": 1}
 
@@ -989,7 +978,6 @@ def test_segments_are_harvested_in_order_once(desk: Callable[..., Desk]) -> None
         ({"min_context": 0}, {}, [0, 1, 2, 3]),
         ({"min_context": 130}, {}, [2, 3]),
         ({"min_context": 131}, {}, [3]),
-        ({"harvest": False}, {"named": True}, []),
     ],
 )
 def test_which_segments_are_harvested(
@@ -1020,85 +1008,6 @@ def test_one_in_so_many_blends_is_checked(desk: Callable[..., Desk], every: int,
         found += [number] * planned.blend.check
         assert d.matched(ask(d, f"computed {number}", segments=[]))[0] == 0, "this one does not count"
     assert found == checked
-
-
-def checked(d: Desk, cost: float, kl: float, count: int = 32, tenant: str = "") -> None:
-    """The first rank has checked this many blends."""
-    d.side.take(Report(checked=[(tenant, cost, kl)] * count))
-
-
-def test_the_cost_follows_from_the_kl_that_is_asked_for(desk: Callable[..., Desk]) -> None:
-    d = desk(blend={"kl": "balanced"})
-    d.put_segments(FIRST, SECOND)
-    planned = load(d, ask(d, "r"))
-    assert planned.blend is not None and planned.blend.cost == 0.6 and planned.blend.check
-    checked(d, 0.6, 0.0001)
-    first, second = ask(d, "s"), ask(d, "t", kl=5e-5)
-    assert (cost_of(d, first), cost_of(d, second)) == (0, 0.8), "of the engine, and of the request"
-    assert cost_of(d, ask(d, "u", cost=0.4)) == 0.4
-    assert cost_of(d, ask(d, "v", kl="fast")) == 0
-    assert d.side.told(second) == {"blended": True, "reused_tokens": 50, "cost": 0.8, "expected_kl": 4.07e-05}
-
-
-def cost_of(d: Desk, request: SimpleNamespace) -> float:
-    planned = load(d, request).blend
-    assert planned is not None
-    return planned.cost
-
-
-def test_equal_levels_give_equal_blends(desk: Callable[..., Desk]) -> None:
-    """Costs are few, so that the engine finds a blend again although the level has changed a little."""
-    d = desk(blend={"kl": 0.01})
-    d.put_segments(FIRST, SECOND)
-    checked(d, 0.3, 0.004)
-    first = ask(d, "r")
-    load(d, first)
-    checked(d, 0.3, 0.0041, 4)
-    second = ask(d, "s")
-    load(d, second)
-    assert first.block_hashes == second.block_hashes
-    checked(d, 0.3, 0.04)
-    third = ask(d, "t")
-    load(d, third)
-    assert first.block_hashes != third.block_hashes
-
-
-def test_the_first_blends_are_checked_and_then_every_so_manieth(desk: Callable[..., Desk]) -> None:
-    d = desk(blend={"kl": 0.01, "check_every": 5})
-    d.put_segments(FIRST, SECOND)
-    found = []
-    for number in range(20):
-        planned = load(d, ask(d, str(number))).blend
-        assert planned is not None
-        found += [number] * planned.check
-    assert found == [*range(8), 9, 14, 19]
-    silent = desk()
-    silent.put_segments(FIRST, SECOND)
-    planned = load(silent, ask(silent, kl=0.01)).blend
-    assert planned is not None and not planned.check, "a check takes a prefill, which the engine's owner decides about"
-
-
-def test_where_no_cost_keeps_the_kl_the_prompt_is_computed(desk: Callable[..., Desk]) -> None:
-    """Now and then one is blended and checked, because the level may have fallen."""
-    d = desk(blend={"kl": 0.001, "check_every": 1000})
-    d.put_segments(FIRST, SECOND)
-    checked(d, 0.8, 0.1)
-    blended = []
-    for number in range(64):
-        request = ask(d, str(number))
-        if d.matched(request) == (0, False):
-            assert d.side.told(request) == {"blended": False, "refused": "quality"}
-        else:
-            d.side.allocated(request, BLOCKS, 65)
-            (planned,) = d.plan().loads
-            assert planned.blend is not None and planned.blend.check and planned.blend.cost == 0.8
-            assert d.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.8, "expected_kl": 0.1}
-            blended.append(number)
-    assert blended == [31, 63] and refused(d) == {"quality": 62}
-    silent = desk()
-    silent.put_segments(FIRST, SECOND)
-    for number in range(64):  # an engine that checks nothing would learn nothing from a blend
-        assert silent.matched(ask(silent, str(number), kl=1e-6)) == (0, False)
 
 
 def test_renamed_segments_are_asked_for_and_stored_anew(desk: Callable[..., Desk]) -> None:

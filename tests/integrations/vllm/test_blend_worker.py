@@ -379,8 +379,7 @@ def test_the_first_rank_reports_what_a_check_found(bench: Callable[..., Bench], 
     load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
     assert load.blend is not None
     load.blend.check = True
-    report = run_blend(b, load, blender)
-    assert report.checked == ([(load.tenant, load.blend.cost, 0.25)] if rank == 0 else [])
+    run_blend(b, load, blender)
 
 
 def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Bench]) -> None:
@@ -705,11 +704,10 @@ def test_close_waits_for_no_blend(bench: Callable[..., Bench]) -> None:
 
 def test_reports_of_ranks_add_up() -> None:
     costs = [BlendCost(1, 5, 3, 9), BlendCost(1, 6, 4, 9)]
-    one = Report([1], placed=["a"], blended=costs[:1], checked=[("t", 0.1, 0.2)])
-    other = Report([1], placed=["b", "a"], blended=costs[1:], checked=[("t", 0.1, 0.3)])
+    one = Report([1], placed=["a"], blended=costs[:1])
+    other = Report([1], placed=["b", "a"], blended=costs[1:])
     one.add(other)
     assert sorted(one.placed) == ["a", "a", "b"] and one.blended == costs
-    assert one.checked == [("t", 0.1, 0.2), ("t", 0.1, 0.3)]
 
 
 def test_a_blend_says_how_many_tokens_it_reuses() -> None:

@@ -16,8 +16,7 @@ from tests.integrations.vllm.engines import need_vllm, run_script
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.redaction import redacted
-from cuvee.integrations.vllm.blending.blend_options import KL_PRESETS, BlendOptions, BlendRequest
-from cuvee.integrations.vllm.blending.quality import BlendQuality
+from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.metric_table import METRICS
 
@@ -59,12 +58,6 @@ def test_every_option_of_blending_is_documented_with_its_default() -> None:
     assert rows == {name: "none" if value is None else str(value).lower() for name, value in defaults.items()}
 
 
-def test_the_names_for_a_kl_are_documented() -> None:
-    rows = table_rows(BLENDING, "Asking for quality")
-    assert {row[0].strip("`"): float(row[1]) for row in rows} == KL_PRESETS
-    assert [float(row[2]) for row in rows] == [BlendQuality().cost_for(float(row[1])) for row in rows]
-
-
 def test_every_refusal_of_a_blend_is_documented() -> None:
     assert {row[0].strip("`") for row in table_rows(BLENDING, "Refused")} == set(METRICS["blends_refused"].values)
 
@@ -72,13 +65,8 @@ def test_every_refusal_of_a_blend_is_documented() -> None:
 def test_the_configurations_and_parameters_of_blending_are_accepted() -> None:
     (text,) = re.findall(r"--kv-transfer-config '(.+?)'", BLENDING, re.DOTALL)
     assert Options.from_dict(json.loads(text)["kv_connector_extra_config"]).blend == BlendOptions()
-    named, careful = re.findall(r'"kv_transfer_params": (\{"cuvee": .+?\}\})', BLENDING)
-    asked = BlendRequest.of(json.loads(named), 2000)
-    assert asked.segments
-    assert asked.cost == 0.3
-    assert BlendRequest.of(json.loads(careful), 2000).kl == KL_PRESETS["careful"]
-    (text,) = re.findall(r'`"blend": (\{"kl".+?\})`', BLENDING)
-    assert BlendOptions.from_json(json.loads(text)).kl == 0.005
+    (named,) = re.findall(r'"kv_transfer_params": (\{"cuvee": .+?\}\})', BLENDING)
+    assert BlendRequest.of(json.loads(named), 2000).segments == ((12, 530), (531, 980))
     (text,) = re.findall(r'`"blend": (\{"separator".+?\})`', BLENDING)
     assert BlendOptions.from_json(json.loads(text)).separator == " # # "
 

@@ -17,7 +17,7 @@ from cuvee.integrations.vllm import lookups
 from cuvee.integrations.vllm.lookups import CALL_KEYS, THREADS, THREADS_PER_TENANT, Asking, Lookup, Lookups, Question
 from cuvee.naming.identity import store_key
 
-SEGMENTS = {"least_tokens": 4, "mean_tokens": 12, "most_tokens": 30, "min_reused": 4, "min_position": 0}
+SEGMENTS = {"segment_tokens": 12}
 
 
 class Counter:

@@ -92,10 +92,7 @@ def test_the_example_asks_about_a_folder_of_documents(folder: Path) -> None:
     text = bundled_text("orchard")
     for number, word in enumerate(("apples", "pears")):
         (documents / f"{word}.txt").write_text(f"{word} {text[2000 * number : 2000 * number + 600]}")
-    few = {
-        "least_tokens": 8, "mean_tokens": 24, "most_tokens": 64, "min_reused": 32, "min_context": 0, "min_position": 16,
-        "cost": 0.5,
-    }  # fmt: skip
+    few = {"segment_tokens": 24, "min_context": 0, "cost": 0.5}
     transfer = cuvee(f"file://{folder}/rag-store", chunk_tokens=32, blend=few)
     arguments = ("--enable-prompt-tokens-details", "--no-enable-prefix-caching")
     with Server(folder / "rag", bundled_model_path(), transfer, *arguments) as server:
