@@ -150,7 +150,7 @@ dist: setup  ## source distribution and wheel, in dist, with their metadata chec
 report: setup  ## size, quality and task scores beside every baseline, with plots, in out/report
 	$(BIN)/cuvee report
 
-bench: setup  ## a benchmark: BENCH=cpu (default), engine, blend, clients, deadlines; options in BENCH_ARGS
+bench: setup  ## a benchmark: BENCH=cpu (default), engine, blend, clients; options in BENCH_ARGS
 	PYTHONPATH=src:. $(BIN)/python -m cuvee.eval.bench.$(BENCH) $(BENCH_ARGS)
 
 fuzz: setup  ## try to break what reads blobs, profiles, stores and files, for SECONDS (600) from SEED (0) on

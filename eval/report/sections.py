@@ -340,7 +340,7 @@ def _lengths(report: Report) -> ReportSection:
     )
     columns = ["method ", *(f"{n:,}: {what}" for n in lengths for what in ("bits", "KL"))]
     table = ReportTable(columns, rows, note="KL in nats per token, ± one standard error.", strong=frozenset(strong))
-    return ReportSection("lengths", "Cache lengths", [ReportBlock("text", text), _figure("lengths"), table])
+    return ReportSection("lengths", "Cache lengths", [ReportBlock("text", text), table])
 
 
 def _tasks(report: Report) -> ReportSection:
@@ -382,7 +382,7 @@ def _tasks(report: Report) -> ReportSection:
         "± one standard error over documents; differences are paired, document by document, with the cache at 16 "
         "bits. The last column says which differences are larger than their standard error."
     )
-    return ReportSection("tasks", "Scores of tasks", [ReportBlock("text", text), _figure("size_scores"), *blocks])
+    return ReportSection("tasks", "Scores of tasks", [ReportBlock("text", text), *blocks])
 
 
 def _blends(report: Report) -> ReportSection:

@@ -30,15 +30,10 @@ LOCAL_TASKS = (
 
 PUBLIC_TASKS = (
     "cuvee_xquad",
-    "cuvee_xquad_f1",
     "cuvee_kv_uuid_75",
     "cuvee_lines_100",
-    "cuvee_manyshot_banking77",
-    "cuvee_manyshot_clinc150",
     "cuvee_wikitext2",
-    "cuvee_gsm8k_nll",
     "cuvee_musique_nll",
-    "cuvee_musique_f1",
 )
 """The tasks on public data, which is not part of cuvee: all but `cuvee_lines_100` load it (`sources`)."""
 

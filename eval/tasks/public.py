@@ -9,13 +9,9 @@ All is drawn with a seed, so every run and every machine gets the same documents
 
 from __future__ import annotations
 
-import csv
-import io
 import random
 import re
-import string
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +20,10 @@ from cuvee.eval.tasks import sources
 
 __all__ = [
     "OpenQuestion",
-    "banking77",
-    "clinc150",
-    "gsm8k",
     "key_values",
     "line_retrieval",
     "musique",
-    "normalize",
     "open_questions",
-    "score",
     "wikitext2",
     "xquad",
 ]
@@ -195,109 +186,6 @@ def line_retrieval(*, lines: Any = 100, context: str = "given", **metadata: Any)
     return _dataset(docs, context, rng)
 
 
-def banking77(data: str | None = None, *, any_version: Any = False, **metadata: Any) -> dict[str, Any]:
-    """Classify requests of a bank's customers, by many labeled examples (Casanueva et al., 2020, arXiv:2003.04807).
-
-    Arguments and errors: see `xquad` and `_many_shot`.
-    """
-    if data is None:
-        train, test = (
-            [
-                (row["text"], row["label_text"])
-                for row in sources.hub_rows(name, ("text", "label_text"), any_version=any_version)
-            ]
-            for name in ("banking77_train", "banking77_test")
-        )
-    else:
-        train, test = (_banking77_file(name, data, any_version) for name in ("banking77_train", "banking77_test"))
-    return _many_shot(train, test, **metadata)
-
-
-def _banking77_file(name: str, data: str, any_version: Any) -> list[tuple[str, str]]:
-    rows = csv.DictReader(io.StringIO(sources.read_text(name, data, any_version), newline=""))
-    try:
-        return [(row["text"].strip(), row["category"].strip()) for row in rows]
-    except (KeyError, AttributeError) as error:
-        raise sources.malformed(name, data, "has no columns text and category") from error
-
-
-def clinc150(data: str | None = None, *, any_version: Any = False, **metadata: Any) -> dict[str, Any]:
-    """Classify requests to an assistant, by many labeled examples (Larson et al., EMNLP 2019, arXiv:1909.02027).
-
-    Queries of no intent are left out. Arguments and errors: see `xquad` and `_many_shot`.
-    """
-    if data is None:
-        train, test = (_clinc150_hub(split, any_version) for split in ("train", "test"))
-    else:
-        found = sources.read_json("clinc150", data, any_version)
-        try:
-            train, test = ([(text, label) for text, label in found[split]] for split in ("train", "test"))
-        except (KeyError, TypeError, ValueError) as error:
-            raise sources.malformed("clinc150", data, "has no lists train and test of texts and labels") from error
-    return _many_shot(train, test, **metadata)
-
-
-def _clinc150_hub(split: str, any_version: Any) -> list[tuple[str, str]]:
-    rows = sources.hub_rows("clinc150", ("text", "intent"), split, any_version)
-    names = rows.features["intent"].names
-    return [(row["text"], names[row["intent"]]) for row in rows if names[row["intent"]] != "oos"]
-
-
-def _many_shot(
-    train: Sequence[tuple[str, str]],
-    test: Sequence[tuple[str, str]],
-    *,
-    classes: Any = CHOICES,
-    shots: Any = 12,
-    context: str = "given",
-    **metadata: Any,
-) -> dict[str, Any]:
-    """Examples of some classes, and a query of one of them.
-
-    Args:
-        train: texts and labels, from which examples are drawn.
-        test: the same for queries.
-        classes: how many labels there are in a context, and to choose from. Each document has its own.
-        shots: examples of each.
-        context: see `xquad`.
-        metadata: whatever else lm-eval passes, which is ignored.
-
-    Raises:
-        InputError: the data has fewer classes or examples.
-    """
-    labels, examples = _at_least_one("classes", classes), _at_least_one("shots", shots)
-    by_label: dict[str, list[str]] = {}
-    for text, label in train:
-        by_label.setdefault(label, []).append(text)
-    known = sorted(label for label, texts in by_label.items() if len(texts) >= examples)
-    queries = [(text, label) for text, label in test if label in set(known)]
-    if labels < 2 or len(known) < labels or not queries:
-        raise InputError(
-            f"classes: the data has {len(known)} classes of {examples} examples each, got {labels}: ask for 2 or more, "
-            "and for fewer if need be (--metadata classes=N shots=N)"
-        )
-    rng = random.Random(_SEED)
-    docs = []
-    for text, label in rng.sample(queries, min(DOCUMENTS, len(queries))):
-        chosen = [*rng.sample([other for other in known if other != label], labels - 1), label]
-        rng.shuffle(chosen)
-        shown = [(example, name) for name in chosen for example in rng.sample(by_label[name], examples)]
-        rng.shuffle(shown)
-        docs.append(
-            {
-                "context": "".join(f"Query: {example}\nIntent: {_words(name)}\n\n" for example, name in shown),
-                "question": f"Query: {text}\nIntent:",
-                "choices": [_words(name) for name in chosen],
-                "answer": chosen.index(label),
-            }
-        )
-    return _dataset(docs, context, rng)
-
-
-def _words(label: str) -> str:
-    return label.replace("_", " ").strip()
-
-
 def wikitext2(
     data: str | None = None,
     *,
@@ -337,36 +225,6 @@ def wikitext2(
         )
         start = end
     return _dataset(docs, context, random.Random(_SEED))
-
-
-def gsm8k(
-    data: str | None = None, *, shots: Any = 8, context: str = "given", any_version: Any = False, **metadata: Any
-) -> dict[str, Any]:
-    """Grade-school problems after eight solved ones: the likelihood of the solution (Cobbe et al., arXiv:2110.14168).
-
-    The solved ones are other problems of the test part, drawn for each document. Arguments and errors: see `xquad`;
-    `shots` is how many.
-    """
-    count = _at_least_one("shots", shots)
-    rows = (
-        sources.hub_rows("gsm8k", ("question", "answer"), any_version=any_version)
-        if data is None
-        else sources.read_objects("gsm8k", data, any_version)
-    )
-    try:
-        problems = [(str(row["question"]), str(row["answer"])) for row in rows]
-    except KeyError as error:
-        raise sources.malformed("gsm8k", data, f"has a problem without {error}") from error
-    if count >= len(problems):
-        raise InputError(f"shots: the data has {len(problems)} problems, got {count}")
-    rng = random.Random(_SEED)
-    docs = []
-    for index in rng.sample(range(len(problems)), min(DOCUMENTS, len(problems))):
-        solved = rng.sample([i for i in range(len(problems)) if i != index], count)
-        shown = "".join(f"Question: {problems[i][0]}\nAnswer: {problems[i][1]}\n\n" for i in solved)
-        question, answer = problems[index]
-        docs.append({"context": shown, "question": f"Question: {question}\nAnswer:", "continuation": f" {answer}"})
-    return _dataset(docs, context, rng)
 
 
 def musique(
@@ -413,29 +271,6 @@ def _passages_of(question: Mapping[str, Any]) -> tuple[list[str], str, str]:
     return passages, question["question"], question["answer"]
 
 
-def score(doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
-    """F1 of words and exact match, each the best over the answer and its aliases, as in MuSiQue's own script."""
-    (given,) = results
-    accepted = [doc["answer"], *doc["answer_aliases"]]
-    return {
-        "f1": max(_f1(normalize(given), normalize(answer)) for answer in accepted),
-        "exact_match": max(float(normalize(given) == normalize(answer)) for answer in accepted),
-    }
-
-
-def normalize(answer: str) -> list[str]:
-    """Lower-case words without punctuation and articles (the rule of SQuAD, arXiv:1606.05250)."""
-    bare = "".join(c for c in answer.lower() if c not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
-
-
-def _f1(given: list[str], answer: list[str]) -> float:
-    if not given or not answer:
-        return float(given == answer)
-    common = sum((Counter(given) & Counter(answer)).values())
-    return 2 * common / (len(given) + len(answer))
-
-
 @dataclass(frozen=True, slots=True)
 class OpenQuestion:
     """A question about passages, and its answer."""
@@ -445,13 +280,12 @@ class OpenQuestion:
     answer: str
 
     def document(self) -> dict[str, Any]:
-        """For the answer's likelihood, and for F1 (`score`)."""
+        """Return the document whose continuation is the answer."""
         return {
             "context": "".join(f"{passage}\n\n" for passage in self.passages),
             "question": f"Answer in as few words as possible.\nQuestion: {self.question}\nAnswer:",
             "continuation": f" {self.answer}",
             "answer": self.answer,
-            "answer_aliases": [self.answer],
         }
 
 

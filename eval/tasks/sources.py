@@ -82,28 +82,9 @@ SOURCES: dict[str, Source] = {
         ("Salesforce/wikitext", "wikitext-2-v1"), "validation",
         "ebe14a8ef495bccd734ac488430281b174b27f40c8268e1c6e02b06a0e5c802e",
     ),
-    "gsm8k": Source(
-        "gsm8k_test.jsonl", 749_738, "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
-        f"{_GITHUB}openai/grade-school-math/master/grade_school_math/data/test.jsonl", "MIT",
-        ("openai/gsm8k", "main"), "test",
-    ),
     "musique": Source(
         "musique_ans_v1.0_dev.jsonl", 30_439_728, "15fa63794d18a94ce12411aca6e2327e65b6e83b0b1490efab3f1962e48abf3b",
         "https://github.com/StonyBrookNLP/musique", "CC BY 4.0", ("dgslibisey/MuSiQue",), "validation",
-    ),
-    "banking77_train": Source(
-        "banking77_train.csv", 839_073, "b06e26ac675513959a63135f11b94ea7786ed02da65db93a5650d8838cbc664b",
-        f"{_GITHUB}PolyAI-LDN/task-specific-datasets/master/banking_data/train.csv", "CC BY 4.0",
-        ("mteb/banking77",), "train",
-    ),
-    "banking77_test": Source(
-        "banking77_test.csv", 239_961, "d12d6e3bc4c3103966ae786dc435913c0c563dfa328f5a3646d0e62cfeeb474d",
-        f"{_GITHUB}PolyAI-LDN/task-specific-datasets/master/banking_data/test.csv", "CC BY 4.0",
-        ("mteb/banking77",), "test",
-    ),
-    "clinc150": Source(
-        "clinc150_data_full.json", 2_495_390, "36923c3705a59e08fe9c3883d8bc2dd966ef93e22cb78ac41171782a698d56e0",
-        f"{_GITHUB}clinc/oos-eval/master/data/data_full.json", "CC BY 3.0", ("clinc/clinc_oos", "plus"),
     ),
 }  # fmt: skip
 """Sources by name, with the hashes of the published files; `any_version` uses another file knowingly."""

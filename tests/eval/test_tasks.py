@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from lm_eval import simple_evaluate
-from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from cuvee.calibration.bundled import EVALUATION_TEXTS, bundled_text, load_bundled_model
@@ -69,15 +68,15 @@ def test_chance_is_one_of_the_choices(name: str) -> None:
     assert {1 / len(doc["choices"]) for doc in committed(name)} == {chance(name)}
 
 
-@pytest.mark.parametrize("name", [*NLL_TASKS, "cuvee_musique_f1"])
+@pytest.mark.parametrize("name", NLL_TASKS)
 def test_no_chance_without_choices(name: str) -> None:
     assert chance(name) is None
 
 
 def test_main_metric() -> None:
-    metrics = {name: main_metric(name) for name in (*LOCAL_TASKS, "cuvee_musique_f1")}
+    metrics = {name: main_metric(name) for name in LOCAL_TASKS}
     choice, nll = dict.fromkeys(CHOICE_TASKS, ("acc", True)), dict.fromkeys(NLL_TASKS, ("nats_per_word", False))
-    assert metrics == {**choice, **nll, "cuvee_musique_f1": ("f1", True)}
+    assert metrics == {**choice, **nll}
 
 
 def test_description() -> None:
@@ -275,85 +274,3 @@ def test_prose_hardly_needs_its_context(scores: Any) -> None:
         for name in NLL_TASKS
     }
     assert 0 < lost["cuvee_books_nll"] < 0.2 * lost["cuvee_reread_nll"]
-
-
-# --- MuSiQue
-
-
-def a_question(**changes: Any) -> dict[str, Any]:
-    """One line of a file in MuSiQue's format, about nothing that is in it."""
-    places = [("Dale Mill", "Dale Mill was built by Ann Orr."), ("Ann Orr", "Ann Orr was born in the Hook of Holm.")]
-    paragraphs = [
-        {"idx": i, "title": title, "paragraph_text": text, "is_supporting": True}
-        for i, (title, text) in enumerate(places)
-    ]
-    question = "Where was the builder of Dale Mill born?"
-    known = {"answer": "the Hook of Holm", "answer_aliases": ["Holm"], "answerable": True}
-    return {"id": "2hop__1_2", "paragraphs": paragraphs, "question": question, **known, **changes}
-
-
-def write(path: Path, *lines: Any) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), "utf-8")
-    return path
-
-
-class Answering(LM):  # type: ignore[misc]
-    """Gives the same answer to every prompt, and keeps the prompts."""
-
-    def __init__(self, answer: str) -> None:
-        super().__init__()
-        self.answer = answer
-        self.prompts: list[Any] = []
-
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        self.prompts += [request.args for request in requests]
-        return [self.answer for _ in requests]
-
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        raise NotImplementedError
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("answer", "f1", "match"),
-    [(" Hook of Holm.", 1.0, 1.0), (" in Holm", 2 / 5, 0.0), ("London", 0.0, 0.0), ("", 0.0, 0.0)],
-)
-def test_musique(tmp_path: Path, answer: str, f1: float, match: float) -> None:
-    write(tmp_path / "musique_ans_v1.0_dev.jsonl", a_question(), a_question(id="2hop__3_4"))
-    lm = Answering(answer)
-    result = evaluate(lm, ["cuvee_musique_f1"], data=str(tmp_path), any_version=True)["cuvee_musique_f1"]
-    assert (result["f1,none"], result["exact_match,none"]) == pytest.approx((f1, match))
-    assert result["f1_stderr,none"] == 0
-    assert len(lm.prompts) == 2
-    prompt, options = lm.prompts[0]
-    assert prompt == (
-        "Dale Mill\nDale Mill was built by Ann Orr.\n\nAnn Orr\nAnn Orr was born in the Hook of Holm.\n\n"
-        "Answer in as few words as possible.\n"
-        "Question: Where was the builder of Dale Mill born?\nAnswer:"
-    )
-    assert options == {"until": ["\n"], "max_gen_toks": 32, "do_sample": False}
-
-
-def test_musique_after_a_decoded_cache(tmp_path: Path) -> None:
-    write(tmp_path / "musique_ans_v1.0_dev.jsonl", a_question())
-    model, tokenizer = load_bundled_model()
-    lm = CuveeLM(pretrained=model, tokenizer=tokenizer, method=Uncompressed())
-    result = evaluate(lm, ["cuvee_musique_f1"], data=str(tmp_path), any_version=True)["cuvee_musique_f1"]
-    assert 0 <= result["f1,none"] <= 1
-    assert lm.statistics.contexts == 1
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [("The  Hook, of a Holm!", ["hook", "of", "holm"]), ("Theatre", ["theatre"]), ("an", []), ("U.S.", ["us"])],
-)
-def test_musique_normalizes_as_squad_does(answer: str, words: list[str]) -> None:
-    assert public.normalize(answer) == words
-
-
-def test_musique_words_count_as_often_as_they_come() -> None:
-    doc = {"answer": "York York Dover", "answer_aliases": []}
-    assert public.score(doc, ["York Bath"]) == {"f1": pytest.approx(2 / 5), "exact_match": 0.0}
-    assert public.score({"answer": "the", "answer_aliases": []}, ["a"]) == {"f1": 1.0, "exact_match": 1.0}

@@ -68,28 +68,11 @@ def report() -> dict[str, Any]:
                     layers=layers,
                 )
             )
-    scored = ["bf16", "fp8-e4m3", "destroyed", *(f"cuvee/layer@{name}" for name, kind, _ in SETTINGS[:3])]
-    sizes = {e["key"]: e["bits_per_value"] for e in found}
     return {
         "model": {"name": "books-3m"},
         "text": {"evaluation": [{"name": "orchard"}], "sequences": 24},
         "environment": {"cpu": "A CPU", "cores": 2, "gpu": None},
         "quality": found,
-        "tasks": [
-            {"name": "recall", "metric": "acc", "higher_is_better": True, "chance": 0.125},
-            {"name": "book", "metric": "word_perplexity", "higher_is_better": False, "chance": None},
-        ],
-        "scores": [
-            {"key": key, "task": task, "score": base - 0.1 * i, "stderr": 0.02, "bits_per_value": sizes[key]}
-            for task, base in (("recall", 0.9), ("book", 20.0))
-            for i, key in enumerate(scored)
-        ],
-        "lengths": [
-            {**{name: e[name] for name in LENGTH_FIELDS if name in e}, "length": length, "kl": e["kl"] * length / 256}
-            for e in found
-            if e["kind"] != "curve"
-            for length in (256, 1024)
-        ],
         "comparison": [
             {
                 "anchor": "fp8-e4m3",
@@ -156,13 +139,12 @@ def test_matplotlib_stays_as_it_was(report: dict[str, Any], tmp_path: Path) -> N
 def test_plots_of_another_report_do_not_stay(report: dict[str, Any], tmp_path: Path) -> None:
     write_plots(report, tmp_path)
     (tmp_path / "mine.png").write_text("not a plot of ours")
-    written = set(write_plots({**report, "tasks": [], "scores": []}, tmp_path))
-    assert written == {"size_kl", "lengths"}
-    assert not list(tmp_path.glob("size_scores*")) and (tmp_path / "mine.png").exists()
+    assert write_plots({**report, "quality": [], "comparison": []}, tmp_path) == []
+    assert not list(tmp_path.glob("size_kl*")) and (tmp_path / "mine.png").exists()
 
 
 def test_a_report_with_nothing_has_no_plots(report: dict[str, Any], tmp_path: Path) -> None:
-    empty = {**report, "quality": [], "lengths": [], "tasks": [], "scores": [], "comparison": []}
+    empty = {**report, "quality": [], "comparison": []}
     assert write_plots(empty, tmp_path / "none") == []
     assert not list(tmp_path.rglob("*.*"))
 
@@ -217,44 +199,6 @@ def test_bars_end_above_zero(report: dict[str, Any]) -> None:
     assert figure is not None
     wide, none = (container[2][0].get_segments()[0][:, 1] for container in figure.axes[0].containers)
     assert 0 < wide[0] < 0.01 and none[0] == none[1] == 0.02
-
-
-def test_every_task_has_a_panel(report: dict[str, Any]) -> None:
-    figure = draw("size_scores", report)
-    assert figure is not None
-    for axes, task in zip(figure.axes, report["tasks"], strict=True):
-        scores = {s["key"]: s for s in report["scores"] if s["task"] == task["name"]}
-        assert task["name"] in axes.get_title(loc="left") and task["metric"] in axes.get_title(loc="left")
-        assert ("lower" in axes.get_title(loc="left")) == (not task["higher_is_better"])
-        lines = {ys(line)[0] for line in axes.lines if len(set(ys(line))) == 1}
-        wanted = {scores["bf16"]["score"], scores["destroyed"]["score"]} | ({task["chance"]} - {None})
-        assert wanted <= lines
-        assert set(texts(axes)) == {"bf16", "destroyed"} | ({"chance"} if task["chance"] else set())
-        curve = next(c for c in axes.containers if len(c[0].get_xdata()) == 3)
-        ours = sorted((s for k, s in scores.items() if k.startswith("cuvee")), key=lambda s: s["bits_per_value"])
-        assert xs(curve[0]) == [s["bits_per_value"] for s in ours]
-        assert ys(curve[0]) == [s["score"] for s in ours]
-        spans = [segment[:, 1] for segment in curve[2][0].get_segments()]
-        assert [float(high - low) / 2 for low, high in spans] == pytest.approx([0.02] * 3)
-        band = axes.patches[0].get_extents().transformed(axes.transData.inverted())
-        assert (band.y0, band.y1) == pytest.approx((scores["bf16"]["score"] - 0.02, scores["bf16"]["score"] + 0.02))
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["cuvee, a basis per layer", "FP8 e4m3"]
-
-
-def test_names_of_lines_keep_apart(report: dict[str, Any]) -> None:
-    next(s for s in report["scores"] if s["key"] == "destroyed")["score"] = 0.1251
-    figure = draw("size_scores", report)
-    assert figure is not None
-    figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
-    assert len(boxes) == 3 and all(shared_area(a, b) == 0 for a, b in combinations(boxes, 2))
-
-
-def test_scores_without_errors_or_quality_are_drawn(report: dict[str, Any]) -> None:
-    for score in report["scores"]:
-        score["stderr"] = None
-    figure = draw("size_scores", {**report, "quality": []})
-    assert figure is not None and len(figure.axes) == 2 and not figure.axes[0].patches
 
 
 def test_families_are_in_order(report: dict[str, Any]) -> None:

@@ -255,10 +255,10 @@ def test_every_section_is_there(folder: Path) -> None:
     assert "cuvee report --out a_folder" in text and "d1" * 16 in text
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert names == [
-        "plots/size_kl.svg", "plots/size_scores.svg", "report.html", "report.md",
+        "plots/size_kl.svg", "report.html", "report.md",
     ]  # fmt: skip
     shown = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", (folder / "report.md").read_text())
-    assert len(shown) == 2 and all((folder / path).is_file() for path in shown)
+    assert len(shown) == 1 and all((folder / path).is_file() for path in shown)
 
 
 def test_methods_are_those_of_the_report(folder: Path, report: dict[str, Any]) -> None:
@@ -459,11 +459,11 @@ def test_the_page_is_whole_and_loads_nothing(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     root = ElementTree.fromstring(text)
     ids = [e.get("id") for e in root.iter() if e.get("id")]
-    assert len(ids) == len(set(ids)) > 100
-    assert len(list(root.iter("{http://www.w3.org/2000/svg}svg"))) == 2
+    assert len(ids) == len(set(ids)) > 50
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}svg"))) == 1
     links = [v for e in root.iter() for k, v in e.items() if k.split("}")[-1] in ("href", "src", "data", "action")]
     links += re.findall(r"url\(([^)]*)\)", text)
-    assert len(links) > 50 and all(link.startswith("#") and link[1:] in ids for link in links)
+    assert len(links) > 20 and all(link.startswith("#") and link[1:] in ids for link in links)
     tags = {e.tag.split("}")[-1] for e in root.iter()}
     assert not tags & {"script", "link", "img", "image", "iframe", "object", "foreignObject"}
     assert text.count("<style") == 1 and "@import" not in text

@@ -65,15 +65,15 @@ def test_likelihoods_of_a_model_in_16_bits_are_added_in_32() -> None:
     assert score.per_doc == pytest.approx(exact.per_doc, rel=0.01)
 
 
-def test_a_task_gets_its_metadata_and_generates(books: Any, tmp_path: Path) -> None:
+def test_a_task_gets_its_metadata(books: Any, tmp_path: Path) -> None:
     item = {
         "question": "Where does Ely lie?", "paragraphs": [{"title": "Ely", "paragraph_text": "Ely lies on a hill."}],
         "answer": "on a hill",
     }  # fmt: skip
     (tmp_path / "musique_ans_v1.0_dev.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item))
-    scores = scorer(books, "cuvee_musique_f1", metadata={"data": str(tmp_path), "any_version": "true"})
-    task, score = scores.score(Uncompressed(), "cuvee_musique_f1")
-    assert task.metric == "f1" and task.docs == 2 and len(score.per_doc or []) == 2
+    scores = scorer(books, "cuvee_musique_nll", metadata={"data": str(tmp_path), "any_version": "true"})
+    task, score = scores.score(Uncompressed(), "cuvee_musique_nll")
+    assert task.metric == "nats_per_word" and task.docs == 2 and len(score.per_doc or []) == 2
 
 
 def test_unknown_tasks_are_named_with_a_hint(books: Any, tmp_path: Path) -> None:
