@@ -9,25 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.progress import tracked
-from cuvee.codec.models.forward import empty_cache
-from cuvee.codec.models.latents import append_units, layer_units
+from cuvee.codec.models.forward import Filled, empty_cache
 from cuvee.eval.quality import Method, spans
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["CachedLayers", "CachedReader", "Read", "Statistics", "TokenIds"]
 
 TokenIds = tuple[int, ...]
 """Token ids of a text or of a part of one."""
 
-CachedLayers = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values `[H, T, D]` of each layer of one sequence, in the dtype and on the device of the model's cache."""
+
+@dataclass(frozen=True, slots=True)
+class CachedLayers:
+    """The decoded cache of one sequence.
+
+    Attributes:
+        units: keys and values `[H, T, D]` of each layer, in the dtype and on the device of the model's cache.
+        filled: what it was decoded from, for what the layers hold beside.
+    """
+
+    units: list[tuple[torch.Tensor, torch.Tensor]]
+    filled: Filled
 
 
 @dataclass(slots=True)
@@ -87,7 +99,7 @@ class CachedReader:
     Args:
         forward: calls the model with token ids `[B, T]`, a transformers cache as `cache`, and keyword arguments, for
             log-probabilities `[B, T, V]`.
-        device: of the model.
+        model: the model.
         layout: of the chunks that the method gets.
         method: what the caches go through.
         chunk_tokens: tokens coded together.
@@ -97,14 +109,14 @@ class CachedReader:
     def __init__(
         self,
         forward: Callable[..., torch.Tensor],
-        device: torch.device,
+        model: PreTrainedModel,
         layout: KVLayout,
         method: Method,
         chunk_tokens: int,
         statistics: Statistics,
     ) -> None:
         self._forward = forward
-        self._device = device
+        self._model, self._device = model, model.device
         self._layout = layout
         self._method = method
         self._chunk_tokens = chunk_tokens
@@ -164,26 +176,21 @@ class CachedReader:
         """
         if not contexts:
             return {}, {}
-        cache = empty_cache()
+        cache = empty_cache(self._model, self._layout)
         tokens = _padded(contexts, self._device)
         # There is no mask: padding is on the right, where no real token sees it. The head is skipped if not needed.
         predictions = self._forward(tokens, cache=cache, logits_to_keep=0 if logits else 1)
-        if any(layer.keys.shape[-2] != tokens.shape[1] for layer in cache.layers):
-            raise UnsupportedModelError(
-                f"the cache does not hold one entry per token ({self._layout.model_type}): virtual tokens?"
-            )
-        decoded = {tokens: self._code(cache, row, tokens) for row, tokens in enumerate(contexts)}
+        filled = Filled.of(cache, self._layout, tokens.shape[1])
+        decoded = {tokens: self._code(filled, row, tokens) for row, tokens in enumerate(contexts)}
         return decoded, dict(zip(contexts, predictions, strict=True)) if logits else {}
 
-    def _code(self, cache: Any, row: int, token_ids: TokenIds) -> CachedLayers:
+    def _code(self, filled: Filled, row: int, token_ids: TokenIds) -> CachedLayers:
         """The first tokens in a row of a cache, which have these ids, as they come back from the method."""
         tokens = len(token_ids)
         device, dtype = self._device, self._layout.torch_dtype
 
-        units = [layer_units(*pair) for pair in zip(cache.layers, self._layout.layers, strict=True)]
-
         def tensors(side: int) -> list[torch.Tensor]:
-            return [unit[side][row, :, :tokens].transpose(0, 1).to(device, dtype) for unit in units]
+            return [unit[side][row, :, :tokens].transpose(0, 1).to(device, dtype) for unit in filled.units]
 
         chunk = KVChunk(tensors(0), tensors(1), self._layout, token_ids=token_ids)
         back = []
@@ -197,15 +204,16 @@ class CachedReader:
         self._statistics.contexts += 1
         self._statistics.cached_tokens += tokens
         whole = KVChunk.concat(back)
-        return [
+        units = [
             (keys.transpose(0, 1).to(of_keys), values.transpose(0, 1).to(of_values))
-            for keys, values, (of_keys, of_values) in zip(whole.keys, whole.values, units, strict=True)
+            for keys, values, (of_keys, of_values) in zip(whole.keys, whole.values, filled.units, strict=True)
         ]
+        return CachedLayers(units, filled)
 
     def _read_tails(self, caches: Sequence[CachedLayers | None], tails: Sequence[TokenIds]) -> torch.Tensor:
         """Log-probabilities `[B, T, V]` of the model as it reads each tail after its cache. None means no cache."""
         tokens = _padded(tails, self._device)
-        lengths = torch.tensor([0 if cache is None else cache[0][0].shape[1] for cache in caches])
+        lengths = torch.tensor([0 if cache is None else cache.units[0][0].shape[1] for cache in caches])
         width = int(lengths.max())
         cache = self.build_cache(caches, width)
         if cache is None:
@@ -224,17 +232,17 @@ class CachedReader:
         some = next((row for row in rows if row is not None), None)
         if some is None:
             return None
-        cache = empty_cache()
-        for index, pair in enumerate(some):
+        batches = []
+        for index, pair in enumerate(some.units):
             filled = []
             for side, like in enumerate(pair):
                 batch = like.new_zeros(len(rows), like.shape[0], width, like.shape[2])
                 for to, row in zip(batch, rows, strict=True):
                     if row is not None:
-                        to[:, width - row[index][side].shape[1] :] = row[index][side]
+                        to[:, width - row.units[index][side].shape[1] :] = row.units[index][side]
                 filled.append(batch)
-            append_units(cache, filled[0], filled[1], index, self._layout.layers[index])
-        return cache
+            batches.append((filled[0], filled[1]))
+        return some.filled.cache(batches)
 
 
 def _likelihood(log_probabilities: torch.Tensor, targets: TokenIds) -> tuple[float, bool]:

@@ -31,10 +31,9 @@ import torch.nn.functional as F
 from cuvee.calibration.corpus import model_path
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES, value_bits
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import cache_argument
+from cuvee.codec.models.forward import cache_argument, coded_layout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.cached_reading import CachedReader, Read, Statistics
 from cuvee.eval.methods import baseline, method_identity
@@ -150,7 +149,12 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         super().__init__(pretrained, batch_size=_at_least_one("batch_size", batch_size), **kwargs)
         if self.world_size > 1:
             raise InputError("accelerate: several processes are not supported: start one, or use parallelize=True")
-        layout = KVLayout.from_config(self.model.config, dtype=self.model.dtype)
+        layout = replace(coded_layout(self.model.config), dtype=str(self.model.dtype).removeprefix("torch."))
+        if layout.states and self.batch_size_per_gpu > 1:
+            raise InputError(
+                f"batch_size: must be 1 for {layout.model_type}, whose layers keep states that padding would change, "
+                f"got {self.batch_size_per_gpu}"
+            )
         if layout.max_positions is not None and self.max_length > layout.max_positions:
             raise InputError(f"max_length: the model has {layout.max_positions} positions, got {self.max_length}")
         self.layout = layout if cache_dtype is None else replace(layout, dtype=cache_dtype)
@@ -165,7 +169,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         super()._get_backend(*args, **kwargs)
         if self.backend != "causal":
             raise InputError(f"backend: {self.backend} models are not supported, only decoders (causal)")
-        layout = KVLayout.from_config(self.config, dtype="float32")  # the dtype plays no part in these checks
+        layout = coded_layout(self.config)
         if self._profile is not None:
             self._profile.check_layout(layout)
 
@@ -242,9 +246,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
             database.close()
         self._method: Method = method
         self._statistics = Statistics()
-        self._reader = CachedReader(
-            self._forward, self.model.device, self.layout, method, self.chunk_tokens, self._statistics
-        )
+        self._reader = CachedReader(self._forward, self.model, self.layout, method, self.chunk_tokens, self._statistics)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Attach a response cache of lm-eval (`use_cache`), if it belongs to this very configuration.
@@ -418,7 +420,8 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         cache = self._reader.build_cache([decoded.get(tokens) for tokens in cached], context.shape[1] - 1)
         if cache is not None:
             beams = generation_kwargs.get("num_beams", self.model.generation_config.num_beams)
-            cache.batch_repeat_interleave(beams or 1)  # generate() repeats its other inputs, but not the cache
+            if beams and beams > 1:  # generate() repeats its other inputs, but not the cache
+                cache.batch_repeat_interleave(beams)
             generation_kwargs |= cache_argument(self.model, cache)
             config = self.model.generation_config
             generation_kwargs |= {name: None for name in _FASTER if getattr(config, name, None)}

@@ -27,7 +27,7 @@ from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.models.dtypes import value_bits
-from cuvee.codec.models.forward import check_tokens, prefill, score
+from cuvee.codec.models.forward import Filled, check_tokens, coded_layout, fill, score
 from cuvee.codec.models.frozen import frozen
 
 if TYPE_CHECKING:
@@ -206,18 +206,20 @@ class QualityBench:
     ) -> None:
         self.model = model
         self.prefix = check_tokens(model, token_ids, prefix)
-        exact_layout = KVLayout.of(model)
+        exact_layout = coded_layout(model)
         self.layout = exact_layout if dtype is None else replace(exact_layout, dtype=dtype)
         self.caches: list[KVChunk] = []
-        self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []  # scored tokens [B, t], log-probabilities
+        # Scored tokens [B, t], log-probabilities, and the cache if it holds more than keys and values.
+        self._batches: list[tuple[torch.Tensor, torch.Tensor, Filled | None]] = []
         self._exact_nll: list[float] = []  # one number per sequence
         self._batch_size = batch_size
         with frozen(model), torch.no_grad():
             for batch in token_ids.to(torch.int64).split(batch_size):
                 cached, scored = batch.to(model.device).split([self.prefix, batch.shape[1] - self.prefix], dim=1)
-                caches = prefill(model, cached, exact_layout, device)
-                exact = score(model, caches, scored)
-                self._batches.append((scored, exact))
+                filled = fill(model, cached, exact_layout)
+                caches = filled.chunks(cached, device)
+                exact = score(model, caches, scored, filled)
+                self._batches.append((scored, exact, filled if exact_layout.states else None))
                 chosen = scored[:, 1:, None]
                 self._exact_nll += (-exact.gather(-1, chosen).squeeze(-1).mean(-1)).tolist()
                 self.caches += [_cast(chunk, self.layout) for chunk in caches]
@@ -261,7 +263,7 @@ class QualityBench:
         errors = [[0.0, 0.0] for _ in range(self.layout.num_layers)]
         layer_bits: list[list[float] | None] = []
         # Batch after batch, because what a method makes of all caches may be several times as large as they are.
-        for index, (scored, exact) in enumerate(self._batches):
+        for index, (scored, exact, filled) in enumerate(self._batches):
             caches = self.caches[index * self._batch_size :][: len(scored)]
             pieces = [chunk.slice(*span) for chunk in caches for span in cut]
             began = time.perf_counter()
@@ -277,7 +279,7 @@ class QualityBench:
             bits += [sum(size for _, size in stored[i : i + len(cut)]) / values for i in starts]
             layer_bits += [method.layer_bits(item) for item, _ in stored]
             with frozen(self.model), torch.no_grad():
-                other = score(self.model, decoded, scored)
+                other = score(self.model, decoded, scored, filled)
                 for kept, new in zip((kl, loss, same), compare(exact, other, scored[:, 1:]), strict=True):
                     kept.extend(new)
             for a, b in zip(caches, decoded, strict=True):
@@ -304,7 +306,7 @@ class QualityBench:
             chunk_tokens=chunk_tokens,
             sequences=len(self.caches),
             cached_tokens=sum(chunk.tokens for chunk in self.caches),
-            scored_tokens=sum(scored.shape[0] * (scored.shape[1] - 1) for scored, _ in self._batches),
+            scored_tokens=sum(scored.shape[0] * (scored.shape[1] - 1) for scored, _, _ in self._batches),
             per_sequence=PerSequence(bits, kl, loss, same),
             layers=self._layers(errors, layer_bits),
         )

@@ -20,6 +20,7 @@ from cuvee.calibration.corpus import Corpus, load_model
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.forward import coded_layout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.files import write_json
 
@@ -101,7 +102,7 @@ class MeasuredModel:
     def load(cls, name: str, dtype: str, device: str = "cpu") -> MeasuredModel:
         """Load a model by the names that `load_model` takes. Errors: see there."""
         lm = load_model(name, dtype, device)
-        return cls(name, lm, KVLayout.of(lm), model_fingerprint(lm))
+        return cls(name, lm, coded_layout(lm), model_fingerprint(lm))
 
     @property
     def parameters(self) -> int:

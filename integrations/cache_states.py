@@ -31,6 +31,7 @@ from transformers.cache_utils import (
 
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.forward import unit_layers
 from cuvee.codec.models.latents import append_units
 
 ATTENTION = "attention"  # tensor of the indices of the layers whose keys and values are in chunks
@@ -52,16 +53,14 @@ def attention_layers(cache: Cache, layout: KVLayout) -> list[int]:
         InputError: another number of layers holds keys and values.
         UnsupportedModelError: a layer is quantized, or has room for tokens to come.
     """
-    found = []
-    for index, layer in enumerate(decoder_cache(cache).layers):
+    own = decoder_cache(cache)
+    for index, layer in enumerate(own.layers):
         if isinstance(layer, QuantizedLayer | StaticLayer):
             raise UnsupportedModelError(
                 f"cache: must grow with its tokens and hold them as they are, but layer {index} is a "
                 f"{type(layer).__name__}; prefill with the cache that the model makes itself"
             )
-        units = [getattr(layer, name, None) for name in ("keys", "values")]
-        if layout.layers and all(isinstance(unit, torch.Tensor) and unit.ndim == 4 for unit in units):
-            found.append(index)
+    found = unit_layers(own, layout)
     if len(found) != layout.num_layers:
         raise InputError(
             f"cache: must hold keys and values in {layout.num_layers} layers, as {layout.model_type} does, got "

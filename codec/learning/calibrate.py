@@ -29,7 +29,7 @@ from cuvee.codec.learning.moments import (
 from cuvee.codec.learning.progress import tracked
 from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, TokenSums, learn_token_model
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import check_tokens, prefill
+from cuvee.codec.models.forward import check_tokens, coded_layout, prefill
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
@@ -103,7 +103,7 @@ def calibrate(
         ('calibrated', 2)
     """
     fingerprint = model_fingerprint(model)
-    layout = KVLayout.of(model)
+    layout = coded_layout(model)
     learning, testing = [], {}
     for name, (tokens, cached) in by_kind(model, token_ids, prefix).items():
         held_out = held_out_count(len(tokens))
@@ -136,7 +136,7 @@ def calibrate(
     generator = torch.Generator().manual_seed(seed)
     with frozen(model):
         for batch, cached in tracked(learning, "calibrating", progress):
-            sample = sample_gradients(model, layout.layers, batch.to(model.device), cached, generator)
+            sample = sample_gradients(model, layout, batch.to(model.device), cached, generator)
             add_sample(moments, layout, sample, cached, batch, predicted)
         device = moments[0].total.device
         for batch in tracked(reading, "adding text", progress):

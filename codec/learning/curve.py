@@ -13,11 +13,10 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.family import finest_step_index
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.learning.learned_sections import MIN_STEP_INDEX
 from cuvee.codec.learning.progress import tracked
-from cuvee.codec.models.forward import check_tokens, prefill, score
+from cuvee.codec.models.forward import check_tokens, coded_layout, fill, score
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
@@ -156,7 +155,7 @@ def measure(
         [-128, -64]
     """
     kinds = by_kind(model, token_ids, prefix)
-    layout = KVLayout.of(model)
+    layout = coded_layout(model)
     profile.check_layout(layout)
     steps = sorted(set(step_indices or default_step_indices(profile)))
     ways = [(step_index, False) for step_index in steps]
@@ -174,10 +173,11 @@ def measure(
         for kind, batch, cached, way in tracked(units, "measuring", progress):
             if way == ways[0]:
                 tokens = batch.to(model.device)
-                chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
-                exact = score(model, chunks, rest)
+                filled, rest = fill(model, tokens[:, :cached], layout), tokens[:, cached:]
+                chunks = filled.chunks(tokens[:, :cached])
+                exact = score(model, chunks, rest, filled)
             coded = round_trip(codecs[way], chunks)
-            other = score(model, coded.chunks, rest)
+            other = score(model, coded.chunks, rest, filled)
             for name in dict.fromkeys((None, kind)):
                 tallies[name][way].add(coded, exact, other, rest[:, 1:])
     return profile.with_curve(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.codec.layout import LayerLayout
-from cuvee.codec.models.forward import cache_argument, empty_cache
-from cuvee.codec.models.latents import append_units, layer_units
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.forward import cache_argument, fill
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +26,7 @@ class CacheSample:
 
 def sample_gradients(
     model: PreTrainedModel,
-    layers: Sequence[LayerLayout],
+    layout: KVLayout,
     tokens: torch.Tensor,
     prefix: int,
     generator: torch.Generator,
@@ -39,17 +37,13 @@ def sample_gradients(
     empirical one (Amari, Natural gradient works efficiently in learning, 1998). `tokens` are `[B, T]` int64 on the
     model's device, whose parameters need no gradients (`frozen`); `generator`, on the CPU, draws the targets.
     """
-    cache = empty_cache()
     with torch.no_grad():
-        model(input_ids=tokens[:, :prefix], **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
+        filled = fill(model, tokens[:, :prefix], layout)
     # The cache consists of leaves, because a decoded cache is fixed. In a single pass over all tokens, a key would also
     # change the states of the prefix and all keys of the layers above; that gradient differs by factors.
-    units = [layer_units(*pair) for pair in zip(cache.layers, layers, strict=True)]
-    keys = [own.detach().requires_grad_() for own, _ in units]
-    values = [own.detach().requires_grad_() for _, own in units]
-    cache = empty_cache()
-    for index, (key, value) in enumerate(zip(keys, values, strict=True)):
-        append_units(cache, key, value, index, layers[index])
+    keys = [own.detach().requires_grad_() for own, _ in filled.units]
+    values = [own.detach().requires_grad_() for _, own in filled.units]
+    cache = filled.cache(list(zip(keys, values, strict=True)))
     logits = model(input_ids=tokens[:, prefix:], **cache_argument(model, cache)).logits[:, :-1].float()
     with torch.no_grad():
         uniform = torch.rand(logits.shape[:-1], generator=generator)[..., None].to(logits.device)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.latents import append_units, layer_units
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def check_tokens(model: PreTrainedModel, token_ids: torch.Tensor, prefix: int | None) -> int:
@@ -42,11 +45,109 @@ def check_tokens(model: PreTrainedModel, token_ids: torch.Tensor, prefix: int | 
     return prefix
 
 
-def empty_cache() -> Any:
-    """Return a transformers cache that keeps every token, also in sliding-window layers."""
-    from transformers import DynamicCache
+def coded_layout(model: PreTrainedModel | PreTrainedConfig) -> KVLayout:
+    """Return the layout of a model (or configuration) that goes on from keys and values, whatever else its layers hold.
 
-    return DynamicCache()
+    Raises:
+        UnsupportedModelError: no layer holds keys and values, or an encoder's output is needed.
+    """
+    layout = KVLayout.of(model, states=True)
+    if not layout.layers or getattr(getattr(model, "config", model), "is_encoder_decoder", False):
+        what = "no layer of it holds keys and values" if not layout.layers else "its decoder goes on from an encoder"
+        raise UnsupportedModelError(
+            f"{layout.model_type}: must be a decoder with attention to learn or measure a profile, but {what}: "
+            "encode_cache with Codec.without_profile(model) keeps its cache"
+        )
+    return layout
+
+
+def empty_cache(model: PreTrainedModel | None = None, layout: KVLayout | None = None) -> Any:
+    """Return a transformers cache that keeps every token, also in sliding-window layers.
+
+    The model is needed if its layers hold states beside keys and values, as the layout says.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if model is None or layout is None or not layout.states:
+        return DynamicCache()
+    cache: Any = DynamicCache(config=model.config)
+    windows = (type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
+    cache.layers = [DynamicLayer() if window else layer for window, layer in zip(windows, cache.layers, strict=True)]
+    return cache
+
+
+def unit_layers(cache: Any, layout: KVLayout) -> list[int]:
+    """Return the indices of a cache's layers that hold keys and values; of all, if the layout has no states."""
+    if not layout.states:
+        return list(range(len(cache.layers)))
+    found = []
+    for index, layer in enumerate(cache.layers):
+        units = [getattr(layer, name, None) for name in ("keys", "values")]
+        if layout.layers and all(isinstance(unit, torch.Tensor) and unit.ndim == 4 for unit in units):
+            found.append(index)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A cache of several sequences: keys and values, as the layout names them, and what its layers hold beside.
+
+    Attributes:
+        layout: the layout.
+        units: keys and values `[B, H, T, D]` of each layer.
+        beside: the cache without them; None if its layers hold nothing else.
+        places: the layers of `beside` that they belong to.
+    """
+
+    layout: KVLayout
+    units: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    beside: Any
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cache: Any, layout: KVLayout, tokens: int) -> Filled:
+        """Take a cache of so many tokens per sequence apart; it is of no use afterwards.
+
+        Raises:
+            UnsupportedModelError: its layers do not hold what the layout says, for every token.
+        """
+        places = unit_layers(cache, layout)
+        layers = [cache.layers[place] for place in places]
+        held = [layer.keys.shape[-2] for layer in layers]
+        if held != [tokens] * layout.num_layers:
+            raise UnsupportedModelError(
+                f"{layout.model_type}: must hold keys and values of all {tokens} tokens in {layout.num_layers} layers, "
+                f"got {held} by layer (virtual tokens, or a window that cannot be turned off)"
+            )
+        units = tuple(layer_units(*pair) for pair in zip(layers, layout.layers, strict=True))
+        if layout.states:
+            for layer in layers:
+                layer.keys = layer.values = None
+        return cls(layout, units, cache if layout.states else None, tuple(places))
+
+    def cache(self, units: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Make a transformers cache with these keys and values in place of its own, and all else as it was."""
+        cache = empty_cache() if self.beside is None else copy.deepcopy(self.beside)
+        for index, (own, (keys, values)) in enumerate(zip(self.layout.layers, units, strict=True)):
+            if self.beside is None:
+                append_units(cache, keys, values, index, own)
+            else:
+                layer = cache.layers[self.places[index]]
+                layer.keys, layer.values = (values, keys) if own.latent else (keys, values)
+        return cache
+
+    def chunks(self, tokens: torch.Tensor, device: torch.device | str = "cpu") -> list[KVChunk]:
+        """Return keys and values of `tokens [B, T]`, a chunk per sequence, on `device` and in the layout's dtype."""
+        dtype = self.layout.torch_dtype
+        return [
+            KVChunk(
+                [keys[row].transpose(0, 1).to(device, dtype) for keys, _ in self.units],
+                [values[row].transpose(0, 1).to(device, dtype) for _, values in self.units],
+                self.layout,
+                token_ids=tokens[row],
+            )
+            for row in range(len(tokens))
+        ]
 
 
 def cache_argument(module: torch.nn.Module, cache: object) -> dict[str, Any]:
@@ -64,39 +165,45 @@ def cache_argument(module: torch.nn.Module, cache: object) -> dict[str, Any]:
     return {"cache" if "cache" in signature(module.forward).parameters else "past_key_values": cache}
 
 
+def fill(model: PreTrainedModel, tokens: torch.Tensor, layout: KVLayout) -> Filled:
+    """Return the cache of `tokens [B, T]`, on the model's device."""
+    cache = empty_cache(model, layout)
+    # The logits of all tokens of a long prompt would take more memory than its cache.
+    model(input_ids=tokens, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
+    return Filled.of(cache, layout, tokens.shape[1])
+
+
 def prefill(
     model: PreTrainedModel, tokens: torch.Tensor, layout: KVLayout, device: torch.device | str = "cpu"
 ) -> list[KVChunk]:
-    """Return the cache of `tokens [B, T]`, one chunk per sequence, on `device` and in the layout's dtype."""
-    cache = empty_cache()
-    # The logits of all tokens of a long prompt would take more memory than its cache.
-    model(input_ids=tokens, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
-    units = [layer_units(*pair) for pair in zip(cache.layers, layout.layers, strict=True)]
-    return [
-        KVChunk(
-            [keys[row].transpose(0, 1).to(device, layout.torch_dtype) for keys, _ in units],
-            [values[row].transpose(0, 1).to(device, layout.torch_dtype) for _, values in units],
-            layout,
-            token_ids=tokens[row],
-        )
-        for row in range(len(tokens))
-    ]
+    """Return the keys and values of `tokens [B, T]`, one chunk per sequence, on `device` and in the layout's dtype."""
+    return fill(model, tokens, layout).chunks(tokens, device)
 
 
-def score(model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities `[B, T - 1, V]` float32 of `tokens [B, T]` after these caches."""
-    cache = empty_cache()
+def score(
+    model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor, filled: Filled | None = None
+) -> torch.Tensor:
+    """Return log-probabilities `[B, T - 1, V]` float32 of `tokens [B, T]` after these caches.
+
+    `filled` is needed if the model's layers hold states beside keys and values: those that the chunks belong to.
+    """
     layout = chunks[0].layout
-    for index, device in enumerate(cache_devices(model, layout.num_layers)):
+    if filled is None and layout.states:
+        raise InputError(f"filled: must be given for {layout.model_type}, whose layers hold states beside the chunks")
+    units = []
+    for index, device in enumerate(cache_devices(model, layout.num_layers, filled)):
         keys = torch.stack([chunk.keys[index] for chunk in chunks]).transpose(1, 2)
         values = torch.stack([chunk.values[index] for chunk in chunks]).transpose(1, 2)
-        append_units(cache, keys.to(device, model.dtype), values.to(device, model.dtype), index, layout.layers[index])
+        units.append((keys.to(device, model.dtype), values.to(device, model.dtype)))
+    cache = (filled or Filled(layout, (), None, ())).cache(units)
     logits: torch.Tensor = model(input_ids=tokens, **cache_argument(model, cache)).logits[:, :-1]
     return logits.float().log_softmax(-1)
 
 
-def cache_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
+def cache_devices(model: PreTrainedModel, layers: int, filled: Filled | None = None) -> list[torch.device]:
     """Return the device of each layer's keys and values, which `device_map=` may spread."""
+    if filled is not None:
+        return [keys.device for keys, _ in filled.units]
     if not getattr(model, "hf_device_map", None):
         return [model.device] * layers
     # The map does not tell where offloaded modules run, so a forward pass does.

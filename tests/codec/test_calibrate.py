@@ -518,7 +518,7 @@ def test_gradients_are_those_of_a_changed_cache(
     only what later tokens read from it.
     """
     tiny, rows, prefix = tiny_model(name, dtype=torch.float64), tokens_of(1, 14), 9
-    layers = KVLayout.from_config(tiny.config, "float32").layers
+    layout = KVLayout.from_config(tiny.config, "float32")
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in tiny.parameters():  # random models hardly attend; make this one
@@ -532,7 +532,7 @@ def test_gradients_are_those_of_a_changed_cache(
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", record)
     with frozen(tiny):
-        sample = sample_gradients(tiny, layers, rows, prefix, torch.Generator().manual_seed(0))
+        sample = sample_gradients(tiny, layout, rows, prefix, torch.Generator().manual_seed(0))
     monkeypatch.undo()
     targets = drawn[0][-(14 - prefix - 1) :]
 
@@ -580,7 +580,7 @@ def test_targets_are_drawn_from_the_model(
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", record)
     with frozen(tiny):
-        sample_gradients(tiny, KVLayout.of(tiny).layers, rows, 12, torch.Generator().manual_seed(0))
+        sample_gradients(tiny, KVLayout.of(tiny), rows, 12, torch.Generator().manual_seed(0))
     logp, targets = drawn[0]
     surprise = -logp.gather(1, targets[:, None])[:, 0]
     entropy = -(logp.exp() * logp).sum(1)

@@ -22,6 +22,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tests.conftest import Books, fitted_to, synthetic_chunk
+from tests.every_model import build
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -31,7 +32,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import fit
+from cuvee.codec.learning.calibrate import calibrate, fit
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
@@ -162,6 +163,25 @@ def test_every_family_answers_like_hflm(family: str, lively: Callable[..., Any])
         assert quiet(lm, "generate_until", begun) == quiet(reference, "generate_until", begun)
     lm.use(Destroyed())  # of what all this would not notice if the cache did not matter
     assert difference(quiet(lm, "loglikelihood", scored), expected) > 0.01
+
+
+def test_a_hybrid_answers_like_hflm() -> None:
+    """Its states go with the chunks; and they would not fit behind padding."""
+    model, _, _ = build("qwen3_next")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    arguments: dict[str, Any] = {"tokenizer": word_tokenizer(), "max_length": 60}
+    reference, lm = HFLM(model, **arguments), CuveeLM(model, quality="lossless", chunk_tokens=8, **arguments)
+    scored = choices([25, 3, 1, 40], [1, 6])
+    begun = [ask("generate_until", words(count, count), {"until": ["w5 w5"], "max_gen_toks": 7}) for count in (30, 2)]
+    expected: Score = quiet(reference, "loglikelihood", scored)
+    assert difference(quiet(lm, "loglikelihood", scored), expected) < TOLERANCE
+    assert quiet(lm, "generate_until", begun) == quiet(reference, "generate_until", begun)
+    lm.use(Destroyed())
+    assert difference(quiet(lm, "loglikelihood", scored), expected) > 0.01
+    with pytest.raises(InputError, match=r"^batch_size: must be 1 for qwen3_next, .* got 4"):
+        CuveeLM(model, quality="lossless", batch_size=4, **arguments)
 
 
 def local_tasks(tokenizer: Any) -> list[dict[str, Any]]:
@@ -606,7 +626,7 @@ def test_virtual_tokens_are_refused(llama: Callable[..., CuveeLM], monkeypatch: 
         return forward(input_ids=torch.cat([input_ids[:, :1], input_ids], 1), **arguments)
 
     monkeypatch.setattr(lm.model, "forward", longer)
-    with pytest.raises(UnsupportedModelError, match="one entry per token"):
+    with pytest.raises(UnsupportedModelError, match=r"keys and values of all 8 tokens in .*virtual tokens"):
         quiet(lm, "loglikelihood", choices([9], [2]))
 
 
@@ -762,6 +782,37 @@ def test_the_command_line_runs_a_local_task(
     assert facts["method"]["lossless"] and facts["chunk_tokens"] == 2 and facts["contexts"] == 2
     assert run_cli(["--tasks", "orchard", "--model_arguments", "x"]) == 2 and sys.argv is before
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+# A long context, so that windows of 16 tokens have passed its first ones.
+LONG_DATA = DATA.replace("w9 w10 w11 w12", " ".join(WORDS[3:43]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
+def test_the_command_line_runs_hybrids_and_windows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setenv("TOKENIZERS_PARALLELIZM", "false")
+    model, _, _ = build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    calibrate(model, torch.randint(3, 60, (24, 48)), "unit", progress=False).save(tmp_path / "profile")
+    (tmp_path / "orchard.yaml").write_text(YAML)
+    (tmp_path / "data.py").write_text(LONG_DATA)
+    facts = {}
+    for how in ("quality=lossless", f"profile={tmp_path / 'profile'},step=0.5"):
+        options = f"--tasks orchard --device cpu --include_path {tmp_path} --output_path {tmp_path / 'out.json'}"
+        model_args = f"pretrained={tmp_path / 'model'},{how},chunk_tokens=16"
+        assert run_cli(f"--model_args {model_args} {options}".split()) == 0
+        (written,) = tmp_path.glob("out*.json")
+        facts[how] = json.loads(written.read_text())["config"]["cuvee"]
+        written.unlink()
+    sizes = [own["bits_per_value"] for own in facts.values()]
+    assert sizes[1] < sizes[0] / 4 and all(own["contexts"] == 2 for own in facts.values())
 
 
 def test_arguments_are_completed_and_not_overruled(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ import torch
 from cuvee.calibration.bundled import TEXTS, bundled_model_path, bundled_text
 from cuvee.calibration.real_model import REAL_MODEL, smollm2_path
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.moments import held_out_count
+from cuvee.codec.models.forward import coded_layout
 from cuvee.codec.support.plain_json import parse_json
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
     place = _device(device)
     transformers = _transformers("a model")
     path = model_path(name)
-    KVLayout.of(load_config(path))  # refuses before any weights are read
+    coded_layout(load_config(path))  # refuses before any weights are read
     with as_input_error(name):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     loaded: PreTrainedModel = model.to(place).eval()

@@ -329,8 +329,8 @@ def profile_check(
 def _verdict(states: bool, moves: bool) -> str:
     if states:
         return (
-            "Kept as a whole: encode_cache and decode_cache restore a cache where it ended. Engines' adapters, "
-            "blending and calibration do not take this model."
+            "Kept as a whole: encode_cache and decode_cache restore a cache where it ended, with keys and values as a "
+            "profile codes them. Engines' adapters and blending do not take this model."
         )
     if moves:
         return "Movable: chunks decode at any position."

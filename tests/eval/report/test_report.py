@@ -386,6 +386,26 @@ def test_presets_of_a_model_that_hardly_reads_its_cache(tmp_path: Path, console:
     assert not [entry for entry in data["skipped"] if entry["key"].startswith("cuvee")]
 
 
+@pytest.mark.usefixtures("little_text")
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
+def test_hybrids_and_windows_past_their_length(name: str, tmp_path: Path, console: Console) -> None:
+    folder = tmp_path / "tiny"
+    shutil.copytree(bundled_model_path(), folder)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    from tests.every_model import config_of, make, shrink
+
+    config = shrink(config_of(name), 4, sections=False)
+    config.vocab_size = vocabulary
+    torch.manual_seed(0)
+    make(config).save_pretrained(folder)
+    wanted = replace(CONFIG, model=str(folder), sequences=2, limit=2, methods=("cuvee", "fp8-e4m3"), batch_size=1)
+    data = run_report(wanted, tmp_path / "run", console)
+    measured = {entry["key"]: entry for entry in data["quality"]}
+    assert abs(measured["cuvee/lossless"]["kl"]) < 1e-6  # what bfloat16 loses
+    assert all(abs(entry["kl"]) < 1 for entry in measured.values())
+    assert {score["task"] for score in data["scores"]} == {TASK}
+
+
 def test_what_cannot_be_had_is_named(books: Books, tmp_path: Path, console: Console) -> None:
     """A preset of a profile with one measured point, which is no curve."""
     few = [replace(point, kl=None) for point in books.profile.curve[:1]]
