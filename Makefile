@@ -57,7 +57,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 $(PYTHON); do \
 	"$$p" -c pass 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup model demo check quick compat test costs lint format docs dist report bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten clean
+.PHONY: help setup model demo check quick compat test costs lint format docs dist report results bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -149,6 +149,9 @@ dist: setup  ## source distribution and wheel, in dist, with their metadata chec
 
 report: setup  ## size, quality and task scores beside every baseline, with plots, in out/report
 	$(BIN)/cuvee report
+
+results: setup  ## the tables of README and eval/results that are made of committed data
+	$(BIN)/python -m tests.package.result_tables
 
 bench: setup  ## a benchmark: BENCH=cpu (default), engine, blend, clients; options in BENCH_ARGS
 	PYTHONPATH=src:. $(BIN)/python -m cuvee.eval.bench.$(BENCH) $(BENCH_ARGS)

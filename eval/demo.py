@@ -338,7 +338,7 @@ def _table(baselines: list[Quality], presets: dict[str, list[Quality]]) -> Table
 def _row(name: str, q: Quality) -> tuple[str, ...]:
     kl = f"{q.kl:.5f} ± {q.kl_stderr or 0:.5f}"
     speeds = [f"{1e3 * s:,.0f} MB/s" if s else "" for s in (q.encode_gb_per_s, q.decode_gb_per_s)]
-    return (name, f"{q.bits_per_value:.2f}", f"{q.ratio or 0:.1f}x", kl, f"{100 * q.top1:.1f} %", *speeds)
+    return (name, f"{q.bits_per_value:.2f}", f"{q.ratio or 0:.1f}x", kl, f"{100 * q.top1:.1f}%", *speeds)
 
 
 def _footnote(bench: QualityBench, model: str, calibrated: int, seconds: float) -> Text:

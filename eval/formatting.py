@@ -43,9 +43,9 @@ def with_error(value: float, error: float | None, *, signed: bool = False, perce
 
     Example:
         >>> with_error(0.123456, 0.0021), with_error(0.98, 0.01, percent=True)
-        ('0.1235 ± 0.0021', '98.0 ± 1.0 %')
+        ('0.1235 ± 0.0021', '98.0 ± 1.0%')
     """
-    scale, unit = (100.0, " %") if percent else (1.0, "")
+    scale, unit = (100.0, "%") if percent else (1.0, "")
     value *= scale
     if error is None:
         return format_number(value, 4 if percent else 3, signed) + unit
@@ -84,4 +84,4 @@ def format_interval(ratio: Ratio | None) -> str:
 
 def format_percent(share: float) -> str:
     """Write a requested share, such as 0.15, in percent: 15%."""
-    return f"{100 * share:g} %"
+    return f"{100 * share:g}%"

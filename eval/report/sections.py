@@ -403,7 +403,7 @@ def _blends(report: Report) -> ReportSection:
                 if selector == "default":
                     strong.add(len(rows))
                 rows.append([entries[0].label, kv, "", "", "", *map(_recovered, entries)])
-        columns = ["selector ", "chunks ", "bits per value", "KL", "0 %", *map(format_percent, costs)]
+        columns = ["selector ", "chunks ", "bits per value", "KL", "0%", *map(format_percent, costs)]
         title = f"{made.name}: {made.prompts} prompts"
         tables.append(ReportTable(columns, rows, title, strong=frozenset(strong)))
     if not tables:

@@ -114,7 +114,7 @@ def committed(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [NOTEBOOKS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOKS[1:])]
+    "name", [NOTEBOOKS[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in NOTEBOOKS[1:])]
 )
 def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     original = ROOT / "notebooks" / f"{name}.ipynb"

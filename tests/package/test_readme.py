@@ -8,6 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from tests.package.result_tables import DOCUMENTS, renewed
+
 import cuvee
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.format.keys import MAX_KEY_BYTES, MIN_KEY_BYTES
@@ -56,6 +58,15 @@ def test_security_names_what_exists() -> None:
     for name in re.findall(r"`(?:Codec\()?(\w+)=\)?`", text):
         assert name in parameters or name in urls._PASSWORD, name
     assert f"default {MAX_DECODED_TOKENS}" in text and f"{MIN_KEY_BYTES} to {MAX_KEY_BYTES} secret bytes" in text
+
+
+def test_tables_of_results_are_those_of_the_data() -> None:
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        assert "<!-- table: " in text
+        assert renewed(text) == text, f"{path}: make results"
+    changed = README.replace("| 8.00 |", "| 7.00 |")
+    assert changed != README and renewed(changed) == README
 
 
 def test_results_stay_small_and_whole() -> None:

@@ -586,7 +586,7 @@ def _curve_table(points: Iterable[CurvePoint]) -> rich.table.Table:
             f"{point.ratio:.1f}x",
             _with_error(point.kl, point.kl_stderr),
             _with_error(point.delta_nll, point.delta_nll_stderr, "+"),
-            "" if point.top1 is None else f"{100 * point.top1:.1f} %",
+            "" if point.top1 is None else f"{100 * point.top1:.1f}%",
         )
     return table
 

@@ -24,7 +24,6 @@ app = typer.Typer(no_args_is_help=True, help="Inspect a store of compressed cach
 _CHECK_BYTES = 64 << 10
 
 _Url = Annotated[str, typer.Argument(metavar="URL", help="The URL that the server gets: file://, redis://, tiered:…")]
-_Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 @app.command("info")
@@ -65,8 +64,8 @@ def store_info(
     _fail(rows)
 
 
-@app.command("delete-tenant")
-def store_delete_tenant(
+@app.command("delete")
+def store_delete(
     url: _Url,
     salt: Annotated[
         str | None, typer.Option("--salt", help="The tenant's cache_salt; '' for requests without one.")
@@ -74,38 +73,31 @@ def store_delete_tenant(
     tenant: Annotated[
         str | None, typer.Option("--tenant", metavar="HEX", help="The tenant as in keys, instead of --salt.")
     ] = None,
-    yes: _Yes = False,
+    everything: Annotated[bool, typer.Option("--all", help="The entries of all tenants, instead.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete every entry of a tenant and report how many there were. Exit code 1 if some entries may remain.
+    """Delete every entry of a tenant, or of all, and report how many there were. Exit code 1 if some may remain.
 
-    Stop the tenant's requests first, or servers may write more entries.
+    Stop the requests first, or servers may write more entries. Other files, keys and objects in the same place stay.
 
     Entries in the RAM of servers stay there until they are evicted or the servers restart.
 
-    Example: cuvee store delete-tenant redis://127.0.0.1:6379/0 --salt customer-17
+    Example: cuvee store delete redis://127.0.0.1:6379/0 --salt customer-17
+
+    Example: cuvee store delete file:///var/cache/kv --all
     """
-    if (salt is None) == (tenant is None):
-        raise typer.BadParameter("must get either --salt or --tenant")
+    if (salt is not None) + (tenant is not None) + everything != 1:
+        raise typer.BadParameter("must get one of --salt, --tenant and --all")
+    if everything:
+        _delete(url, "all tenants", lambda tier: tier.clear(), yes, as_json)
+        return
     if salt is not None:
         from cuvee.naming.identity import tenant_id
 
         tenant = tenant_id(salt)
     checked = check_tenant(tenant)
     _delete(url, f"tenant {checked}", lambda tier: tier.delete_tenant(checked), yes, as_json, tenant=checked)
-
-
-@app.command("clear")
-def store_clear(url: _Url, yes: _Yes = False, as_json: Json = False) -> None:
-    """Delete every entry of all tenants, and report how many there were. Exit code 1 if some remain.
-
-    Other files, keys and objects in the same place stay. Stop the servers first, or they may write more entries.
-
-    Entries in the RAM of servers stay there until they are evicted or the servers restart.
-
-    Example: cuvee store clear file:///var/cache/kv
-    """
-    _delete(url, "all tenants", lambda tier: tier.clear(), yes, as_json)
 
 
 def _delete(url: str, whose: str, delete: Callable[[Store], int], yes: bool, as_json: bool, **told: str) -> None:

@@ -172,7 +172,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
         Server(tmp_path / "log", tmp_path, ()).__enter__()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the server is that of test_serve; here it is asked by another client
 def test_vllms_own_client_asks_a_real_server(tmp_path: Path) -> None:
     need_vllm()
     small = ("--prefix-repetition-prefix-len=256", "--prefix-repetition-suffix-len=16", "--num-prompts=4",

@@ -273,7 +273,7 @@ def test_methods_are_those_of_the_report(folder: Path, report: dict[str, Any]) -
             assert ratio == "" if e["ratio"] is None else agrees(ratio, e["ratio"])
             assert both(kl, e["kl"], e["kl_stderr"]) and both(loss, e["delta_nll"], e["delta_nll_stderr"])
             assert agrees(perplexity, math.exp(e["nll"])) and counts == e["counts"]
-            assert both(top1.removesuffix(" %"), 100 * e["top1"], 100 * e["top1_stderr"])
+            assert both(top1.removesuffix("%"), 100 * e["top1"], 100 * e["top1_stderr"])
             for cell, field in ((encode, "encode_gb_per_s"), (decode, "decode_gb_per_s")):
                 assert cell == "" if e[field] is None else agrees(cell, e[field])
     methods = [row[0] for row in tables["Every method"][0][1]]
@@ -307,9 +307,9 @@ def test_the_headline_is_read_off_the_curves(folder: Path, report: dict[str, Any
 
             assert agrees(bits, math.exp(wanted))
             assert both(kl, math.exp(at("kl", math.log)), at("kl_stderr"))
-            assert both(top1.removesuffix(" %"), 100 * at("top1"), 100 * at("top1_stderr"))
+            assert both(top1.removesuffix("%"), 100 * at("top1"), 100 * at("top1_stderr"))
             growth = math.exp(at("delta_nll"))
-            assert both(perplexity.removesuffix(" %"), 100 * (growth - 1), 100 * growth * at("delta_nll_stderr"))
+            assert both(perplexity.removesuffix("%"), 100 * (growth - 1), 100 * growth * at("delta_nll_stderr"))
             if (ratio, family) == (8, "cuvee/layer"):
                 assert kl in text and f"perplexity changes by {perplexity}" in text and top1 in text
     assert interpolated >= 4 and next(rows, None) is None
@@ -573,7 +573,7 @@ def test_small_numbers_are_not_zero(report: dict[str, Any]) -> None:
     first |= {"top1_stderr": 0.0, "bits_per_value": 0.0123}
     row = by_first(read_markdown(markdown(report, {}))[0]["Every method"][0])["16-bit cache"]
     assert row[1] == "0.0123" and row[3] == "1.2e-09"
-    assert row[4] == f"{MINUS}0.0000003 ± 0.0100000" and row[6] == "100 ± 0 %"
+    assert row[4] == f"{MINUS}0.0000003 ± 0.0100000" and row[6] == "100 ± 0%"
 
 
 @pytest.mark.parametrize(

@@ -659,7 +659,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads((out / "report.json").read_text()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGINT])
 def test_a_run_that_is_told_to_stop_goes_on_later_and_ends_the_same(
     tmp_path: Path, number: signal.Signals, whole: dict[str, Any]
 ) -> None:
