@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.codec.support.files import write_atomically
 from cuvee.eval.formatting import format_number
-from cuvee.eval.labels import Label, place_labels
 from cuvee.eval.quality import Quality
 
 if TYPE_CHECKING:
@@ -58,6 +57,7 @@ _MORE_COLORS = (GREEN, PURPLE, SKY, ORANGE)
 _GRAYS = (("#555555", (0, (5, 2))), ("#777777", (0, (1.5, 1.5))), ("#8c8c8c", (0, (6, 2, 1.5, 2))), ("#9a9a9a", "-"))
 INK, SOFT, LINE, POINT = "#222222", "#666666", "#dddddd", "#333333"
 CURVE_MARKERS = "o^sDvP"
+_POINT_MARKERS = "DsvPX<>ph*"  # of methods with one setting, which the legend names
 # Text stays text in SVG files, which makes them small and lets a page use its own font. Labels are laid out with
 # DejaVu Sans, which is wider than the fonts that replace it, so labels that do not touch here do not touch there.
 _STYLE: Any = {
@@ -174,7 +174,7 @@ def draw_size_kl(
     anchors: Sequence[tuple[float, float, float | None]],
     destroyed: float | None,
 ) -> None:
-    """Draw curves and single points of size against KL, both logarithmic, with their labels.
+    """Draw curves and single points of size against KL, both logarithmic, and name them in a legend.
 
     Args:
         figure: of `axes`.
@@ -184,7 +184,6 @@ def draw_size_kl(
         anchors: bits per value and KL of each anchor, and how far left a thin line leads from it at that KL.
         destroyed: the KL of a destroyed cache, marked by a line.
     """
-    labels: list[Label] = []
     for bits, kl, reach in anchors:
         if reach is not None and reach < bits:
             axes.plot([reach, bits], [kl, kl], color="#aaaaaa", linewidth=0.7, zorder=1.5)
@@ -209,10 +208,23 @@ def draw_size_kl(
                 axes.plot(
                     x, y, "o", markersize=8, markerfacecolor="white", markeredgecolor=color, markeredgewidth=2, zorder=5
                 )
-                labels.append(Label(name, x, y, color, below=True))
-    for series in points:
-        axes.errorbar(series.x, series.y, series.bars, fmt="D", color=POINT, markersize=5.5, elinewidth=0.9, zorder=3.5)
-        labels.append(Label(series.label, series.x[0], series.y[0], INK))
+                axes.annotate(
+                    name, (x, y), xytext=(-6, -6), textcoords="offset points", ha="right", va="top", fontsize=8.5,
+                    color=color, zorder=6,
+                )  # fmt: skip
+    for rank, series in enumerate(points):
+        axes.errorbar(
+            series.x,
+            series.y,
+            series.bars,
+            linestyle="none",
+            marker=_POINT_MARKERS[rank % len(_POINT_MARKERS)],
+            color=POINT,
+            markersize=5.5,
+            elinewidth=0.9,
+            zorder=3.5,
+            label=series.label,
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     size_axis(axes, [x for series in (*curves, *points) for x in series.x])
@@ -234,9 +246,8 @@ def draw_size_kl(
             fontsize=8.5,
             color=SOFT,
         )
-    if curves:
-        axes.legend(loc="lower left", fontsize=9, handlelength=2.6)
-    place_labels(figure, axes, labels, [(s.x, s.y) for s in (*curves, *points)])
+    if curves or points:
+        figure.legend(loc="outside lower left", ncols=3, fontsize=8.5, handlelength=2.6)
 
 
 def family_look(family: str, rank: int) -> tuple[str, Any]:

@@ -61,7 +61,9 @@ def equal_kl() -> list[str]:
     lines = ["| baseline | bits per value | KL | cuvee is smaller by |", "|---|---|---|---|"]
     for anchor in anchors:
         size = _interval(_smaller(anchors, anchor["anchor"], anchor["anchor"]))
-        lines.append(f"| {BASELINES[anchor['anchor']]} | {anchor['bits_per_value']:.2f} | {anchor['kl']:.4f} | {size} |")
+        lines.append(
+            f"| {BASELINES[anchor['anchor']]} | {anchor['bits_per_value']:.2f} | {anchor['kl']:.4f} | {size} |"
+        )
     (fp8,) = (each for each in anchors if each["anchor"] == "fp8-e4m3")
     (pca,) = (each["bits_per_value"] for each in fp8["families"] if each["family"] == PCA)
     size = _interval(_smaller(anchors, "fp8-e4m3", PCA))
