@@ -425,7 +425,8 @@ def test_a_task_that_the_model_cannot_do_is_left_out(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cuvee.eval.lm.CuveeLM.max_length", 200)  # the pairs fit, the prose does not
-    config = replace(CONFIG, tasks=("cuvee_reread_nll", TASK), limit=2, sequences=2)
+    methods = ("kivi2", "destroyed", "cuvee/layer@balanced")
+    config = replace(CONFIG, methods=methods, tasks=("cuvee_reread_nll", TASK), limit=2, sequences=2)
     data = run_report(config, tmp_path / "run", console)
     assert [entry["key"] for entry in data["skipped"]] == ["cuvee_reread_nll"]
     assert re.search("cuvee_reread_nll has a request of .* tokens, the model reads 200", data["skipped"][0]["reason"])
@@ -448,7 +449,8 @@ def test_a_method_that_fails_is_left_out_and_nothing_else(
 
     monkeypatch.setattr(CacheGen, "encode", refuse)
     monkeypatch.setattr(TaskScorer, "score", fail)
-    data = run_report(replace(CONFIG, limit=2, sequences=2), tmp_path / "run", console)
+    methods = ("fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed", "cuvee/layer")
+    data = run_report(replace(CONFIG, methods=methods, limit=2, sequences=2), tmp_path / "run", console)
     assert {entry["key"] for entry in data["skipped"]} == {"cachegen", "kivi2"}
     measured = {entry["key"] for entry in data["quality"]}
     assert "cachegen" not in measured and {"kivi2", "cuvee/layer@balanced"} <= measured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def test_methods_follow_each_other_on_one_model(books: Any) -> None:
     assert exact.per_doc and exact.score == sum(exact.per_doc) / 12 > 0.6 and exact.bits_per_value == 16
     _, lost = scores.score(Destroyed(), "cuvee_needle_128")
     assert lost.score < 0.5 and lost.bits_per_value == 0
+    _, alone = scores.score(Destroyed(), "cuvee_needle_128", exact=replace(exact, per_doc=None))  # nothing to pair with
+    assert alone.difference == lost.score - exact.score < 0 and alone.difference_stderr is None
     other, coded = scores.score(CodecMethod(Codec(books.profile)), "cuvee_needle_128")
     assert coded.score > 0.6 and 0.5 < (coded.bits_per_value or 0) < 3 and other == task
     assert scores.score(Uncompressed(), "cuvee_needle_128") == (task, exact)
