@@ -118,11 +118,12 @@ class KVChunk:
         chunk._hold(tuple(keys), tuple(values), layout, start, token_ids, following)
         return chunk
 
-    def with_token_ids(self, token_ids: I64 | None) -> KVChunk:
-        """Return the chunk with other ids, which are known to be int64 `[T]`."""
+    def with_token_ids(self, token_ids: object) -> KVChunk:
+        """Return the chunk with other ids, `[T]` integers or None; errors as for the class."""
         if token_ids is self.token_ids:
             return self
-        return KVChunk.unchecked(self.keys, self.values, self.layout, self.start, token_ids, self.following)
+        ids = None if token_ids is None else as_token_ids(token_ids, self.tokens, "token_ids")
+        return KVChunk.unchecked(self.keys, self.values, self.layout, self.start, ids, self.following)
 
     @property
     def end(self) -> int:

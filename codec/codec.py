@@ -96,7 +96,7 @@ class Codec:
         self.threads = threads or os.cpu_count() or 1
         self.settings = Settings.choose(profile, self.quality, refinements)
         self.lossless, self.step_index = self.settings.predicted.lossless, self.settings.predicted.step_index
-        if self.quality.preset in PRESET_KL and not profile.promises_kl:
+        if self.quality.preset in PRESET_KL and not profile.measured().knows_kl:
             warn_of_no_promise(self.quality.preset, profile.source)
         self._keys = make_keys(key)
         self._of_layers: dict[tuple[int, ...], Codec] = {}
@@ -178,21 +178,17 @@ class Codec:
         return has_backend(self._backends.name, kind) and self._backends.of(kind).batched
 
     @overload
-    def encode(self, source: KVChunk, *, tokens: object = None, associated_data: bytes = b"") -> bytes: ...
+    def encode(self, source: KVChunk, *, associated_data: bytes = b"") -> bytes: ...
     @overload
     def encode(self, source: PagedChunks, *, associated_data: Sequence[bytes] | None = None) -> list[bytes]: ...
-    def encode(
-        self, source: KVChunk | PagedChunks, *, tokens: object = None, associated_data: OneOrEach | None = None
-    ) -> bytes | list[bytes]:
+    def encode(self, source: KVChunk | PagedChunks, *, associated_data: OneOrEach | None = None) -> bytes | list[bytes]:
         """Compress a chunk into one blob, on the device where it is; or each chunk of a serving engine's pages.
 
         Args:
             source: the chunk or chunks. With a calibrated profile, the tokens at the end of a cache are coded finer.
-                Slices of one chunk know how far from the end they are (`KVChunk.following`).
-            tokens: with a chunk: the ids of its tokens, `[T]` integers, `cuvee.NO_TOKEN` for a token without one. If
-                all tokens have ids, a profile with a token table makes the blob smaller, and the blob holds them, so
-                that decoding needs nothing new. Any other profile, and lossless coding, ignores them. Default:
-                `chunk.token_ids`.
+                Slices of one chunk know how far from the end they are (`KVChunk.following`). If all tokens have ids
+                (`KVChunk.token_ids`), a profile with a token table makes the blob smaller, and the blob holds them, so
+                that decoding needs nothing new. Any other profile, and lossless coding, ignores them.
             associated_data: with a key, bytes that the blob is bound to, such as its name in a store; for pages, those
                 of each chunk. The blob does not contain them, and decodes only if the same bytes are given.
 
@@ -201,27 +197,24 @@ class Codec:
 
         Raises:
             ProfileMismatchError: the layout is not the profile's.
-            InputError: values that a lossy quality cannot code (NaN, infinite); token ids of another number, or outside
-                the vocabulary; slots that the pages do not have; `associated_data` without a key; a codec with
-                refinements.
+            InputError: values that a lossy quality cannot code (NaN, infinite); token ids outside the vocabulary; slots
+                that the pages do not have; `associated_data` without a key; a codec with refinements.
         """
         if self.refinements:
             raise InputError(
                 f"refinements: must be 0 to encode single blobs, got {self.refinements}: call encode_parts()"
             )
-        blobs = [blob for (blob,) in self._encode(source, tokens, associated_data)]
+        blobs = [blob for (blob,) in self._encode(source, associated_data)]
         return blobs[0] if isinstance(source, KVChunk) else blobs
 
     @overload
-    def encode_parts(
-        self, source: KVChunk, *, tokens: object = None, associated_data: bytes = b""
-    ) -> tuple[bytes, ...]: ...
+    def encode_parts(self, source: KVChunk, *, associated_data: bytes = b"") -> tuple[bytes, ...]: ...
     @overload
     def encode_parts(
         self, source: PagedChunks, *, associated_data: Sequence[bytes] | None = None
     ) -> list[tuple[bytes, ...]]: ...
     def encode_parts(
-        self, source: KVChunk | PagedChunks, *, tokens: object = None, associated_data: OneOrEach | None = None
+        self, source: KVChunk | PagedChunks, *, associated_data: OneOrEach | None = None
     ) -> tuple[bytes, ...] | list[tuple[bytes, ...]]:
         """Compress a chunk into its parts, each a blob of its own; or each chunk of a serving engine's pages.
 
@@ -242,15 +235,13 @@ class Codec:
             >>> bool((fine.keys[0] - chunks[0].keys[0]).std() < (coarse.keys[0] - chunks[0].keys[0]).std() / 2)
             True
         """
-        parts = self._encode(source, tokens, associated_data)
+        parts = self._encode(source, associated_data)
         return parts[0] if isinstance(source, KVChunk) else parts
 
-    def _encode(
-        self, source: KVChunk | PagedChunks, tokens: object, associated_data: OneOrEach | None
-    ) -> list[tuple[bytes, ...]]:
+    def _encode(self, source: KVChunk | PagedChunks, associated_data: OneOrEach | None) -> list[tuple[bytes, ...]]:
         """Return the parts of each chunk."""
         self.profile.check_layout(source.layout)
-        requests = self._encoder.requests(source, tokens)
+        requests = self._encoder.requests(source)
         bound = self._opener.each_associated(associated_data, None if isinstance(source, KVChunk) else len(requests))
         return self._encoder.encode(self._backends.of(source.device.type), source.layout, requests, bound)
 

@@ -8,14 +8,12 @@ from dataclasses import replace
 from cuvee.codec.backends import Backend, Coding, EncodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.residuals import FINER
-from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import NO_DIGEST, Contents, Kind, header_digest, write_blob
 from cuvee.codec.format.keys import Key
 from cuvee.codec.id_coding import IdCoding
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.setting import Settings
-from cuvee.codec.token_ids import as_token_ids
 
 
 class Encoder:
@@ -29,18 +27,10 @@ class Encoder:
         own, profile = self._settings.of(ids), self._settings.profile
         return Coding(profile, own.scheme, own.step_index, dtype, ids and not own.lossless, own.refinements)
 
-    def requests(self, source: KVChunk | PagedChunks, tokens: object) -> list[EncodeRequest]:
-        """Return what to encode, with the ids that something is predicted from.
-
-        Raises:
-            InputError: other ids than the tokens have.
-        """
-        if isinstance(source, KVChunk):
-            ids = source.token_ids if tokens is None else as_token_ids(tokens, source.tokens)
-            return [EncodeRequest(source, self._ids.known(ids))]
-        if tokens is not None:
-            raise InputError("tokens: must be those of the PagedChunks, got some beside them")
-        return [EncodeRequest(own, self._ids.known(own.token_ids)) for own in source]
+    def requests(self, source: KVChunk | PagedChunks) -> list[EncodeRequest]:
+        """Return what to encode, with the ids that something is predicted from; errors as `IdCoding.known`."""
+        chunks = [source] if isinstance(source, KVChunk) else source
+        return [EncodeRequest(own, self._ids.known(own.token_ids)) for own in chunks]
 
     def encode(
         self, backend: Backend, layout: KVLayout, requests: Sequence[EncodeRequest], bound: Sequence[bytes]

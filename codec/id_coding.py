@@ -34,7 +34,7 @@ class IdCoding:
             return None
         if ids.max() >= table.vocabulary:
             raise InputError(
-                f"tokens: must be below {table.vocabulary}, the vocabulary of the profile's model, got {ids.max()}"
+                f"token_ids: must be below {table.vocabulary}, the vocabulary of the profile's model, got {ids.max()}"
             )
         return ids
 
@@ -62,6 +62,6 @@ def _warn_of_no_ids(has_curve: bool) -> None:
     """Warn once per process."""
     _log.warning(
         "a chunk without token ids, or with a token that has none, is coded with a profile that predicts from tokens: "
-        "its blob is larger%s. Pass tokens=, or learn the profile with predict_tokens=False",
+        "its blob is larger%s. Give the chunk its token_ids, or learn the profile with predict_tokens=False",
         "" if has_curve else ", and its KL may exceed the profile's curve, which was measured with ids alone",
     )

@@ -63,7 +63,7 @@ class Setting:
         """
         if quality.lossless:
             return cls(Scheme.LOSSLESS)
-        if finer := profile.least_promise(quality, plain=plain):
+        if finer := profile.measured(plain=plain).least_promise(quality):
             of = " of chunks without token ids" if plain else ""
             reached = "the least that the profile's curve%s reaches: lossless instead"
             _log.info(f"%s=%.3g is below %.3g, {reached}", *finer, of)
@@ -130,7 +130,8 @@ class Settings:
         if own.lossless:
             return (ExpectedPart(0.0, None),)
         steps = [own.step_index - FINER * part for part in range(own.refinements + 1)]
-        return tuple(ExpectedPart(self.profile.kl_at(step, worst), self.profile.bits_at(step)) for step in steps)
+        curve = self.profile.measured()
+        return tuple(ExpectedPart(curve.kl_at(step, worst), curve.bits_at(step)) for step in steps)
 
     @property
     def layer_runs(self) -> tuple[range, ...]:

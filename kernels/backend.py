@@ -19,16 +19,14 @@ from typing import Any
 import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
-from cuvee.codec.entropy.family import Family
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import Scheme
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profiles.sections import partition
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.kernels.chunks import join, raise_status, touched
 from cuvee.kernels.devices import Download, Mark, current, refuse_capture, settled
 from cuvee.kernels.lossless_scheme import LosslessDevice
-from cuvee.kernels.plans import FamilyTables, Geometry, TransformPlan
+from cuvee.kernels.plans import TransformPlan
 from cuvee.kernels.transform_scheme import TransformDevice
 from cuvee.kernels.workspace import batches
 
@@ -58,7 +56,6 @@ class TritonBackend:
         self.devices: tuple[str, ...] = ("cuda", "cpu") if interpreted else ("cuda",)
         self.workspace_bytes = workspace_bytes
         self._schemes: OrderedDict[tuple[Any, ...], _Scheme] = OrderedDict()
-        self._tables: OrderedDict[tuple[int, torch.device], tuple[Family, FamilyTables]] = OrderedDict()
         self._held: list[tuple[Mark, tuple[object, ...]]] = []  # marks of work in flight, and the objects that it reads
         self.after_fork()
         tell_after_fork(self)
@@ -129,20 +126,11 @@ class TritonBackend:
     def _make(self, coding: Coding, cache: PagedCache, product: torch.dtype) -> _Scheme:
         device, layout = cache.device, replace(coding.profile.layout, dtype=coding.dtype)
         if coding.scheme is Scheme.LOSSLESS:
-            return LosslessDevice(layout, Geometry(layout, partition(layout, "unit"), device), device)
+            return LosslessDevice(layout, device)
         plan = TransformPlan(
             coding.profile, coding.step_index, device, product, coding.predicted, coding.refinements > 0
         )
-        return TransformDevice(coding, plan, self._family_tables(plan.family, device))
-
-    def _family_tables(self, family: Family, device: torch.device) -> FamilyTables:
-        key = (id(family), device)
-        if key not in self._tables:
-            # The entry keeps the family alive, so its id stays unique.
-            self._tables[key] = (family, FamilyTables.of(family, device))
-            if len(self._tables) > MAX_SCHEMES:
-                self._tables.popitem(last=False)
-        return self._tables[key][1]
+        return TransformDevice(plan)
 
 
 def _check_tokens(tokens: int) -> int:

@@ -148,12 +148,7 @@ class DevicePredictor:
 
 def _rows(section: SectionProfile, components: npt.NDArray[np.int32]) -> torch.Tensor:
     """Return rows of the forward bases, `[K, N]`, extended to all N values of a section."""
-    rows = torch.zeros(len(components), len(section.basis.mean))
-    first = column = 0
-    for matrix in section.basis.forward:
-        rank, size = matrix.shape
-        inside = np.flatnonzero((components >= first) & (components < first + rank))
-        wanted = torch.from_numpy(components[inside] - first).long()
-        rows[torch.from_numpy(inside), column : column + size] = matrix[wanted]
-        first, column = first + rank, column + size
-    return rows
+    out = torch.zeros(len(components), len(section.basis.mean))
+    for rows, values, matrix in section.basis.leading(components).parts:
+        out[rows, values] = matrix
+    return out

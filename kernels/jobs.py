@@ -144,20 +144,21 @@ class Fields(tl.constexpr):  # type: ignore[misc]
         return getattr(self.value, name)
 
 
-def _fields(table: type[IntEnum | IntFlag]) -> Any:
+def fields_of(table: type[IntEnum | IntFlag]) -> Any:
+    """Return the fields of a table for kernels."""
     numbers = {name: int(field) for name, field in table.__members__.items()}
     make: Any = namedtuple  # noqa: PYI024 - its names are known at run time
     return Fields(make(table.__name__, [*numbers, "FIELDS"])(*numbers.values(), len(numbers)))
 
 
-JOB = _fields(JobField)
-PART = _fields(PartField)
-PLAN = _fields(PlanField)
-CHUNK = _fields(ChunkField)
-PLACE = _fields(PlaceField)
-TILE = _fields(TileField)
-BLOCK = _fields(BlockField)
-STATUS = _fields(Status)
+JOB = fields_of(JobField)
+PART = fields_of(PartField)
+PLAN = fields_of(PlanField)
+CHUNK = fields_of(ChunkField)
+PLACE = fields_of(PlaceField)
+TILE = fields_of(TileField)
+BLOCK = fields_of(BlockField)
+STATUS = fields_of(Status)
 
 
 def job_table(count: int, **fields: npt.ArrayLike) -> I64:

@@ -54,16 +54,13 @@ class LosslessDevice:
 
     Args:
         layout: of the model, with the dtype of the blobs.
-        geometry: its tiles, one section per layer.
         device: where.
     """
 
-    def __init__(self, layout: KVLayout, geometry: Geometry, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
         self.sections = partition(layout, "unit")
-        self._layout = layout
-        self._geometry = geometry
-        self._device = device
-        self._dtype = layout.torch_dtype
+        self._layout, self._device, self._dtype = layout, device, layout.torch_dtype
+        self._geometry = Geometry(layout, self.sections, device)
 
     def _empty_table(self, jobs: int, sections: range) -> I64:
         """Return a table of `BytePlaneField` for this many jobs, with HEAD_DIM filled in."""

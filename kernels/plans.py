@@ -233,7 +233,7 @@ class TransformPlan:
 
     Attributes:
         learned: how the profile's sections are coded.
-        family: whose tables and quantizer the blobs have.
+        family: whose tables and quantizer the blobs have; `tables` on the device.
         coding: of each section, on the host, part by part: of the blobs, and of their refinements.
         geometry: the tiles of its sections.
         arrays: the plan of class k of section s in a part p, in row 16 (S p + s) + k, on the host; `device_plans` on
@@ -279,7 +279,7 @@ class TransformPlan:
         by_class = [np.max([own.class_ranks for own in of], axis=0) for of in zip(*self.coding, strict=True)]
         deepest = [ranks.max(0) for ranks in by_class]
         self.arrays = PlanArrays.of(self.coding, by_class, deepest, self.family)
-        self.device_plans = self.arrays.to(device)
+        self.device_plans, self.tables = self.arrays.to(device), FamilyTables.of(self.family, device)
         block_ranks = np.ascontiguousarray(np.concatenate(by_class, axis=1, dtype=np.int32).T)
         self.block_ranks = torch.from_numpy(block_ranks).to(device)
         self.maps = LinearMaps(self.geometry, self.learned, [list(own) for own in deepest], device, product)

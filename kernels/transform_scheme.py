@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
+from cuvee.codec.backends import DecodeRequest, EncodeRequest
 from cuvee.codec.entropy.token_classes import NEUTRAL
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.paged import PagedCache
@@ -39,7 +39,7 @@ from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.rans import rans_decode
 from cuvee.kernels.ops.synthesize import synthesis_config, synthesize
 from cuvee.kernels.outgoing import check_size, code_streams, measure, stream_fields, stream_jobs, write_parts
-from cuvee.kernels.plans import FamilyTables, TransformPlan
+from cuvee.kernels.plans import TransformPlan
 from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import send_arrays
 from cuvee.kernels.workspace import place_coefficients, place_planes, running_offsets, zeros
@@ -49,15 +49,12 @@ class TransformDevice:
     """Codes chunks with a learned profile at one step, or as bases and refinements.
 
     Args:
-        coding: whose profile and step.
-        plan: the same on the device.
-        tables: the entropy tables on the device, of the plan's family.
+        plan: the profile and the step, on the device.
     """
 
-    def __init__(self, coding: Coding, plan: TransformPlan, tables: FamilyTables) -> None:
-        self.sections = coding.profile.sections
+    def __init__(self, plan: TransformPlan) -> None:
+        self.sections = plan.profile.sections
         self._plan = plan
-        self._tables = tables
 
     @lazy
     def _predictor(self) -> DevicePredictor | None:
@@ -121,7 +118,7 @@ class TransformDevice:
             own, last = slice(part * count, (part + 1) * count), part == plan.parts - 1
             with stage("rans"):
                 coding = stream_jobs(jobs[own], sent["jobs"][own], plan.device_plans.plans, plan.device_plans.tables)
-                rans_decode(data, coding, self._tables.decoding, order.classes, planes, status)
+                rans_decode(data, coding, plan.tables.decoding, order.classes, planes, status)
             out = y if last else torch.empty(coefficients, dtype=torch.float32, device=device)
             with stage("dequantize"):
                 dequantize(
@@ -255,12 +252,12 @@ class TransformDevice:
                     # Of the components that a base does not have, all is left.
                     left = y[coefficients:].copy_(y[:coefficients])
                 quantize(
-                    y, sent["jobs"][own], plan.device_plans, self._tables.codable, order.classes, planes,
+                    y, sent["jobs"][own], plan.device_plans, plan.tables.codable, order.classes, planes,
                     counts[own], status, max_rows, left,
                 )  # fmt: skip
         coding = stream_jobs(jobs, sent["jobs"], plan.device_plans.plans, plan.device_plans.tables)
         streams, totals = code_streams(
-            jobs, coding, self._tables.entries, planes, plans[:, PlanField.PLANES], order.classes
+            jobs, coding, plan.tables.entries, planes, plans[:, PlanField.PLANES], order.classes
         )
         sizes = measure(jobs, totals, counts.sum(1, dtype=torch.int64), status, self.sections, first_chunk)
         index = torch.empty(sizes.escapes, dtype=torch.uint32, device=device)

@@ -279,27 +279,11 @@ class Profile:
                 f"{str(asked).partition('=')[0]}: must be quality='lossless' with an unlearned profile, got {asked}: "
                 "learn a profile with `cuvee profile learn` or cuvee.calibrate, or fit one to chunks with cuvee.fit"
             )
-        return self.check_step_index(self._curve_for(plain).resolve(asked))
+        return self.check_step_index(self.measured(plain=plain).resolve(asked))
 
-    def least_promise(self, quality: Quality, *, plain: bool = False) -> tuple[str, float, float] | None:
-        """Return a limit that only lossless coding keeps: see `Curve.least_promise`."""
-        return self._curve_for(plain).least_promise(quality)
-
-    def _curve_for(self, plain: bool) -> Curve:
+    def measured(self, *, plain: bool = False) -> Curve:
+        """Return what was measured at each step; `plain`: of chunks without token ids, if it was measured."""
         return self._curve.plain if plain and self._curve.plain is not None else self._curve
-
-    def bits_at(self, step_index: int) -> float | None:
-        """Return the bits per value at a step, read off the curve; None outside the curve."""
-        return self._curve.bits_at(step_index)
-
-    def kl_at(self, step_index: int, worst: bool = False) -> float | None:
-        """Return the KL to expect at a step, in nats per token, read off the curve: see `Curve.kl_at`."""
-        return self._curve.kl_at(step_index, worst)
-
-    @property
-    def promises_kl(self) -> bool:
-        """Whether presets keep their KL: it was measured, as by `calibrate` or `measure`."""
-        return self._curve.knows_kl
 
     @property
     def default_quality(self) -> str:

@@ -109,7 +109,7 @@ class Setup:
     @property
     def knows_kl(self) -> bool:
         """Whether it is known what loaded tokens lose."""
-        return self.quality == LOSSLESS or self.profile.promises_kl
+        return self.quality == LOSSLESS or self.profile.measured().knows_kl
 
     @property
     def predicts(self) -> bool:

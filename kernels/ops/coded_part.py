@@ -59,15 +59,7 @@ def count_words(coding: StreamJobs, lengths: torch.Tensor, totals: torch.Tensor)
 
 
 def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, class_words: Count) -> Count:
-    """Return the size of coded parts in bytes: of one part (ints) or of many (int64 arrays).
-
-    Args:
-        streams: S.
-        long: 1: lengths take four bytes, 0: two.
-        words: W, of all streams.
-        escapes: E.
-        class_words: C.
-    """
+    """Return the size of coded parts in bytes: of one (ints) or of many (int64 arrays); `long` as in `long_lengths`."""
     coded = HEADER_BYTES + (6 + 2 * long) * streams + 2 * (words + class_words)
     size: Count = coded + -coded % 4 + 8 * escapes
     return size

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.tables import SYMBOLS
-from cuvee.kernels.jobs import ELEMENTS, TILE
+from cuvee.kernels.jobs import ELEMENTS, TILE, fields_of
 from cuvee.kernels.ops.arguments import CacheView, TileTable
 from cuvee.kernels.ops.pages import (
     rounded,
@@ -37,10 +37,7 @@ class BytePlaneField(IntEnum):
     HEAD_DIM = 2  # values of a head: the channel is head * HEAD_DIM + dimension
 
 
-BYTE_FIELDS = tl.constexpr(len(BytePlaneField))
-BYTE_PLANE = tl.constexpr(int(BytePlaneField.PLANE))
-BYTE_REFERENCE = tl.constexpr(int(BytePlaneField.REFERENCE))
-BYTE_HEAD_DIM = tl.constexpr(int(BytePlaneField.HEAD_DIM))
+BYTE = fields_of(BytePlaneField)
 VALUES = tl.constexpr(SYMBOLS)
 
 

@@ -13,10 +13,7 @@ from cuvee.codec.stages.reference.byte_planes import PROB_BITS
 from cuvee.kernels.jobs import CHUNK, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.lossless import (
-    BYTE_FIELDS,
-    BYTE_HEAD_DIM,
-    BYTE_PLANE,
-    BYTE_REFERENCE,
+    BYTE,
     TOKENS,
     VALUES,
     WARPS,
@@ -72,8 +69,8 @@ def _merge_half(data, planes, row, channel, has, token, inside, tokens, WORD: tl
     mask = inside[:, None] & has[None, :]
     word = tl.zeros(at.shape, WORD)
     for index in tl.static_range(WORD.primitive_bitwidth // 8):
-        plane = _multiple(tl.load(row + index * BYTE_FIELDS + BYTE_PLANE), FACTOR)
-        reference = tl.load(row + index * BYTE_FIELDS + BYTE_REFERENCE)
+        plane = _multiple(tl.load(row + index * BYTE.FIELDS + BYTE.PLANE), FACTOR)
+        reference = tl.load(row + index * BYTE.FIELDS + BYTE.REFERENCE)
         if reference < 0:
             byte = tl.load(data + plane + at, mask=mask, other=0)
         else:
@@ -107,8 +104,8 @@ def _merge_planes(  # type: ignore[no-untyped-def]
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     pair = tl.arange(0, PAIRS)
-    row = table + (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8 * BYTE_FIELDS)
-    head_dim = tl.load(row + BYTE_HEAD_DIM)
+    row = table + (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8 * BYTE.FIELDS)
+    head_dim = tl.load(row + BYTE.HEAD_DIM)
     channel0, has0 = _half_channels(tile, pair, head_dim, TILE.DIM0, TILE.COUNT0)
     channel1, has1 = _half_channels(tile, pair, head_dim, TILE.DIM1, TILE.COUNT1)
     a = _merge_half(data, planes, row, channel0, has0, token, inside, tokens, WORD, FACTOR)

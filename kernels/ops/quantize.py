@@ -217,18 +217,10 @@ def list_escapes(
     value: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """List the escapes of all jobs, job by job, each in rising order.
+    """List the escapes of all jobs, job by job, each in rising order, given what `quantize` had and wrote.
 
-    Args:
-        y: as for `quantize`.
-        jobs: likewise.
-        plans: likewise.
-        classes: likewise.
-        planes: as `quantize` wrote them.
-        starts: int64 `[J, max_rows]`: where a row's escapes begin, the sum of all counts before it.
-        index: uint32 `[E]`; gets row * T + column.
-        value: int32 `[E]`; gets the number in place of the ESCAPE byte.
-        max_rows: rows of the largest job.
+    `starts`, int64 `[J, max_rows]`, says where a row's escapes begin: the sum of all counts before it. `index`, uint32
+    `[E]`, gets row * T + column, and `value`, int32 `[E]`, the number in place of the ESCAPE byte.
     """
     total = len(index)
     if total:

@@ -9,6 +9,8 @@ steps, and where a plane goes depends on whether it is coded, which is known onl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,10 +18,7 @@ import triton.language as tl
 from cuvee.kernels.jobs import CHUNK, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
 from cuvee.kernels.ops.lossless import (
-    BYTE_FIELDS,
-    BYTE_HEAD_DIM,
-    BYTE_PLANE,
-    BYTE_REFERENCE,
+    BYTE,
     TOKENS,
     VALUES,
     WARPS,
@@ -75,7 +74,7 @@ def _read_tile(  # type: ignore[no-untyped-def]
     offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
     a, b = _load_words(places, scales, tile, offset, exists, DTYPE, ELEMENT, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
     index = (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8)
-    head_dim = tl.load(table + index * BYTE_FIELDS + BYTE_HEAD_DIM)
+    head_dim = tl.load(table + index * BYTE.FIELDS + BYTE.HEAD_DIM)
     pair = tl.arange(0, PAIRS)
     channel0, has0 = _half_channels(tile, pair, head_dim, TILE.DIM0, TILE.COUNT0)
     channel1, has1 = _half_channels(tile, pair, head_dim, TILE.DIM1, TILE.COUNT1)
@@ -96,7 +95,7 @@ def _sum_bytes(  # type: ignore[no-untyped-def]
         DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
     )  # fmt: skip
     for byte in tl.static_range(WORD.primitive_bitwidth // 8):
-        sum_of = sums + tl.load(table + (index + byte) * BYTE_FIELDS + BYTE_REFERENCE)
+        sum_of = sums + tl.load(table + (index + byte) * BYTE.FIELDS + BYTE.REFERENCE)
         sum0 = tl.sum((a >> 8 * byte & 255).to(tl.int32), 0)
         sum1 = tl.sum((b >> 8 * byte & 255).to(tl.int32), 0)
         tl.atomic_add(sum_of + channel0, sum0.to(tl.int64), mask=has0, sem="relaxed")
@@ -141,7 +140,7 @@ def _count_symbols(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     symbol = tl.arange(0, VALUES)
     for byte in tl.static_range(WORD.primitive_bitwidth // 8):
-        at = tl.load(table + (index + byte) * BYTE_FIELDS + BYTE_REFERENCE)
+        at = tl.load(table + (index + byte) * BYTE.FIELDS + BYTE.REFERENCE)
         count = _count_half(a, byte, sums + at, references + at, channel0, has0, inside, tokens)
         count += _count_half(b, byte, sums + at, references + at, channel1, has1, inside, tokens)
         tl.atomic_add(counts + (index + byte) * VALUES + symbol, count, mask=count > 0, sem="relaxed")
@@ -155,8 +154,8 @@ def _split_half(  # type: ignore[no-untyped-def]
     at = (channel * tokens)[None, :] + token[:, None]
     mask = inside[:, None] & has[None, :]
     for index in tl.static_range(WORD.primitive_bitwidth // 8):
-        plane = _multiple(tl.load(row + index * BYTE_FIELDS + BYTE_PLANE), FACTOR)
-        reference = tl.load(row + index * BYTE_FIELDS + BYTE_REFERENCE)
+        plane = _multiple(tl.load(row + index * BYTE.FIELDS + BYTE.PLANE), FACTOR)
+        reference = tl.load(row + index * BYTE.FIELDS + BYTE.REFERENCE)
         byte = (word >> 8 * index).to(tl.uint8)
         if reference < 0:
             tl.store(out + plane + at, byte, mask=mask)
@@ -178,9 +177,23 @@ def _split_planes(  # type: ignore[no-untyped-def]
         table, chunks, tile, places, scales, slots, status, sections, first_section,
         DTYPE, ELEMENT, WORD, FACTOR, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
     )  # fmt: skip
-    row = table + index * BYTE_FIELDS
+    row = table + index * BYTE.FIELDS
     _split_half(a, row, references, planes, out, channel0, has0, token, inside, tokens, WORD, FACTOR)
     _split_half(b, row, references, planes, out, channel1, has1, token, inside, tokens, WORD, FACTOR)
+
+
+def _launch(
+    kernel: Any, table: torch.Tensor, tiles: TileTable, batch: ChunkBatch, cache: CacheView, *arrays: torch.Tensor,
+    dtype: torch.dtype, **constants: int,
+) -> None:  # fmt: skip
+    """Start a program for each tile and TOKENS tokens of each chunk, with arrays of the kernel's own."""
+    grid = tiles.grid(batch, TOKENS)
+    if 0 not in grid:
+        kernel[grid](
+            table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, *arrays, batch.status,
+            batch.sections, batch.first_section, **constants, **_constants(tiles, cache, dtype), num_warps=WARPS,
+            enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def sum_bytes(
@@ -194,24 +207,11 @@ def sum_bytes(
 ) -> None:
     """Sum each byte of each channel over the tokens of a chunk in the cache.
 
-    A cache of another type than `dtype` is converted by value first; a token without a slot counts as zeros.
-
-    Args:
-        table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`; REFERENCE (in `sums`) and HEAD_DIM are read.
-        tiles: as for `merge_planes`.
-        batch: likewise.
-        cache: what is read.
-        sums: int64, added to: zero before.
-        dtype: of the blobs.
+    A cache of another type than `dtype` is converted by value first; a token without a slot counts as zeros. `table`,
+    int64 `[2 * jobs * itemsize, len(BytePlaneField)]`, says where the sums of a plane lie in `sums`, by REFERENCE; the
+    sums, int64, are added to.
     """
-    grid = tiles.grid(batch, TOKENS)
-    if 0 in grid:
-        return
-    _sum_bytes[grid](
-        table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, batch.status,
-        batch.sections, batch.first_section, **_constants(tiles, cache, dtype), num_warps=WARPS,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+    _launch(_sum_bytes, table, tiles, batch, cache, sums, dtype=dtype)
 
 
 def count_symbols(
@@ -225,29 +225,13 @@ def count_symbols(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Compute the reference byte of each channel from the sums, and count each plane's symbols.
+    """Compute the reference byte of each channel from what `sum_bytes` found, and count each plane's symbols.
 
-    From the counts the host decides which planes to code, exactly as `codec/schemes/lossless.py` does. A plane
-    holds less than 2**31 bytes.
-
-    Args:
-        table: as for `sum_bytes`.
-        tiles: likewise.
-        batch: likewise.
-        cache: likewise.
-        sums: of `sum_bytes`.
-        references: uint8, indexed as the sums; gets means rounded to nearest, ties to even.
-        counts: int32 `[rows of table, 256]`, added to: zero before.
-        dtype: of the blobs.
+    From the counts the host decides which planes to code, exactly as `codec/schemes/lossless.py` does. A plane holds
+    less than 2**31 bytes. `references`, uint8, get means rounded to nearest, ties to even, where the sums lie;
+    `counts`, int32 `[rows of table, 256]`, are added to.
     """
-    grid = tiles.grid(batch, TOKENS)
-    if 0 in grid:
-        return
-    _count_symbols[grid](
-        table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, references, counts,
-        batch.status, batch.sections, batch.first_section, **_constants(tiles, cache, dtype), num_warps=WARPS,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+    _launch(_count_symbols, table, tiles, batch, cache, sums, references, counts, dtype=dtype)
 
 
 def split_planes(
@@ -262,25 +246,9 @@ def split_planes(
     dtype: torch.dtype,
     even: bool,
 ) -> None:
-    """Split the cache into byte planes: coded planes minus their references, stored planes unchanged.
+    """Split the cache into byte planes: coded planes minus their `references`, stored planes unchanged.
 
-    Args:
-        table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`: where each plane goes: to `planes`,
-            or to `out` if REFERENCE is -1.
-        tiles: as for `sum_bytes`.
-        batch: likewise.
-        cache: likewise.
-        references: of `count_symbols`.
-        planes: uint8, gets the symbols of coded planes.
-        out: uint8, gets the bytes of stored planes.
-        dtype: of the blobs.
-        even: as for `merge_planes`.
+    The table says where each plane goes: to `planes`, or to `out` if REFERENCE is -1. `even` as for `merge_planes`.
     """
-    grid = tiles.grid(batch, TOKENS)
-    if 0 in grid:
-        return
-    _split_planes[grid](
-        table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, references, planes, out,
-        batch.status, batch.sections, batch.first_section, FACTOR=4 if even else 1,
-        **_constants(tiles, cache, dtype), num_warps=WARPS, enable_fp_fusion=True,
-    )  # fmt: skip
+    factor = 4 if even else 1
+    _launch(_split_planes, table, tiles, batch, cache, references, planes, out, dtype=dtype, FACTOR=factor)

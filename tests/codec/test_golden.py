@@ -180,7 +180,7 @@ def regenerate() -> None:
         chunk = converted(golden_chunk(SEEDS[name], tokens_of(name), 0, outlier=500.0), name.split("-")[1])
         codec = golden_codec(name, profile)
         chosen = with_classes(profile, WEIGHTS, keep_id=True) if name.startswith("classes") else profile
-        blob = golden_codec(name, chosen).encode(chunk, tokens=IDS if name.startswith("tokens") else None)
+        blob = golden_codec(name, chosen).encode(chunk.with_token_ids(IDS if name.startswith("tokens") else None))
         (FOLDER / f"{name}.bin").write_bytes(blob)
         vector = {"blob": digest(blob)}
         back = codec.decode(blob)
@@ -192,7 +192,7 @@ def regenerate() -> None:
         manifest["vectors"][name] = vector
     chosen = with_classes(profile, WEIGHTS, keep_id=True)
     chunk, ids = golden_chunk(200, CLASSED_TOKENS, 0, outlier=500.0), part_ids()
-    parts = Codec(chosen, step=STEP, refinements=1, threads=1).encode_parts(chunk, tokens=ids)
+    parts = Codec(chosen, step=STEP, refinements=1, threads=1).encode_parts(chunk.with_token_ids(ids))
     for file, part in zip(PARTS, parts, strict=True):
         file.write_bytes(part)
     manifest["parts"] = [digest(part) for part in parts]

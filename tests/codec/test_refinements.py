@@ -45,8 +45,8 @@ def chunk(layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk]) -> K
     return made
 
 
-def parts_of(profile: Profile, chunk: KVChunk, backend: str = "numba", **options: Any) -> tuple[bytes, ...]:
-    return Codec(profile, step=STEP, refinements=1, backend=backend).encode_parts(chunk, **options)
+def parts_of(profile: Profile, chunk: KVChunk, backend: str = "numba") -> tuple[bytes, ...]:
+    return Codec(profile, step=STEP, refinements=1, backend=backend).encode_parts(chunk)
 
 
 def decoded(profile: Profile, parts: Sequence[bytes], backend: str = "numba") -> KVChunk:
@@ -113,8 +113,8 @@ def test_a_component_that_the_base_does_not_code_keeps_its_outliers(fitted: Fitt
 def test_token_ids_predict_parts_too(fitted: Fitted, make_chunk: Any) -> None:
     profile, ids = predicting(fitted("gqa", "layer")), np.arange(TOKENS) * 7 % VOCABULARY
     tame = make_chunk(profile.layout, TOKENS, seed=5, start=20)
-    parts = parts_of(profile, tame, tokens=ids)
-    assert parts == parts_of(profile, tame, "reference", tokens=ids)
+    parts = parts_of(profile, tame.with_token_ids(ids))
+    assert parts == parts_of(profile, tame.with_token_ids(ids), "reference")
     assert [inspect(part).token_id_bytes for part in parts] == [2 * TOKENS, 0]
     np.testing.assert_array_equal(decoded(profile, parts).token_ids, ids)
     assert error(decoded(profile, parts), tame) < error(decoded(profile, parts[:1]), tame) / 4
@@ -204,7 +204,7 @@ def test_chunks_without_ids_that_are_lossless_are_one_part(fitted: Fitted, chunk
     assert (codec.settings.part_count(ids=True), codec.settings.part_count(ids=False)) == (2, 1)
     (blob,) = codec.encode_parts(chunk)
     assert inspect(blob).scheme == "lossless" and same(codec.decode(blob), chunk)
-    assert len(codec.encode_parts(chunk, tokens=np.arange(TOKENS) % VOCABULARY)) == 2
+    assert len(codec.encode_parts(chunk.with_token_ids(np.arange(TOKENS) % VOCABULARY))) == 2
 
 
 def test_requests(fitted: Fitted, chunk: KVChunk) -> None:

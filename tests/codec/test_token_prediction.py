@@ -112,7 +112,7 @@ def test_backends_write_the_same_bytes_and_read_the_same_values(profile: Profile
 
 def test_decoding_returns_the_ids(profile: Profile, chunk: KVChunk) -> None:
     codec = Codec(profile, step=0.25)
-    blob = codec.encode(without_ids(chunk), tokens=chunk.token_ids)
+    blob = codec.encode(without_ids(chunk).with_token_ids(chunk.token_ids))
     assert blob == codec.encode(chunk)
     back = codec.decode(blob)
     assert back.token_ids is not None and chunk.token_ids is not None
@@ -141,7 +141,7 @@ def test_chunks_with_a_token_that_has_no_id_are_coded_without_ids(profile: Profi
     codec = Codec(profile, step=0.25)
     ids = np.array(chunk.token_ids)
     ids[100] = NO_TOKEN
-    assert codec.encode(chunk, tokens=ids) == codec.encode(without_ids(chunk))
+    assert codec.encode(chunk.with_token_ids(ids)) == codec.encode(without_ids(chunk))
 
 
 def curves(*plain: float | None) -> list[CurvePoint]:
@@ -260,18 +260,18 @@ def test_ids_are_ignored_where_nothing_is_predicted(model: LlamaForCausalLM, pro
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (np.zeros(TOKENS - 1, np.int64), "tokens: must be 300 integers"),
-        (np.zeros((1, TOKENS), np.int64), "tokens: must be 300 integers"),
-        (np.zeros(TOKENS), "tokens: must be 300 integers"),
-        (torch.full((TOKENS,), VOCABULARY), "tokens: must be below 96, the vocabulary"),
-        (torch.full((TOKENS,), -100), "tokens: must be ids of the vocabulary, or -1"),
-        ("text", "tokens: must be"),
-        ([[1], [2, 3]], "tokens: must be"),
+        (np.zeros(TOKENS - 1, np.int64), "token_ids: must be 300 integers"),
+        (np.zeros((1, TOKENS), np.int64), "token_ids: must be 300 integers"),
+        (np.zeros(TOKENS), "token_ids: must be 300 integers"),
+        (torch.full((TOKENS,), VOCABULARY), "token_ids: must be below 96, the vocabulary"),
+        (torch.full((TOKENS,), -100), "token_ids: must be ids of the vocabulary, or -1"),
+        ("text", "token_ids: must be"),
+        ([[1], [2, 3]], "token_ids: must be"),
     ],
 )
 def test_bad_ids_are_refused(profile: Profile, chunk: KVChunk, ids: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Codec(profile, step=0.25).encode(chunk, tokens=ids)
+        Codec(profile, step=0.25).encode(chunk.with_token_ids(ids))
 
 
 def test_chunks_check_their_ids(chunk: KVChunk) -> None:

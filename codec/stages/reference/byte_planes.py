@@ -201,13 +201,7 @@ class LayerIndex:
 def index_layers(
     sections: Sequence[memoryview], layers: Sequence[LayerLayout], dtype: torch.dtype, tokens: int
 ) -> list[LayerIndex]:
-    """Read the sections of layers, once for all of their tiles.
-
-    Args:
-        sections: one section per layer, at least one.
-        layers: the layouts of these layers.
-        dtype: dtype of the values.
-        tokens: tokens in the chunk.
+    """Read the sections of layers, one of each, once for all of their tiles; values have the dtype `dtype`.
 
     Raises:
         FormatError, CorruptError: the bytes break a rule.

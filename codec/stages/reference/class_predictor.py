@@ -18,16 +18,9 @@ def predict_classes(
     finer: torch.Tensor,
     finest: int,
 ) -> U8:
-    """Return the classes `[t]` uint8 of a run of tokens.
+    """Return the classes `[t]` uint8 of a run of tokens, none finer than `finest`: see `Predictor.offsets`.
 
-    Args:
-        predictor: of the section.
-        y: `[K, t]` float32, the coefficients that the predictor reads, minus their predictions.
-        predictions: what tokens predict of these coefficients; None: nothing.
-        start: see `Predictor.offsets`, like the next two.
-        first: see above.
-        finer: see above.
-        finest: the finest class that is served.
+    `y`, `[K, t]` float32, lacks what tokens predict of the coefficients that the predictor reads, if they do.
     """
     whole = y if predictions is None else y + predictions.rows[torch.from_numpy(predictions.index)].T
     return choose_classes(predictor.offsets(whole, start, first, finer), finest)

@@ -46,15 +46,7 @@ def stream_rows(tokens: int, tokens_per_stream: int) -> Iterator[tuple[slice, sl
 
 
 def rans_encode(sections: Sequence[SectionPlanes], tables: EntropyTables) -> list[Streams]:
-    """Encode the planes of sections of one chunk.
-
-    Args:
-        sections: all have the same number of tokens.
-        tables: the family that the plans index.
-
-    Returns:
-        the streams of each section.
-    """
+    """Return the streams of the planes of each section of one chunk; their plans index `tables`."""
     return [_encode(section, tables) for section in sections]
 
 
@@ -84,14 +76,7 @@ def _encode(section: SectionPlanes, tables: EntropyTables) -> Streams:
 
 
 def rans_decode(streams: Streams, columns: U8, plan: ColumnPlan, tables: EntropyTables, tokens_per_stream: int) -> U8:
-    """Invert `rans_encode` for one section.
-
-    Args:
-        streams: what it returned.
-        columns: as in `SectionPlanes`, like `plan` and `tokens_per_stream`.
-        plan: see there.
-        tables: as given to it.
-        tokens_per_stream: see there.
+    """Invert `rans_encode` for one section, whose other arguments are those of its `SectionPlanes`.
 
     Returns:
         `[P, T]` uint8, where P is the number of planes of the finest class; zero below a column's last plane.

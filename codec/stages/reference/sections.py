@@ -81,12 +81,7 @@ class SectionIndex:
 
 
 def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> list[SectionIndex]:
-    """Read sections, once for all of their tiles.
-
-    Args:
-        coding: how the sections are coded.
-        parts: number and bytes of each section.
-        tokens: tokens in the chunk.
+    """Read sections, once for all of their tiles; `parts` are the number and the bytes of each.
 
     Raises:
         FormatError, CorruptError: the bytes break a rule.
@@ -108,13 +103,7 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
 
 
 def decode_sections(index: Sequence[SectionIndex], at: slice, dtype: torch.dtype) -> list[Coefficients]:
-    """Return a tile of sections.
-
-    Args:
-        index: the result of `index_sections`.
-        at: the tokens of the tile, which begins where a window begins.
-        dtype: dtype of the coefficients: float32 or bfloat16.
-    """
+    """Return a tile of sections, which begins where a window begins, in float32 or bfloat16."""
     out = []
     for own in index:
         columns, ranks = own.columns[at], own.class_ranks

@@ -555,9 +555,9 @@ def _presets(profile: Profile) -> list[dict[str, Any]]:
         out.append(
             {
                 "quality": quality,
-                "kl": kl if profile.promises_kl else None,
+                "kl": kl if profile.measured().knows_kl else None,
                 "step": None if codec.lossless else step_value(codec.step_index),
-                "bits_per_value": None if codec.lossless else profile.bits_at(codec.step_index),
+                "bits_per_value": None if codec.lossless else profile.measured().bits_at(codec.step_index),
             }
         )
     return out

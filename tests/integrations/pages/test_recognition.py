@@ -138,7 +138,7 @@ def test_what_is_recognized_codes_like_what_is_told(profile: Profile, chunk: KVC
     codec, cache = Codec(profile, step=0.25), PagedCache.of_chunk(chunk)
     found = Recognizer(profile).recognize(cache, slots(TOKENS))
     assert found.start is not None
-    told = codec.encode(chunk, tokens=ids_of(range(TOKENS)))
+    told = codec.encode(chunk.with_token_ids(ids_of(range(TOKENS))))
     assert codec.encode(PagedChunks(cache, [slots(TOKENS)], [found.start], tokens=[found.token_ids])) == [told]
 
 

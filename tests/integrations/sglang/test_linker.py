@@ -173,7 +173,7 @@ def test_lossy_pages_are_those_of_the_codec(
     codec = Codec(profile, step=0.25)
     keys, values = ([each[: 4 * PAGE] for each in unit] for unit in (chunk.keys, chunk.values))
     told = KVChunk(keys, values, chunk.layout)
-    back = codec.decode(codec.encode(told, tokens=tokens))
+    back = codec.decode(codec.encode(told.with_token_ids(tokens)))
     assert into is not None and equal(cache.values(into), [*back.keys, *back.values])
     with pytest.raises(InputError, match=r"quality: must be quality='lossless' with an unlearned profile"):
         prefix_cache({"quality": "balanced"})

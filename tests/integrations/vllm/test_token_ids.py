@@ -120,7 +120,7 @@ def test_blobs_hold_the_ids_that_were_sent() -> None:
         keys = [b.worker._saves._key(save) for save in saves]
         sent = [save.token_ids for save in saves]
         assert found == dict(zip(keys, [sent[0], None, *sent[2:]], strict=True))
-        assert b.store.entries[b.key(0)] == b.codec.encode(b.sequence.slice(0, CHUNK), tokens=list(range(16)))
+        assert b.store.entries[b.key(0)] == b.codec.encode(b.sequence.slice(0, CHUNK).with_token_ids(range(16)))
     finally:
         b.worker.close()
 
