@@ -13,7 +13,7 @@ __all__ = ["replacing", "write_atomically", "write_json"]
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, fsync: bool = False) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield an empty temporary file beside `path`, and replace `path` with it if the block succeeds.
 
     Readers see the old file until the block ends, then the complete new file. If the block fails, the temporary file is
@@ -21,7 +21,6 @@ def replacing(path: str | os.PathLike[str], *, fsync: bool = False) -> Iterator[
 
     Args:
         path: the file to write. Its folder must exist.
-        fsync: wait until the data and the new name are on the disk, so that they survive a power failure.
 
     Yields:
         The temporary file, `.NAME.PID-RANDOM.tmp` in the same folder, with the permissions of any new file.
@@ -33,20 +32,16 @@ def replacing(path: str | os.PathLike[str], *, fsync: bool = False) -> Iterator[
             mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)  # some writers, such as safetensors, make their files readable by the owner only
-        if fsync:
-            _sync(temporary)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if fsync:
-        _sync(target.parent)
 
 
-def write_atomically(path: Path, data: bytes, *, fsync: bool = False) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file atomically, and create its folder if it is missing. See `replacing`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, fsync=fsync) as temporary:
+    with replacing(path) as temporary:
         temporary.write_bytes(data)
 
 
@@ -57,11 +52,3 @@ def write_json(path: Path, data: object) -> None:
         ValueError: `data` holds NaN or infinities.
     """
     write_atomically(path, json.dumps(data, indent=1, allow_nan=False).encode() + b"\n")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
