@@ -137,12 +137,12 @@ def calibrate(
     with frozen(model):
         for batch, cached in tracked(learning, "calibrating", progress):
             sample = sample_gradients(model, layout, batch.to(model.device), cached, generator)
-            add_sample(moments, layout, sample, cached, batch, predicted)
+            add_sample(moments, layout, sample, batch, predicted)
         device = moments[0].total.device
         for batch in tracked(reading, "adding text", progress):
             with torch.no_grad():
                 chunks = prefill(model, batch.to(model.device), layout, device)
-            add_text(moments, layout, chunks, batch, predicted)
+            add_text(moments, chunks, batch, predicted)
     profile = build_profile(
         layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, token_model, progress
     )

@@ -631,7 +631,7 @@ def test_more_text_adds_to_means_and_covariances_alone() -> None:
     moments = Moments(section, layout, 1000)
     moments.add(units[0][:, 0], 0, torch.ones(40, 8))
     for chunk, own in zip(chunks[1:], ids[1:], strict=True):
-        add_text([moments], layout, [chunk], own[None], lambda _, tokens: tokens[:, None].float().expand(-1, 8))
+        add_text([moments], [chunk], own[None], lambda _, tokens: tokens[:, None].float().expand(-1, 8))
     # All but the leading positions, and what is predicted subtracted.
     parts = [units[0][4:, 0], *(unit[4:, 0] - own[4:, None] for unit, own in zip(units[1:], ids[1:], strict=True))]
     everything = torch.cat(parts).double()
