@@ -341,15 +341,32 @@ class Curve:
     def index_within(self, what: str, most: float, points: Sequence[tuple[int, float | None]]) -> int:
         """Return the step that keeps a limit and is closest to it: an end of the curve if all steps keep it.
 
+        Between measured points, the value's logarithm is linear.
+
         Raises:
             ProfileError: no step keeps the limit, or the curve was not measured.
         """
         known = _positive(points)
-        if len(known) < 2 or most <= (reached := max(value for _, value in known)):
-            return self.index_at(what, most, points)
-        end, (index, _) = ("finest", known[0]) if what == "bits" else ("coarsest", known[-1])
-        _log.info("%s=%.3g is above the curve's maximum, %.3g: its %s step is used", what, most, reached, end)
-        return index
+        if len(known) < 2:
+            raise ProfileError(
+                f"{what}={most:.4g}: this profile has no curve for {what}. `cuvee profile learn`, cuvee.calibrate "
+                "or cuvee.measure(profile, model, token_ids) measures one; quality='lossless' needs none"
+            )
+        low, high = min(value for _, value in known), max(value for _, value in known)
+        if most > high:
+            end, (index, _) = ("finest", known[0]) if what == "bits" else ("coarsest", known[-1])
+            _log.info("%s=%.3g is above the curve's maximum, %.3g: its %s step is used", what, most, high, end)
+            return index
+        if most < low:
+            raise ProfileError(
+                f"{what}: must lie in {low:.4g} … {high:.4g}, the measured range of this profile, got {most:.4g}"
+                + (": use quality='lossless'" if what == "kl" else "")
+            )
+        for (step0, value0), (step1, value1) in pairwise(known):
+            if min(value0, value1) <= most <= max(value0, value1) and value0 != value1:
+                share = math.log(most / value0) / math.log(value1 / value0)
+                return round(step0 + share * (step1 - step0))
+        raise ProfileError(f"{what}: must be a value of this profile's curve, got {most:.4g}")
 
     def bits_at(self, step_index: int) -> float | None:
         """Return the bits per value at a step, linear between measured points; None outside the curve."""
@@ -372,27 +389,3 @@ class Curve:
         (low, low_kl), (high, high_kl) = next((pair for pair in pairs if step_index <= pair[1][0]), pairs[-1])
         share = (step_index - low) / (high - low)
         return math.exp((1 - share) * math.log(low_kl) + share * math.log(high_kl))
-
-    def index_at(self, what: str, target: float, points: Sequence[tuple[int, float | None]]) -> int:
-        """Return the step at which the curve has the value `target`, linear in the logarithm between measured points.
-
-        Raises:
-            ProfileError: the curve does not have the value, or was not measured.
-        """
-        known = _positive(points)
-        if len(known) < 2:
-            raise ProfileError(
-                f"{what}={target:.4g}: this profile has no curve for {what}. `cuvee profile learn`, cuvee.calibrate "
-                "or cuvee.measure(profile, model, token_ids) measures one; quality='lossless' needs none"
-            )
-        low, high = min(v for _, v in known), max(v for _, v in known)
-        if not low <= target <= high:
-            raise ProfileError(
-                f"{what}: must lie in {low:.4g} … {high:.4g}, the measured range of this profile, got {target:.4g}"
-                + (": use quality='lossless'" if what == "kl" and target < low else "")
-            )
-        for (step0, value0), (step1, value1) in pairwise(known):
-            if min(value0, value1) <= target <= max(value0, value1) and value0 != value1:
-                share = math.log(target / value0) / math.log(value1 / value0)
-                return round(step0 + share * (step1 - step0))
-        raise ProfileError(f"{what}: must be a value of this profile's curve, got {target:.4g}")
