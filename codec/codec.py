@@ -287,7 +287,6 @@ class Codec:
         start: int | None = None,
         *,
         tokens: range | None = None,
-        out: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
         device: torch.device | str = "cpu",
         refinements: Sequence[Bytes] = (),
         associated_data: bytes = b"",
@@ -299,10 +298,7 @@ class Codec:
             blob: the result of `encode`, or of `open`.
             start: position of the first restored token; None keeps the position at which it was encoded.
             tokens: restore only these tokens of the chunk, a range without gaps. Default: all.
-            out: keys and values to decode into, `[T, H, D]` per layer with any strides, in the blob's dtype. The
-                chunk that is returned holds these tensors. After an error their contents are undefined. Default: new
-                tensors.
-            device: where the chunk is restored; with `out`, that is the device of its tensors.
+            device: where the chunk is restored, into new tensors; `decode_paged` restores into `PagedCache.dense` ones.
             refinements: of a base, none, or the one that `encode_parts` returned with it. For an `OpenBlob`, `open`
                 takes it.
             associated_data: the bytes that the blob was bound to when it was encoded; for an `OpenBlob`, `open` takes
@@ -317,13 +313,13 @@ class Codec:
             KeyMismatchError: a tag of another key, a tag and no key, or a key and no tag.
             ProfileMismatchError: a blob of another profile or model.
             InputError: a target position the model does not have, or tokens outside the chunk; more than `max_tokens`;
-                `associated_data` without a key; `out` of another shape or dtype.
+                `associated_data` without a key.
             OutOfMemoryError: the tensors cannot be allocated.
         """
         opened = self._opener.opened(blob, refinements, associated_data)
         span = range(opened.tokens) if tokens is None else within("tokens", tokens, opened.tokens, "of the blob")
         check_tokens(len(span), max_tokens)
-        return self._decoder.decode(opened, span, start, out, torch.device(device))
+        return self._decoder.decode(opened, span, start, torch.device(device))
 
     def encode_states(self, states: States, *, associated_data: bytes = b"") -> bytes:
         """Put what a model's layers hold after some tokens, beside keys and values, into one blob, as it is.

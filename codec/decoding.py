@@ -12,12 +12,9 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, allocations
 from cuvee.codec.format.container import read_sections
 from cuvee.codec.id_coding import IdCoding
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.opening import Opener
 from cuvee.codec.paged import PagedCache
-
-Tensors = Sequence[torch.Tensor]
 
 
 class Decoder:
@@ -33,22 +30,15 @@ class Decoder:
         for blob, header in opened.parts:
             read_sections(blob, header, range(len(header.section_bytes)))
 
-    def decode(
-        self,
-        opened: OpenBlob,
-        span: range,
-        start: int | None,
-        out: tuple[Tensors, Tensors] | None,
-        device: torch.device,
-    ) -> KVChunk:
-        """Decode the tokens `span` of a blob into new tensors, or into `out`."""
+    def decode(self, opened: OpenBlob, span: range, start: int | None, device: torch.device) -> KVChunk:
+        """Decode the tokens `span` of a blob into new tensors."""
         layout, kept = opened.layout, opened.start + span.start
-        layers, target = range(layout.num_layers), None if out is None else _dense_output(layout, out, len(span))
+        layers = range(layout.num_layers)
         start = layout.check_move(kept, kept if start is None else start, len(span))
         coding = self._opener.coding(opened)
-        backend = self._backends.of(device.type if target is None else target.device.type)
+        backend = self._backends.of(device.type)
         with allocations(f"decoding {len(span)} tokens"):
-            cache = target or PagedCache.empty(layout, len(span), layers, device)
+            cache = PagedCache.empty(layout, len(span), layers, device)
             ids = self._ids.read(opened.blob, opened.header)
             backend.decode(coding, [DecodeRequest(opened, span, layers, cache, None, start, token_ids=ids)])()
         return cache.chunk(None, start, None if ids is None else ids[span.start : span.stop])
@@ -57,7 +47,7 @@ class Decoder:
         self,
         blobs: Sequence[OpenBlob],
         cache: PagedCache,
-        slots: Tensors,
+        slots: Sequence[torch.Tensor],
         starts: Sequence[int] | None,
         layers: range,
     ) -> PendingDecode:
@@ -73,17 +63,6 @@ class Decoder:
         backend = self._backends.of(cache.device.type)
         with allocations(f"decoding {sum(map(len, slots))} tokens"):
             return PendingDecode(tuple(backend.decode(coding, requests) for coding, requests in work.items()))
-
-
-def _dense_output(layout: KVLayout, out: tuple[Tensors, Tensors], tokens: int) -> PagedCache:
-    """Return the tensors of `decode(out=)` as a dense cache, if they can hold these tokens."""
-    keys, values = out
-    cache = PagedCache.dense(layout, keys, values)
-    if cache.dtype != layout.torch_dtype:
-        raise InputError(f"out: must be {layout.torch_dtype} like the blob's values, got {cache.dtype}")
-    if lengths := sorted({len(tensor) for tensor in (*keys, *values)} - {tokens}):
-        raise InputError(f"out: must hold {tokens} tokens in every layer, got {lengths[0]}")
-    return cache
 
 
 def within(name: str, wanted: object, count: int, of: str) -> range:

@@ -25,6 +25,7 @@ from cuvee.codec.errors import (
 from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, CurvePoint
 from cuvee.codec.setting import warn_of_no_promise
@@ -454,7 +455,7 @@ def test_decodes_into_given_tensors(
     layout = layouts[name]
     codec = make_codec(name, scheme, **({} if scheme == "lossless" else {"step": 0.25}))
     blob = codec.encode(make_chunk(layout, 40))
-    plain = codec.decode(blob, 7, tokens=range(3, 30))
+    plain = codec.decode(blob, 4).slice(3, 30)
     # Not contiguous: every second row of a buffer of heads by tokens.
     keys, values = (
         [torch.full((h, 54, d), 9.0, dtype=layout.torch_dtype).transpose(0, 1)[::2] for h, d in sizes]
@@ -463,28 +464,8 @@ def test_decodes_into_given_tensors(
             [(layer.kv_heads, layer.value_dim) for layer in layout.layers],
         )
     )
-    chunk = codec.decode(blob, 7, tokens=range(3, 30), out=(keys, values))
-    assert chunk.start == 7 and chunk.tokens == 27
-    for given, held, want in zip(keys + values, chunk.keys + chunk.values, plain.keys + plain.values, strict=True):
-        assert held.data_ptr() == given.data_ptr()
+    slots = torch.arange(40) - 3
+    slots[(slots < 0) | (slots >= 27)] = -1
+    codec.decode_paged([blob], PagedCache.dense(layout, keys, values), [slots], [4]).check()
+    for given, want in zip(keys + values, plain.keys + plain.values, strict=True):
         assert torch.equal(given, want)
-
-
-def test_tensors_that_cannot_take_a_chunk_are_refused(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec]
-) -> None:
-    codec = make_codec("gqa", "lossless")
-    blob = codec.encode(make_chunk(layouts["gqa"], 8))
-
-    def tensors(tokens: int = 8, heads: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        return [torch.zeros(tokens, heads, 16, dtype=dtype) for _ in range(3)]
-
-    for out, message in (
-        ((tensors(7), tensors()), r"^out: must hold 8 tokens in every layer, got 7"),
-        ((tensors(heads=1), tensors()), r"^keys\[0\]: must have shape"),
-        ((tensors(), tensors()[:2]), r"^values: "),
-        ((tensors(dtype=torch.float16), tensors(dtype=torch.float16)), r"^out: must be torch.float32 like"),
-    ):
-        with pytest.raises(InputError, match=message):
-            codec.decode(blob, out=out)
-    assert codec.decode(blob, out=(tensors(), tensors())).tokens == 8
