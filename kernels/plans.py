@@ -22,7 +22,7 @@ from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import TokenCenters
 from cuvee.kernels.jobs import I64
-from cuvee.kernels.ops.arguments import CodableBytes, DecodingTables, DevicePlans, RotationTables
+from cuvee.kernels.ops.arguments import DecodingTables, DevicePlans, RotationTables
 from cuvee.kernels.ops.rans import coding_table, decoding_table
 from cuvee.kernels.ops.symbols import level_limit
 from cuvee.kernels.ops.transform import rotation_tables
@@ -42,21 +42,20 @@ class FamilyTables:
     Attributes:
         decoding: for decoding.
         entries: uint32 `[K, 256, 2]`, for encoding (`rans.coding_table`).
-        codable: for quantizing.
+        reach: int32 `[K, 2]`, for quantizing (`EntropyTables.reach`).
     """
 
     decoding: DecodingTables
     entries: torch.Tensor
-    codable: CodableBytes
+    reach: torch.Tensor
 
     @classmethod
     def of(cls, family: Family, device: torch.device) -> FamilyTables:
         """Copy the tables of a family to a device."""
         tables = family.tables
-        arrays = decoding_table(tables), coding_table(tables), tables.freq, tables.reach
-        decoding, entries, freq, reach = (torch.from_numpy(array).to(device) for array in arrays)
-        gaps = bool((tables.reach[:, 0] > tables.reach[:, 1]).any())
-        return cls(DecodingTables(decoding, tables.prob_bits), entries, CodableBytes(freq, None if gaps else reach))
+        arrays = decoding_table(tables), coding_table(tables), tables.reach
+        decoding, entries, reach = (torch.from_numpy(array).to(device) for array in arrays)
+        return cls(DecodingTables(decoding, tables.prob_bits), entries, reach)
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,7 @@ class TransformDevice:
                     # Of the components that a base does not have, all is left.
                     left = y[coefficients:].copy_(y[:coefficients])
                 quantize(
-                    y, sent["jobs"][own], plan.device_plans, plan.tables.codable, order.classes, planes,
+                    y, sent["jobs"][own], plan.device_plans, plan.tables.reach, order.classes, planes,
                     counts[own], status, max_rows, left,
                 )  # fmt: skip
         coding = stream_jobs(jobs, sent["jobs"], plan.device_plans.plans, plan.device_plans.tables)

@@ -107,7 +107,8 @@ def make_family(freq: npt.NDArray[np.generic], quantizer: Quantizer) -> Family:
     """Make a family from `[TABLES, 256]` frequencies.
 
     Raises:
-        FormatError: the frequencies are not tables, or a table cannot code an escape.
+        FormatError: the frequencies are not tables, or a table cannot code an escape, or leaves out some of the values
+            between those that it codes.
     """
     if freq.ndim != 2 or freq.shape[0] != TABLES or len(quantizer.dead_zone) != TABLES:
         raise FormatError(
@@ -117,6 +118,8 @@ def make_family(freq: npt.NDArray[np.generic], quantizer: Quantizer) -> Family:
     tables = _with_raw_bits(freq)
     if not tables.freq[:TABLES, ESCAPE].all():
         raise FormatError("family: must have a frequency for escapes in every table, got zero")
+    if np.any(tables.reach[:TABLES, 0] > tables.reach[:TABLES, 1]):
+        raise FormatError("family: must have tables that code a run of values, got one with gaps")
     return Family(tables, quantizer)
 
 

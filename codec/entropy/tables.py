@@ -68,12 +68,6 @@ class EntropyTables:
         return out
 
     @lazy
-    def codable(self) -> npt.NDArray[np.bool_]:
-        """`[tables, 256]`: whether a table codes a byte."""
-        codable: npt.NDArray[np.bool_] = self.freq != 0
-        return codable
-
-    @lazy
     def reach(self) -> npt.NDArray[np.int32]:
         """`[tables, 2]` int32: the least and the greatest int8 value that each table codes, except -128.
 

@@ -129,19 +129,6 @@ class DevicePlans:
 
 
 @dataclass(frozen=True, slots=True)
-class CodableBytes:
-    """Bytes that each entropy table codes.
-
-    Attributes:
-        freq: uint16 `[K, 256]`.
-        reach: int32 `[K, 2]`: `EntropyTables.reach`; None if a table's bytes, as int8, have gaps.
-    """
-
-    freq: torch.Tensor
-    reach: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class StreamJobs:
     """The jobs of a launch of the entropy coder.
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from cuvee.codec.format.streams import WINDOW
 from cuvee.kernels.jobs import JOB, PLAN, STATUS
-from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
+from cuvee.kernels.ops.arguments import DevicePlans
 from cuvee.kernels.ops.symbols import (
     DEAD_ZONE,
     ESCAPE,
@@ -48,20 +48,9 @@ def _level(y, inverse, dead_zone, rounding):  # type: ignore[no-untyped-def]
     return (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(tl.int32)
 
 
-@triton.jit
-def _within(high, table, freq, reach, inside):  # type: ignore[no-untyped-def]
-    """Return whether tables code numbers as int8, except -128. `reach` None: they may have gaps, so look at `freq`."""
-    if reach is None:
-        coded = tl.load(freq + table * 256 + (high & 0xFF), mask=inside, other=1) != 0
-        return coded & (high <= 127) & (high >= -127)
-    else:  # noqa: RET505 - only one of the two is compiled
-        least, greatest = tl.load(reach + 2 * table), tl.load(reach + 2 * table + 1)
-        return (high >= least) & (high <= greatest)
-
-
 @triton.jit(do_not_specialize=["max_rows"])
 def _quantize(  # type: ignore[no-untyped-def]
-    y, left, jobs, plans, row_floats, row_ints, steps, inverses, limits, tables, freq, reach, classes, planes, counts,
+    y, left, jobs, plans, row_floats, row_ints, steps, inverses, limits, tables, reach, classes, planes, counts,
     status, max_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -102,7 +91,8 @@ def _quantize(  # type: ignore[no-untyped-def]
             # Not `>=`: NaN is too large as well.
             large |= ((tl.abs(value) < tl.load(limits + plan_index)) == 0).to(tl.int32)
             high = d >> shift
-            escaped = own & (_within(high, table, freq, reach, own) == 0)
+            least, greatest = tl.load(reach + 2 * table), tl.load(reach + 2 * table + 1)
+            escaped = own & (((high >= least) & (high <= greatest)) == 0)
             count += escaped.to(tl.int32)
             high_row = planes + row.to(tl.int64) * tokens
             tl.store(high_row + column, tl.where(escaped, ESCAPE, high).to(tl.uint8), mask=own)
@@ -117,7 +107,7 @@ def quantize(
     y: torch.Tensor,
     jobs: torch.Tensor,
     plans: DevicePlans,
-    codable: CodableBytes,
+    reach: torch.Tensor,
     classes: torch.Tensor,
     planes: torch.Tensor,
     counts: torch.Tensor,
@@ -134,7 +124,7 @@ def quantize(
         y: float32, columns in coding order.
         jobs: int64 `[J, len(JobField)]`.
         plans: as for `dequantize`.
-        codable: what each table codes.
+        reach: int32 `[K, 2]`, the least and the greatest value that each table codes: `EntropyTables.reach`.
         classes: as for `dequantize`.
         planes: uint8; gets `[P, T]` of each job.
         counts: int32 `[J, max_rows]`, written; zero where a job has no row.
@@ -144,7 +134,7 @@ def quantize(
     """
     _quantize[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
         y, left, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, plans.inverses, plans.limits,
-        plans.tables, codable.freq, codable.reach, classes, planes, counts, status, max_rows, ROWS=_BLOCK_ROWS,
+        plans.tables, reach, classes, planes, counts, status, max_rows, ROWS=_BLOCK_ROWS,
         COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 

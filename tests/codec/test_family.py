@@ -147,6 +147,11 @@ def test_make_family_refuses_what_are_not_tables() -> None:
     freq[3, 0] += 1
     with pytest.raises(FormatError, match="table 3"):
         make_family(freq, family.quantizer)
+    gapped = family.tables.freq[:TABLES].copy()
+    gapped[20, 0] += gapped[20, 2]
+    gapped[20, 2] = 0
+    with pytest.raises(FormatError, match="one with gaps"):
+        make_family(gapped, family.quantizer)
 
 
 # --- fitted families

@@ -341,25 +341,3 @@ def test_any_levels_come_back(values: list[int], code: int) -> None:
         planes, escapes = to_planes(get_stages(name), [values, values[::-1]], plan)
         got: I32 = symbols.unpack(planes, escapes, plan.of(NEUTRAL))
         assert got.tolist() == [values, values[::-1]]
-
-
-@pytest.mark.parametrize("every", [True, False])
-@pytest.mark.parametrize("tokens", [1, 15, 63, 257])
-def test_a_table_may_leave_gaps_between_the_values_that_it_codes(stages: Stages, every: bool, tokens: int) -> None:
-    """What falls in a gap escapes, and counts once; `every` table has gaps, or every other one."""
-    freq = FAMILY.tables.freq.copy()
-    gapped = freq if every else freq[::2]
-    for value in (2, 256 - 3):
-        gapped[:, 0] += gapped[:, value]
-        gapped[:, value] = 0
-    tables = EntropyTables(freq, FAMILY.tables.prob_bits)
-    assert (tables.reach[:, 0] > tables.reach[:, 1]).any()
-    plan = section_plan(30)
-    columns = sorted_classes(tokens, tokens)
-    y = coefficients(plan, columns)
-    planes, escapes = stages.to_planes(y, columns, plan, FAMILY.quantizer, tables)
-    want, listed = symbols.to_planes(y, columns, plan, FAMILY.quantizer, tables)
-    same_escapes(escapes, listed)
-    assert tokens == 1 or np.isin([2, -3], escapes.value).all()
-    coded = np.arange(len(want))[:, None] < plan.planes[columns]
-    np.testing.assert_array_equal(planes[coded], want[coded])

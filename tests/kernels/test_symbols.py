@@ -11,13 +11,11 @@ import torch
 from tests.kernels.world import FAMILY, GAP, POISON, STEP, World, make_world, raw, recoded
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL
-from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import NEUTRAL
 from cuvee.codec.format.streams import Escapes
 from cuvee.codec.stages.reference import symbols
 from cuvee.codec.support.arrays import U32
 from cuvee.kernels.jobs import JobField, PlanField, Status
-from cuvee.kernels.ops.arguments import CodableBytes
 from cuvee.kernels.ops.symbols import level_limit
 
 ESCAPED = int(Status.ESCAPES)
@@ -187,17 +185,6 @@ def assert_same_bytes(world: World) -> tuple[torch.Tensor, torch.Tensor]:
     lists = [world.listed(kernel, got[0], got[1]) for kernel in (True, False)]
     assert [raw(t) for t in lists[0]] == [raw(t) for t in lists[1]]
     return got[0], got[1]
-
-
-def test_bytes_that_a_table_leaves_out_escape(device: torch.device) -> None:
-    world = make_world(device, [(0, 70, "mixed")])
-    before = int(world.quantized()[1].sum())
-    freq = FAMILY.tables.freq.copy()
-    freq[:, 2] += freq[:, 1]
-    freq[:, 1] = 0
-    assert (EntropyTables(freq, FAMILY.tables.prob_bits).reach == (0, -1)).all()
-    world.codable = CodableBytes(world.tensor(freq), None)
-    assert int(assert_same_bytes(world)[1].sum()) > before + 9
 
 
 def test_thresholds_themselves(device: torch.device) -> None:

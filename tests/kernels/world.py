@@ -25,7 +25,7 @@ from cuvee.codec.stages.reference import symbols
 from cuvee.codec.support.arrays import F32, U8
 from cuvee.kernels.class_streams import sort_columns
 from cuvee.kernels.jobs import JobField, PlanField, job_table
-from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
+from cuvee.kernels.ops.arguments import DevicePlans
 from cuvee.kernels.ops.dequantize import MIN_DEPTH, dequantize
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.plans import TransformPlan
@@ -91,13 +91,13 @@ class World:
     order: U8
     sizes: tuple[int, int]  # of all planes and of all coefficients
     plans: DevicePlans = field(init=False)
-    codable: CodableBytes = field(init=False)
+    reach: torch.Tensor = field(init=False)
     y: list[F32] = field(default_factory=list)  # `[extent, T]` of each job, in coding order
     coded: list[tuple[U8, Escapes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.plans = self.plan.arrays.to(self.device)
-        self.codable = CodableBytes(self.tensor(FAMILY.tables.freq), self.tensor(FAMILY.tables.reach))
+        self.reach = self.tensor(FAMILY.tables.reach)
 
     def of(self, job: int) -> ClassedPlan:
         return self.plan.coding[0][self.sections[job]].classed
@@ -181,7 +181,7 @@ class World:
         planes, status = self.poison(self.sizes[0]), self.flags()
         counts = torch.full((len(self.jobs), max_rows), -1, dtype=torch.int32, device=self.device)
         (quantize if kernel else quantize_reference)(
-            self.place_y() if y is None else y, self.tensor(self.jobs), self.plans, self.codable,
+            self.place_y() if y is None else y, self.tensor(self.jobs), self.plans, self.reach,
             self.tensor(self.columns), planes, counts, status, max_rows, left,
         )  # fmt: skip
         return planes, counts, status.tolist()

@@ -26,26 +26,6 @@ def quantize_row(y, inverse, dead_zone, rounding, levels):  # type: ignore[no-un
 
 
 @inner
-def pack_row(levels, bits, codable, least, greatest, plane):  # type: ignore[no-untyped-def]
-    """Pack levels that share a table into bytes; return the number of escapes."""
-    half = np.int32(1) << (bits - 1) if bits else np.int32(0)
-    escapes = 0
-    if least <= greatest:
-        for t in range(len(levels)):
-            high = np.int32(levels[t] + half) >> bits
-            escape = high < least or high > greatest
-            plane[t] = np.uint8(ESCAPE) if escape else np.uint8(high & 0xFF)
-            escapes += escape
-    else:  # a table with gaps
-        for t in range(len(levels)):
-            high = np.int32(levels[t] + half) >> bits
-            escape = high < -127 or high > 127 or not codable[np.uint8(high & 0xFF)]
-            plane[t] = np.uint8(ESCAPE) if escape else np.uint8(high & 0xFF)
-            escapes += escape
-    return escapes
-
-
-@inner
 def _low_bits(levels, mask, low):  # type: ignore[no-untyped-def]
     for t in range(len(low)):
         low[t] = np.uint8(levels[t] & mask)
@@ -59,7 +39,7 @@ def _fill(array, first, end, value):  # type: ignore[no-untyped-def]
 
 @compiled
 def _to_planes(  # type: ignore[no-untyped-def]
-    y, classes, rows, inverses, level_table, dead_zone, rounding, shift, low_plane, tables, codable, reach, out, escaped
+    y, classes, rows, inverses, level_table, dead_zone, rounding, shift, low_plane, tables, reach, out, escaped
 ):  # fmt: skip
     """Quantize and pack; count each row's escapes in `escaped`. Return False if a coefficient is too large."""
     bounds = np.empty(WINDOW + 1, np.int64)  # of the runs of columns of one class
@@ -86,7 +66,7 @@ def _to_planes(  # type: ignore[no-untyped-def]
         for c in range(rows[own[0]]):
             # Classes rise and their rows fall, so the runs with this row come first.
             r = 0
-            low_bits = gaps = False
+            low_bits = False
             while r < runs and c < rows_of_run[r]:
                 k, u, v = class_of_run[r], bounds[r], bounds[r + 1]
                 table, plane = np.int64(level_table[k, c]), np.int64(tables[k, c])
@@ -103,7 +83,6 @@ def _to_planes(  # type: ignore[no-untyped-def]
                     _fill(bits, u, v, own_bits)
                     _fill(half, u, v, (np.int32(1) << own_bits) >> np.int32(1) if own_bits else np.int32(0))
                 low_bits |= own_bits != 0
-                gaps |= least[u] > greatest[u]
                 r += 1
             at = c * tokens + begin
             reached, escapes = bounds[r], 0
@@ -128,21 +107,12 @@ def _to_planes(  # type: ignore[no-untyped-def]
                 escapes += own_escapes
                 t += active
                 active = WIDTH
-            if not gaps:
-                escaped[c] += escapes
+            escaped[c] += escapes
             for q in range(r if low_bits else 0):
                 u, v = bounds[q], bounds[q + 1]
                 if bits[u]:
                     low = out[low_plane[own[u], c], begin + u : begin + v]
                     _low_bits(levels[u:v], (np.int32(1) << bits[u]) - np.int32(1), low)
-            # Tables with gaps escaped everything above. Such a row is packed again, one run at a time.
-            for q in range(r if gaps else 0):
-                k, u, v = own[bounds[q]], bounds[q], bounds[q + 1]
-                table, plane = level_of_run[q], plane_of_run[q]
-                quantize_row(y_[at + u : at + v], inverses[k], dead_zone[table], rounding[table], levels[: v - u])
-                escaped[c] += pack_row(
-                    levels[: v - u], bits[u], codable[plane], reach[plane, 0], reach[plane, 1], out_[at + u : at + v]
-                )  # fmt: skip
     return True
 
 
@@ -176,7 +146,7 @@ def to_planes(
     escaped = np.zeros(deepest, np.int64)
     if not _to_planes(
         y, columns, plan.rows, inverses, plan.level_table, quantizer.dead_zone, quantizer.rounding, plan.shift,
-        plan.low_plane, plan.tables, tables.codable, tables.reach, planes, escaped,
+        plan.low_plane, plan.tables, tables.reach, planes, escaped,
     ):  # fmt: skip
         coded = np.arange(len(y))[:, None] < plan.rows[columns]
         with np.errstate(over="ignore"):

@@ -10,13 +10,14 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Quantizer
-from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.family import PROB_BITS
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.format.streams import Escapes
 from cuvee.codec.stages.reference import symbols as codec
 from cuvee.codec.support.arrays import I32
 from cuvee.kernels.jobs import JobField, PlanField, Status
-from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
+from cuvee.kernels.ops.arguments import DevicePlans
 
 
 def host_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -81,10 +82,11 @@ class JobPart:
         return int(self._plans.plans[self.job[JobField.PLAN] + int(self.columns[column]), PlanField.EXTENT])
 
 
-def frequency_tables(freq: torch.Tensor) -> EntropyTables:
-    """The tables of uint16 `[K, 256]` frequencies."""
-    frequencies = host_array(freq)
-    return EntropyTables(frequencies, int(frequencies[0].sum()).bit_length() - 1)
+def tables_that_reach(reach: npt.NDArray[np.int32]) -> EntropyTables:
+    """Tables that code the values `[K, 2]`, the least and the greatest, and those between them."""
+    value = np.arange(SYMBOLS, dtype=np.uint8).view(np.int8)
+    coded = (value >= reach[:, :1]) & (value <= reach[:, 1:])
+    return EntropyTables(normalize_counts(coded, PROB_BITS), PROB_BITS)
 
 
 def dequantize_reference(
@@ -137,7 +139,7 @@ def quantize_reference(
     y: torch.Tensor,
     jobs: torch.Tensor,
     plans: DevicePlans,
-    codable: CodableBytes,
+    reach: torch.Tensor,
     classes: torch.Tensor,
     planes: torch.Tensor,
     counts: torch.Tensor,
@@ -146,7 +148,7 @@ def quantize_reference(
     left: torch.Tensor | None = None,
 ) -> None:
     """See `quantize`; columns of a class with a status keep their planes."""
-    entropy = frequency_tables(codable.freq)
+    entropy = tables_that_reach(host_array(reach))
     for index in range(len(jobs)):
         part = JobPart(jobs, plans, classes, index)
         counts[index] = 0
