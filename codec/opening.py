@@ -8,7 +8,7 @@ from dataclasses import replace
 from cuvee.codec.backends import Coding
 from cuvee.codec.entropy.residuals import FINER, MAX_REFINEMENTS
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatchError
-from cuvee.codec.format.container import Header, Kind, Scheme, header_digest, plain_bytes, read_header, verify_tag
+from cuvee.codec.format.container import Header, Kind, Scheme, contiguous_bytes, header_digest, read_header, verify_tag
 from cuvee.codec.format.keys import Key
 from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.layout import KVLayout
@@ -30,7 +30,7 @@ class Opener:
     ) -> OpenBlob:
         """Verify the headers and tags of a blob and its refinement: see `Codec.open`."""
         self.check_associated(associated_data)
-        blob = plain_bytes(blob)
+        blob = contiguous_bytes(blob)
         header = read_header(blob)
         layout = self._check_header(header)
         if expected is not None:
@@ -107,7 +107,7 @@ class Opener:
 
     def _refinement(self, base: Bytes, header: Header, given: Bytes, associated_data: bytes) -> tuple[Bytes, Header]:
         """Verify a refinement of a base."""
-        blob = plain_bytes(given)
+        blob = contiguous_bytes(given)
         own = read_header(blob)
         verify_tag(blob, own, self._keys, associated_data)
         if own.kind is not Kind.REFINEMENT or own.refines != header_digest(base):

@@ -12,7 +12,7 @@ from cuvee.codec.format.container import (
     Contents,
     Kind,
     Scheme,
-    plain_bytes,
+    contiguous_bytes,
     read_header,
     read_sections,
     verify_tag,
@@ -56,7 +56,7 @@ def decode_states(
     blob: bytes | memoryview, layout_of: Callable[[str], KVLayout], keys: Sequence[Key], associated_data: bytes
 ) -> States:
     """Return the states of a blob; `layout_of` gives the model's layout in a dtype."""
-    blob = plain_bytes(blob)
+    blob = contiguous_bytes(blob)
     header = read_header(blob)
     if header.kind is not Kind.STATES:
         raise FormatError(f"blob: must hold states, got a {header.kind.name.lower()}: use decode")

@@ -236,7 +236,7 @@ def write_blob(
     return b"".join(body)
 
 
-def plain_bytes(blob: bytes | memoryview) -> bytes | memoryview:
+def contiguous_bytes(blob: bytes | memoryview) -> bytes | memoryview:
     """Return `blob` as contiguous bytes: the blob itself, a view of it, or a copy if it is not contiguous.
 
     Raises:
@@ -260,7 +260,7 @@ def read_header(blob: bytes | memoryview) -> Header:
         CorruptError: the header's checksum does not match.
         InputError: `blob` is not bytes.
     """
-    blob = plain_bytes(blob)
+    blob = contiguous_bytes(blob)
     # A shorter blob of another version is still told by its version.
     if len(blob) > len(MAGIC) and blob[: len(MAGIC)] == MAGIC and blob[len(MAGIC)] != VERSION:
         version = blob[len(MAGIC)]
