@@ -99,6 +99,7 @@ class Codec:
         if self.quality.preset in PRESET_KL and not profile.measured().knows_kl:
             warn_of_no_promise(self.quality.preset, profile.source)
         self._keys = make_keys(key)
+        self._of_layouts: dict[KVLayout, Codec] = {}
         self._of_layers: dict[tuple[int, ...], Codec] = {}
         ids = IdCoding(profile, used=not self.lossless)
         self._opener = Opener(self.settings, self._keys)
@@ -322,7 +323,7 @@ class Codec:
         return self._decoder.decode(opened, span, start, torch.device(device))
 
     def encode_states(self, states: States, *, associated_data: bytes = b"") -> bytes:
-        """Put what a model's layers hold after some tokens, beside keys and values, into one blob, as it is.
+        """Put what a model's layers hold after some tokens, beside keys and values, into one blob, losslessly.
 
         Args:
             states: named tensors, of any device. A name has 1 … 255 printable ASCII characters.
@@ -333,7 +334,7 @@ class Codec:
         """
         self._opener.check_associated(associated_data)
         key = self._keys[0] if self._keys else None
-        return encode_states(states, self._opener.layout(states.dtype), key, associated_data)
+        return encode_states(states, self._opener.layout(states.dtype), self._of_planes, key, associated_data)
 
     def decode_states(self, blob: Bytes, *, associated_data: bytes = b"") -> States:
         """Return the states of a blob of `encode_states`, on the CPU.
@@ -345,7 +346,13 @@ class Codec:
             InputError: `associated_data` without a key; `blob` is not bytes.
         """
         self._opener.check_associated(associated_data)
-        return decode_states(blob, self._opener.layout, self._keys, associated_data)
+        return decode_states(blob, self._opener.layout, self._of_planes, self._keys, associated_data)
+
+    def _of_planes(self, layout: KVLayout) -> Codec:
+        """Return the codec of the values of states."""
+        if layout not in self._of_layouts:
+            self._of_layouts[layout] = Codec.without_profile(layout, threads=self.threads)
+        return self._of_layouts[layout]
 
     def decode_paged(
         self,

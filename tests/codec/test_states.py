@@ -71,6 +71,58 @@ def test_views_that_are_not_contiguous() -> None:
     assert torch.equal(back, tensor)
 
 
+SHARED = torch.rand(64).exp()  # scales of channels, as real states have them
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.75), (torch.float16, 0.97), (torch.float32, 0.9)])
+@pytest.mark.parametrize("shape", [(1, 40, 64), (2, 8, 16, 64), (4098,), (1, 3, 64, 64)], ids=str)
+def test_values_are_coded_where_that_is_smaller(dtype: torch.dtype, most: float, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape) * (SHARED if shape[-1] == 64 else 1)).to(dtype)
+    tensor.view(-1)[5] = torch.nan
+    blob = CODEC.encode_states(States(1, {"x": tensor}, "bfloat16"))
+    (back,) = CODEC.decode_states(blob).tensors.values()
+    assert back.dtype == dtype and back.shape == shape
+    assert torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    assert len(blob) < (most if shape != (4098,) else 1.05) * tensor.nbytes + 400
+
+
+def coded(values: torch.Tensor, channels: int) -> bytes:
+    """The blob inside a section, from FORMAT.md."""
+    own = KVLayout("state", (LayerLayout(1, channels, channels, None),), "float32", max_positions=None)
+    first, second = values.reshape(2, -1, 1, channels)
+    return Codec.without_profile(own).encode(KVChunk([first], [second], own))
+
+
+def test_the_bytes_of_coded_values_are_those_of_the_specification() -> None:
+    values = torch.randn(1, 512) / 1024  # halves of 256 values, of which 16 are a row
+    blob = CODEC.encode_states(States(9, {"a": values}, "bfloat16"))
+    assert blob == blob_of(section(b"a", 2 + 128, [1, 512], coded(values, 16)))
+
+
+def test_hostile_coded_values() -> None:
+    values = torch.randn(512)
+    inner = coded(values, 16)
+    assert torch.equal(CODEC.decode_states(blob_of(section(b"a", 130, [512], inner))).tensors["a"], values)
+    zeros = coded(torch.zeros(1 << 20), 256)
+    for bad in (
+        section(b"a", 128, [512], inner),  # another dtype
+        section(b"a", 132, [512], inner),  # one that is not coded
+        section(b"a", 130, [511], inner),
+        section(b"a", 130, [256], inner),
+        section(b"a", 130, [1024], inner),
+        section(b"a", 130, [0], inner),
+        section(b"a", 130, [1 << 20], zeros),  # more than 256 times the blob
+        section(b"a", 130, [1 << 16, 1 << 15], inner),
+        section(b"a", 130, [512], b""),
+        section(b"a", 130, [512], inner[:-1]),
+        section(b"a", 130, [512], inner + b"\0"),
+        section(b"a", 130, [512], coded(values, 32)),
+        section(b"a", 130, [512], blob_of(ONE)),
+    ):
+        with pytest.raises((FormatError, ProfileMismatchError), match=r"^(state|header|blob|total)"):
+            CODEC.decode_states(blob_of(bad))
+
+
 def test_inspect_tells_of_states() -> None:
     info = inspect(blob_of(ONE, TWO))
     assert (info.kind, info.scheme, info.tokens, info.start, info.values_per_token) == ("states", "lossless", 9, 9, 0)
