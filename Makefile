@@ -175,8 +175,8 @@ ptx: setup compiler  ## the kernels' tests on PTX of all targets, programs and w
 costs: setup  ## what the kernels cost, compiled without a GPU: registers, spills, instructions; against their budgets
 	PYTHONPATH=src:. $(BIN)/python -m tests.kernels.costs $(COSTS_ARGS)
 
-nightly: setup compiler  ## the tests that take longer than all others together
-	$(THREADS) $(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
+nightly: $(ENGINE_STAMP) compiler  ## what repeats, larger or in another way, what the tests find
+	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m nightly $(PYTEST_ARGS)
 
 # Needs nothing installed: a machine that is lent for minutes has its own Python, torch and Triton (kernels/README.md).
 gpu:  ## prove and time the kernels on the GPU of this machine, in eight minutes, in out/gpu

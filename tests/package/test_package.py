@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import warnings
 import zipfile
 from pathlib import Path
@@ -17,6 +18,8 @@ import cuvee
 from cuvee.calibration.bundled import TEXTS
 
 ROOT = Path(__file__).parents[2]
+# Not `cuvee.__version__`: an editable installation keeps the version that it was made with.
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 SUBPACKAGES = ("codec", "kernels", "blend", "integrations", "eval")
 # What an extra brings that `dev` does not: a module may need one of these, and nothing else, to be imported.
 # The last two are SGLang's, which is installed here without its dependencies.
@@ -173,13 +176,13 @@ def test_wheel_contains_all_modules_and_data(wheel: Path) -> None:
     expected |= {"cuvee/__main__.py", "cuvee/calibration/__main__.py"}
     assert modules == expected
     assert not set(DATA_FILES) - names
-    assert {name.partition("/")[0] for name in names} == {"cuvee", f"cuvee-{cuvee.__version__}.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {"cuvee", f"cuvee-{VERSION}.dist-info"}
     assert not [name for name in names if "__pycache__" in name]
 
 
 def test_wheel_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        folder = f"cuvee-{cuvee.__version__}.dist-info"
+        folder = f"cuvee-{VERSION}.dist-info"
         metadata = archive.read(f"{folder}/METADATA").decode()
         scripts = archive.read(f"{folder}/entry_points.txt").decode()
         license = archive.read(f"{folder}/licenses/LICENSE").decode()
@@ -214,4 +217,4 @@ print(cuvee.__file__, cuvee.__version__)
 """
     where, version = run_python(code, str(target), cwd=tmp_path).split()
     assert Path(where).is_relative_to(target)
-    assert version == cuvee.__version__
+    assert version == VERSION
