@@ -102,6 +102,11 @@ def block_tokens(specs: Sequence[Any]) -> int:
     return sizes[0]
 
 
+def is_latent(spec: Any) -> bool:
+    """Return whether a layer's pages hold latents (MLA)."""
+    return _kind(spec) == _LATENT
+
+
 def _specs_of(group: Any) -> Mapping[str, Any]:
     """Return the specs of a group's layers by name: one for all, or each its own (`UniformTypeKVCacheSpecs`)."""
     each = getattr(group.kv_cache_spec, "kv_cache_specs", None)

@@ -34,7 +34,7 @@ from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.grouped_pages import pairs_of_codes
-from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, block_tokens, read_layers
+from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, block_tokens, is_latent, read_layers
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -150,6 +150,8 @@ class Setup:
             _check_blend(vllm_config, layout, codes)
         if layout.max_positions is not None and tokens > layout.max_positions:
             raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
+        if layout.layers[0].latent:
+            _check_latents(vllm_config, layout, options)
         shards, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         _check_layers(layout, text_config, cached, stages)
         _check_heads(layout, cached, shards)
@@ -410,6 +412,22 @@ def _check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None) 
             raise UnsupportedModelError(f"blend: {name} cannot be blended; remove the option")
 
 
+def _check_latents(vllm_config: Any, layout: KVLayout, options: Options) -> None:
+    """Refuse latents behind which the engine does not compute, and profiles of another order of dimensions."""
+    if not (vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching):
+        raise UnsupportedModelError(
+            "multi-head latent attention (MLA) without chunked prefill and prefix caching is not supported, because "
+            "the engine then does not attend to what is loaded: pass --enable-prefix-caching to vLLM; its CPU engine "
+            "switches both off on CPUs without AMX"
+        )
+    rope = layout.layers[0].rope
+    if options.profile is not None and rope is not None and not rope.interleaved:
+        raise UnsupportedModelError(
+            "profile: is of keys whose rotated dimensions lie in another order than in vLLM's latents; remove it to "
+            "store losslessly"
+        )
+
+
 def _dtype(specs: Sequence[Any]) -> str:
     names = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
     if len(names) != 1 or names[0] not in TORCH_DTYPES:
@@ -446,10 +464,11 @@ def _check_heads(layout: KVLayout, cached: CachedLayers, shards: int) -> None:
         expected = [layer.kv_heads, layer.head_dim, layer.value_dim]
         if layer.latent:  # a token's page is one vector
             found, expected = found[:2], [1, layer.head_dim + layer.value_dim]
-        if found != expected:
+        if found != expected or layer.latent != is_latent(spec):
+            kinds = ["latents" if latent else "heads" for latent in (is_latent(spec), layer.latent)]
             raise UnsupportedModelError(
-                f"layer {index}: the engine caches {spec.num_kv_heads} heads of {spec.head_size}, the model's "
-                f"configuration says {expected[0]} of {expected[1]}"
+                f"layer {index}: the engine caches {spec.num_kv_heads} {kinds[0]} of {spec.head_size}, the model's "
+                f"configuration says {expected[0]} {kinds[1]} of {expected[1]}: serve this model without CuveeConnector"
             )
 
 

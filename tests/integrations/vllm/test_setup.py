@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import fitted_to
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
@@ -40,6 +40,11 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 LAYOUT = KVLayout.from_config(CONFIG)
 WINDOWED = MistralConfig(**{**CONFIG.to_dict(), "sliding_window": 64})
+LATENTS = DeepseekV3Config(
+    vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2, first_k_dense_replace=2,
+    num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=8, qk_rope_head_dim=4,
+    qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=256, dtype=torch.bfloat16,
+)  # fmt: skip
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -107,7 +112,7 @@ def _engine(
             "data_parallel_size": 1,
         },
         "cache": {"cache_dtype": "auto", "enable_prefix_caching": True},
-        "scheduler": {"max_num_batched_tokens": 2048},
+        "scheduler": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
         "load": {"load_format": "auto"},
         "kv_transfer": {"kv_connector_extra_config": extra or {}, "is_kv_consumer": True, "is_kv_producer": True},
     }  # fmt: skip
@@ -206,6 +211,25 @@ def test_groups_of_the_engines_own_classes_are_read() -> None:
     for spec, message in ((recurrent, "recurrent layers"), (chunked, "chunked attention")):
         with pytest.raises(UnsupportedModelError, match=message):
             Setup.of_engine(*_engine([full, spec], extra=extra))
+
+
+def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
+    """Served losslessly, where the engine attends to what is loaded."""
+    latents: dict[str, Any] = {
+        "specs": [_spec(MLAAttentionSpec, num_kv_heads=1, head_size=20, head_size_v=0)],
+        "model__hf_text_config": LATENTS,
+    }
+    made = Setup.of_engine(*_engine(**latents))
+    assert [(layer.head_dim, layer.value_dim) for layer in made.layout.layers] == [(4, 16)] * 2
+    several = Setup.of_engine(*_engine(**latents, parallel__tensor_parallel_size=2))
+    assert several.layout_of_pages(1) == made.layout, "every rank holds all of it"
+    off = {"scheduler__enable_chunked_prefill": False, "cache__enable_prefix_caching": False}
+    with pytest.raises(UnsupportedModelError, match="does not attend to what is loaded: pass --enable-prefix-caching"):
+        Setup.of_engine(*_engine(**latents, **off))
+    with pytest.raises(UnsupportedModelError, match="another order than in vLLM's latents; remove it"):
+        Setup.of_engine(*_engine(**latents, extra={"profile": str(tmp_path / "p")}))
+    with pytest.raises(UnsupportedModelError, match="blend: models with latents"):
+        Setup.of_engine(*_engine(**latents, extra={"blend": {}}))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
@@ -310,7 +334,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"specs": [_spec(MLAAttentionSpec, head_size=20)]}, UnsupportedModelError, "caches 2 heads of 20"),
+        ({"specs": [_spec(MLAAttentionSpec, head_size=20)]}, UnsupportedModelError, "caches 2 latents of 20"),
         (
             {"extra": {"blend": {}}, "speculative": _drafts("ngram")},
             UnsupportedModelError,
@@ -349,7 +373,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         (
             {"specs": [_spec(), _spec(head_size=16)]},
             UnsupportedModelError,
-            "layer 1: the engine caches 2 heads of 16, .*says 2 of 8",
+            "layer 1: the engine caches 2 heads of 16, .*says 2 heads of 8",
         ),
         (
             {"model__hf_text_config": WINDOWED, "extra": {"blend": {}}},
@@ -358,7 +382,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ),
         ({"specs": [_spec(non_causal=True)]}, UnsupportedModelError, "non-causal attention"),
         ({"specs": [_spec(dtype=torch.uint8)]}, UnsupportedModelError, "a KV cache of uint8"),
-        ({"specs": [_spec(num_kv_heads=1)]}, UnsupportedModelError, "caches 1 heads of 8.*says 2 of 8"),
+        ({"specs": [_spec(num_kv_heads=1)]}, UnsupportedModelError, "caches 1 heads of 8.*says 2 heads of 8"),
         ({"specs": [_spec(head_size=16)]}, UnsupportedModelError, "caches 2 heads of 16"),
         ({"specs": [_spec(head_size_v=4)]}, UnsupportedModelError, "caches 2 heads of 8"),
         ({"layers": 3}, UnsupportedModelError, "caches 3 layers, the model has 2"),
