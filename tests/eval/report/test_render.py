@@ -634,3 +634,18 @@ def test_without_jinja_the_remedy_is_named(report: dict[str, Any], tmp_path: Pat
     with pytest.raises(ImportError, match=r"pip install 'cuvee\[eval\]'"):
         write_report(report, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_changed_since_another_report_is_shown(report: dict[str, Any]) -> None:
+    change = {"key": "kivi4", "metric": "kl", "before": 0.2, "after": 0.3, "stderr": 0.01, "more_is_better": False}
+    better = {**change, "metric": "top1", "more_is_better": True, "worse": False}
+    report["against"] = {
+        "name": "old.json", "changes": [better, {**change, "worse": True}], "unchanged": 7,
+        "missing": ["kivi4 recall"], "worse": 2,
+    }  # fmt: skip
+    tables, text = read_markdown(markdown(report, {}))
+    rows = tables["What changed"][0][1]
+    assert [row[1:3] + row[-1:] for row in rows] == [
+        ["kl", "0.2000", "worse"], ["top1", "0.2000", "better"], ["recall", "", "missing"],
+    ]  # fmt: skip
+    assert rows[0][4] == "+0.100 ± 0.010" and "2 figures worse or missing, 7 unchanged" in text
