@@ -33,6 +33,7 @@ from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedMode
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import unit_layers
 from cuvee.codec.models.latents import append_units
+from cuvee.codec.models.probe import MEASURED_TOKENS, MeasuredLayer
 
 ATTENTION = "attention"  # tensor of the indices of the layers whose keys and values are in chunks
 _CROSS = "cross"
@@ -125,6 +126,30 @@ def _named(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):
             yield from _named(f"{path}.{number}", each)
+
+
+def check_shapes(states: Mapping[str, torch.Tensor], tokens: int, layers: Sequence[MeasuredLayer]) -> None:
+    """Refuse states of other shapes than layers of the model hold, as far as a measurement of few tokens shows.
+
+    A dimension that is larger than the tokens measured is fixed, or grows by one a token, or in blocks.
+
+    Raises:
+        ProfileMismatchError: a state has another shape.
+    """
+    for index, layer in enumerate(layers):
+        for found, measured in layer.others:
+            name = f"{index}.{found.replace('[', '.').replace(']', '')}"
+            own = states.get(name)
+            if own is None:
+                continue
+            sizes = list(zip(own.shape[1:], measured[1:], strict=False))
+            fits = (was <= MEASURED_TOKENS or size - was in (0, tokens - MEASURED_TOKENS) or size % was == 0 < size
+                    for size, was in sizes)  # fmt: skip
+            if own.ndim != len(measured) or not all(fits):
+                raise ProfileMismatchError(
+                    f"blobs: must hold {name} of a shape like {list(measured)}, as {layer.kind} does after "
+                    f"{MEASURED_TOKENS} tokens, got {list(own.shape)} after {tokens}"
+                )
 
 
 def join_states(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -36,7 +36,8 @@ from cuvee.codec.format.container import Kind, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.latents import append_units, layer_units
-from cuvee.codec.models.measured import decoder_config
+from cuvee.codec.models.measured import decoder_config, measured_layers
+from cuvee.codec.models.probe import MeasuredLayer
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.states import States
@@ -51,7 +52,14 @@ from cuvee.integrations.cache_rows import (
     row_paddings,
     warn_of_padding,
 )
-from cuvee.integrations.cache_states import attention_layers, build_cache, decoder_cache, join_states, take_states
+from cuvee.integrations.cache_states import (
+    attention_layers,
+    build_cache,
+    check_shapes,
+    decoder_cache,
+    join_states,
+    take_states,
+)
 from cuvee.integrations.past_windows import decode_past_windows, encode_past_windows, lacks_windows
 
 # Exact types: subclasses keep more state (quantized, indexed, recurrent) than keys and values.
@@ -218,7 +226,7 @@ def decode_cache(
     with allocations("rebuilding a cache"):
         states: list[dict[str, torch.Tensor]] = []
         if codec.profile.layout.states:
-            blobs, bound, states = _without_states(codec, blobs, bound)
+            blobs, bound, states = _without_states(codec, blobs, bound, _measured_layers(model))
         if not blobs:
             layers: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(())
         elif lacks_windows(blobs, codec.profile.layout):
@@ -359,7 +367,7 @@ def chunks_from_cache(
 
 
 def _without_states(
-    codec: Codec, blobs: Sequence[bytes], bound: Sequence[bytes]
+    codec: Codec, blobs: Sequence[bytes], bound: Sequence[bytes], layers: Sequence[MeasuredLayer]
 ) -> tuple[list[bytes], list[bytes], list[dict[str, torch.Tensor]]]:
     """Return the chunks, what they are bound to, and the states of each row, which end it."""
     chunks, chunks_bound, states = [], [], []
@@ -379,6 +387,7 @@ def _without_states(
                 "all blobs in the order of encode_cache, each once"
             )
         states.append(dict(codec.decode_states(blob, associated_data=data).tensors))
+        check_shapes(states[-1], header.tokens, layers)
         reached = 0
     else:
         if not reached:
@@ -582,6 +591,14 @@ def _config_of(model: object) -> PreTrainedConfig:
     if not isinstance(config, PreTrainedConfig):
         raise InputError(f"model: must be a transformers model or its configuration, got {type(model).__name__}")
     return config
+
+
+def _measured_layers(model: PreTrainedModel | PreTrainedConfig) -> tuple[MeasuredLayer, ...]:
+    """Return what a model's layers hold; nothing if that cannot be measured, as `_check_model` allows."""
+    try:
+        return measured_layers(model)[1]
+    except UnsupportedModelError:
+        return ()
 
 
 def _check_model(model: PreTrainedModel | PreTrainedConfig, layout: KVLayout) -> None:

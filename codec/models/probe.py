@@ -22,7 +22,7 @@ from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.models.rotary import Rope
 
 ROTATED, FREE, BOUND = "rotated", "free", "bound"
-_TOKENS = 6
+MEASURED_TOKENS = 6
 _NEAR = 37
 _FAR = 3 << 16
 # Error of a channel relative to its size. A wrong table errs by about 1.
@@ -134,7 +134,7 @@ class _Passes:
         config = model.config
         if getattr(config, "is_encoder_decoder", False):  # a decoder runs alone on what its encoder might have said
             self._model = model = model.get_decoder()
-            said = torch.zeros(_TOKENS, _ENCODED, config.hidden_size, dtype=model.dtype, device=model.device)
+            said = torch.zeros(MEASURED_TOKENS, _ENCODED, config.hidden_size, dtype=model.dtype, device=model.device)
             self._encoded = {"encoder_hidden_states": said}
         parameters = signature(model.forward).parameters
         passed_on = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
@@ -143,7 +143,9 @@ class _Passes:
         generator = torch.Generator("cpu").manual_seed(0)
         # The first ids of a vocabulary are padding and other marks.
         first = min(8, vocabulary // 2)
-        self._ids = torch.randint(first, min(vocabulary, 1000), (_TOKENS + 1,), generator=generator, device="cpu")
+        self._ids = torch.randint(
+            first, min(vocabulary, 1000), (MEASURED_TOKENS + 1,), generator=generator, device="cpu"
+        )
         self.dtype = model.dtype
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         positions = positions if type(positions) is int and positions > 0 else None
@@ -152,18 +154,18 @@ class _Passes:
             positions = positions or _MIN_POSITIONS
             self.far = min(positions, _FAR) - 1
         if positions is not None:
-            self.near = max(min(_NEAR, positions - _TOKENS), 0)
+            self.near = max(min(_NEAR, positions - MEASURED_TOKENS), 0)
 
     def several(self, start: int, *, other_end: bool = False) -> _Run:
         """Run six tokens from a position on; `other_end` replaces the last one."""
-        ids = self._ids[:_TOKENS].clone()
+        ids = self._ids[:MEASURED_TOKENS].clone()
         if other_end:
             ids[-1] = self._ids[-1]
         return self._run(ids[None], start)
 
     def single(self, position: int) -> _Run:
         """Run six sequences of one token each, at a position."""
-        return self._run(self._ids[:_TOKENS, None], position)
+        return self._run(self._ids[:MEASURED_TOKENS, None], position)
 
     def _run(self, ids: torch.Tensor, start: int) -> _Run:
         device = self._model.get_input_embeddings().weight.device
@@ -246,7 +248,7 @@ def _measure(passes: _Passes, tables: list[tuple[Rope, Rope]]) -> tuple[Measured
     single = passes.single(0)
     # A shifted pass ends in another token: keys that follow a rule all the same do not depend on later tokens.
     if exact:
-        pairs = [(base, passes.several(passes.near, other_end=True), _TOKENS)]
+        pairs = [(base, passes.several(passes.near, other_end=True), MEASURED_TOKENS)]
     else:
         pairs = [(single, passes.single(passes.near), 1)]
     far = None
@@ -273,9 +275,9 @@ def _check_causal(passes: _Passes, base: _Run) -> None:
     other = passes.several(0, other_end=True)
     for index in range(len(base.layers)):
         units = base.units(index)
-        if units is None or units[0].shape[2] != _TOKENS:
+        if units is None or units[0].shape[2] != MEASURED_TOKENS:
             continue
-        if not _fits(index, 0, [(base, other, _TOKENS)], None, _TOLERANCES[torch.float32]):
+        if not _fits(index, 0, [(base, other, MEASURED_TOKENS)], None, _TOLERANCES[torch.float32]):
             raise UnsupportedModelError(
                 f"{passes._name}: a cache must not change with later tokens, but keys of layer {index} do "
                 "(bidirectional attention): there is nothing to continue from"
@@ -338,7 +340,7 @@ def _described(run: _Run, index: int, rule: str, rope: Rope | None, why: str, sw
     layer, units = run.layers[index], run.units(index)
     seen = 0 if units is None else int(layer.get_seq_length())
     # Entries that do not stand for tokens are kept like whatever else a layer holds.
-    kept = ("keys", "values") if seen == _TOKENS else ()
+    kept = ("keys", "values") if seen == MEASURED_TOKENS else ()
     others = [found for key, value in vars(layer).items() if key not in kept for found in _tensors(key, value)]
     if run.cross is not None:
         held = [found for own in run.cross[index : index + 1] for found in _tensors("cross", vars(own))]

@@ -196,6 +196,24 @@ def test_forged_names_set_nothing(hybrid: tuple[Any, torch.Tensor, Any], name: s
 
 
 @pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("0.conv_states.0", (1, 100, 4)), ("0.conv_states.0", (1, 128, 4, 1)), ("0.conv_states.0", (128, 4)),
+        ("0.conv_states.0", (1, 0, 4)), ("0.recurrent_states.0", (1, 4, 16, 17)), ("0.recurrent_states.0", ()),
+    ],
+)  # fmt: skip
+def test_forged_shapes_are_refused(hybrid: tuple[Any, torch.Tensor, Any], name: str, shape: tuple[int, ...]) -> None:
+    model, ids, cache = hybrid
+    codec = Codec.without_profile(model)
+    *chunks, last = encode_cache(codec, cache, ids)
+    tensors = {**codec.decode_states(last).tensors, name: torch.zeros(shape)}
+    forged = codec.encode_states(States(TOKENS, tensors, "float32"))
+    for whose in (model, model.config):
+        with pytest.raises(ProfileMismatchError, match=rf"^blobs: must hold {name} of a shape like .* after 6 tokens"):
+            decode_cache(codec, [*chunks, forged], whose)
+
+
+@pytest.mark.parametrize(
     "indices", [torch.tensor([99]), torch.tensor([-1]), torch.tensor([1, 0]), torch.ones(1), torch.tensor(3), None]
 )
 def test_forged_layers_of_attention_are_refused(hybrid: tuple[Any, torch.Tensor, Any], indices: Any) -> None:
