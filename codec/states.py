@@ -98,12 +98,16 @@ def _coded(codec_of: CodecOf, tensor: torch.Tensor) -> bytes | None:
 def _decoded(codec_of: CodecOf, blob: memoryview, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Invert `_coded`."""
     rows, channels = plane_shape(count) or (0, 0)
-    chunk = codec_of(_plane_layout(channels, dtype)).decode(blob, max_tokens=rows)
-    if (chunk.tokens, chunk.start, chunk.layout.torch_dtype) != (rows, 0, dtype):
+    layout = _plane_layout(channels, dtype)
+    codec = codec_of(layout)
+    opened = codec.open(blob)
+    header = opened.header
+    if (header.tokens, header.start, header.dtype) != (rows, 0, layout.dtype):
         raise FormatError(
-            f"state: must be coded in {rows} rows of {dtype}, got {chunk.tokens} from {chunk.start} on in "
-            f"{chunk.layout.dtype}"
+            f"state: must be coded in {rows} rows of {layout.dtype}, got {header.tokens} from {header.start} on in "
+            f"{header.dtype}"
         )
+    chunk = codec.decode(opened, max_tokens=None)
     return torch.stack([chunk.keys[0], chunk.values[0]])
 
 

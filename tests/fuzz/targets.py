@@ -8,6 +8,7 @@ from tests.fuzz.engine import Target
 
 TARGETS = {
     "blob": "blobs.BlobTarget",
+    "states": "states.StatesTarget",
     "profile": "profiles.ProfileTarget",
     "envelope": "entries.EntryTarget",
     "pages": "pages.PagesTarget",

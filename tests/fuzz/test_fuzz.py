@@ -35,6 +35,7 @@ CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
 # The cases of commands that read a configuration import much of transformers.
 RUNS = {
     "blob": (700, {"decoded", "FormatError", "CorruptError", "InputError"}),
+    "states": (400, {"restored", "FormatError", "ProfileMismatchError"}),
     "profile": (250, {"loaded", "FormatError"}),
     "envelope": (1500, {"read", "CorruptError", "ExpiredError"}),
     "pages": (300, {"0 pages", "4 pages", "8 pages"}),
