@@ -342,6 +342,7 @@ def test_latents_in_an_order_that_engines_disagree_about_are_refused(latents: La
 
 @pytest.mark.parametrize("latents", ["deepseek_v2", "deepseek_v3"], indirect=True)
 @pytest.mark.parametrize("leading", [(), (1,)])
+@pytest.mark.serves(model="latents (MLA)", where="classes")
 def test_latents_come_back_bit_for_bit(
     latents: Latents, memory: Callable[..., Memory], leading: tuple[int, ...]
 ) -> None:
@@ -478,6 +479,8 @@ def test_every_part_of_a_key_tells_objects_apart(memory: Callable[..., Memory], 
     assert m.found([1]) == [1] and m.found([1], **other) == []
 
 
+@pytest.mark.serves(where="classes")
+@pytest.mark.serves(parallel="tensor parallelism", where="classes")
 def test_ranks_keep_their_own_heads(memory: Callable[..., Memory], store: DictStore) -> None:
     m, desc = memory(), layout_desc(ranks=2)
     for rank in range(2):

@@ -180,6 +180,7 @@ def in_order(pool: Any, indices: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.serves(where="classes")
 def test_pages_are_found_whatever_the_arrangement(rank: Callable[..., Rank], arrangement: str) -> None:
     first, again = rank(None, arrangement), rank(None, "layer_first")
     at, into, tokens = first.alloc(9), again.alloc(9), TOKENS[: 9 * 16]
@@ -227,6 +228,7 @@ def layout() -> KVLayout:
     return KVLayout.from_config(AutoConfig.from_pretrained(bundled_model_path()), "bfloat16")
 
 
+@pytest.mark.serves(parallel="tensor parallelism", where="classes")
 def test_ranks_share_a_store_and_not_pages(rank: Callable[..., Rank]) -> None:
     ranks = [rank(None, heads=1, tp_rank=number, tp_size=2) for number in range(2)]
     tokens, at = TOKENS[:64], [each.alloc(4) for each in ranks]
@@ -299,6 +301,7 @@ def latent_rank(
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS[:3])
+@pytest.mark.serves(model="latents (MLA)", where="classes")
 def test_latents_come_back_bit_for_bit_on_every_rank(
     latents: Latents, rank: Callable[..., Rank], arrangement: str
 ) -> None:
@@ -481,6 +484,7 @@ def test_what_is_not_supported_fails_the_attach(
         rank(extra, **options)
 
 
+@pytest.mark.serves(model="recurrent layers", where="refused")
 def test_a_model_with_other_pools_is_refused(rank: Callable[..., Rank]) -> None:
     r, names = rank(), real("sglang.srt.mem_cache.hicache_storage").PoolName
     r.backend.register_mem_host_pool_v2(r.pool, names.KV)

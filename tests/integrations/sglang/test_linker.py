@@ -137,6 +137,8 @@ def test_what_is_stored_only_in_part_is_loaded_in_part(
     assert equal(cache.values(slots), [each[: len(slots)] for each in values])
 
 
+@pytest.mark.serves(where="classes")
+@pytest.mark.serves(parallel="tensor parallelism", where="classes")
 def test_ranks_share_a_store_and_not_pages(
     prefix_cache: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +189,7 @@ def latent_cache_pool(latents: Latents, **changes: Any) -> Any:
     return latent_device_pool(**{**shape, **changes})
 
 
+@pytest.mark.serves(model="latents (MLA)", where="classes")
 def test_latents_are_stored_by_one_rank_and_loaded_by_all(
     latents: Latents, prefix_cache: Callable[..., PrefixCache], store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -516,6 +519,9 @@ def test_threads_that_cannot_be_started_are_failures(
         ({}, {"sidecar_draft_device_pools": (1,)}, UnsupportedModelError, "speculative decoding"),
     ],
 )
+@pytest.mark.serves(parallel="pipeline parallelism", where="refused")
+@pytest.mark.serves(parallel="context parallelism", where="refused")
+@pytest.mark.serves(drafts="mtp", where="refused")
 def test_what_is_not_supported_is_refused_at_the_start(
     prefix_cache: Callable[..., PrefixCache], extra: dict[str, Any], params: dict[str, Any], error: type[Exception],
     message: str,
@@ -525,6 +531,8 @@ def test_what_is_not_supported_is_refused_at_the_start(
 
 
 @pytest.mark.parametrize("name", ["SWA", "MAMBA"])
+@pytest.mark.serves(model="sliding windows", where="refused")
+@pytest.mark.serves(model="recurrent layers", where="refused")
 def test_models_with_other_caches_are_refused(prefix_cache: Callable[..., PrefixCache], name: str) -> None:
     kinds = real("sglang.srt.mem_cache.unified_cache.component_type").ComponentType
     with pytest.raises(UnsupportedModelError, match=f"other caches than keys and values, got {name}"):
@@ -542,6 +550,7 @@ def test_models_with_other_caches_are_refused(prefix_cache: Callable[..., Prefix
         ({}, {"layer_shard_enabled": True}, "layers shared out among ranks is not supported"),
     ],
 )
+@pytest.mark.serves(cache="fp8_e4m3", where="refused")
 def test_other_pools_are_refused(
     prefix_cache: Callable[..., PrefixCache], shape: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:

@@ -315,6 +315,7 @@ def assert_sound(ran: Ran) -> None:
 
 
 @pytest.mark.parametrize("family", CASES)
+@pytest.mark.serves(where="engine")
 def test_storing_changes_nothing(family: str, reference: dict[str, Ran], stored: dict[str, Ran]) -> None:
     """Of two models also where prompts are computed in pieces."""
     expected, ran = reference[family].steps, stored[family]
@@ -419,6 +420,7 @@ def ranks(folder: Path, models: dict[str, Path]) -> RanksRan:
     return RanksRan(read_results(answers, log), outcome, root, log)
 
 
+@pytest.mark.serves(parallel="tensor parallelism", where="engine")
 def test_two_ranks_agree(ranks: RanksRan, reference: dict[str, Ran]) -> None:
     """What they compute, and what they load, is what one rank without us computes."""
     expected, ran = reference["llama"].steps, ranks.answers["ranks"]

@@ -101,6 +101,10 @@ def loaded(folder: Path, first_process: Mapping[str, Ran]) -> Mapping[str, Ran]:
 
 
 @pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.serves(cache="fp8_e4m3", where="engine")
+@pytest.mark.serves(cache="fp8_e5m2", where="engine")
+@pytest.mark.serves(drafts="ngram", where="engine")
+@pytest.mark.serves(drafts="draft_model", where="engine")
 def test_answers_are_the_engines_own(kind: str, first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]) -> None:
     reference = first_process[f"reference-{kind}"]
     own = spread([reference.steps[0], first_process["plain"].steps[0]]) if kind in DRAFTED else 0.0

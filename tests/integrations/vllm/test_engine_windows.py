@@ -157,6 +157,7 @@ def test_storing_changes_nothing(family: str, first_process: Mapping[str, Ran]) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.serves(model="sliding windows", where="engine")
 def test_another_process_answers_the_same_from_the_store(
     family: str, first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]
 ) -> None:

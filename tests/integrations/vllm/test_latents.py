@@ -61,6 +61,7 @@ def bench(engine: Engine) -> Iterator[Bench]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 @pytest.mark.parametrize("latents", ["deepseek_v2", "deepseek_v3"], indirect=True)
+@pytest.mark.serves(model="latents (MLA)", where="classes")
 def test_latents_are_restored_bit_for_bit(engine: Engine, bench: Bench) -> None:
     tokens = len(TABLE) * BLOCK
     offsets = torch.arange(tokens)

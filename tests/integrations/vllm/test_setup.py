@@ -264,6 +264,9 @@ def test_a_ratio_of_an_fp8_cache_counts_eight_bits(tmp_path: Path) -> None:
         ("mtp", ["model.layers.2.mtp_block.attn"]),
     ],
 )
+@pytest.mark.serves(drafts="suffix", where="classes")
+@pytest.mark.serves(drafts="eagle", where="classes")
+@pytest.mark.serves(drafts="mtp", where="classes")
 def test_layers_of_a_drafter_are_left_out(method: str, drafter: list[str]) -> None:
     """They may be in a group of the model's layers, or in one of their own."""
     own = ["model.layers.0.attn", "model.layers.1.attn"]
@@ -277,6 +280,7 @@ def test_layers_of_a_drafter_are_left_out(method: str, drafter: list[str]) -> No
         Setup.of_engine(*_engine(names=[*drafter, *own, "model.layers.3.attn", "model.layers.1.indexer"]))
 
 
+@pytest.mark.serves(parallel="pipeline parallelism", where="classes")
 def test_stages_of_a_pipeline_have_their_layers(checkpoint: Callable[..., None]) -> None:
     """And names of their own, other than those of ranks that share the heads."""
     piped: dict[str, Any] = {"parallel__pipeline_parallel_size": 2}
@@ -428,6 +432,11 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ({"extra": {"key_env": "CUVEE_NOT_SET"}}, InputError, "CUVEE_NOT_SET is not set"),
     ],
 )
+@pytest.mark.serves(model="recurrent layers", where="refused")
+@pytest.mark.serves(model="chunked attention", where="refused")
+@pytest.mark.serves(cache="nvfp4", where="refused")
+@pytest.mark.serves(drafts="dflash", where="refused")
+@pytest.mark.serves(parallel="context parallelism", where="refused")
 def test_what_is_refused(changes: dict[str, Any], error: type[CuveeError], message: str) -> None:
     with pytest.raises(error, match=message):
         Setup.of_engine(*_engine(**changes))

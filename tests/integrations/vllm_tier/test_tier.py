@@ -69,6 +69,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[DictStore]:
 
 
 @pytest.mark.parametrize("kv_cache_layout", ["LBNHC", "LBHNC"])
+@pytest.mark.serves(where="classes")
 def test_chunks_come_back_bit_for_bit_after_a_restart(
     engine: Callable[..., Engine], tmp_path: Path, kv_cache_layout: str
 ) -> None:
@@ -121,6 +122,7 @@ def test_views_are_where_vllms_workers_copy_keys_and_values(
         worker.close()
 
 
+@pytest.mark.serves(parallel="tensor parallelism", where="classes")
 def test_entries_do_not_depend_on_ranks_and_layouts(engine: Callable[..., Engine], tmp_path: Path) -> None:
     """What one rank stored is found by two, and what tokens first stored is found by heads first."""
     tier = {"store": f"file://{tmp_path}/store"}
@@ -534,6 +536,7 @@ def test_options_out_of_range_do_not_start(
         engine(tier)
 
 
+@pytest.mark.serves(model="sliding windows", where="refused")
 def test_models_with_windows_are_refused(engine: Callable[..., Engine], tmp_path: Path) -> None:
     from transformers import MistralConfig
 

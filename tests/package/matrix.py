@@ -1,0 +1,104 @@
+"""What engines serve, from the marks of the tests: `python -m tests.package.matrix` writes docs/matrix.md.
+
+    @pytest.mark.serves(model="MLA", where="classes")       in the test that shows it, or on a case of it
+    @pytest.mark.serves(cache="nvfp4", where="refused")
+
+Each of a mark's `model`, `cache`, `drafts` and `parallel` that is left out is the plain one. The file tells the engine.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "matrix.md"
+ENGINES = {
+    "vllm/": "vLLM, connector",
+    "vllm_tier/": "vLLM, tier",
+    "sglang/test_hicache.py": "SGLang, HiCache",
+    "sglang/test_linker.py": "SGLang, linker",
+    "lmcache/": "LMCache",
+}
+PLAIN = {"model": "full attention", "cache": "16 or 32 bits", "drafts": "none", "parallel": "one process"}
+WHERE = {"engine": "in an engine", "classes": "in its classes", "refused": "refused"}
+_RUNS = ("run_engines(", "Server(", "faults.run_group(")  # what a file that starts engines calls
+
+_HEAD = """# What engines serve
+
+Written by `python -m tests.package.matrix` from the marks of the tests; a test compares. "In an engine": requests run
+through a real one. "In its classes": the engine's own code calls ours, without a model behind it. "Refused": the engine
+does not start, and says which setting to change. An empty cell: no test shows it. [Engines](engines.md) says more.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One mark.
+
+    Attributes:
+        path: of the test, below tests/integrations.
+        kind: model, cache, drafts and parallel.
+        where: a key of `WHERE`.
+    """
+
+    path: str
+    kind: tuple[str, ...]
+    where: str
+
+    @property
+    def engine(self) -> str:
+        """The column."""
+        return next(name for prefix, name in ENGINES.items() if self.path.startswith(prefix))
+
+
+def marks() -> Iterator[Served]:
+    """All marks of the tests of engines.
+
+    Raises:
+        ValueError: a mark with another argument or value, or one that claims an engine in a file that starts none.
+    """
+    folder = ROOT / "tests" / "integrations"
+    for path in sorted(folder.glob("*/test_*.py")):
+        text = path.read_text()
+        if "mark.serves" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.serves":
+                given = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
+                where = given.pop("where", None)
+                if where not in WHERE or not given.keys() <= PLAIN.keys() or node.args:
+                    raise ValueError(f"{path}:{node.lineno}: serves: must be given {', '.join(PLAIN)}, and where")
+                if where == "engine" and not any(call in text for call in _RUNS):
+                    raise ValueError(f"{path}:{node.lineno}: where='engine': this file starts no engine")
+                kind = tuple(str(given.get(name, plain)) for name, plain in PLAIN.items())
+                yield Served(path.relative_to(folder).as_posix(), kind, where)
+
+
+def page() -> str:
+    """The text of docs/matrix.md."""
+    best: dict[tuple[tuple[str, ...], str], str] = {}
+    order = list(WHERE)
+    for mark in marks():
+        at = mark.kind, mark.engine
+        best[at] = min(best.get(at, mark.where), mark.where, key=order.index)
+    plain = tuple(PLAIN.values())
+
+    def plain_first(kind: tuple[str, ...]) -> tuple[object, ...]:
+        return kind != plain, [own != usual for own, usual in zip(kind, plain, strict=True)], kind
+
+    columns = list(ENGINES.values())
+    lines = [
+        "| " + " | ".join(["model", "cache", "drafted tokens", "processes", *columns]) + " |",
+        "|---" * (4 + len(columns)) + "|",
+    ]
+    for kind in sorted({kind for kind, _ in best}, key=plain_first):
+        cells = [WHERE[best[kind, engine]] if (kind, engine) in best else "" for engine in columns]
+        lines.append("| " + " | ".join([*kind, *cells]) + " |")
+    return _HEAD + "\n" + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
