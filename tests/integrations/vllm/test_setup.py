@@ -223,7 +223,7 @@ def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
     assert [(layer.head_dim, layer.value_dim) for layer in made.layout.layers] == [(4, 16)] * 2
     several = Setup.of_engine(*_engine(**latents, parallel__tensor_parallel_size=2))
     assert several.layout_of_pages(1) == made.layout, "every rank holds all of it"
-    off = {"scheduler__enable_chunked_prefill": False, "cache__enable_prefix_caching": False}
+    off: dict[str, Any] = {"scheduler__enable_chunked_prefill": False, "cache__enable_prefix_caching": False}
     with pytest.raises(UnsupportedModelError, match="does not attend to what is loaded: pass --enable-prefix-caching"):
         Setup.of_engine(*_engine(**latents, **off))
     with pytest.raises(UnsupportedModelError, match="another order than in vLLM's latents; remove it"):
