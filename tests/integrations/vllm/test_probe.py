@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.pages import PageOrder, Pages, PermutedPages
+from cuvee.integrations.vllm.engine_pages import find_pages
 from cuvee.integrations.vllm.probe import Strides, Writer, find_page_layout, verify_page_layout
 
 BLOCKS, TOKENS, HEADS, DIM = 5, 6, 3, 4
@@ -325,3 +328,35 @@ def test_a_page_that_holds_more_than_keys_and_values_is_refused() -> None:
     tensor = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM + 1)
     with pytest.raises(UnsupportedModelError, match="not a multiple"):
         find_page_layout(tensor, _beside(tensor), HEADS, DIM)
+
+
+@pytest.mark.parametrize("rounds", [torch.round, torch.trunc], ids=["to the nearest", "towards zero"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_values_of_fp8_pages_are_codes_times_the_layers_scales(
+    dtype: torch.dtype, rounds: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Whether the engine's writer rounds to the nearest code or towards zero."""
+    scales, tensor = (0.37, 3.0), torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM, dtype=torch.uint8)
+
+    class Writer:
+        def do_kv_cache_update(self, layer: Any, k: torch.Tensor, v: torch.Tensor, cache: Any, slots: Any) -> None:
+            keys, values = (_codes(part, scale, rounds) for part, scale in zip((k, v), scales, strict=True))
+            _beside(cache.view(torch.uint8))(keys.view(torch.uint8), values.view(torch.uint8), slots)
+
+    attention = SimpleNamespace(impl=Writer(), _k_scale=torch.tensor(scales[0]), _v_scale=torch.tensor(scales[1]))
+    layout = KVLayout("m", (LayerLayout(HEADS, DIM, DIM, None),), "bfloat16", None)
+    cache = find_pages(layout, {"0": attention}, {"0": tensor.view(dtype)}, torch.float8_e4m3fn)
+    assert (cache.key_scales, cache.value_scales) == tuple((pytest.approx(scale),) for scale in scales)
+    tensor[:] = 0x38  # the code of 1
+    chunk = cache.read(torch.arange(SLOTS), 0)
+    assert torch.equal(chunk.keys[0], torch.full((SLOTS, HEADS, DIM), scales[0]).bfloat16())
+    assert torch.equal(chunk.values[0], torch.full((SLOTS, HEADS, DIM), scales[1]).bfloat16())
+    attention._k_scale = torch.ones(HEADS)
+    with pytest.raises(UnsupportedModelError, match=r"0: fp8 scales of each head .*or set --kv-cache-dtype auto"):
+        find_pages(layout, {"0": attention}, {"0": tensor.view(dtype)}, torch.float8_e4m3fn)
+
+
+def _codes(part: torch.Tensor, scale: float, rounds: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The fp8 codes of values, three bits of mantissa, as a writer rounds them."""
+    mantissa, exponent = torch.frexp(part.float() / scale)
+    return torch.ldexp(rounds(mantissa * 16), exponent - 4).to(torch.float8_e4m3fn)
