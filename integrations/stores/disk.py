@@ -46,7 +46,7 @@ from cuvee.integrations.stores.base import (
     check_ttl,
     is_tenant,
 )
-from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, make_header, parse_header
+from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, make_header, verify
 from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.safe_files import open_store_folder
 
@@ -246,13 +246,9 @@ class DiskStore(Store):
             if info.st_size > HEADER_BYTES + self.max_entry:
                 raise OSError(errno.EFBIG, f"{info.st_size} bytes are more than max_entry_mb allows", key)
             try:
-                header = parse_header(os.read(file, HEADER_BYTES))
-                header.verify(key, self.ttl)
-                # Checked before memory of this length is allocated.
-                if info.st_size != (stated := HEADER_BYTES + header.length):
-                    raise CorruptError(f"entry: must have {stated} bytes, as its header says, got {info.st_size}")
-                blob = safe_files.read_exactly(file, header.length)
-                header.verify_payload(blob)
+                header = os.read(file, HEADER_BYTES)
+                blob = safe_files.read_exactly(file, info.st_size - len(header))
+                verify(key, header, blob, self.ttl)
             except (CorruptError, ExpiredError) as error:
                 # While it is open, no other file can have its inode: a good entry that replaced it stays.
                 try:

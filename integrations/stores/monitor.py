@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from cuvee.codec.errors import CorruptError
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.guard import Once
 from cuvee.integrations.stores.base import StoreError, TierCounters
-from cuvee.integrations.stores.envelope import ExpiredError
+from cuvee.integrations.stores.envelope import ExpiredError, unseal
 from cuvee.integrations.stores.redaction import scrubbed
 
 _LONGEST_MESSAGE = 1000  # characters of an error's message that are shown
@@ -48,6 +49,37 @@ class StoreMonitor:
             self._counters.answer(blob, problem)
         if problem is not None and not isinstance(problem, ExpiredError):
             self.warn("bad", "deletes bad entries and counts them as misses; the first: %s: %s", key, problem)
+
+    def opened(
+        self,
+        key: str,
+        entry: bytes | None,
+        ttl: float | None,
+        delete: Callable[[], object],
+        problem: Exception | None = None,
+    ) -> bytes | None:
+        """Return the blob in an entry, and count the answer of a `get`. A bad or expired entry is deleted.
+
+        Args:
+            key: the requested key.
+            entry: as the store returned it; None: it has none that can be read.
+            ttl: seconds an entry lives after it was written; None means forever.
+            delete: deletes the entry; may raise a StoreError.
+            problem: what is wrong with an entry that cannot be read.
+        """
+        blob: bytes | None = None
+        if entry is not None:
+            try:
+                blob = unseal(key, entry, ttl)
+            except (CorruptError, ExpiredError) as error:
+                problem = error
+        self.answered(blob, key, problem)
+        if problem is not None:
+            try:
+                delete()
+            except StoreError as error:
+                self.not_deleted(error)
+        return blob
 
     def stored(self, blob: bytes) -> None:
         """Count a put."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.errors import InputError
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
@@ -36,7 +36,7 @@ from cuvee.integrations.stores.base import (
     check_tenant,
     check_ttl,
 )
-from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, seal, unseal
+from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.threads import ThreadPool
@@ -116,21 +116,8 @@ class ObjectStore(Store):
     def get(self, key: str) -> bytes | None:
         """Return the blob of `key`, its checksum verified; None if it is not there."""
         path = _path(key)
-        blob: bytes | None = None
-        problem: Exception | None = None
-        data = self._call(lambda: self._read(path))
-        if data is not None:
-            try:
-                blob = unseal(key, data, self._ttl)
-            except (CorruptError, ExpiredError) as error:
-                problem = error
-        self._monitor.answered(blob, key, problem)
-        if problem is not None:
-            try:
-                self._remove(path)
-            except StoreError as error:
-                self._monitor.not_deleted(error)
-        return blob
+        entry = self._call(lambda: self._read(path))
+        return self._monitor.opened(key, entry, self._ttl, lambda: self._remove(path))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key, with 16 requests at a time."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.errors import InputError
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
@@ -32,7 +32,7 @@ from cuvee.integrations.stores.base import (
     check_tenant,
     check_ttl,
 )
-from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, seal, unseal
+from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.redaction import redacted, secrets_of
 
@@ -193,7 +193,7 @@ class RedisStore(Store):
 
     def _open(self, key: str, reply: Any) -> bytes | None:
         """Return the blob in a reply to GETRANGE. A bad or expired entry is deleted and counted, and is a miss."""
-        blob: bytes | None = None
+        entry: bytes | None = None
         problem: Exception | None = None
         if _is_no_string(reply):
             problem = reply
@@ -204,18 +204,9 @@ class RedisStore(Store):
         elif len(reply) > self._most:
             # It stays, because other stores may allow larger entries.
             self._monitor.unusable(key, f"more than the {self._most - HEADER_BYTES} bytes that max_entry_mb allows")
-        elif reply:  # GETRANGE of a missing key is empty
-            try:
-                blob = unseal(key, reply, self._ttl)
-            except (CorruptError, ExpiredError) as error:
-                problem = error
-        self._monitor.answered(blob, key, problem)
-        if problem is not None:
-            try:
-                self._delete([key])
-            except StoreError as error:
-                self._monitor.not_deleted(error)
-        return blob
+        else:
+            entry = reply or None  # GETRANGE of a missing key is empty
+        return self._monitor.opened(key, entry, self._ttl, lambda: self._delete([key]), problem)
 
     def _delete(self, keys: Sequence[str]) -> int:
         return sum(map(self._number, self._pipelined([("UNLINK", _PREFIX + key) for key in keys])))

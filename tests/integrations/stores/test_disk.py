@@ -26,10 +26,11 @@ from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import (
     HEADER_BYTES,
+    ExpiredError,
     make_header,
-    parse_header,
     seal,
     unseal,
+    verify,
 )
 
 KEY = "ab/0123"
@@ -82,7 +83,9 @@ def test_envelope_layout_and_round_trip() -> None:
     assert len(data) == HEADER_BYTES + 7 == 71
     assert data[:8] == b"cuvS\x01\0\0\0" and data[16:24] == (7).to_bytes(8, "little")
     assert data == make_header(KEY, b"payload", 1234.5) + b"payload"
-    assert unseal(KEY, data) == b"payload" and parse_header(data[:HEADER_BYTES]).written == 1234.5
+    assert unseal(KEY, data) == b"payload" == unseal(KEY, data, ttl=60, now=1294.5)
+    with pytest.raises(ExpiredError, match="60"):
+        unseal(KEY, data, ttl=60, now=1294.6)
     assert unseal(KEY, seal(KEY, b"", 0.0)) == b""
 
 
@@ -102,7 +105,7 @@ def test_envelope_finds_every_flipped_bit_and_every_cut() -> None:
 
 def test_envelope_refuses_another_version_and_times_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CorruptError, match="not a format that this build reads"):
-        parse_header(make_header(KEY, b"", float("nan")))
+        unseal(KEY, make_header(KEY, b"", float("nan")))
     monkeypatch.setattr("cuvee.integrations.stores.envelope._VERSION", 2)
     newer = seal(KEY, b"payload", 0.0)
     monkeypatch.undo()
@@ -549,13 +552,13 @@ def test_a_good_entry_that_replaces_a_bad_one_meanwhile_stays(root: Path, monkey
     store.put(KEY, b"payload")
     file_of(root, KEY).write_bytes(b"bad")
 
-    def slowly(data: bytes) -> object:
+    def slowly(*entry: Any) -> None:
         # The bad file is open; now it is replaced, and only then found to be bad.
-        monkeypatch.setattr(disk, "parse_header", parse_header)
+        monkeypatch.setattr(disk, "verify", verify)
         other.put(KEY, b"good")
-        return parse_header(data)
+        verify(*entry)
 
-    monkeypatch.setattr(disk, "parse_header", slowly)
+    monkeypatch.setattr(disk, "verify", slowly)
     assert store.get(KEY) is None, "what it read was bad"
     assert counters(store).corrupt == 1
     assert store.get(KEY) == b"good"
