@@ -43,7 +43,7 @@ from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
 from cuvee.integrations.lmcache.memory_objects import holds_latents, object_cache
 from cuvee.integrations.lmcache.object_keys import following_tokens, page_name
 from cuvee.integrations.pages import Counts, PageStore, PageStores, Tally
-from cuvee.integrations.pages.uniform import check_uniform
+from cuvee.integrations.pages.refusals import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
             options, layout,
             lambda: name_of_weights(options.model_id or checkpoint_identity(path), layout.torch_dtype),
             checkpoint=(path, None), engine=_ENGINE, page_tokens=options.chunk_tokens, counts=self._counts,
-            positions=False, lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
+            positions=False,
         )  # fmt: skip
         self._slots = torch.arange(options.chunk_tokens)
         self._chunk_bytes = options.chunk_tokens * layout.bytes_per_token  # of all ranks

@@ -30,7 +30,7 @@ class PageStores:
     """The page stores of all ranks and tenants that one process serves. They share a store and its threads.
 
     Args:
-        options: of the adapter.
+        options: of the adapter; `PageStore` has its timeouts.
         layout: of the whole model; its dtype is that of the engine's cache.
         weights: names the weights as the engine uses them (`name_of_weights`). Called once everything else is accepted,
             because it reads files.
@@ -42,8 +42,6 @@ class PageStores:
         positions: whether the engine tells the positions of pages.
         rank: one of the ranks, whose codec shows at once whether the options can be met.
         ranks: its tensor-parallel size.
-        lookup_timeout: as in `PageStore`.
-        load_timeout: as in `PageStore`.
 
     Raises:
         InputError: an option out of range, a store or a secret that cannot be used; a lossy quality where positions are
@@ -66,8 +64,6 @@ class PageStores:
         positions: bool = True,
         rank: int = 0,
         ranks: int = 1,
-        lookup_timeout: float = 2.0,
-        load_timeout: float = 30.0,
     ) -> None:
         if options.chunk_tokens % page_tokens and options.chunk_tokens > page_tokens:
             raise InputError(
@@ -102,7 +98,7 @@ class PageStores:
         self._any = PageStore(
             codec, open_store(options.store), self._names(codec, ranks, options.tenant), counts=counts,
             layout=layout.shard(rank, ranks), shard=rank, run_pages=run_pages, threads=options.threads,
-            lookup_timeout=lookup_timeout, load_timeout=load_timeout,
+            lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
         )  # fmt: skip
 
     def of(self, rank: int, ranks: int, tenant: str, counts: Recorder | None = None) -> PageStore:

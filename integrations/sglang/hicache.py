@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
-from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.pages import Counts, PageStore, PageStores
+from cuvee.integrations.pages.refusals import refuse_features
 from cuvee.integrations.sglang.host_pool import check_pool, pool_cache
 from cuvee.integrations.sglang.options import HiCacheOptions
 from cuvee.integrations.sglang.served_model import ServedModel
@@ -82,10 +83,9 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
                 values.
         """
         others = [str(name) for name in getattr(self, "registered_pools", {}) if str(name) != "kv"]
-        if others:
-            raise UnsupportedModelError(
-                f"CuveeHiCache does not support models with other caches than keys and values, got {', '.join(others)}"
-            )
+        refuse_features(
+            "CuveeHiCache", {f"models with other caches than keys and values, got {', '.join(others)}": bool(others)}
+        )
         pool, options = self.mem_pool_host, self._options
         check_pool(pool)
         model = ServedModel.find(options.model, self._config.model_name)
@@ -103,7 +103,6 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         stores = PageStores(
             options, layout, lambda: model.weights(options.model_id, layout), checkpoint=(model.path, model.revision),
             engine=_ENGINE, page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,
-            lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
         )  # fmt: skip
         self._attached = _Attached(stores.of(rank, ranks, options.tenant), cache)
 
@@ -234,13 +233,11 @@ def _names(keys: Sequence[str]) -> list[bytes]:
 
 
 def _refuse_features(config: HiCacheStorageConfig) -> None:
-    refused = {
+    features = {
         f"pipeline parallelism (pp_size={config.pp_size})": config.pp_size > 1,
         f"context parallelism (attn_cp_size={config.attn_cp_size}, dcp_size={config.dcp_size})": (
             max(config.attn_cp_size, config.dcp_size) > 1
         ),
         "pages shared by engines of different tensor-parallel sizes (tp_lcm_size)": config.should_split_heads,
     }
-    for name, there in refused.items():
-        if there:
-            raise UnsupportedModelError(f"CuveeHiCache does not support {name}")
+    refuse_features("CuveeHiCache", features)

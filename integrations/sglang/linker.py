@@ -21,7 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.pages import Counts, Fetched, PageStores
+from cuvee.integrations.pages.refusals import refuse_features
 from cuvee.integrations.sglang.device_pool import check_device_pool, device_cache
 from cuvee.integrations.sglang.host_pool import holds_latents
 from cuvee.integrations.sglang.options import LinkerOptions
@@ -120,10 +121,11 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
         self._most_held = int(options.held_gb * 1e9 / page_bytes)
         if not self._most_held:
             raise InputError(f"held_gb: must hold at least a page of {page_bytes} bytes, got {options.held_gb}")
+        # The store may take longer than the scheduler waits.
         stores = PageStores(
-            options, layout, lambda: model.weights(options.model_id, layout), checkpoint=(model.path, model.revision),
+            replace(options, lookup_timeout=options.load_timeout), layout,
+            lambda: model.weights(options.model_id, layout), checkpoint=(model.path, model.revision),
             engine=_ENGINE, page_tokens=self._page_tokens, counts=self._counts, positions=False, rank=rank, ranks=ranks,
-            lookup_timeout=options.load_timeout, load_timeout=options.load_timeout,
         )  # fmt: skip
         self._pages = stores.of(rank, ranks, options.tenant)
         if not self._pages.serves(self._cache.device):
@@ -333,20 +335,15 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
 
 def _refuse_features(server_args: Any, params: Any, components: set[Any]) -> None:
     others = sorted(each.name for each in components if each != ComponentType.FULL)
-    if others:
-        raise UnsupportedModelError(
-            f"CuveeLinker does not support models with other caches than keys and values, got {', '.join(others)}"
-        )
     drafts = len(params.mtp_draft_device_pools) + len(params.sidecar_draft_device_pools)
     dcp = getattr(server_args, "dcp_size", 1)
-    refused = {
+    features = {
+        f"models with other caches than keys and values, got {', '.join(others)}": bool(others),
         f"pipeline parallelism (pp_size={params.pp_size})": params.pp_size > 1,
         f"context parallelism (attn_cp_size={params.attn_cp_size}, dcp_size={dcp})": max(params.attn_cp_size, dcp) > 1,
         "speculative decoding whose draft has a cache of its own": drafts > 0,
     }
-    for name, there in refused.items():
-        if there:
-            raise UnsupportedModelError(f"CuveeLinker does not support {name}")
+    refuse_features("CuveeLinker", features)
 
 
 def _rank(params: Any) -> tuple[int, int]:

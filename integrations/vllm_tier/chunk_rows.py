@@ -24,6 +24,7 @@ from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.paged import PagedCache
+from cuvee.integrations.pages.refusals import refuse_features
 
 LAYOUTS = {"LBNHC": False, "LBHNC": True}  # names of vLLM's `KVCacheLayout`, and whether heads come before tokens
 
@@ -149,7 +150,7 @@ def row_shape(config: Any, layout: KVLayout, row_bytes: int) -> RowShape:
         UnsupportedModelError: a feature of the engine, or a model, whose chunks are not supported.
     """
     parallel, groups = config.parallel, config.groups
-    refused = {
+    features = {
         "chunks in the layout of the workers: set \"canonical_layout\": true beside \"secondary_tiers\"": (
             not config.canonical_layout
         ),
@@ -165,9 +166,7 @@ def row_shape(config: Any, layout: KVLayout, row_bytes: int) -> RowShape:
             config.kv_cache_layout not in LAYOUTS
         ),
     }  # fmt: skip
-    for name, there in refused.items():
-        if there:
-            raise UnsupportedModelError(f"CuveeTier does not support {name}")
+    refuse_features("CuveeTier", features)
     (group,) = groups
     places = _places(group.layer_names, layout.num_layers)
     shape = RowShape(group.tokens_per_block, config.cache.blocks_per_chunk, LAYOUTS[config.kv_cache_layout], places)

@@ -40,7 +40,7 @@ from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, 
 from cuvee.integrations.engine_config import vllm_options
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.pages import Counts, PageStores
-from cuvee.integrations.pages.uniform import check_uniform
+from cuvee.integrations.pages.refusals import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, cache_dtype, check_mapping, row_memory, row_shape
 from cuvee.integrations.vllm_tier.tier_checks import check_model, engine_config, refuse_names
@@ -116,7 +116,6 @@ class CuveeTier(SecondaryTierManager):
                 None if engine is None else vllm_options(engine, named=given.model_id is not None),
             ),
             checkpoint=(path, None), engine=_ENGINE, page_tokens=shape.tokens, counts=self._counts, positions=False,
-            lookup_timeout=given.lookup_timeout, load_timeout=given.load_timeout,
         )  # fmt: skip
         self._pages = stores.of(0, 1, given.tenant)
         self._run_chunks = max(given.chunk_tokens // shape.tokens, 1)

@@ -44,7 +44,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.integrations.pages import PageStore
-from cuvee.integrations.pages.uniform import check_uniform
+from cuvee.integrations.pages.refusals import check_uniform
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.base import Store

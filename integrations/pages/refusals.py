@@ -1,6 +1,8 @@
-"""Models whose layers all have caches of one shape, which some engines' memory is made for."""
+"""What adapters refuse: features of an engine, and models whose layers have caches of several shapes."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
@@ -20,3 +22,14 @@ def check_uniform(layout: KVLayout) -> None:
                 f"model: must have {first.kv_heads} heads of {first.head_dim} numbers for keys and for values in every "
                 f"layer, got {heads[0]} of {heads[1]} and {heads[2]} in layer {index}"
             )
+
+
+def refuse_features(adapter: str, features: Mapping[str, bool]) -> None:
+    """Refuse the first feature that is there, by its name.
+
+    Raises:
+        UnsupportedModelError: names the adapter and the feature.
+    """
+    for name, there in features.items():
+        if there:
+            raise UnsupportedModelError(f"{adapter} does not support {name}")
