@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -85,12 +86,7 @@ def fit_from_store(
             + (" and signed with the given secret" if secrets else " without a secret")
             + ", got none: serve the model without a profile first"
         )
-    return fit(layout, _with(first, chunks), group, model=model)
-
-
-def _with(first: KVChunk, others: Iterator[KVChunk]) -> Iterator[KVChunk]:
-    yield first
-    yield from others
+    return fit(layout, chain([first], chunks), group, model=model)
 
 
 def _read(

@@ -151,11 +151,12 @@ class ObjectFiles(NamedFiles):
         except FileNotFoundError:
             return None
         except Exception as error:
-            why = shown_error(error, self._secrets)
-            raise StoreError(f"{name}: cannot be read in {self.shown}: {why}") from None
-        if data is None:
-            raise self.too_large(name, most)
-        return data
+            failure = StoreError(f"{name}: cannot be read in {self.shown}: {shown_error(error, self._secrets)}")
+        else:
+            if data is not None:
+                return data
+            failure = self.too_large(name, most)
+        raise failure  # outside, because the cause may hold a password that the server sent back
 
     def write(self, files: Mapping[str, bytes]) -> None:
         """See `NamedFiles.write`."""
@@ -166,6 +167,7 @@ class ObjectFiles(NamedFiles):
         for name, data in files.items():
             try:
                 sent(lambda name=name, data=data: obstore.put(self._place, name, data))  # type: ignore[misc]
+                continue
             except Exception as error:
                 why = shown_error(error, self._secrets)
-                raise StoreError(f"{name}: cannot be written in {self.shown}: {why}") from None
+            raise StoreError(f"{name}: cannot be written in {self.shown}: {why}")

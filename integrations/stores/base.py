@@ -193,15 +193,8 @@ class Store(ABC):
         if not 1 <= most <= MAX_PARTS:
             raise InputError(f"most: must be 1 or 2 parts, got {most}")
         blobs = self.get_many([part_key(key, number) for key in keys for number in range(most)])
-        chunks: list[tuple[bytes, ...]] = []
-        for at in range(0, len(blobs), most):
-            usable: list[bytes] = []
-            for part in blobs[at : at + most]:
-                if part is None:
-                    break
-                usable.append(part)
-            chunks.append(tuple(usable))
-        return chunks
+        several = (blobs[at : at + most] for at in range(0, len(blobs), most))
+        return [tuple(part for part in parts[: [*parts, None].index(None)] if part is not None) for parts in several]
 
     def locate(self, keys: Sequence[str]) -> list[str]:
         """Return the tier from which each key would be read, by its name in `counters`, so that callers know how fast.

@@ -119,7 +119,7 @@ class StoreMonitor:
 
         Returns:
             The error to raise. Servers and proxies that do not know AUTH send its arguments back, and with them the
-            password, so neither the message nor the causes of the error hold secrets.
+            password, so the message holds no secrets. If there are any, raise the error without its cause.
         """
         self.count(errors=1)
         kind = f"{type(error).__name__}: " if with_type else ""

@@ -226,7 +226,8 @@ class ObjectStore(Store):
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise self._failure(error) from None
+            failure = self._failure(error)
+        raise failure  # outside, because the cause may hold a password that the server sent back
 
     def _remove(self, paths: str | list[str]) -> None:
         self._call(lambda: obstore.delete(self._place, paths))
@@ -266,7 +267,8 @@ def connect(url: str) -> Any:
     try:
         return from_url(url, **options)
     except Exception as error:
-        raise InputError(f"url: obstore does not accept {where}: {shown_error(error, secrets_of(url))}") from None
+        why = shown_error(error, secrets_of(url))
+    raise InputError(f"url: obstore does not accept {where}: {why}")
 
 
 def read_object(place: Any, path: str, most: int) -> bytes | None:

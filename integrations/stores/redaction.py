@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from urllib.parse import unquote
 
 _LEAST_SECRET = 4  # characters; a shorter string is no secret, and hiding it would garble messages
@@ -46,23 +45,8 @@ def secrets_of(url: str) -> tuple[str, ...]:
 
 
 def scrubbed(error: BaseException, secrets: Sequence[str]) -> str:
-    """Return the message of an error without the secrets, and remove them from the error and its causes as well."""
-    one: BaseException | None = error
-    for _ in range(16):  # bounded, because a chain of causes may be cyclic
-        if one is None:
-            break
-        one.args = tuple(_without(part, secrets) if isinstance(part, str) else part for part in one.args)
-        # Some errors build their message from attributes: aiohttp from `message`, OSError from `strerror`.
-        for name in (*getattr(one, "__dict__", ()), "strerror", "filename"):
-            part = getattr(one, name, None)
-            if isinstance(part, str) and _without(part, secrets) != part:
-                with suppress(AttributeError, TypeError):
-                    setattr(one, name, _without(part, secrets))
-        one = one.__cause__ or one.__context__
-    return _without(str(error), secrets)
-
-
-def _without(text: str, secrets: Sequence[str]) -> str:
+    """Return the message of an error without secrets. The error still has them: let no other have it as its cause."""
+    text = str(error)
     for secret in secrets:
         text = text.replace(secret, "***")
     return text

@@ -198,7 +198,7 @@ class RedisStore(Store):
         if _is_no_string(reply):
             problem = reply
         elif isinstance(reply, Exception):
-            raise self._failure(reply) from reply
+            raise self._failure(reply)
         elif not isinstance(reply, bytes):
             raise self._failure(InvalidResponse(f"GETRANGE: must be a string, got {type(reply).__name__}"))
         elif len(reply) > self._most:
@@ -258,7 +258,8 @@ class RedisStore(Store):
                 client = self._client
             return work(client)
         except Exception as error:
-            raise self._failure(error) from error
+            failure = self._failure(error)
+        raise failure  # outside, because the cause may hold a password that the server sent back
 
     def _connected(self) -> Any:
         """Return a client. One of a cluster asks a node for the slots now."""
@@ -276,7 +277,7 @@ class RedisStore(Store):
 
     def _number(self, reply: object) -> int:
         if isinstance(reply, Exception):
-            raise self._failure(reply) from reply
+            raise self._failure(reply)
         if type(reply) is not int:
             raise self._failure(InvalidResponse(f"must be a number, got {type(reply).__name__}"))
         return reply

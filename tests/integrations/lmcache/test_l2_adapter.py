@@ -595,19 +595,6 @@ def test_a_failed_store_is_told_and_not_found(memory: Callable[..., Memory], sto
     assert m.adapter.get_usage().total_bytes_used == sum(map(len, store.entries.values()))
 
 
-class Full(DictStore):
-    """A store that takes nothing."""
-
-    def put(self, key: str, blob: bytes) -> bool:
-        return False
-
-
-def test_a_full_store_is_told_and_nothing_found(memory: Callable[..., Memory]) -> None:
-    m = memory(over=Full())
-    assert m.save([1]) == -1 and m.found([1]) == [] and m.load([1]) == []
-    assert m.adapter.get_usage().total_bytes_used == 0
-
-
 @pytest.mark.parametrize("operation", ["contains", "put", "get", "delete"])
 def test_a_store_that_hangs_is_a_miss(memory: Callable[..., Memory], store: DictStore, operation: str) -> None:
     m = memory({"load_timeout": 0.5, "lookup_timeout": 0.5})

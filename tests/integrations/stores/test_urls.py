@@ -399,17 +399,7 @@ def test_a_password_that_is_not_there(url: str, message: str, monkeypatch: pytes
 def test_what_servers_send_back_is_scrubbed() -> None:
     secrets = secrets_of("redis://user:p%40ssw0rd@host:6379/0?db=1&token=t0ken&max_gb=1")
     assert set(secrets) == {"p%40ssw0rd", "p@ssw0rd", "t0ken"}
-    cause, error = ValueError("AUTH p@ssw0rd", 7), RuntimeError("unknown command 'AUTH' with t0ken")
-    error.__cause__ = cause
-    assert scrubbed(error, secrets) == str(error) == "unknown command 'AUTH' with ***"
-    assert cause.args == ("AUTH ***", 7)
-    named = RuntimeError(403)
-    named.message = "not with t0ken"  # type: ignore[attr-defined]
-    system = OSError(13, "refused: t0ken")
-    system.__cause__ = named
-    scrubbed(system, secrets)
-    assert (str(system), named.message) == ("[Errno 13] refused: ***", "not with ***")  # type: ignore[attr-defined]
-    ring = ValueError("t0ken")
-    ring.__cause__ = ring
-    assert scrubbed(ring, secrets) == "***"
+    error = RuntimeError("unknown command 'AUTH p@ssw0rd' with t0ken")
+    assert scrubbed(error, secrets) == "unknown command 'AUTH ***' with ***"
+    assert scrubbed(OSError(13, "refused: t0ken"), secrets) == "[Errno 13] refused: ***"
     assert secrets_of("redis://a:b@host") == secrets_of("memory://?max_gb=1") == ()

@@ -30,7 +30,7 @@ from tests.recognizing import cached, ids_of, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.integrations.pages import PageStore
 from cuvee.integrations.stores import StoreError
@@ -242,14 +242,6 @@ def test_a_lossy_quality_that_cannot_recognize_stores_nothing(engine: Callable[.
     nans = [[each * float("nan") for each in unit] for unit in (part.keys, part.values)]
     e.save([3], chunks=[KVChunk.unchecked(nans[0], nans[1], part.layout, 0)])
     assert e.load([1]) == e.load([3]) == 0
-
-
-def test_a_profile_of_another_model_is_refused(engine: Callable[..., Engine], tmp_path: Path) -> None:
-    learned = Learned(tmp_path, engine)
-    small_model(1).save_pretrained(tmp_path / "other")
-    with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
-        learned.engine(model=str(tmp_path / "other"))
-    learned.engine({"check_model": False}, model=str(tmp_path / "other"))
 
 
 # Failures -------------------------------------------------------------------------------------------------------------
