@@ -12,7 +12,6 @@ from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL
 from cuvee.codec.stages.compiled.simd import (
     BYTES,
     FLOATS,
-    HALVES,
     INT8,
     INT16,
     INT32,
@@ -262,16 +261,21 @@ def _encoding(alike: bool) -> Any:
             limit = builder.shl(frequency, code.splat(builder.sub(INT32(32), prob_bits)))
             full = builder.and_(builder.icmp_unsigned(">=", v, limit), taking)
             # In all lanes, without branches: a lane that is not full overwrites its word later.
-            low, words = builder.trunc(v, HALVES), code.data(9)
-            for lane in range(WIDTH):
-                place = builder.zext(builder.extract_element(to, INT32(lane)), INT64)
-                target = builder.gep(builder.bitcast(words, INT16.as_pointer()), [place])
-                builder.store(builder.extract_element(low, INT32(lane)), target, align=2)
+            words = builder.bitcast(code.data(9), INT16.as_pointer())
+            states, places = code.each(v, state), code.each(to, next_word)
+            for low, next_place in zip(states, places, strict=True):
+                target = builder.gep(words, [builder.zext(next_place, INT64)])
+                builder.store(builder.trunc(low, INT16), target, align=2)
             code.store(builder.add(to, builder.zext(full, VECTOR)), next_word, 4)
             v_ = builder.select(full, builder.lshr(v, constant(16)), v)
             # The quotient is below 2**20, so in float32 it is right or off by one.
             safe = builder.select(builder.icmp_unsigned("==", frequency, constant(0)), constant(1), frequency)
-            guess = builder.fptoui(builder.fdiv(builder.uitofp(v_, FLOATS), builder.uitofp(safe, FLOATS)), VECTOR)
+            if code.wide:
+                ratio = builder.fdiv(builder.uitofp(v_, FLOATS), builder.uitofp(safe, FLOATS))
+            else:  # of halves, because AVX2 converts signed integers only
+                half = builder.fmul(builder.sitofp(safe, FLOATS), ir.Constant(FLOATS, [0.5] * WIDTH))
+                ratio = builder.fdiv(builder.sitofp(builder.lshr(v_, constant(1)), FLOATS), half)
+            guess = builder.fptosi(ratio, VECTOR)
             rest = builder.sub(v_, builder.mul(guess, safe))
             less = builder.icmp_signed("<", rest, constant(0))
             guess = builder.select(less, builder.sub(guess, constant(1)), guess)

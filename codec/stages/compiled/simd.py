@@ -9,7 +9,7 @@ their arithmetic is that of the reference, but for products, whose sums have ano
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -95,16 +95,29 @@ class Code:
         """Gather by loads of one lane each: faster than AVX2's own gathers, which LLVM expands to 64-bit addresses."""
         numbers = cgutils.alloca_once(self.builder, VECTOR)
         self.builder.store(index, numbers)
-        first = self.builder.bitcast(numbers, INT32.as_pointer())
         elements = self.builder.bitcast(pointer, element.as_pointer())
         found = ir.Constant(VECTOR, ir.Undefined)
-        for lane in range(WIDTH):
-            number = _VolatileLoad(self.builder.block, self.builder.gep(first, [INT32(lane)]), typ=INT32)
-            self.builder._insert(number)
+        for lane, number in enumerate(self._loaded(numbers)):
             place = self.builder.gep(elements, [self.builder.sext(number, INT64)])
             value = self.builder.load(self.builder.bitcast(place, INT32.as_pointer()), align=align)
             found = self.builder.insert_element(found, value, INT32(lane))
         return found
+
+    def each(self, value: Any, pointer: Any) -> Iterator[Any]:
+        """Yield the lanes of a vector, which is at `pointer`."""
+        if not self.wide:
+            yield from self._loaded(pointer)
+            return
+        for lane in range(WIDTH):
+            yield self.builder.extract_element(value, INT32(lane))
+
+    def _loaded(self, pointer: Any) -> Iterator[Any]:
+        first = self.builder.bitcast(pointer, INT32.as_pointer())
+        for lane in range(WIDTH):
+            number = _VolatileLoad(self.builder.block, self.builder.gep(first, [INT32(lane)]), typ=INT32)
+            number.align = 4
+            self.builder._insert(number)
+            yield number
 
     def _places(self, pointer: Any, element: ir.IntType, index: Any) -> Any:
         places = ir.instructions.GEPInstr(
