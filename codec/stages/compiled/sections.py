@@ -33,6 +33,7 @@ from cuvee.codec.stages.compiled.rans import decode_class_stream, decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.symbols import add_low_bits, count_escapes, to_levels
 from cuvee.codec.stages.compiled.token_order import sort_columns
+from cuvee.codec.stages.compiled.transform import plain
 from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, padded
 from cuvee.codec.support.arena import Arena
 
@@ -52,52 +53,28 @@ def _next_escape(cursor, data, found, by_window, tokens, start):  # type: ignore
 
 
 @inner
-def _scale(levels, one, more, step, out):  # type: ignore[no-untyped-def]
-    """Dequantize, with numbers per column."""
-    for i in range(len(levels)):
+def _finish(u, v, levels, one, more, step, out, at):  # type: ignore[no-untyped-def]
+    """Dequantize the columns `u … v - 1` of a row, which begins at entry `at` of `out`."""
+    for i in range(u, v):
         m = abs(levels[i])
         back = np.float32(m) - (one[i] if m == 1 else more[i])
         back = back if m != 0 else np.float32(0)
-        out[i] = (-back if levels[i] < 0 else back) * step[i]
+        out[at + i] = rounded((-back if levels[i] < 0 else back) * step[i], out)
 
 
 @inner
-def _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, narrow):  # type: ignore[no-untyped-def]
-    """Turn levels of the columns `u … v - 1` into coefficients: in a row of y, or in `values` or `row`."""
-    _scale(levels[u:v], one[u:v], more[u:v], step[u:v], values[u:v])
-    if len(narrow):
-        out = narrow[row_at + u : row_at + v] if direct else row[u:v]
-        for i in range(v - u):
-            out[i] = rounded(values[u + i], out)
-    elif direct:
-        for i in range(u, v):
-            wide[row_at + i] = values[i]
-
-
-@inner
-def _clear(wide, narrow, begin, end):  # type: ignore[no-untyped-def]
-    """Write zeros to the one of `wide` and `narrow` with entries."""
-    if len(narrow):
-        for i in range(begin, end):
-            narrow[i] = 0
-    else:
-        for i in range(begin, end):
-            wide[i] = 0
-
-
-@inner
-def _copy(source, target):  # type: ignore[no-untyped-def]
-    for i in range(len(source)):
-        target[i] = source[i]
+def _clear(out, begin, end):  # type: ignore[no-untyped-def]
+    for i in range(begin, end):
+        out[i] = 0
 
 
 @inner
 def _dequantize(  # type: ignore[no-untyped-def]
-    data, found, by_window, windows_at, packed, section, tokens, start, pad, columns, shrink, source, wide, narrow
+    data, found, by_window, windows_at, packed, section, tokens, start, pad, columns, shrink, source, out
 ):
     """Turn one section's planes into coefficients; return False if the escapes do not match.
 
-    The one of `wide` and `narrow` with entries receives `[blocks, pad, columns]`, as float32 or as bits of bfloat16.
+    `out` receives `[blocks, pad, columns]`, as float32 or as bits of bfloat16.
     """
     rows, level_table, shift = packed.rows, packed.level_table, packed.shift
     entry, first_class, width = packed.entries[section], CLASSES * section, len(columns)
@@ -109,8 +86,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     step = np.zeros(width + WIDTH, np.float32)
     one, more = np.zeros(width + WIDTH, np.float32), np.zeros(width + WIDTH, np.float32)
     levels = np.empty(width, np.int32)
-    values = np.zeros(width + WIDTH, np.float32)
-    row = np.empty(width + WIDTH, np.uint16)
+    row = np.empty(width + WIDTH, out.dtype)
     runs = most = np.int64(0)
     alike = True
     for t in range(width):
@@ -133,7 +109,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     direct = alike or blocks == 1
     filled = np.zeros(blocks, np.int64)  # rows of each block
     if not direct:
-        _clear(wide, narrow, np.int64(0), blocks * pad * width)
+        _clear(out, np.int64(0), blocks * pad * width)
     cursors = np.zeros((windows, 5), np.int64)
     for w in range(windows):
         cursors[w, 0], cursors[w, 1] = windows_at[start // WINDOW + w] - 1, windows_at[start // WINDOW + w + 1]
@@ -145,6 +121,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
             level = level_of[0] + c
             block, place = np.int64(packed.block[level]), np.int64(packed.place[level])
             row_at, filled[block] = (block * pad + place) * width, place + 1
+        to, at = (out, row_at) if direct else (row, np.int64(0))
         for w in range(windows):
             begin, end = w * WINDOW, min((w + 1) * WINDOW, width)
             r = first = window_runs[w]
@@ -166,15 +143,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
             # `reached` is written again later.
             escaped = False
             for i in range(begin, reached, WIDTH):
-                if len(narrow):
-                    if direct:
-                        escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, narrow, row_at + i)
-                    else:
-                        escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, row, i)
-                elif direct:
-                    escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, wide, row_at + i)
-                else:
-                    escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, values, i)
+                escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, to, at + i)
             if low_bits:
                 for q in range(first, r):
                     if shift[level_of[q] + c]:
@@ -187,7 +156,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     return False
                 levels[column] = np.int32(read_u32(data, found[part.ESCAPES] + 4 * (found[part.LISTED] + cursor[4])))
                 escapes -= 1
-                _finish(column, column + 1, levels, one, more, step, values, row, direct, row_at, wide, narrow)
+                _finish(column, column + 1, levels, one, more, step, to, at)
                 _next_escape(cursor, data, found, by_window, tokens, start)
             if escapes:
                 return False
@@ -195,24 +164,21 @@ def _dequantize(  # type: ignore[no-untyped-def]
                 level = level_of[q] + c
                 if shift[level]:
                     u, v = bounds[q], bounds[q + 1]
-                    at = np.int64(packed.low_plane[level]) * width
-                    add_low_bits(levels[u:v], source[at + u : at + v], np.int32(shift[level]))
-                    _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, narrow)
+                    low_at = np.int64(packed.low_plane[level]) * width
+                    add_low_bits(levels[u:v], source[low_at + u : low_at + v], np.int32(shift[level]))
+                    _finish(u, v, levels, one, more, step, to, at)
             if direct:
-                _clear(wide, narrow, row_at + reached, row_at + end)
+                _clear(out, row_at + reached, row_at + end)
         for q in range(0 if direct else runs):
             if c < rows_of[q]:
                 level = level_of[q] + c
-                to = (np.int64(packed.block[level]) * pad + packed.place[level]) * width
-                u, v = bounds[q], bounds[q + 1]
-                if len(narrow):
-                    _copy(row[u:v], narrow[to + u : to + v])
-                else:
-                    _copy(values[u:v], wide[to + u : to + v])
+                place_at = (np.int64(packed.block[level]) * pad + packed.place[level]) * width
+                for t in range(bounds[q], bounds[q + 1]):
+                    out[place_at + t] = row[t]
     if not alike:
         filled[0] = most
     for b in range(blocks if direct else np.int64(0)):
-        _clear(wide, narrow, (b * pad + filled[b]) * width, (b + 1) * pad * width)
+        _clear(out, (b * pad + filled[b]) * width, (b + 1) * pad * width)
     left = 0
     for w in range(windows):
         left += cursors[w, 2] != _NEVER
@@ -293,7 +259,7 @@ def _index(data, spans, sections, tokens, packed, classes, windows_at, found, pr
 @compiled
 def _decode(  # type: ignore[no-untyped-def]
     data, words_at, by_window, windows_at, sections, tokens, start, stop, packed, slots, bits, shrink, scratch,
-    scratch_at, y_at, wide, narrow, order, columns, pads, classes, found, problem
+    scratch_at, y_at, y, order, columns, pads, classes, found, problem
 ):  # fmt: skip
     """Decode the tokens `start … stop - 1` of sections; return False if one is damaged, see `_index`.
 
@@ -321,14 +287,13 @@ def _decode(  # type: ignore[no-untyped-def]
     for i in range(count):
         if not _dequantize(
             data, found[i], by_window, windows_at[i], packed, sections[i], tokens, start, pads[i], columns[i], shrink,
-            scratch[scratch_at[i] :], wide[y_at[i] :], narrow[y_at[i] :],
+            scratch[scratch_at[i] :], y[y_at[i] :],
         ):  # fmt: skip
             problem[part.SECTION], problem[part.RULE] = i, rules.ESCAPE_LIST
             return False
     return True
 
 
-_NO_WIDE, _NO_NARROW = np.empty(0, np.float32), np.empty(0, np.uint16)
 _arena = Arena()
 
 
@@ -383,16 +348,12 @@ def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[
     y_at = offsets_of(rows * width)
     scratch = _arena.array("planes", int(planes_at[-1]) + WIDTH, np.uint8)
     y = _arena.tensor("y", int(y_at[-1]) + WIDTH, dtype)
-    if dtype == torch.bfloat16:
-        wide, narrow = _NO_WIDE, y.view(torch.int16).numpy().view(np.uint16)
-    else:
-        wide, narrow = y.numpy(), _NO_NARROW
     order, columns = np.empty((count, width), np.int64), np.empty((count, width), np.uint8)
     pads, problem = np.empty(count, np.int64), np.zeros(part.PROBLEM_FIELDS, np.int64)
     if not _decode(
         index.data, index.words_at, index.by_window, index.windows_at, numbers, index.tokens, at.start, at.stop,
         packed, tables.slots.reshape(-1), tables.prob_bits, coding.family.quantizer.shrink, scratch, planes_at, y_at,
-        wide, narrow, order, columns, pads, index.classes, index.found, problem,
+        plain(y), order, columns, pads, index.classes, index.found, problem,
     ):  # fmt: skip
         raise part.problem_error(problem, index.found, index.tokens)
     out = []
