@@ -13,14 +13,13 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.entropy.tables import SYMBOLS
-from cuvee.codec.format import rules
 from cuvee.codec.layout import LayerLayout
+from cuvee.codec.stages.compiled import byte_plane_parts as parts
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.addresses import array_at
 from cuvee.codec.stages.compiled.byte_plane_steps import join_by_channel_step, join_step, split_step
-from cuvee.codec.stages.compiled.coded_part import read_u16
-from cuvee.codec.stages.compiled.compiler import compiled, compiled_briefly, inner
+from cuvee.codec.stages.compiled.compiler import compiled, inner
 from cuvee.codec.stages.compiled.joining import joined
 from cuvee.codec.stages.compiled.rans import decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
@@ -29,7 +28,6 @@ from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane
 from cuvee.codec.stages.rows import Rows, dense_rows
 from cuvee.codec.support.arena import Arena
 
-_SLOTS = 1 << PROB_BITS
 # Layers with fewer streams are decoded together: a step waits for the step before, and other streams fill the time.
 # With more, it takes longer: every layer has tables of its own, and two of them fill a first cache of 32 KB.
 _STREAMS = 4 * WIDTH
@@ -37,128 +35,6 @@ _CHANNELS = 16  # adjacent values of each token that are written in a row
 # Values whose halves of a line follow each other: rows of tokens are 2 KB apart, so that few lines stay in the first
 # cache, and a half written later fetches its line again.
 _LINE = 2 * _CHANNELS
-
-# Fields of a plane: whether it is coded; where its references (if coded) or its bytes begin; its first row among the
-# coded ones; where its table ends.
-_CODED, _AT, _ROW, _END = range(4)
-
-# Fields of the streams: those of `coded_part`, and the number of coded planes of a token.
-_STEPS = part.PART_FIELDS
-
-
-@inner
-def _skip_padding(data, begin, at, end, problem):  # type: ignore[no-untyped-def]
-    """Return the next multiple of four bytes from `begin`, or -1 if a byte before it is not zero or not there."""
-    after = at + -(at - begin) % 4
-    if after > end:
-        problem[part.RULE], problem[part.FIRST] = rules.SHORT, after - end
-        return -1
-    for i in range(at, after):
-        if data[i]:
-            problem[part.RULE] = rules.PADDING
-            return -1
-    return after
-
-
-@inner
-def _check_table(data, at, end, problem):  # type: ignore[no-untyped-def]
-    """Return where a plane's table ends, or -1 if it breaks a rule."""
-    if at + 2 > end:
-        problem[part.RULE], problem[part.FIRST] = rules.SHORT, at + 2 - end
-        return -1
-    count = np.int64(read_u16(data, at))
-    at += 2
-    if at + 3 * count > end:
-        problem[part.RULE], problem[part.FIRST] = rules.SHORT, at + 3 * count - end
-        return -1
-    last = np.int64(-1)
-    filled = most = np.int64(0)
-    for _ in range(count):
-        symbol, frequency = np.int64(data[at]), np.int64(read_u16(data, at + 1))
-        at += 3
-        if symbol <= last or not frequency:
-            problem[part.RULE] = rules.TABLE_ORDER
-            return -1
-        last = symbol
-        filled += frequency
-        most = max(most, frequency)
-    if filled != _SLOTS or most == _SLOTS:
-        problem[part.RULE] = rules.TABLE_SUM
-        return -1
-    return at
-
-
-@inner
-def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
-    """Read a checked table into its decode slots."""
-    filled = np.int64(0)
-    for pair in range(at + 2, end, 3):
-        frequency = np.int64(read_u16(data, pair + 1))
-        entry = np.uint32(data[pair]) << np.uint32(24) | np.uint32(frequency) << np.uint32(12)
-        own = slots[filled : min(filled + frequency, _SLOTS)]  # whatever another process has written meanwhile
-        for i in range(len(own)):
-            own[i] = np.uint32(entry | np.uint32(i))
-        filled += frequency
-
-
-@inner
-def _parse(data, begin, end, channels, tokens, planes, problem):  # type: ignore[no-untyped-def]
-    """Find the planes of a section, as `read_layer` does; return where its streams begin, or -1 if it breaks a rule."""
-    at = begin
-    row = 0
-    for i in range(len(channels)):
-        if at >= end:
-            problem[part.RULE], problem[part.FIRST] = rules.SHORT, 1
-            return -1
-        if data[at] > 1:
-            problem[part.RULE], problem[part.FIRST] = rules.PLANE_MODE, data[at]
-            return -1
-        planes[i, _CODED] = data[at]
-        at += 1
-        if planes[i, _CODED]:
-            planes[i, _AT], planes[i, _ROW] = at, row
-            row += channels[i]
-            if at + channels[i] > end:
-                problem[part.RULE], problem[part.FIRST] = rules.SHORT, at + channels[i] - end
-                return -1
-            planes[i, _END] = at = _check_table(data, at + channels[i], end, problem)
-            if at < 0:
-                return -1
-    at = _skip_padding(data, begin, at, end, problem)
-    for i in range(len(channels) if at >= 0 else 0):
-        if not planes[i, _CODED]:
-            planes[i, _AT] = at
-            at += channels[i] * tokens
-            if at > end:
-                problem[part.RULE], problem[part.FIRST] = rules.SHORT, at - end
-                return -1
-    return _skip_padding(data, begin, at, end, problem) if at >= 0 else -1
-
-
-@compiled_briefly
-def _index(data, spans, channels, tokens, planes, found, problem):  # type: ignore[no-untyped-def]
-    """Read the parts that the tiles of sections share; `problem` receives what is wrong with the first damaged one.
-
-    Returns:
-        whether all sections are sound; and the word at which each stream of each section begins, and where the last one
-        of a section ends.
-    """
-    for i in range(len(spans)):
-        own = planes[i]
-        problem[part.SECTION] = i
-        at = _parse(data, spans[i, 0], spans[i, 1], channels[i], tokens, own, problem)
-        if at < 0:
-            return False, np.empty(0, np.uint32)
-        for plane in range(len(own)):
-            if own[plane, _CODED]:
-                found[i, _STEPS] += channels[i, plane]
-        if found[i, _STEPS]:
-            if not part.find_part(data, at, spans[i, 1], tokens, found[i, _STEPS], part.ONE_CLASS, found[i], problem):
-                return False, np.empty(0, np.uint32)
-        elif at != spans[i, 1]:
-            problem[part.RULE], problem[part.FIRST] = rules.LONG, spans[i, 1] - at
-            return False, np.empty(0, np.uint32)
-    return True, part.list_all_words(data, tokens, found)
 
 
 @inner
@@ -218,10 +94,10 @@ def _write(  # type: ignore[no-untyped-def]
     """Join the planes of a unit, and write its values."""
     count = len(planes)
     joined = count == 2 and size % _CHANNELS == 0 and width >= WIDTH
-    if joined and planes[1, _CODED] and not planes[0, _CODED]:  # as nearly always
+    if joined and planes[1, parts.CODED] and not planes[0, parts.CODED]:  # as nearly always
         _write_joined(
-            data[planes[0, _AT] + start :], tokens, scratch[planes[1, _ROW] * width :], data, planes[1, _AT], width,
-            begins, first_row, heads, size, stride, offsets, kinds, out,
+            data[planes[0, parts.AT] + start :], tokens, scratch[planes[1, parts.ROW] * width :], data,
+            planes[1, parts.AT], width, begins, first_row, heads, size, stride, offsets, kinds, out,
         )  # fmt: skip
         return
     tile = np.empty((_CHANNELS, width), out.dtype)
@@ -235,13 +111,13 @@ def _write(  # type: ignore[no-untyped-def]
                 word[:] = np.uint32(0)
                 for plane in range(count):
                     shift = np.uint32(8 * plane)
-                    if planes[plane, _CODED]:
-                        begin = (planes[plane, _ROW] + channel) * width
-                        reference = data[planes[plane, _AT] + channel]
+                    if planes[plane, parts.CODED]:
+                        begin = (planes[plane, parts.ROW] + channel) * width
+                        reference = data[planes[plane, parts.AT] + channel]
                         for t in range(width):
                             row[t] = np.uint8(scratch[begin + t] + reference)
                     else:
-                        begin = planes[plane, _AT] + channel * tokens + start
+                        begin = planes[plane, parts.AT] + channel * tokens + start
                         for t in range(width):
                             row[t] = data[begin + t]
                     for t in range(width):
@@ -282,7 +158,7 @@ def _list_runs(found, start, stop, run_of):  # type: ignore[no-untyped-def]
             run += 1
             streams = np.int64(0)
         run_of[i] = run
-        if found[i, _STEPS]:
+        if found[i, parts.STEPS]:
             streams += part.stream_count(stop, found[i, part.LOG2]) - (start >> found[i, part.LOG2])
 
 
@@ -308,16 +184,16 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
             fields[end, lanes.OUT], fields[end, lanes.PLANES], fields[end, lanes.TABLES] = (
                 scratch_at[end], end - first, total
             )  # fmt: skip
-            depth[end] = found[end, _STEPS]
-            total += found[end, _STEPS]
+            depth[end] = found[end, parts.STEPS]
+            total += found[end, parts.STEPS]
             end += 1
         tables = np.empty(total, np.uint32)
         for i in range(first, end):
             for plane in range(planes.shape[1]):
-                if planes[i, plane, _CODED]:
-                    _read_table(
-                        data, planes[i, plane, _AT] + channels[i, plane], planes[i, plane, _END],
-                        slots[coded * _SLOTS : (coded + 1) * _SLOTS],
+                if planes[i, plane, parts.CODED]:
+                    parts.read_table(
+                        data, planes[i, plane, parts.AT] + channels[i, plane], planes[i, plane, parts.END],
+                        slots[coded * parts.SLOTS : (coded + 1) * parts.SLOTS],
                     )  # fmt: skip
                     for _ in range(channels[i, plane]):
                         tables[step] = coded << PROB_BITS
@@ -380,9 +256,9 @@ def index_layers(
     itemsize, count = dtype.itemsize, len(layers)
     channels = np.array([[layer.key_values, layer.value_values] for layer in layers], np.int64).repeat(itemsize, 1)
     data, spans = joined(sections)
-    planes, found = np.zeros((*channels.shape, 4), np.int64), np.zeros((count, _STEPS + 1), np.int64)
+    planes, found = np.zeros((*channels.shape, 4), np.int64), np.zeros((count, parts.STEPS + 1), np.int64)
     problem = np.zeros(part.PROBLEM_FIELDS, np.int64)
-    sound, words_at = _index(data, spans, channels, tokens, planes, found, problem)
+    sound, words_at = parts.index(data, spans, channels, tokens, planes, found, problem)
     if not sound:
         raise part.problem_error(problem, found, tokens)
     return LayersIndex(data, itemsize, tokens, channels, planes, found, words_at)
@@ -400,11 +276,11 @@ def decode_layers(
     found = index.found[which]
     run_of = np.empty(len(found), np.int64)
     _list_runs(found, at.start, at.stop, run_of)
-    before = np.concatenate([[0], np.cumsum(found[:, _STEPS] * (at.stop - at.start))])
+    before = np.concatenate([[0], np.cumsum(found[:, parts.STEPS] * (at.stop - at.start))])
     scratch_at = before[:-1] - before[np.searchsorted(run_of, run_of)]
     scratch = _arena.array("planes", int((scratch_at + np.diff(before)).max()) + WIDTH, np.uint8)
     # Tables are made when they are needed, so that they are in the first cache.
-    slots = _arena.array("slots", int(np.bincount(run_of).max()) * index.channels.shape[1] * _SLOTS, np.uint32)
+    slots = _arena.array("slots", int(np.bincount(run_of).max()) * index.channels.shape[1] * parts.SLOTS, np.uint32)
     problem = np.zeros(part.PROBLEM_FIELDS, np.int64)
     if not _decode_and_write(
         index.data, index.words_at, at.start, at.stop, index.channels[which], index.tokens, found, slots,
