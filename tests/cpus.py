@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import llvmlite.binding as llvm
 import pytest
 
 from cuvee.codec.stages import products
 from cuvee.codec.stages.products import Products
+
+needs_avx2 = pytest.mark.skipif(
+    not llvm.get_host_cpu_features().get("avx2"), reason="the compiled loop's products of integers are those of AVX2"
+)
 
 
 def multiply(kind: Products, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import llvmlite.binding as llvm
 import pytest
 import torch
 from tests.conftest import Books
-from tests.cpus import multiply
+from tests.cpus import multiply, needs_avx2
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -86,6 +86,7 @@ def test_an_encoder_computes_the_largest_coefficients_in_float32(
         assert known >= len(y) or not torch.equal(y[known:], exact[known:])
 
 
+@needs_avx2
 @pytest.mark.parametrize("step", [0.05, 0.5])
 def test_rounding_costs_neither_bytes_nor_error(
     step: float, books: Books, chunk: KVChunk, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from tests.cpus import needs_avx2
 
 from cuvee.codec.stages.compiled import product as compiled
 from cuvee.codec.stages.products import DENSE_BFLOAT16, DENSE_INT16, SLAB, Products
@@ -132,6 +133,7 @@ def test_only_mixed_products_choose_by_expected_shares() -> None:
         assert kind.leading_rows(share, 256) == 0
 
 
+@needs_avx2
 @pytest.mark.parametrize("width", [1, 6, 16, 35, 64])
 @pytest.mark.parametrize("sizes", [(1,), (16, 16), (40, 200, 7)])
 @pytest.mark.parametrize("of_slabs", [(0.9, 0.9, 0.9), (0.9, 0.1, 0.1), (0.9, DENSE_INT16 - 0.01, 0.9)])
@@ -160,6 +162,7 @@ def test_slabs_with_few_zeros_are_multiplied_as_integers(
                 assert torch.equal(alone[0], x[t])
 
 
+@needs_avx2
 def test_the_largest_sums_of_integers_fit() -> None:
     """Columns and maps that point the same way, with one entry or with many of a size."""
     for rows in (1, 2, 96, 1024):
@@ -173,6 +176,7 @@ def test_the_largest_sums_of_integers_fit() -> None:
         torch.testing.assert_close(x.double(), y[0, :rows].T.double() @ matrix.T.double(), rtol=INTEGER_ERROR, atol=0)
 
 
+@needs_avx2
 def test_integers_of_a_column_without_a_token_do_not_matter() -> None:
     matrices = maps([40], 64)
     inverse = compiled.prepare_inverse(matrices, 64, Products.INT16, [np.ones(64, np.float32)])
