@@ -7,7 +7,8 @@ of those that they should have waited for. Memory is allocated as PyTorch does: 
 the stream for which it was allocated, whatever other streams still do with it. Waiting, copies, allocations and
 launches are written down (`Entry`).
 
-Kernels are stood in for by their references. What is simulated is order, not speed.
+Kernels are emulated; those between bytes and the cache are stood in for by their references, which take less time.
+What is simulated is order, not speed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib import import_module
-from pkgutil import iter_modules
+from inspect import isfunction
 from types import ModuleType
 from typing import Any, Self
 
 import pytest
 import torch
+from tests.emulation import KERNELS_RUN_ON
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -434,15 +435,15 @@ class LateDevice:
         made.held.copy_(value)
         return made
 
-    def launch(self, name: str, reference: Callable[..., None]) -> Callable[..., None]:
-        """Return a launcher that gives the reference to the current stream."""
+    def launch(self, name: str, work: Callable[..., None]) -> Callable[..., None]:
+        """Return a launcher that gives its work to the current stream."""
 
         def launcher(*args: Any, **kwargs: Any) -> None:
             with self.lock:
                 if not getattr(self._local, "current", False):
                     raise RuntimeError(f"{name} is launched where the cache's device is not the current one")
                 bare_args, bare_kwargs = _arguments(name, args), _arguments(name, kwargs)
-                self._give(name, lambda: reference(*bare_args, **bare_kwargs), "launch")
+                self._give(name, lambda: work(*bare_args, **bare_kwargs), "launch")
 
         return launcher
 
@@ -481,29 +482,29 @@ def _arguments(launcher: str, tree: Any) -> Any:
     return tree
 
 
-def launchers(stand_in: Callable[[str, Callable[..., None]], Any]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yield (module, name, stand-in) for every place where the backend calls a launcher."""
-    from tests.kernels import naive
+def launchers() -> Iterator[tuple[ModuleType, str, Callable[..., None]]]:
+    """Yield (module, name, what does the work) for every place where the backend calls a launcher."""
+    from tests.kernels.naive import symbols, transform
 
-    from cuvee.kernels import class_predictor, lossless_scheme, ops, outgoing, plans, transform_scheme
+    from cuvee.kernels import class_predictor, lossless_scheme, outgoing, plans, transform_scheme
 
-    users = [plans, class_predictor, outgoing, transform_scheme, lossless_scheme]
-    kernels = [import_module(module.name) for module in iter_modules(ops.__path__, f"{ops.__name__}.")]
-    for module in iter_modules(naive.__path__, f"{naive.__name__}."):
-        references = import_module(module.name)
-        for key, reference in list(vars(references).items()):
-            name = key.removesuffix("_reference")
-            if name == key or getattr(reference, "__module__", None) != references.__name__:
-                continue
-            for launcher in (getattr(home, name) for home in kernels if hasattr(home, name)):
-                for user in users:
-                    if getattr(user, name, None) is launcher:
-                        yield user, name, stand_in(name, reference)
+    references = {**vars(symbols), **vars(transform)}
+    for user in (plans, class_predictor, outgoing, transform_scheme, lossless_scheme):
+        for name, launcher in list(vars(user).items()):
+            home = getattr(launcher, "__module__", "") or ""
+            if home.startswith("cuvee.kernels.ops.") and isfunction(launcher) and _returns_nothing(launcher):
+                yield user, name, references.get(f"{name}_reference", launcher)
+
+
+def _returns_nothing(function: Callable[..., object]) -> bool:
+    return function.__annotations__.get("return") == "None"
 
 
 @contextmanager
 def late_device(patch: pytest.MonkeyPatch, hasty: set[int] | None = None) -> Iterator[LateDevice]:
     """Install a device for the calling thread, which uses an engine's stream, and for all threads started inside."""
+    if KERNELS_RUN_ON != "ptx":
+        pytest.skip(f"kernels run on: {KERNELS_RUN_ON}")
     from cuvee.kernels import backend
     from cuvee.kernels.backend import TritonBackend
 
@@ -529,8 +530,8 @@ def late_device(patch: pytest.MonkeyPatch, hasty: set[int] | None = None) -> Ite
         "is_current_stream_capturing": lambda: device.stream.capturing,
     }.items():
         patch.setattr(cuda, name, value)
-    for user, name, stand_in in list(launchers(device.launch)):
-        patch.setattr(user, name, stand_in)
+    for user, name, work in list(launchers()):
+        patch.setattr(user, name, device.launch(name, work))
     patch.setattr(backend, "shared", TritonBackend(interpreted=False))
     _present.append(device)
     try:

@@ -1,1 +1,1 @@
-"""The kernels, each beside its launcher; `tests/kernels/naive/` holds a reference for every launcher."""
+"""The kernels, each beside its launcher; `tests/kernels` compares each with the codec's reference stages."""

@@ -92,6 +92,39 @@ def with_field(scheme: str, offset: int, fmt: str, value: int) -> bytes:
     return with_section(blob_of(scheme), bytes(section))
 
 
+def with_counts(scheme: str, **more: int) -> bytes:
+    """The blob with the numbers of its first coded part changed, and its bytes as they are."""
+    section = bytearray(sections_of(blob_of(scheme))[0])
+    at = coded_offset(scheme, bytes(section))
+    for name, by in more.items():
+        place, fmt = at + COUNTS.index(name) * 4, "<B" if name == "log2" else "<I"
+        struct.pack_into(fmt, section, place, struct.unpack_from(fmt, section, place)[0] + by)
+    return with_section(blob_of(scheme), bytes(section))
+
+
+def with_padding(scheme: str) -> bytes:
+    """The blob with a bit set in the padding of a coded part: of the first section that has some."""
+    index = int(scheme != "lossless")
+    section = bytearray(sections_of(blob_of(scheme))[index])
+    at = 0 if index else coded_offset(scheme, bytes(section))
+    words, _, log2, class_words = struct.unpack_from("<4I", section, at)
+    end = 20 + 6 * -(-TOKENS >> log2) + 2 * (class_words + words)
+    assert end % 4 == 2
+    section[at + end + 1] = 0x80
+    return with_section(blob_of(scheme), bytes(section), index)
+
+
+COUNTS = ("words", "escapes", "log2", "class_words")
+MISCOUNTED: dict[str, dict[str, int]] = {
+    "a word more": {"words": 1},
+    "a word less": {"words": -1},
+    "an escape more": {"escapes": 1},
+    "an escape less": {"escapes": -1},
+    "words that are an escape": {"words": 4, "escapes": -1},  # as long: streams and lists tell
+    "a class word more": {"class_words": 1},
+    "a class word less": {"class_words": -1},
+    "twice the streams": {"log2": -1},
+}
 FIELDS: dict[str, tuple[int, str, int]] = {
     "words": (0, "<I", 2**32 - 1),
     "escapes": (4, "<I", 2**32 - 1),
@@ -102,6 +135,7 @@ FIELDS: dict[str, tuple[int, str, int]] = {
     "reserved byte, all bits": (9, "<B", 255),
     "reserved word": (10, "<H", 1),
     "class words": (12, "<I", 2**32 - 1),
+    "class state": (16, "<I", 0xFFFF),
 }
 ONE_CLASS: dict[str, tuple[int, str, int]] = {
     "an escape": (4, "<I", 1),
@@ -265,6 +299,11 @@ def with_scheme(scheme: str, number: int) -> bytes:
 def _of_any(scheme: str) -> Iterator[tuple[str, Damage]]:
     for name, field in FIELDS.items():
         yield name, Damage(scheme, FormatError, partial(with_field, scheme, *field))
+    for name, more in MISCOUNTED.items():
+        # A lossless part has no escapes and no class words, and one stream here, however many tokens it may have.
+        if scheme != "lossless" or ("log2" not in more and min(more.values()) > 0) or name == "a word less":
+            yield name, Damage(scheme, FormatError, partial(with_counts, scheme, **more))
+    yield "padding", Damage(scheme, FormatError, partial(with_padding, scheme))
     yield "swapped sections", Damage(scheme, FormatError, partial(with_swapped_sections, scheme))
     for tail in (b"\0", bytes(4), b"\xff" * 64):
         yield f"{len(tail)} bytes more", Damage(scheme, FormatError, partial(with_tail, scheme, tail))

@@ -81,6 +81,18 @@ def test_every_decode_takes_it_and_verifies_nothing_again(
     assert all(torch.equal(a[0], b) for a, b in zip(cache.keys, plain.keys, strict=True))
 
 
+@pytest.mark.parametrize("scheme", ["layer", "lossless"])
+def test_all_sections_can_be_verified_before_any_is_decoded(
+    chunk: KVChunk, scheme: str, make_codec: Callable[..., Codec]
+) -> None:
+    codec = make_codec("gqa", scheme, **({} if scheme == "lossless" else {"step": 0.1}))
+    blob = codec.encode(chunk)
+    codec.verify(codec.open(blob))
+    opened = codec.open(blob[:-1] + bytes([blob[-1] ^ 1]))
+    with pytest.raises(CorruptError, match=r"^section 2: its checksum"):
+        codec.verify(opened)
+
+
 def test_only_the_codec_that_opened_it_takes_it(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
     """A codec without a key would otherwise vouch for bytes to one that has a key."""
     trusting, keyed = make_codec("gqa", "lossless"), make_codec("gqa", "lossless", key=KEY)

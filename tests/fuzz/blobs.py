@@ -34,6 +34,7 @@ from cuvee.codec.format.keys import Key
 from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, Escapes, Streams
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
+from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
@@ -64,12 +65,14 @@ class Subject:
         blob: the blob from which cases are made.
         codec: makes a codec for a backend.
         key: the secret of the blob's tag; None without a tag.
+        base: of a refinement, the blob that it refines.
     """
 
     name: str
     blob: bytes
     codec: Callable[[str], Codec]
     key: bytes | None = None
+    base: bytes | None = None
 
     @property
     def lossless(self) -> bool:
@@ -80,6 +83,10 @@ class Subject:
     def profile(self) -> Profile:
         """The profile of the codecs."""
         return self.codec("numba").profile
+
+    def whole(self, codec: Codec, blob: bytes | memoryview) -> bytes | memoryview | OpenBlob:
+        """What a codec decodes: the blob, or the base with the blob as its refinement."""
+        return blob if self.base is None else codec.open(self.base, refinements=[blob])
 
 
 def _cached(make: Callable[[str], Codec]) -> Callable[[str], Codec]:
@@ -127,7 +134,20 @@ def subjects() -> tuple[Subject, ...]:
         make = _cached(partial(golden_codec, name, profile))
         key = KEY if name.endswith("-float16") else None
         found.append(Subject(f"golden {name}", Path(GOLDEN / f"{name}.bin").read_bytes(), make, key))
+    for group in ("layer", "head"):
+        samples, weights = (
+            [correlated_chunk(n, 60, 20 * n) for n in range(7)],
+            [2.0 ** (11 * t % 20 - 10) for t in range(20)],
+        )
+        profile = with_classes(fit(samples[0].layout, samples, group), weights, 3)
+        make = _cached(partial(_refined, profile))
+        base, finer = make("numba").encode_parts(correlated_chunk(50, 20, 3, outlier=300.0))
+        found.append(Subject(f"refinement {group}", finer, make, base=base))
     return tuple(found)
+
+
+def _refined(profile: Profile, backend: str) -> Codec:
+    return Codec(profile, step=0.02, refinements=1, backend=backend, threads=1)
 
 
 # --- making cases
@@ -336,7 +356,7 @@ class BlobTarget:
         at = dice.number(0, len(subjects()) - 1)
         subject = subjects()[at]
         blob = subject.blob
-        kind = dice.number(0, 19)
+        kind = dice.number(0 if subject.base is None else 8, 19)  # forged refinements would have other classes
         if kind <= 7:
             blob = forged(dice, at)
         if kind <= 4:
@@ -402,24 +422,26 @@ class BlobTarget:
             self._check_parts(subject, blob, chunk, draw)
         elif draw % 4 == 0:
             with suppress(CuveeError):  # a blob that fails as a whole may have good parts
-                subject.codec("numba").decode(blob, tokens=range(1), max_tokens=MAX_TOKENS)
+                codec = subject.codec("numba")
+                codec.decode(subject.whole(codec, blob), tokens=range(1), max_tokens=MAX_TOKENS)
         return outcome
 
     def _check_parts(self, subject: Subject, blob: bytes, chunk: KVChunk, draw: int) -> None:
         codec = subject.codec("numba")
+        whole = subject.whole(codec, blob)
         if draw % 3 == 0:
             first = draw // 3 % chunk.tokens
             end = first + 1 + draw // 5 % (chunk.tokens - first)
-            part = codec.decode(blob, tokens=range(first, end), max_tokens=MAX_TOKENS)
+            part = codec.decode(whole, tokens=range(first, end), max_tokens=MAX_TOKENS)
             if part.start != chunk.start + first or not _same(part, chunk, slice(first, end)):
                 raise Finding(f"tokens {first} … {end} differ from those of the whole")
         elif draw % 3 == 1:
             layer = draw // 3 % chunk.layout.num_layers
-            keys, values = decoded_layers(codec, blob, range(layer, layer + 1))
+            keys, values = decoded_layers(codec, whole, range(layer, layer + 1))
             if not (_equal(keys[0], chunk.keys[layer]) and _equal(values[0], chunk.values[layer])):
                 raise Finding(f"layer {layer} differs from that of the whole")
         else:
-            _check_pages(codec, blob, chunk)
+            _check_pages(codec, whole, chunk)
 
 
 def _spread(blob: bytes) -> memoryview:
@@ -433,7 +455,8 @@ def _decoded(subject: Subject, blob: bytes, backend: str) -> tuple[str, KVChunk 
     codec = subject.codec(backend)
     try:
         # One backend gets contiguous bytes, the others every second byte of a buffer.
-        chunk = codec.decode(blob if backend == "numba" else _spread(blob), max_tokens=MAX_TOKENS)
+        given = blob if backend == "numba" else _spread(blob)
+        chunk = codec.decode(subject.whole(codec, given), max_tokens=MAX_TOKENS)
     except CuveeError as error:
         return type(error).__name__, None
     header = read_header(blob)
@@ -496,7 +519,7 @@ def _same(part: KVChunk, whole: KVChunk, rows: slice) -> bool:
     return all(len(a) == rows.stop - rows.start and _equal(a, b[rows]) for a, b in pairs)
 
 
-def _check_pages(codec: Codec, blob: bytes, chunk: KVChunk) -> None:
+def _check_pages(codec: Codec, blob: bytes | memoryview | OpenBlob, chunk: KVChunk) -> None:
     """Decode into pages: the requested slots must hold the chunk, and the others stay unchanged."""
     room = chunk.tokens + 4
     layout = chunk.layout

@@ -12,7 +12,6 @@ TARGETS = {
     "profile": "profiles.ProfileTarget",
     "envelope": "entries.EntryTarget",
     "pages": "pages.PagesTarget",
-    "parts": "parts.PartsTarget",
     "url": "entries.UrlTarget",
     "connector": "connector.ConnectorTarget",
     "cli": "commands.CommandTarget",

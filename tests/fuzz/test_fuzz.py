@@ -39,13 +39,12 @@ RUNS = {
     "profile": (250, {"loaded", "FormatError"}),
     "envelope": (1500, {"read", "CorruptError", "ExpiredError"}),
     "pages": (300, {"0 pages", "4 pages", "8 pages"}),
-    "parts": (400, {"decoded", "FormatError", "CorruptError"}),
     "url": (600, {"opened", "InputError"}),
     "connector": (150, {"load arrived", "load failed", "messages taken", "options taken", "options: InputError",
                         "engine survived"}),
     "redis": (250, {"get: bytes", "get: StoreError", "put: bool", "put: StoreError", "contains: list",
                     "delete_tenant: int"}),
-    "http": (300, {"get: bytes", "get: StoreError", "put: bool", "contains: list", "delete: StoreError"}),
+    "http": (150, {"get: bytes", "get: StoreError", "put: bool", "contains: list", "delete: StoreError"}),
     "cli": (60, {"inspect: done", "inspect: error", "show: error", "decode: error"}),
 }  # fmt: skip
 

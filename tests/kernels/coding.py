@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from tests.classed import with_classes
 from tests.conftest import LAYOUTS, fitted_profile, synthetic_chunk
@@ -112,20 +110,6 @@ def classes_of(blob: bytes, codec: Codec) -> list[U8]:
         part = read_part(read_section(blob, header, index), learned.classed_plan(header.step_index), header.tokens)
         out.append(rans.decode_classes(part.classes, class_table(learned.class_freq), header.tokens))
     return out
-
-
-def use_references(patch: pytest.MonkeyPatch) -> int:
-    """Put the references of all that follows the transform in the place of kernels; returns of how many."""
-    users = [import_module(f"cuvee.kernels.{name}") for name in ("outgoing", "transform_scheme")]
-    count = 0
-    for home in ("rans", "symbols"):
-        for name, reference in vars(import_module(f"tests.kernels.naive.{home}")).items():
-            own = name.removesuffix("_reference")
-            for user in users:
-                if own != name and hasattr(user, own):
-                    patch.setattr(user, own, reference)
-                    count += 1
-    return count
 
 
 def tensors(chunk: KVChunk) -> list[torch.Tensor]:

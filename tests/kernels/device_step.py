@@ -24,7 +24,7 @@ SECONDS = float(os.environ.get("CUVEE_TEST_SECONDS", "1800"))  # for one test
 EVERY = 2.0  # seconds between two savings
 MOST_TEXT = 20_000  # characters of one failure; all of them have to fit into a file that comes back
 MOST_FAILURES = 300
-HOSTILE = "200"  # forged blobs, and as many forged bases
+HOSTILE = "300"  # forged blobs
 _FAULTS = ("CUDA error", "device-side assert", "Triton Error [CUDA]", "AcceleratorError")
 # What a rehearsal runs: a test of each kind, as the emulator takes minutes for all of them.
 REHEARSED = (

@@ -1,8 +1,8 @@
 """The device backend on hostile bytes and slots: no write leaves the cache, and every error names what is wrong.
 
 `tests/codec/damaged.py` breaks each rule of a blob, and `tests/codec/test_hostile.py` shows that to every backend; the
-kernels' own checks are those of `test_rans.py` and `test_symbols.py`. Here are what only the device has: a parser for
-many sections at once, caches in pages, and many blobs in one call.
+kernels' own checks are those of `test_rans.py` and `test_symbols.py`. Here are what only the device has: caches in
+pages, and many blobs in one call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from tests.codec.forging import reseal, sections_of, with_section
@@ -25,16 +24,13 @@ from cuvee.codec.backends import Coding
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
-from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.container import Scheme, read_header
-from cuvee.codec.format.streams import ONE_CLASS, Escapes, Streams
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes import coefficients, lossless
-from cuvee.kernels.incoming import read_coded
 
 # The interpreter computes with NumPy, which warns where damaged numbers overflow.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning")
@@ -116,89 +112,6 @@ def assert_agree(
     return want
 
 
-# --- the parser of many sections at once
-
-TOKENS, PLANES = 20, 6
-# With 6 words: lengths from byte 32, class words from 38, words from 44, no padding, escapes from 56; with 5 words, two
-# bytes of padding come at 54.
-FIELDS: dict[str, tuple[int, int, str, int, str]] = {
-    "words too many": (6, 0, "<I", 9, "too early"),
-    "a word too few, within the padding": (6, 0, "<I", 5, "padding"),
-    "words too few": (6, 0, "<I", 4, "too many"),
-    "all words": (6, 0, "<I", 2**32 - 1, "too early"),
-    "an escape too many": (6, 4, "<I", 3, "too early"),
-    "an escape too few": (6, 4, "<I", 1, "too many"),
-    "all escapes": (6, 4, "<I", 2**32 - 1, "too early"),
-    "words and escapes that wrap": (6, 0, "<Q", 2**64 - 1, "too early"),
-    "words that are an escape": (6, 0, "<Q", 10 | 1 << 32, ""),  # as long: streams and lists tell
-    "more streams": (6, 8, "<B", 2, "too early"),
-    "fewer streams": (6, 8, "<B", 4, "too many"),
-    "256 tokens per stream": (6, 8, "<B", 8, "stream header"),
-    "2**255 tokens per stream": (6, 8, "<B", 255, "stream header"),
-    "reserved byte": (6, 9, "<B", 1, "stream header"),
-    "reserved word": (6, 10, "<H", 0x8000, "stream header"),
-    "class words too many": (6, 12, "<I", 5, "too early"),
-    "class words too few": (6, 12, "<I", 1, "too many"),
-    "all class words": (6, 12, "<I", 2**32 - 1, "too early"),
-    "a class state below its bound": (6, 16, "<I", 0xFFFF, "class stream .* lower bound"),
-    "padding": (5, 54, "<B", 1, "padding"),
-    "padding, last byte": (5, 55, "<B", 0x80, "padding"),
-}
-
-
-def part_of(words: int, classes: Streams | None = None, escapes: int = 2) -> bytes:
-    """A part of 20 tokens in streams of 8 that hold nothing sensible."""
-    classes = classes or Streams(
-        np.array([1 << 20], np.uint32), np.array([3], np.uint32), np.arange(3, dtype=np.uint16)
-    )
-    listed = Escapes(np.array([3, 40], np.uint32)[:escapes], np.array([-1, 9], np.int32)[:escapes])
-    lengths, states = np.array([words - 2, 2, 0], np.uint32), np.full(3, 70000, np.uint32)
-    streams = Streams(states, lengths, np.arange(words, dtype=np.uint16))
-    return write_coded(CodedPart(streams, listed, 8, classes), PLANES)
-
-
-def parse(*parts: bytes, one_class: bool = False) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
-    sizes = np.array([len(part) for part in parts])
-    begin = np.cumsum(-(-sizes // 4) * 4) - -(-sizes // 4) * 4
-    data = b"".join(part + bytes(-len(part) % 4) for part in parts)
-    fields = np.full(len(parts), TOKENS), np.full(len(parts), PLANES)
-    names = [f"section {job} of blob 7" for job in range(len(parts))]
-    return read_coded(np.frombuffer(data, np.uint8), begin, begin + sizes, *fields, names, one_class)
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_parts_that_break_a_rule_are_refused(name: str) -> None:
-    words, offset, fmt, value, message = FIELDS[name]
-    good, bad = part_of(6), bytearray(part_of(words))
-    found = parse(good, bytes(bad), good)
-    assert found["word_count"].tolist() == [6, words, 6] and found["escape_count"].tolist() == [2] * 3
-    struct.pack_into(fmt, bad, offset, value)
-    if not message:
-        assert parse(good, bytes(bad))["word_count"].tolist() == [6, 10]
-        return
-    with pytest.raises(FormatError, match=rf"section 1 of blob 7.*{message}|{message}.*section 1 of blob 7"):
-        parse(good, bytes(bad), good)
-
-
-def test_parts_that_are_cut_or_longer_are_refused() -> None:
-    good, part = part_of(6), part_of(5)
-    for length in range(len(part)):
-        with pytest.raises(FormatError, match="too early"):
-            parse(good, part[:length], good)
-    with pytest.raises(FormatError, match="1 bytes too many"):
-        parse(good, part + b"\0", good)
-
-
-@pytest.mark.parametrize("field", ["escapes", "class words", "class state"])
-def test_one_class_has_no_class_stream_and_no_escapes(field: str) -> None:
-    state = np.array([(1 << 16) + (field == "class state")], np.uint32)
-    count = 3 * (field == "class words")
-    classes = Streams(state, np.array([count], np.uint32), np.zeros(count, np.uint16))
-    parse(part_of(6, ONE_CLASS, 0), one_class=True)
-    with pytest.raises(FormatError, match="class"):
-        parse(part_of(6, classes, 2 * (field == "escapes")), one_class=True)
-
-
 def test_sections_without_room_for_a_stream_header_are_refused(device: torch.device) -> None:
     # The last thing in what goes to the device, where no other bytes follow: 16 bytes are its granule.
     blob = encoded("transform", smooth_chunk(LAYOUT, 3, 57), 128, 0.5)
@@ -244,7 +157,6 @@ EMPTY = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("plain_coder")
 def test_sections_without_a_component(device: torch.device) -> None:
     step = 16.0
     blob = encoded("transform", smooth_chunk(LAYOUT, 1, 50, outlier=9.0), 128, step)
@@ -264,7 +176,6 @@ def test_any_streams_a_blob_may_have(scheme: str, tokens: int, per_stream: int, 
     assert assert_agree(scheme, blob, device, step) is not None
 
 
-@pytest.mark.usefixtures("plain_coder")
 def test_lengths_of_four_bytes(device: torch.device) -> None:
     step = 0.06
     blob = encoded("transform", smooth_chunk(WIDE, 2, 52), 128, step)
@@ -290,7 +201,6 @@ def guarded(layout: KVLayout, device: torch.device | str, blocks: int = BLOCKS) 
     return Pages(layout, torch.device(device), None, blocks, BLOCK_TOKENS)
 
 
-@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_slots_beyond_the_cache_are_refused_and_not_written(scheme: str, device: torch.device) -> None:
     blob = encoded(scheme, smooth_chunk(LAYOUT, 4, 53), 4)
@@ -308,7 +218,6 @@ def test_slots_beyond_the_cache_are_refused_and_not_written(scheme: str, device:
             codec.encode(PagedChunks(pages.cache, [torch.tensor([0, wrong], device=device)], [0]))
 
 
-@pytest.mark.usefixtures("plain_coder")
 def test_a_slot_given_twice_gets_one_of_its_tokens(device: torch.device) -> None:
     blob = encoded("lossless", smooth_chunk(LAYOUT, 3, 54), 4)
     pages = guarded(LAYOUT, device)
@@ -319,7 +228,6 @@ def test_a_slot_given_twice_gets_one_of_its_tokens(device: torch.device) -> None
     assert pages.unharmed([5, 2])
 
 
-@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize(("blocks", "block_tokens"), [(0, 4), (4, 0)])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_cache_without_slots(scheme: str, blocks: int, block_tokens: int, device: torch.device) -> None:
@@ -349,7 +257,6 @@ def damaged(blob: bytes, section: int) -> bytes:
 PLACES = ([3, 0, 7, 12], [8, 15, 1, 2], [4, 9, 10, 6])
 
 
-@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize(("scheme", "section"), [("transform", 1), ("lossless", 0)])
 def test_a_damaged_chunk_beside_good_ones_is_named(scheme: str, section: int, device: torch.device) -> None:
     tokens = 20 if scheme == "lossless" else 4
@@ -374,7 +281,6 @@ def test_a_damaged_chunk_beside_good_ones_is_named(scheme: str, section: int, de
         codec_of(scheme, "triton").decode_paged([blobs[0], grown, blobs[2]], pages.cache, slots)
 
 
-@pytest.mark.usefixtures("plain_coder")
 def test_numbers_count_all_blobs_of_a_call_whatever_their_schemes(device: torch.device) -> None:
     schemes = ("transform", "lossless", "transform")
     blobs = [encoded(scheme, smooth_chunk(LAYOUT, 4, 60), 32) for scheme in schemes]

@@ -9,16 +9,9 @@ from pathlib import Path
 
 import pytest
 from tests.emulation import KERNELS_RUN_ON
+from tests.kernels.conftest import CHOSEN
 
 ROOT = Path(__file__).parents[2]
-CHOSEN = (
-    "test_backend.py::test_each_reads_what_the_other_wrote[irregular-layers:2]",
-    "test_backend.py::test_each_reads_what_the_other_wrote[partial-unit]",
-    "test_backend.py::test_lossless_is_the_same_bytes[yarn]",
-    "test_rans.py::test_decodes_what_the_codec_wrote[many-12]",
-    "test_symbols.py::test_quantizing_gives_the_bytes_of_the_codec[tiles-unit]",
-    "test_pages.py::test_fp8_agrees_with_torch",
-)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kernels.naive import lossless as naive
 from tests.kernels.packing import launch
 
 from cuvee.codec.entropy.tables import EntropyTables, normalize_counts
@@ -22,16 +21,13 @@ from cuvee.kernels.jobs import ChunkField, Status, TileField
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
 from cuvee.kernels.ops.pages import contiguity, place_row
-from cuvee.kernels.ops.rans import WIDTH
+from cuvee.kernels.ops.rans import WIDTH, decoding_table
 from cuvee.kernels.ops.split_planes import count_symbols, split_planes, sum_bytes
 from cuvee.kernels.tiles import lay_out_tiles
-
-ENCODERS = {launcher.__name__: launcher for launcher in (sum_bytes, count_symbols, split_planes)}
 
 POISON = 0xAB
 ODD, EVEN = (1, 63, 70), (64, 8)
 BITS = {2: torch.int16, 4: torch.int32}
-STEPS = ("sum_bytes", "count_symbols", "split_planes")
 
 
 @dataclass(frozen=True)
@@ -229,20 +225,35 @@ def setting(layout: KVLayout, device: torch.device, dtype: str, tokens: tuple[in
     return Tables(replace(layout, dtype=dtype), tokens, sources, targets, device)
 
 
-def merge_both(
+def merged(
     tables: Tables, kind: str, element: torch.dtype, coded: dict[str, Any], **changes: Any
 ) -> tuple[Cache, torch.Tensor]:
-    """Run kernel and reference on caches of their own; the same bytes everywhere."""
-    results = []
-    for merge in (merge_planes, naive.merge_planes_reference):
-        cache = make_cache(tables.layout, tables.total, kind, element, tables.device)
-        arguments = tables.arguments(cache, element, **changes)
-        launch(merge, **coded, **arguments, **tables.turning())
-        results.append((cache, arguments["status"]))
-    (cache, status), (other, expected) = results
-    assert all(torch.equal(a, b) for a, b in zip(cache.bytes(), other.bytes(), strict=True))
-    assert torch.equal(status, expected)
-    return cache, status
+    """A cache that `merge_planes` wrote, and the status of the jobs."""
+    cache = make_cache(tables.layout, tables.total, kind, element, tables.device)
+    arguments = tables.arguments(cache, element, **changes)
+    launch(merge_planes, **coded, **arguments, **tables.turning())
+    return cache, arguments["status"]
+
+
+def assert_holds(cache: Cache, tables: Tables, kind: str, values: Sequence[Sequence[torch.Tensor]]) -> None:
+    """These values `[chunk][unit]` of the cache's type, at the slots of their tokens, and poison everywhere else."""
+    want = make_cache(tables.layout, tables.total, kind, cache.units[0].dtype, tables.device)
+    for chunk, units in enumerate(values):
+        for unit, rows in enumerate(units):
+            want.fill(unit, tables.at(chunk), rows)
+    assert all(torch.equal(a, b) for a, b in zip(cache.bytes(), want.bytes(), strict=True))
+
+
+def moved(tables: Tables, values: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """The values with the keys of chunk 1 turned to its target, as the codec turns them."""
+    out = [list(units) for units in values]
+    source, target = (torch.arange(tables.tokens[1]) + x[1] for x in (tables.sources, tables.targets))
+    for index, layer in enumerate(tables.layout.layers):
+        if layer.rope is not None:
+            free = unrotate(out[1][2 * index], layer.rope, source)
+            out[1][2 * index] = saturated(rotate(free, layer.rope, target), tables.layout.torch_dtype)
+            assert not same_bits(out[1][2 * index], values[1][2 * index])
+    return out
 
 
 def test_decoding_tables(device: torch.device) -> None:
@@ -254,9 +265,9 @@ def test_decoding_tables(device: torch.device) -> None:
     shape = (len(counts) + 1, WIDTH)
     decoding = torch.full(shape, POISON, dtype=torch.int32).view(torch.uint32).to(device)
     decoding_tables(torch.from_numpy(tables.freq).to(device), decoding[:-1])
-    expected = torch.full(shape, POISON, dtype=torch.int32).view(torch.uint32)
-    naive.decoding_tables_reference(torch.from_numpy(tables.freq), expected[:-1])
-    assert decoding.cpu().numpy().tobytes() == expected.numpy().tobytes()
+    expected = np.full(shape, POISON, np.uint32)
+    expected[:-1] = decoding_table(tables)
+    assert decoding.cpu().numpy().tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -276,11 +287,9 @@ def test_merge_restores_every_bit(
 ) -> None:  # fmt: skip
     tables = setting(layouts[name], device, dtype, tokens)
     values = random_values(tables, noise=True)
-    cache, status = merge_both(tables, kind, tables.layout.torch_dtype, tables.coded(values))
+    cache, status = merged(tables, kind, tables.layout.torch_dtype, tables.coded(values))
     assert not status.any()
-    for chunk, units in enumerate(values):
-        for unit, expected in enumerate(units):
-            assert same_bits(cache.rows(unit, tables.at(chunk)), expected)
+    assert_holds(cache, tables, kind, values)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("irregular", "float32"), ("partial", "bfloat16"), ("yarn", "float16")])
@@ -289,24 +298,13 @@ def test_merge_turns_the_keys_of_chunks_that_move(
 ) -> None:  # fmt: skip
     tables = setting(layouts[name], device, dtype, (15, 70, 3), moved=True)
     values = with_ends(random_values(tables, noise=False))
-    cache, status = merge_both(tables, "pages", tables.layout.torch_dtype, tables.coded(values))
+    cache, status = merged(tables, "pages", tables.layout.torch_dtype, tables.coded(values))
     assert not status.any()
-    for chunk, units in enumerate(values):
-        source, target = (torch.arange(tables.tokens[chunk]) + x[chunk] for x in (tables.sources, tables.targets))
-        for index, layer in enumerate(tables.layout.layers):
-            expected = units[2 * index]
-            if chunk == 1 and layer.rope is not None:
-                free = unrotate(expected, layer.rope, source)
-                expected = saturated(rotate(free, layer.rope, target), tables.layout.torch_dtype)
-                assert not same_bits(expected, units[2 * index])
-            assert same_bits(cache.rows(2 * index, tables.at(chunk)), expected)
-            assert same_bits(cache.rows(2 * index + 1, tables.at(chunk)), units[2 * index + 1])
+    assert_holds(cache, tables, "pages", moved(tables, values))
     # What is not finite stays so: it is no value beyond the range.
     for unit in values[1][::2]:
         unit[:, 0, 0] = float("inf")
-    cache = make_cache(tables.layout, tables.total, "pages", tables.layout.torch_dtype, device)
-    arguments = tables.arguments(cache, tables.layout.torch_dtype)
-    launch(merge_planes, **tables.coded(values), **arguments, **tables.turning())
+    cache, _ = merged(tables, "pages", tables.layout.torch_dtype, tables.coded(values))
     for index, layer in enumerate(tables.layout.layers):
         if layer.rope is not None:
             assert not bool(cache.rows(2 * index, tables.at(1))[:, 0, 0].isfinite().any())
@@ -318,26 +316,36 @@ def test_a_cache_of_another_type_gets_the_values(
 ) -> None:  # fmt: skip
     tables = setting(layouts["gqa"], device, "bfloat16", (15, 20), moved=True)
     values = with_ends(random_values(tables, noise=False))
-    cache, _ = merge_both(tables, "pages", element, tables.coded(values))
-    scale = tables.arguments(cache, element)["scales"].cpu()
-    expected = values[0][1].float()
-    if element.itemsize == 1:
-        expected = expected * (1 / scale[1])
-    assert same_bits(cache.rows(1, tables.at(0)), saturated(expected, element))
+    cache, _ = merged(tables, "pages", element, tables.coded(values))
+    scales = tables.arguments(cache, element)["scales"].cpu()
+    narrow = element.itemsize == 1
+    expected = [
+        [
+            saturated(
+                rows.float() * (1 / scale) if narrow else rows.float(), element, None if narrow else ~rows.isinf()
+            )
+            for rows, scale in zip(units, scales, strict=True)
+        ]
+        for units in moved(tables, values)
+    ]
+    assert_holds(cache, tables, "pages", expected)
 
 
 @pytest.mark.parametrize("element", [torch.float16, torch.float8_e5m2])
 def test_tokens_without_a_slot(layouts: dict[str, KVLayout], device: torch.device, element: torch.dtype) -> None:
     tables = setting(layouts["mqa"], device, "float16", (9, 5))
-    coded = tables.coded(random_values(tables, noise=False))
+    values = random_values(tables, noise=False)
     cache = make_cache(tables.layout, tables.total, "pages", element, device)
     slots = cache.slots.clone()
     slots[:3] = -1  # as for tokens that nobody asked for
     slots[10], slots[11] = 1 << 40, -2
-    result, status = merge_both(tables, "pages", element, coded, slots=slots)
+    result, status = merged(tables, "pages", element, tables.coded(values), slots=slots)
     assert [int(x) for x in status] == [0] * 3 + [int(Status.SLOT)] * 3
     for at in (slice(0, 3), slice(10, 12)):
         assert bool((result.rows(0, at).view(torch.uint8) == POISON).all())
+    if element == torch.float16:
+        assert same_bits(result.rows(0, slice(3, 9)), values[0][0][3:])
+        assert same_bits(result.rows(1, slice(12, 14)), values[1][1][3:])
 
 
 def test_a_run_of_layers(layouts: dict[str, KVLayout], device: torch.device) -> None:
@@ -350,14 +358,13 @@ def test_a_run_of_layers(layouts: dict[str, KVLayout], device: torch.device) -> 
     own: dict[str, Any] = {"tiles": tiles, "sections": 2, "first_section": 1}
     coded["table"] = coded["table"].view(2, 3, -1, len(BytePlaneField))[:, 1:].reshape(-1, len(BytePlaneField))
     own["status"] = torch.zeros(4, dtype=torch.int32, device=device)
-    cache, _ = merge_both(tables, "dense", torch.bfloat16, coded, **own)
+    cache, _ = merged(tables, "dense", torch.bfloat16, coded, **own)
     for unit in range(6):
         assert same_bits(cache.rows(unit, tables.at(1)), values[1][unit]) == (unit >= 2)
     assert bool((cache.raw[0] == POISON).all())
 
 
-def run_step(name: str, reference: bool, arguments: dict[str, Any], **arrays: Any) -> torch.Tensor:
-    step: Callable[..., None] = getattr(naive, f"{name}_reference") if reference else ENCODERS[name]
+def run_step(step: Callable[..., None], arguments: dict[str, Any], **arrays: Any) -> torch.Tensor:
     status = torch.zeros_like(arguments["status"])
     launch(step, **{**arguments, **arrays, "status": status})
     return status
@@ -412,23 +419,15 @@ def test_encoding(
     total = int(first[-1]) + channels[-1] + 3
     table = torch.tensor([(-(1 << 40), r, d) for r, d in zip(first, head_dims, strict=True)], device=device)
 
-    sums = torch.zeros(2, total, dtype=torch.int64, device=device)
-    references = torch.stack([poisoned(total, device)] * 2)
-    counts = torch.zeros(2, len(planes), 256, dtype=torch.int32, device=device)
-    for i in (0, 1):
-        assert not run_step("sum_bytes", bool(i), arguments, table=table, sums=sums[i]).any()
-        arrays = {"table": table, "sums": sums[i], "references": references[i], "counts": counts[i]}
-        assert not run_step("count_symbols", bool(i), arguments, **arrays).any()
-    assert torch.equal(sums[0], sums[1])
-    assert torch.equal(references[0], references[1])
-    assert torch.equal(counts[0], counts[1])
-    for index, (plane, at) in enumerate(zip(planes, first, strict=True)):
-        mean = np.rint(plane.mean(1)).astype(np.uint8)
-        assert np.array_equal(references[0, at : at + len(mean)].cpu().numpy(), mean)
-        symbols = (plane - mean[:, None]).astype(np.uint8)
-        assert np.array_equal(counts[0, index].cpu().numpy(), np.bincount(symbols.ravel(), minlength=256))
-        assert np.array_equal(models[index].reference, mean)
-        assert np.array_equal(models[index].counts, np.bincount(symbols.ravel(), minlength=256))
+    sums = torch.zeros(total, dtype=torch.int64, device=device)
+    references, counts = poisoned(total, device), torch.zeros(len(planes), 256, dtype=torch.int32, device=device)
+    assert not run_step(sum_bytes, arguments, table=table, sums=sums).any()
+    assert not run_step(count_symbols, arguments, table=table, sums=sums, references=references, counts=counts).any()
+    wanted = np.full(total, POISON, np.uint8)
+    for index, (model, at) in enumerate(zip(models, first, strict=True)):
+        wanted[at : at + len(model.reference)] = model.reference
+        assert np.array_equal(counts[index].cpu().numpy(), model.counts)
+    assert np.array_equal(references.cpu().numpy(), wanted)
 
     # As the codec chooses; where it stores all planes, code one all the same.
     chosen = choose_tables(np.stack([model.counts for model in models]), np.array([len(m.data) for m in models]))
@@ -438,18 +437,15 @@ def test_encoding(
     offsets = np.where(stored, np.cumsum(sizes * stored) - sizes, np.cumsum(sizes * ~stored) - sizes) + 8
     table[:, BytePlaneField.PLANE] = torch.from_numpy(offsets).to(device)
     table[:, BytePlaneField.REFERENCE] = torch.from_numpy(np.where(stored, -1, first)).to(device)
-    even = not any(t % 4 for t in tokens)
-    coded = torch.stack([poisoned(int(sizes.sum()) + 16, device)] * 2)
-    out = torch.stack([poisoned(int(sizes.sum()) + 16, device)] * 2)
-    for i in (0, 1):
-        arrays = {"table": table, "references": references[0], "planes": coded[i], "out": out[i]}
-        assert not run_step("split_planes", bool(i), arguments, **arrays, even=even).any()
-    assert torch.equal(coded[0], coded[1])
-    assert torch.equal(out[0], out[1])
-    for plane, at, kept, low in zip(planes, offsets, stored, first, strict=True):
-        source = (out if kept else coded)[0, at : at + plane.size].cpu().numpy().reshape(plane.shape)
-        reference = references[0, low : low + len(plane)].cpu().numpy()[:, None]
-        assert np.array_equal(source if kept else (source + reference).astype(np.uint8), plane)
+    coded, out = (poisoned(int(sizes.sum()) + 16, device) for _ in range(2))
+    arrays = {"table": table, "references": references, "planes": coded, "out": out}
+    assert not run_step(split_planes, arguments, **arrays, even=not any(t % 4 for t in tokens)).any()
+    expected = [np.full(len(out), POISON, np.uint8) for _ in range(2)]
+    for model, at, kept in zip(models, offsets, stored, strict=True):
+        plane = model.data if kept else (model.data - model.reference[:, None]).astype(np.uint8)
+        expected[int(kept)][at : at + plane.size] = plane.ravel()
+    for got, want in zip((coded, out), expected, strict=True):
+        assert np.array_equal(got.cpu().numpy(), want)
 
 
 def test_means_are_rounded_to_even(device: torch.device, layouts: dict[str, KVLayout]) -> None:
@@ -467,7 +463,7 @@ def test_means_are_rounded_to_even(device: torch.device, layouts: dict[str, KVLa
         counts = torch.zeros(12, 256, dtype=torch.int32, device=device)
         slots = cache.slots.new_full((64,), -1)
         arrays = {"table": table, "sums": sums, "references": references, "counts": counts, "slots": slots}
-        run_step("count_symbols", False, arguments, **arrays)
+        run_step(count_symbols, arguments, **arrays)
         expected = np.rint(exact.numpy() / tokens).astype(np.uint8)
         assert np.array_equal(references.cpu().numpy().reshape(12, 32), np.broadcast_to(expected, (12, 32)))
 
@@ -483,7 +479,7 @@ def test_planes_beyond_two_gigabytes(layouts: dict[str, KVLayout], device: torch
         assert same_bits(cache.rows(unit, tables.at(0)), expected)
     back, out = torch.empty_like(coded["planes"]), torch.zeros_like(coded["data"])
     arrays = {"table": coded["table"], "references": coded["data"], "planes": back, "out": out}
-    run_step("split_planes", False, arguments, **arrays, even=False)
+    run_step(split_planes, arguments, **arrays, even=False)
     assert torch.equal(back[(1 << 31) + 8 :], coded["planes"][(1 << 31) + 8 :])
 
 

@@ -12,17 +12,16 @@ from collections.abc import Iterator
 
 import pytest
 from tests.emulation import KERNELS_RUN_ON
-from tests.fuzz import blobs, parts
+from tests.fuzz import blobs
 from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.engine import case
-from tests.fuzz.parts import PartsTarget
 from triton import knobs
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(KERNELS_RUN_ON == "interpreter", reason=f"kernels run on: {KERNELS_RUN_ON}"),
 ]
-COUNT = int(os.environ.get("CUVEE_PTX_MUTANTS", "96"))
+COUNT = int(os.environ.get("CUVEE_PTX_MUTANTS", "120"))
 SEED = 11
 
 
@@ -56,31 +55,5 @@ def test_forged_blobs_touch_nothing_else(launches: list[object]) -> None:
         outcomes[outcome] += 1
     print(f"{COUNT} blobs, {reached} of them reached kernels: {dict(outcomes)}")
     # What the host refuses shows nothing of kernels.
-    assert reached >= COUNT // 4, outcomes
-    assert len(outcomes) >= 3, outcomes
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_forged_parts_touch_nothing_else(launches: list[object]) -> None:
-    """Bases and refinements that the CPU refuses are refused, and what it decodes is the same."""
-    target = PartsTarget()
-    outcomes: Counter[str] = Counter()
-    reached = 0
-    for number in range(COUNT):
-        data = case(target, SEED, number)
-        if len(data) < 2 or not data[1]:
-            continue
-        subject, own = parts.unpacked(data)
-        outcome, want = parts._decoded(subject, own, "numba")
-        before = len(launches)
-        _, got = parts._decoded(subject, own, "triton")
-        reached += len(launches) > before
-        outcomes[outcome] += 1
-        assert (got is None) == (want is None), f"seed {SEED}, number {number}, {subject.name}: {outcome}"
-        if got is not None and want is not None:
-            for a, b in zip([*got.keys, *got.values], [*want.keys, *want.values], strict=True):
-                limit = 2.0**-6 * float(b.float().abs().max())
-                assert float((a.float() - b.float()).abs().max()) <= limit, f"seed {SEED}, number {number}"
-    print(f"{COUNT} cases, {reached} of them reached kernels: {dict(outcomes)}")
     assert reached >= COUNT // 4, outcomes
     assert len(outcomes) >= 3, outcomes

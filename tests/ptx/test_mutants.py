@@ -114,7 +114,7 @@ def emulator() -> Iterator[State]:
 
 
 @pytest.mark.parametrize("scheme", scenarios.SCHEMES)
-def test_without_a_fault_nothing_is_found(scheme: str) -> None:
+def test_without_a_fault_nothing_is_found_on_any_target(target: str, scheme: str) -> None:
     scenarios.decodes(scheme)
     scenarios.encodes(scheme)
 

@@ -1,7 +1,7 @@
 """What only a GPU can tell, in eight minutes: `make gpu`, or `python -m cuvee.eval.bench.gpu` in a working tree.
 
     machine   versions, clocks, memory
-    tests     the kernels' tests against their references, bytes of streams, 200 forged blobs
+    tests     the kernels' tests against their references, bytes of streams, 300 forged blobs
     speed     encode and decode, beside copies, casts to FP8 and nvCOMP
     model     a trained model: profile, cache, KL, restoring against computing
 

@@ -1,6 +1,7 @@
-"""Parsers for what the compilers emit: SASS on NVIDIA, assembly on AMD.
+"""What compiled kernels take: NVIDIA's machine code, reduced to what costs and loops need; AMD's own summary.
 
-Each returns a kernel as a list of `Instruction`, reduced to what costs and control flow need.
+A loop is what lies between a branch and the earlier address that it jumps to. A loop of control instructions alone (a
+wait for a barrier) is none; what the compiler moves behind the end of the kernel, such as these waits, is not counted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +26,15 @@ _SASS_BYTES = 16  # per instruction
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction, reduced to its cost and its effect on control flow.
+    """One instruction.
 
     Attributes:
-        at: address; in AMD code, the instruction's index.
+        at: address.
         kind: one of INSTRUCTION_KINDS.
         access: `"load"` or `"store"` with its width in bits, like `kernel_spec.Access`, for an access to global memory;
             else "".
         spill: bytes that each lane stores to local memory.
         target: address that a branch jumps to, or None.
-        falls: whether the next instruction may follow.
     """
 
     at: int
@@ -41,12 +42,9 @@ class Instruction:
     access: str = ""
     spill: int = 0
     target: int | None = None
-    falls: bool = True
 
 
-# NVIDIA --------------------------------------------------------------------------------------------------------------
-
-_SASS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][^\s;]*)\s*([^;]*);", re.MULTILINE)
+_SASS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^\s;]*)\s*([^;]*);", re.MULTILINE)
 _SASS_KINDS = (
     ("tensor", re.compile(r"\w*MMA\b")),
     (
@@ -70,7 +68,7 @@ def parse_sass(text: str, function: str) -> list[Instruction]:
         raise CuveeError(f"the disassembly has no function {function!r}")
     text, _, _ = text.partition("Function : ")
     code = []
-    for at, guard, opcode, operands in _SASS.findall(text):
+    for at, opcode, operands in _SASS.findall(text):
         base, *modifiers = opcode.split(".")
         if base == "NOP":
             continue
@@ -78,8 +76,6 @@ def parse_sass(text: str, function: str) -> list[Instruction]:
         target = re.search(r"\b0x([0-9a-f]+)\s*$", operands) if base in ("BRA", "JMP") else None
         if base in ("BRA", "JMP") and target is None:
             raise CuveeError(f"no address in {opcode} {operands.strip()}")
-        # A predicate is a prefix or, before the address, an operand.
-        conditional = guard != "" or "," in operands or any(m in ("DIV", "CONV") for m in modifiers)
         code.append(
             Instruction(
                 int(at, 16),
@@ -87,7 +83,6 @@ def parse_sass(text: str, function: str) -> list[Instruction]:
                 access={"LDG": f"load{bits}", "STG": f"store{bits}"}.get(base, ""),
                 spill=bits // 8 if base == "STL" else 0,
                 target=int(target[1], 16) if target else None,
-                falls=conditional or base not in ("BRA", "JMP", "BRX", "BRXU", "JMX", "RET", "EXIT"),
             )
         )
     return code
@@ -99,6 +94,47 @@ def _sass_bits(modifiers: Sequence[str]) -> int:
         if modifier.lstrip("US") in ("8", "16", "64", "128"):
             return int(modifier.lstrip("US"))
     return 32
+
+
+def innermost_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Return the loops that contain no other loop, in the order of addresses."""
+    spans = {(i.target, i.at) for i in code if i.target is not None and i.target <= i.at}
+    bodies = {span: [i for i in code if span[0] <= i.at <= span[1]] for span in sorted(spans)}
+    loops = {span: own for span, own in bodies.items() if any(i.kind != "control" for i in own)}
+    return [
+        own
+        for (first, last), own in loops.items()
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
+    ]
+
+
+def describe_loops(code: Sequence[Instruction], access: str | None) -> list[dict[str, Any]]:
+    """Describe the innermost loops, the one that does most of the work first.
+
+    Args:
+        code: instructions of a function.
+        access: as `KernelSpec.symbol_access`; loops without it are left out.
+
+    Returns:
+        per loop: `instructions`, `symbols` per pass and `instructions_per_symbol` (None without `access`), and the
+        number of instructions of each of INSTRUCTION_KINDS.
+    """
+    loops = []
+    for loop in innermost_loops(code):
+        symbols = sum(instruction.access == access for instruction in loop) if access else None
+        if symbols == 0:
+            continue
+        kinds = Counter(instruction.kind for instruction in loop)
+        loops.append(
+            {
+                "instructions": len(loop),
+                "symbols": symbols,
+                "instructions_per_symbol": len(loop) / symbols if symbols else None,
+                **{kind: kinds[kind] for kind in INSTRUCTION_KINDS},
+            }
+        )
+    # The remainder loop that follows an unrolled loop handles fewer symbols per pass.
+    return sorted(loops, key=lambda loop: (loop["symbols"] or 0, loop["instructions"]), reverse=True)
 
 
 def disassembler() -> Path:
@@ -141,7 +177,6 @@ def read_cubin(cubin: bytes, function: str) -> tuple[list[Instruction], dict[str
     registers, stack, shared = map(int, usage.groups())
     return code, {
         "registers": registers,
-        "scalar_registers": None,
         "spilled_bytes": sum(instruction.spill for instruction in code),
         "stack_bytes": stack,
         "static_shared_bytes": shared,
@@ -149,69 +184,17 @@ def read_cubin(cubin: bytes, function: str) -> tuple[list[Instruction], dict[str
     }
 
 
-# AMD -----------------------------------------------------------------------------------------------------------------
-
-_AMDGCN = re.compile(r"^(?:(?P<label>[\w.$]+):|\s+(?P<opcode>[a-z]\w*)(?:\s+(?P<operands>[^;\n]*))?)")
-_AMDGCN_ACCESS = re.compile(r"(?:global|buffer|flat)_(load|store)_[us]?(byte|short|dword|dwordx2|dwordx4)(?:_d16|$)")
-_AMDGCN_BITS = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx4": 128}
-_AMDGCN_KINDS = (
-    ("tensor", re.compile(r"v_(mfma|smfmac|wmma)_")),
-    (
-        "control",
-        re.compile(
-            r"s_(branch|cbranch|endpgm|setpc|swappc|getpc|call|waitcnt|barrier|sleep|setprio|sethalt|trap|sendmsg|icache"
-            r"|inst_prefetch|\w*saveexec)"
-        ),
-    ),
-    ("memory", re.compile(r"global_|buffer_|flat_|scratch_|ds_|s_(load|store|buffer_load|buffer_store|dcache|atomic)")),
-    ("float", re.compile(r"v_\w*_(f16|f32|f64|bf16|fp8|bf8)(_|$)")),
-)
-
-
-def parse_amdgcn(text: str, function: str) -> list[Instruction]:
-    """Parse the assembly of one function; leaves out NOPs."""
-    _, found, text = text.partition(f"\n{function}:")
-    if not found:
-        raise CuveeError(f"the assembly has no function {function!r}")
-    text, _, _ = text.partition("\n.Lfunc_end")
-    labels: dict[str, int] = {}
-    read: list[tuple[str, str]] = []
-    for line in text.splitlines():
-        match = _AMDGCN.match(line)
-        if match is None:
-            continue
-        if match["label"]:
-            labels[match["label"]] = len(read)
-        elif match["opcode"] != "s_nop":
-            read.append((match["opcode"], (match["operands"] or "").strip()))
-    code = []
-    for at, (opcode, operands) in enumerate(read):
-        access = _AMDGCN_ACCESS.match(opcode)
-        code.append(
-            Instruction(
-                at,
-                next((kind for kind, pattern in _AMDGCN_KINDS if pattern.match(opcode)), "integer"),
-                access=f"{access[1]}{_AMDGCN_BITS[access[2]]}" if access else "",
-                target=labels[operands] if opcode.startswith(("s_branch", "s_cbranch")) else None,
-                falls=opcode not in ("s_branch", "s_endpgm", "s_setpc_b64"),
-            )
-        )
-    return code
-
-
-def read_amdgcn(text: str, function: str) -> tuple[list[Instruction], dict[str, Any]]:
-    """Read AMD assembly. Returns and raises as `read_cubin`."""
-    code = parse_amdgcn(text, function)
+def read_amdgcn(text: str) -> dict[str, Any]:
+    """Return the same entries for AMD assembly, which ends with a summary."""
 
     def fact(pattern: str) -> int:
         match = re.search(pattern + r"\s*(\d+)", text)
         if match is None:
-            raise CuveeError(f"the assembly of {function!r} says nothing of {pattern}")
+            raise CuveeError(f"the assembly says nothing of {pattern}")
         return int(match[1])
 
-    return code, {
+    return {
         "registers": fact(r"\.vgpr_count:"),
-        "scalar_registers": fact(r"\.sgpr_count:"),
         "spilled_bytes": 4 * fact(r"\.vgpr_spill_count:"),
         "stack_bytes": fact(r"\.private_segment_fixed_size:"),
         "static_shared_bytes": fact(r"\.group_segment_fixed_size:"),
