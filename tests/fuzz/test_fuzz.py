@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fuzz import engine, peers
-from tests.fuzz.__main__ import replay
 from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
@@ -104,7 +103,7 @@ DEFECTS: dict[str, tuple[type[Any], int, str, list[tuple[str, Any]]]] = {
     "rules of profiles": (
         ProfileTarget, 1500, "Error|Warning",  # NumPy warns, or refuses, depending on its version
         [
-            ("cuvee.codec.profiles.section_profile._class_array", lambda prefix, name, _, own: own[f"{prefix}.{name}"]),
+            ("cuvee.codec.profiles.section_profile.read_array", lambda arrays, name, *_: arrays[name]),
             ("cuvee.codec.profiles.section_profile.class_table", lambda frequencies: None),
         ],
     ),
@@ -226,33 +225,9 @@ def test_foreign_errors_and_warnings_are_found() -> None:
 # --- as a program
 
 
+@pytest.mark.nightly
 def test_the_program_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--seconds", "1", "--targets", "envelope", "--folder", str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0 and "no finding in" in done.stdout, done.stdout + done.stderr
-
-
-def test_a_finding_can_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case = engine.write_finding(tmp_path, EntryTarget(), 5, 6, "nothing")
-    assert f"--replay {case}" in case.with_suffix(".txt").read_text()
-    for what in (str(case), "envelope:5:6"):
-        assert replay(what) == 0
-        assert capsys.readouterr().out.startswith("envelope: ")
-
-
-def test_a_process_that_dies_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code may end the process or never return; the watching process reports the case."""
-    dies = "import os, signal, sys\nfrom pathlib import Path\nsys.path[:0] = ['.', 'src']\n"
-    dies += "from tests.fuzz import engine\nengine._State(Path(sys.argv[2])).write(0, 7, 7)\n"
-    dies += "os.kill(os.getpid(), signal.SIGKILL)\n"
-    script = tmp_path / "dies.py"
-    script.write_text(dies)
-    real = subprocess.Popen
-
-    def start(command: list[str], **options: Any) -> Any:
-        return real([command[0], str(script), *command[3:]], **options)
-
-    monkeypatch.setattr("tests.fuzz.engine.subprocess.Popen", start)
-    assert engine.watch([EntryTarget()], 4, 5, 0, tmp_path / "found", tmp_path) == 1
-    assert (tmp_path / "found" / "envelope-4-7.bin").read_bytes() == engine.case(EntryTarget(), 4, 7)
