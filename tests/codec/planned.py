@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ from tests.codec.inner_loops import decode_lanes, list_groups
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family, coding_plan, default_family, scale_codes
-from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.entropy.token_classes import (
     CLASSES,
     NEUTRAL,
@@ -149,3 +149,15 @@ def rans_decode(
     if bad >= 0:
         raise rule_error(rules.STREAM, int(bad), len(ends))
     return out[:size].reshape(-1, tokens)
+
+
+@cache
+def tables_of(prob_bits: int) -> EntropyTables:
+    """A flat, a steep, a nearly certain, and a two-symbol table, then raw bits."""
+    level = np.abs(np.arange(SYMBOLS, dtype=np.int8).astype(np.float64))
+    certain, two = np.zeros(SYMBOLS), np.zeros(SYMBOLS)
+    certain[[9, 250]] = 10**6, 1
+    two[[0, 255]] = 1
+    rows = [np.ones(SYMBOLS), np.exp2(-level / 2), certain, two]
+    own = EntropyTables(np.stack([normalize_counts(r, prob_bits) for r in rows]), prob_bits)
+    return own.extended(raw_bit_tables(prob_bits))

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.conftest import Books
 from transformers import DynamicCache
 
 from cuvee.codec.chunk import KVChunk
@@ -31,19 +32,6 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, Curve, CurvePoint
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.reference.transform import gather
-
-
-class Books(Protocol):
-    """See conftest.py."""
-
-    model: Any
-    harbour: torch.Tensor
-    orchard: torch.Tensor
-    profile: Profile
-    prefix: int
-
-    @property
-    def layout(self) -> KVLayout: ...
 
 
 def tokens_of(count: int, length: int, seed: int = 0) -> torch.Tensor:

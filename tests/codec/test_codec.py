@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.chunks import same
 from tests.conftest import decoded_layers
 
 from cuvee.codec.chunk import KVChunk
@@ -50,11 +51,6 @@ def quality(scheme: str) -> dict[str, float]:
 
 def tensors(chunk: KVChunk) -> list[torch.Tensor]:
     return [*chunk.keys, *chunk.values]
-
-
-def same(left: KVChunk, right: KVChunk) -> bool:
-    assert left.start == right.start and left.layout.fingerprint == right.layout.fingerprint
-    return all(torch.equal(a, b) for a, b in zip(tensors(left), tensors(right), strict=True))
 
 
 def position_free(chunk: KVChunk) -> list[torch.Tensor]:

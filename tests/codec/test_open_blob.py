@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.chunks import same
 from tests.conftest import decoded_layers
 
 from cuvee.codec import opening as module
@@ -29,11 +30,6 @@ MakeChunk = Callable[..., KVChunk]
 @pytest.fixture
 def chunk(layouts: Layouts, make_chunk: MakeChunk) -> KVChunk:
     return make_chunk(layouts["gqa"], 40, start=7)
-
-
-def same(one: KVChunk, other: KVChunk) -> bool:
-    pairs = zip(one.keys + one.values, other.keys + other.values, strict=True)
-    return one.start == other.start and all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.chunks import error, same
 from tests.classed import with_classes
 from tests.codec.forging import correlated_chunk, reseal, sections_of, with_section
 from tests.conftest import decoded_layers
@@ -51,16 +52,6 @@ def parts_of(profile: Profile, chunk: KVChunk, backend: str = "numba") -> tuple[
 
 def decoded(profile: Profile, parts: Sequence[bytes], backend: str = "numba") -> KVChunk:
     return Codec(profile, step=STEP, backend=backend).decode(parts[0], refinements=parts[1:])
-
-
-def error(left: KVChunk, right: KVChunk) -> float:
-    pairs = zip((*left.keys, *left.values), (*right.keys, *right.values), strict=True)
-    return sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
-
-
-def same(left: KVChunk, right: KVChunk) -> bool:
-    pairs = zip((*left.keys, *left.values), (*right.keys, *right.values), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 # --- what parts are

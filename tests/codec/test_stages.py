@@ -6,7 +6,6 @@ import inspect
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
 from itertools import zip_longest
 
 import numpy as np
@@ -15,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.inner_loops import decode_class_stream
-from tests.codec.planned import TABLE, rans_decode, same_escapes, same_streams, section_plan
+from tests.codec.planned import TABLE, rans_decode, same_escapes, same_streams, section_plan, tables_of
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL, MAX_SHIFT, CodingPlan, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
 from cuvee.codec.entropy.token_classes import (
     CLASSES,
     NEUTRAL,
@@ -125,19 +124,6 @@ def test_a_plan_leaves_out_classes_that_are_too_fine() -> None:
 
 
 # --- the entropy coder
-
-
-@cache
-def tables_of(prob_bits: int) -> EntropyTables:
-    """A flat, a steep, a nearly certain, and a two-symbol table, then raw bits."""
-    level = np.abs(np.arange(SYMBOLS, dtype=np.int8).astype(np.float64))
-    certain = np.zeros(SYMBOLS)
-    certain[[9, 250]] = 10**6, 1
-    two = np.zeros(SYMBOLS)
-    two[[0, 255]] = 1
-    rows = [np.ones(SYMBOLS), np.exp2(-level / 2), certain, two]
-    own = EntropyTables(np.stack([normalize_counts(r, prob_bits) for r in rows]), prob_bits)
-    return own.extended(raw_bit_tables(prob_bits))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.chunks import error, same
 from tests.conftest import decoded_layers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,15 +80,6 @@ def without_ids(chunk: KVChunk) -> KVChunk:
     return KVChunk(chunk.keys, chunk.values, chunk.layout, chunk.start, following=chunk.following)
 
 
-def error(back: KVChunk, chunk: KVChunk) -> float:
-    pairs = [*zip(back.keys, chunk.keys, strict=True), *zip(back.values, chunk.values, strict=True)]
-    return sum(float((a - b).square().sum()) for a, b in pairs)
-
-
-def equal(a: KVChunk, b: KVChunk) -> bool:
-    return all(torch.equal(x, y) for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True))
-
-
 # The codec -----------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +99,7 @@ def test_backends_write_the_same_bytes_and_read_the_same_values(profile: Profile
             blobs.append(codec.encode(given))
             backs.append(codec.decode(blobs[0]))
         assert blobs[0] == blobs[1]
-        assert equal(*backs)
+        assert same(*backs)
 
 
 def test_decoding_returns_the_ids(profile: Profile, chunk: KVChunk) -> None:
@@ -129,7 +121,7 @@ def test_parts_come_out_as_in_the_whole(profile: Profile, chunk: KVChunk) -> Non
     whole = codec.decode(blob)
     for span in (range(3), range(3, 40), range(250, 300), range(123, 124)):
         part = codec.decode(blob, tokens=span)
-        assert equal(part, whole.slice(span.start, span.stop))
+        assert same(part, whole.slice(span.start, span.stop))
     for layers in (range(1), range(1, 3)):
         keys, values = decoded_layers(codec, blob, layers)
         assert all(torch.equal(a, b) for a, b in zip(keys, whole.keys[layers.start : layers.stop], strict=True))
@@ -192,11 +184,11 @@ def test_chunks_without_ids_keep_a_kl_by_their_own_curve(
         finer.open(with_ids, expected=Expected(TOKENS, 0, "float32"))
     with pytest.raises(CorruptError, match=r"step index -64, got .* step index 0$"):
         codec.open(Codec(own, step=1.0).encode(without_ids(chunk)), expected=Expected(TOKENS, 0, "float32"))
-    assert equal(codec.decode(plain), finer.decode(plain))
+    assert same(codec.decode(plain), finer.decode(plain))
     # Sizes and steps are those of chunks with ids.
-    for same in (Codec(own, bits=3.0), Codec(own, step=1.0)):
-        assert same.quality_name == "step:0"
-        assert read_header(same.encode(without_ids(chunk))).step_index == 0
+    for codec in (Codec(own, bits=3.0), Codec(own, step=1.0)):
+        assert codec.quality_name == "step:0"
+        assert read_header(codec.encode(without_ids(chunk))).step_index == 0
 
 
 def test_a_kl_that_no_step_keeps_without_ids_is_lossless_without_ids(
@@ -208,9 +200,9 @@ def test_a_kl_that_no_step_keeps_without_ids_is_lossless_without_ids(
     assert "curve of chunks without token ids reaches: lossless instead" in caplog.text
     assert codec.quality_name == "step:0,plain:lossless" and not codec.lossless
     blob = codec.encode(without_ids(chunk))
-    assert equal(codec.decode(blob), chunk)
+    assert same(codec.decode(blob), chunk)
     assert codec.open(blob, expected=Expected(TOKENS, 0, "float32")).header.lossless
-    assert not equal(codec.decode(codec.encode(chunk)), chunk)
+    assert not same(codec.decode(codec.encode(chunk)), chunk)
     names = {codec.quality_name, Codec(own, step=1.0).quality_name, Codec(own, "lossless").quality_name}
     assert names == {"step:0,plain:lossless", "step:0", "lossless"}
     for name in names:
@@ -241,9 +233,9 @@ def test_paged_caches_take_ids_per_chunk(profile: Profile, chunk: KVChunk) -> No
     assert blobs[2] == codec.encode(chunk.slice(50, 60))
     target = PagedCache.empty(chunk.layout, 310, range(chunk.layout.num_layers), torch.device("cpu"))
     codec.decode_paged(blobs, target, [torch.arange(0, 120), torch.arange(120, 300), torch.arange(300, 310)]).check()
-    assert equal(target.chunk(torch.arange(0, 120), 0), codec.decode(blobs[0]))
-    assert equal(target.chunk(torch.arange(120, 300), 120), codec.decode(blobs[1]))
-    assert equal(target.chunk(torch.arange(300, 310), 50), codec.decode(blobs[2]))
+    assert same(target.chunk(torch.arange(0, 120), 0), codec.decode(blobs[0]))
+    assert same(target.chunk(torch.arange(120, 300), 120), codec.decode(blobs[1]))
+    assert same(target.chunk(torch.arange(300, 310), 50), codec.decode(blobs[2]))
     with pytest.raises(InputError, match="tokens: must be one for each of the 3 chunks"):
         codec.encode(PagedChunks(cache, slots, [0, 120, 50], tokens=[ids[:120]]))
 
@@ -319,7 +311,7 @@ def test_forged_ids_are_refused(model: LlamaForCausalLM, profile: Profile, chunk
         with pytest.raises(FormatError, match="bytes of token ids"):
             codec.decode(forged(profile, blob, bytes(size)))
     wide = forged(profile, blob, write_token_ids(np.array(chunk.token_ids), 1 << 20))
-    assert equal(codec.decode(wide), codec.decode(blob)), "three bytes say the same as two"
+    assert same(codec.decode(wide), codec.decode(blob)), "three bytes say the same as two"
     plain = cuvee.calibrate(model, text(20, 64, 1), "layers:2", predict_tokens=False, progress=False)
     other = Codec(plain, step=0.25)
     foreign = forged(plain, other.encode(chunk), write_token_ids(np.array(chunk.token_ids), VOCABULARY))
@@ -346,7 +338,7 @@ def test_files_keep_the_table(profile: Profile, chunk: KVChunk, tmp_path: Path) 
     assert again.id == profile.id
     blob = Codec(profile, step=0.25).encode(chunk)
     assert Codec(again, step=0.25).encode(chunk) == blob
-    assert equal(Codec(again, step=0.25).decode(blob), Codec(profile, step=0.25).decode(blob))
+    assert same(Codec(again, step=0.25).decode(blob), Codec(profile, step=0.25).decode(blob))
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.codec.planned import tables_of
 
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ColumnPlan, SectionPlanes, one_class
 from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, WINDOW, Escapes, Streams, stream_count, windows
@@ -26,18 +26,6 @@ from cuvee.kernels.ops.rans import ENTRIES, SPAN, coding_table, decoding_table, 
 POISON = 0xAB
 GAP = 8  # poisoned elements between what jobs own
 BAD = int(Status.STREAMS)
-
-
-@cache
-def tables_of(prob_bits: int) -> EntropyTables:
-    """A flat, a steep, a nearly certain, and a two-symbol table, then raw bits."""
-    level = np.abs(np.arange(SYMBOLS, dtype=np.int8).astype(np.float64))
-    certain, two = np.zeros(SYMBOLS), np.zeros(SYMBOLS)
-    certain[[9, 250]] = 10**6, 1
-    two[[0, 255]] = 1
-    rows = [np.ones(SYMBOLS), np.exp2(-level / 2), certain, two]
-    own = EntropyTables(np.stack([normalize_counts(r, prob_bits) for r in rows]), prob_bits)
-    return own.extended(raw_bit_tables(prob_bits))
 
 
 @dataclass(frozen=True)

