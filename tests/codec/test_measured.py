@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import cuvee
-from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.errors import InputError, OutOfMemoryError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models import stand_in
 from cuvee.codec.models.measured import measured_layers
@@ -165,6 +165,29 @@ def test_a_forward_pass_that_fails_is_named(model: Any) -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"^llama: its cache must show .*over 6 tokens, .*ZeroDivisionError: of the kernel$"
     ):
+        KVLayout.of(model)
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 1 << 34}, {"intermediate_size": 1 << 62}])
+def test_sizes_that_no_machine_has_are_an_error_of_ours(
+    changes: dict[str, int], tiny_config: Callable[..., Any]
+) -> None:
+    config = tiny_config("llama")
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    with pytest.raises(OutOfMemoryError, match=r"^llama: building a model: not enough memory: "):
+        KVLayout.from_config(config, "float32")
+
+
+def test_a_layout_of_huge_heads_is_measured_without_them(tiny_config: Callable[..., Any]) -> None:
+    """They are coded where they are, since no small model has such heads."""
+    layout = KVLayout.from_config(tiny_config("llama", head_dim=1 << 24), "float32")
+    assert layout.layers[0].head_dim == 1 << 24 and not layout.relocatable
+
+
+def test_a_forward_pass_without_memory_is_named(model: Any) -> None:
+    model.model.layers[1].forward = lambda *_, **__: torch.empty(1 << 50)
+    with pytest.raises(OutOfMemoryError, match=r"^llama: running 6 tokens: not enough memory: "):
         KVLayout.of(model)
 
 
