@@ -97,7 +97,8 @@ def _encoder_decoder() -> Kind:
     with torch.no_grad():
         output = model(**inputs, decoder_input_ids=ids, use_cache=True)
     # What the encoder said is in the cache; a decoder that looks elsewhere finds nothing.
-    nothing = transformers.modeling_outputs.BaseModelOutput(torch.zeros_like(output.encoder_last_hidden_state))
+    silence: Any = torch.zeros_like(output.encoder_last_hidden_state)
+    nothing = transformers.modeling_outputs.BaseModelOutput(silence)
     return Kind(model, ids, output.past_key_values, {"encoder_outputs": nothing})
 
 

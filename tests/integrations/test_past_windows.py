@@ -137,7 +137,7 @@ def test_a_learned_profile_codes_what_the_windows_hold(model: Any) -> None:
         blobs = encode_cache(codec, cache, prompt(2), 5)
         assert not any(header.lossless for header in map(read_header, blobs))
         assert len(blobs[0]) < len(encode_cache(Codec.without_profile(model), cache, prompt(2), 5)[0])
-        back = decode_cache(codec, blobs, model)
+        back: Any = decode_cache(codec, blobs, model)
         with torch.no_grad():
             exact, ours = (model(following, past_key_values=copy.deepcopy(each)).logits for each in (cache, back))
         for own, other in zip(back.layers, cache.layers, strict=True):
