@@ -218,6 +218,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """Find the layout of the pages, or refuse to start."""
         from cuvee.integrations.vllm.worker import WorkerSide
 
+        self._setup.check_registered(kv_caches, self._vllm_config)
         rank = self._rank()
         codec = self._setup.codec(rank)
         first = next(iter(self._cached_layers), "")  # a drafter's layers have another model

@@ -68,7 +68,7 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None) -> Cached
         UnsupportedModelError: no layers, or layers that cache no plain keys and values, by name.
     """
     by_group = [
-        {name: spec for name, spec in _specs_of(group).items() if not _is_draft(name, model_layers)}
+        {name: spec for name, spec in _specs_of(group).items() if not is_draft(name, model_layers)}
         for group in kv_cache_config.kv_cache_groups
     ]
     by_name = {name: spec for specs in by_group for name, spec in specs.items()}
@@ -117,7 +117,7 @@ def _kind(spec: Any) -> str:
     return type(spec).__name__
 
 
-def _is_draft(name: str, model_layers: int | None) -> bool:
+def is_draft(name: str, model_layers: int | None) -> bool:
     """Return whether a layer is a drafter's: vLLM numbers these behind the model's, or prefixes their names."""
     return model_layers is not None and (name.startswith(_DRAFT) or _number_of(name) >= model_layers)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -34,7 +34,14 @@ from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.grouped_pages import pairs_of_codes
-from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, block_tokens, is_latent, read_layers
+from cuvee.integrations.vllm.layer_groups import (
+    CachedLayers,
+    LayerGroup,
+    block_tokens,
+    is_draft,
+    is_latent,
+    read_layers,
+)
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -263,6 +270,22 @@ class Setup:
             logger.info("cuvee: blobs are signed with the key of id %s", _key_ids(codec))
         return codec
 
+    def check_registered(self, names: Iterable[str], vllm_config: Any) -> None:
+        """Refuse layers of a worker that are neither cached by the scheduler's account nor a drafter's.
+
+        Raises:
+            UnsupportedModelError: there are such layers, as where layers share a cache.
+        """
+        drafted = vllm_config.speculative_config is not None
+        most = vllm_config.model_config.hf_text_config.num_hidden_layers if drafted else None
+        known = () if self.layers is None else self.layers.names
+        for name in names:
+            if name not in known and not is_draft(name, most):
+                raise UnsupportedModelError(
+                    f"{name}: layers that share the cache of others are not supported: serve this model without "
+                    "CuveeConnector"
+                )
+
     def layout_of_pages(self, rank: int) -> KVLayout:
         """Return the KV layout of a rank's pages."""
         layout = (self.pages or self.layout).shard(rank % self.shards, self.shards)
@@ -349,9 +372,12 @@ def _refuse_features(vllm_config: Any) -> None:
     parallel, model, speculative = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     dtype = str(vllm_config.cache_config.cache_dtype)
     method = str(getattr(speculative, "method", ""))
+    shared = getattr(model.hf_text_config, "num_kv_shared_layers", 0)
     contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
     refused = {
         "an encoder-decoder model: serve it without CuveeConnector": model.is_encoder_decoder,
+        f"{shared} layers that share the cache of others (num_kv_shared_layers): serve this model without "
+        "CuveeConnector": bool(shared),
         f"a {model.runner_type!r} model: only generation is supported (--runner generate)": (
             model.runner_type != "generate"
         ),

@@ -280,6 +280,21 @@ def test_layers_of_a_drafter_are_left_out(method: str, drafter: list[str]) -> No
         Setup.of_engine(*_engine(names=[*drafter, *own, "model.layers.3.attn", "model.layers.1.indexer"]))
 
 
+@pytest.mark.serves(model="layers that share a cache", where="refused")
+def test_layers_that_share_a_cache_are_refused() -> None:
+    """Restored, they answered wrongly in vLLM's CPU engine (Gemma 3n)."""
+    config, cache = _engine()
+    made = Setup.of_engine(config, cache)
+    made.check_registered(["model.layers.0", "model.layers.1"], config)
+    with pytest.raises(UnsupportedModelError, match=r"model.layers.2: layers that share .*without CuveeConnector"):
+        made.check_registered(["model.layers.0", "model.layers.1", "model.layers.2"], config)
+    shared = LlamaConfig(**{**CONFIG.to_dict(), "num_kv_shared_layers": 1})
+    with pytest.raises(UnsupportedModelError, match=r"1 layers that share the cache of others .num_kv_shared_layers."):
+        Setup.of_engine(*_engine(model__hf_text_config=shared))
+    config, cache = _engine(speculative=_drafts("eagle"))
+    Setup.of_engine(config, cache).check_registered(["model.layers.0", "model.layers.1", "model.layers.2"], config)
+
+
 @pytest.mark.serves(parallel="pipeline parallelism", where="classes")
 def test_stages_of_a_pipeline_have_their_layers(checkpoint: Callable[..., None]) -> None:
     """And names of their own, other than those of ranks that share the heads."""
