@@ -23,6 +23,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.pages import Counts, PageStore
 from cuvee.integrations.pages.entries import (
     MAX_RUN_PAGES,
@@ -840,3 +841,12 @@ def test_what_was_signed_with_an_earlier_secret_is_read(desk: Callable[..., Desk
     for others in (SECRETS[1:], ()):
         assert desk(secrets=others).pages.stored(named(range(4))) == [False] * 4
     assert desk(secrets=SECRETS[1:]).pages.stored(named(range(4, 8))) == [True] * 4
+
+
+def test_tags_are_bound_to_tenant_digest_and_rank() -> None:
+    keys, digest = EntryKeys([bytes(8)]), bytes(32)
+    bound = keys.bound_to("tenant", digest)
+    others = [keys.bound_to("other", digest), keys.bound_to("tenant", bytes([1] * 32))]
+    assert bound and bound not in [*others, EntryKeys([bytes(8)], 1).bound_to("tenant", digest)]
+    assert EntryKeys([bytes([1] * 8), bytes(8)]).bound_to("tenant", digest) == bound, "under any secret"
+    assert EntryKeys([]).bound_to("tenant", digest) == b""
