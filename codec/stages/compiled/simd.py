@@ -27,7 +27,7 @@ HALVES = ir.VectorType(INT16, WIDTH)
 FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
 
 
-class _VolatileLoad(ir.instructions.LoadInstr):
+class _VolatileLoad(ir.instructions.LoadInstr):  # type: ignore[misc, unused-ignore]
     """A load that LLVM leaves as it is. It would replace one of a vector's lanes by slower moves between registers."""
 
     def descr(self, buf: list[str]) -> None:
