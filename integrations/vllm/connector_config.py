@@ -9,7 +9,7 @@ from cuvee.codec.errors import InputError
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.cores import LOWEST_PRIORITY
-from cuvee.integrations.vllm.load_target import LoadTarget
+from cuvee.integrations.vllm.request_params import read_deadline
 from cuvee.naming.part_keys import MAX_PARTS
 
 _DECISIONS = ("measured", "always")
@@ -38,12 +38,8 @@ class Options(CodingOptions):
         close_timeout: seconds that the engine's stop waits for chunks being stored; the rest is lost.
         refinements: 1: chunks are stored as a base and a refinement, which a load with a deadline leaves out first
             (`cuvee.Codec`). Needs a profile. 0: chunks are stored whole.
-        deadline_ms: milliseconds from a request's arrival to its first token, by which loads are planned; None: all
-            that is found is loaded. Requests may name another.
-        kl_max: most nats per token that what is loaded for a prompt may lose in the mean, what is computed instead
-            counting as 0; with `worst`, on the worst kind of text. None: whatever the parts lose that the store has.
-            Requests may name another.
-        kv_events: report chunks in the store with vLLM's KV events, if these are on.
+        deadline_ms: milliseconds from a request's arrival to its first token, which decides how much is loaded;
+            None: all that is found. Requests may name another.
         blend: reuse cached segments at any position and recompute some of their tokens, so that answers are
             approximations (`cuvee.integrations.vllm.blending.blend_options.BlendOptions`). None: never.
     """
@@ -58,13 +54,11 @@ class Options(CodingOptions):
     close_timeout: float = 30.0
     refinements: int = 0
     deadline_ms: float | None = None
-    kl_max: float | None = None
-    kv_events: bool = True
     blend: BlendOptions | None = None
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
-        self._check_switches("store_generated", "kv_events")
+        self._check_switches("store_generated")
         if self.min_tokens is not None:
             self._check_counts("min_tokens")
         if type(self.store_niceness) is not int or not 0 <= self.store_niceness <= LOWEST_PRIORITY:
@@ -74,10 +68,10 @@ class Options(CodingOptions):
         self._check_positive("max_pending_gb", "close_timeout")
         if type(self.refinements) is not int or not 0 <= self.refinements < MAX_PARTS:
             raise InputError(f"refinements: must be 0 … {MAX_PARTS - 1}, got {self.refinements!r}")
-        if self.load_target and self.blend is not None:
-            name = "kl_max" if self.deadline_ms is None else "deadline_ms"
+        if self.deadline is not None and self.blend is not None:
             raise InputError(
-                f"{name}: must be left out with blend, because planned loads are not blended; requests may name it"
+                "deadline_ms: must be left out with blend, because loads with a deadline are not blended; requests may "
+                "name it"
             )
         if self.decide not in _DECISIONS:
             raise InputError(f"decide: must be one of {', '.join(_DECISIONS)}, got {self.decide!r}")
@@ -86,13 +80,13 @@ class Options(CodingOptions):
             object.__setattr__(self, "blend", BlendOptions.from_json(blend))
 
     @property
-    def load_target(self) -> LoadTarget:
-        """What loads aim at unless their request names something else.
+    def deadline(self) -> float | None:
+        """Seconds from a request's arrival to its first token, unless the request names another deadline.
 
         Raises:
             InputError: a value of the wrong type or range.
         """
-        return LoadTarget.read("", self.deadline_ms, self.kl_max)
+        return read_deadline("", self.deadline_ms)
 
     @property
     def least_tokens(self) -> int:

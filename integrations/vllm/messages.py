@@ -89,18 +89,16 @@ class Blend:
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What the plan of a load aims at.
+    """What a load with a deadline aims at.
 
     Attributes:
-        seconds: from now until the first token is due; negative: it is late already; None: there is no deadline.
-        kl_max: most nats per token that the load's tokens may lose in the mean; None: no limit.
+        seconds: from now until the first token is due; negative: it is late already.
         rest: tokens of the prompt behind the load, which are computed in any case.
         queued: tokens that the engine computes before it can begin with this prompt.
         prefill: what computing costs: the coefficients and the spread of a `LinearCost`.
     """
 
-    seconds: float | None
-    kl_max: float | None
+    seconds: float
     rest: int
     queued: int
     prefill: tuple[float, float, float]
@@ -118,7 +116,7 @@ class Load:
             there is a blend.
         blocks: the engine's blocks of the tokens `start … end`, in the first group of layers.
         blend: what follows the prefix, if anything does.
-        aim: what the load is planned for; None: everything is loaded. There is no blend then.
+        aim: by when it has to be done; None: everything is loaded. There is no blend with an aim.
     """
 
     request: str
@@ -203,14 +201,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a rank restored for a request whose entries have parts, or whose load was planned.
+    """What a rank restored for a request whose entries have parts, or whose load had a deadline.
 
     Attributes:
         request: its id.
         start: position of the load's first token.
         tokens: restored of each entry of the load's prefix, in order; those behind them are computed.
         parts: of how many parts each of these entries was decoded.
-        kl: nats per token that the load's tokens lose in the mean, computed ones counting as 0; None: unknown.
         complete: whether all of the load is restored.
     """
 
@@ -218,7 +215,6 @@ class Delivery:
     start: int
     tokens: tuple[int, ...]
     parts: tuple[int, ...]
-    kl: float | None
     complete: bool
 
 

@@ -77,11 +77,11 @@ METRICS: dict[str, Metric] = {
                "reason", _REFUSALS),
         Metric("recomputed_tokens", "counter", "Tokens of failed loads that were recomputed, of all ranks."),
         Metric("loaded_at", "counter", "Tokens loaded from so many parts of their chunks, of all ranks; with "
-               "refinements, a deadline or kl_max.", "parts", ("1", "2")),
-        Metric("computed_by_plan", "counter", "Tokens in the store that were computed because of a deadline or of "
-               "kl_max, of all ranks."),
-        Metric("deadlines", "counter", "Requests by whether their first token came by their deadline; refused: their "
-               "deadline or kl_max is not valid, or cannot be aimed at.", "result", ("met", "missed", "refused")),
+               "refinements or a deadline.", "parts", ("1", "2")),
+        Metric("computed_by_plan", "counter", "Tokens in the store that were computed because of a deadline, of all "
+               "ranks."),
+        Metric("deadlines", "counter", "Requests by whether their first token came by their deadline; refused: it "
+               "is not valid, or cannot be aimed at.", "result", ("met", "missed", "refused")),
         Metric("lookups", "counter", "Requests by result: the whole prompt found, a part, nothing, something slower to "
                "load than to compute, no answer in time.", "result", _RESULTS),
         Metric("lookup_seconds", "histogram", "Seconds of a lookup of a prompt's chunks in the store.",

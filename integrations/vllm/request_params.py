@@ -1,7 +1,7 @@
 """What clients ask of the connector, in a request's `kv_transfer_params`: `{"cuvee": {"deadline_ms": 300, …}}`.
 
-Here the object is read, its fields are known by name, and `store` is read. `load_target` reads the fields about loads,
-and `blending.blend_options` those about blends.
+Here the object is read, its fields are known by name, and `store` and `deadline_ms` are read;
+`blending.blend_options` reads the fields about blends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 
 PARAMETERS = "kv_transfer_params.cuvee"
-_FIELDS = ("deadline_ms", "kl_max", "store", "blend", "segments", "cost")
+_FIELDS = ("deadline_ms", "store", "blend", "segments", "cost")
+_MOST_MS = 3_600_000  # a later deadline is none
 _MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
 
 
@@ -40,6 +41,35 @@ def may_store(params: Any) -> bool:
     """Return whether a request may be stored: with a `store` that is anything but true, it may not."""
     given = _given(params)
     return not isinstance(given, Mapping) or given.get("store", True) is True
+
+
+def deadline_of(params: Any, default: float | None) -> float | None:
+    """Return the seconds from a request's arrival to its first token that it asks for; None: whenever it comes.
+
+    Args:
+        params: `kv_transfer_params`; a `deadline_ms` that is `null` asks for no deadline.
+        default: the engine's, in seconds.
+
+    Raises:
+        InputError: an unknown field, or a value of the wrong type or range.
+    """
+    fields = request_fields(params) or {}
+    return read_deadline(f"{PARAMETERS}.", fields["deadline_ms"]) if "deadline_ms" in fields else default
+
+
+def read_deadline(source: str, given: Any) -> float | None:
+    """Return milliseconds of JSON in seconds; None: not given.
+
+    Raises:
+        InputError: a value of the wrong type or range; `source` stands in front of the name in the message.
+    """
+    if given is None:
+        return None
+    if type(given) not in (int, float) or not 0 < given <= _MOST_MS:
+        raise InputError(
+            f"{source}deadline_ms: must be milliseconds, above 0 and at most {_MOST_MS}, got {shown(given)}"
+        )
+    return float(given) / 1e3
 
 
 def _given(params: Any) -> Any:

@@ -6,7 +6,7 @@
 
 `SchedulerSide` has one method per call of the engine and hands each on: to `scheduler_lookup` (what the store has),
 `scheduler_load` (what is loaded), `scheduler_blend` (segments behind the prefix), `scheduler_save` (what is stored),
-`scheduler_rates` (what pays) and `scheduler_targets` (deadlines, and the quality of what was loaded). They share
+`scheduler_rates` (what pays) and `scheduler_deadlines` (deadlines, and what was loaded coarsely). They share
 `scheduler_state`; `scheduler_requests` knows the requests.
 
 These modules run in the engine's loop: nothing waits for a store longer than a millisecond, and no error leaves them. A
@@ -34,6 +34,7 @@ from cuvee.integrations.vllm.lookups import THREADS, Lookups
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler_blend import SchedulerBlends
+from cuvee.integrations.vllm.scheduler_deadlines import SchedulerDeadlines
 from cuvee.integrations.vllm.scheduler_events import EventPair, SchedulerEvents
 from cuvee.integrations.vllm.scheduler_load import SchedulerLoads
 from cuvee.integrations.vllm.scheduler_lookup import PrefixLookups
@@ -41,7 +42,6 @@ from cuvee.integrations.vllm.scheduler_rates import Rates
 from cuvee.integrations.vllm.scheduler_requests import Requests
 from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
 from cuvee.integrations.vllm.scheduler_state import NOTHING, PATIENCE, KnownEntries, SchedulerState, Tracked
-from cuvee.integrations.vllm.scheduler_targets import SchedulerTargets
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.store_troubles import StoreTroubles
 from cuvee.naming.identity import Identity
@@ -103,7 +103,7 @@ class SchedulerSide:
         self._loads = SchedulerLoads(state, self._prefixes, self._rates, setup.prefix_caching)
         self._blends = SchedulerBlends(state, self._planner, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
-        self._targets = SchedulerTargets(state, setup.plans_loads, setup.knows_kl)
+        self._deadlines = SchedulerDeadlines(state, setup.loads_in_part)
 
     # Requests, in the order in which the engine calls ------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class SchedulerSide:
         tracked = self._track(request)
         if tracked is None:
             return
-        self._targets.begin(tracked)
+        self._deadlines.begin(tracked)
         self._blends.segment(tracked)
         if self._prefixes.worth_asking(request, 0):
             self._prefixes.ask(tracked)
@@ -165,7 +165,7 @@ class SchedulerSide:
         tracked.computed = 0  # any blocks it had before were other ones
         if tokens:
             self._blends.allocate(tracked, blocks)
-            aim = self._targets.loading(tracked, partial(self._requests.queued, tracked), self._rates.prefill)
+            aim = self._deadlines.loading(tracked, partial(self._requests.queued, tracked), self._rates.prefill)
             self._loads.allocate(tracked, blocks, tokens, others, aim)
 
     def told(self, request: Any) -> dict[str, Any] | None:
@@ -173,7 +173,7 @@ class SchedulerSide:
         with self._guard("told"):
             tracked = self._requests.tracked.get(request.request_id)
             if tracked is not None:
-                said = self._targets.told(tracked)
+                said = self._deadlines.told(tracked)
                 return said if tracked.segmented is None else {**(said or {}), **tracked.segmented.told}
         return None
 
@@ -193,7 +193,7 @@ class SchedulerSide:
                 tracked.forget_lookups()
         self._requests.end(request_id)
         self._loads.forget(request_id)
-        self._targets.forget(request_id)
+        self._deadlines.forget(request_id)
         with self._guard("finished"):
             self._blends.drop(request_id)
         with self._guard("finished"):
@@ -237,7 +237,7 @@ class SchedulerSide:
                 prompt = max(min(after, tracked.request.num_prompt_tokens), before)
                 prompt_tokens += prompt - before
                 looked_at += prefill_quantities(before, prompt)[1]
-                self._targets.computes(tracked, before, after, self._step)
+                self._deadlines.computes(tracked, before, after, self._step)
                 tracked.computed = after
                 if self._state.stores and tracked.unstored:
                     self._state.not_stored(tracked.unstored, scheduled)
@@ -261,9 +261,9 @@ class SchedulerSide:
                 self._blends.drop(request_id)
         for delivery in report.delivered:
             with self._guard("take", partial(self._give_up_known, delivery.request)):
-                self._targets.delivered(delivery)
+                self._deadlines.delivered(delivery)
         with self._guard("take"):
-            self._targets.executed(report.steps)
+            self._deadlines.executed(report.steps)
         for request_id in report.ended:
             with self._guard("take"):
                 self._load_is_over(request_id)

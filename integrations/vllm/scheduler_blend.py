@@ -27,8 +27,8 @@ class SchedulerBlends:
         self._drops: list[str] = []
 
     def segment(self, tracked: Tracked) -> None:
-        """Find a new request's segments. A load that is planned is not blended."""
-        if self._planner is not None and tracked.targeted is None:
+        """Find a new request's segments. A load with a deadline is not blended."""
+        if self._planner is not None and tracked.due is None:
             tracked.segmented = self._planner.segment(tracked.request, tracked.tenant)
 
     def ask(self, tracked: Tracked) -> None:

@@ -44,11 +44,10 @@ class Rates:
         return self._break_even.describe()
 
     def pays(self, tracked: Tracked, computed: int) -> bool:
-        """Return whether it pays to load what was found after the first `computed` tokens. With a deadline, the plan of
-        the load decides.
+        """Return whether it pays to load what was found after the first `computed` tokens. With a deadline, the load
+        itself decides.
         """
-        has_deadline = tracked.targeted is not None and tracked.targeted.target.deadline is not None
-        if has_deadline or self._state.options.decide == "always":
+        if tracked.due is not None or self._state.options.decide == "always":
             return True
         found, chunk = tracked.found, self._state.chunk
         work = load_work(max(found.chunks - computed // chunk, 0), found.tail, chunk)

@@ -17,7 +17,6 @@ from cuvee.integrations.guard import Once
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
-from cuvee.integrations.vllm.load_target import Targeted
 from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
@@ -80,6 +79,23 @@ class PrefixLookup:
 
 
 @dataclass(slots=True)
+class Due:
+    """A request's deadline, and what became of it.
+
+    Attributes:
+        deadline: seconds from its arrival to its first token.
+        arrived: when it arrived, on the clock of the scheduler's side.
+        step: the step of the engine that computes its first token; 0: it is to come.
+        first_token: seconds from its arrival to its first token; None: it is to come.
+    """
+
+    deadline: float
+    arrived: float
+    step: int = 0
+    first_token: float | None = None
+
+
+@dataclass(slots=True)
 class Tracked:
     """What is known of a request.
 
@@ -98,8 +114,8 @@ class Tracked:
         saved: number of chunks that need not be stored (again).
         segmented: the segments of it that may be blended.
         blend: the blend offered to the engine last, and the position where that ends.
-        targeted: what its loads aim at; None: they restore all that is found.
-        target_refused: why they do not aim at what it asked for; empty if nothing is refused.
+        due: by when its first token has to come; None: whenever it comes.
+        due_refused: why its deadline is not aimed at; empty if it is.
         adapter: the files of its adapter; None: it has none.
     """
 
@@ -118,8 +134,8 @@ class Tracked:
     segmented: Segmented | None = None
     blend: Blend | None = None
     blend_end: int = 0
-    targeted: Targeted | None = None
-    target_refused: str = ""
+    due: Due | None = None
+    due_refused: str = ""
     adapter: AdapterFiles | None = None
 
     def forget_lookups(self) -> None:

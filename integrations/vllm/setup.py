@@ -109,14 +109,9 @@ class Setup:
         return tuple(group.window for group in self.groups) or (None,)
 
     @property
-    def plans_loads(self) -> bool:
-        """Whether loads can be planned: a part of one can be restored and the rest computed."""
+    def loads_in_part(self) -> bool:
+        """Whether a part of a load can be restored and the rest computed."""
         return self.windows == (None,)
-
-    @property
-    def knows_kl(self) -> bool:
-        """Whether it is known what loaded tokens lose."""
-        return self.quality == LOSSLESS or self.profile.measured().knows_kl
 
     @property
     def predicts(self) -> bool:
@@ -184,25 +179,16 @@ class Setup:
         setup = cls(
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
-            groups, options.kv_events and bool(getattr(events, "enable_kv_cache_events", False)),
+            groups, bool(getattr(events, "enable_kv_cache_events", False)),
             alone=shards == stages == parallel.data_parallel_size == 1,
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
             layers=cached, codes=codes, pages=pages, stages=stages,
         )  # fmt: skip
-        setup._check_target()
-        return setup
-
-    def _check_target(self) -> None:
-        """Refuse a deadline or a floor for all requests that this engine cannot keep."""
-        if self.options.load_target and not self.plans_loads:
+        if options.deadline is not None and not setup.loads_in_part:
             raise UnsupportedModelError(
-                "deadline_ms, kl_max: a model with sliding windows loads a prefix as a whole or not at all; remove them"
+                "deadline_ms: a model with sliding windows loads a prefix as a whole or not at all; remove it"
             )
-        if self.options.kl_max is not None and not self.knows_kl:
-            raise InputError(
-                f"kl_max: must be left out with a profile whose KL was not measured, got {self.options.kl_max}; "
-                "cuvee.measure measures it"
-            )
+        return setup
 
     def identity(self, vllm_config: Any) -> Identity:
         """Return the identity of this engine's blobs: everything but tokens that determines their content. Reads the

@@ -14,7 +14,7 @@ from cuvee.codec.errors import CuveeError
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.decision import BlendCost, load_work
 from cuvee.integrations.vllm.messages import Delivery, Load
-from cuvee.integrations.vllm.worker_planned import PlannedLoads
+from cuvee.integrations.vllm.worker_deadline import DeadlineLoads
 from cuvee.integrations.vllm.worker_restore import LateError, LoadJob, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark
@@ -36,7 +36,7 @@ class WorkerLoads:
         self._pools = pools
         self._guard = guard
         self._restorer = Restorer(state, pools)
-        self._planned = PlannedLoads(state, pools, self._restorer)
+        self._deadlines = DeadlineLoads(state, pools, self._restorer)
         # The state's lock guards these tables.
         self._jobs: dict[str, LoadJob] = {}
         self._arrived: set[str] = set()
@@ -126,14 +126,13 @@ class WorkerLoads:
         load = job.load
         try:
             with ready.followed():
-                if load.aim is not None:
-                    self._planned.run(job, load.aim)
-                else:
-                    for batch in self._restorer.fetched(job):
-                        with job.lock:
-                            if job.over:
-                                return
-                            self._restorer.restore(job, batch)
+                aim = load.aim
+                batches = self._restorer.fetched(job) if aim is None else self._deadlines.fetched(job, aim)
+                for batch in batches:
+                    with job.lock:
+                        if job.over:
+                            return
+                        self._restorer.restore(job, batch)
         except LateError:
             self._give_up(job, patient=True)
         except CuveeError as error:
@@ -198,7 +197,7 @@ class WorkerLoads:
         load, done, chunk = job.load, job.valid_until, self._state.chunk
         seconds = time.monotonic() - job.begun
         incomplete = done < load.end
-        failed = incomplete and not job.went_as_planned
+        failed = incomplete and not job.as_planned
         missing = load.blocks[done // self._state.block - load.start // self._state.block :] if incomplete else []
         tail = sum(entry.tokens for entry in load.prefix if entry.kind == "tail")
         work = load_work(len(load.prefix) - bool(tail), tail, chunk)
@@ -207,9 +206,7 @@ class WorkerLoads:
             for entry in (load.entries if failed else ())
             if entry.kind == "segment" or entry.start >= done // chunk * chunk
         ]
-        if job.planned is not None:
-            unsaved += job.planned.poor
-        delivery = self._delivery(job) if self._state.parts > 1 or job.planned is not None else None
+        delivery = self._delivery(job) if self._state.parts > 1 or load.aim is not None else None
         with self._state.lock:
             report = self._state.report
             if incomplete:  # first: the engine must not hear of the end alone
@@ -248,12 +245,11 @@ class WorkerLoads:
         load, valid = job.load, self._valid_until(job)
         placed = [len(load.placed(entry)) for entry in load.prefix]
         kept = sum(entry.start < valid for entry in load.prefix)
-        parts = tuple(job.parts[:kept])
-        kl = self._state.figures.mean_kl(placed, parts)
+        parts = tuple(job.parts[entry.start] for entry in load.prefix[:kept])
         recorder = self._state.recorder
         for tokens, count in zip(placed, parts, strict=False):
             recorder.count("loaded_at", tokens, str(count))
-        return Delivery(load.request, load.start, tuple(placed[:kept]), parts, kl, valid >= load.exact)
+        return Delivery(load.request, load.start, tuple(placed[:kept]), parts, valid >= load.exact)
 
     def _fail(self, request: str, blocks: Sequence[int]) -> None:
         """Have the engine compute these blocks of a request's load, or all of it; the state's lock is held."""
@@ -282,7 +278,7 @@ class WorkerLoads:
         recorder.count("load_seconds", time.monotonic() - job.begun)
         recorder.count("loaded_tokens", done - load.start)
         if done < load.end:
-            if job.went_as_planned:
+            if job.as_planned:
                 recorder.count("computed_by_plan", load.end - done)
             else:
                 recorder.count("failures", label=failure)

@@ -20,6 +20,7 @@ from cuvee.integrations.chunk_io import ChunkIO, Stored, Writer, fetch_ahead
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark, send
+from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +51,6 @@ class SlicedBlend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What a plan ends with.
-
-    Attributes:
-        lost: whether an entry had to be left out because the store does not have it, or it is damaged.
-        poor: digests of entries that are left out although the store has some of their parts, because of the floor.
-    """
-
-    lost: bool
-    poor: tuple[bytes, ...] = ()
-
-
 @dataclass(slots=True)
 class LoadJob:
     """A load under way.
@@ -78,8 +66,8 @@ class LoadJob:
         place_seconds: from submission until everything was placed.
         computed, compute_seconds: tokens that were recomputed, and the engine loop's seconds for them.
         bad: store keys of entries that are not sound, and the first part of each that is not.
-        parts: of how many parts each of the prefix's entries was restored, in order.
-        planned: what a plan expects of the restored entries, once it has decided that they will do.
+        parts: of how many parts each of the prefix's entries was restored, by its position.
+        as_planned: what is restored will do, and the rest is computed because of a deadline.
     """
 
     load: Load
@@ -93,13 +81,8 @@ class LoadJob:
     computed: float = 0.0
     compute_seconds: float = 0.0
     bad: list[tuple[str, int]] = field(default_factory=list)
-    parts: list[int] = field(default_factory=list)
-    planned: Planned | None = None
-
-    @property
-    def went_as_planned(self) -> bool:
-        """Whether a plan was carried out, and everything that it found is sound."""
-        return self.planned is not None and not self.planned.lost
+    parts: dict[int, int] = field(default_factory=dict)
+    as_planned: bool = False
 
 
 class Restorer:
@@ -122,7 +105,7 @@ class Restorer:
         def fetch(entries: Sequence[Entry]) -> list[Fetched]:
             begun = time.monotonic()
             try:
-                return self._get(job.load.tenant, [entry.digest for entry in entries])
+                return self.get(job.load.tenant, [entry.digest for entry in entries], self._state.parts)
             finally:
                 self._state.recorder.count("fetch_seconds", time.monotonic() - begun)
 
@@ -134,9 +117,27 @@ class Restorer:
         for entries, found in fetch_ahead(self._pools.fetchers, fetch, job.load.entries, answer):
             yield list(zip(entries, found, strict=True))
 
-    def _get(self, tenant: str, digests: Sequence[bytes]) -> list[Fetched]:
+    def get(
+        self, tenant: str, digests: Sequence[bytes], parts: int, held: Sequence[Fetched | None] | None = None
+    ) -> list[Fetched]:
+        """Read entries.
+
+        Args:
+            tenant: of the entries.
+            digests: of the entries.
+            parts: of how many parts of each at most.
+            held: the bases of the entries, if only the refinements are to be read; where there is none, the base alone
+                is returned.
+        """
         state = self._state
-        answers = state.keys.find(tenant, digests, lambda _, keys: state.store.get_parts(keys, state.parts))
+        if held is not None:
+            bases = [each for each in held if each is not None]
+            found = state.store.get_many([part_key(base.key, 1) for base in bases])
+            return [
+                Fetched(base.key, (base.parts[0], more) if more is not None else base.parts[:1])
+                for base, more in zip(bases, found, strict=True)
+            ]
+        answers = state.keys.find(tenant, digests, lambda _, keys: state.store.get_parts(keys, parts))
         return [Fetched(*answer) for answer in answers]
 
     def restore(self, job: LoadJob, batch: Sequence[tuple[Entry, Fetched]]) -> None:
@@ -149,12 +150,14 @@ class Restorer:
         begun = time.monotonic()
         decoded, problem = self._decode(job.load, batch)
         for (entry, fetched), parts in zip(batch, decoded, strict=False):
-            self.count(entry)
+            if entry.start not in job.parts:
+                count(_LOADED[entry.kind])
             if entry.kind != "segment":
-                job.valid_until = max(job.valid_until, min(entry.end, job.load.exact))
-                job.parts.append(parts)
+                job.parts[entry.start] = parts
             if parts < min(len(fetched.parts), self._state.parts):
                 job.bad.append((fetched.key, parts))
+        for entry in takewhile(lambda each: each.start in job.parts, job.load.prefix):
+            job.valid_until = max(job.valid_until, min(entry.end, job.load.exact))
         count("decode_seconds", time.monotonic() - begun)
         if problem is None:
             return
@@ -162,24 +165,6 @@ class Restorer:
         if fetched.parts and problem.blames_blob:
             job.bad.append((fetched.key, 0))
         raise problem
-
-    def count(self, entry: Entry) -> None:
-        """Count an entry that was restored."""
-        self._state.recorder.count(_LOADED[entry.kind])
-
-    def place(self, load: Load, entry: Entry, parts: Sequence[bytes]) -> int:
-        """Decode one entry of a load from all of these parts, into its pages, on this thread and its stream.
-
-        Returns:
-            of how many parts it is: of all, if its base is a whole blob, which has no others.
-
-        Raises:
-            CuveeError: the bytes belong to another entry, are damaged, or have no valid tag.
-        """
-        blob = self._io.open_parts(self._stored(load.tenant, entry, parts), len(parts))
-        slots = [send(at, self._state.pages.device) for at in self._state.slots(entry, load.placed(entry))]
-        self._io.write(self._state.pages, blob, slots, entry.start, write=self._writer)
-        return self._parts_of(blob)
 
     def _decode(self, load: Load, batch: Sequence[tuple[Entry, Fetched]]) -> tuple[list[int], CuveeError | None]:
         """Decode entries of a load into their pages.
@@ -196,7 +181,7 @@ class Restorer:
             self._stored(load.tenant, entry, fetched.parts) for entry, fetched in present
         )
         if problem is None and len(opened) < len(batch):
-            problem = CuveeError(f"{self._name(batch[len(opened)][0])} is no longer in the store")
+            problem = CuveeError(f"{self.name(batch[len(opened)][0])} is no longer in the store")
         entries = [entry for entry, _ in present[: len(opened)]]
         slots = self._sent([state.slots(entry, load.placed(entry)) for entry in entries])
         starts = [entry.start for entry in entries]
@@ -234,11 +219,11 @@ class Restorer:
     def _stored(self, tenant: str, entry: Entry, parts: Sequence[bytes]) -> Stored:
         start = None if entry.kind == "segment" else entry.start
         expected = Expected(entry.tokens, start, self._state.coded.dtype)
-        return Stored(parts, self._state.keys.bound_to(tenant, entry.digest), expected, self._name(entry))
+        return Stored(parts, self._state.keys.bound_to(tenant, entry.digest), expected, self.name(entry))
 
     def discard(self, job: LoadJob) -> None:
         """Delete what does not decode of a load's entries, because it never will."""
-        bad = dict(job.bad)  # a plan leaves out one part after the other, the last one first
+        bad = dict(job.bad)
         refinements = sum(first > 0 for first in bad.values())
         if refinements:
             self._state.recorder.count("failures", refinements, "refinement")
@@ -252,7 +237,7 @@ class Restorer:
         except Exception as error:
             logger.warning("cuvee: a bad entry could not be deleted: %s", error)
 
-    def _name(self, entry: Entry) -> str:
+    def name(self, entry: Entry) -> str:
         """Name an entry in messages."""
         if entry.kind == "segment":
             return f"the segment of tokens {entry.start} … {entry.end}"

@@ -288,7 +288,7 @@ class WorkerSaves:
             recorder.count("raw_bytes", self._bytes(save.entry))
             recorder.count("stored_bytes", sum(map(len, parts[:kept])))
             for number, part in enumerate(parts):
-                self._state.figures.observe(save.entry.tokens, number, len(part))
+                self._state.sizes.observe(save.entry.tokens, number, len(part))
         self._saved(save, kept > 0)
 
     def _fail(self, saves: Sequence[Save], kind: str, error: Exception) -> None:

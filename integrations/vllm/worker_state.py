@@ -18,7 +18,7 @@ from cuvee.integrations.vllm.grouped_pages import GroupedPages
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.part_figures import PartFigures
+from cuvee.integrations.vllm.part_sizes import PartSizes
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.torch_threads import compute_alone
 
@@ -77,7 +77,7 @@ class WorkerState:
         tells: whether to report what is stored.
         predicts: whether the codec predicts from token ids.
         parts: most parts that an entry has; 1: entries are whole blobs.
-        figures: what parts take and lose.
+        sizes: what parts take.
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
         report: what happened since the last report.
@@ -102,7 +102,7 @@ class WorkerState:
         self.predicts = setup.predicts
         self.parts = 1 + codec.refinements
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
-        self.figures = PartFigures(codec, values, options.worst)
+        self.sizes = PartSizes(codec, values)
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
         self.report = Report()

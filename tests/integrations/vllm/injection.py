@@ -38,7 +38,7 @@ SCHEDULER = (
 )  # fmt: skip
 WORKER = (
     "_loads._try_to_load", "_loads._place", "_blends._slice", "_blends._blended", "_loads._restorer.fetched",
-    "_loads._restorer._get", "_state.keys.bound_to", "_loads._restorer.restore", "_loads._restorer._decode",
+    "_loads._restorer.get", "_state.keys.bound_to", "_loads._restorer.restore", "_loads._restorer._decode",
     "_loads._restorer._io.in_a_row", "_loads._restorer._io.open_all", "_loads._restorer._io.open_parts",
     "_loads._restorer._io.place", "_loads._restorer.discard", "_loads._book", "_state.keys.find", "_saves._io.encode",
     "_loads._count_load", "_saves._copy", "_saves._try_to_save", "_saves._encode", "_saves._try_to_write",

@@ -287,9 +287,9 @@ def loaded(
         if file.is_file() and part_number(file.name):
             file.unlink()
     asked = next_tokens(prefix_ends(passages))
-    floor = [{"cuvee": {"kl_max": 2e-3, "deadline_ms": 1.5}} for _ in asked.prompts]
+    hurry = [{"cuvee": {"deadline_ms": 1.5}} for _ in asked.prompts]
     again = ("vllm:cuvee_stored_chunks", len(asked.prompts))
-    steps = [replace(asked, forget=True), asked, replace(asked, params=floor, until=again), replace(asked, forget=True)]
+    steps = [replace(asked, forget=True), asked, replace(asked, params=hurry, until=again), replace(asked, forget=True)]
     options = {"max_logprobs": -1, "kv_transfer_config": cuvee(store("parts"), **PARTS, profile=profile)}
     engines.append(Engine("parts", models["books"], steps, options))
     return run_engines(folder / "loaded", engines, forked=False)

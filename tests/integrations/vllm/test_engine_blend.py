@@ -346,7 +346,7 @@ def test_the_same_blend_is_found_in_the_engine(family: str, block: int, first: R
     held = [(len(tokens) - 1) // block * block for tokens in TOKENS]
     ends = [answer.cached for answer in ran.steps[ZERO]]
     # A rest that is worth it is blended, any other computed.
-    expected = [end if end - whole >= 16 else whole for end, whole in zip(ends, held, strict=True)]
+    expected = [end if end - whole >= 64 else whole for end, whole in zip(ends, held, strict=True)]
     assert [answer.cached for answer in ran.steps[AGAIN]] == expected
 
 

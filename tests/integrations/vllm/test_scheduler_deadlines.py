@@ -1,4 +1,4 @@
-"""Deadlines and floors on the scheduler's side: what loads aim at, what clients learn, and which blocks are renamed."""
+"""Deadlines on the scheduler's side: what loads aim at, what clients learn, and which blocks are renamed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, make_request
-from tests.integrations.vllm.test_worker_planned import profile
+from tests.integrations.vllm.test_worker_deadline import profile
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup
-from cuvee.integrations.vllm.load_target import LoadTarget
 from cuvee.integrations.vllm.messages import Delivery, Load, Report
 from cuvee.integrations.vllm.scheduler_state import Tracked
 
@@ -52,9 +51,9 @@ def loading(d: Desk, request: SimpleNamespace, seconds: float = 0.0) -> Load:
     return load
 
 
-def ended(request: SimpleNamespace, parts: tuple[int, ...], kl: float | None = 0.004, complete: bool = True) -> Report:
+def ended(request: SimpleNamespace, parts: tuple[int, ...], complete: bool = True) -> Report:
     """A rank's report of the end of a load that restored chunks from so many parts."""
-    delivery = Delivery(request.request_id, 0, (CHUNK,) * len(parts), parts, kl, complete)
+    delivery = Delivery(request.request_id, 0, (CHUNK,) * len(parts), parts, complete)
     return Report(delivered=[delivery], ended={request.request_id})
 
 
@@ -62,10 +61,10 @@ def ended(request: SimpleNamespace, parts: tuple[int, ...], kl: float | None = 0
 
 
 def test_a_load_aims_at_what_its_request_asks_for(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), asking(deadline_ms=500, kl_max=0.02)
+    d, request = desk(), asking(deadline_ms=500)
     aim = loading(d, request, seconds=0.2).aim
     assert aim is not None and aim.seconds == pytest.approx(0.3)
-    assert (aim.kl_max, aim.rest, aim.queued) == (0.02, 100 - 4 * CHUNK, 0)
+    assert (aim.rest, aim.queued) == (100 - 4 * CHUNK, 0)
     assert loading(d, asking(name="other")).aim is None
 
 
@@ -73,18 +72,16 @@ def test_what_a_request_waited_before_it_reached_the_scheduler_counts(desk: Call
     d, request = desk(), asking(deadline_ms=500)
     request.arrival_time = time.time() - 0.4
     aim = loading(d, request).aim
-    assert aim is not None and aim.seconds is not None and aim.seconds < 0.15
+    assert aim is not None and aim.seconds < 0.15
 
 
-def test_the_engine_has_defaults_that_a_request_replaces(desk: Callable[..., Desk]) -> None:
-    d = desk(deadline_ms=2000, kl_max=0.1)
+def test_the_engine_has_a_default_that_a_request_replaces(desk: Callable[..., Desk]) -> None:
+    d = desk(deadline_ms=2000)
     default = loading(d, asking()).aim
-    assert default is not None and default.kl_max == 0.1 and default.seconds == pytest.approx(2)
+    assert default is not None and default.seconds == pytest.approx(2)
     own = loading(d, asking(name="own", deadline_ms=70)).aim
-    assert own is not None and own.kl_max == 0.1 and own.seconds == pytest.approx(0.07)
-    floor = loading(d, asking(name="floor", deadline_ms=None)).aim
-    assert floor is not None and floor.seconds is None and floor.kl_max == 0.1
-    assert loading(d, asking(name="none", deadline_ms=None, kl_max=None)).aim is None
+    assert own is not None and own.seconds == pytest.approx(0.07)
+    assert loading(d, asking(name="none", deadline_ms=None)).aim is None
 
 
 def test_prompts_that_are_being_computed_stand_in_front(desk: Callable[..., Desk]) -> None:
@@ -103,10 +100,10 @@ def test_a_deadline_has_its_plan_decide_whether_loading_pays(desk: Callable[...,
         rates._prefill.observe(tokens, 0.0, tokens * 1e-6)
         rates._break_even.observe_load(tokens, tokens * 1e-3)
     assert loading(d, asking(deadline_ms=100)).aim is not None
-    floor = asking(name="floor", kl_max=0.1)
-    d.put(floor, 4)
-    d.side.arrived(floor)
-    assert d.matched(floor)[0] == 0, "without a deadline, what is slower to load is computed"
+    other = asking(name="other")
+    d.put(other, 4)
+    d.side.arrived(other)
+    assert d.matched(other)[0] == 0, "without a deadline, what is slower to load is computed"
 
 
 def test_steps_teach_what_computing_costs(desk: Callable[..., Desk]) -> None:
@@ -127,7 +124,7 @@ def test_steps_teach_what_computing_costs(desk: Callable[..., Desk]) -> None:
 
 @pytest.mark.parametrize(
     "wants", [{"deadline_ms": 0}, {"deadline_ms": "soon"}, {"deadline_ms": True}, {"deadline_ms": 10**400},
-              {"kl_max": -1}, {"kl_max": float("nan")}, {"kl_max": 1e9}, {"deadline": 5}, "now"],
+              {"deadline_ms": float("nan")}, {"deadline_ms": 1e9}, {"deadline": 5}, "now"],
 )  # fmt: skip
 def test_malformed_targets_are_refused_and_the_request_is_served(
     desk: Callable[..., Desk], wants: Any, caplog: pytest.LogCaptureFixture
@@ -140,39 +137,24 @@ def test_malformed_targets_are_refused_and_the_request_is_served(
     assert d.recorder.totals()["deadlines", "refused"] == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "wants", "reason"),
-    [
-        ({"groups": (LayerGroup((0, 1, 2), 64),)}, {"deadline_ms": 100}, "engine"),
-        ({"profile": None}, {"kl_max": 0.1}, "profile"),
-    ],
-)
-def test_targets_that_this_engine_cannot_aim_at_are_refused_by_name(
-    desk: Callable[..., Desk], options: dict[str, Any], wants: dict[str, Any], reason: str
-) -> None:
-    d = desk(**{"refinements": 0, **options})
-    request = asking(**wants)
+def test_an_engine_with_windows_refuses_deadlines_by_name(desk: Callable[..., Desk]) -> None:
+    d, request = desk(refinements=0, groups=(LayerGroup((0, 1, 2), 64),)), asking(deadline_ms=100)
     d.side.arrived(request)
-    assert d.side.told(request) == {"refused": reason}
+    assert d.side.told(request) == {"refused": "engine"}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"deadline_ms": -1}, "deadline_ms: must be milliseconds"),
-        ({"kl_max": "0.1"}, "kl_max: must be nats per token"),
         ({"refinements": 2}, "refinements: must be 0 … 1"),
         ({"refinements": True}, "refinements: must be 0 … 1"),
-        ({"kl_max": 5, "blend": {}}, "kl_max: must be left out with blend"),
+        ({"deadline_ms": 5, "blend": {}}, "deadline_ms: must be left out with blend"),
     ],
 )
 def test_options_are_checked_at_the_start(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Options.from_dict(options)
-
-
-def test_a_target_is_false_if_it_asks_for_nothing() -> None:
-    assert not LoadTarget() and LoadTarget(kl_max=0.0) and LoadTarget(deadline=1.0)
 
 
 def test_without_a_target_no_request_is_counted(desk: Callable[..., Desk]) -> None:
@@ -202,11 +184,8 @@ def test_blocks_that_are_worse_than_stored_are_renamed_from_the_first_on(desk: C
     assert same == [True] * (2 * CHUNK // BLOCK) + [False] * (len(exact) - 2 * CHUNK // BLOCK)
 
 
-@pytest.mark.parametrize("wants", [{}, {"kl_max": 0.1}])
-def test_a_request_that_names_no_deadline_keeps_poor_blocks_to_itself_as_well(
-    desk: Callable[..., Desk], wants: dict[str, Any]
-) -> None:
-    d, request = desk(), asking(**wants)
+def test_a_request_that_names_no_deadline_keeps_poor_blocks_to_itself_as_well(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), asking()
     loading(d, request)
     exact = list(request.block_hashes)
     d.side.take(ended(request, (1, 2)))
@@ -237,31 +216,21 @@ def test_the_worst_of_all_ranks_counts(desk: Callable[..., Desk]) -> None:
     d, request = desk(shards=2), asking(deadline_ms=5000)
     loading(d, request)
     exact = list(request.block_hashes)
-    d.side.take(ended(request, (2, 2, 2, 2), kl=0.001))
+    d.side.take(ended(request, (2, 2, 2, 2)))
     assert request.block_hashes == exact
-    d.side.take(ended(request, (2, 1, 2), kl=0.009, complete=False))
+    d.side.take(ended(request, (2, 1, 2), complete=False))
     assert request.block_hashes[: CHUNK // BLOCK] == exact[: CHUNK // BLOCK]
     assert request.block_hashes[CHUNK // BLOCK] != exact[CHUNK // BLOCK]
     told = d.side.told(request)
     assert told is not None
-    assert (told["loaded_tokens"], told["parts"], told["expected_kl"]) == (3 * CHUNK, [CHUNK, 2 * CHUNK], 0.009)
+    assert (told["loaded_tokens"], told["parts"]) == (3 * CHUNK, [CHUNK, 2 * CHUNK])
 
 
 def test_a_plan_that_leaves_chunks_out_is_not_repeated(desk: Callable[..., Desk]) -> None:
     d, request = desk(), asking(deadline_ms=500)
     loading(d, request)
-    d.side.take(ended(request, (), kl=0.0, complete=False))
+    d.side.take(ended(request, (), complete=False))
     assert d.matched(request)[0] == 0, "the engine asks again, for it has freed the blocks"
-
-
-def test_a_chunk_that_is_computed_for_the_floor_is_stored_again_if_it_lacks_parts(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), asking(kl_max=0.001)
-    load = loading(d, request)
-    report = ended(request, (2,), complete=False)
-    report.unsaved = {entry.digest for entry in load.prefix[2:]}
-    d.side.take(report)
-    saves = d.plan((request, CHUNK, 3 * CHUNK)).saves
-    assert [save.entry.start for save in saves] == [2 * CHUNK, 3 * CHUNK], "the store has the second as it is"
 
 
 def test_a_request_that_is_not_cached_any_more_still_keeps_poor_blocks_to_itself(desk: Callable[..., Desk]) -> None:
@@ -278,8 +247,8 @@ def test_nothing_is_kept_of_requests_that_have_ended(desk: Callable[..., Desk]) 
     loading(d, request)
     d.side.finished(request, d.tables[0])
     d.side.take(ended(request, (1, 1, 1, 1)))
-    targets = d.side._targets
-    assert not targets._loading and not targets._delivered
+    deadlines = d.side._deadlines
+    assert not deadlines._loading and not deadlines._delivered
 
 
 # Deadlines -----------------------------------------------------------------------------------------------------------
@@ -302,25 +271,18 @@ def test_the_step_of_the_first_token_tells_whether_the_deadline_was_met(
     assert told["deadline_met"] is (result == "met")
     assert told["first_token_ms"] == pytest.approx(1e3 * seconds)
     assert told["parts"] == [CHUNK, 3 * CHUNK] and told["loaded_tokens"] == 4 * CHUNK
-    assert told["expected_kl"] == 0.004
     assert d.recorder.totals()["deadlines", result] == 1
 
 
-def test_a_floor_alone_is_told_without_a_deadline(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), asking(kl_max=0.1)
-    loading(d, request)
-    assert d.side.told(request) == {"loaded_tokens": 0, "parts": [0, 0]}
-
-
 def test_only_the_last_load_of_a_request_is_told(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), asking(kl_max=0.1)
+    d, request = desk(), asking(deadline_ms=500)
     loading(d, request)
-    d.side.take(ended(request, (1, 1, 1, 1), kl=0.09))
+    d.side.take(ended(request, (1, 1, 1, 1)))
     tokens, _ = d.matched(request)  # it was preempted
     d.side.allocated(request, d.tables[0], tokens)
-    d.side.take(ended(request, (2, 2), kl=0.001))
+    d.side.take(ended(request, (2, 2)))
     told = d.side.told(request)
-    assert told == {"loaded_tokens": 2 * CHUNK, "parts": [0, 2 * CHUNK], "expected_kl": 0.001}
+    assert told == {"loaded_tokens": 2 * CHUNK, "parts": [0, 2 * CHUNK]}
 
 
 def test_a_request_that_is_preempted_after_its_first_token_is_in_no_hurry(desk: Callable[..., Desk]) -> None:

@@ -1,11 +1,11 @@
-"""A worker with chunks in parts: what it stores, what it restores of which parts, and loads that are planned."""
+"""A worker with chunks in parts: what it stores, what it restores of which parts, and loads with a deadline."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,9 +22,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.vllm.messages import Aim, Delivery, Report, Save
-from cuvee.integrations.vllm.part_figures import PartFigures
-from cuvee.integrations.vllm.worker_planned import _Run
-from cuvee.integrations.vllm.worker_restore import LoadJob
+from cuvee.integrations.vllm.part_sizes import PartSizes
 from cuvee.naming.identity import store_key
 from cuvee.naming.part_keys import part_key
 
@@ -41,13 +39,6 @@ def profile() -> Profile:
     fitted = fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)])
     points = [CurvePoint(64 * octave, 2.0 - octave, 0.01, kl=0.02 * 4.0 ** (octave - 1)) for octave in (-3, 1)]
     return fitted.with_curve(points)
-
-
-@cache
-def kls() -> list[float]:
-    """What to expect of the parts."""
-    expected = Codec(profile(), step=STEP, refinements=PARTS - 1).settings.expected_parts()
-    return [part.kl for part in expected if part.kl is not None]
 
 
 @pytest.fixture
@@ -70,8 +61,8 @@ def keys_of(b: Bench, chunk: int) -> list[str]:
     return [part_key(b.key(chunk), number) for number in range(PARTS)]
 
 
-def aim(seconds: float | None = 60.0, kl_max: float | None = None, rest: int = 1) -> Aim:
-    return Aim(seconds, kl_max, rest, 0, PREFILL)
+def aim(seconds: float = 60.0, rest: int = 1) -> Aim:
+    return Aim(seconds, rest, 0, PREFILL)
 
 
 def run(b: Bench, chunks: int = 4, planned: Aim | None = None, request: str = "r", start: int = 0) -> Report:
@@ -166,9 +157,8 @@ def test_a_load_takes_all_parts_that_are_there(bench: Callable[..., Bench]) -> N
     b = stored(bench())
     del b.store.entries[keys_of(b, 2)[1]]
     delivery = delivered(run(b))
-    assert delivery == Delivery("r", 0, (CHUNK,) * 4, (2, 2, 1, 2), delivery.kl, True)
+    assert delivery == Delivery("r", 0, (CHUNK,) * 4, (2, 2, 1, 2), True)
     assert [holds(b, chunk, parts) for chunk, parts in enumerate(delivery.parts)] == [True] * 4
-    assert delivery.kl == pytest.approx((3 * kls()[1] + kls()[0]) / 4)
     counts = b.counts()
     assert counts["loaded_at{2}"] == 3 * CHUNK and counts["loaded_at{1}"] == CHUNK
 
@@ -231,10 +221,10 @@ def test_an_error_that_is_not_of_the_bytes_deletes_nothing(
 ) -> None:
     b = stored(bench())
 
-    def fails(*given: Any) -> int:
+    def fails(*given: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(b.worker._loads._restorer, "place", fails)
+    monkeypatch.setattr(b.worker._loads._restorer, "restore", fails)
     report = run(b, planned=aim())
     assert delivered(report).parts == () and report.failed == {"r"}
     assert b.store.entries == stored_before
@@ -252,11 +242,6 @@ def test_a_plan_with_time_loads_everything(bench: Callable[..., Bench]) -> None:
     assert b.worker.take_invalid_blocks() == set()
     counts = b.counts()
     assert counts["loaded_chunks"] == 4 and counts["loaded_tokens"] == 4 * CHUNK and "computed_by_plan" not in counts
-
-
-def test_a_plan_without_a_deadline_is_carried_out(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    assert delivered(run(b, planned=aim(seconds=None, kl_max=0.002))).parts == (2,) * 4
 
 
 def test_a_plan_makes_do_with_the_parts_that_are_there(bench: Callable[..., Bench]) -> None:
@@ -286,26 +271,21 @@ def test_a_deadline_that_has_passed_gives_the_first_token_soon(bench: Callable[.
     assert not report.failed and "r" in report.ended
 
 
-def test_a_floor_that_no_part_keeps_has_everything_computed(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    report = run(b, planned=aim(kl_max=0.0))
-    assert delivered(report) == Delivery("r", 0, (), (), 0.0, False)
+def test_where_there_is_time_to_compute_nothing_is_loaded_coarsely(bench: Callable[..., Bench]) -> None:
+    store = Parted()
+    b = stored(bench(store=store))
+    b.worker._loads._deadlines.link("memory").observe(1, 0.0, 0.0, 3600.0)  # a byte took an hour
+    load = b.load(BLOCKS, 0, 4 * CHUNK)
+    load.aim = Aim(0.5, 1, 0, (1e-6, 0.0, 0.1))
+    b.worker.start_loads([load])
+    b.wait()
+    report = b.worker.report(1)
+    assert delivered(report) == Delivery("r", 0, (), (), False)
     assert not report.failed and not report.unsaved, "the store has all parts of these chunks"
     assert b.worker.take_invalid_blocks() == set(BLOCKS[:8])
     counts = b.counts()
     assert counts["computed_by_plan"] == 4 * CHUNK and "failures{load}" not in counts
     assert "recomputed_tokens" not in counts
-
-
-def test_a_floor_that_a_poor_chunk_breaks_has_it_computed_and_stored_again(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    for chunk in range(1, 4):
-        del b.store.entries[keys_of(b, chunk)[1]]
-    report = run(b, planned=aim(kl_max=0.001))
-    delivery = delivered(report)
-    assert delivery.kl is not None and delivery.kl <= 0.001 and delivery.parts == (2,)
-    assert report.unsaved == set(b.digests[1:4])
-    assert not report.failed
 
 
 def test_a_chunk_that_is_gone_is_computed_with_all_behind_it(bench: Callable[..., Bench]) -> None:
@@ -359,87 +339,48 @@ def test_a_load_that_is_dropped_writes_nothing_more(bench: Callable[..., Bench])
     assert b.cache.read(torch.arange(4 * CHUNK), 0).keys[0].isnan().all()
 
 
-def test_an_entry_that_waits_for_a_decoder_is_not_written_once_its_load_is_over(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    waiting: list[Callable[[], None]] = []
-    coders = b.worker._pools.coders
-    submit = coders.submit
-    coders.submit = lambda work, *given: waiting.append(partial(work, *given))  # type: ignore[method-assign, assignment]
-    load = b.load(BLOCKS, 0, 4 * CHUNK)
-    load.aim = aim()
-    b.worker.start_loads([load])
-    wait_until(lambda: bool(waiting), "an entry is given to a decoder")
-    b.worker.drop(["r"])
-    waiting[0]()
-    assert b.cache.read(torch.arange(4 * CHUNK), 0).keys[0].isnan().all()
-    coders.submit = submit  # type: ignore[method-assign]
-
-
-def test_what_stands_in_front_of_a_prompt_gives_its_load_time(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    load = b.load(BLOCKS, 0, 4 * CHUNK)
-    job = LoadJob(load, 100.0, 0)
-    planner = _Run(b.worker._loads._planned, job, replace(aim(), queued=40))._planner()
-    assert planner._request.engine_free == 100.0 + 40 * PREFILL[0]
-    assert planner._request.deadline == 160.0
-
-
-def test_tokens_that_the_engine_has_do_not_count(bench: Callable[..., Bench]) -> None:
-    """The engine holds half of the first chunk. In the plan, too, the KL is a mean over what is restored."""
-    b = stored(bench())
-    del b.store.entries[keys_of(b, 0)[1]]
-    half = CHUNK // 2
-    load = b.load(BLOCKS, half, 2 * CHUNK)
-    load.aim = aim(kl_max=0.4 * kls()[0] + 0.6 * kls()[1])
-    b.worker.start_loads([load])
-    b.wait()
-    delivery = delivered(b.worker.report(1))
-    assert (delivery.start, delivery.tokens, delivery.parts) == (half, (half, CHUNK), (1, 2))
-    assert delivery.kl == pytest.approx((kls()[0] + 2 * kls()[1]) / 3)
+def test_a_link_that_delivers_slowly_has_refinements_left_out(bench: Callable[..., Bench]) -> None:
+    """Every part takes 0.05 s: eight bases, then as many refinements as fit."""
+    store = Parted()
+    b = stored(bench(store=store))
+    store.seconds = 0.05
+    begun = time.monotonic()
+    delivery = delivered(run(b, chunks=8, planned=aim(seconds=1.2, rest=0)))
+    assert time.monotonic() - begun < 1.2
+    assert delivery.complete and delivery.parts.count(2) < 8
+    assert sorted(delivery.parts, reverse=True) == list(delivery.parts), "the first ones are refined"
+    assert all(holds(b, chunk, parts) for chunk, parts in enumerate(delivery.parts))
 
 
 def test_one_load_teaches_the_next(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
-    loads = b.worker._loads._planned
-    before = loads.decode(float(CHUNK), 0.0)
+    loads = b.worker._loads._deadlines
+    before = loads._decode(float(CHUNK), 0.0)
     run(b, planned=aim())
-    assert loads.decode(float(CHUNK), 0.0) != before
+    assert loads._decode(float(CHUNK), 0.0) != before
     assert set(loads._links) == {"memory"}
 
 
-# Figures -------------------------------------------------------------------------------------------------------------
-
-
-def test_figures_begin_with_the_curve_and_follow_what_is_seen() -> None:
-    codec = Codec(profile(), step=STEP, refinements=PARTS - 1)
-    figures = PartFigures(codec, values=96, worst=False)
-    parts = figures.expected(100, ["a", "b"]).parts
-    assert [part.kl for part in parts] == pytest.approx(kls()) and [part.tier for part in parts] == ["a", "b"]
+def test_sizes_begin_with_the_curve_and_follow_what_is_seen() -> None:
+    sizes = PartSizes(Codec(profile(), step=STEP, refinements=PARTS - 1), values=96)
+    base, refinement = sizes.expected(100, 0), sizes.expected(100, 1)
+    assert base > 0 and refinement > 0 and sizes.expected(200, 0) == pytest.approx(2 * base, abs=1)
     for _ in range(3):
-        figures.observe(100, 1, 777)
-    assert figures.expected(100, "ab").parts[1].nbytes == 777
-    assert figures.mean_kl([10, 30], [2, 1]) == pytest.approx((parts[1].kl + 3 * parts[0].kl) / 4)
-    assert figures.mean_kl([10, 30], [2]) == pytest.approx(parts[1].kl / 4), "what is computed loses nothing"
-    assert figures.mean_kl([], []) is None
-
-
-def test_figures_without_a_curve_rank_the_parts() -> None:
-    codec = Codec(profile().with_curve([]), step=STEP, refinements=PARTS - 1)
-    figures = PartFigures(codec, values=96, worst=False)
-    ranks = [part.kl for part in figures.expected(10, "aa").parts]
-    assert ranks == sorted(ranks, reverse=True) and not figures.known
-    assert figures.mean_kl([10], [2]) is None
+        sizes.observe(100, 1, 777)
+    assert sizes.expected(100, 1) == 777 and sizes.expected(100, 0) == base
+    assert PartSizes(Codec(profile().with_curve([]), step=STEP, refinements=PARTS - 1), values=96).expected(8, 1) == 96
 
 
 class Parted(DictStore):
-    """A store whose refinements can be made to hang."""
+    """A store whose refinements can be made to hang, and all parts to take their time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hangs = False
+        self.hangs, self.seconds = False, 0.0
         self.gate = threading.Event()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         if self.hangs and any("70617274" in key[-10:] for key in keys):
             self.gate.wait(60)
+        time.sleep(self.seconds * len(keys))
         return super().get_many(keys)

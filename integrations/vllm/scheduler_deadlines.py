@@ -1,0 +1,152 @@
+"""Requests with a deadline: by when their loads have to be done, what became of them, and what was loaded coarsely.
+
+**What is worse than stored keeps no exact name.** A load may restore an entry from fewer parts than a chunk has,
+because the deadline or the store left out the others. From the first such block on, the request's blocks are renamed
+before the engine registers them, so that they never answer for another request, and the request stores nothing: what it
+computes follows from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.guard import Once
+from cuvee.integrations.vllm.block_names import set_apart
+from cuvee.integrations.vllm.messages import Aim, Delivery
+from cuvee.integrations.vllm.request_params import deadline_of
+from cuvee.integrations.vllm.scheduler_state import Due, SchedulerState, Tracked
+from cuvee.naming.identity import canonical
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerDeadlines:
+    """Keeps account of deadlines.
+
+    Args:
+        state: of the scheduler's side.
+        possible: whether loads may end early in this engine.
+    """
+
+    def __init__(self, state: SchedulerState, possible: bool) -> None:
+        self._state = state
+        self._possible = possible
+        self._engine = state.options.deadline
+        # Of each request's last load, also if the request is not cached any more: who asked, and what ranks delivered.
+        self._loading: dict[str, Tracked] = {}
+        self._delivered: dict[str, list[Delivery]] = {}
+        self._computing: dict[int, list[Due]] = {}  # whose first token a step computes
+        self._once = Once(logger)
+
+    def begin(self, tracked: Tracked) -> None:
+        """Read what a new request asks for."""
+        request = tracked.request
+        try:
+            deadline = deadline_of(request.kv_transfer_params, self._engine)
+        except InputError as error:
+            self._refuse(tracked, "parameters", str(error))
+            return
+        if deadline is None:
+            return
+        if not self._possible:
+            self._refuse(tracked, "engine", "a model with sliding windows loads a prefix as a whole or not at all")
+        else:
+            waited = max(time.time() - request.arrival_time, 0.0)
+            tracked.due = Due(deadline, self._state.clock() - waited)
+
+    def loading(self, tracked: Tracked, queued: Callable[[], int], prefill: tuple[float, float, float]) -> Aim | None:
+        """Return what a load aims at that is about to begin; None: it restores everything.
+
+        Args:
+            tracked: the request.
+            queued: counts the tokens that the engine computes first, over all requests.
+            prefill: what computing costs, as in `Aim`.
+        """
+        self._loading[tracked.request.request_id] = tracked
+        self._delivered.pop(tracked.request.request_id, None)
+        due = tracked.due
+        if due is None or due.first_token is not None:  # preempted after its first token: there is no hurry
+            return None
+        left = due.arrived + due.deadline - self._state.clock()
+        return Aim(left, tracked.request.num_tokens - tracked.end, queued(), prefill)
+
+    def computes(self, tracked: Tracked, before: int, after: int, step: int) -> None:
+        """Note that a step computes a request's tokens `before … after`."""
+        if tracked.due is not None and before < tracked.request.num_prompt_tokens <= after:
+            tracked.due.step = step
+            self._computing.setdefault(step, []).append(tracked.due)
+
+    def executed(self, steps: Sequence[int]) -> None:
+        """Note that steps were executed."""
+        for step in steps:
+            for due in self._computing.pop(step, ()):
+                self._settle(due)
+
+    def delivered(self, delivery: Delivery) -> None:
+        """Note what a rank restored, before the engine hears that the load is over. What its deadline leaves out is
+        computed, and not loaded after all.
+        """
+        tracked = self._loading.get(delivery.request)
+        if tracked is None:  # the request has ended
+            return
+        self._delivered.setdefault(delivery.request, []).append(delivery)
+        if not delivery.complete:
+            tracked.refused = True
+            # What is computed may be better than what the store has of it.
+            tracked.saved = min(tracked.saved, (delivery.start + sum(delivery.tokens)) // self._state.chunk)
+        self._keep_apart(tracked, delivery)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._loading.pop(request_id, None)
+        self._delivered.pop(request_id, None)
+
+    def told(self, tracked: Tracked) -> dict[str, Any] | None:
+        """Return what the client learns; None: it asked for nothing."""
+        if tracked.due_refused:
+            return {"refused": tracked.due_refused}
+        due = tracked.due
+        if due is None:
+            return None
+        if due.step:  # the step is over, although its report is still to come
+            self._settle(due)
+        parts = [0] * self._state.parts
+        # What all ranks have restored, as far as is known.
+        deliveries = self._delivered.get(tracked.request.request_id, [])
+        for at in range(min((len(each.tokens) for each in deliveries), default=0)):
+            parts[min(each.parts[at] for each in deliveries) - 1] += deliveries[0].tokens[at]
+        said: dict[str, Any] = {"loaded_tokens": sum(parts), "parts": parts}
+        if due.first_token is not None:
+            said["first_token_ms"] = float(f"{1e3 * due.first_token:.3g}")
+            said["deadline_met"] = due.first_token <= due.deadline
+        return said
+
+    def _keep_apart(self, tracked: Tracked, delivery: Delivery) -> None:
+        """Rename a request's blocks from the first on that is worse than what is stored, if there is one."""
+        full = self._state.parts
+        at = next((at for at, parts in enumerate(delivery.parts) if parts < full), None)
+        if at is None:
+            return
+        first = (delivery.start + sum(delivery.tokens[:at])) // self._state.block
+        recipe = canonical(first.to_bytes(8, "little"), bytes(delivery.parts))
+        set_apart(tracked.request, first, hashlib.blake2b(recipe, digest_size=32, person=b"cuvee-parts").digest())
+        tracked.unstored = "quality"
+
+    def _settle(self, due: Due) -> None:
+        """Note that a first token is there."""
+        if due.first_token is None:
+            due.first_token = self._state.clock() - due.arrived
+            self._state.recorder.count("deadlines", label="met" if due.first_token <= due.deadline else "missed")
+
+    def _refuse(self, tracked: Tracked, reason: str, why: str) -> None:
+        """Load a request as if it had no deadline; count why, and log each reason once, so that clients cannot fill the
+        log.
+        """
+        tracked.due_refused = reason
+        self._state.recorder.count("deadlines", label="refused")
+        self._once(reason, "cuvee: request %s has no deadline: %s", tracked.request.request_id, why)

@@ -1,0 +1,233 @@
+"""Loads with a deadline, on one rank: fetch the parts that `integrations.loading` chooses, until they will do.
+
+    choose --batch--> fetchers: store -> parts --+
+       ^                                         |
+       +---- the rates of tiers <----------------+--> `WorkerLoads`: parts -> pages
+
+The engine computes what is not loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from cuvee.codec.errors import CuveeError
+from cuvee.integrations.chunk_io import BATCH
+from cuvee.integrations.costs import LinearCost
+from cuvee.integrations.loading import Choice, Goal, LinkRate, choose
+from cuvee.integrations.vllm.messages import Aim, Entry
+from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob, Restorer
+from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
+from cuvee.naming.part_keys import part_key
+
+# What to expect of tiers, decoder and engine before anything is measured: bytes per second, seconds until the first
+# byte, seconds per token. The spread says that this may be wrong by a factor of three.
+_TIERS = {"memory": (1e9, 1e-5), "disk": (3e8, 1e-3)}
+_REMOTE = 5e7, 2e-3
+_DECODE_SECONDS = 1e-4
+_UNKNOWN = 1.1
+_REQUEST_SECONDS = 0.015  # of transfer that one request is for
+_UNDER_WAY = 2  # requests at a time, so that the link is never idle
+_WAKE_SECONDS = 0.02  # until the choice is made anew if nothing happens
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A part of some entries that was asked for: the numbers of the entries, and that of the part."""
+
+    at: Sequence[int]
+    part: int
+    tier: str
+    nbytes: int
+    sent: float
+    answer: Future[tuple[list[Fetched], float]]
+
+    def is_wanted(self, choice: Choice) -> bool:
+        return self.at[0] < (choice.refined if self.part else choice.chunks)
+
+
+class DeadlineLoads:
+    """Fetches by deadlines, and keeps what that measures from one load to the next.
+
+    Args:
+        state: of the worker.
+        pools: threads of the worker.
+        restorer: reads entries.
+    """
+
+    def __init__(self, state: WorkerState, pools: WorkerPools, restorer: Restorer) -> None:
+        self._state, self._pools, self._restorer = state, pools, restorer
+        self._lock = threading.Lock()  # of what is measured
+        self._links: dict[str, LinkRate] = {}
+        self._decode = LinearCost(_DECODE_SECONDS, 0.0, _UNKNOWN)  # of the tokens of all parts
+
+    def fetched(self, job: LoadJob, aim: Aim) -> Iterator[list[tuple[Entry, Fetched]]]:
+        """Yield entries of a load, some at a time: those that are to be refined with their refinements, once these are
+        there, and the others as their bases. What is not yielded until the model has to start is to be computed.
+
+        Raises:
+            CuveeError: the store lacks an entry.
+            Exception: that of the store.
+        """
+        run = _Run(self, job, aim)
+        state = self._state
+        state.store.overdue("get_many", state.timeout)  # a request of an earlier load may still hang in the store
+        going_on = True
+        while not job.over and going_on:
+            choice = run.choose(time.monotonic())
+            run.ask(choice)
+            going_on = any(request.is_wanted(choice) for request in run.requests)
+            if going_on and wait([run.requests[0].answer], _WAKE_SECONDS).done:
+                run.take()
+            while batch := run.due(choice if going_on else replace(choice, refined=0)):
+                begun = time.monotonic()
+                yield batch
+                with self._lock:
+                    tokens = sum(entry.tokens * len(fetched.parts) for entry, fetched in batch)
+                    self._decode.observe(max(tokens, 1), 0.0, max(time.monotonic() - begun, 1e-6))
+        if missing := run.missing():
+            raise CuveeError(f"{self._restorer.name(job.load.prefix[missing[0]])} is no longer in the store")
+        job.as_planned = True
+
+    def link(self, tier: str) -> LinkRate:
+        """Return the rate of a tier; the lock is held."""
+        if tier not in self._links:
+            self._links[tier] = LinkRate(*_TIERS.get(tier, _REMOTE), _UNKNOWN)
+        return self._links[tier]
+
+
+class _Run:
+    """One load, on the thread that loads it."""
+
+    def __init__(self, loads: DeadlineLoads, job: LoadJob, aim: Aim) -> None:
+        self._loads, self._job, self._state = loads, job, loads._state
+        load, parts = job.load, loads._state.parts
+        self._entries = load.prefix
+        keys = [self._state.keys.written(load.tenant, entry.digest) for entry in load.prefix]
+        found = self._state.store.locate([part_key(key, number) for key in keys for number in range(parts)])
+        self._tiers = [found[at : at + parts] for at in range(0, len(found), parts)]
+        first, second, spread = aim.prefill
+        self._goal = Goal(
+            job.begun + aim.seconds, [len(load.placed(entry)) for entry in load.prefix],
+            LinearCost(first, second, spread), load.start, aim.rest, job.begun + aim.queued * first,
+        )  # fmt: skip
+        self._held: list[Fetched | None] = [None] * len(self._entries)
+        self._asked = [0] * len(self._entries)  # number of parts of each entry that were asked for
+        self._decoded = [0] * len(self._entries)
+        self.requests: deque[_Request] = deque()
+        self._answered = 0.0  # when the last one was
+
+    def choose(self, now: float) -> Choice:
+        """Return what to load."""
+        loads, parts = self._loads, self._state.parts
+        loaded = sum(1 for _ in takewhile(lambda held: held is not None and held.parts, self._held))
+        seconds: list[list[float]] = []
+        with loads._lock:
+            decode = max(loads._decode.first, 1e-9)
+            for number in range(parts):
+                seconds.append(
+                    [
+                        0.0 if number < asked else max(
+                            self._state.sizes.expected(entry.tokens, number) / loads.link(tiers[number]).rate,
+                            decode * entry.tokens,
+                        )
+                        for entry, asked, tiers in zip(self._entries, self._asked, self._tiers, strict=True)
+                    ]
+                )  # fmt: skip
+            used = {self._tiers[at][0] for at in range(loaded, len(self._entries))} or {
+                tiers[-1] for tiers in self._tiers
+            }
+            spread = max(loads.link(tier).spread for tier in used)
+            ready = now
+            if self.requests:
+                request = self.requests[0]
+                link, passed = loads.link(request.tier), now - max(request.sent, self._answered)
+                late = link.overdue(request.nbytes, passed)
+                spread = max(spread, late)
+                left = sum(each.nbytes for each in self.requests) / link.rate + link.latency - passed
+                ready += max(left, passed if late else 0.0)  # what is overdue takes as long again
+        for at in self.missing():
+            seconds[0][at] = math.inf
+        none = [0.0] * len(self._entries)
+        return choose(self._goal, now, ready, loaded, seconds[0], seconds[1] if parts > 1 else none, spread)
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the entries that the store does not have."""
+        return [at for at, held in enumerate(self._held) if held is not None and not held.parts]
+
+    def ask(self, choice: Choice) -> None:
+        """Ask for the next parts of a choice, so that the link is busy. No base waits for a refinement in the same
+        request, which a store may not answer.
+        """
+        while len(self.requests) < _UNDER_WAY:
+            bases = [at for at in range(choice.chunks) if not self._asked[at]]
+            refinements = [at for at in range(choice.refined) if self._is_refinable(at)]
+            if not bases and not refinements:
+                return
+            self._send(*((0, bases) if bases else (1, refinements)))
+
+    def _is_refinable(self, at: int) -> bool:
+        held = self._held[at]
+        return held is not None and bool(held.parts) and self._asked[at] < self._state.parts
+
+    def _send(self, part: int, several: Sequence[int]) -> None:
+        """Ask for a part of the first of these entries, as many as one request is for."""
+        loads, tier = self._loads, self._tiers[several[0]][part]
+        with loads._lock:
+            most = _REQUEST_SECONDS * loads.link(tier).rate
+        numbers: list[int] = []
+        nbytes = 0
+        for number in several:
+            if self._tiers[number][part] != tier or (numbers and nbytes >= most):
+                break
+            numbers.append(number)
+            nbytes += self._state.sizes.expected(self._entries[number].tokens, part)
+            self._asked[number] = part + 1
+        digests = [self._entries[number].digest for number in numbers]
+        held = [self._held[number] for number in numbers] if part else None
+
+        def fetch() -> tuple[list[Fetched], float]:
+            begun = time.monotonic()
+            try:
+                return loads._restorer.get(self._job.load.tenant, digests, part + 1, held), time.monotonic()
+            finally:
+                self._state.recorder.count("fetch_seconds", time.monotonic() - begun)
+
+        answer = loads._pools.fetchers.submit(fetch)
+        self.requests.append(_Request(numbers, part, tier, nbytes, time.monotonic(), answer))
+
+    def take(self) -> None:
+        """Take the first answer."""
+        request = self.requests.popleft()
+        found, answered = request.answer.result()
+        nbytes = 0
+        for number, fetched in zip(request.at, found, strict=True):
+            self._held[number] = fetched
+            for part, blob in enumerate(fetched.parts[request.part :], request.part):
+                nbytes += len(blob)
+                self._state.sizes.observe(self._entries[number].tokens, part, len(blob))
+        if nbytes:
+            with self._loads._lock:
+                self._loads.link(request.tier).observe(nbytes, request.sent, self._answered, answered)
+        self._answered = answered
+
+    def due(self, choice: Choice) -> list[tuple[Entry, Fetched]]:
+        """Return some entries to decode: those of which more is there than in the pages, unless more is to come."""
+        batch: list[tuple[Entry, Fetched]] = []
+        for at, fetched in enumerate(self._held):
+            if fetched is None or not fetched.parts or len(batch) == BATCH:
+                break
+            waits = (at < choice.refined and self._asked[at] < self._state.parts) or any(
+                at in request.at for request in self.requests if request.is_wanted(choice)
+            )
+            if (len(fetched.parts) > self._decoded[at] and not waits) or not fetched.parts:
+                self._decoded[at] = len(fetched.parts)
+                batch.append((self._entries[at], fetched))
+        return batch
