@@ -36,6 +36,7 @@ _UNKNOWN = 1.1
 _REQUEST_SECONDS = 0.015  # of transfer that one request is for
 _UNDER_WAY = 2  # requests at a time, so that the link is never idle
 _WAKE_SECONDS = 0.02  # until the choice is made anew if nothing happens
+_STALE_SECONDS = 60.0  # after which a rate is forgotten: a tier that looks too slow is not asked, and would stay so
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class DeadlineLoads:
     def __init__(self, state: WorkerState, pools: WorkerPools, restorer: Restorer) -> None:
         self._state, self._pools, self._restorer = state, pools, restorer
         self._lock = threading.Lock()  # of what is measured
-        self._links: dict[str, LinkRate] = {}
+        self._links: dict[str, tuple[LinkRate, float]] = {}  # and when each was used last
         self._decode = LinearCost(_DECODE_SECONDS, 0.0, _UNKNOWN)  # of the tokens of all parts
 
     def fetched(self, job: LoadJob, aim: Aim) -> Iterator[list[tuple[Entry, Fetched]]]:
@@ -96,11 +97,15 @@ class DeadlineLoads:
             raise CuveeError(f"{self._restorer.name(job.load.prefix[missing[0]])} is no longer in the store")
         job.as_planned = True
 
-    def link(self, tier: str) -> LinkRate:
-        """Return the rate of a tier; the lock is held."""
-        if tier not in self._links:
-            self._links[tier] = LinkRate(*_TIERS.get(tier, _REMOTE), _UNKNOWN)
-        return self._links[tier]
+    def link(self, tier: str, used: bool = False) -> LinkRate:
+        """Return the rate of a tier, which is `used` now if that is so; the lock is held."""
+        now = time.monotonic()
+        link, last = self._links.get(tier, (None, -math.inf))
+        if link is None or now - last > _STALE_SECONDS:
+            link, used = LinkRate(*_TIERS.get(tier, _REMOTE), _UNKNOWN), True
+        if used:
+            self._links[tier] = link, now
+        return link
 
 
 class _Run:
@@ -215,7 +220,7 @@ class _Run:
                 self._state.sizes.observe(self._entries[number].tokens, part, len(blob))
         if nbytes:
             with self._loads._lock:
-                self._loads.link(request.tier).observe(nbytes, request.sent, self._answered, answered)
+                self._loads.link(request.tier, used=True).observe(nbytes, request.sent, self._answered, answered)
         self._answered = answered
 
     def due(self, choice: Choice) -> list[tuple[Entry, Fetched]]:
