@@ -150,7 +150,7 @@ class Restorer:
         begun = time.monotonic()
         decoded, problem = self._decode(job.load, batch)
         for (entry, fetched), parts in zip(batch, decoded, strict=False):
-            if entry.start not in job.parts:
+            if entry.kind == "segment" or entry.start not in job.parts:
                 count(_LOADED[entry.kind])
             if entry.kind != "segment":
                 job.parts[entry.start] = parts

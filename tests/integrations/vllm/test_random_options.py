@@ -52,11 +52,11 @@ def drawn(rng: random.Random) -> tuple[dict[str, Any], bool]:
     block, chunk = pick(32, (8, 16, 48, 128)), pick(64, (32, 48, 96, 256, 4096))
     served &= chunk % block == 0 and chunk <= 256 and not (kind == "SlidingWindowSpec" and chunk > 64)
     extra: dict[str, Any] = {"chunk_tokens": chunk}
-    option = pick(None, ("blend", "kl", "quality", "refinements", "nonsense", "deadline_ms", "kl_max"), 0.2)
+    option = pick(None, ("blend", "kl", "quality", "refinements", "nonsense", "deadline_ms"), 0.2)
     extra |= {} if option is None else {option: {"blend": {}, "quality": "small"}.get(option, 1)}
     method = pick(None, DRAFTS, 0.3)
     served &= method is None or method in DRAFTS[:7]
-    targets = option in ("deadline_ms", "kl_max")
+    targets = option == "deadline_ms"
     served &= option is None or option == "blend" or (targets and kind != "SlidingWindowSpec")
     fp8 = held is torch.uint8
     served &= option != "blend" or not (model != "llama" or fp8 or method or pipeline > 1)
