@@ -315,7 +315,7 @@ def synthetic_chunk(layout: KVLayout, tokens: int, seed: int = 0, start: int = 0
 
 def decoded_layers(
     codec: Codec,
-    blob: bytes | OpenBlob,
+    blob: bytes | memoryview | OpenBlob,
     layers: range,
     start: int | None = None,
     device: torch.device | str = "cpu",

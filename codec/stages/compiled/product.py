@@ -143,8 +143,8 @@ def prepare_inverse(
         narrow = turned[: first if products is Products.MIXED else 0, :values].bfloat16()
         blocks.append(TiledBlock(values, narrow, rows - first, tiles))
     if products is Products.INT16 and any(leading):
-        used = [min(first, len(share)) for first, share in zip(leading, shares, strict=True)]
-        return TiledInverse(rows, tuple(blocks), None, integer_maps(matrices, used))
+        components = [min(first, len(share)) for first, share in zip(leading, shares, strict=True)]
+        return TiledInverse(rows, tuple(blocks), None, integer_maps(matrices, components))
     return TiledInverse(rows, tuple(blocks), None if memory is None else memory[:, :, : sizes[0]])
 
 

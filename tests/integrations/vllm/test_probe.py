@@ -346,7 +346,8 @@ def test_values_of_fp8_pages_are_codes_times_the_layers_scales(
     attention = SimpleNamespace(impl=Writer(), _k_scale=torch.tensor(scales[0]), _v_scale=torch.tensor(scales[1]))
     layout = KVLayout("m", (LayerLayout(HEADS, DIM, DIM, None),), "bfloat16", None)
     cache = find_pages(layout, {"0": attention}, {"0": tensor.view(dtype)}, torch.float8_e4m3fn)
-    assert (cache.key_scales, cache.value_scales) == tuple((pytest.approx(scale),) for scale in scales)
+    assert cache.key_scales == pytest.approx(scales[:1])
+    assert cache.value_scales == pytest.approx(scales[1:])
     tensor[:] = 0x38  # the code of 1
     chunk = cache.read(torch.arange(SLOTS), 0)
     assert torch.equal(chunk.keys[0], torch.full((SLOTS, HEADS, DIM), scales[0]).bfloat16())
