@@ -9,8 +9,8 @@ were written. `ttl` does not replace that rule, because an expired entry is dele
 A server has to announce the size of an object, and obstore reads no more than that. An object that is too large is not
 read. Listings are read page by page.
 
-Every request may be sent twice without harm. One that the server did not answer, because the connection broke, is sent
-once more (`sent`), beyond what obstore repeats by itself.
+Every request may be sent again without harm. One that the server did not answer, because the connection broke, is sent
+up to twice more (`sent`), beyond what obstore repeats by itself.
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ _THREADS = 16  # simultaneous requests; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
 # Of one request, with its response. What obstore itself takes for a passing failure is tried twice more within 10 s.
 _TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
-_RETRY = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
-# A request that failed after more seconds than this is not sent again: whoever waits for it has waited long enough.
+_RETRY: dict[str, Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
+# A request without an answer is sent this often, as obstore does with those that it repeats itself; not again after so
+# many seconds, because whoever waits for it has waited long enough.
+_TRIES = 1 + int(_RETRY["max_retries"])
 _AGAIN_SECONDS = 5.0
+_ANSWERED = ("Server returned", "following redirect")  # in the messages of obstore's errors
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 _PATH = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,2})/\2[0-9a-f]*")  # of an entry, below our prefix
@@ -278,9 +281,9 @@ def read_object(place: Any, path: str, most: int) -> bytes | None:
 
 
 def sent(request: Callable[[], _T]) -> _T:
-    """Return `request()`, a call of obstore that does the same when it is repeated, and repeat it once if need be.
+    """Return `request()`, a call of obstore that does the same when it is repeated, and repeat it if need be.
 
-    That is if it failed without an answer of the server: the connection broke before it, or in the middle.
+    That is while it fails without an answer of the server: the connection broke before it, or in the middle.
 
     Raises:
         Exception: obstore's, or a RuntimeError in a forked process, where obstore would never return.
@@ -289,11 +292,13 @@ def sent(request: Callable[[], _T]) -> _T:
         raise RuntimeError("a forked process cannot use obstore: start it by spawn")
     _Runtime.process = os.getpid()
     begun = time.monotonic()
-    try:
-        return request()
-    except GenericError as error:
-        if "Server returned" in str(error) or time.monotonic() - begun > _AGAIN_SECONDS:
-            raise
+    for _ in range(_TRIES - 1):
+        try:
+            return request()
+        except GenericError as error:
+            answered = any(words in str(error) for words in _ANSWERED)
+            if answered or time.monotonic() - begun > _AGAIN_SECONDS:
+                raise
     return request()
 
 
