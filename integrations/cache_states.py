@@ -102,7 +102,9 @@ def _beside(cache: Cache, attention: Sequence[int]) -> Iterator[tuple[str, torch
             if type(layer) in _PLAIN:
                 continue
             del held["keys"], held["values"]
-        yield from _named(str(index), held)
+        found = list(_named(str(index), held))
+        if index in attention or any(":" not in name for name, _ in found):  # a layer without tensors holds nothing
+            yield from found
     if isinstance(cache, EncoderDecoderCache):
         layers = cache.cross_attention_cache.layers
         yield f"{_CROSS}:number", torch.tensor(len(layers))

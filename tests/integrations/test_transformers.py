@@ -217,7 +217,9 @@ def test_ids_that_are_not_those_of_the_cache(model: Any, predicts: Profile, tmp_
         encode_cache(codec, cache, ids.float())
     with pytest.raises(InputError, match=r"^input_ids: must be ids of the vocabulary, or -1 .*, got -100$"):
         save_cache(cache, tmp_path / "cache", row=0, input_ids=ids.masked_fill(ids == ids.max(), -100))
-    with pytest.raises(InputError, match=rf"^tokens: must be below {VOCABULARY}, the vocabulary .*, got {VOCABULARY}$"):
+    with pytest.raises(
+        InputError, match=rf"^token_ids: must be below {VOCABULARY}, the vocabulary .*, got {VOCABULARY}$"
+    ):
         encode_cache(codec, cache, ids.masked_fill(ids == ids.max(), VOCABULARY))
 
 

@@ -422,7 +422,6 @@ def test_every_reason_not_to_blend_has_a_name() -> None:
         "timeout",
         "declined",
         "failed",
-        "quality",
     }
     assert set(METRICS["blends_refused"].values) == reasons and "blend" in METRICS["failures"].values
 

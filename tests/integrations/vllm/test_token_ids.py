@@ -66,7 +66,7 @@ def test_chunks_and_tails_are_sent_with_their_ids(desk: Callable[..., Desk]) -> 
 
 
 def test_segments_are_sent_with_their_ids(desk: Callable[..., Desk]) -> None:
-    blend = {"least_tokens": 8}
+    blend = {"segment_tokens": 24}
     d, request = desk(blend=blend), make_request(tokens=60, kv_transfer_params={"cuvee": {"segments": [[5, 30]]}})
     d.side.arrived(request)
     d.matched(request)

@@ -123,7 +123,7 @@ def test_token_ids_go_into_the_blobs_and_come_back(files: Files) -> None:
     run("decode", out, back, "--profile", files.profile, "--force")
     assert "token_ids" not in load_file(back)
     save_file({**load_file(files.cache), "token_ids": ids + 1}, files.cache, {"start": str(START)})
-    fails(*encode, "--force", match=f"cache.safetensors: tokens: must be below {VOCABULARY}, the vocabulary")
+    fails(*encode, "--force", match=f"cache.safetensors: token_ids: must be below {VOCABULARY}, the vocabulary")
 
 
 @pytest.mark.parametrize("quality", [("--bits", "2"), ("--ratio", "8"), ("--quality", "small"), ()])
