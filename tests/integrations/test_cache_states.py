@@ -77,6 +77,22 @@ def test_a_hybrid_comes_back_as_it_is(hybrid: tuple[Any, torch.Tensor, Any]) -> 
     same(decode_cache(codec, blobs, model.config), cache)
 
 
+class Nothing:
+    """What transformers 5.24 puts in the place of a layer that caches nothing."""
+
+    def __init__(self) -> None:
+        self.is_initialized, self.keys, self.values = True, None, None
+
+
+def test_a_layer_without_tensors_has_no_states(hybrid: tuple[Any, torch.Tensor, Any]) -> None:
+    model, ids, cache = hybrid
+    held = copy.deepcopy(cache)
+    held.layers.append(Nothing())
+    codec = Codec.without_profile(model)
+    found, wanted = (codec.decode_states(encode_cache(codec, each, ids, 16)[-1]).tensors for each in (held, cache))
+    assert found.keys() == wanted.keys() and any(name.startswith("0.") for name in wanted)
+
+
 CONTINUE = """
 import sys
 from pathlib import Path
