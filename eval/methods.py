@@ -2,7 +2,7 @@
 
 key                   family       meaning
 kivi4                 kivi4        a baseline with one setting
-pca/kv@2              pca/kv       a baseline with a dial, learned from caches; its setting stands after the @
+pca/layer@0.4         pca/layer     a baseline with a dial, learned from caches; its setting stands after the @
 cuvee/layer@balanced  cuvee/layer  a codec with a profile: a preset, or a step ("2^-3") on the same curve
 """
 
@@ -40,7 +40,6 @@ _GROUPS = {
     "unit": "a basis for K, one for V",
     "layer": "a basis per layer",
     "all": "one basis for all layers",
-    "kv": "one basis for all K, one for all V",
     "d4": "D4",
     "e8": "E8",
 }
@@ -63,7 +62,7 @@ def baseline(name: str) -> Method:
 
 
 def family_label(family: str) -> str:
-    """Return the label of a family: "pca/kv" is "PCA, one basis for all K, one for all V"."""
+    """Return the label of a family: "pca/layer" is "PCA, a basis per layer"."""
     if family in BASELINES:
         return BASELINES[family][0]
     kind, _, group = family.partition("/")
@@ -73,7 +72,7 @@ def family_label(family: str) -> str:
         spans = f"a basis per {group.removeprefix('layers:')} layers"
     else:
         spans = _GROUPS.get(group, group)
-    names = {"pca": "PCA", "kvtc": "KVTC", "kakeyalattice": "KakeyaLattice", "turboquant": "TurboQuant"}
+    names = {"pca": "PCA", "kakeyalattice": "KakeyaLattice", "turboquant": "TurboQuant"}
     name = names.get(kind, kind)
     return f"{name}, {spans}" if spans else name
 

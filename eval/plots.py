@@ -50,7 +50,7 @@ __all__ = [
     "styled",
 ]
 
-TRANSFORMS = ("pca/", "kvtc/")
+TRANSFORMS = ("pca/",)
 BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE = "#0072b2", "#d55e00", "#009e73", "#b0568c", "#56b4e9", "#e69f00"
 _CUVEE_COLORS = {"cuvee/layer": BLUE, "cuvee/all": VERMILION}
 _MORE_COLORS = (GREEN, PURPLE, SKY, ORANGE)

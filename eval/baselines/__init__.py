@@ -1,3 +1,3 @@
-"""Published methods, for comparisons with cuvee: casts, KIVI, CacheGen, PCA and KVTC rebuilt; KakeyaLattice and
-TurboQuant by published packages.
+"""Published methods, for comparisons with cuvee: casts, KIVI, CacheGen and PCA rebuilt; KakeyaLattice and TurboQuant
+by published packages.
 """

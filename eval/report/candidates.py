@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 from cuvee.codec.chunk import KVChunk
@@ -14,15 +14,13 @@ from cuvee.codec.errors import InputError, ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL
-from cuvee.eval.baselines.basis import PrincipalBasis
 from cuvee.eval.baselines.kakeyalattice import KAKEYA_RANGES, KakeyaLattice
-from cuvee.eval.baselines.kvtc import KVTC_BUDGETS, Kvtc
-from cuvee.eval.baselines.pca import PCA_STEPS, PcaTransform
+from cuvee.eval.baselines.pca import MOST_VALUES, PCA_STEPS, PcaTransform, pca_columns
 from cuvee.eval.baselines.turboquant import TURBOQUANT_BITS, TurboQuant
 from cuvee.eval.methods import BASELINES, UNCOMPRESSED, family_label
 from cuvee.eval.quality import CodecMethod, Method
 
-__all__ = ["Candidate", "LearnedBaselines", "codec_candidates", "fixed_baselines", "peers", "select"]
+__all__ = ["Candidate", "codec_candidates", "fixed_baselines", "pca_candidates", "peers", "select"]
 
 CURVE_OCTAVES = (  # steps measured beside the presets, the finest first
     -6.0, -5.0, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0,
@@ -114,53 +112,35 @@ def peers() -> list[Candidate]:
     ]
 
 
-class LearnedBaselines:
-    """The baselines that learn from caches. They are learned when one of their methods is first made.
+def pca_candidates(
+    layout: KVLayout, caches: Callable[[], list[KVChunk]], groups: Sequence[str], quick: bool
+) -> list[Candidate]:
+    """Return PCA with the groups that a profile can have, at every setting. It is learned when one is first made.
 
     Args:
         layout: of the caches that are coded.
         caches: called for the caches to learn from, when they are first needed.
+        groups: of the profiles; a group too wide for PCA becomes "layer".
+        quick: one group, and fewer settings.
     """
 
-    def __init__(self, layout: KVLayout, caches: Callable[[], list[KVChunk]]) -> None:
-        self._layout = layout
-        self._caches = caches
-        self._transforms: dict[str, PcaTransform] = {}
-        self._bases: dict[str, PrincipalBasis] = {}
+    @cache
+    def learned(group: str) -> PcaTransform:
+        return PcaTransform.fit(layout, caches(), group)
 
-    def candidates(self, groups: Sequence[str], quick: bool) -> list[Candidate]:
-        """PCA with the groupings that a profile can have, and KVTC, at every setting."""
-        found = []
-        for grouping in groups[:1] if quick else (*groups, "kv"):
-            family = f"pca/{grouping}"
-            for step in PCA_STEPS[1::2] if quick else PCA_STEPS:
-                make = partial(self._pca, grouping, float(step))
-                found.append(Candidate(f"{family}@{step:g}", family_label(family), "curve", make))
-        if not quick:
-            found += [
-                Candidate(f"kvtc/kv@{budget:g}", family_label("kvtc/kv"), "curve", partial(self._kvtc, float(budget)))
-                for budget in KVTC_BUDGETS
-            ]
-        return found
+    def make(group: str, step: float) -> Method:
+        return learned(group).method(step)
 
-    def _pca(self, grouping: str, step: float) -> Method:
-        if grouping not in self._transforms:
-            basis = self._basis(grouping)
-            self._transforms[grouping] = PcaTransform.fit(self._layout, self._caches(), grouping, basis)
-        return self._transforms[grouping].method(step)
-
-    def _kvtc(self, budget: float) -> Method:
-        return self._kvtc_transform.method(budget)
-
-    @cached_property
-    def _kvtc_transform(self) -> Kvtc:
-        return Kvtc.fit(self._layout, self._caches(), self._basis("kv"))
-
-    def _basis(self, grouping: str) -> PrincipalBasis:
-        """PCA over all keys and KVTC share theirs, which takes longest to learn."""
-        if grouping not in self._bases:
-            self._bases[grouping] = PrincipalBasis.learn(self._layout, self._caches(), grouping)
-        return self._bases[grouping]
+    found = []
+    widths = {group: max(map(len, pca_columns(layout, group))) for group in groups}
+    own = dict.fromkeys(group if widths[group] <= MOST_VALUES else "layer" for group in groups)
+    for group in list(own)[:1] if quick else own:
+        family = f"pca/{group}"
+        for step in PCA_STEPS[1::2] if quick else PCA_STEPS:
+            found.append(
+                Candidate(f"{family}@{step:g}", family_label(family), "curve", partial(make, group, float(step)))
+            )
+    return found
 
 
 def codec_candidates(

@@ -29,7 +29,7 @@ def family_rank(report: Report, family: str) -> tuple[int, int]:
     place = order.index(family) if family in order else len(order)
     if is_learned(family):
         return 1, _USUAL.index(family) if family in _USUAL else len(_USUAL) + place
-    groups = {UNCOMPRESSED: 0, "cuvee": 2, "pca": 3, "kvtc": 3, "destroyed": 5}
+    groups = {UNCOMPRESSED: 0, "cuvee": 2, "pca": 3, "destroyed": 5}
     return groups.get(family.partition("/")[0], 4), place
 
 

@@ -40,7 +40,7 @@ class ReportConfig:
             `cuvee profile learn` learns from (`cuvee.calibration.mixture`). Default: the mixture; for the bundled
             model, bundled texts.
         calibration_sequences: at most this many sequences; default: 96 of the mixture, else 200.
-        methods: methods to measure, by key, family or the first part of a family ("kivi4", "pca/kv", "cuvee"); all
+        methods: methods to measure, by key, family or the first part of a family ("kivi4", "pca/layer", "cuvee"); all
             if there are none. The 16-bit cache is always measured, because scores are compared with its scores.
         evaluation: texts to measure on, at most `sequences` sequences.
         length, prefix: tokens in a sequence, and cached tokens (default: three quarters).

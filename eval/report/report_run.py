@@ -43,7 +43,7 @@ from cuvee.eval.progress import ProgressBar, progress_bar
 from cuvee.eval.quality import Method, QualityBench
 from cuvee.eval.report.against import Figures, changes_since
 from cuvee.eval.report.blending import blend_prompts, measure_blends
-from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, peers, select
+from cuvee.eval.report.candidates import Candidate, codec_candidates, fixed_baselines, pca_candidates, peers, select
 from cuvee.eval.report.learning import (
     all_sequences,
     cached_tokens,
@@ -101,7 +101,6 @@ WORST_KL = 0.3  # nats per token: once a step costs more, coarser ones are not m
 SCORED = (UNCOMPRESSED, "fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed")  # baselines whose tasks are run
 WHOLE_CACHE_VALUES = 4096  # per token; up to here one basis for all layers is learned without being asked for
 LEARNING_ROWS = 4  # sequences per forward pass while a profile is learned
-LEARNED_BASELINES = ("pca", "kvtc")
 REPORT_FILE = "report.json"
 BLENDED = ("high", "balanced")  # qualities of blended chunks
 _PASS_TOKENS = 8192  # of a forward pass; long sequences go through one by one
@@ -171,7 +170,7 @@ class _Run:
         self.given = self._given()
         self.groups = self._groups()
         self.candidates = self._candidates()
-        learned = any(c.family.partition("/")[0] in LEARNED_BASELINES for c in self.candidates)
+        learned = any(c.family.startswith("pca/") for c in self.candidates)
         self.calibration = self._learning_corpora if learned or not self.given else []
         self.evaluation = [read_corpus(text, config.model) for text in config.evaluation]
         tokens, self.texts = sequences_by_text(self.evaluation, config.length, config.sequences)
@@ -562,11 +561,11 @@ class _Run:
         names, methods = tuple(self.given) or self.groups, self.config.methods
         if methods and self.config.controls:
             methods = (*methods, "destroyed")
-        baselines = LearnedBaselines(self._cache_layout, lambda: self._learning_caches)
 
         def found(quick: bool) -> list[Candidate]:
-            # With profiles given, the baselines that learn are measured only if they are asked for.
-            learned = [] if self.given and not methods else baselines.candidates(self.groups, quick)
+            # With profiles given, PCA, which learns, is measured only if it is asked for.
+            groups = () if self.given and not methods else self.groups
+            learned = pca_candidates(self._cache_layout, lambda: self._learning_caches, groups, quick)
             coded = codec_candidates(self.layout, names, lambda name: self._profiles[name], quick)
             return fixed_baselines(quick) + ([] if quick else peers()) + learned + coded
 

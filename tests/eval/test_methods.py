@@ -28,8 +28,8 @@ def test_an_unknown_name_gets_a_hint(name: str, hint: str) -> None:
 
 
 def test_a_key_is_a_family_and_a_setting() -> None:
-    dial = Candidate("pca/kv@2", "", "curve", Uncompressed)
-    assert (dial.family, dial.setting) == ("pca/kv", "2")
+    dial = Candidate("pca/all@2", "", "curve", Uncompressed)
+    assert (dial.family, dial.setting) == ("pca/all", "2")
     point = Candidate("int8", "", "point", Uncompressed)
     assert (point.family, point.setting) == ("int8", "")
 
@@ -41,8 +41,7 @@ def test_a_key_is_a_family_and_a_setting() -> None:
         ("cuvee/layer", "cuvee, a basis per layer"),
         ("cuvee/layers:2", "cuvee, a basis per 2 layers"),
         ("cuvee/lossless", "cuvee lossless"),
-        ("pca/kv", "PCA, one basis for all K, one for all V"),
-        ("kvtc/kv", "KVTC, one basis for all K, one for all V"),
+        ("pca/all", "PCA, one basis for all layers"),
         ("cuvee/my-profile", "cuvee, my-profile"),
     ],
 )

@@ -240,7 +240,7 @@ def quality() -> list[dict[str, Any]]:
         entry("cuvee/lossless", 11 * ones, 1e-9 * ones),
         *family("cuvee/layer", power_law(0.04, 24, 1, 0.3, hard)),
         *family("pca/layer", power_law(0.09, 24, 2, 0.3, hard)),
-        *family("kvtc/kv", power_law(0.0001, 24, 3, 0.3, hard)),
+        *family("pca/all", power_law(0.0001, 24, 3, 0.3, hard)),
         entry("cuvee/generic@balanced", 5 * ones, 0.01 * ones),
     ]
 
@@ -249,27 +249,27 @@ def test_families_and_ratios_at_the_kl_of_an_anchor(quality: list[dict[str, Any]
     fp8, cachegen = compare_at_equal_kl(quality, ["fp8", "cachegen"], seed=7)
     assert (fp8["anchor"], fp8["bits_per_value"], fp8["kl"]) == ("fp8", 8, quality[1]["kl"])
     found = {f["family"]: f for f in fp8["families"]}
-    assert list(found) == ["cuvee/layer", "pca/layer", "kvtc/kv"]  # a single setting is no curve
+    assert list(found) == ["cuvee/layer", "pca/layer", "pca/all"]  # a single setting is no curve
     ours = found["cuvee/layer"]
     points = [e for e in quality if e["family"] == "cuvee/layer"]
     kl = fp8["kl"]
     assert ours["bits_per_value"] == bits_at_kl([e["bits_per_value"] for e in points], [e["kl"] for e in points], kl)
     assert ours["bits_per_value"] == pytest.approx(2, rel=0.05)
     assert ours["low"] < ours["bits_per_value"] < ours["high"] and "reason" not in ours
-    assert found["kvtc/kv"] == {
-        "family": "kvtc/kv", "bits_per_value": None, "low": None, "high": None,
+    assert found["pca/all"] == {
+        "family": "pca/all", "bits_per_value": None, "low": None, "high": None,
         "reason": f"its curve ends below, at a KL of {np.mean(quality[12]['per_sequence']['kl']):.3g}",
     }  # fmt: skip
     ratios = {(r["of"], r["against"]): r for r in fp8["ratios"]}
-    assert list(ratios) == [("cuvee/layer", against) for against in ("fp8", "pca/layer", "kvtc/kv")]
+    assert list(ratios) == [("cuvee/layer", against) for against in ("fp8", "pca/layer", "pca/all")]
     ratio = ratios["cuvee/layer", "pca/layer"]
     assert (
         ratio["ratio"] == found["pca/layer"]["bits_per_value"] / ours["bits_per_value"] == pytest.approx(1.5, rel=0.03)
     )
     assert 1.4 < ratio["low"] < ratio["ratio"] < ratio["high"] < 1.6
     assert ratios["cuvee/layer", "fp8"]["ratio"] == 8 / ours["bits_per_value"]
-    assert ratios["cuvee/layer", "kvtc/kv"]["ratio"] is None
-    assert ratios["cuvee/layer", "kvtc/kv"]["reason"] == f"kvtc/kv: {found['kvtc/kv']['reason']}"
+    assert ratios["cuvee/layer", "pca/all"]["ratio"] is None
+    assert ratios["cuvee/layer", "pca/all"]["reason"] == f"pca/all: {found['pca/all']['reason']}"
     assert all(f["bits_per_value"] is None and "ends below" in f["reason"] for f in cachegen["families"])
     assert all(r["ratio"] is r["low"] is r["high"] is None for r in cachegen["ratios"])
 
@@ -327,7 +327,7 @@ def test_some_sequences_are_compared_as_if_they_were_all(quality: list[dict[str,
 
 def test_sizes_are_read_off_each_curve_with_an_interval(quality: list[dict[str, Any]]) -> None:
     found = {(e["family"], e["kl"]): e for e in sizes_at_kl(quality, [0.01, 100.0], seed=5, draws=300)}
-    assert {family for family, _ in found} == {"cuvee/layer", "pca/layer", "kvtc/kv"}  # a single setting is no curve
+    assert {family for family, _ in found} == {"cuvee/layer", "pca/layer", "pca/all"}  # a single setting is no curve
     ours, theirs = found["cuvee/layer", 0.01], found["pca/layer", 0.01]
     assert ours["bits_per_value"] == pytest.approx(2, rel=0.1) and theirs["bits_per_value"] == pytest.approx(3, rel=0.1)
     assert ours["low"] < ours["bits_per_value"] < ours["high"]

@@ -56,7 +56,7 @@ def report(
         list[str] | None,
         typer.Option(
             "--method", metavar="NAME", show_default=False, rich_help_panel=_MEASURING,
-            help="Measure only this: a key (kivi4, pca/layer@0.4), a family (pca/kv) or a kind (cuvee, pca, kvtc). "
+            help="Measure only this: a key (kivi4, pca/layer@0.4), a family (pca/layer) or a kind (cuvee, pca). "
             "Repeatable.",
         ),
     ] = None,

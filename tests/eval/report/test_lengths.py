@@ -124,17 +124,17 @@ def test_of_a_dial_one_setting_is_measured() -> None:
         candidate("bf16", "point"),
         candidate("kivi4", "point"),
         candidate("broken", "point"),
-        *(candidate(f"pca/kv@{step}", "curve") for step in (1, 2, 3)),
+        *(candidate(f"pca/all@{step}", "curve") for step in (1, 2, 3)),
         candidate("cuvee/layer@balanced", "preset"),
         candidate("cuvee/layer@2^-1", "curve"),
     ]
-    kl = {"pca/kv@1": 0.001, "pca/kv@2": 0.004, "pca/kv@3": 0.9}
+    kl = {"pca/all@1": 0.001, "pca/all@2": 0.004, "pca/all@3": 0.9}
     quality = [{"key": c.key, "kl": kl.get(c.key, 0.1)} for c in listed if c.key != "broken"]
     entries = filled({"quality": quality}).quality
     chosen = [c.key for c in length_candidates(listed, (), entries)]
-    assert chosen == ["kivi4", "pca/kv@2", "cuvee/layer@balanced"]
-    named = length_candidates(listed, ("pca/kv@1", "pca/kv@3", "cuvee/layer@2^-1"), entries)
-    assert [c.key for c in named] == ["kivi4", "pca/kv@1", "pca/kv@3", "cuvee/layer@balanced", "cuvee/layer@2^-1"]
+    assert chosen == ["kivi4", "pca/all@2", "cuvee/layer@balanced"]
+    named = length_candidates(listed, ("pca/all@1", "pca/all@3", "cuvee/layer@2^-1"), entries)
+    assert [c.key for c in named] == ["kivi4", "pca/all@1", "pca/all@3", "cuvee/layer@balanced", "cuvee/layer@2^-1"]
 
 
 # --- a report

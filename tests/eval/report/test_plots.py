@@ -51,7 +51,7 @@ def report() -> dict[str, Any]:
         entry("bf16", 16.0, 2e-5), entry("fp8-e4m3", 8.0, 5e-3), entry("kivi4", 5.0, 1.7e-2),
         entry("kivi3", 4.0, 6e-2), entry("cachegen", 6.0, 4.8e-2), entry("destroyed", 0.0, 0.8),
     ]  # fmt: skip
-    for family, size in (("pca/kv", 3.0), ("cuvee/all", 1.0), ("cuvee/layer", 1.7)):
+    for family, size in (("pca/all", 3.0), ("cuvee/all", 1.0), ("cuvee/layer", 1.7)):
         for rank, (setting, kind, bits) in enumerate(SETTINGS):
             ours = family.startswith("cuvee/")
             layers = [LayerCost(0.01 * (i + 1), 0.02, size if family == "cuvee/layer" else None) for i in range(3)]
@@ -79,7 +79,7 @@ def report() -> dict[str, Any]:
                 "families": [
                     {"family": "cuvee/layer", "bits_per_value": 1.7},
                     {"family": "cuvee/all", "bits_per_value": 1.0},
-                    {"family": "pca/kv", "bits_per_value": 0.9},
+                    {"family": "pca/all", "bits_per_value": 0.9},
                     {"family": "cuvee/other", "bits_per_value": None},
                 ],
             }
@@ -198,7 +198,7 @@ def test_families_are_in_order(report: dict[str, Any]) -> None:
     report["quality"].append(entry("cuvee/lossless", 10.0, 1e-5))
     order = sorted({e["family"] for e in report["quality"]}, key=lambda family: family_rank(filled(report), family))
     assert order == [
-        "bf16", "cuvee/layer", "cuvee/all", "cuvee/mine", "cuvee/lossless", "pca/kv",
+        "bf16", "cuvee/layer", "cuvee/all", "cuvee/mine", "cuvee/lossless", "pca/all",
         "fp8-e4m3", "kivi4", "kivi3", "cachegen", "destroyed",
     ]  # fmt: skip
 

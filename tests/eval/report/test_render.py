@@ -64,13 +64,13 @@ def measured(books: Any) -> dict[str, Any]:
     for octave in (-5.0, 0.0):
         coded = CodecMethod(Codec(books.profile, step=2.0**octave))
         measure(f"cuvee/layer@2^{octave:g}", f"cuvee, 2^{octave:g}", "curve", coded)
-    for family, name, factor in (("cuvee/all", "cuvee joint", 0.6), ("pca/kv", "PCA", 1.5)):
+    for family, name, factor in (("cuvee/all", "cuvee joint", 0.6), ("pca/all", "PCA", 1.5)):
         for entry in [e for e in quality if e["family"] == "cuvee/layer"]:
             other = copy.deepcopy(entry)
             other |= {"key": f"{family}@{entry['setting']}", "family": family, "label": f"{name}, {entry['setting']}"}
             other["bits_per_value"] *= factor
             other["ratio"] /= factor
-            if family == "pca/kv":
+            if family == "pca/all":
                 other |= {"kind": "curve", "encode_gb_per_s": None, "decode_gb_per_s": None, "counts": "ideal entropy"}
             quality.append(other)
     exact = quality[0]["nll"] - quality[0]["delta_nll"]
@@ -120,18 +120,18 @@ def measured(books: Any) -> dict[str, Any]:
         "scores": scores,
         "against": None,
         "blends": [],
-        "skipped": [{"key": "kvtc/kv@2", "reason": "too few sequences"}],
+        "skipped": [{"key": "turboquant@2", "reason": "too few sequences"}],
         "comparison": [
             {
                 "anchor": "fp8-e4m3", "kl": 0.0047, "bits_per_value": 8.0,
                 "families": [
                     {"family": "cuvee/layer", "bits_per_value": 1.27, "low": 1.2, "high": 1.35},
                     {"family": "cuvee/all", "bits_per_value": None, "reason": "its curve ends at 0.02"},
-                    {"family": "pca/kv", "bits_per_value": 1.9, "low": 1.8, "high": 2.0},
+                    {"family": "pca/all", "bits_per_value": 1.9, "low": 1.8, "high": 2.0},
                 ],
                 "ratios": [
                     {"of": "cuvee/layer", "against": "fp8-e4m3", "ratio": 6.34, "low": 6.01, "high": 6.72},
-                    {"of": "cuvee/layer", "against": "pca/kv", "ratio": 1.5, "low": None, "high": None},
+                    {"of": "cuvee/layer", "against": "pca/all", "ratio": 1.5, "low": None, "high": None},
                     {"of": "cuvee/all", "against": "fp8-e4m3", "ratio": None, "low": None, "high": None},
                 ],
             }
@@ -145,7 +145,7 @@ def measured(books: Any) -> dict[str, Any]:
                         "ratios": [
                             {"of": "cuvee/layer", "against": "fp8-e4m3", "ratio": ratio, "low": ratio - 1, "high": 9.5},
                             {"of": "cuvee/layer", "against": "pca/layer", "ratio": None, "low": None, "high": None},
-                            {"of": "cuvee/layer", "against": "pca/kv", "ratio": 1.4, "low": 1.3, "high": 1.5},
+                            {"of": "cuvee/layer", "against": "pca/all", "ratio": 1.4, "low": 1.3, "high": 1.5},
                         ],
                     }
                 ],
@@ -155,8 +155,8 @@ def measured(books: Any) -> dict[str, Any]:
         "sizes": [
             {"family": "cuvee/layer", "kl": 0.005, "bits_per_value": 1.25, "low": 1.2, "high": 1.3},
             {"family": "cuvee/layer", "kl": 0.02, "bits_per_value": 0.5, "low": 0.45, "high": 0.6},
-            {"family": "pca/kv", "kl": 0.005, "bits_per_value": None, "low": None, "high": None},
-            {"family": "pca/kv", "kl": 0.02, "bits_per_value": 2.0, "low": 1.9, "high": 2.1},
+            {"family": "pca/all", "kl": 0.005, "bits_per_value": None, "low": None, "high": None},
+            {"family": "pca/all", "kl": 0.02, "bits_per_value": 2.0, "low": 1.9, "high": 2.1},
             {"family": "cuvee/all", "kl": 0.02, "bits_per_value": None, "low": None, "high": None},
         ],
         "seconds": 312.4,
@@ -281,7 +281,7 @@ def test_methods_are_those_of_the_report(folder: Path, report: dict[str, Any]) -
         "16-bit cache", "cuvee, small", "cuvee, balanced", "cuvee, high", "cuvee joint, small", "cuvee joint, balanced",
         "cuvee joint, high", "FP8 e4m3", "KIVI int4", "CacheGen as shipped", "destroyed cache",
     ]  # fmt: skip
-    assert tables["Every method"][1] == (["left out", "why"], [["kvtc/kv@2", "too few sequences"]])
+    assert tables["Every method"][1] == (["left out", "why"], [["turboquant@2", "too few sequences"]])
 
 
 def test_the_headline_is_read_off_the_curves(folder: Path, report: dict[str, Any]) -> None:
@@ -343,7 +343,7 @@ def test_ratios_at_equal_kl(folder: Path) -> None:
     tables, text = read_markdown((folder / "report.md").read_text())
     head, rows = tables["How much smaller at equal KL"][0]
     assert head[4:] == [f"smaller by: {family_label(f'cuvee/{group}')}" for group in ("layer", "all")]
-    pca = family_label("pca/kv")
+    pca = family_label("pca/all")
     assert rows == [
         ["FP8 e4m3", "0.00470", "FP8 e4m3", "8.00", "6.34x (6.01x to 6.72x)", "not reached"],
         ["FP8 e4m3", "0.00470", pca, "1.90", "1.50x", "not reached"],
@@ -374,7 +374,7 @@ def test_sizes_at_round_kls(folder: Path) -> None:
     assert head == ["curve", "KL 0.005", "KL 0.02"]
     assert rows == [  # a curve that reaches none of them is left out
         [family_label("cuvee/layer"), "1.25 (12.8x)", "0.50 (32.0x)"],
-        [family_label("pca/kv"), "", "2.00 (8.00x)"],
+        [family_label("pca/all"), "", "2.00 (8.00x)"],
     ]
 
 
@@ -523,7 +523,7 @@ ABSENT: dict[str, set[str]] = {
 def test_what_is_missing_leaves_no_hole(report: dict[str, Any], tmp_path: Path, change: Callable[..., None]) -> None:
     change(report)
     if change is a_given_profile:  # one setting of each family of the codec: a curve of no length
-        report["quality"] = [e for e in report["quality"] if e["family"] != "pca/kv"]
+        report["quality"] = [e for e in report["quality"] if e["family"] != "pca/all"]
     write_report(report, tmp_path)
     tables, text = read_markdown((tmp_path / "report.md").read_text())
     found, page, _ = read_html((tmp_path / "report.html").read_text())
@@ -558,7 +558,7 @@ def test_every_setting_of_a_dial_is_told_apart(report: dict[str, Any]) -> None:
     curve = next(e for e in report["quality"] if e["kind"] == "curve")
     for setting in ("0.4", "1.3"):
         report["quality"].append(
-            {**curve, "key": f"pca/kv@{setting}", "family": "pca/kv", "label": "PCA", "setting": setting}
+            {**curve, "key": f"pca/all@{setting}", "family": "pca/all", "label": "PCA", "setting": setting}
         )
     text = markdown(report, {})
     assert "| PCA @0.4 |" in text and "| PCA @1.3 |" in text

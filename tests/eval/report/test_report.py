@@ -473,9 +473,9 @@ def no_method() -> Method:
 
 LISTED = [
     Candidate(key, key, "point", no_method)
-    for key in ("bf16", "fp8-e4m3", "int8", "pca/layer@1", "pca/kv@1", "cuvee/all@high", "cuvee/layer@high")
+    for key in ("bf16", "fp8-e4m3", "int8", "pca/layer@1", "pca/all@1", "cuvee/all@high", "cuvee/layer@high")
 ]
-QUICK = [c for c in LISTED if c.key not in ("int8", "pca/kv@1")]
+QUICK = [c for c in LISTED if c.key not in ("int8", "pca/all@1")]
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ QUICK = [c for c in LISTED if c.key not in ("int8", "pca/kv@1")]
         (("cuvee/layer",), "bf16 cuvee/layer@high"),
         (("cuvee/layer@high", "cuvee/layer@high"), "bf16 cuvee/layer@high"),
         (("pca",), "bf16 pca/layer@1"),
-        (("pca/kv", "int8"), "bf16 int8 pca/kv@1"),  # a quick report leaves them out unless they are asked for
+        (("pca/all", "int8"), "bf16 int8 pca/all@1"),  # a quick report leaves them out unless they are asked for
     ],
 )
 def test_methods_are_selected_by_key_family_or_kind(names: tuple[str, ...], expected: str) -> None:
@@ -498,7 +498,10 @@ def test_methods_are_selected_by_key_family_or_kind(names: tuple[str, ...], expe
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("pca/kw", "'pca/kw' is not known, did you mean 'pca/kv'. there are bf16, fp8-e4m3, int8, pca/layer, pca/kv,"),
+        (
+            "pca/alt",
+            "'pca/alt' is not known, did you mean 'pca/all'. there are bf16, fp8-e4m3, int8, pca/layer, pca/all,",
+        ),
         ("zip", "'zip' is not known: there are bf16, .*cuvee/layer, and settings of them after an @, as in pca/layer@"),
         ("cuvee/layer@tiny", "'cuvee/layer@tiny' is not known"),
     ],
@@ -544,10 +547,10 @@ def test_baselines_that_learn_can_be_measured_beside_a_given_profile(
     books.profile.save(tmp_path / "mine.safetensors")
     config = replace(
         CONFIG, groups=(), tasks=(), profiles=(str(tmp_path / "mine.safetensors"),), sequences=2,
-        methods=("pca/layer@0.4", "kvtc/kv@1", "cuvee/mine@balanced"),
+        methods=("pca/layer@0.4", "pca/layer@0.6", "cuvee/mine@balanced"),
     )  # fmt: skip
     data = run_report(replace(config, calibration_sequences=40), tmp_path / "run", console)
-    assert keys_of(data) == ["bf16", "pca/layer@0.4", "kvtc/kv@1", "cuvee/mine@balanced"] and not data["skipped"]
+    assert keys_of(data) == ["bf16", "pca/layer@0.4", "pca/layer@0.6", "cuvee/mine@balanced"] and not data["skipped"]
     assert [t["name"] for t in data["text"]["calibration"]] == ["harbour", "millrace", "postroad"]
 
 
