@@ -1,8 +1,8 @@
-"""What computing, loading and decoding cost: lines in two quantities, measured while serving.
+"""What computing, loading and decoding cost: a constant and two quantities, measured while serving.
 
-computing  seconds = a * tokens + b * (stop ** 2 - start ** 2)     attention looks at everything before a token
-loading    seconds = a * 1      + b * tokens                       a store's latency, and its bandwidth
-decoding   seconds = a * tokens + b * bytes                        transform, and entropy decoding
+computing  seconds = c + a * tokens + b * (stop ** 2 - start ** 2)     a step, and attention to all that is before
+loading    seconds = c + a * tokens                                    a store's latency, and its bandwidth
+decoding   seconds = c + a * tokens                                    calls, and entropy decoding
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ _HALF_LIFE = 8  # samples after which a sample weighs half
 # The weight of the initial coefficients, in samples. It has to be little: two quantities that grow together leave one
 # combination of the coefficients nearly free, and that one goes where it is pulled.
 _PULL = 0.01
+_CONSTANT_PULL = 0.05  # more, because what samples of one size take is proportional rather than constant
 
 
 class LinearCost:
-    """Seconds as `first * x + second * y`, fitted to the last samples by weighted least squares of relative errors.
+    """Seconds as `constant + first * x + second * y`, fitted to the last samples by weighted least squares of relative
+    errors.
 
     The initial coefficients hold until something is measured, and where samples do not tell one quantity from the
-    other. Neither coefficient is ever negative. A sample that took a hundred times too long, because a kernel was
-    compiled, counts little: its relative error is at most 1. Not thread-safe.
+    other. No coefficient is ever negative. A sample that took a hundred times too long, because a kernel was compiled,
+    counts little: its relative error is at most 1. Not thread-safe.
 
     Args:
         first: seconds per unit of `x`, initially.
         second: seconds per unit of `y`, initially.
         spread: standard deviation of a cost's logarithm, initially.
+        constant: seconds whatever the quantities, initially.
 
     Attributes:
         samples: number of samples so far.
@@ -42,15 +45,24 @@ class LinearCost:
         2.0
     """
 
-    def __init__(self, first: float, second: float, spread: float = 0.2) -> None:
-        self.first, self.second, self.spread = first, second, spread
+    def __init__(self, first: float, second: float, spread: float = 0.2, constant: float = 0.0) -> None:
+        self.first, self.second, self.spread, self.constant = first, second, spread, constant
         self.samples = 0
-        self._given = first, second, spread
-        self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._given = self.learned
+        self._window: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
 
     def __call__(self, x: float, y: float) -> float:
         """Return the expected seconds."""
+        return self.constant + self.marginal(x, y)
+
+    def marginal(self, x: float, y: float) -> float:
+        """Return the expected seconds by which this much more takes longer."""
         return self.first * x + self.second * y
+
+    @property
+    def learned(self) -> tuple[float, float, float, float]:
+        """What `LinearCost(*learned)` expects as this one does."""
+        return self.first, self.second, self.spread, self.constant
 
     def observe(self, x: float, y: float, seconds: float) -> None:
         """Note that `x` and `y` took `seconds`.
@@ -61,28 +73,38 @@ class LinearCost:
         if not (0 <= x < math.inf and 0 <= y < math.inf and x + y > 0 and 0 < seconds < math.inf):
             raise InputError(f"seconds: must be above 0 for some finite work, got {seconds} for {x} and {y}")
         self.samples += 1
-        self._window.append((x / seconds, y / seconds))
+        self._window.append((1 / seconds, x / seconds, y / seconds))
         self._fit()
 
     def _fit(self) -> None:
         # Plain Python: for so few samples, arrays take ten times as long, and a load fits after every chunk.
         weights = [0.5 ** (age / _HALF_LIFE) for age in reversed(range(len(self._window)))]
-        uu = uv = vv = u_sum = v_sum = 0.0
-        for weight, (u, v) in zip(weights, self._window, strict=True):  # of a right line, first * u + second * v = 1
-            uu, uv, vv = uu + weight * u * u, uv + weight * u * v, vv + weight * v * v
-            u_sum, v_sum = u_sum + weight * u, v_sum + weight * v
         whole = sum(weights)
-        pulls = _PULL * uu / whole, _PULL * vv / whole  # whatever the units
-        first, second, spread = self._given
+
+        def moment(of: int, by: int) -> float:
+            return sum(weight * row[of] * row[by] for weight, row in zip(weights, self._window, strict=True))
+
+        # Of `constant * row[0] + first * row[1] + second * row[2] = 1` for each row.
+        cc, ca, cb, aa, ab, bb = (moment(*pair) for pair in ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)))
+        c, a, b = (sum(weight * row[at] for weight, row in zip(weights, self._window, strict=True)) for at in range(3))
+        given_first, given_second, given_spread, given_constant = self._given
+        for_c, for_a, for_b = _CONSTANT_PULL * cc / whole, _PULL * aa / whole, _PULL * bb / whole  # whatever the units
+        cc, aa, bb = cc + for_c, aa + for_a, bb + for_b
+        c, a, b = c + for_c * given_constant, a + for_a * given_first, b + for_b * given_second
+        # With the constant eliminated. If that would be negative, it is 0 at the optimum.
         self.first, self.second = _not_negative(
-            (uu + pulls[0], uv, vv + pulls[1]), (u_sum + pulls[0] * first, v_sum + pulls[1] * second)
+            (aa - ca * ca / cc, ab - ca * cb / cc, bb - cb * cb / cc), (a - ca * c / cc, b - cb * c / cc)
         )
+        self.constant = (c - ca * self.first - cb * self.second) / cc
+        if self.constant < 0:
+            self.constant = 0.0
+            self.first, self.second = _not_negative((aa, ab, bb), (a, b))
         square = sum(
-            weight * math.log(max(self.first * u + self.second * v, 1e-9)) ** 2
-            for weight, (u, v) in zip(weights, self._window, strict=True)
+            weight * math.log(max(self.constant * row[0] + self.first * row[1] + self.second * row[2], 1e-9)) ** 2
+            for weight, row in zip(weights, self._window, strict=True)
         )
-        given = 0.5 ** (len(weights) / _HALF_LIFE)  # the initial spread counts as the oldest sample
-        self.spread = math.sqrt((square + given * spread**2) / (whole + given))
+        oldest = 0.5 ** (len(weights) / _HALF_LIFE)  # the initial spread counts as one more sample
+        self.spread = math.sqrt((square + oldest * given_spread**2) / (whole + oldest))
 
 
 def prefill_quantities(start: int, stop: int) -> tuple[float, float]:

@@ -134,9 +134,8 @@ def choose(
     edges = list(accumulate(goal.tokens, initial=goal.start))
     to_bases, to_refinements = list(accumulate(bases, initial=0.0)), list(accumulate(refinements, initial=0.0))
     step = max((count - loaded) // _CANDIDATES, 1)
-    slow_prefill = math.exp(_Z * goal.prefill.spread)
     for z in (_Z, 0.0):
-        slow, found = math.exp(z * spread), []
+        slow, slow_prefill, found = math.exp(z * spread), math.exp(z * goal.prefill.spread), []
         for chunks in dict.fromkeys((*range(count, loaded, -step), loaded)):
             compute = slow_prefill * goal.prefill(*prefill_quantities(edges[chunks], edges[-1] + goal.rest))
             there = now + slow * (ready - now + to_bases[chunks])

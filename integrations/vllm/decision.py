@@ -62,7 +62,7 @@ class Estimate:
     def of(cls, prefill: LinearCost, load: LinearCost) -> Estimate:
         """Return the estimate that two measured costs make."""
         # The positive solution of overhead + t / rate = a * t + b * t ** 2.
-        saved, square, overhead = prefill.first - load.second, prefill.second, load.first
+        saved, square, overhead = prefill.first - load.first, prefill.second, load.constant
         root = math.hypot(saved, 2 * math.sqrt(square * overhead))
         if saved > 0:
             length = 2 * overhead / (root + saved)
@@ -71,30 +71,30 @@ class Estimate:
         break_even = max(1.0, math.ceil(length)) if length < _LONGEST else math.inf
         tokens = break_even if break_even < math.inf else 1024.0
         rate = tokens / max(prefill(*prefill_quantities(0, int(tokens))), 1e-9)
-        return cls(rate, 1 / load.second if load.second > 0 else math.inf, load.first, break_even)
+        return cls(rate, 1 / load.first if load.first > 0 else math.inf, load.constant, break_even)
 
 
 class BreakEven:
     """Decides between loading and computing. Used only in the engine's loop.
 
-    A load counts from submission to completion, so waiting for a worker counts.
+    A load counts from submission to completion, so waiting for a worker counts. What a step takes whatever its tokens
+    does not count for computing: a load is followed by a step all the same, which computes the rest of the prompt.
 
     Args:
         prefill: what computing costs, by the workers' own time of steps that consist mostly of prompt tokens. A step
-            also computes the decode tokens of its batch and has fixed costs, so computing looks slower than it is, by
-            half at worst.
+            also computes the decode tokens of its batch, so computing looks slower than it is, by half at worst.
         clock: seconds, monotonic; spaces the reports of `changed`.
     """
 
     def __init__(self, prefill: LinearCost, clock: Callable[[], float] = time.monotonic) -> None:
         self._prefill, self._clock = prefill, clock
-        self._load = LinearCost(1e-3, 1e-5, 1.1)
+        self._load = LinearCost(1e-5, 0.0, 1.1, 1e-3)
         self._declined = 0
         self._reported: tuple[float, float] | None = None  # break-even length, time
 
     def observe_load(self, work: int, seconds: float) -> None:
         """Note that a load of this much work, by `load_work`, took `seconds` from submission to completion."""
-        self._load.observe(1.0, work, seconds)
+        self._load.observe(work, 0.0, seconds)
 
     def worth_loading(self, start: int, stop: int, work: int) -> bool:
         """Return whether to load tokens `start … stop - 1` of a prompt by decoding `work` tokens. Call it once per
@@ -103,7 +103,7 @@ class BreakEven:
         True until `MIN_SAMPLES` loads and prefill steps were measured, because only loads yield samples. Afterwards one
         in `TRIAL_EVERY` declined loads is let through, to notice a store that has recovered.
         """
-        if self.estimate is None or self._load(1.0, work) <= self._prefill(*prefill_quantities(start, stop)):
+        if self.estimate is None or self._load(work, 0.0) <= self._prefill.marginal(*prefill_quantities(start, stop)):
             return True
         self._declined += 1
         return self._declined % TRIAL_EVERY == 0
@@ -216,7 +216,7 @@ class BlendPays:
 
         One in `TRIAL_EVERY` declined blends of a shape is let through, as in `BreakEven.worth_loading`.
         """
-        computed = self._prefill(*prefill_quantities(start, stop))
+        computed = self._prefill.marginal(*prefill_quantities(start, stop))
         if self._prefill.samples < MIN_SAMPLES or self.expected(blend) < computed:
             return True
         declined = self._declined[blend.shapes] = self._declined.get(blend.shapes, 0) + 1
@@ -229,4 +229,4 @@ def _octave(number: float) -> int:
 
 
 def _rate(rate: float) -> str:
-    return f"{rate / 1e3:.3g} k tokens/s" if rate >= 1e3 else f"{rate:.3g} tokens/s"
+    return f"{rate / 1e3:.3g} k tokens/s" if rate >= 999.5 else f"{rate:.3g} tokens/s"

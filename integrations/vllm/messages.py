@@ -95,13 +95,13 @@ class Aim:
         seconds: from now until the first token is due; negative: it is late already.
         rest: tokens of the prompt behind the load, which are computed in any case.
         queued: tokens that the engine computes before it can begin with this prompt.
-        prefill: what computing costs: the coefficients and the spread of a `LinearCost`.
+        prefill: what computing costs: `LinearCost.learned`.
     """
 
     seconds: float
     rest: int
     queued: int
-    prefill: tuple[float, float, float]
+    prefill: tuple[float, float, float, float]
 
 
 @dataclass(slots=True)

@@ -35,9 +35,9 @@ class Rates:
         return self._break_even.estimate
 
     @property
-    def prefill(self) -> tuple[float, float, float]:
+    def prefill(self) -> tuple[float, float, float, float]:
         """What computing costs, as in `messages.Aim`."""
-        return self._prefill.first, self._prefill.second, self._prefill.spread
+        return self._prefill.learned
 
     def describe(self) -> str:
         """Describe the rates for the log."""

@@ -118,10 +118,10 @@ class _Run:
         keys = [self._state.keys.written(load.tenant, entry.digest) for entry in load.prefix]
         found = self._state.store.locate([part_key(key, number) for key in keys for number in range(parts)])
         self._tiers = [found[at : at + parts] for at in range(0, len(found), parts)]
-        first, second, spread = aim.prefill
+        prefill = LinearCost(*aim.prefill)
         self._goal = Goal(
             job.begun + aim.seconds, [len(load.placed(entry)) for entry in load.prefix],
-            LinearCost(first, second, spread), load.start, aim.rest, job.begun + aim.queued * first,
+            prefill, load.start, aim.rest, job.begun + prefill.marginal(aim.queued, 0.0),
         )  # fmt: skip
         self._held: list[Fetched | None] = [None] * len(self._entries)
         self._asked = [0] * len(self._entries)  # number of parts of each entry that were asked for

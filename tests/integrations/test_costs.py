@@ -23,10 +23,28 @@ def test_prefill_is_learned_with_its_attention() -> None:
 
 
 def test_loads_of_several_lengths_tell_latency_from_bandwidth() -> None:
-    cost = LinearCost(1e-3, 1e-4)
+    cost = LinearCost(1e-4, 0.0, constant=1e-3)
     for tokens in (64, 256, 1024, 4096, 512):
-        cost.observe(1.0, tokens, 0.02 + 1e-5 * tokens)
-    assert (cost.first, cost.second) == pytest.approx((0.02, 1e-5), rel=0.05)
+        cost.observe(tokens, 0.0, 0.02 + 1e-5 * tokens)
+    assert (cost.constant, cost.first) == pytest.approx((0.02, 1e-5), rel=0.05)
+
+
+def test_short_steps_do_not_make_long_ones_look_dear() -> None:
+    """A step of 64 tokens takes 0.05 s, most of it whatever their number; one of 1,088 takes 0.43 s."""
+    cost = LinearCost(1e-3, 0.0, 1.1)
+    for start, stop in [(0, 1088)] * 4 + [(1024, 1088)] * 24:
+        x, y = prefill_quantities(start, stop)
+        cost.observe(x, y, 0.027 + 3.6e-4 * x)
+    assert cost(*prefill_quantities(0, 1088)) == pytest.approx(0.42, rel=0.1)
+    assert cost(*prefill_quantities(1024, 1088)) == pytest.approx(0.05, rel=0.05)
+    assert cost.marginal(64, 0) < 0.03, "the constant is paid once, however many tokens there are"
+
+
+def test_steps_of_one_size_have_little_of_a_constant() -> None:
+    cost = LinearCost(1e-5, 0.0)
+    for _ in range(20):
+        cost.observe(512, 0, 0.2)
+    assert cost(512, 0) == pytest.approx(0.2, rel=0.02) and 0.35 < cost(1024, 0) < 0.41
 
 
 def test_quantities_that_samples_do_not_tell_apart_share_the_cost() -> None:

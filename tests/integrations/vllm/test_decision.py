@@ -20,12 +20,12 @@ from cuvee.integrations.vllm.decision import (
 )
 
 
-def computing(token: float = 1e-3, looked_at: float = 0.0, steps: int = 8) -> LinearCost:
+def computing(token: float = 1e-3, looked_at: float = 0.0, steps: int = 8, constant: float = 0.0) -> LinearCost:
     """What was learned from steps of several lengths."""
     cost = LinearCost(1e-3, 0.0)
     for at in range(steps):
         x, y = prefill_quantities(1024 * (at % 3), 1024 * (at % 3) + 256 * (1 + at % 4))
-        cost.observe(x, y, token * x + looked_at * y)
+        cost.observe(x, y, constant + token * x + looked_at * y)
     return cost
 
 
@@ -43,6 +43,14 @@ def test_the_first_length_that_pays() -> None:
     assert estimate.prefill_rate == pytest.approx(1000, rel=0.05) and estimate.load_rate == pytest.approx(1e4, rel=0.1)
     length = int(estimate.break_even)
     assert decision.worth_loading(0, length + 8, length + 8) and not decision.worth_loading(0, length - 8, length - 8)
+
+
+def test_what_every_step_takes_makes_no_load_pay() -> None:
+    """The rest of the prompt is computed in a step of its own after a load."""
+    decision = BreakEven(computing(1e-3, constant=0.5))
+    loading(decision, 0.1, 1e-4)
+    assert decision.estimate is not None and decision.estimate.break_even == pytest.approx(0.1 / 9e-4, rel=0.1)
+    assert not decision.worth_loading(0, 64, 64) and decision.worth_loading(0, 160, 160)
 
 
 def test_attention_over_a_long_prefix_makes_loads_pay() -> None:
@@ -63,7 +71,7 @@ def test_attention_over_a_long_prefix_makes_loads_pay() -> None:
     ],
 )  # fmt: skip
 def test_lengths_at_the_edges(prefill: tuple[float, float], load: tuple[float, float], expected: float) -> None:
-    estimate = Estimate.of(LinearCost(*prefill), LinearCost(*load))
+    estimate = Estimate.of(LinearCost(*prefill), LinearCost(load[1], 0.0, constant=load[0]))
     assert estimate.break_even == pytest.approx(expected, abs=1) and estimate.prefill_rate > 0
 
 
@@ -96,7 +104,7 @@ def test_says_when_the_break_even_length_changes() -> None:
     decision = BreakEven(computing(1e-3), clock)
     loading(decision, 0.1, 1e-4)
     assert decision.changed() and not decision.changed()
-    assert decision.describe().startswith("loads pay from 11") and "prefill 1 k tokens/s" in decision.describe()
+    assert decision.describe().startswith("loads pay from 10") and "prefill 1 k tokens/s" in decision.describe()
     loading(decision, 0.5, 1e-4, loads=32)
     assert not decision.changed(), "too soon"
     clock.now += REPORT_SECONDS

@@ -12,6 +12,7 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, make_request
 from tests.integrations.vllm.test_worker_deadline import profile
 
 from cuvee.codec.errors import InputError
+from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.messages import Delivery, Load, Report
@@ -115,8 +116,7 @@ def test_steps_teach_what_computing_costs(desk: Callable[..., Desk]) -> None:
         d.side.take(Report([plan.step], step_seconds={plan.step: 0.5}))
     aim = loading(d, asking(name="last", deadline_ms=100)).aim
     assert aim is not None
-    first, second, _ = aim.prefill
-    assert first * 100 + second * 100**2 == pytest.approx(0.5, rel=0.1)
+    assert LinearCost(*aim.prefill)(100, 100**2) == pytest.approx(0.5, rel=0.1)
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
