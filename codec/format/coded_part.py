@@ -63,8 +63,8 @@ class Reader:
             raise rule_error(rules.LONG, self.left)
 
 
-def _wire(array: npt.NDArray[np.generic], dtype: str) -> bytes:
-    return array.astype(_WIRE[dtype]).tobytes()
+def _wire(array: npt.NDArray[np.generic], dtype: str) -> memoryview:
+    return array.astype(_WIRE[dtype], copy=False).view(np.uint8).data
 
 
 def _length_bytes(planes: int, tokens_per_stream: int) -> int:
@@ -94,7 +94,7 @@ def write_coded(part: CodedPart, planes: int) -> bytes:
     `planes` is the largest number of planes that a token may have.
     """
     streams, escapes, n = part.streams, part.escapes, part.tokens_per_stream
-    parts = [
+    parts: list[bytes | memoryview] = [
         _HEADER.pack(
             len(streams.words), len(escapes.index), n.bit_length() - 1, 0, 0, len(part.classes.words),
             int(part.classes.states[0]),

@@ -23,6 +23,7 @@ from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
 from cuvee.codec.support.arrays import U16
 
+_Bytes = list[bytes | bytearray | memoryview]
 BATCH_BYTES = 4 << 20  # of planes and symbols: enough layers to choose tables together, few enough for little memory
 
 
@@ -57,7 +58,7 @@ class LosslessScheme:
         )
         chosen = [freq for freq in tables if freq is not None]
         family = EntropyTables(np.stack(chosen), PROB_BITS) if chosen else None
-        heads: list[bytes] = []
+        heads: list[_Bytes] = []
         coded: list[SectionPlanes | None] = []
         first = table = 0
         for own in split:
@@ -68,7 +69,8 @@ class LosslessScheme:
             table += sum(freq is not None for freq in own_tables)
         streams = iter([] if family is None else self._stages.rans_encode([own for own in coded if own], family))
         return [
-            head if own is None else head + _write(own, next(streams)) for head, own in zip(heads, coded, strict=True)
+            b"".join(head if own is None else [*head, _write(own, next(streams))])
+            for head, own in zip(heads, coded, strict=True)
         ]
 
     def decode(
@@ -105,18 +107,16 @@ class LosslessScheme:
                     self._stages.move_keys(stored, layer, unrotation, rotation, rows, key)
 
 
-def _head(planes: Sequence[BytePlane], tables: Sequence[U16 | None]) -> bytes:
-    """Write all of a layer's section before its coded part."""
-    head, stored = bytearray(), bytearray()
+def _head(planes: Sequence[BytePlane], tables: Sequence[U16 | None]) -> _Bytes:
+    """Return all of a layer's section before its coded part, in pieces."""
+    head = bytearray()
     for plane, freq in zip(planes, tables, strict=True):
         head.append(freq is not None)
-        if freq is None:
-            stored += plane.data.tobytes()
-        else:
+        if freq is not None:
             head += write_model(plane.reference, freq)
     head += bytes(-len(head) % 4)
-    stored += bytes(-len(stored) % 4)
-    return bytes(head + stored)
+    stored = [plane.data.data for plane, freq in zip(planes, tables, strict=True) if freq is None]
+    return [head, *stored, bytes(-sum(plane.nbytes for plane in stored) % 4)]
 
 
 def _coded_planes(

@@ -364,6 +364,8 @@ def _split(memory, begins, stride, heads, size, planes, reference, counts):  # t
     count, channels, tokens = planes.shape
     _split_words(memory, begins, stride, heads, size, planes)
     several = np.zeros((4, SYMBOLS), np.int64)  # four in turn, since an entry is not ready again at once
+    eights = np.zeros((tokens + 7) // 8, np.uint64)  # of a channel's differences, which take a load each, one by one
+    differences = eights.view(np.uint8)
     for plane in range(count):
         several[:] = 0
         for channel in range(channels):
@@ -373,15 +375,14 @@ def _split(memory, begins, stride, heads, size, planes, reference, counts):  # t
                 total += row[t]
             own = np.uint8(np.rint(total / tokens))
             reference[plane, channel] = own
-            for t in range(0, tokens - 3, 4):
-                several[0, np.uint8(row[t] - own)] += 1
-                several[1, np.uint8(row[t + 1] - own)] += 1
-                several[2, np.uint8(row[t + 2] - own)] += 1
-                several[3, np.uint8(row[t + 3] - own)] += 1
-            for t in range(tokens - tokens % 4, tokens):
-                several[0, np.uint8(row[t] - own)] += 1
+            for t in range(tokens):
+                differences[t] = row[t] - own
+            for eight in eights:
+                for k in range(8):
+                    several[k & 3, (eight >> np.uint64(8 * k)) & np.uint64(0xFF)] += 1
         for i in range(SYMBOLS):
             counts[plane, i] = several[0, i] + several[1, i] + several[2, i] + several[3, i]
+        counts[plane, 0] -= channels * (8 * len(eights) - tokens)  # zeros beyond the last token
 
 
 def split_unit(unit: torch.Tensor) -> list[BytePlane]:
