@@ -127,7 +127,11 @@ def metrics() -> str:
     """Return a Markdown table of the vLLM connector's metrics."""
     from cuvee.integrations.vllm.metric_table import METRICS
 
-    rows = [f"| `{each.name}` | {each.kind} | {each.label} | {_cell(_text(each.help))} |" for each in METRICS.values()]
+    labels = {each.name: ", ".join(filter(None, (each.label, each.second))) for each in METRICS.values()}
+    rows = [
+        f"| `{each.name}` | {each.kind} | {labels[each.name]} | {_cell(_text(each.help))} |"
+        for each in METRICS.values()
+    ]
     return "\n".join(["| name | kind | label | meaning |", "|---|---|---|---|", *rows])
 
 

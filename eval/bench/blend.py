@@ -100,7 +100,7 @@ def run_blend_bench(
                 [[*before, *document, *question]], expect_cached=[0], forget=True,
                 params={"cuvee": {"segments": [span]}},
             )  # fmt: skip
-        engine.reach("stored_segments", len(documents))
+        engine.reach("stored{segment}", len(documents))
         engine.idle()
         measured = [_length(scope, engine, length, documents, head, question, say) for length in scope.lengths]
     return {

@@ -15,7 +15,8 @@ class Metric:
         kind: a counter only grows, a gauge is set, a histogram takes observations.
         help: one line for operators.
         label: name of its label, if it has one.
-        values: the label's permitted values; empty: any.
+        values: permitted values of the label, or of the second one if there are two; empty: any.
+        second: name of a second label. The recorder takes `first:second`.
         ranks: how figures of several tensor-parallel ranks combine: "sum", or "first" where all ranks count the same
             events and only rank 0 reports them.
         buckets: upper edges of a histogram's buckets, in seconds unless the metric's name has another unit.
@@ -28,12 +29,14 @@ class Metric:
     values: tuple[str, ...] = ()
     ranks: Literal["sum", "first"] = "sum"
     buckets: tuple[float, ...] = ()
+    second: str = ""
 
 
 _LOAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _KL_BUCKETS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
+_KINDS = ("chunk", "tail", "segment")
 _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "check", "refinement")
 _UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "error")
 _ENTRIES = (
@@ -50,36 +53,28 @@ METRICS: dict[str, Metric] = {
     for metric in (
         Metric("raw_bytes", "counter", "Bytes of stored KV before compression."),
         Metric("stored_bytes", "counter", "Bytes of stored KV after compression."),
-        Metric("stored_chunks", "counter", "Whole chunks stored, of all ranks."),
-        Metric("stored_tails", "counter", "Unfinished chunks stored, of all ranks: ends of prompts and of answers."),
-        Metric("encode_seconds", "counter", "Seconds of compression, summed over threads and ranks."),
-        Metric("decode_seconds", "counter", "Seconds of decompression, summed over threads and ranks."),
-        Metric("fetch_seconds", "counter", "Seconds of reading from the store, summed over threads and ranks."),
+        Metric("stored", "counter", "Entries stored, of all ranks: whole chunks, tails (unfinished chunks: ends "
+               "of prompts and of answers) and segments for blends.", "kind", _KINDS),
+        Metric("loaded", "counter", "Entries loaded, of all ranks, by kind as in `stored`.", "kind", _KINDS),
+        Metric("work_seconds", "counter", "Seconds of compression, of decompression and of reading from the "
+               "store, summed over threads and ranks.", "step", ("encode", "decode", "fetch")),
         Metric("load_seconds", "histogram", "Seconds from the start to the end of a load, failed loads included, on "
-               "the first rank.", ranks="first", buckets=_LOAD_BUCKETS),
-        Metric("loads", "counter", "Loads that ended, failed loads included.", ranks="first"),
+               "the first rank; its count is that of the loads.", ranks="first", buckets=_LOAD_BUCKETS),
         Metric("loaded_tokens", "counter", "Tokens loaded instead of computed.", ranks="first"),
-        Metric("loaded_chunks", "counter", "Whole chunks loaded, of all ranks."),
-        Metric("loaded_tails", "counter", "Unfinished chunks loaded, of all ranks."),
-        Metric("loaded_segments", "counter", "Segments placed for blends, of all ranks."),
-        Metric("stored_segments", "counter", "Segments of prompts stored for blends, of all ranks."),
-        Metric("blends", "counter", "Prompts that were blended.", ranks="first"),
-        Metric("blended_tokens", "counter", "Tokens of blends: reused tokens and the text between them.",
-               ranks="first"),
-        Metric("blend_reused_tokens", "counter", "Tokens of blends with cached KV.", ranks="first"),
-        Metric("blend_recomputed_tokens", "counter", "Reused tokens that were recomputed.", ranks="first"),
-        Metric("blend_seconds", "histogram", "Seconds of choosing and recomputing tokens in the engine's loop.",
-               ranks="first", buckets=_LOAD_BUCKETS),
+        Metric("blend_tokens", "counter", "Tokens of blends: with cached KV that is reused, with cached KV "
+               "but recomputed, and new ones between the segments.", "kind",
+               ("reused", "recomputed", "new"), ranks="first"),
+        Metric("blend_seconds", "histogram", "Seconds of choosing and recomputing tokens in the engine's loop; "
+               "its count is that of the blended prompts.", ranks="first", buckets=_LOAD_BUCKETS),
         Metric("blend_slices", "counter", "Steps of the engine that computed a part of a blend.", ranks="first"),
         Metric("blend_kl", "histogram", "How far a blend moved the next token's distribution, in nats, for the blends "
                "that were also computed exactly (check_every).", ranks="first", buckets=_KL_BUCKETS),
         Metric("blends_refused", "counter", "Requests that were not blended although segments were given or found.",
                "reason", _REFUSALS),
         Metric("recomputed_tokens", "counter", "Tokens of failed loads that were recomputed, of all ranks."),
-        Metric("loaded_at", "counter", "Tokens loaded from so many parts of their chunks, of all ranks; with "
-               "refinements or a deadline.", "parts", ("1", "2")),
-        Metric("computed_by_plan", "counter", "Tokens in the store that were computed because of a deadline, of all "
-               "ranks."),
+        Metric("loaded_at", "counter", "Tokens by the number of parts of their chunks that were loaded, of all "
+               "ranks, with refinements or a deadline; 0: computed because of the deadline.", "parts",
+               ("0", "1", "2")),
         Metric("deadlines", "counter", "Requests by whether their first token came by their deadline; refused: it "
                "is not valid, or cannot be aimed at.", "result", ("met", "missed", "refused")),
         Metric("lookups", "counter", "Requests by result: the whole prompt found, a part, nothing, something slower to "
@@ -100,23 +95,18 @@ METRICS: dict[str, Metric] = {
         Metric("stores_skipped", "counter", "Chunks not stored: too many waited (full), a step of the engine had "
                "failed, an adapter's files have changed, the engine had dropped a part of them from a layer with a "
                "window, or they still waited when the engine stopped.", "reason", _SKIPPED),
-        Metric("hits", "counter", "Chunks found in a tier of the store.", "tier"),
-        Metric("misses", "counter", "Chunks not found in a tier of the store.", "tier"),
+        Metric("store_operations", "counter", "Operations of a tier of the store by result. hit, miss: a chunk "
+               "was found or not. corrupt: it failed its checksum, so it is deleted, and missed, too. error: the tier "
+               "failed. skipped: it is known to be down. dropped: its queue was full, or a chunk exceeds its budget.", "tier",
+               second="result", values=("hit", "miss", "corrupt", "error", "skipped", "dropped")),
         Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),
         Metric("put_bytes", "counter", "Bytes written to a tier.", "tier"),
-        Metric("corrupt", "counter", "Chunks that failed their checksum: deleted, and also counted as misses.", "tier"),
-        Metric("store_errors", "counter", "Failed operations of a tier.", "tier"),
-        Metric("store_skipped", "counter", "Operations skipped because the tier is known to be down.", "tier"),
-        Metric("dropped", "counter", "Chunks that a tier dropped: its queue was full, or they exceed its budget.",
-               "tier"),
-        Metric("queue_depth", "gauge", "Chunks that wait for compression or are being compressed."),
         Metric("pending_bytes", "gauge", "Bytes that wait to be stored: copies of KV, then their blobs."),
         Metric("store_queue_depth", "gauge", "Chunks that wait to be written to a tier behind the first.", "tier"),
         Metric("store_bytes", "gauge", "Bytes in a tier, if the tier knows.", "tier", ranks="first"),
         Metric("break_even_tokens", "gauge", "Length in tokens from which loading is faster than computing; +Inf: "
                "at no length. Absent until measured.", ranks="first"),
-        Metric("prefill_tokens_per_second", "gauge", "Measured speed of computing tokens.", ranks="first"),
-        Metric("load_tokens_per_second", "gauge", "Measured speed of loading tokens, without the fixed cost of a load.",
-               ranks="first"),
+        Metric("tokens_per_second", "gauge", "Measured speed of computing tokens, and of loading them without the "
+               "fixed cost of a load.", "work", ("prefill", "load"), ranks="first"),
     )
 }  # fmt: skip

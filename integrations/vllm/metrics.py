@@ -36,11 +36,13 @@ _EXACT = 1 << 53  # floats are exact up to here
 _LONGEST_TIER = 64
 _MOST_LEFT_OUT = 100  # unusable figures of stores that are remembered
 
-# Metrics by the field of TierCounters.
-_TIER_COUNTERS = {
-    "hits": "hits", "misses": "misses", "hit_bytes": "hit_bytes", "put_bytes": "put_bytes", "corrupt": "corrupt",
-    "errors": "store_errors", "skipped": "store_skipped", "dropped": "dropped",
+# Results of store_operations, and metrics, by the field of TierCounters.
+_OPERATIONS = "store_operations"
+_TIER_RESULTS = {
+    "hits": "hit", "misses": "miss", "corrupt": "corrupt",
+    "errors": "error", "skipped": "skipped", "dropped": "dropped",
 }  # fmt: skip
+_TIER_BYTES = {"hit_bytes": "hit_bytes", "put_bytes": "put_bytes"}
 _TIER_GAUGES = {"queued": "store_queue_depth", "bytes": "store_bytes"}
 
 
@@ -134,7 +136,7 @@ class Recorder:
                 self._leave_out("the name or the counters of a tier", tier)
                 continue
             seen = self._stores.setdefault(tier, {})
-            for name in (*_TIER_COUNTERS, *_TIER_GAUGES):
+            for name in (*_TIER_RESULTS, *_TIER_BYTES, *_TIER_GAUGES):
                 given = getattr(now, name)
                 if type(given) is int and seen.get(name) == given:
                     continue  # most often: the rest would take tens of microseconds of every step
@@ -150,7 +152,11 @@ class Recorder:
                     continue
                 new = value - last if value >= last else value
                 # Sums of integers may exceed the 64 bits that messages between processes have for them.
-                self.count(_TIER_COUNTERS[name], new if new < _EXACT else float(new), tier)
+                new = new if new < _EXACT else float(new)
+                if name in _TIER_RESULTS:
+                    self.count(_OPERATIONS, new, f"{tier}:{_TIER_RESULTS[name]}")
+                else:
+                    self.count(_TIER_BYTES[name], new, tier)
 
     def _leave_out(self, what: str, given: object) -> None:
         """Count an unusable figure of a store once, and log the first."""
@@ -200,45 +206,52 @@ class Recorder:
             """Show a metric's figures by label, in order of appearance."""
             return ", ".join(f"{value:,} {label}" for (of, label), value in totals.items() if of == name)
 
+        def total(name: str) -> float:
+            return sum(count for (of, _), count in totals.items() if of == name)
+
         parts = []
-        if figure("stored_chunks") or figure("stored_tails"):
+        if figure("stored", "chunk") or figure("stored", "tail"):
             raw, stored = figure("raw_bytes"), figure("stored_bytes")
             parts.append(
-                f"stored {figure('stored_chunks'):,} chunks and {figure('stored_tails'):,} tails, "
+                f"stored {figure('stored', 'chunk'):,} chunks and {figure('stored', 'tail'):,} tails, "
                 f"{_size(raw)} as {_size(stored)} "
-                f"({raw / max(stored, 1):.1f}x), encoding {figure('encode_seconds'):.3g} s"
+                f"({raw / max(stored, 1):.1f}x), encoding {figure('work_seconds', 'encode'):.3g} s"
             )
-        if figure("stored_segments"):
-            parts.append(f"stored {figure('stored_segments'):,} segments")
-        if figure("blends"):
+        if figure("stored", "segment"):
+            parts.append(f"stored {figure('stored', 'segment'):,} segments")
+        if blends := total("blend_seconds"):
+            reused, recomputed, new = (figure("blend_tokens", kind) for kind in METRICS["blend_tokens"].values)
             parts.append(
-                f"blended {figure('blends'):,} prompts of {figure('blended_tokens'):,} tokens: "
-                f"{figure('blend_reused_tokens'):,} reused, {figure('blend_recomputed_tokens'):,} of them recomputed"
+                f"blended {blends:,} prompts of {new + reused + recomputed:,} tokens: "
+                f"{reused + recomputed:,} reused, {recomputed:,} of them recomputed"
             )
-        if checks := sum(count for (name, _), count in totals.items() if name == "blend_kl"):
+        if checks := total("blend_kl"):
             mean = self._sums["blend_kl"] / checks
             parts.append(f"{checks:,} blends were also computed exactly: KL {mean:.3g} nats on average")
         if refused := split("blends_refused"):
             parts.append(f"not blended: {refused}")
-        if figure("loads"):
+        if loads := total("load_seconds"):
             parts.append(
-                f"loaded {figure('loaded_tokens'):,} tokens ({figure('loaded_chunks'):,} chunks and "
-                f"{figure('loaded_tails'):,} tails) in "
-                f"{figure('loads'):,} loads, fetching {figure('fetch_seconds'):.3g} s, "
-                f"decoding {figure('decode_seconds'):.3g} s"
+                f"loaded {figure('loaded_tokens'):,} tokens ({figure('loaded', 'chunk'):,} chunks and "
+                f"{figure('loaded', 'tail'):,} tails) in "
+                f"{loads:,} loads, fetching {figure('work_seconds', 'fetch'):.3g} s, "
+                f"decoding {figure('work_seconds', 'decode'):.3g} s"
             )
         if deadlines := split("deadlines"):
             parts.append(f"deadlines: {deadlines}")
         if lookups := split("lookups"):
             parts.append(f"lookups: {lookups}")
-        for tier in dict.fromkeys(label for name, label in totals if name in ("hits", "misses")):
-            hits = figure("hits", tier)
-            parts.append(f"{tier}: {hits:,} of {hits + figure('misses', tier):,} chunks found")
+        operations = {tuple(label.rsplit(":", 1)): value for (of, label), value in totals.items() if of == _OPERATIONS}
+        for tier in dict.fromkeys(tier for tier, result in operations if result in ("hit", "miss")):
+            hits = operations.get((tier, "hit"), 0)
+            parts.append(f"{tier}: {hits:,} of {hits + operations.get((tier, 'miss'), 0):,} chunks found")
         if failures := split("failures"):
             parts.append(f"failures: {failures}, {figure('recomputed_tokens'):,} tokens recomputed")
-        for name, words in _LOSSES.items():
-            if lost := sum(value for (of, _), value in totals.items() if of == name):
+        for result, words in _LOSSES.items():
+            if lost := sum(value for (_, of), value in operations.items() if of == result):
                 parts.append(f"{lost:,} {words}")
+        if skipped := total("stores_skipped"):
+            parts.append(f"{skipped:,} chunks not stored")
         return "; ".join(parts) or "nothing stored, nothing loaded"
 
     def _add(self, metric: Metric, key: str, value: float) -> None:
@@ -263,10 +276,9 @@ class Recorder:
 
 _LOSSES = {
     "corrupt": "corrupt entries",
-    "store_errors": "store errors",
-    "store_skipped": "operations skipped while a store was down",
+    "error": "store errors",
+    "skipped": "operations skipped while a store was down",
     "dropped": "chunks dropped by a store",
-    "stores_skipped": "chunks not stored",
 }
 
 
@@ -274,21 +286,23 @@ def interval_figures(data: Mapping[str, float]) -> dict[str, int | float]:
     """Return the figures of an interval for the engine's log line; `data` was drained in the interval."""
     figures = collect(data)
 
-    def total(*names: str) -> int:
-        return int(sum(value for (name, _), value in figures.items() if name in names))
+    def total(name: str, *results: str) -> int:
+        """Add up a metric's figures, or those of the results that are named."""
+        of_name = ((label.rpartition(":")[2], value) for (of, label), value in figures.items() if of == name)
+        return int(sum(value for result, value in of_name if not results or result in results))
 
     line: dict[str, int | float] = {}
-    if total("loads"):
-        line |= {"loads": total("loads"), "loaded tokens": total("loaded_tokens")}
-    if total("hits", "misses"):
-        line["chunk hit rate"] = round(total("hits") / total("hits", "misses"), 3)
+    if loads := total("load_seconds"):
+        line |= {"loads": loads, "loaded tokens": total("loaded_tokens")}
+    if asked := total(_OPERATIONS, "hit", "miss"):
+        line["chunk hit rate"] = round(total(_OPERATIONS, "hit") / asked, 3)
     if stored := total("stored_bytes"):
         raw = total("raw_bytes")
         line |= {"raw MB": round(raw / 1e6, 3), "stored MB": round(stored / 1e6, 3), "ratio": round(raw / stored, 2)}
-    if ("queue_depth", "") in figures:
-        line["queue depth"] = total("queue_depth")
-    line["failures"] = total("failures", "store_errors", "corrupt")
-    line["not stored"] = total("stores_skipped", "dropped", "store_skipped")
+    if ("pending_bytes", "") in figures:
+        line["pending MB"] = round(total("pending_bytes") / 1e6, 3)
+    line["failures"] = total("failures") + total(_OPERATIONS, "error", "corrupt")
+    line["not stored"] = total("stores_skipped") + total(_OPERATIONS, "dropped", "skipped")
     return line
 
 
@@ -319,11 +333,13 @@ def _declared(name: str, label: str, *, gauge: bool) -> Metric:
         )
     if not isinstance(label, str):
         raise InputError(f"label: must be text, got {type(label).__name__}")
-    if bool(label) != bool(metric.label):
-        wanted = f"a {metric.label}" if metric.label else "empty"
-        raise InputError(f"label: must be {wanted} for {name}, got {label!r}")
-    if metric.values and label not in metric.values:
-        raise InputError(f"label: must be a {metric.label} of {', '.join(metric.values)}, got {label!r}")
+    first, _, last = label.rpartition(":") if metric.second else (label, "", label)
+    if bool(first) != bool(metric.label):
+        wanted = ":".join(filter(None, (metric.label, metric.second)))
+        raise InputError(f"label: must be {f'a {wanted}' if wanted else 'empty'} for {name}, got {label!r}")
+    if metric.values and last not in metric.values:
+        wanted = metric.second or metric.label
+        raise InputError(f"label: must be a {wanted} of {', '.join(metric.values)}, got {last!r}")
     if "|" in label:
         raise InputError(f"label: must not contain '|', got {label!r}")
     if not _is_unicode(label):

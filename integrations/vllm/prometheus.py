@@ -57,7 +57,7 @@ class CuveePrometheus(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {metric.name: self._register(metric) for metric in METRICS.values()}
         for metric in METRICS.values():
-            if metric.kind == "gauge" or (metric.label and not metric.values):
+            if metric.kind == "gauge" or metric.second or (metric.label and not metric.values):
                 continue
             for engine in per_engine_labelvalues:
                 for label in metric.values or ("",):
@@ -78,7 +78,7 @@ class CuveePrometheus(KVConnectorPromMetrics):
 
     def _register(self, metric: Metric) -> Any:
         name = NAMESPACE + metric.name
-        labelnames = [*self._labelnames, *([metric.label] if metric.label else [])]
+        labelnames = [*self._labelnames, *filter(None, (metric.label, metric.second))]
         extra: dict[str, Any] = {}
         if metric.kind == "counter":
             kind = self._counter_cls
@@ -99,4 +99,5 @@ class CuveePrometheus(KVConnectorPromMetrics):
 
     def _child(self, metric: Metric, label: str, engine: int) -> Any:
         """Return the metric for these label values; prometheus_client keeps one object for each."""
-        return self._metrics[metric.name].labels(*self.per_engine_labelvalues[engine], *([label] if label else []))
+        own = label.rsplit(":", 1) if metric.second else filter(None, [label])
+        return self._metrics[metric.name].labels(*self.per_engine_labelvalues[engine], *own)

@@ -80,7 +80,7 @@ class Rates:
         if estimate is not None:
             recorder = self._state.recorder
             recorder.gauge("break_even_tokens", estimate.break_even)
-            recorder.gauge("prefill_tokens_per_second", estimate.prefill_rate)
-            recorder.gauge("load_tokens_per_second", estimate.load_rate)
+            recorder.gauge("tokens_per_second", estimate.prefill_rate, "prefill")
+            recorder.gauge("tokens_per_second", estimate.load_rate, "load")
             if self._break_even.changed():
                 logger.info("cuvee: %s", self._break_even.describe())

@@ -11,7 +11,7 @@ class StoreTroubles:
 
     Args:
         store: of the scheduler.
-        recorder: told of `store_errors` and `store_skipped`.
+        recorder: told of `store_operations` that are errors or skipped.
     """
 
     def __init__(self, store: Store, recorder: Recorder) -> None:
@@ -23,6 +23,6 @@ class StoreTroubles:
         for tier, now in self._store.counters().items():
             before = self._counted.get(tier, (0, 0))
             self._counted[tier] = now.errors, now.skipped
-            for name, value, last in zip(("store_errors", "store_skipped"), self._counted[tier], before, strict=True):
+            for result, value, last in zip(("error", "skipped"), self._counted[tier], before, strict=True):
                 # A value below the last one means that the store was opened anew.
-                self._recorder.count(name, value - last if value >= last else value, tier)
+                self._recorder.count("store_operations", value - last if value >= last else value, f"{tier}:{result}")

@@ -231,12 +231,11 @@ class WorkerSide:
         state = self._state
         with state.lock:
             report, state.report = state.report, Report()
-            queued, pending = self._saves.queued()
+            _, pending = self._saves.queued()
         report.steps.append(step)
         with self._guard("report"):
             report.step_seconds = self._times.take()
         with self._guard("report"):
-            state.recorder.gauge("queue_depth", queued)
             state.recorder.gauge("pending_bytes", pending)
         with self._guard("report"):
             state.recorder.record_store(state.store.counters())

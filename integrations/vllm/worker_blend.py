@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -85,18 +85,20 @@ class WorkerBlends:
             job.compute_seconds += max(blended - begun, 0.0)
             self._state.recorder.count("blend_slices")
             if job.blending.done:
-                self._blended(job, blend, job.blending.figures)
+                self._blended(job, blend, job.blending)
             return spent
 
-    def _blended(self, job: LoadJob, blend: Blend, figures: Mapping[str, float]) -> None:
+    def _blended(self, job: LoadJob, blend: Blend, done: SlicedBlend) -> None:
         """Book a blend that is completely computed; `job.lock` is held."""
-        recorder = self._state.recorder
-        for name, value in figures.items():
-            recorder.count(name, value)
+        recorder, tokens = self._state.recorder, done.tokens
+        for kind, count in tokens.items():
+            recorder.count("blend_tokens", count, kind)
+        if done.kl is not None:
+            recorder.count("blend_kl", done.kl)
         recorder.count("blend_seconds", job.compute_seconds)
         # As the scheduler expected: at this cost it may be more tokens, where they are cheaper.
-        job.computed = figures["blended_tokens"] - (1 - blend.cost) * figures["blend_reused_tokens"]
-        if blend.check and "blend_kl" not in figures:
+        job.computed = tokens["new"] + blend.cost * (tokens["reused"] + tokens["recomputed"])
+        if blend.check and done.kl is None:
             recorder.count("failures", label="check")
         job.valid_until = job.load.end
         self._loads.end(job)

@@ -203,7 +203,7 @@ class _Run:
             try:
                 return loads._restorer.get(self._job.load.tenant, digests, part + 1, held), time.monotonic()
             finally:
-                self._state.recorder.count("fetch_seconds", time.monotonic() - begun)
+                self._state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
 
         answer = loads._pools.fetchers.submit(fetch)
         self.requests.append(_Request(numbers, part, tier, nbytes, time.monotonic(), answer))

@@ -274,12 +274,11 @@ class WorkerLoads:
 
     def _count_load(self, job: LoadJob, failure: str) -> None:
         load, done, recorder = job.load, self._valid_until(job), self._state.recorder
-        recorder.count("loads")
         recorder.count("load_seconds", time.monotonic() - job.begun)
         recorder.count("loaded_tokens", done - load.start)
         if done < load.end:
             if job.as_planned:
-                recorder.count("computed_by_plan", load.end - done)
+                recorder.count("loaded_at", load.end - done, "0")
             else:
                 recorder.count("failures", label=failure)
                 recorder.count("recomputed_tokens", load.end - done)

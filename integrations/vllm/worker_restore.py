@@ -24,8 +24,6 @@ from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
 
-_LOADED: dict[str, str] = {"chunk": "loaded_chunks", "tail": "loaded_tails", "segment": "loaded_segments"}
-
 
 class LateError(Exception):
     """The store has not answered in time."""
@@ -44,7 +42,8 @@ class SlicedBlend(Protocol):
 
     done: bool
     checked_from: float | None
-    figures: dict[str, float]
+    tokens: dict[str, int]
+    kl: float | None
 
     def advance(self, budget: float, /) -> float:
         """Compute a slice of at most so many tokens, or one unit; return the number of computed tokens."""
@@ -107,7 +106,7 @@ class Restorer:
             try:
                 return self.get(job.load.tenant, [entry.digest for entry in entries], self._state.parts)
             finally:
-                self._state.recorder.count("fetch_seconds", time.monotonic() - begun)
+                self._state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
 
         def answer(fetching: Future[list[Fetched]]) -> list[Fetched]:
             if not wait([fetching], max(job.begun + self._state.timeout - time.monotonic(), 0)).done:
@@ -151,14 +150,14 @@ class Restorer:
         decoded, problem = self._decode(job.load, batch)
         for (entry, fetched), parts in zip(batch, decoded, strict=False):
             if entry.kind == "segment" or entry.start not in job.parts:
-                count(_LOADED[entry.kind])
+                count("loaded", label=entry.kind)
             if entry.kind != "segment":
                 job.parts[entry.start] = parts
             if parts < min(len(fetched.parts), self._state.parts):
                 job.bad.append((fetched.key, parts))
         for entry in takewhile(lambda each: each.start in job.parts, job.load.prefix):
             job.valid_until = max(job.valid_until, min(entry.end, job.load.exact))
-        count("decode_seconds", time.monotonic() - begun)
+        count("work_seconds", time.monotonic() - begun, "decode")
         if problem is None:
             return
         fetched = batch[len(decoded)][1]

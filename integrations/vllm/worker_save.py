@@ -40,8 +40,6 @@ from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
 
-_STORED = {"chunk": "stored_chunks", "tail": "stored_tails", "segment": "stored_segments"}
-
 
 class WorkerSaves:
     """The saves of one rank.
@@ -268,7 +266,7 @@ class WorkerSaves:
                 self._fail([batch[at]], "encode", outcome)
             else:
                 blobs[at] = outcome
-        state.recorder.count("encode_seconds", time.monotonic() - begun)
+        state.recorder.count("work_seconds", time.monotonic() - begun, "encode")
         return blobs
 
     def _write(self, save: Save, parts: tuple[bytes, ...]) -> None:
@@ -284,7 +282,7 @@ class WorkerSaves:
             return
         recorder = self._state.recorder
         if kept:
-            recorder.count(_STORED[save.entry.kind])
+            recorder.count("stored", label=save.entry.kind)
             recorder.count("raw_bytes", self._bytes(save.entry))
             recorder.count("stored_bytes", sum(map(len, parts[:kept])))
             for number, part in enumerate(parts):

@@ -318,7 +318,7 @@ def _enough(engine: Chaos, store: ChaosStore, injector: Injector) -> bool:
     fates = all(engine.counts[fate] for fate in ("preempted", "aborted", "blended"))
     fates = fates and any(name.startswith("raised ") for name in engine.counts)
     hooks = set(injector.hooks()) >= NEEDED
-    loads = engine.totals().get(("loads", ""), 0) > 10
+    loads = engine.totals()["loads", ""] > 10
     return fates and hooks and loads and len(engine.answers) > 100 and sum(store.faults.values()) > 50
 
 

@@ -174,10 +174,15 @@ def _figures(runs: _Runs, recompute: Sequence[float], model: Mapping[str, Any], 
         "load_seconds": spread(load),
         "load_tokens_per_second": spread([length / seconds for seconds in load]),
         # By the wall time of the threads that decode: the loads of a single request do not overlap.
-        "decode_gb_per_s": spread([raw / 1e9 / figures["decode_seconds"] for figures in runs.loads]),
+        "decode_gb_per_s": spread([raw / 1e9 / figures["work_seconds{decode}"] for figures in runs.loads]),
         **{
-            name: spread([figures[name] for figures in runs.loads])
-            for name in ("decode_seconds", "fetch_seconds", "lookup_seconds", "steps")
+            name: spread([figures[of] for figures in runs.loads])
+            for name, of in (
+                ("decode_seconds", "work_seconds{decode}"),
+                ("fetch_seconds", "work_seconds{fetch}"),
+                ("lookup_seconds", "lookup_seconds"),
+                ("steps", "steps"),
+            )
         },
     }
 

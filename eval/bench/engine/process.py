@@ -166,7 +166,7 @@ class Engine:
             The connector's figures since the engine started.
         """
         self._stored += chunks
-        return self.reach("stored_chunks", self._stored)
+        return self.reach("stored{chunk}", self._stored)
 
     def reach(self, figure: str, least: float) -> dict[str, float]:
         """Wait until a counter of the connector's has reached a value since the engine started; returns all of them."""

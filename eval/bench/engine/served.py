@@ -126,7 +126,7 @@ class _Served:
 
 
 def _connector_figures() -> dict[str, float]:
-    """The connector's counters and the sums of its histograms, added up over labels."""
+    """The connector's counters and the sums of its histograms, by `name` or `name{label}`, added up over engines."""
     from prometheus_client import REGISTRY
 
     figures: dict[str, float] = {}
@@ -137,16 +137,18 @@ def _connector_figures() -> dict[str, float]:
             name = sample.name.removeprefix("vllm:cuvee_")
             if name.endswith(("_total", "_sum")):
                 name = name.rpartition("_")[0]
+                if own := [value for label, value in sample.labels.items() if label not in ("model_name", "engine")]:
+                    name += f"{{{','.join(own)}}}"
                 figures[name] = figures.get(name, 0) + sample.value
     return figures
 
 
 def _waiting() -> float:
-    """How many chunks are being stored, as the connector told last."""
+    """How many bytes wait to be stored, as the connector told last."""
     from prometheus_client import REGISTRY
 
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
-    return float(sum(sample.value for sample in samples if sample.name == "vllm:cuvee_queue_depth"))
+    return float(sum(sample.value for sample in samples if sample.name == "vllm:cuvee_pending_bytes"))
 
 
 def _let_engines_follow_each_other() -> None:

@@ -100,7 +100,8 @@ class PageBlend:
 
     Attributes:
         done: everything is computed.
-        figures: values of metrics, by name; complete once the blend is done.
+        tokens: computed or reused, by kind as in the metric `blend_tokens`; complete once the blend is done.
+        kl: how far the blend moved the next token's distribution, in nats, if that was checked.
         checked_from: when the blend itself was complete and its check began, by `time.monotonic`; None: not yet.
     """
 
@@ -113,7 +114,8 @@ class PageBlend:
         self._following = 0.0  # tokens that the next unit computes; preparing the first unit costs almost nothing
         self.checked_from: float | None = None
         self.done = False
-        self.figures: dict[str, float] = {}
+        self.tokens: dict[str, int] = {}
+        self.kl: float | None = None
 
     def advance(self, budget: float) -> float:
         """Compute a slice: as many units as fit the budget, and at least one.
@@ -166,16 +168,14 @@ class PageBlend:
         selector = selector_for(blend.cost, int(placed.cached.sum()), model.context_overhead)
         yield 0  # the selector may ask all ranks
         done = yield from Recompute(model, kv, placed, blender.total, blender.rows).blocks(selector)
-        self.figures |= {
-            "blends": 1,
-            "blended_tokens": self._end - blend.start,
-            "blend_reused_tokens": int(placed.cached.sum()),
-            "blend_recomputed_tokens": int(done.computed[placed.cached].sum()),
-        }
+        cached, recomputed = int(placed.cached.sum()), int(done.computed[placed.cached].sum())
+        self.tokens = {
+            "reused": cached - recomputed, "recomputed": recomputed, "new": self._end - blend.start - cached,
+        }  # fmt: skip
         if blend.check:
             yield 0  # all ranks have computed the blend: from here on, only the check can fail
             self.checked_from = time.monotonic()
-            self.figures["blend_kl"] = yield from self._divergence(model, slots, placed)
+            self.kl = yield from self._divergence(model, slots, placed)
 
     def _divergence(self, model: ServedModel, slots: torch.Tensor, placed: Placed) -> Generator[int, None, float]:
         """Return the KL of the next token's distribution after the blend from that after the exact prompt, in nats."""

@@ -41,7 +41,7 @@ class Scripted:
         assert (variant.quality, profile, blend) == ("lossless", None, {"min_reused": 1})
 
     def reach(self, figure: str, least: float) -> None:
-        assert (figure, least) == ("stored_segments", len(self.asked))
+        assert (figure, least) == ("stored{segment}", len(self.asked))
 
     def idle(self) -> None:
         self.idled += 1

@@ -108,7 +108,7 @@ class Scripted:
         seconds = self._hit or 0.125 if all(found) else self._compute
         self.hits += all(found)
         token = self._token + (self.hits > self._wrong_after)
-        figures = dict.fromkeys(("load_seconds", "decode_seconds", "fetch_seconds", "lookup_seconds"), 0.25)
+        figures = dict.fromkeys(("load_seconds", "work_seconds{decode}", "work_seconds{fetch}", "lookup_seconds"), 0.25)
         answers = [[token] * max_tokens for _ in prompts]
         return EngineAnswer(
             seconds, 2 * seconds, answers, [[{str(token): self._logprob}]] * len(prompts), list(expect_cached),
@@ -263,7 +263,7 @@ def test_commands_and_replies_are_lines_of_json(child: Callable[[str], None], tm
     with Engine(tmp_path / "log") as engine:
         assert engine._call("ask", [1, 2], None) == ["ask", [1, 2], None]
         replies: list[Any] = [engine.settle(3), engine.settle(2)]
-        assert replies == [["settle", "stored_chunks", 3], ["settle", "stored_chunks", 5]]
+        assert replies == [["settle", "stored{chunk}", 3], ["settle", "stored{chunk}", 5]]
 
 
 def test_a_closed_engine_is_gone_and_may_be_closed_again(child: Callable[[str], None], tmp_path: Path) -> None:
@@ -320,8 +320,8 @@ def test_idle_waits_until_nothing_is_being_stored(monkeypatch: pytest.MonkeyPatc
     prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()
     monkeypatch.setattr(prometheus, "REGISTRY", registry)
-    depth = prometheus.Gauge("vllm:cuvee_queue_depth", "", ["engine"], registry=registry).labels("0")
-    prometheus.Gauge("vllm:cuvee_pending_bytes", "", registry=registry).set(5)
+    depth = prometheus.Gauge("vllm:cuvee_pending_bytes", "", ["engine"], registry=registry).labels("0")
+    prometheus.Gauge("vllm:cuvee_store_queue_depth", "", registry=registry).set(5)
     engine = served._Served()
     left = [2, 1, 0]
 

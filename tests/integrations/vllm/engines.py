@@ -178,8 +178,16 @@ class Ran:
     log: str
 
     def metric(self, name: str, after: int = -1) -> float:
-        """A counter or gauge after a step (default: the last), summed over its labels; 0 if there is none."""
-        return sum(value for key, value in self.metrics[after].items() if key.partition("{")[0] == name)
+        """A counter or gauge after a step (default: the last), as `total`; 0 if there is none."""
+        return total(self.metrics[after], name)
+
+
+def total(samples: Mapping[str, float], name: str) -> float:
+    """Add up the samples of a metric, or of those of its labels that are named: `name{kind=chunk,tier=disk}`."""
+    name, _, labels = name.partition("{")
+    wanted = set(filter(None, labels.rstrip("}").split(",")))
+    own = ((key.replace('"', "").rstrip("}").partition("{"), value) for key, value in samples.items())
+    return sum(value for (of, _, held), value in own if of == name and wanted <= set(held.split(",")))
 
 
 class EngineFailure(AssertionError):
@@ -449,10 +457,9 @@ class Server:
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
 
-    def metric(self, name: str, label: str = "") -> float:
-        """A counter or gauge summed over its labels, or over those samples whose labels hold `label`."""
-        samples = self.metrics().items()
-        return sum(value for key, value in samples if key.partition("{")[0] == name and label in key)
+    def metric(self, name: str) -> float:
+        """A counter or gauge, as `total`."""
+        return total(self.metrics(), name)
 
     def wait_for_metric(self, name: str, least: float, timeout: float = 30.0) -> float:
         """Send requests of one token until a counter has reached a value: counters travel with the engine's steps."""
@@ -530,6 +537,8 @@ def snapshot(llm: Any) -> dict[str, float]:
         if isinstance(value := getattr(metric, "value", None), int | float):
             labels = ",".join(f"{name}={text}" for name, text in sorted(metric.labels.items()) if name != "model_name")
             values[f"{metric.name}{{{labels}}}"] = values.get(f"{metric.name}{{{labels}}}", 0) + value
+        elif (count := getattr(metric, "count", None)) is not None:
+            values[f"{metric.name}_count"] = values.get(f"{metric.name}_count", 0) + count
     return values
 
 
@@ -605,7 +614,7 @@ def _wait_for(llm: Any, metric: str, least: float) -> None:
     from vllm import SamplingParams
 
     deadline = time.monotonic() + 30
-    while (value := sum(v for key, v in snapshot(llm).items() if key.partition("{")[0] == metric)) < least:
+    while (value := total(snapshot(llm), metric)) < least:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{metric} is {value}, not {least}")
         llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)

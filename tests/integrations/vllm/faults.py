@@ -41,6 +41,7 @@ from tests.integrations.vllm.engines import (
     run_steps,
     snapshot,
     start_engine,
+    total,
 )
 
 from cuvee.integrations.stores import Store, open_store
@@ -298,9 +299,13 @@ class Driven:
         return store_key("", chain.digests(prompt, chunk + 1)[chunk])
 
     def totals(self) -> Totals:
-        """Counters of both sides, without histograms."""
+        """Counters of both sides, and the number of loads."""
         totals = self.scheduling._recorder.totals()
-        return {key: value for key, value in totals.items() if not key[0].endswith(("load_seconds", "lookup_seconds"))}
+        loads = sum(value for (name, _), value in totals.items() if name == "load_seconds")
+        return {
+            **{key: value for key, value in totals.items() if not key[0].endswith(("load_seconds", "lookup_seconds"))},
+            ("loads", ""): loads,
+        }
 
     @contextmanager
     def counting(self) -> Iterator[Totals]:
@@ -362,7 +367,7 @@ class Driven:
 
 def expect(counted: Totals, **figures: float) -> None:
     """Counters by name, or name_label: exactly so much; those that are not named may be anything."""
-    seen = {f"{name}_{label}" if label else name: value for (name, label), value in counted.items()}
+    seen = {f"{name}_{label}".replace(":", "_") if label else name: value for (name, label), value in counted.items()}
     wrong = {name: seen.get(name, 0) for name, value in figures.items() if seen.get(name, 0) != value}
     assert not wrong, f"expected {figures}, counted {seen}"
 
@@ -385,7 +390,7 @@ def vanishes(engine: Driven) -> None:
             failures_load=1,
             loaded_tokens=chunk * CHUNK,
             recomputed_tokens=(CHUNKS - chunk) * CHUNK,
-            stored_chunks=1,
+            stored_chunk=1,
         )
         _found_again(engine, prompt)
 
@@ -395,7 +400,7 @@ def _found_again(engine: Driven, prompt: Sequence[int]) -> None:
     engine.forget()
     with engine.counting() as counted:
         engine.ask(prompt)
-    expect(counted, loads=1, loaded_tokens=(len(prompt) - 1) // CHUNK * CHUNK, failures_load=0, stored_chunks=0)
+    expect(counted, loads=1, loaded_tokens=(len(prompt) - 1) // CHUNK * CHUNK, failures_load=0, stored_chunk=0)
 
 
 def vanishes_far(engine: Driven) -> None:
@@ -405,7 +410,7 @@ def vanishes_far(engine: Driven) -> None:
     engine.faults.vanishing.add(engine.key(prompt, 9))
     with engine.counting() as counted:
         engine.ask(prompt)
-    expect(counted, failures_load=1, loaded_tokens=9 * CHUNK, recomputed_tokens=3 * CHUNK, stored_chunks=1)
+    expect(counted, failures_load=1, loaded_tokens=9 * CHUNK, recomputed_tokens=3 * CHUNK, stored_chunk=1)
     _found_again(engine, prompt)
 
 
@@ -422,7 +427,7 @@ def vanishes_behind_local_hit(engine: Driven) -> None:
         loaded = max(chunk * CHUNK - local, 0)
         expect(
             counted, failures_load=1, loaded_tokens=loaded, recomputed_tokens=CHUNKS * CHUNK - local - loaded,
-            stored_chunks=1,
+            stored_chunk=1,
         )  # fmt: skip
         _found_again(engine, prompt)
 
@@ -481,7 +486,7 @@ def damaged(engine: Driven) -> None:
         entries[key] = blob
         with engine.counting() as counted:
             engine.ask(prompt)
-        assert counted["failures", "load"] == counted["stored_chunks", ""] == 1, (what, counted)
+        assert counted["failures", "load"] == counted["stored", "chunk"] == 1, (what, counted)
         assert counted["loaded_tokens", ""] == 2 * CHUNK, (what, counted)
         assert entries[key] == good, what
     _found_again(engine, prompt)
@@ -502,14 +507,14 @@ def raises(engine: Driven) -> None:
         engine.faults.before = fail("put")
         with engine.counting() as counted:
             engine.ask(prompt)
-        expect(counted, failures_store=CHUNKS, stored_chunks=0, lookups_miss=1)
+        expect(counted, failures_store=CHUNKS, stored_chunk=0, lookups_miss=1)
         engine.faults.before = usual
         engine.forget()
         engine.store_and_forget(prompt)
         engine.faults.before = fail("get")
         with engine.counting() as counted:
             engine.ask(prompt)
-        expect(counted, failures_load=1, loaded_tokens=0, recomputed_tokens=CHUNKS * CHUNK, stored_chunks=0)
+        expect(counted, failures_load=1, loaded_tokens=0, recomputed_tokens=CHUNKS * CHUNK, stored_chunk=0)
         engine.forget()
         engine.faults.before = fail("contains")
         with engine.counting() as counted:
@@ -526,7 +531,7 @@ def lookup_hangs(engine: Driven) -> None:
     engine.store_and_forget(prompt)
     with engine.counting() as counted, engine.lookup_timeout(0.2), engine.faults.hanging("contains"):
         engine.ask(prompt, other)
-    expect(counted, lookups_timeout=2, loads=0, stored_chunks=CHUNKS)
+    expect(counted, lookups_timeout=2, loads=0, stored_chunk=CHUNKS)
     _found_again(engine, prompt)
 
 
@@ -550,7 +555,7 @@ def load_hangs(engine: Driven) -> None:
         assert len(engine.finish()[name].tokens) == 40
     expect(
         counted, loads=1, failures_timeout=1, failures_load=0, loaded_tokens=0, recomputed_tokens=12 * CHUNK,
-        stored_chunks=14,
+        stored_chunk=14,
     )  # fmt: skip
     _found_again(engine, prompt)
 
@@ -628,7 +633,7 @@ def encode_fails(engine: Driven) -> None:
             with engine.counting() as counted:
                 engine.ask(prompt)
             stored = CHUNKS - 1 if isinstance(error, InputError) else 0
-            expect(counted, failures_encode=1, stored_chunks=stored)
+            expect(counted, failures_encode=1, stored_chunk=stored)
             assert engine.key(prompt, 2) not in engine.faults.entries
             engine.forget()
         finally:
@@ -688,7 +693,7 @@ def reset(engine: Driven) -> None:
     assert engine.llm.reset_prefix_cache(reset_connector=True)
     with engine.counting() as counted:
         assert name in engine.finish()
-    expect(counted, loads=0, lookups_miss=1, stored_chunks=CHUNKS)
+    expect(counted, loads=0, lookups_miss=1, stored_chunk=CHUNKS)
     assert entries.items() <= engine.faults.entries.items()
     _found_again(engine, prompt)
 
@@ -781,7 +786,7 @@ def chaos(engine: Driven) -> None:
         logging.getLogger("cuvee").setLevel(logging.INFO)
     assert finished > 60
     assert engine.free_blocks() == engine.all_blocks
-    assert counted["loaded_chunks", ""] > 50, counted
+    assert counted["loaded", "chunk"] > 50, counted
     assert min(counted["failures", kind] for kind in ("load", "store", "lookup")) > 0, counted
 
 
@@ -916,7 +921,7 @@ def files_damaged(engine: Driven) -> None:
             path.write_bytes(damage(chunk))
         with engine.counting() as counted:
             engine.ask(prompt)
-        assert counted["corrupt", "disk"] == counted["stored_chunks", ""] == CHUNKS, (what, counted)
+        assert counted["store_operations", "disk:corrupt"] == counted["stored", "chunk"] == CHUNKS, (what, counted)
         assert counted["failures", "load"] == 1 and ("loaded_tokens", "") not in counted, (what, counted)
         _found_again(engine, prompt)
     engine.forget()
@@ -924,7 +929,7 @@ def files_damaged(engine: Driven) -> None:
         path.write_bytes(b"short")
     with engine.counting() as counted:
         engine.ask(prompt)
-    expect(counted, lookups_miss=1, loads=0, stored_chunks=CHUNKS)
+    expect(counted, lookups_miss=1, loads=0, stored_chunk=CHUNKS)
     _found_again(engine, prompt)
 
 
@@ -940,7 +945,7 @@ def blob_damaged_in_sound_envelope(engine: Driven) -> None:
     entry_path(engine, key).write_bytes(seal(key, bytes(blob), time.time()))
     with engine.counting() as counted:
         engine.ask(prompt)
-    expect(counted, failures_load=1, loaded_tokens=2 * CHUNK, stored_chunks=1, corrupt_disk=0)
+    expect(counted, failures_load=1, loaded_tokens=2 * CHUNK, stored_chunk=1, store_operations_disk_corrupt=0)
     _found_again(engine, prompt)
 
 
@@ -953,15 +958,15 @@ def folder_removed(engine: Driven) -> None:
         engine.ask(prompt)
         engine.settle()
     expect(counted, lookups_miss=1, loads=0)
-    _until(engine, "stored_chunks", prompt_of("folder, another"))
-    _until(engine, "loaded_tokens", prompt_of("folder, another"))
+    _until(engine, ("stored", "chunk"), prompt_of("folder, another"))
+    _until(engine, ("loaded_tokens", ""), prompt_of("folder, another"))
 
 
-def _until(engine: Driven, counter: str, prompt: Sequence[int]) -> None:
+def _until(engine: Driven, counter: tuple[str, str], prompt: Sequence[int]) -> None:
     """Ask until something is counted."""
     end = time.monotonic() + 20
-    before = engine.totals().get((counter, ""), 0)
-    while engine.totals().get((counter, ""), 0) == before:
+    before = engine.totals().get(counter, 0)
+    while engine.totals().get(counter, 0) == before:
         assert time.monotonic() < end, f"no {counter}"
         engine.forget()
         engine.ask(prompt)
@@ -977,9 +982,9 @@ def disk_full(engine: Driven) -> None:
         with engine.counting() as counted:
             for prompt in more:
                 engine.store_and_forget(prompt)
-        assert counted["store_errors", "disk"] >= 1, counted
-        assert counted["stored_chunks", ""] < 3 * CHUNKS, counted
-        _until(engine, "loaded_tokens", first)
+        assert counted["store_operations", "disk:error"] >= 1, counted
+        assert counted["stored", "chunk"] < 3 * CHUNKS, counted
+        _until(engine, ("loaded_tokens", ""), first)
         engine.forget()
         with engine.counting() as counted:
             engine.ask(first)
@@ -988,11 +993,11 @@ def disk_full(engine: Driven) -> None:
         kept = {str(entry_path(engine, engine.key(first, chunk))) for chunk in range(CHUNKS)}
         for path in set(entry_paths(engine)) - kept:
             os.unlink(path)
-        _until(engine, "stored_chunks", last)
+        _until(engine, ("stored", "chunk"), last)
     # Two chunks are written at a time, and where one gives up there may be room for the other.
     assert said[0].startswith("writing") and said[-1] == "answers again", said
     assert all(one != following for one, following in pairwise(said)), said
-    _until(engine, "loaded_tokens", last)
+    _until(engine, ("loaded_tokens", ""), last)
 
 
 CRASH = [prompt_of(f"crash {index}") for index in range(3)]
@@ -1007,7 +1012,13 @@ def after_crash(engine: Driven) -> None:
     with engine.counting() as counted:
         for prompt in CRASH:
             engine.ask(prompt)
-    expect(counted, corrupt_disk=0, failures_load=0, store_errors_disk=0, stored_chunks=len(CRASH) * CHUNKS - len(kept))
+    expect(
+        counted,
+        store_operations_disk_corrupt=0,
+        failures_load=0,
+        store_operations_disk_error=0,
+        stored_chunk=len(CRASH) * CHUNKS - len(kept),
+    )
     assert counted["loaded_tokens", ""] >= CHUNK
     for prompt in CRASH:
         _found_again(engine, prompt)
@@ -1025,12 +1036,12 @@ def redis_down_at_start(engine: Driven, server: RedisServer) -> None:
         with engine.counting() as counted:
             for index in range(3):
                 engine.ask(prompt_of(f"down {index}"))
-        assert counted["store_errors", "redis"] >= 1, counted
-        assert counted["store_skipped", "redis"] > counted["store_errors", "redis"], counted
-        expect(counted, stored_chunks=0, loads=0, lookups_miss=3)
+        assert counted["store_operations", "redis:error"] >= 1, counted
+        assert counted["store_operations", "redis:skipped"] > counted["store_operations", "redis:error"], counted
+        expect(counted, stored_chunk=0, loads=0, lookups_miss=3)
         server.start()
-        _until(engine, "stored_chunks", prompt)
-        _until(engine, "loaded_tokens", prompt)
+        _until(engine, ("stored", "chunk"), prompt)
+        _until(engine, ("loaded_tokens", ""), prompt)
     failed = [text for text in said if text != "answers again"]
     assert len(set(failed)) == len(failed) > 0 and said[-1] == "answers again", said
 
@@ -1051,11 +1062,11 @@ def redis_killed(engine: Driven, server: RedisServer) -> None:
     server.kill()
     with engine.counting() as counted:
         assert name in engine.finish()
-    expect(counted, loads=1, failures_load=1, loaded_tokens=0, recomputed_tokens=CHUNKS * CHUNK, stored_chunks=0)
-    assert counted["store_errors", "redis"] >= 1
+    expect(counted, loads=1, failures_load=1, loaded_tokens=0, recomputed_tokens=CHUNKS * CHUNK, stored_chunk=0)
+    assert counted["store_operations", "redis:error"] >= 1
     server.start()
-    _until(engine, "stored_chunks", prompt)
-    _until(engine, "loaded_tokens", prompt)
+    _until(engine, ("stored", "chunk"), prompt)
+    _until(engine, ("loaded_tokens", ""), prompt)
 
 
 def redis_emptied(engine: Driven, server: RedisServer) -> None:
@@ -1066,7 +1077,7 @@ def redis_emptied(engine: Driven, server: RedisServer) -> None:
         client.flushall()
     with engine.counting() as counted:
         engine.ask(prompt)
-    expect(counted, lookups_miss=1, loads=0, stored_chunks=CHUNKS)
+    expect(counted, lookups_miss=1, loads=0, stored_chunk=CHUNKS)
     _found_again(engine, prompt)
 
 
@@ -1081,16 +1092,18 @@ def redis_hangs(engine: Driven, server: RedisServer) -> None:
         for index in range(3):
             engine.ask(prompt_of(f"hangs {index}"))
     expect(counted, failures_load=1, loaded_tokens=0, recomputed_tokens=CHUNKS * CHUNK)
-    assert counted["store_errors", "redis"] >= 1 and counted["store_skipped", "redis"] >= 1, counted
+    assert counted["store_operations", "redis:error"] >= 1 and counted["store_operations", "redis:skipped"] >= 1, (
+        counted
+    )
     server.resume()
-    _until(engine, "loaded_tokens", prompt)
+    _until(engine, ("loaded_tokens", ""), prompt)
     engine.forget()
     server.pause()
     with engine.counting() as counted:
         engine.ask(prompt)
     expect(counted, lookups_miss=1, loads=0)
     server.resume()
-    _until(engine, "loaded_tokens", prompt)
+    _until(engine, ("loaded_tokens", ""), prompt)
 
 
 def redis_garbage(engine: Driven, server: RedisServer) -> None:
@@ -1120,11 +1133,14 @@ def redis_garbage(engine: Driven, server: RedisServer) -> None:
                     client.set(name, {"noise": noise.randbytes(9999), "half": half, "rotated": rotated}[what])
             with engine.counting() as counted:
                 engine.ask(prompt)
-            assert counted["stored_chunks", ""] == CHUNKS and ("loaded_tokens", "") not in counted, (what, counted)
+            assert counted["stored", "chunk"] == CHUNKS and ("loaded_tokens", "") not in counted, (what, counted)
             if what == "a list":  # the lookup sees that it is no entry
-                assert not {("corrupt", "redis"), ("failures", "load")} & counted.keys(), counted
+                assert not {("store_operations", "redis:corrupt"), ("failures", "load")} & counted.keys(), counted
             else:
-                assert counted["corrupt", "redis"] == CHUNKS and counted["failures", "load"] == 1, (what, counted)
+                assert counted["store_operations", "redis:corrupt"] == CHUNKS and counted["failures", "load"] == 1, (
+                    what,
+                    counted,
+                )
             _found_again(engine, prompt)
 
 
@@ -1313,18 +1329,17 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
 
     def count(name: str) -> float:
         ask([1])
-        figures = snapshot(llm).items()
-        return sum(value for key, value in figures if key.partition("{")[0] == f"vllm:cuvee_{name}")
+        return total(snapshot(llm), f"vllm:cuvee_{name}")
 
     def wait_for(stored: int) -> None:
-        wait_until(lambda: count("stored_chunks") == stored, f"{stored} chunks are stored")
+        wait_until(lambda: count("stored{kind=chunk}") == stored, f"{stored} chunks are stored")
 
     def again() -> Any:
         assert llm.reset_prefix_cache()
         return ask(prompt)[0]
 
     files = partial(_files, store)
-    others, stored = files(), int(count("stored_chunks")) + 2 * CHUNKS
+    others, stored = files(), int(count("stored{kind=chunk}")) + 2 * CHUNKS
     (first,) = ask(prompt)
     expected = tokens(first)
     wait_for(stored)
@@ -1334,7 +1349,7 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
         name = f"rank_{damage}"
         try:
             path = random.Random(damage).choice(paths)
-            loads, failures = count("loads"), count("failures")
+            loads, failures = count("load_seconds_count"), count("failures")
             good = path.read_bytes()
             if damage == "deleted":
                 path.unlink()
@@ -1343,7 +1358,7 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
             output = again()
             assert tokens(output) == expected
             if damage != "deleted":  # a lookup finds a file only to be there
-                assert count("failures") == failures + 1 and count("loads") == loads + 1
+                assert count("failures") == failures + 1 and count("load_seconds_count") == loads + 1
             stored += 1
             wait_for(stored)
             assert path.stat().st_size == len(good)

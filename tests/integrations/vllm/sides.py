@@ -27,6 +27,7 @@ from cuvee.integrations.adapters import AdapterFiles, Adapters
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.messages import Blend, Entry, Load, Save, StepPlan
+from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.scheduler_events import EventPair
@@ -440,4 +441,9 @@ def _same(chunk: KVChunk, sequence: KVChunk, start: int, end: int) -> bool:
 
 
 def _flat(recorder: Recorder) -> dict[str, float]:
-    return {name + f"{{{label}}}" * bool(label): value for (name, label), value in recorder.totals().items()}
+    """What was counted, by `name{label}`; of histograms, how often."""
+    flat: dict[str, float] = {}
+    for (name, label), value in recorder.totals().items():
+        key = name if not label or METRICS[name].kind == "histogram" else f"{name}{{{label}}}"
+        flat[key] = flat.get(key, 0) + value
+    return flat

@@ -62,9 +62,8 @@ class _Blending:
         self._bounds = [blend.start, (blend.start + end) // 2, end]
         self.done = False
         self.checked_from: float | None = None
-        self.figures: dict[str, float] = {
-            "blends": 1, "blended_tokens": end - blend.start, "blend_reused_tokens": 0,
-        }  # fmt: skip
+        self.tokens = {"reused": 0, "recomputed": 0, "new": end - blend.start}
+        self.kl: float | None = None
 
     def advance(self, budget: float) -> float:
         blend, (start, end) = self._blend, self._bounds[:2]

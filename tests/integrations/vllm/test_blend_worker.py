@@ -69,11 +69,8 @@ class FakeBlend:
         self.left = blender.slices
         self.done = False
         self.checked_from: float | None = None
-        self.figures: dict[str, float] = {
-            "blends": 1, "blended_tokens": end - blend.start, "blend_reused_tokens": 7,
-        }  # fmt: skip
-        if blender.kl is not None:
-            self.figures["blend_kl"] = blender.kl
+        self.tokens = {"reused": 4, "recomputed": 3, "new": end - blend.start - 7}
+        self.kl = blender.kl
 
     def advance(self, budget: float) -> float:
         assert not self.done
@@ -178,7 +175,7 @@ def test_a_segment_is_stored_from_wherever_it_begins(bench: Callable[..., Bench]
     (blob,) = b.store.entries.values()
     assert blob == b.codec.encode(b.sequence.slice(start, end))
     counts = b.counts()
-    assert counts["stored_segments"] == 1 and "stored_chunks" not in counts and "stored_tails" not in counts
+    assert counts["stored{segment}"] == 1 and "stored{chunk}" not in counts and "stored{tail}" not in counts
     assert counts["raw_bytes"] == segment[1] * LAYOUT.bytes_per_token
     assert b.worker._saves._pending == 0
 
@@ -192,7 +189,7 @@ def test_segments_chunks_and_tails_of_a_step_are_stored_together(bench: Callable
     assert b.store.entries[b.segment_key(5, 20)] == b.codec.encode(b.sequence.slice(5, 25))
     assert b.store.entries[b.key(1)] == b.codec.encode(b.sequence.slice(16, 32))
     counts = b.counts()
-    assert (counts["stored_segments"], counts["stored_chunks"], counts["stored_tails"]) == (1, 2, 1)
+    assert (counts["stored{segment}"], counts["stored{chunk}"], counts["stored{tail}"]) == (1, 2, 1)
 
 
 def test_a_segment_is_skipped_over_budget(bench: Callable[..., Bench]) -> None:
@@ -241,7 +238,7 @@ def test_pieces_are_placed_behind_the_exact_prefix(bench: Callable[..., Bench]) 
     assert holds_piece(b, 5, 20, 25, low=32) and holds_piece(b, 31, 9, 49)
     assert untouched(b, 45, 49) and untouched(b, 58, 64)
     counts = b.counts()
-    assert counts["loaded_chunks"] == 2 and counts["loaded_segments"] == 2 and "loads" not in counts
+    assert counts["loaded{chunk}"] == 2 and counts["loaded{segment}"] == 2 and "load_seconds" not in counts
 
 
 def test_what_the_engine_has_is_left_alone(bench: Callable[..., Bench]) -> None:
@@ -271,7 +268,7 @@ def test_many_pieces_are_fetched_in_parts(bench: Callable[..., Bench], monkeypat
     assert report.failed == set() and not b.worker.take_invalid_blocks()
     assert b.held(PAGES, 0, CHUNK)
     assert all(holds_piece(b, start, tokens, at) for start, tokens, at in ((5, 7, 17), (64, 6, 36), (90, 8, 43)))
-    assert b.counts()["loaded_chunks"] == 1 and b.counts()["loaded_segments"] == 4
+    assert b.counts()["loaded{chunk}"] == 1 and b.counts()["loaded{segment}"] == 4
 
 
 class Walked(list[Any]):
@@ -347,9 +344,9 @@ def test_a_blend_arrives_once_it_is_recomputed(bench: Callable[..., Bench]) -> N
     assert done.place_seconds > 0 and done.compute_seconds > 0
     assert not b.worker.take_invalid_blocks()
     counts = b.counts()
-    assert counts["blends"] == 1 and counts["blended_tokens"] == 24 and counts["blend_reused_tokens"] == 7
-    assert counts["loaded_tokens"] == 40 and counts["loads"] == 1 and "recomputed_tokens" not in counts
-    assert [value for name, value in counts.items() if name.startswith("blend_seconds")]
+    assert counts["blend_seconds"] == 1
+    assert [counts[f"blend_tokens{{{kind}}}"] for kind in ("reused", "recomputed", "new")] == [4, 3, 17]
+    assert counts["loaded_tokens"] == 40 and counts["load_seconds"] == 1 and "recomputed_tokens" not in counts
     compute(b, ["r"], blender)
     b.worker.drop(["r"])
     assert len(blender.calls) == 1 and b.worker.take_arrived() == set(), "once"
@@ -404,12 +401,12 @@ def test_a_blend_goes_on_slice_by_slice(bench: Callable[..., Bench]) -> None:
     b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
     place(b)
     for number in range(3):
-        assert b.worker.take_arrived() == set() and "blends" not in b.counts(), number
+        assert b.worker.take_arrived() == set() and "blend_seconds" not in b.counts(), number
         compute(b, ["r"], blender, tokens=100 + number)
     assert blender.budgets == [100, 101, 102] and len(blender.calls) == 1
     assert b.worker.take_arrived() == {"r"} and not b.worker.take_invalid_blocks()
     counts = b.counts()
-    assert counts["blends"] == 1 and counts["blend_slices"] == 3
+    assert counts["blend_seconds"] == 1 and counts["blend_slices"] == 3
     assert blender.well == [True] * 3
     compute(b, ["r"], blender)
     assert blender.well[3:] == [False], "it is over here; a rank where it is not must hear of that"
@@ -495,7 +492,9 @@ def test_a_blend_that_fails_is_computed_from_its_exact_prefix_on(
     assert b.worker.take_invalid_blocks() == set(PAGES[exact // BLOCK : 5])
     assert exact == 0 or b.held(PAGES, 0, exact)
     counts = b.counts()
-    assert counts["failures{blend}"] == 1 and counts["recomputed_tokens"] == 40 - exact and "blends" not in counts
+    assert (
+        counts["failures{blend}"] == 1 and counts["recomputed_tokens"] == 40 - exact and "blend_seconds" not in counts
+    )
     assert counts.get("loaded_tokens", 0) == exact
     assert b.segment_key(5, 20) in b.store.entries, "that says nothing of the entry"
 
@@ -612,10 +611,10 @@ def test_an_exact_prefix_may_end_with_a_part_of_a_tail(bench: Callable[..., Benc
     else:
         report = run_blend(b, load, FakeBlender())
         assert not b.worker.take_invalid_blocks() and not report.failed
-        assert holds_piece(b, 5, 20, 20, low=24) and b.counts()["loaded_segments"] == 1
+        assert holds_piece(b, 5, 20, 20, low=24) and b.counts()["loaded{segment}"] == 1
     assert b.held(PAGES, 0, 24)
     counts = b.counts()
-    assert (counts["loaded_chunks"], counts["loaded_tails"]) == (1, 1)
+    assert (counts["loaded{chunk}"], counts["loaded{tail}"]) == (1, 1)
 
 
 def test_a_tagged_segment_of_another_tenant_is_not_placed(bench: Callable[..., Bench]) -> None:

@@ -223,7 +223,7 @@ def first_process(
         engines.append(Engine(f"reference-{family}", models[family], steps, {"dtype": case.dtype, "max_logprobs": -1}))
     all_stored = chunks(*PROMPTS.values())
     for family, case in CASES.items():
-        turn = Step([QUESTION], max_tokens=ANSWER, until=("vllm:cuvee_stored_chunks", all_stored + 1))
+        turn = Step([QUESTION], max_tokens=ANSWER, until=("vllm:cuvee_stored{kind=chunk}", all_stored + 1))
         transfer = cuvee(store("main"), chunk_tokens=CHUNK)
         options = {**case.options, "block_size": case.other_block, "kv_transfer_config": transfer}
         engines.append(Engine(f"stored-{family}", models[family], [TOGETHER, turn], options))
@@ -232,11 +232,11 @@ def first_process(
     layout = KVLayout.from_config(AutoConfig.from_pretrained(models["llama"]), CASES["llama"].dtype)
     fitted_to(layout).save(fitted)
     small = {"kv_transfer_config": cuvee(store("small"), quality="small", profile=str(fitted), chunk_tokens=CHUNK)}
-    filled = Step(list(PROMPTS.values()), together=True, until=("vllm:cuvee_stored_chunks", all_stored))
+    filled = Step(list(PROMPTS.values()), together=True, until=("vllm:cuvee_stored{kind=chunk}", all_stored))
     engines.append(Engine("small", models["llama"], [filled, ALONE], small))
     prefixes = [passage[: PREFIX + 1] for passage in prefix_ends(passages)]
     parts = {"kv_transfer_config": cuvee(store("parts"), **PARTS, profile=profile)}
-    known = Step(prefixes, together=True, max_tokens=1, until=("vllm:cuvee_stored_chunks", len(prefixes)))
+    known = Step(prefixes, together=True, max_tokens=1, until=("vllm:cuvee_stored{kind=chunk}", len(prefixes)))
     engines.append(Engine("parts", models["books"], [known], parts))
     misspelt = {"kv_transfer_config": cuvee(store("main"), chunk_token=CHUNK)}
     engines.append(Engine("misspelt", models["llama"], [], misspelt))
@@ -276,10 +276,10 @@ def loaded(
     # The others find what they have stored themselves.
     transfer = cuvee(store("crowd"), chunk_tokens=CROWD_CHUNK)
     crowd_chunks = len(CROWD) * ((len(CROWD[0]) + RUSH.max_tokens - 1) // CROWD_CHUNK)
-    filled = replace(RUSH, until=("vllm:cuvee_stored_chunks", crowd_chunks))
+    filled = replace(RUSH, until=("vllm:cuvee_stored{kind=chunk}", crowd_chunks))
     engines.append(Engine("crowd", models["llama"], [filled, RUSH], {**CROWDED, "kv_transfer_config": transfer}))
     prefixes = [list(prefix) for prefix in {tuple(passage[: PREFIX + 1]) for passage in passages}]
-    known = Step(prefixes, together=True, max_tokens=1, until=("vllm:cuvee_stored_chunks", len(prefixes)))
+    known = Step(prefixes, together=True, max_tokens=1, until=("vllm:cuvee_stored{kind=chunk}", len(prefixes)))
     balanced = cuvee(store("balanced"), **BALANCED, profile=profile)
     options = {"max_logprobs": -1, "kv_transfer_config": balanced}
     engines.append(Engine("balanced", models["books"], [known, replace(next_tokens(passages), forget=True)], options))
@@ -314,7 +314,14 @@ def assert_same(answers: list[Answer], expected: list[Answer], runs: list[list[A
 
 def assert_sound(ran: Ran) -> None:
     """Nothing failed, and nothing was recomputed."""
-    for name in ("failures", "recomputed_tokens", "corrupt", "store_errors", "dropped", "stores_skipped"):
+    for name in (
+        "failures",
+        "recomputed_tokens",
+        "store_operations{result=corrupt}",
+        "store_operations{result=error}",
+        "store_operations{result=dropped}",
+        "stores_skipped",
+    ):
         assert ran.metric(f"vllm:cuvee_{name}") == 0, name
 
 
@@ -325,9 +332,11 @@ def test_storing_changes_nothing(family: str, reference: dict[str, Ran], stored:
     expected, ran = reference[family].steps, stored[family]
     assert_same(ran.steps[0], expected[2], expected[:4], CASES[family].noise)
     assert ran.steps[1][0].tokens == expected[4][0].tokens
-    assert ran.metric("vllm:cuvee_stored_chunks") == chunks(*PROMPTS.values()) + 1  # and one of question and answer
+    assert (
+        ran.metric("vllm:cuvee_stored{kind=chunk}") == chunks(*PROMPTS.values()) + 1
+    )  # and one of question and answer
     assert 0 < ran.metric("vllm:cuvee_stored_bytes") < ran.metric("vllm:cuvee_raw_bytes")
-    assert ran.metric("vllm:cuvee_loads") == 0
+    assert ran.metric("vllm:cuvee_load_seconds_count") == 0
     assert_sound(ran)
 
 
@@ -388,7 +397,7 @@ def test_preempted_requests_end_the_same(reference: dict[str, Ran], loaded: Resu
     assert 0 < preempted[0] < preempted[1]
     for answers in (computed, found):
         assert_same(answers, crowd[0], crowd, CASES["llama"].noise)
-    assert ran.metric("vllm:cuvee_loads", 0) < ran.metric("vllm:cuvee_loads", 1)
+    assert ran.metric("vllm:cuvee_load_seconds_count", 0) < ran.metric("vllm:cuvee_load_seconds_count", 1)
     assert [answer.cached for answer in found] == [loadable(prompt, 32, 32) for prompt in CROWD]
     assert_sound(ran)
 
@@ -409,9 +418,9 @@ def ranks(folder: Path, models: dict[str, Path]) -> RanksRan:
     place, root = folder / "ranks", folder / "ranks-store"
     place.mkdir()
     stored = 2 * chunks(*PROMPTS.values(), size=faults.CHUNK)
-    filled = Step(TOGETHER.prompts, together=True, until=("vllm:cuvee_stored_chunks", stored))
+    filled = Step(TOGETHER.prompts, together=True, until=("vllm:cuvee_stored{kind=chunk}", stored))
     ended = 2 * tails(*PROMPTS.values(), size=faults.CHUNK, block=32)
-    filled_up = Step(until=("vllm:cuvee_stored_tails", ended))
+    filled_up = Step(until=("vllm:cuvee_stored{kind=tail}", ended))
     transfer = cuvee(f"file://{root}", chunk_tokens=faults.CHUNK)
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "kv_transfer_config": transfer}
     write_order(place / "order.json", [Engine("ranks", models["llama"], [filled, filled_up, ALONE], options)])
@@ -483,7 +492,7 @@ def test_a_store_that_has_dropped_refinements_is_told_from_one_that_has_not(
     from all parts.
     """
     count, ran = len(prefix_ends(passages)), loaded["parts"]
-    assert first_process["parts"].metric("vllm:cuvee_stored_chunks") == count
+    assert first_process["parts"].metric("vllm:cuvee_stored{kind=chunk}") == count
     exact = [
         answer
         for answer, passage in zip(reference["books"].steps[6], passages, strict=True)

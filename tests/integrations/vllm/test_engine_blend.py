@@ -107,7 +107,7 @@ LEARNED = [Prompt(((BEHIND, False), (part, True), (QUESTION, False))) for part i
 # other tokens than `Blender`, which computes all text at once.
 ALIKE = len(PROMPTS) - 1
 TOKENS = [prompt.tokens for prompt in PROMPTS.values()]
-STORED = ("vllm:cuvee_stored_segments", len(LEARNED))
+STORED = ("vllm:cuvee_stored{kind=segment}", len(LEARNED))
 
 
 def blends(cost: float, **step: Any) -> Step:
@@ -206,7 +206,7 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
         Engine(
             "separated", models["llama"],
             [
-                Step(SEPARATED[: len(LEARNED)], max_tokens=1, until=("vllm:cuvee_stored_segments", len(LEARNED))),
+                Step(SEPARATED[: len(LEARNED)], max_tokens=1, until=("vllm:cuvee_stored{kind=segment}", len(LEARNED))),
                 Step(SEPARATED[len(LEARNED) :], forget=True, logprobs=-1),
             ],
             connector(folder / "separated-store", separator=SEPARATOR, cost=1),
@@ -222,7 +222,7 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
         Engine(
             "by content", models["llama"],
             [
-                Step([[*LONG, *QUESTION]], max_tokens=1, until=("vllm:cuvee_stored_segments", 5)),
+                Step([[*LONG, *QUESTION]], max_tokens=1, until=("vllm:cuvee_stored{kind=segment}", 5)),
                 Step([MOVED], forget=True, logprobs=-1),
                 Step([MOVED], forget=True, logprobs=-1, sleeps=True),
             ],
@@ -231,7 +231,7 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
         Engine(
             "by paragraphs", bundled_model_path(),
             [
-                Step([paragraphs(0, 1, 2)], max_tokens=1, until=("vllm:cuvee_stored_segments", 3)),
+                Step([paragraphs(0, 1, 2)], max_tokens=1, until=("vllm:cuvee_stored{kind=segment}", 3)),
                 Step([paragraphs(3, 2, 1)], forget=True),
             ],
             {"skip_tokenizer_init": False, **connector(folder / "paragraphs-store", cost=1)},
@@ -336,7 +336,7 @@ def test_an_exact_request_never_finds_what_was_blended(family: str, first: Resul
     ran = first[family]
     assert apart(ran.steps[ZERO], ran.steps[1]) > 0.05  # with nothing recomputed the difference shows
     assert apart(ran.steps[AFTER], ran.steps[1]) < NOISE
-    assert ran.metric("vllm:cuvee_blends") >= (1 + len(COSTS)) * len(PROMPTS)
+    assert ran.metric("vllm:cuvee_blend_seconds_count") >= (1 + len(COSTS)) * len(PROMPTS)
     assert ran.metric("vllm:cuvee_failures") == 0
 
 
@@ -411,7 +411,7 @@ def test_another_process_blends_what_the_first_stored(first: Results, later: Res
     assert distance(answer, exact) < NOISE
     assert reused([answer]) == [len(A) + len(B)]
     assert answer.cached == len(LATE.tokens) - len(QUESTION)
-    assert ran.metric("vllm:cuvee_stored_segments") == 0
+    assert ran.metric("vllm:cuvee_stored{kind=segment}") == 0
 
 
 def test_damaged_segments_are_computed(first: Results, later: Results) -> None:
@@ -419,7 +419,7 @@ def test_damaged_segments_are_computed(first: Results, later: Results) -> None:
     (answer,) = ran.steps[0]
     assert distance(answer, exact) < NOISE
     assert answer.told == {"cuvee": {"blended": False, "refused": "failed"}}
-    assert ran.metric("vllm:cuvee_blends") == 0
+    assert ran.metric("vllm:cuvee_blend_seconds_count") == 0
     assert ran.metric("vllm:cuvee_blends_refused") == ran.metric("vllm:cuvee_failures") == 1
 
 
@@ -429,7 +429,7 @@ def test_two_ranks_blend_alike(first: Results, ranks: Ran) -> None:
     corrected = first["corrected in slices"].steps[1]  # slices of a size: what corrects a token depends on it
     assert apart(some[:ALIKE], corrected[:ALIKE]) < RANKS_NOISE
     assert apart(some[:ALIKE], first["llama"].steps[ZERO + COSTS.index(0.3)][:ALIKE]) > 10 * RANKS_NOISE
-    assert ranks.metric("vllm:cuvee_blends") == 2 * len(PROMPTS)
+    assert ranks.metric("vllm:cuvee_blend_seconds_count") == 2 * len(PROMPTS)
 
 
 def test_a_compiled_model_blends_alike(folder: Path, first: Results, compiled: Ran) -> None:

@@ -120,7 +120,7 @@ def test_everything_is_found_by_another_process(kind: str, loaded: Mapping[str, 
     assert [answer.cached for answer in ran.steps[0]] == LOADABLE
     assert ran.steps[3][0].cached == 160, "question and answer of a turn, but for the last block's rest"
     assert not ran.metric("vllm:cuvee_failures") and not ran.metric("vllm:cuvee_contained")
-    assert not ran.metric("vllm:cuvee_stored_chunks"), "it was all there"
+    assert not ran.metric("vllm:cuvee_stored{kind=chunk}"), "it was all there"
 
 
 @pytest.mark.parametrize("kind", DRAFTED)

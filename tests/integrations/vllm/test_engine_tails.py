@@ -87,10 +87,10 @@ def engines(folder: Path, model: Path, learned: Profile) -> dict[str, Ran]:
     options = {"block_size": BLOCK, "max_model_len": 1024}
     transfer = cuvee(f"file://{folder / 'store'}", chunk_tokens=CHUNK, min_tokens=BLOCK)
     ours = {**options, "kv_transfer_config": transfer}
-    stored = replace(FIRST, until=("vllm:cuvee_stored_tails", TAILS))
+    stored = replace(FIRST, until=("vllm:cuvee_stored{kind=tail}", TAILS))
     lossy = {"quality": None, "step": 0.05, "profile": str(folder / "profile")}
     with_ids = cuvee(f"file://{folder / 'ids-store'}", chunk_tokens=64, min_tokens=32, **lossy)
-    told = Step([TOLD], max_tokens=ANSWER, until=("vllm:cuvee_stored_tails", 1))
+    told = Step([TOLD], max_tokens=ANSWER, until=("vllm:cuvee_stored{kind=tail}", 1))
     private = Step(
         [PRIVATE], max_tokens=ANSWER, params=[{"cuvee": {"store": False}}], until=("vllm:cuvee_unstored_tokens", 1)
     )
@@ -109,8 +109,8 @@ def engines(folder: Path, model: Path, learned: Profile) -> dict[str, Ran]:
     # where the answer before it ended.
     more = [
         replace(AGAIN, until=None),
-        replace(SECOND, until=("vllm:cuvee_stored_tails", 3)),
-        replace(THIRD, until=("vllm:cuvee_stored_tails", 5)),
+        replace(SECOND, until=("vllm:cuvee_stored{kind=tail}", 3)),
+        replace(THIRD, until=("vllm:cuvee_stored{kind=tail}", 5)),
         AGAIN,
     ]
     second = run_engines(folder / "second", [Engine("loaded", model, more, ours)], forked=False)
@@ -123,15 +123,22 @@ def assert_same(ran: Ran, reference: Ran) -> None:
     for ours, theirs in zip(ran.steps, reference.steps, strict=False):
         assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
         assert all(distance(answer, other) <= allowed for answer, other in zip(ours, theirs, strict=True))
-    for name in ("failures", "recomputed_tokens", "corrupt", "store_errors", "dropped", "stores_skipped"):
+    for name in (
+        "failures",
+        "recomputed_tokens",
+        "store_operations{result=corrupt}",
+        "store_operations{result=error}",
+        "store_operations{result=dropped}",
+        "stores_skipped",
+    ):
         assert ran.metric(f"vllm:cuvee_{name}") == 0, name
 
 
 def test_storing_tails_changes_nothing(engines: dict[str, Ran]) -> None:
     ran = engines["stored"]
     assert_same(ran, engines["reference"])
-    assert ran.metric("vllm:cuvee_stored_tails") == TAILS
-    assert ran.metric("vllm:cuvee_stored_chunks") == 3, "511 and 40 tokens make two, 300 and 40 one"
+    assert ran.metric("vllm:cuvee_stored{kind=tail}") == TAILS
+    assert ran.metric("vllm:cuvee_stored{kind=chunk}") == 3, "511 and 40 tokens make two, 300 and 40 one"
 
 
 def test_another_process_computes_at_most_a_block_of_what_was_stored(engines: dict[str, Ran]) -> None:
@@ -139,8 +146,8 @@ def test_another_process_computes_at_most_a_block_of_what_was_stored(engines: di
     assert_same(ran, engines["reference"])
     assert [answer.cached for answer in ran.steps[0]] == [480, 288, 64]
     # Two whole chunks and three tails: the 511 tokens end in a tail although they have grown past the chunk.
-    assert ran.metric("vllm:cuvee_loaded_chunks", 0) == 2
-    assert ran.metric("vllm:cuvee_loaded_tails", 0) == 3
+    assert ran.metric("vllm:cuvee_loaded{kind=chunk}", 0) == 2
+    assert ran.metric("vllm:cuvee_loaded{kind=tail}", 0) == 3
 
 
 def test_each_turn_of_a_conversation_loads_the_turns_before(engines: dict[str, Ran]) -> None:

@@ -86,10 +86,10 @@ def first_process(folder: Path) -> Mapping[str, Ran]:
         model = save_tiny_model(family, folder / family)
         engines.append(Engine(f"reference-{family}", model, [ALONE, TOGETHER, TALK, AGAIN]))
         filled = [
-            Step(PROMPTS, together=True, forget=True, until=("vllm:cuvee_stored_chunks", chunks(*PROMPTS))),
+            Step(PROMPTS, together=True, forget=True, until=("vllm:cuvee_stored{kind=chunk}", chunks(*PROMPTS))),
             # Every one of these prompts is in the engine's own cache, whose windows hold only ends.
             Step(PROMPTS),
-            Step(TALK.prompts, max_tokens=ANSWER, until=("vllm:cuvee_stored_chunks", chunks(*PROMPTS) + 2)),
+            Step(TALK.prompts, max_tokens=ANSWER, until=("vllm:cuvee_stored{kind=chunk}", chunks(*PROMPTS) + 2)),
         ]
         engines.append(Engine(f"stored-{family}", model, filled, {**PIECES, **transfer(folder, family)}))
     return run_engines(folder / "first", engines)
@@ -124,7 +124,7 @@ def loaded(folder: Path, first_process: Mapping[str, Ran]) -> Mapping[str, Ran]:
         )
     gemma, whole = folder / "gemma3", {"disable_hybrid_kv_cache_manager": True}
     engines.append(Engine("whole", gemma, [ALONE], {**whole, **transfer(folder, "gemma3")}))
-    filled = Step(PROMPTS, together=True, until=("vllm:cuvee_stored_chunks", chunks(*PROMPTS)))
+    filled = Step(PROMPTS, together=True, until=("vllm:cuvee_stored{kind=chunk}", chunks(*PROMPTS)))
     for family, options in LOSSY.items():
         fitted(folder / family).save(folder / f"{family}.profile")
         lossy = transfer(folder, f"lossy-{family}", **options, profile=str(folder / f"{family}.profile"))
@@ -142,7 +142,13 @@ def assert_same(answers: list[Answer], expected: list[Answer], reference: Ran) -
 
 def assert_sound(ran: Ran) -> None:
     """Nothing failed, and nothing was recomputed."""
-    for name in ("failures", "contained", "recomputed_tokens", "corrupt", "store_errors"):
+    for name in (
+        "failures",
+        "contained",
+        "recomputed_tokens",
+        "store_operations{result=corrupt}",
+        "store_operations{result=error}",
+    ):
         assert ran.metric(f"vllm:cuvee_{name}") == 0, name
 
 
@@ -152,8 +158,8 @@ def test_storing_changes_nothing(family: str, first_process: Mapping[str, Ran]) 
     assert_same(ran.steps[0], reference.steps[1], reference)
     assert_same(ran.steps[1], reference.steps[0], reference)
     assert_sound(ran)
-    assert ran.metric("vllm:cuvee_stored_chunks") == chunks(*PROMPTS) + 2
-    assert ran.metric("vllm:cuvee_loads") == 0
+    assert ran.metric("vllm:cuvee_stored{kind=chunk}") == chunks(*PROMPTS) + 2
+    assert ran.metric("vllm:cuvee_load_seconds_count") == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -223,7 +229,7 @@ def test_what_is_damaged_is_computed_as_a_whole(
     assert_same(ran.steps[0], reference.steps[0], reference)
     assert_same(ran.steps[1], reference.steps[0], reference)
     failed = ran.metric("vllm:cuvee_failures", 0)
-    assert 0 < failed <= len(PROMPTS) and ran.metric("vllm:cuvee_corrupt", 0) > 0
+    assert 0 < failed <= len(PROMPTS) and ran.metric("vllm:cuvee_store_operations{result=corrupt}", 0) > 0
     assert ran.metric("vllm:cuvee_contained") == 0
     assert failed * BLOCK <= ran.metric("vllm:cuvee_recomputed_tokens", 0) <= sum(LOADABLE)
     assert [answer.cached for answer in ran.steps[1]] == LOADABLE, "stored anew by what computed them"

@@ -175,7 +175,7 @@ def multi(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ran, list
                 },
                 "kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint},
             }
-        until = ("vllm:cuvee_stored_chunks", 8) if name == "filled" else None
+        until = ("vllm:cuvee_stored{kind=chunk}", 8) if name == "filled" else None
         engines.append(Engine(name, model, [Step(PROMPTS, forget=True, until=until)], options))
     ran = run_engines(folder / "run", engines)
     assert list((folder / "raw").rglob("*.safetensors")), "the other connector saves as well"
@@ -188,8 +188,8 @@ def test_beside_another_connector_one_loads_and_both_save(multi: dict[str, tuple
     for name in ("filled", "ours first"):
         assert [answer.tokens for answer in multi[name][0].steps[0]] == expected
     filled, loaded = multi["filled"][0], multi["ours first"][0]
-    assert filled.metric("vllm:cuvee_stored_chunks") == 8 and filled.metric("vllm:cuvee_loads") == 0
-    assert loaded.metric("vllm:cuvee_loads") == 2
+    assert filled.metric("vllm:cuvee_stored{kind=chunk}") == 8 and filled.metric("vllm:cuvee_load_seconds_count") == 0
+    assert loaded.metric("vllm:cuvee_load_seconds_count") == 2
     assert [answer.cached for answer in loaded.steps[0]] == [4 * ENGINE_CHUNK] * 2
 
 

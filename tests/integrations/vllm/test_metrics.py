@@ -43,15 +43,15 @@ def test_needs_no_vllm() -> None:
 def test_drains_what_came_since_the_last_time() -> None:
     recorder = Recorder()
     assert recorder.drain() is None
-    recorder.count("loads")
-    recorder.count("loads", 2)
+    recorder.count("loaded_tokens")
+    recorder.count("loaded_tokens", 2)
     recorder.count("lookups", label="hit")
     recorder.count("raw_bytes", 0)
-    assert recorder.drain() == {"loads||": 3, "lookups|hit|": 1}
+    assert recorder.drain() == {"loaded_tokens||": 3, "lookups|hit|": 1}
     assert recorder.drain() is None
-    recorder.count("loads")
-    assert recorder.drain() == {"loads||": 1}
-    assert recorder.totals() == {("loads", ""): 4, ("lookups", "hit"): 1}
+    recorder.count("loaded_tokens")
+    assert recorder.drain() == {"loaded_tokens||": 1}
+    assert recorder.totals() == {("loaded_tokens", ""): 4, ("lookups", "hit"): 1}
 
 
 def test_a_histogram_is_counted_by_value() -> None:
@@ -85,29 +85,29 @@ def test_what_is_kept_does_not_grow_with_the_observations() -> None:
         items = keys = values = __iter__
 
     worker._totals = Walked(worker._totals)
-    worker.gauge("queue_depth", 3)
-    assert worker.drain() == {"queue_depth||0": 3} and worker.drain() is None
+    worker.gauge("pending_bytes", 3)
+    assert worker.drain() == {"pending_bytes||0": 3} and worker.drain() is None
 
 
 def test_a_gauge_travels_when_it_changes() -> None:
     recorder = Recorder()
-    recorder.gauge("queue_depth", 0)
-    assert recorder.drain() == {"queue_depth||0": 0}
-    recorder.gauge("queue_depth", 0)
+    recorder.gauge("pending_bytes", 0)
+    assert recorder.drain() == {"pending_bytes||0": 0}
+    recorder.gauge("pending_bytes", 0)
     assert recorder.drain() is None
-    recorder.gauge("queue_depth", 3)
-    recorder.gauge("queue_depth", 5)
-    assert recorder.drain() == {"queue_depth||0": 5}
-    recorder.gauge("queue_depth", 0)
-    assert recorder.drain() == {"queue_depth||0": 0}
+    recorder.gauge("pending_bytes", 3)
+    recorder.gauge("pending_bytes", 5)
+    assert recorder.drain() == {"pending_bytes||0": 5}
+    recorder.gauge("pending_bytes", 0)
+    assert recorder.drain() == {"pending_bytes||0": 0}
     recorder.gauge("break_even_tokens", math.inf)
     assert recorder.drain() == {"break_even_tokens||": math.inf}
 
 
 def test_what_travels_is_json() -> None:
     recorder = Recorder()
-    recorder.count("hits", 3, "disk")
-    recorder.count("encode_seconds", 0.25)
+    recorder.count("hit_bytes", 3, "disk")
+    recorder.count("work_seconds", 0.25, "encode")
     recorder.count("lookup_seconds", 0.001)
     recorder.gauge("pending_bytes", 7)
     data = recorder.drain()
@@ -120,27 +120,33 @@ def test_what_is_drained_is_what_has_changed() -> None:
     recorder.count("raw_bytes", 1000)
     recorder.count("stored_bytes", 100)
     assert recorder.drain() == {"raw_bytes||": 1000, "stored_bytes||": 100}
-    recorder.count("loads")
-    assert recorder.drain() == {"loads||": 1}
+    recorder.count("loaded_tokens")
+    assert recorder.drain() == {"loaded_tokens||": 1}
 
 
 @pytest.mark.parametrize(
     ("method", "arguments", "message"),
     [
-        ("count", ("load",), "name: must be a known metric, got 'load': did you mean 'loads'?"),
+        ("count", ("load",), "name: must be a known metric, got 'load': did you mean 'loaded'?"),
         ("count", ("zzz",), "name: must be a known metric, got 'zzz'"),
         ("gauge", ("zzz", 1), "name: must be a known metric, got 'zzz'"),
-        ("count", ("queue_depth",), "name: must be a counter or histogram, got the gauge queue_depth; call gauge"),
-        ("gauge", ("loads", 1), "name: must be a gauge, got the counter loads; call count"),
+        ("count", ("pending_bytes",), "name: must be a counter or histogram, got the gauge pending_bytes; call gauge"),
+        ("gauge", ("loaded_tokens", 1), "name: must be a gauge, got the counter loaded_tokens; call count"),
         ("gauge", ("load_seconds", 1), "name: must be a gauge, got the histogram load_seconds; call count"),
-        ("count", ("loads", 1, "disk"), "label: must be empty for loads, got 'disk'"),
-        ("count", ("hits",), "label: must be a tier for hits, got ''"),
+        ("count", ("loaded_tokens", 1, "disk"), "label: must be empty for loaded_tokens, got 'disk'"),
+        ("count", ("hit_bytes",), "label: must be a tier for hit_bytes, got ''"),
+        ("count", ("store_operations", 1, "hit"), "label: must be a tier:result for store_operations, got 'hit'"),
+        (
+            "count",
+            ("store_operations", 1, "disk:found"),
+            "label: must be a result of hit, miss, corrupt, error, skipped",
+        ),
         ("count", ("lookups", 1, "found"), "label: must be a result of hit, partial, miss, declined, timeout, got"),
-        ("count", ("hits", 1, "a|b"), "label: must not contain '|', got 'a|b'"),
-        ("count", ("loads", -1), "value: must be finite and at least 0 for loads, got -1"),
-        ("count", ("loads", math.inf), "value: must be finite and at least 0 for loads"),
+        ("count", ("hit_bytes", 1, "a|b"), "label: must not contain '|', got 'a|b'"),
+        ("count", ("raw_bytes", -1), "value: must be finite and at least 0 for raw_bytes, got -1"),
+        ("count", ("raw_bytes", math.inf), "value: must be finite and at least 0 for raw_bytes"),
         ("count", ("load_seconds", math.nan), "value: must be finite and at least 0 for load_seconds"),
-        ("gauge", ("queue_depth", math.nan), "value: must be a number for queue_depth, got NaN"),
+        ("gauge", ("pending_bytes", math.nan), "value: must be a number for pending_bytes, got NaN"),
     ],
 )
 def test_refuses_what_is_not_declared(method: str, arguments: tuple[object, ...], message: str) -> None:
@@ -157,7 +163,7 @@ def test_threads_lose_nothing() -> None:
 
     def run() -> None:
         for _ in range(500):
-            recorder.count("stored_chunks")
+            recorder.count("stored", label="chunk")
             if data := recorder.drain():
                 drained.append(data)
 
@@ -171,8 +177,8 @@ def test_threads_lose_nothing() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(before)
-    assert sum(data["stored_chunks||"] for data in drained) == 4000
-    assert recorder.totals()["stored_chunks", ""] == 4000
+    assert sum(data["stored|chunk|"] for data in drained) == 4000
+    assert recorder.totals()["stored", "chunk"] == 4000
 
 
 # Stores -----------------------------------------------------------------------------------------------------------
@@ -183,7 +189,8 @@ def test_counts_what_a_store_did_in_between() -> None:
     counters = {"memory": TierCounters(hits=3, misses=1, hit_bytes=300), "disk": TierCounters(errors=2)}
     recorder.record_store(counters)
     assert recorder.drain() == {
-        "hits|memory|": 3, "misses|memory|": 1, "hit_bytes|memory|": 300, "store_errors|disk|": 2,
+        "store_operations|memory:hit|": 3, "store_operations|memory:miss|": 1, "hit_bytes|memory|": 300,
+        "store_operations|disk:error|": 2,
         "store_queue_depth|memory|0": 0, "store_queue_depth|disk|0": 0,
     }  # fmt: skip
     recorder.record_store(counters)
@@ -191,7 +198,7 @@ def test_counts_what_a_store_did_in_between() -> None:
     counters["memory"].hits += 2  # the very objects that were given: a store may hand out what it counts in
     counters["disk"].queued = 4
     recorder.record_store(counters)
-    assert recorder.drain() == {"hits|memory|": 2, "store_queue_depth|disk|0": 4}
+    assert recorder.drain() == {"store_operations|memory:hit|": 2, "store_queue_depth|disk|0": 4}
 
 
 def test_an_idle_store_costs_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +216,10 @@ def test_every_metric_of_tiers_is_a_figure_of_each() -> None:
     recorder.record_store({"disk": TierCounters(**{field.name: 7 for field in fields(TierCounters)})})
     totals = recorder.totals()
     assert set(totals.values()) == {7}
-    assert {label for _, label in totals} == {"disk"}
+    assert {label.partition(":")[0] for _, label in totals} == {"disk"}
+    assert {label[5:] for name, label in totals if name == "store_operations"} == set(
+        METRICS["store_operations"].values
+    )
     assert {name for name, _ in totals} == {name for name, metric in METRICS.items() if metric.label == "tier"}
 
 
@@ -217,8 +227,8 @@ def test_a_store_opened_anew_starts_from_zero() -> None:
     recorder = Recorder()
     recorder.record_store({"memory": TierCounters(hits=10, misses=5)})
     recorder.record_store({"memory": TierCounters(hits=2, misses=6)})
-    assert recorder.totals()["hits", "memory"] == 12
-    assert recorder.totals()["misses", "memory"] == 6
+    assert recorder.totals()["store_operations", "memory:hit"] == 12
+    assert recorder.totals()["store_operations", "memory:miss"] == 6
 
 
 def test_unknown_sizes_are_left_out() -> None:
@@ -242,10 +252,14 @@ def test_a_figure_that_is_none_is_left_out(figure: Any, caplog: pytest.LogCaptur
         recorder.record_store({"redis": odd, "disk": TierCounters(hits=2)})
     data = recorder.drain()
     unknown = figure is None  # which is sound of bytes
-    assert data == {"store_errors|redis|": 1, "hits|disk|": 1, "failures|store|": 2 if unknown else 3}
+    assert data == {
+        "store_operations|redis:error|": 1,
+        "store_operations|disk:hit|": 1,
+        "failures|store|": 2 if unknown else 3,
+    }
     assert caplog.text.count("cannot be counted and is left out: hits of redis") == 1 == len(caplog.records)
     recorder.record_store({"redis": replace(good, hits=7)})
-    assert recorder.totals()["hits", "redis"] == 7, "it goes on from the last sound figure"
+    assert recorder.totals()["store_operations", "redis:hit"] == 7, "it goes on from the last sound figure"
 
 
 @pytest.mark.parametrize("tier", ["a|b", "", "\ud800", "x\n", "x" * 65, 7, None], ids=repr)
@@ -253,7 +267,7 @@ def test_a_tier_that_cannot_be_a_label_is_left_out(tier: Any, caplog: pytest.Log
     recorder = Recorder()
     for _ in range(3):
         recorder.record_store({tier: TierCounters(hits=3), "disk": TierCounters(hits=1)})
-    assert recorder.drain() == {"hits|disk|": 1, "store_queue_depth|disk|0": 0, "failures|store|": 1}
+    assert recorder.drain() == {"store_operations|disk:hit|": 1, "store_queue_depth|disk|0": 0, "failures|store|": 1}
     assert len(caplog.records) == 1
     recorder.record_store({"disk": "no counters"})  # type: ignore[dict-item]
     recorder.record_store({str(tier): TierCounters(hits=-1) for tier in range(500)})
@@ -277,11 +291,23 @@ def test_the_largest_figures_can_be_sent() -> None:
 
 
 def test_merging_adds_and_takes_the_later_gauge() -> None:
-    first = {"loads||": 1, "hits|disk|": 2, "queue_depth||0": 9, "load_seconds|0.1|": 1, "break_even_tokens||": 3}
-    second = {"loads||": 2, "hits|memory|": 5, "queue_depth||0": 4, "load_seconds|0.1|": 2, "break_even_tokens||": 2}
+    first = {
+        "raw_bytes||": 1,
+        "hit_bytes|disk|": 2,
+        "pending_bytes||0": 9,
+        "load_seconds|0.1|": 1,
+        "break_even_tokens||": 3,
+    }
+    second = {
+        "raw_bytes||": 2,
+        "hit_bytes|memory|": 5,
+        "pending_bytes||0": 4,
+        "load_seconds|0.1|": 2,
+        "break_even_tokens||": 2,
+    }
     copies = dict(first), dict(second)
     assert merge(first, second) == {
-        "loads||": 3, "hits|disk|": 2, "hits|memory|": 5, "queue_depth||0": 4, "load_seconds|0.1|": 3,
+        "raw_bytes||": 3, "hit_bytes|disk|": 2, "hit_bytes|memory|": 5, "pending_bytes||0": 4, "load_seconds|0.1|": 3,
         "break_even_tokens||": 2,
     }  # fmt: skip
     assert (first, second) == copies
@@ -289,13 +315,12 @@ def test_merging_adds_and_takes_the_later_gauge() -> None:
 
 def worker(rank: int) -> Recorder:
     recorder = Recorder(rank)
-    recorder.count("loads")
     recorder.count("loaded_tokens", 512)
     recorder.count("load_seconds", 0.1 + rank)
-    recorder.count("loaded_chunks", 2)
+    recorder.count("loaded", 2, "chunk")
     recorder.count("raw_bytes", 1000)
     recorder.count("stored_bytes", 100 + 100 * rank)
-    recorder.gauge("queue_depth", 3 + rank)
+    recorder.gauge("pending_bytes", 3 + rank)
     recorder.gauge("store_bytes", 1e6, "disk")
     recorder.gauge("break_even_tokens", 100 + rank)
     return recorder
@@ -305,15 +330,14 @@ def test_ranks_add_up_or_the_first_speaks_for_all() -> None:
     data = [worker(rank).drain() for rank in range(2)]
     assert data[0] is not None and data[1] is not None
     figures = collect(merge(data[0], data[1]))
-    assert figures["loads", ""] == 1
     assert figures["loaded_tokens", ""] == 512
     assert figures["load_seconds", "0.1"] == 1 and ("load_seconds", "1.1") not in figures
-    assert figures["loaded_chunks", ""] == 4
+    assert figures["loaded", "chunk"] == 4
     assert figures["raw_bytes", ""] == 2000
-    assert figures["queue_depth", ""] == 7
+    assert figures["pending_bytes", ""] == 7
     assert figures["store_bytes", "disk"] == 1e6
     assert figures["break_even_tokens", ""] == 100
-    assert worker(1).totals()["loads", ""] == 1  # for the summary of its own process
+    assert worker(1).totals()["loaded_tokens", ""] == 512  # for the summary of its own process
 
 
 def test_the_scheduler_sees_all_ranks_at_any_time() -> None:
@@ -325,24 +349,24 @@ def test_the_scheduler_sees_all_ranks_at_any_time() -> None:
         scheduler.absorb(data)
     data = scheduler.drain()
     assert data is not None
-    assert collect(data)["queue_depth", ""] == 7
+    assert collect(data)["pending_bytes", ""] == 7
     assert scheduler.drain() is None
 
     # One rank's queue moves: what is sent on is complete, whoever reads it.
-    ranks[1].gauge("queue_depth", 0)
+    ranks[1].gauge("pending_bytes", 0)
     data = ranks[1].drain()
-    assert data == {"queue_depth||1": 0}
+    assert data == {"pending_bytes||1": 0}
     scheduler.absorb(data)
     data = scheduler.drain()
-    assert data == {"queue_depth||0": 3, "queue_depth||1": 0}
-    assert collect(data) == {("queue_depth", ""): 3}
+    assert data == {"pending_bytes||0": 3, "pending_bytes||1": 0}
+    assert collect(data) == {("pending_bytes", ""): 3}
 
 
 def test_absorbing_keeps_counts_apart_from_gauges() -> None:
     scheduler = Recorder()
     for _ in range(2):
-        scheduler.absorb({"loads||": 1, "load_seconds|0.1|": 2, "store_bytes|disk|": 5})
-    assert scheduler.totals() == {("loads", ""): 2, ("load_seconds", "0.1"): 4, ("store_bytes", "disk"): 5}
+        scheduler.absorb({"raw_bytes||": 1, "load_seconds|0.1|": 2, "store_bytes|disk|": 5})
+    assert scheduler.totals() == {("raw_bytes", ""): 2, ("load_seconds", "0.1"): 4, ("store_bytes", "disk"): 5}
 
 
 # Words ------------------------------------------------------------------------------------------------------------
@@ -350,23 +374,24 @@ def test_absorbing_keeps_counts_apart_from_gauges() -> None:
 
 def test_the_summary_of_nothing() -> None:
     recorder = Recorder()
-    recorder.gauge("queue_depth", 0)
+    recorder.gauge("pending_bytes", 0)
     assert recorder.summary() == "nothing stored, nothing loaded"
 
 
 def test_the_summary_is_one_line() -> None:
     recorder = Recorder()
-    recorder.count("stored_chunks", 1024)
+    recorder.count("stored", 1024, "chunk")
     recorder.count("raw_bytes", 1.1e9)
     recorder.count("stored_bytes", 1e8)
-    recorder.count("encode_seconds", 1.234)
-    recorder.count("loads", 12)
+    recorder.count("work_seconds", 1.234, "encode")
+    for _ in range(12):
+        recorder.count("load_seconds", 0.1)
     recorder.count("loaded_tokens", 131072)
-    recorder.count("loaded_chunks", 512)
-    recorder.count("loaded_tails", 3)
-    recorder.count("stored_tails", 7)
-    recorder.count("fetch_seconds", 0.5)
-    recorder.count("decode_seconds", 0.25)
+    recorder.count("loaded", 512, "chunk")
+    recorder.count("loaded", 3, "tail")
+    recorder.count("stored", 7, "tail")
+    recorder.count("work_seconds", 0.5, "fetch")
+    recorder.count("work_seconds", 0.25, "decode")
     recorder.count("lookups", 10, "hit")
     recorder.count("lookups", 3, "miss")
     recorder.record_store({"memory": TierCounters(hits=500, misses=20), "disk": TierCounters(misses=20, errors=2)})
@@ -383,11 +408,12 @@ def test_the_summary_is_one_line() -> None:
 
 def test_the_summary_tells_of_blends() -> None:
     recorder = Recorder()
-    recorder.count("stored_segments", 1200)
-    recorder.count("blends", 3)
-    recorder.count("blended_tokens", 6000)
-    recorder.count("blend_reused_tokens", 5000)
-    recorder.count("blend_recomputed_tokens", 700)
+    recorder.count("stored", 1200, "segment")
+    for seconds in (0.1, 0.1, 3):
+        recorder.count("blend_seconds", seconds)
+    recorder.count("blend_tokens", 1000, "new")
+    recorder.count("blend_tokens", 4300, "reused")
+    recorder.count("blend_tokens", 700, "recomputed")
     recorder.count("blends_refused", 2, "declined")
     recorder.count("blends_refused", 1, "media")
     assert recorder.summary() == (
@@ -400,15 +426,14 @@ def test_a_prompt_is_blended_once_however_many_ranks_do_it() -> None:
     scheduler = Recorder()
     for rank in range(2):
         worker_of_rank = Recorder(rank)
-        for name in (
-            "blends", "blended_tokens", "blend_reused_tokens", "blend_recomputed_tokens",
-            "blend_seconds", "loaded_segments", "stored_segments",
-        ):  # fmt: skip
-            worker_of_rank.count(name, 5)
+        worker_of_rank.count("blend_seconds", 5)
+        worker_of_rank.count("blend_tokens", 5, "new")
+        for name in ("loaded", "stored"):
+            worker_of_rank.count(name, 5, "segment")
         scheduler.absorb(worker_of_rank.drain() or {})
     totals = scheduler.totals()
-    assert {name for (name, _), value in totals.items() if value == 10} == {"loaded_segments", "stored_segments"}
-    assert totals["blends", ""] == 5
+    assert {name for (name, _), value in totals.items() if value == 10} == {"loaded", "stored"}
+    assert totals["blend_tokens", "new"] == 5
     assert [value for (name, _), value in totals.items() if name == "blend_seconds"] == [1]
 
 
@@ -429,15 +454,11 @@ def test_every_reason_not_to_blend_has_a_name() -> None:
 @pytest.mark.parametrize(
     ("name", "label", "words"),
     [
-        ("corrupt", "disk", "2 corrupt entries"),
-        ("store_errors", "disk", "2 store errors"),
-        ("store_skipped", "redis", "2 operations skipped while a store was down"),
-        ("dropped", "memory", "2 chunks dropped by a store"),
-        (
-            "stores_skipped",
-            "stopped",
-            "2 chunks not stored",
-        ),
+        ("store_operations", "disk:corrupt", "2 corrupt entries"),
+        ("store_operations", "disk:error", "2 store errors"),
+        ("store_operations", "redis:skipped", "2 operations skipped while a store was down"),
+        ("store_operations", "memory:dropped", "2 chunks dropped by a store"),
+        ("stores_skipped", "stopped", "2 chunks not stored"),
     ],
 )
 def test_the_summary_names_each_loss(name: str, label: str, words: str) -> None:
@@ -459,7 +480,7 @@ def test_the_summary_names_each_loss(name: str, label: str, words: str) -> None:
 )
 def test_sizes_are_short(size: float, words: str) -> None:
     recorder = Recorder()
-    recorder.count("stored_chunks")
+    recorder.count("stored", label="chunk")
     recorder.count("raw_bytes", size)
     recorder.count("stored_bytes", size)
     assert f", {words} as {words} (1.0x)" in recorder.summary()
@@ -468,17 +489,18 @@ def test_sizes_are_short(size: float, words: str) -> None:
 def test_the_interval_in_a_few_figures() -> None:
     recorder = Recorder()
     assert interval_figures({}) == {"failures": 0, "not stored": 0}
-    recorder.count("loads", 2)
+    recorder.count("load_seconds", 2)
+    recorder.count("load_seconds", 3)
     recorder.count("loaded_tokens", 1024)
     recorder.count("raw_bytes", 3e6)
     recorder.count("stored_bytes", 1e6)
-    recorder.gauge("queue_depth", 2)
+    recorder.gauge("pending_bytes", 2e6)
     recorder.count("failures", 1, "load")
-    recorder.count("dropped", 5, "disk")
+    recorder.count("store_operations", 5, "disk:dropped")
     recorder.record_store({"memory": TierCounters(hits=3), "disk": TierCounters(misses=1, corrupt=1)})
     data = recorder.drain()
     assert data is not None
     assert interval_figures(data) == {
         "loads": 2, "loaded tokens": 1024, "chunk hit rate": 0.75, "raw MB": 3, "stored MB": 1, "ratio": 3,
-        "queue depth": 2, "failures": 2, "not stored": 5,
+        "pending MB": 2, "failures": 2, "not stored": 5,
     }  # fmt: skip

@@ -227,7 +227,7 @@ def _recorded(write: Any, held: tuple[torch.Tensor, torch.Tensor]) -> Any:
 def _run(folder: Path, dtype: str, block: int, family: str) -> Seen:
     prompts = [random.Random(length).choices(range(1, 256), k=length) for length in LENGTHS]
     full = sum(length // block for length in LENGTHS)
-    first = [Step(prompts, until=("vllm:cuvee_stored_chunks", full)), Step(prompts)]
+    first = [Step(prompts, until=("vllm:cuvee_stored{kind=chunk}", full)), Step(prompts)]
     spy = Spy(block)
     with spy.watching():
         llm = start_engine(

@@ -33,14 +33,14 @@ def recorded(rank: int = 0, **gauges: float) -> dict[str, float]:
     recorder = Recorder(rank)
     recorder.count("raw_bytes", 1000)
     recorder.count("stored_bytes", 250)
-    recorder.count("loads")
     recorder.count("loaded_tokens", 512)
     recorder.count("load_seconds", 0.012)
     recorder.count("load_seconds", 0.012)
     recorder.count("load_seconds", 3.0)
     recorder.count("failures", 2, "load")
     recorder.record_store({"memory": TierCounters(hits=3, misses=1), "disk": TierCounters(hits=1)})
-    recorder.gauge("queue_depth", 4)
+    recorder.gauge("pending_bytes", 4)
+    recorder.gauge("tokens_per_second", 9e4, "load")
     for name, value in gauges.items():
         recorder.gauge(name, value)
     data = recorder.drain()
@@ -75,6 +75,14 @@ def sample(name: str, engine: int = 0, /, **labels: str) -> str:
     return f"vllm:cuvee_{name}{{{rendered}}}"
 
 
+def own_labels(metric: Any, value: str = "") -> dict[str, str]:
+    """Labels that a metric takes: the given value of the last one, or the first that is permitted."""
+    last = value or (metric.values or ("disk",))[0]
+    if metric.second:
+        return {metric.label: "disk", metric.second: last}
+    return {metric.label: last} if metric.label else {}
+
+
 # Checks: each runs in the script, in this order -----------------------------------------------------------------
 
 
@@ -92,7 +100,7 @@ def check_what_is_recorded_is_rendered() -> None:
     registry = CollectorRegistry()
     metrics = exporter(registry)
     for _ in range(2):
-        metrics.observe(recorded(break_even_tokens=float("inf"), load_tokens_per_second=9e4))
+        metrics.observe(recorded(break_even_tokens=float("inf")))
     rendered = samples(registry)
     for name, value in {
         sample("raw_bytes_total"): 2000,
@@ -100,12 +108,12 @@ def check_what_is_recorded_is_rendered() -> None:
         sample("loaded_tokens_total"): 1024,
         sample("failures_total", kind="load"): 4,
         sample("failures_total", kind="encode"): 0,
-        sample("hits_total", tier="memory"): 6,
-        sample("hits_total", tier="disk"): 2,
-        sample("misses_total", tier="memory"): 2,
-        sample("queue_depth"): 4,
+        sample("store_operations_total", tier="memory", result="hit"): 6,
+        sample("store_operations_total", tier="disk", result="hit"): 2,
+        sample("store_operations_total", tier="memory", result="miss"): 2,
+        sample("pending_bytes"): 4,
         sample("break_even_tokens"): float("inf"),
-        sample("load_tokens_per_second"): 9e4,
+        sample("tokens_per_second", work="load"): 9e4,
         sample("load_seconds_bucket", le="0.01"): 0,
         sample("load_seconds_bucket", le="0.02"): 4,
         sample("load_seconds_bucket", le="2.0"): 4,
@@ -127,9 +135,9 @@ def check_counters_start_at_zero_and_gauges_when_known() -> None:
     assert set(rendered.values()) == {0}
     for metric in METRICS.values():
         suffix = {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind]
-        expected = metric.kind != "gauge" and (bool(metric.values) or not metric.label)
+        expected = metric.kind != "gauge" and not metric.second and (bool(metric.values) or not metric.label)
         for value in metric.values or ("",):
-            labels = {metric.label: value} if value else {}
+            labels = own_labels(metric, value)
             assert (sample(metric.name + suffix, **labels) in rendered) is expected, metric.name
 
 
@@ -144,13 +152,12 @@ def check_every_metric_can_be_observed() -> None:
     recorder = Recorder()
     for metric in METRICS.values():
         record = recorder.gauge if metric.kind == "gauge" else recorder.count
-        record(metric.name, 1, (metric.values or ("disk",))[0] if metric.label else "")
+        record(metric.name, 1, ":".join(own_labels(metric).values()))
     metrics.observe(recorder.drain())
     rendered = samples(registry)
     for metric in METRICS.values():
         suffix = {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind]
-        labels = {metric.label: (metric.values or ("disk",))[0]} if metric.label else {}
-        assert rendered[sample(metric.name + suffix, **labels)] == 1, metric.name
+        assert rendered[sample(metric.name + suffix, **own_labels(metric))] == 1, metric.name
 
 
 def check_two_engines_keep_apart() -> None:
@@ -160,12 +167,12 @@ def check_two_engines_keep_apart() -> None:
     metrics = exporter(registry, engines=2)
     metrics.observe(recorded(), 0)
     metrics.observe(recorded(), 1)
-    metrics.observe({"queue_depth||0": 9, "hits|redis|": 1}, 1)
+    metrics.observe({"pending_bytes||0": 9, "store_operations|redis:hit|": 1}, 1)
     rendered = samples(registry)
     assert rendered[sample("raw_bytes_total", 0)] == rendered[sample("raw_bytes_total", 1)] == 1000
-    assert rendered[sample("queue_depth", 0)] == 4 and rendered[sample("queue_depth", 1)] == 9
-    assert rendered[sample("hits_total", 1, tier="redis")] == 1
-    assert sample("hits_total", 0, tier="redis") not in rendered
+    assert rendered[sample("pending_bytes", 0)] == 4 and rendered[sample("pending_bytes", 1)] == 9
+    assert rendered[sample("store_operations_total", 1, tier="redis", result="hit")] == 1
+    assert sample("store_operations_total", 0, tier="redis", result="hit") not in rendered
 
 
 def check_a_second_exporter_of_a_process_shares_the_first() -> None:
@@ -215,8 +222,12 @@ def check_ranks_are_merged_by_the_engine() -> None:
     stats = merged.kv_connector_output.kv_connector_stats
     assert isinstance(stats, CuveeStats)
     figures = collect(stats.data)
-    assert figures["raw_bytes", ""] == 2000 and figures["hits", "memory"] == 6 and figures["queue_depth", ""] == 8
-    assert figures["loads", ""] == 1 and figures["loaded_tokens", ""] == 512
+    assert (
+        figures["raw_bytes", ""] == 2000
+        and figures["store_operations", "memory:hit"] == 6
+        and figures["pending_bytes", ""] == 8
+    )
+    assert figures["loaded_tokens", ""] == 512
     assert ranks[0] == recorded(0)  # what was given is as it was
 
 
@@ -225,13 +236,13 @@ def check_stats_as_vllm_uses_them() -> None:
 
     stats = CuveeStats()
     assert stats.is_empty() and stats.to_dict() == {}
-    later = CuveeStats({"loads||": 1, "queue_depth||0": 2})
+    later = CuveeStats({"raw_bytes||": 1, "pending_bytes||0": 2})
     assert stats.aggregate(later) is stats
-    assert stats.to_dict() == {"loads||": 1, "queue_depth||0": 2} and not stats.is_empty()
-    stats.aggregate(CuveeStats({"loads||": 1, "queue_depth||0": 1}))
-    assert stats.to_dict() == {"loads||": 2, "queue_depth||0": 1}
-    assert later.to_dict() == {"loads||": 1, "queue_depth||0": 2}
-    assert stats.reduce()["loads"] == 2
+    assert stats.to_dict() == {"raw_bytes||": 1, "pending_bytes||0": 2} and not stats.is_empty()
+    stats.aggregate(CuveeStats({"raw_bytes||": 1, "pending_bytes||0": 1}))
+    assert stats.to_dict() == {"raw_bytes||": 2, "pending_bytes||0": 1}
+    assert later.to_dict() == {"raw_bytes||": 1, "pending_bytes||0": 2}
+    assert stats.reduce() == {"failures": 0, "not stored": 0, "pending MB": 0}
     stats.reset()
     assert stats.is_empty() and CuveeStats().is_empty()
 
@@ -265,7 +276,7 @@ def check_from_the_scheduler_to_the_text_and_the_log() -> None:
     prometheus = KVConnectorProm(engine_config, LABELS, {0: ["tiny", "0"]})
     logging = KVConnectorLogging(config)
 
-    steps: list[dict[str, float]] = [recorded(break_even_tokens=float("inf")), recorded(), {"queue_depth||0": 0}]
+    steps: list[dict[str, float]] = [recorded(break_even_tokens=float("inf")), recorded(), {"pending_bytes||0": 0}]
     for step in steps:
         sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=CuveeStats(dict(step)).to_dict()))
         stats = MsgpackDecoder(SchedulerStats).decode(sent)
@@ -276,14 +287,14 @@ def check_from_the_scheduler_to_the_text_and_the_log() -> None:
     unregister_vllm_metrics()
     assert rendered[sample("raw_bytes_total")] == 2000
     assert rendered[sample("load_seconds_count")] == 6
-    assert rendered[sample("queue_depth")] == 0
+    assert rendered[sample("pending_bytes")] == 0
     assert rendered[sample("break_even_tokens")] == float("inf")
 
     lines: list[str] = []
     logging.log(lambda text, figures: lines.append(text % figures))
     assert lines == [
-        "KV Transfer metrics: loads=2, loaded tokens=1024, chunk hit rate=0.8, raw MB=0.002, stored MB=0.001, "
-        "ratio=4.0, queue depth=0, failures=4, not stored=0"
+        "KV Transfer metrics: loads=6, loaded tokens=1024, chunk hit rate=0.8, raw MB=0.002, stored MB=0.001, "
+        "ratio=4.0, pending MB=0.0, failures=4, not stored=0"
     ]
     logging.log(lines.append)
     assert len(lines) == 1  # nothing came
@@ -313,7 +324,7 @@ def check_several_api_processes_add_up() -> None:
         values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call, unused-ignore]
         metrics = exporter(CollectorRegistry())
         metrics.observe(recorded())
-        metrics.observe({"queue_depth||0": depth})
+        metrics.observe({"pending_bytes||0": depth})
 
     before = values.ValueClass
     with tempfile.TemporaryDirectory() as folder:
@@ -329,7 +340,7 @@ def check_several_api_processes_add_up() -> None:
             del os.environ["PROMETHEUS_MULTIPROC_DIR"]
     assert rendered[sample("raw_bytes_total")] == 2000
     assert rendered[sample("load_seconds_count")] == 6
-    assert rendered[sample("queue_depth")] == 5
+    assert rendered[sample("pending_bytes")] == 5
 
 
 CHECKS: dict[str, Callable[[], None]] = {name: check for name, check in globals().items() if name.startswith("check_")}

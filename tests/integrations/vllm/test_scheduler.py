@@ -252,7 +252,7 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     assert time.monotonic() - begun < 5 and len(d.store.calls) <= calls + 1, "50 x 0.2 s otherwise"
     d.side.take(Report())
     totals = d.recorder.totals()
-    assert totals["store_errors", "memory"] >= 1 and totals["lookups", "timeout"] <= 7
+    assert totals["store_operations", "memory:error"] >= 1 and totals["lookups", "timeout"] <= 7
     go.set()
     deadline = time.monotonic() + 10
     while d.matched(make_request(f"again {time.monotonic()}")) != (96, True):
@@ -292,8 +292,8 @@ def test_troubles_of_a_store_of_its_own_are_counted(desk: Callable[..., Desk], o
         counters.errors, counters.skipped = errors, skipped
         d.side.take(Report())
     totals = d.recorder.totals()
-    assert totals.get(("store_errors", "memory"), 0) == (3 if own_store else 0)
-    assert totals.get(("store_skipped", "memory"), 0) == (5 if own_store else 0)
+    assert totals.get(("store_operations", "memory:error"), 0) == (3 if own_store else 0)
+    assert totals.get(("store_operations", "memory:skipped"), 0) == (5 if own_store else 0)
 
 
 def test_old_answers_are_asked_for_anew(desk: Callable[..., Desk]) -> None:

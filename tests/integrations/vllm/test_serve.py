@@ -43,21 +43,21 @@ def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path
         with Server(folder / "server", bundled_model_path(), transfer, "--no-enable-prefix-caching") as server:
             fresh = server.complete(first, cache_salt="alice")
             assert fresh.cached == 0
-            server.wait_for_metric("vllm:cuvee_stored_chunks_total", 3)
+            server.wait_for_metric("vllm:cuvee_stored_total{kind=chunk}", 3)
             again = server.complete(first, cache_salt="alice")
             assert (again.cached, again.tokens) == (CACHED, fresh.tokens)
             # The same prompt of another tenant, and of none, is computed, and kept under a key of its own.
             for number, salt in ((2, "bob"), (3, None)):
                 assert server.complete(first, cache_salt=salt).cached == 0
-                server.wait_for_metric("vllm:cuvee_stored_chunks_total", 3 * number)
+                server.wait_for_metric("vllm:cuvee_stored_total{kind=chunk}", 3 * number)
             assert server.complete(first, cache_salt="bob").cached == CACHED
             assert server.complete(first).cached == CACHED
-            server.wait_for_metric("vllm:cuvee_loads_total", 3)
+            server.wait_for_metric("vllm:cuvee_load_seconds_count", 3)
             what_the_operator_sees(server)
             # Two prompts that are stored while the server is being stopped.
             answers = [server.complete(one, cache_salt="alice").tokens for one in (second, third)]
         options = {"enable_prefix_caching": False, "skip_tokenizer_init": False, "kv_transfer_config": transfer}
-        computed = Step([second], until=("vllm:cuvee_stored_chunks", 6))
+        computed = Step([second], until=("vllm:cuvee_stored{kind=chunk}", 6))
         steps = [Step([first, second, third], salt="alice"), Step([second], salt="bob"), computed]
         ran = run_engines(folder / "engine", [Engine("engine", bundled_model_path(), steps, options)])["engine"]
     restored, of_bob, of_nobody = ran.steps
@@ -70,13 +70,13 @@ def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path
 
 def what_the_operator_sees(server: Server) -> None:
     """The metrics of a server that loaded a prompt for three tenants, and had computed it for each."""
-    assert server.metric("vllm:cuvee_loads_total") == 3
+    assert server.metric("vllm:cuvee_load_seconds_count") == 3
     assert server.metric("vllm:cuvee_loaded_tokens_total") == 3 * CACHED
-    assert server.metric("vllm:cuvee_loaded_chunks_total") == 9
-    assert server.metric("vllm:cuvee_lookups_total", 'result="hit"') == 3
-    assert server.metric("vllm:cuvee_lookups_total", 'result="miss"') == 3
-    assert server.metric("vllm:cuvee_hits_total", 'tier="redis"') == 9
-    assert server.metric("vllm:cuvee_hit_bytes_total", 'tier="redis"') > 0
+    assert server.metric("vllm:cuvee_loaded_total{kind=chunk}") == 9
+    assert server.metric("vllm:cuvee_lookups_total{result=hit}") == 3
+    assert server.metric("vllm:cuvee_lookups_total{result=miss}") == 3
+    assert server.metric("vllm:cuvee_store_operations_total{tier=redis,result=hit}") == 9
+    assert server.metric("vllm:cuvee_hit_bytes_total{tier=redis}") > 0
     assert server.metric("vllm:external_prefix_cache_hits_total") == 3 * CACHED
     raw, coded = (server.metric(f"vllm:cuvee_{kind}_bytes_total") for kind in ("raw", "stored"))
     assert 0 < coded < raw
@@ -103,7 +103,7 @@ def test_the_example_asks_about_a_folder_of_documents(folder: Path) -> None:
             status, text = run_script(folder, example, url, str(documents), question, timeout=120, forked=False)
             assert status == 0, text + server.text()[-4000:]
             said.append(text)
-            server.wait_for_metric("vllm:cuvee_stored_segments_total", 4)
+            server.wait_for_metric("vllm:cuvee_stored_total{kind=segment}", 4)
         (cached,) = re.findall(r"; (\d+) of \d+ prompt tokens were cached", said[-1])
         assert int(cached) > 32
-        assert server.metric("vllm:cuvee_blends_total") == 1
+        assert server.metric("vllm:cuvee_blend_seconds_count") == 1

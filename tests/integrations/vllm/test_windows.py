@@ -71,7 +71,7 @@ def store(b: Bench, groups: tuple[LayerGroup, ...], chunks: int = 3) -> None:
     first, *others = tables
     b.worker.save([Save(TENANT, b.chunk(at).within(first, BLOCK, others)) for at in range(chunks)])
     b.drain()
-    assert b.counts()["stored_chunks"] == chunks
+    assert b.counts()["stored{chunk}"] == chunks
 
 
 @pytest.mark.parametrize("permuted", [False, True])

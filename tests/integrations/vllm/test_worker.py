@@ -76,7 +76,7 @@ def test_pages_that_no_strides_describe_are_stored_and_restored(bench: Callable[
     assert b.held(blocks, BLOCK, 2 * CHUNK)
     after = b.cache.read(rest.flatten(), 0)
     assert all(map(torch.equal, after.keys + after.values, before.keys + before.values))
-    assert not b.worker.take_invalid_blocks() and b.counts()["stored_chunks"] == 8
+    assert not b.worker.take_invalid_blocks() and b.counts()["stored{chunk}"] == 8
 
 
 def test_a_load_leaves_tokens_before_its_start_alone(bench: Callable[..., Bench]) -> None:
@@ -445,7 +445,7 @@ def test_one_chunk_that_cannot_be_coded_costs_no_other(bench: Callable[..., Benc
     b.drain()
     assert set(b.store.entries) == {b.key(chunk) for chunk in range(8) if chunk != 2}
     assert b.worker.report(1).unsaved == {b.digests[2]}
-    assert (b.counts()["failures{encode}"], b.counts()["stored_chunks"]) == (1, 7)
+    assert (b.counts()["failures{encode}"], b.counts()["stored{chunk}"]) == (1, 7)
     assert b.worker._saves._pending == 0
 
 
@@ -585,7 +585,7 @@ def test_what_is_there_already_is_not_encoded_again(bench: Callable[..., Bench])
     b.worker.save(b.saves(blocks, range(4)))  # in a batch with others that are not
     b.drain()
     assert b.store.calls.count("put") == before + 3 and len(b.store.entries) == 4
-    assert b.counts()["stored_chunks"] == 4 and not b.worker.report(2).unsaved
+    assert b.counts()["stored{chunk}"] == 4 and not b.worker.report(2).unsaved
 
 
 def test_what_is_encoded_waits_at_the_size_of_its_blob(bench: Callable[..., Bench]) -> None:
@@ -912,7 +912,7 @@ def _store_tail(b: Bench, end: int) -> None:
 def test_a_tail_comes_back_after_its_chunks(bench: Callable[..., Bench], start: int) -> None:
     b, end = bench(), 2 * CHUNK + BLOCK
     _store_tail(b, end)
-    assert (b.counts()["stored_chunks"], b.counts()["stored_tails"]) == (2, 1)
+    assert (b.counts()["stored{chunk}"], b.counts()["stored{tail}"]) == (2, 1)
     assert b.counts()["raw_bytes"] == end * LAYOUT.bytes_per_token
     blocks = [20, 3, 17, 4, 9][start // CHUNK * 2 :]
     b.load_now([b.load_tail(blocks, start, end)])
@@ -922,7 +922,7 @@ def test_a_tail_comes_back_after_its_chunks(bench: Callable[..., Bench], start: 
     assert not b.worker.take_invalid_blocks()
     counts = b.counts()
     assert counts["loaded_tokens"] == end - start
-    assert (counts.get("loaded_chunks", 0), counts["loaded_tails"]) == (2 - start // CHUNK, 1)
+    assert (counts.get("loaded{chunk}", 0), counts["loaded{tail}"]) == (2 - start // CHUNK, 1)
 
 
 def test_a_load_may_end_inside_a_chunk(bench: Callable[..., Bench]) -> None:
@@ -935,7 +935,7 @@ def test_a_load_may_end_inside_a_chunk(bench: Callable[..., Bench]) -> None:
     assert b.held([5, 6, 7], 0, CHUNK + BLOCK)
     assert {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()} == {5, 6, 7}
     assert not b.worker.take_invalid_blocks()
-    assert b.counts()["loaded_chunks"] == 2
+    assert b.counts()["loaded{chunk}"] == 2
 
 
 def test_a_load_may_end_inside_a_tail() -> None:
@@ -984,7 +984,7 @@ def test_after_a_missing_chunk_the_tail_is_computed_too(bench: Callable[..., Ben
     del b.store.entries[b.key(1)]
     b.load_now([b.load_tail([20, 3, 17, 4, 9], 0, end)])
     assert b.worker.take_invalid_blocks() == {17, 4, 9}
-    assert "loaded_tails" not in b.counts()
+    assert "loaded{tail}" not in b.counts()
 
 
 def test_what_a_load_reports_counts_what_a_tail_costs(bench: Callable[..., Bench]) -> None:
@@ -1007,7 +1007,7 @@ def test_a_tail_takes_its_own_share_of_the_budget(bench: Callable[..., Bench]) -
     b.drain()
     assert b.worker._saves._pending == 0
     assert b.counts()["stores_skipped{full}"] == 1
-    assert (b.counts()["stored_chunks"], b.counts()["stored_tails"]) == (1, 1)
+    assert (b.counts()["stored{chunk}"], b.counts()["stored{tail}"]) == (1, 1)
 
 
 def test_a_tail_that_cannot_be_written_is_reported(bench: Callable[..., Bench]) -> None:
@@ -1057,7 +1057,7 @@ def test_a_worker_that_lets_go_of_pages_ends_its_loads_and_keeps_nothing(bench: 
     held, b.cache = b.cache.keys[0], make_pages(LAYOUT, torch.device("cpu"), permuted=False)
     go.set()
     b.drain()
-    assert b.counts()["stored_chunks"] == 5
+    assert b.counts()["stored{chunk}"] == 5
     assert torch.equal(held.nan_to_num(9), pages.nan_to_num(9)), "no load writes any more"
     del held
     gc.collect()

@@ -107,7 +107,7 @@ def test_a_chunk_is_stored_in_parts(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
     assert set(b.store.entries) == {key for chunk in range(8) for key in keys_of(b, chunk)}
     counts = b.counts()
-    assert counts["stored_chunks"] == 8
+    assert counts["stored{chunk}"] == 8
     assert counts["stored_bytes"] == sum(map(len, b.store.entries.values()))
 
 
@@ -241,7 +241,7 @@ def test_a_plan_with_time_loads_everything(bench: Callable[..., Bench]) -> None:
     assert not report.failed and not report.loaded, "its time says nothing of the store"
     assert b.worker.take_invalid_blocks() == set()
     counts = b.counts()
-    assert counts["loaded_chunks"] == 4 and counts["loaded_tokens"] == 4 * CHUNK and "computed_by_plan" not in counts
+    assert counts["loaded{chunk}"] == 4 and counts["loaded_tokens"] == 4 * CHUNK and "loaded_at{0}" not in counts
 
 
 def test_a_plan_makes_do_with_the_parts_that_are_there(bench: Callable[..., Bench]) -> None:
@@ -284,7 +284,7 @@ def test_where_there_is_time_to_compute_nothing_is_loaded_coarsely(bench: Callab
     assert not report.failed and not report.unsaved, "the store has all parts of these chunks"
     assert b.worker.take_invalid_blocks() == set(BLOCKS[:8])
     counts = b.counts()
-    assert counts["computed_by_plan"] == 4 * CHUNK and "failures{load}" not in counts
+    assert counts["loaded_at{0}"] == 4 * CHUNK and "failures{load}" not in counts
     assert "recomputed_tokens" not in counts
 
 
