@@ -97,8 +97,8 @@ METRICS: dict[str, Metric] = {
                "window, or they still waited when the engine stopped.", "reason", _SKIPPED),
         Metric("store_operations", "counter", "Operations of a tier of the store by result. hit, miss: a chunk "
                "was found or not. corrupt: it failed its checksum, so it is deleted, and missed, too. error: the tier "
-               "failed. skipped: it is known to be down. dropped: its queue was full, or a chunk exceeds its budget.", "tier",
-               second="result", values=("hit", "miss", "corrupt", "error", "skipped", "dropped")),
+               "failed. skipped: it is known to be down. dropped: its queue was full, or a chunk exceeds its budget.",
+               "tier", second="result", values=("hit", "miss", "corrupt", "error", "skipped", "dropped")),
         Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),
         Metric("put_bytes", "counter", "Bytes written to a tier.", "tier"),
         Metric("pending_bytes", "gauge", "Bytes that wait to be stored: copies of KV, then their blobs."),
