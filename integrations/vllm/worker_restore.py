@@ -146,8 +146,9 @@ class Restorer:
             CuveeError: why the first one failed that did.
         """
         count = self._state.recorder.count
-        begun = time.monotonic()
-        decoded, problem = self._decode(job.load, batch)
+        with self._pools.decoding:
+            begun = time.monotonic()
+            decoded, problem = self._decode(job.load, batch)
         for (entry, fetched), parts in zip(batch, decoded, strict=False):
             if entry.kind == "segment" or entry.start not in job.parts:
                 count("loaded", label=entry.kind)

@@ -22,7 +22,9 @@ from cuvee.integrations.vllm.part_sizes import PartSizes
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.torch_threads import compute_alone
 
-_FETCHERS = 4
+# Calls of a store that wait beside each other, whatever the number of threads that code: two puts at a time of 60 ms each
+# would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `_LOADS` times two batches of entries.
+_WRITES, _FETCHES, _LOADS = 16, 16, 8
 
 
 class WorkerPools:
@@ -32,11 +34,17 @@ class WorkerPools:
     runs later all the same, when its pages may be those of another request.
 
     Attributes:
-        loaders: one load each.
+        loaders: one load each, most of which wait for the store.
         fetchers: read from the store.
         coders: open and decode blobs.
         encoders: encode copies of pages.
         writers: write to the store.
+        decoding: held by the loads whose entries are being decoded, at most as many as there are coders.
+
+    Args:
+        threads: that code.
+        patience: seconds after which a job hangs.
+        store_niceness: of the threads that store.
     """
 
     def __init__(self, threads: int, patience: float, store_niceness: int = 0) -> None:
@@ -51,11 +59,12 @@ class WorkerPools:
 
             return ThreadPool(count, f"cuvee-{name}", patience, begin=begin)
 
-        self.loaders = pool(threads, "load")
+        self.loaders = pool(_LOADS, "load")
         self.encoders = pool(threads, "encode", store_niceness)
-        self.writers = pool(threads, "write", store_niceness)
-        self.fetchers = pool(_FETCHERS, "fetch")
+        self.writers = pool(_WRITES, "write", store_niceness)
+        self.fetchers = pool(_FETCHES, "fetch")
         self.coders = pool(threads, "decode")
+        self.decoding = threading.BoundedSemaphore(threads)
 
     def use_free_cores(self) -> None:
         """Run threads that start from now on beside the cores to which the engine is bound."""

@@ -821,6 +821,42 @@ def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pyte
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+def test_calls_of_a_store_wait_beside_each_other_whatever_the_threads_that_code(bench: Callable[..., Bench]) -> None:
+    """A put that waits 60 ms for its answer would let two threads write 33 chunks a second."""
+    b = bench(threads=1)
+    together = threading.Barrier(3)
+    b.store.before = lambda operation: operation in ("put", "get") and together.wait(10)
+    b.store_all(chunks=3)
+    assert set(b.store.entries) == {b.key(chunk) for chunk in range(3)}
+    b.worker.start_loads([b.load([6 + 2 * at, 7 + 2 * at], 0, CHUNK, f"r{at}") for at in range(3)])
+    b.wait("r0", "r1", "r2")
+    assert b.counts()["loaded_tokens"] == 3 * CHUNK and not b.worker.take_invalid_blocks()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_more_loads_decode_at_a_time_than_threads_code(bench: Callable[..., Bench], threads: int) -> None:
+    b = bench(threads=threads)
+    b.store_all(chunks=1)
+    restorer = b.worker._loads._restorer
+    decode, lock, now, most = restorer._decode, threading.Lock(), 0, 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal now, most
+        with lock:
+            now, most = now + 1, max(most, now + 1)
+        threading.Event().wait(0.02)
+        try:
+            return decode(*given)
+        finally:
+            with lock:
+                now -= 1
+
+    restorer._decode = counted  # type: ignore[method-assign]
+    b.worker.start_loads([b.load([2 * at, 2 * at + 1], 0, CHUNK, f"r{at}") for at in range(6)])
+    b.wait(*(f"r{at}" for at in range(6)))
+    assert most == threads and b.counts()["loaded_tokens"] == 6 * CHUNK
+
+
 def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench]) -> None:
     b = bench(threads=1, load_timeout=0.2)
     b.worker._state.store = guarded = GuardedStore(b.store)
