@@ -1,7 +1,7 @@
 """`CuveeConnector`: hands the calls of vLLM's V1 connector interface to the scheduler's side and the workers' side.
 
-Only this module, `engine_text`, `kv_events`, `prometheus` and `blending.paged_model` import vLLM. Tested with vLLM
-0.32, whose engine tests also call what 0.33 adds.
+Only this module, `engine_text`, `kv_events`, `other_connectors`, `prometheus` and `blending.paged_model` import vLLM.
+Tested with vLLM 0.32, whose engine tests also call what 0.33 adds.
 
 vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only
 when a connector is made, because it imports numba. With numba's llvmlite in memory, vLLM 0.32 cannot start a worker on
@@ -42,6 +42,7 @@ from cuvee.integrations.vllm.engine_text import line_breaks, separator_tokens
 from cuvee.integrations.vllm.kv_events import event_maker
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.other_connectors import have_failed_loads_computed, multi_connector
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 from cuvee.integrations.vllm.shared_stores import borrow_store, return_store
 from cuvee.integrations.vllm.weights import Weights
@@ -110,14 +111,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         from cuvee.integrations.vllm.setup import Setup, stop_advice
 
         self._setup = Setup.of_engine(vllm_config, kv_cache_config)
-        # Recompute loads that fail. vLLM's default is to fail the request; it reads this after making the connector.
-        transfer = vllm_config.kv_transfer_config
-        if transfer.kv_load_failure_policy != "recompute":
-            logger.info(
-                "cuvee: kv_load_failure_policy is 'recompute' from here on, not %r; inside a MultiConnector, set it "
-                "beside that one's name, too", transfer.kv_load_failure_policy,
-            )  # fmt: skip
-            transfer.kv_load_failure_policy = "recompute"
+        outer = multi_connector()
+        have_failed_loads_computed(vllm_config, outer)
+        self._setup = replace(self._setup, beside=outer is not None)
         self._store = borrow_store(self._setup.options.store)
         backend = vllm_config.parallel_config.distributed_executor_backend
         if not self._store.shared and backend != "uni":

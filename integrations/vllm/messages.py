@@ -81,6 +81,11 @@ class Blend:
     check: bool = False
     first: int = 0
 
+    @property
+    def changed(self) -> int:
+        """The first token whose KV may differ from that of the exact prompt."""
+        return max(self.start, self.pieces[0].start)
+
     def reused(self, end: int) -> int:
         """Count the tokens of the pieces that are reused, up to `end`."""
         first = max(self.start, self.first)

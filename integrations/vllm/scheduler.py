@@ -94,7 +94,7 @@ class SchedulerSide:
             self._planner = BlendPlanner(
                 options.blend, identity, setup.block_tokens, self._lookups, state.overdue, recorder,
                 options.lookup_timeout, options.decide == "always", prefill, state.positions, separator, breaks, clock,
-            )  # fmt: skip
+                setup.beside)  # fmt: skip
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._rates = Rates(state, prefill)

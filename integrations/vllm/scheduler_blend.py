@@ -58,9 +58,11 @@ class SchedulerBlends:
         return tracked.blend_end - computed
 
     def allocate(self, tracked: Tracked, blocks: Sequence[int]) -> None:
-        """Give a request's blend its blocks, if it has a blend."""
+        """Take a request's blend, if it has one, and give it its blocks."""
         blend, block = tracked.blend, self._state.block
         if blend is not None:
+            if self._planner is not None and tracked.segmented is not None:
+                self._planner.take(tracked.request, tracked.segmented, blend)
             blend.blocks = list(blocks[: -(-tracked.blend_end // block)])
             blend.pieces = [piece.within(blend.blocks, block) for piece in blend.pieces]
             self._placed[tracked.request.request_id] = 0

@@ -77,6 +77,7 @@ class Setup:
         codes: dtype of an fp8 cache; None: the pages hold values.
         pages: KV layout of the pages of an fp8 cache; None: that of what is coded.
         stages: pipeline stages.
+        beside: whether other connectors see the engine's requests (vLLM's MultiConnector).
     """
 
     options: Options
@@ -97,6 +98,7 @@ class Setup:
     codes: torch.dtype | None = None
     pages: KVLayout | None = None
     stages: int = 1
+    beside: bool = False
 
     @property
     def ranks(self) -> int:

@@ -22,8 +22,8 @@ from cuvee.integrations.vllm.part_sizes import PartSizes
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.torch_threads import compute_alone
 
-# Calls of a store that wait beside each other, whatever the number of threads that code: two puts at a time of 60 ms each
-# would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `_LOADS` times two batches of entries.
+# Calls of a store that wait beside each other, whatever the number of threads that code: two puts at a time of 60 ms
+# each would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `_LOADS` times two batches.
 _WRITES, _FETCHES, _LOADS = 16, 16, 8
 
 

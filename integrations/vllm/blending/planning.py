@@ -138,6 +138,8 @@ class BlendPlanner:
         separator: token ids of the separator, if there is one.
         breaks: line breaks of the vocabulary, if they are known.
         clock: seconds, monotonic.
+        beside: whether other connectors see the engine's requests. Then blocks are renamed only once the engine has
+            taken a blend (`take`), and it does not find an equal blend that it has already.
     """
 
     def __init__(
@@ -155,8 +157,10 @@ class BlendPlanner:
         separator: Sequence[int] | None = None,
         breaks: LineBreaks | None = None,
         clock: Callable[[], float] = time.monotonic,
+        beside: bool = False,
     ) -> None:
         self._options = options
+        self._beside = beside
         self.identity = identity
         self._block = block_tokens
         self._lookups = lookups
@@ -267,13 +271,27 @@ class BlendPlanner:
         if not self._always and not self.pays.worth(base, end, cost):
             self.refuse(segmented, "declined")
             return NO_BLEND
-        if not self._set_apart(request, segmented, max(base, pieces[0].start), pieces):
+        if not self._are_named(request, blend):
             self.refuse(segmented, "hashes")
             return NO_BLEND
-        segmented.reused, segmented.taken = reused, frozenset(taken)
+        if self._beside:
+            return Offer(blend)
+        self.take(request, segmented, blend)
+        return ASK_AGAIN  # the engine may have this blend already, under its new hashes
+
+    def take(self, request: Any, segmented: Segmented, blend: Blend) -> None:
+        """Decide on a blend that was offered: name the request's blocks for what they will hold. A second call does
+        nothing.
+        """
+        if segmented.recipe:
+            return
+        self._set_apart(request, segmented, blend)
+        segmented.reused = blend.reused(min(blend.pieces[-1].end, request.num_prompt_tokens - 1))
+        starts = {piece.start for piece in blend.pieces}
+        segmented.taken = frozenset(at for at, (start, _) in enumerate(segmented.spans) if start in starts)
         self._blends += 1
         segmented.check = bool(self._options.check_every) and self._blends % self._options.check_every == 0
-        return ASK_AGAIN  # the engine may have this blend already, under its new hashes
+        blend.check = segmented.check
 
     def harvest(self, segmented: Segmented, computed: int) -> list[int]:
         """Return the numbers of the segments that can be stored once `computed` tokens have KV, each only once."""
@@ -332,12 +350,17 @@ class BlendPlanner:
         self.refuse(segmented, reason)
         return segmented
 
-    def _set_apart(self, request: Any, segmented: Segmented, first: int, pieces: Sequence[Entry]) -> bool:
-        """Rename the request's blocks from the block of token `first` on; return whether that is possible."""
-        hashes = request.block_hashes
-        # The last block may have no hash yet, because it is not full. It would get an exact one later.
-        if len(hashes) != request.num_tokens // self._block or first // self._block >= len(hashes):
-            return False
+    def _are_named(self, request: Any, blend: Blend) -> bool:
+        """Return whether all blocks that a blend changes have names.
+
+        The last one has none yet if it is not full. It would get an exact one later.
+        """
+        named = len(request.block_hashes)
+        return named == request.num_tokens // self._block and blend.changed // self._block < named
+
+    def _set_apart(self, request: Any, segmented: Segmented, blend: Blend) -> None:
+        """Rename the request's blocks from the first on that a blend changes."""
+        first, pieces = blend.changed, blend.pieces
         parts = [piece.digest + piece.start.to_bytes(8, "little") for piece in pieces]
         recipe = hashlib.blake2b(
             canonical(repr(segmented.cost).encode(), first.to_bytes(8, "little"), *parts),
@@ -346,4 +369,3 @@ class BlendPlanner:
         ).digest()
         set_apart(request, first // self._block, recipe)
         segmented.recipe, segmented.exact = recipe, first
-        return True

@@ -123,6 +123,7 @@ class Desk:
         breaks: LineBreaks | None = None,
         groups: tuple[LayerGroup, ...] = (),
         make_events: Callable[[Any, range], EventPair | None] | None = None,
+        setup: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.now = 1000.0
@@ -138,10 +139,12 @@ class Desk:
         else:
             quality = f"step:{codec.step_index}"
             self.identity = replace(IDENTITY, profile=profile.id, quality=quality)
-        setup = Setup(opts, LAYOUT, profile, quality, BLOCK, shards, loads, stores, prefix_caching, groups=groups)
+        engine = Setup(
+            opts, LAYOUT, profile, quality, BLOCK, shards, loads, stores, prefix_caching, groups=groups, **(setup or {})
+        )
         self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
-            setup, self.identity, self.store, self.recorder, NamedAdapters(), own_store, lambda: self.now,
+            engine, self.identity, self.store, self.recorder, NamedAdapters(), own_store, lambda: self.now,
             separator, breaks, make_events,
         )  # fmt: skip
 

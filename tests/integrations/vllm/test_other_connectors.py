@@ -1,0 +1,134 @@
+"""The connector beside others, through vLLM's `MultiConnector`: what it changes for them, and when."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.integrations.vllm.engines import need_vllm
+from tests.integrations.vllm.sides import Desk
+from tests.integrations.vllm.test_blend_planning import BLOCKS, FIRST, SECOND, ask
+from tests.integrations.vllm_tier.real_tiers import real
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+
+@pytest.fixture(autouse=True)
+def _needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_vllm()
+    monkeypatch.setattr(sys.modules[__name__], "Other", other_class(), raising=False)  # vLLM looks for it here
+
+
+def ours() -> Any:
+    return real("cuvee.integrations.vllm.other_connectors")
+
+
+def other_class() -> type[Any]:
+    """A connector that has as many tokens of every prompt as a test says. It keeps who made it, and names of blocks."""
+
+    class Other(real(f"{BASE}.example_connector").ExampleConnector):  # type: ignore[misc]
+        tokens = 0
+
+        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+            self.maker = ours().multi_connector()
+            ours().have_failed_loads_computed(vllm_config, self.maker)
+            self.seen: list[list[Any]] = []
+
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+            self.seen.append(list(request.block_hashes))
+            return self.tokens, False
+
+        def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+            """The engine's blocks are of no interest here."""
+
+    return Other
+
+
+def engine_config(policy: str) -> SimpleNamespace:
+    child = {"kv_connector": "Other", "kv_connector_module_path": __name__, "kv_role": "kv_both"}
+    transfer = real("vllm.config.kv_transfer").KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy=policy,
+        kv_connector_extra_config={"connectors": [child]},
+    )  # fmt: skip
+    return SimpleNamespace(
+        kv_transfer_config=transfer, scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True)
+    )
+
+
+def made(policy: str = "recompute") -> tuple[SimpleNamespace, Any]:
+    """vLLM's configuration, and its connector of another one."""
+    config, role = engine_config(policy), real(f"{BASE}.base").KVConnectorRole.SCHEDULER
+    return config, real(f"{BASE}.multi_connector").MultiConnector(config, role, SimpleNamespace())
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    d = Desk(blend={"segment_tokens": 12}, setup={"beside": True})
+    yield d
+    d.side.close()
+
+
+def beside(d: Desk, tokens: int) -> tuple[Any, Any]:
+    """vLLM's connector of ours, behind another one that has so many tokens."""
+    _, multi = made()
+    (other,) = multi._connectors
+    other.tokens = tokens
+    connector = real("cuvee.integrations.vllm.connector").CuveeConnector
+    own = connector.__new__(connector)
+    own._scheduler = d.side
+    multi._connectors.append(own)
+    return multi, other
+
+
+def scheduled(d: Desk, multi: Any, request: Any) -> int:
+    """vLLM schedules a request, as soon as all connectors know what they have of it."""
+    tokens = None
+    while tokens is None:
+        tokens, _ = multi.get_num_new_matched_tokens(request, 0)
+    blocks = SimpleNamespace(get_block_ids=lambda: (BLOCKS,))
+    multi.update_state_after_alloc(request, blocks, tokens)
+    return int(tokens)
+
+
+def test_who_makes_a_connector_is_known() -> None:
+    _, multi = made()
+    assert multi._connectors[0].maker is multi
+    assert ours().multi_connector() is None
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_what_becomes_of_failed_loads_is_the_users_to_say_beside_others(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, _ = made(policy)
+    assert config.kv_transfer_config.kv_load_failure_policy == policy
+    assert ("kv_load_failure_policy is 'fail'" in caplog.text) is (policy == "fail")
+    ours().have_failed_loads_computed(config, None)
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute", "alone, it is ours to say"
+
+
+def test_blocks_are_renamed_once_our_blend_is_taken(desk: Desk) -> None:
+    desk.put_segments(FIRST, SECOND)
+    multi, other = beside(desk, 0)
+    request = ask(desk)
+    exact = list(request.block_hashes)
+    assert scheduled(desk, multi, request) == 65
+    assert all(seen == exact for seen in other.seen), "what others look up has the names that it has without us"
+    assert request.block_hashes != exact and request.block_hashes[:1] == exact[:1]
+    renamed = list(request.block_hashes)
+    assert scheduled(desk, multi, request) == 65 and request.block_hashes == renamed, "it was preempted"
+    assert desk.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
+
+
+def test_another_connector_that_loads_finds_the_names_as_they_were(desk: Desk) -> None:
+    desk.put_segments(FIRST, SECOND)
+    multi, _ = beside(desk, 64)
+    request = ask(desk)
+    exact = list(request.block_hashes)
+    assert scheduled(desk, multi, request) == 64
+    assert request.block_hashes == exact
+    assert desk.side.told(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15}
+    assert not desk.plan().loads
