@@ -3,6 +3,7 @@
     full attention    one table, which names a block for every token
     latents (MLA)     the same: a token's page holds its latent and the rotated part of its keys
     sliding window    a table in which blocks before the window are `NULL_BLOCK`, once no token attends to them
+    chunked           the same, with a window that begins anew at each multiple of its length
 
 A model whose layers are all alike has one group. In other models a block's number means other memory in every group.
 With `--disable-hybrid-kv-cache-manager` vLLM keeps all tokens of a mixed model in one group; it does not where every
@@ -23,7 +24,8 @@ from cuvee.codec.errors import UnsupportedModelError
 NULL_BLOCK = 0  # stands in the table of a group with a window for a block that the engine has dropped, or never had
 
 _FULL, _WINDOW, _LATENT = "FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"
-_SUPPORTED = (_FULL, _WINDOW, _LATENT)
+_CHUNKED = "ChunkedLocalAttentionSpec"
+_SUPPORTED = (_FULL, _WINDOW, _CHUNKED, _LATENT)
 _DRAFT = "draft_model."  # vLLM's prefix of the layers of a draft model that numbers its layers from 0
 
 
@@ -33,11 +35,13 @@ class LayerGroup:
 
     Attributes:
         layers: their indices among the cached layers of this process.
-        window: number of tokens before the next one that the engine keeps for them; None: all.
+        window: most tokens before the next one that the engine keeps for them; None: all.
+        chunked: whether it drops all of them at each multiple of `window`.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,10 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None) -> Cached
     groups = []
     for group, specs in zip(kv_cache_config.kv_cache_groups, by_group, strict=True):
         kept = specs or _specs_of(group)
+        layers = tuple(sorted(order[name] for name in specs))
         windows = [int(spec.sliding_window) for spec in kept.values() if _kind(spec) == _WINDOW]
-        groups.append(LayerGroup(tuple(sorted(order[name] for name in specs)), min(windows, default=None)))
+        chunks = [int(spec.attention_chunk_size) for spec in kept.values() if _kind(spec) == _CHUNKED]
+        groups.append(LayerGroup(layers, min(windows + chunks, default=None), chunked=bool(chunks)))
     numbers = tuple(_number_of(name) for name in names)
     return CachedLayers(names, numbers, tuple(by_name[name] for name in names), tuple(groups))
 
@@ -128,11 +134,6 @@ def _check_kind(spec: Any) -> None:
         raise UnsupportedModelError(
             "recurrent layers (MambaSpec: Mamba, linear attention, hybrids with them) are not supported, because they "
             "keep a state instead of keys and values: serve this model without CuveeConnector"
-        )
-    if kind == "ChunkedLocalAttentionSpec":
-        raise UnsupportedModelError(
-            "layers with chunked attention that drop tokens (ChunkedLocalAttentionSpec) are not supported: pass "
-            "--disable-hybrid-kv-cache-manager to vLLM"
         )
     if kind not in _SUPPORTED:
         raise UnsupportedModelError(

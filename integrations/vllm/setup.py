@@ -6,6 +6,7 @@ Models and features of vLLM that cuvee does not support are refused here, by nam
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -344,9 +345,16 @@ def _find_profile(engine: str, where: str, layout: KVLayout, model_path: str, re
 
 
 def _check_windows(groups: Sequence[LayerGroup], chunk_tokens: int, block: int) -> None:
-    """Refuse chunks that are longer than what the engine keeps of a layer."""
-    for window in {group.window for group in groups} - {None}:
-        if window is not None and chunk_tokens > window:
+    """Refuse chunks of which the engine drops a part before it has computed the rest."""
+    for window, chunked in {(group.window, group.chunked) for group in groups}:
+        if window is None:
+            continue
+        if chunked and window % chunk_tokens:
+            raise InputError(
+                f"chunk_tokens: must divide the {window} tokens of a chunk of the model's attention, because the "
+                f"engine drops all of them at its end, got {chunk_tokens}: set it to {math.gcd(window, chunk_tokens)}"
+            )
+        if chunk_tokens > window:
             most = window // block * block
             raise InputError(
                 f"chunk_tokens: must be at most the {window} tokens of the model's sliding window, because the engine "

@@ -51,6 +51,18 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("GptOssConfig", {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama": ("LlamaConfig", {"head_dim": 32}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 32,
+            "attention_chunk_size": 128,
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 0, 1],
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 256,
+        },
+    ),
     "mistral": ("MistralConfig", _WINDOW),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 64}),
@@ -695,9 +707,9 @@ def start_engine(model: str | Path, **options: Any) -> Any:
 
 
 def _main(order: Path, results: Path) -> None:
+    import_vllm()
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    import_vllm()
     done: dict[str, Any] = {}
     for engine in json.loads(order.read_text()):
         begun = time.monotonic()

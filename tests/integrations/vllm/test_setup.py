@@ -196,21 +196,21 @@ def test_groups_of_the_engines_own_classes_are_read() -> None:
     kinds = pytest.importorskip("vllm.v1.kv_cache_interface")
     fields = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
     full, window = kinds.FullAttentionSpec(**fields), kinds.SlidingWindowSpec(**fields, sliding_window=64)
+    chunked = kinds.ChunkedLocalAttentionSpec(**fields, attention_chunk_size=128)
     promoted = kinds.FullAttentionSpec(**fields, sliding_window=64)
     extra = {"chunk_tokens": 64}
     for specs, groups in (
         ([window, full], (LayerGroup((0,), 64), LayerGroup((1,)))),
         ([window], (LayerGroup((0, 1), 64),)),
+        ([chunked, full], (LayerGroup((0,), 128, chunked=True), LayerGroup((1,)))),
         ([kinds.FullAttentionSpec.merge([full, promoted])], (LayerGroup((0, 1)),)),
         ([kinds.UniformTypeKVCacheSpecs.from_specs({"model.layers.0": full, "model.layers.1": promoted})],
          (LayerGroup((0, 1)),)),
     ):  # fmt: skip
         assert Setup.of_engine(*_engine(specs, extra=extra)).groups == groups
     recurrent = kinds.MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))
-    chunked = kinds.ChunkedLocalAttentionSpec(**fields, attention_chunk_size=64)
-    for spec, message in ((recurrent, "recurrent layers"), (chunked, "chunked attention")):
-        with pytest.raises(UnsupportedModelError, match=message):
-            Setup.of_engine(*_engine([full, spec], extra=extra))
+    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
+        Setup.of_engine(*_engine([full, recurrent], extra=extra))
 
 
 def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
@@ -366,9 +366,9 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ),
         ({"specs": [_spec(), _spec(MambaSpec)]}, UnsupportedModelError, r"recurrent layers \(MambaSpec.*without Cuvee"),
         (
-            {"specs": [_spec(), _spec(ChunkedLocalAttentionSpec)]},
-            UnsupportedModelError,
-            r"chunked attention .*pass --disable-hybrid-kv-cache-manager",
+            {"specs": [_spec(), _spec(ChunkedLocalAttentionSpec, attention_chunk_size=384)]},
+            InputError,
+            "chunk_tokens: must divide the 384 tokens of a chunk of the model's attention, .*got 256: set it to 128",
         ),
         ({"specs": [_spec(), _spec(RSWASpec)]}, UnsupportedModelError, "cache a RSWASpec are not supported"),
         (
@@ -448,7 +448,6 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
     ],
 )
 @pytest.mark.serves(model="recurrent layers", where="refused")
-@pytest.mark.serves(model="chunked attention", where="refused")
 @pytest.mark.serves(cache="nvfp4", where="refused")
 @pytest.mark.serves(drafts="dflash", where="refused")
 @pytest.mark.serves(parallel="context parallelism", where="refused")
