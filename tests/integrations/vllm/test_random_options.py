@@ -26,6 +26,7 @@ KINDS = (
     "FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec", "ChunkedLocalAttentionSpec", "RSWASpec",
     "CrossAttentionSpec", "SinkFullAttentionSpec", "HiSparseHotSpec", "SlidingWindowMLASpec", "CircularBufferSpec",
 )  # fmt: skip
+WINDOWS = {"SlidingWindowSpec": "sliding_window", "ChunkedLocalAttentionSpec": "attention_chunk_size"}
 REMEDY = re.compile(r"\b(set|pass|use|serve|remove|give|must|only|supported: |there are)")
 MODELS = {"llama": engines.CONFIG, "mistral": engines.WINDOWED, "deepseek": engines.LATENTS}
 
@@ -44,20 +45,21 @@ def drawn(rng: random.Random) -> tuple[dict[str, Any], bool]:
     own = {"llama": "FullAttentionSpec", "mistral": "SlidingWindowSpec", "deepseek": "MLAAttentionSpec"}[model]
     kind, heads = pick(own, KINDS), 1 if model == "deepseek" else 2
     size = 20 if model == "deepseek" else 8
-    served &= kind == own or (model != "deepseek" and kind in ("FullAttentionSpec", "SlidingWindowSpec"))
+    served &= kind == own or (model != "deepseek" and kind in ("FullAttentionSpec", *WINDOWS))
     served &= kind != "MLAAttentionSpec" or model == "deepseek"
     tensor, pipeline = pick(1, (2, 3, 4)), pick(1, (2,))
     heads_there = 1 if model == "deepseek" else max(heads // tensor, 1)
     served &= model == "deepseek" or tensor != 3
     block, chunk = pick(32, (8, 16, 48, 128)), pick(64, (32, 48, 96, 256, 4096))
     served &= chunk % block == 0 and chunk <= 256 and not (kind == "SlidingWindowSpec" and chunk > 64)
+    served &= not (kind == "ChunkedLocalAttentionSpec" and 64 % chunk)
     extra: dict[str, Any] = {"chunk_tokens": chunk}
     option = pick(None, ("blend", "kl", "quality", "refinements", "nonsense", "deadline_ms"), 0.2)
     extra |= {} if option is None else {option: {"blend": {}, "quality": "small"}.get(option, 1)}
     method = pick(None, DRAFTS, 0.3)
     served &= method is None or method in DRAFTS[:7]
     targets = option == "deadline_ms"
-    served &= option is None or option == "blend" or (targets and kind != "SlidingWindowSpec")
+    served &= option is None or option == "blend" or (targets and kind not in WINDOWS)
     fp8 = held is torch.uint8
     served &= option != "blend" or not (model != "llama" or fp8 or method or pipeline > 1)
     layers = pick(2, (1, 3, 0)) if pipeline == 1 else 1
@@ -71,7 +73,7 @@ def drawn(rng: random.Random) -> tuple[dict[str, Any], bool]:
     runner, encodes = pick("generate", ("pooling", "draft"), 0.05), pick(False, (True,), 0.05)
     served &= runner == "generate" and not encodes
     spec_class = type(kind, (engines.FullAttentionSpec,), {})
-    fields = {"sliding_window": 64} if kind.startswith("SlidingWindow") else {}
+    fields = {WINDOWS[kind]: 64} if kind in WINDOWS else {}
     latent = {"head_size_v": 0} if model == "deepseek" else {}
     spec = engines._spec(
         spec_class, block_size=block, num_kv_heads=heads_there, head_size=size, dtype=held, **fields, **latent
