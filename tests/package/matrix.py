@@ -3,7 +3,8 @@
     @pytest.mark.serves(model="MLA", where="classes")       in the test that shows it, or on a case of it
     @pytest.mark.serves(cache="nvfp4", where="refused")
 
-Each of a mark's `model`, `cache`, `drafts` and `parallel` that is left out is the plain one. The file tells the engine.
+Each of a mark's `model`, `cache`, `drafts`, `parallel` and `runner` that is left out is the plain one. The file tells
+the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ ENGINES = {
     "sglang/test_linker.py": "SGLang, linker",
     "lmcache/": "LMCache",
 }
-PLAIN = {"model": "full attention", "cache": "16 or 32 bits", "drafts": "none", "parallel": "one process"}
+PLAIN = {
+    "model": "full attention",
+    "cache": "16 or 32 bits",
+    "drafts": "none",
+    "parallel": "one process",
+    "runner": "usual",
+}
 WHERE = {"engine": "in an engine", "classes": "in its classes", "refused": "refused"}
 _RUNS = ("run_engines(", "Server(", "faults.run_group(")  # what a file that starts engines calls
 
@@ -30,7 +37,9 @@ _HEAD = """# What engines serve
 
 Written by `python -m tests.package.matrix` from the marks of the tests; a test compares. "In an engine": requests run
 through a real one. "In its classes": the engine's own code calls ours, without a model behind it. "Refused": the engine
-does not start, and says which setting to change. An empty cell: no test shows it. [Engines](engines.md) says more.
+does not start, and says which setting to change. An empty cell: no test shows it. Runner "V2, async": the V2 model
+runner and async scheduling, vLLM's defaults on a GPU, here in Triton's interpreter. vLLM's columns hold for 0.32 and
+0.33 (`make test-next`). [Engines](engines.md) says more.
 """
 
 
@@ -40,7 +49,7 @@ class Served:
 
     Attributes:
         path: of the test, below tests/integrations.
-        kind: model, cache, drafts and parallel.
+        kind: model, cache, drafts, parallel and runner.
         where: a key of `WHERE`.
     """
 
@@ -91,8 +100,8 @@ def page() -> str:
 
     columns = list(ENGINES.values())
     lines = [
-        "| " + " | ".join(["model", "cache", "drafted tokens", "processes", *columns]) + " |",
-        "|---" * (4 + len(columns)) + "|",
+        "| " + " | ".join(["model", "cache", "drafted tokens", "processes", "runner", *columns]) + " |",
+        "|---" * (len(PLAIN) + len(columns)) + "|",
     ]
     for kind in sorted({kind for kind, _ in best}, key=plain_first):
         cells = [WHERE[best[kind, engine]] if (kind, engine) in best else "" for engine in columns]

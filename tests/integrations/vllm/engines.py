@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 import pytest
+from tests.integrations.vllm import gpu_defaults
 from tests.integrations.vllm.forking import run_forked
 
 ROOT = Path(__file__).parents[3]
@@ -47,6 +48,19 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
             **_WINDOW,
             "query_pre_attn_scalar": 32,
             "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **_WINDOW,
+            "num_hidden_layers": 8,
+            "num_kv_shared_layers": 4,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
+            "vocab_size_per_layer_input": 256,
+            "hidden_size_per_layer_input": 32,
+            "laurel_rank": 16,
+            "activation_sparsity_pattern": [0.0] * 8,
         },
     ),
     "gpt_oss": ("GptOssConfig", {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -266,6 +280,9 @@ def run_script(
         variables: of the environment.
     """
     log, environ = folder / "log.txt", environment(**variables)
+    if gpu_defaults.wanted():
+        environ.update(gpu_defaults.GPU)
+        timeout *= gpu_defaults.PATIENCE
     if forked:
         return run_forked([script, *arguments], folder, environ, log, timeout), log.read_text(errors="replace")
     with log.open("wb") as output:
@@ -649,6 +666,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
         "seed": 0,
     }
     llm = start_engine(order["model"], **{**defaults, **order["options"]})
+    print(f"async scheduling: {llm.llm_engine.vllm_config.scheduler_config.async_scheduling}", flush=True)
     try:
         return run_steps(llm, order)
     finally:
@@ -680,6 +698,8 @@ def run_steps(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 def import_vllm() -> None:
     """Import vLLM, so that engines can follow each other in this process."""
+    if gpu_defaults.wanted():
+        gpu_defaults.install()
     # Its modules make a million objects, none of them garbage: not searching them saves a quarter of the import.
     gc.disable()
     importlib.import_module("vllm.entrypoints.llm")
