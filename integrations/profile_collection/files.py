@@ -117,8 +117,7 @@ class FolderFiles(NamedFiles):
     def _folder_of(self, name: str, *, create: bool = False) -> Iterator[int]:
         """Yield the descriptor of the folder that holds a file."""
         with ExitStack() as opened:
-            folder = open_root(self._path)
-            opened.callback(os.close, folder)
+            folder = opened.enter_context(open_root(self._path))
             for part in name.split("/")[:-1]:
                 folder = opened.enter_context(open_folder(part, folder, create=create, mode=_FOLDER_MODE))
             yield folder
@@ -144,10 +143,10 @@ class ObjectFiles(NamedFiles):
 
     def read(self, name: str, most: int) -> bytes | None:
         """See `NamedFiles.read`."""
-        from cuvee.integrations.stores.objects import read_object, sent, shown_error
+        from cuvee.integrations.stores.objects import asked, read_object, shown_error
 
         try:
-            data = sent(lambda: read_object(self._place, name, most))
+            data = asked(lambda: read_object(self._place, name, most))
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -162,11 +161,11 @@ class ObjectFiles(NamedFiles):
         """See `NamedFiles.write`."""
         import obstore
 
-        from cuvee.integrations.stores.objects import sent, shown_error
+        from cuvee.integrations.stores.objects import asked, shown_error
 
         for name, data in files.items():
             try:
-                sent(lambda name=name, data=data: obstore.put(self._place, name, data))  # type: ignore[misc]
+                asked(lambda name=name, data=data: obstore.put(self._place, name, data))  # type: ignore[misc]
                 continue
             except Exception as error:
                 why = shown_error(error, self._secrets)

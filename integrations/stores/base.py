@@ -9,14 +9,12 @@ own, and its key says which part it is (`cuvee.naming.part_keys`).
 
 from __future__ import annotations
 
-import builtins
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.integrations.stores.envelope import ExpiredError
 from cuvee.naming.part_keys import MAX_PARTS, part_key
 
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
@@ -65,18 +63,6 @@ class TierCounters:
     entries: int | None = None
     bytes: int | None = None
 
-    def answer(self, blob: builtins.bytes | None, problem: Exception | None = None) -> None:
-        """Count the answer of a `get`: a hit, or a miss, caused by `problem` if the entry was bad or had expired."""
-        if blob is None:
-            self.misses += 1
-        else:
-            self.hits += 1
-            self.hit_bytes += len(blob)
-        if isinstance(problem, ExpiredError):
-            self.expired += 1
-        elif problem is not None:
-            self.corrupt += 1
-
 
 class Store(ABC):
     """Blobs by key. Safe to call from several threads.
@@ -94,13 +80,13 @@ class Store(ABC):
     name: str
     shared: bool
 
-    @abstractmethod
     def get(self, key: str) -> bytes | None:
         """Return the blob of `key`, its checksum verified; None if it is not there."""
+        return self.get_many([key])[0]
 
+    @abstractmethod
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the blob of each key, as `get` does. Stores that can do so fetch all of them in one request."""
-        return [self.get(key) for key in keys]
+        """Return the blob of each key, its checksum verified; None for those that are not there."""
 
     @abstractmethod
     def put(self, key: str, blob: bytes) -> bool:

@@ -98,10 +98,6 @@ class GuardedStore(Store):
         self._calls: set[_Call] = set()
         self._reads.probing = self._writes.probing = False
 
-    def get(self, key: str) -> bytes | None:
-        """Return the blob of `key`; None if it is not there or the store fails."""
-        return self._run("get", self._reads, lambda: self._store.get(key), None)
-
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key; all None if the store fails."""
         # An empty list needs no store, and would prove nothing as a probe.

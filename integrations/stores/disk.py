@@ -32,8 +32,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
-from cuvee.codec.errors import CorruptError, CuveeError, InputError
+from cuvee.codec.errors import InputError
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores import folder, safe_files
 from cuvee.integrations.stores.base import (
@@ -46,7 +47,7 @@ from cuvee.integrations.stores.base import (
     check_ttl,
     is_tenant,
 )
-from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, make_header, verify
+from cuvee.integrations.stores.envelope import HEADER_BYTES, make_header
 from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.safe_files import open_store_folder
 
@@ -75,8 +76,8 @@ class DiskStore(Store):
     file system must support flock and an atomic rename, as local file systems and NFSv4 do. The files of entries stay
     within the budget, apart from those that are being written. A put that finds no room for a second is given up.
 
-    A folder is refused if its owner is neither this user nor root, or if its group or others may write to it: they
-    could replace the caches that a model continues from. A link to the folder must not belong to another user either.
+    A folder is refused if it is a link, if its owner is neither this user nor root, or if its group or others may write
+    to it: they could replace the caches that a model continues from.
 
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as parent:
@@ -117,9 +118,8 @@ class DiskStore(Store):
         self.root = os.path.abspath(path)
         # An unsafe folder is refused here if it exists. Every operation checks again.
         with suppress(OSError):
-            for look in (os.lstat, os.stat):
-                if problem := safe_files.objection(look(self.root), self.root):
-                    raise InputError(f"path: {problem}")
+            if problem := safe_files.objection(os.lstat(self.root), self.root):
+                raise InputError(f"path: {problem}")
         self._monitor = StoreMonitor(_log, f"disk store {self.root}")
         self._scanner: threading.Thread | None = None
         self._scanned_at = -math.inf
@@ -132,20 +132,17 @@ class DiskStore(Store):
         """Make a new lock. The thread that scans is only the parent's, which `is_alive` knows."""
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> bytes | None:
-        """Return the blob of `key`; None if it is not there. A corrupt or expired entry is deleted, and is a miss."""
-        check_key(key)
-        blob: bytes | None = None
-        problem: CuveeError | None = None
-        with (
-            self._errors(),
-            suppress(FileNotFoundError),
-            open_store_folder(self.root) as root,
-            self._tolerate(key),
-        ):
-            blob, problem = self._read(root, key)
-        self._monitor.answered(blob, key, problem)
-        return blob
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the blob of each key; A corrupt or expired entry is deleted, and is a miss."""
+        for key in keys:
+            check_key(key)
+        blobs: list[bytes | None] = [None] * len(keys)
+        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
+            for at, key in enumerate(keys):
+                with self._tolerate(key):
+                    blobs[at] = self._read(root, key)
+        self._monitor.answered(blobs)
+        return blobs
 
     def put(self, key: str, blob: bytes) -> bool:
         """Write an entry; False if it exceeds a limit, if there is no room, or if its place is taken by, say, a folder.
@@ -206,8 +203,7 @@ class DiskStore(Store):
         count = 0
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
             for key, _ in folder.entries_of(root, tenant, lambda entry: suppress(FileNotFoundError)):
-                with suppress(FileNotFoundError):
-                    count += folder.remove_entry(root, key)
+                count += folder.remove_entry(root, key)
             folder.remove_empty_folders(root, tenant)
         return count
 
@@ -239,31 +235,25 @@ class DiskStore(Store):
             scanner.join(timeout)
         return scanner is None or not scanner.is_alive()
 
-    def _read(self, root: int, key: str) -> tuple[bytes | None, CuveeError | None]:
-        """Return the blob of an entry, or None and why the entry is bad. A bad entry is deleted."""
+    def _read(self, root: int, key: str) -> bytes | None:
+        """Return the blob of an entry; None if it is bad, and then deleted."""
         with folder.open_shard(root, key) as shard, safe_files.open_file(folder.id_of(key), shard) as file:
             info = os.fstat(file)
             if info.st_size > HEADER_BYTES + self.max_entry:
                 raise OSError(errno.EFBIG, f"{info.st_size} bytes are more than max_entry_mb allows", key)
-            try:
-                header = os.read(file, HEADER_BYTES)
-                blob = safe_files.read_exactly(file, info.st_size - len(header))
-                verify(key, header, blob, self.ttl)
-            except (CorruptError, ExpiredError) as error:
-                # While it is open, no other file can have its inode: a good entry that replaced it stays.
-                try:
-                    folder.remove_entry(root, key, (info.st_ino, info.st_mtime_ns))
-                except FileNotFoundError:
-                    pass
-                except OSError as failure:
-                    self._monitor.not_deleted(failure)
-                return None, error
-            if abs(time.time() - info.st_mtime) >= _TOUCH_SECONDS:
+            header = os.read(file, HEADER_BYTES)
+            payload = safe_files.read_exactly(file, info.st_size - len(header))
+            # While it is open, no other file can have its inode: a good entry that replaced it stays.
+            seen = info.st_ino, info.st_mtime_ns
+            delete = partial(folder.remove_entry, root, key, seen)
+            blob = self._monitor.verified(key, header, payload, self.ttl, delete)
+            if blob is not None and abs(time.time() - info.st_mtime) >= _TOUCH_SECONDS:
                 try:
                     os.utime(file)
                 except OSError as error:
-                    self._monitor.not_touched(error)
-            return blob, None
+                    text = "cannot note the use of entries; they will be evicted as if unused: %s"
+                    self._monitor.warn("not touched", text, error)
+            return blob
 
     def _name(self, root: int, temporary: str, key: str, size: int) -> bool:
         """Give an entry its name once there is room; False if there is none, or its place is taken."""

@@ -16,7 +16,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from xxhash import xxh3_64_digest
 
@@ -124,28 +123,23 @@ def size_of(name: str, parent: int) -> int | None:
 
 def sizes_of(root: int, keys: Sequence[str], tolerate: Tolerate) -> list[int | None]:
     """Return the bytes of each entry; None if it is not there."""
-    sizes: list[int | None] = []
-    for tenant, group in groupby(keys, lambda key: key.partition("/")[0]):
-        names = [id_of(key) for key in group]
-        found: list[int | None] = [None] * len(names)
-        with tolerate(tenant), open_folder(tenant, root) as folder:
-            for at, name in enumerate(names):
-                with tolerate(f"{tenant}/{name}"), open_folder(name[:2], folder) as shard:
-                    found[at] = size_of(name, shard)
-        sizes += found
+    sizes: list[int | None] = [None] * len(keys)
+    for at, key in enumerate(keys):
+        with tolerate(key), open_shard(root, key) as shard:
+            sizes[at] = size_of(id_of(key), shard)
     return sizes
 
 
 def remove_entry(root: int, key: str, seen: tuple[int, int] | None = None) -> bool:
-    """Delete an entry; False if it is another one, or was used, since it was `seen`: its inode and its time in ns."""
-    with open_shard(root, key) as shard, locked(root) as figures:
+    """Delete an entry; return whether it was there. Another one, or one used since it was `seen` (inode, ns), stays."""
+    with suppress(FileNotFoundError), open_shard(root, key) as shard, locked(root) as figures:
         info = os.stat(id_of(key), dir_fd=shard, follow_symlinks=False)
-        if seen not in (None, (info.st_ino, info.st_mtime_ns)):
-            return False
-        os.unlink(id_of(key), dir_fd=shard)
-        if figures is not None and stat.S_ISREG(info.st_mode):
-            figures.remove(info.st_size)
-        return True
+        if seen in (None, (info.st_ino, info.st_mtime_ns)):
+            os.unlink(id_of(key), dir_fd=shard)
+            if figures is not None and stat.S_ISREG(info.st_mode):
+                figures.remove(info.st_size)
+            return True
+    return False
 
 
 def entries_of(root: int, tenant: str, tolerate: Tolerate) -> Iterator[tuple[str, os.stat_result]]:

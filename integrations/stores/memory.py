@@ -78,15 +78,21 @@ class MemoryStore(Store):
             with _opening.lock:
                 self._cache = _process_wide.setdefault(max_bytes, self._cache)
 
-    def get(self, key: str) -> bytes | None:
-        """Return the blob of `key`; None if it is not there."""
-        check_key(key)
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the blob of each key; None for those that are not there."""
+        for key in keys:
+            check_key(key)
+        counters, entries = self._counters, self._cache.entries
         with self._cache.lock:
-            blob = self._cache.entries.get(key)
-            if blob is not None:
-                self._cache.entries.move_to_end(key)
-            self._counters.answer(blob)
-            return blob
+            blobs = [entries.get(key) for key in keys]
+            for key, blob in zip(keys, blobs, strict=True):
+                if blob is None:
+                    counters.misses += 1
+                else:
+                    entries.move_to_end(key)
+                    counters.hits += 1
+                    counters.hit_bytes += len(blob)
+            return blobs
 
     def put(self, key: str, blob: bytes) -> bool:
         """Keep `blob`, evicting other entries; False if it exceeds the budget or `max_entry`."""

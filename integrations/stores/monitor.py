@@ -11,7 +11,7 @@ from cuvee.codec.errors import CorruptError
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.guard import Once
 from cuvee.integrations.stores.base import StoreError, TierCounters
-from cuvee.integrations.stores.envelope import ExpiredError, unseal
+from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, verify
 from cuvee.integrations.stores.redaction import scrubbed
 
 _LONGEST_MESSAGE = 1000  # characters of an error's message that are shown
@@ -43,43 +43,44 @@ class StoreMonitor:
             for name, amount in amounts.items():
                 setattr(self._counters, name, getattr(self._counters, name) + amount)
 
-    def answered(self, blob: bytes | None, key: str = "", problem: Exception | None = None) -> None:
-        """Count the answer of a `get`: a hit, or a miss, caused by `problem` if the entry was bad or had expired."""
-        with self._lock:
-            self._counters.answer(blob, problem)
-        if problem is not None and not isinstance(problem, ExpiredError):
-            self.warn("bad", "deletes bad entries and counts them as misses; the first: %s: %s", key, problem)
+    def answered(self, blobs: Sequence[bytes | None]) -> None:
+        """Count the answers of a `get_many`: hits, and misses, which are None."""
+        hits = [len(blob) for blob in blobs if blob is not None]
+        self.count(hits=len(hits), hit_bytes=sum(hits), misses=len(blobs) - len(hits))
 
-    def opened(
-        self,
-        key: str,
-        entry: bytes | None,
-        ttl: float | None,
-        delete: Callable[[], object],
-        problem: Exception | None = None,
+    def opened(self, key: str, entry: bytes, ttl: float | None, delete: Callable[[], object]) -> bytes | None:
+        """Return the blob in an entry, as `verified` does."""
+        return self.verified(key, entry[:HEADER_BYTES], entry[HEADER_BYTES:], ttl, delete)
+
+    def verified(
+        self, key: str, header: bytes, blob: bytes, ttl: float | None, delete: Callable[[], object]
     ) -> bytes | None:
-        """Return the blob in an entry, and count the answer of a `get`. A bad or expired entry is deleted.
+        """Return the blob of an entry. A bad or expired entry is counted and deleted, and is a miss.
 
         Args:
             key: the requested key.
-            entry: as the store returned it; None: it has none that can be read.
+            header: the first `HEADER_BYTES` of the entry, as the store returned it.
+            blob: the others.
             ttl: seconds an entry lives after it was written; None means forever.
-            delete: deletes the entry; may raise a StoreError.
-            problem: what is wrong with an entry that cannot be read.
+            delete: deletes the entry; may raise a StoreError or an OSError.
         """
-        blob: bytes | None = None
-        if entry is not None:
-            try:
-                blob = unseal(key, entry, ttl)
-            except (CorruptError, ExpiredError) as error:
-                problem = error
-        self.answered(blob, key, problem)
-        if problem is not None:
-            try:
-                delete()
-            except StoreError as error:
-                self.not_deleted(error)
-        return blob
+        try:
+            verify(key, header, blob, ttl)
+            return blob
+        except ExpiredError:
+            self.count(expired=1)
+        except CorruptError as problem:
+            self.bad(key, problem)
+        try:
+            delete()
+        except (StoreError, OSError) as error:
+            self.warn("not deleted", "cannot delete a bad entry; it stays a miss: %s", error)
+        return None
+
+    def bad(self, key: str, problem: Exception) -> None:
+        """Count and report an entry that is deleted because it is bad."""
+        self.count(corrupt=1)
+        self.warn("bad", "deletes bad entries and counts them as misses; the first: %s: %s", key, problem)
 
     def stored(self, blob: bytes) -> None:
         """Count a put."""
@@ -95,14 +96,6 @@ class StoreMonitor:
         """Count and report an entry that cannot be read or replaced while the rest of the store works."""
         self.count(errors=1)
         self.warn("unusable", "cannot use an entry; it is a miss, and so are others like it: %s: %s", entry, why)
-
-    def not_deleted(self, error: Exception) -> None:
-        """Report a bad entry that could not be deleted."""
-        self.warn("not deleted", "cannot delete a bad entry; it stays a miss: %s", error)
-
-    def not_touched(self, error: Exception) -> None:
-        """Report that the use of an entry could not be recorded."""
-        self.warn("not touched", "cannot note the use of entries; they will be evicted as if unused: %s", error)
 
     def warn(self, kind: str, message: str, *details: object) -> None:
         """Log the first event of a kind as a warning. Errors among `details` are shown without secrets."""

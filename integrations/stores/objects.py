@@ -7,10 +7,7 @@ does delete by age at no cost: give the bucket a lifecycle rule that deletes obj
 were written. `ttl` does not replace that rule, because an expired entry is deleted only when it is requested.
 
 A server has to announce the size of an object, and obstore reads no more than that. An object that is too large is not
-read. Listings are read page by page.
-
-Every request may be sent again without harm. One that the server did not answer, because the connection broke, is sent
-up to twice more (`sent`), beyond what obstore repeats by itself.
+read. Listings are read page by page. Retries and timeouts are obstore's.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ from cuvee.integrations.stores.threads import ThreadPool
 
 try:
     import obstore
-    from obstore.exceptions import GenericError
     from obstore.store import from_url
 except ImportError as missing:
     raise ImportError("object stores need obstore: pip install cuvee[objects]") from missing
@@ -53,14 +49,9 @@ _log = logging.getLogger(__name__)
 SCHEMES = ("s3", "gs", "az", "abfs", "http", "https")
 _THREADS = 16  # simultaneous requests; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
-# Of one request, with its response. What obstore itself takes for a passing failure is tried twice more within 10 s.
+# Of one request, with its response. What obstore takes for a passing failure is tried twice more within 10 s.
 _TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
 _RETRY: dict[str, Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
-# A request without an answer is sent this often, as obstore does with those that it repeats itself; not again after so
-# many seconds, because whoever waits for it has waited long enough.
-_TRIES = 1 + int(_RETRY["max_retries"])
-_AGAIN_SECONDS = 5.0
-_ANSWERED = ("Server returned", "following redirect")  # in the messages of obstore's errors
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 _PATH = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,2})/\2[0-9a-f]*")  # of an entry, below our prefix
@@ -116,15 +107,11 @@ class ObjectStore(Store):
         self._lock = threading.Lock()
         self._threads: ThreadPool | None = None
 
-    def get(self, key: str) -> bytes | None:
-        """Return the blob of `key`, its checksum verified; None if it is not there."""
-        path = _path(key)
-        entry = self._call(lambda: self._read(path))
-        return self._monitor.opened(key, entry, self._ttl, lambda: self._remove(path))
-
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key, with 16 requests at a time."""
-        return self._map(self.get, keys)
+        blobs = self._map(self._get, keys)
+        self._monitor.answered(blobs)
+        return blobs
 
     def put(self, key: str, blob: bytes) -> bool:
         """Store `blob` under `key`, replacing an earlier entry; False if it exceeds `max_entry`."""
@@ -170,6 +157,11 @@ class ObjectStore(Store):
         if threads is not None and not threads.dismiss(_CLOSE_SECONDS):
             _log.warning("%s: closed while requests hang", self._label)
 
+    def _get(self, key: str) -> bytes | None:
+        path = _path(key)
+        entry = self._call(lambda: self._read(path))
+        return None if entry is None else self._monitor.opened(key, entry, self._ttl, lambda: self._remove(path))
+
     def _read(self, path: str) -> bytes | None:
         """Return an object; None if it is too large. It stays, because other stores may allow larger entries."""
         data = read_object(self._place, path, self._most)
@@ -197,22 +189,8 @@ class ObjectStore(Store):
 
     def _paths(self, tenant: str | None) -> Iterator[list[str]]:
         """Yield the paths of a tenant's entries, or of all tenants', page by page."""
-        pages: Any = None
-        last: str | None = None
-
-        def turn() -> Any:
-            """Return the next page. After a failure the listing begins anew, behind the last page."""
-            nonlocal pages
-            try:
-                if pages is None:
-                    pages = obstore.list(self._place, tenant, offset=last, chunk_size=1000)
-                return next(pages, None)
-            except Exception:
-                pages = None
-                raise
-
-        while page := self._call(turn):
-            last = page[-1]["path"]
+        pages: Any = self._call(lambda: obstore.list(self._place, tenant, chunk_size=1000))
+        while page := self._call(lambda: next(pages, None)):
             # A server may list anything, so what has not the name of an entry of this tenant is passed over.
             names = [_PATH.fullmatch(each["path"]) for each in page]
             if paths := [name[0] for name in names if name is not None and tenant in (None, name[1])]:
@@ -225,7 +203,7 @@ class ObjectStore(Store):
             StoreError: it failed otherwise.
         """
         try:
-            return sent(request)
+            return asked(request)
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -280,10 +258,8 @@ def read_object(place: Any, path: str, most: int) -> bytes | None:
     return bytes(answer.bytes()) if answer.meta["size"] <= most else None
 
 
-def sent(request: Callable[[], _T]) -> _T:
-    """Return `request()`, a call of obstore that does the same when it is repeated, and repeat it if need be.
-
-    That is while it fails without an answer of the server: the connection broke before it, or in the middle.
+def asked(request: Callable[[], _T]) -> _T:
+    """Return `request()`, a call of obstore.
 
     Raises:
         Exception: obstore's, or a RuntimeError in a forked process, where obstore would never return.
@@ -291,14 +267,6 @@ def sent(request: Callable[[], _T]) -> _T:
     if _Runtime.process not in (None, os.getpid()):
         raise RuntimeError("a forked process cannot use obstore: start it by spawn")
     _Runtime.process = os.getpid()
-    begun = time.monotonic()
-    for _ in range(_TRIES - 1):
-        try:
-            return request()
-        except GenericError as error:
-            answered = any(words in str(error) for words in _ANSWERED)
-            if answered or time.monotonic() - begun > _AGAIN_SECONDS:
-                raise
     return request()
 
 

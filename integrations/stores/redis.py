@@ -53,10 +53,10 @@ _READ_BYTES = 1 << 20  # redis-py reads 32 or 64 KiB at a time by default, which
 _GET_BATCH = 32  # payloads in one round trip; the server holds its replies in memory until they are read
 _SCAN_PAGE = 1000
 _SCAN_SECONDS = 3600.0  # twice the time for 10^9 keys; bounds a scan that the server never ends
-_SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
 _PREFIX = "cuvee:"
 _ENTRY = re.compile(rb"cuvee:([0-9a-f]{1,64}/[0-9a-f]{1,128})")
 
+_Odd = redis.ResponseError
 _T = TypeVar("_T")
 
 
@@ -74,8 +74,8 @@ class RedisStore(Store):
         >>> store.close()
 
     Args:
-        url: `redis://[user:password@]host[:port][/db]`, `rediss://` (TLS), `valkey://`, `valkeys://` or `unix://path`,
-            with redis-py's query parameters.
+        url: `redis://[user:password@]host[:port][/db]`, `rediss://` (TLS) or `unix://path`, with redis-py's query
+            parameters.
         ttl: seconds an entry lives after it was written; None means forever.
         timeout: seconds to wait for a connection, and for the next bytes of a reply.
         cluster: whether the URL names a node of a Redis Cluster.
@@ -97,26 +97,21 @@ class RedisStore(Store):
         *,
         max_entry: int = MAX_ENTRY_BYTES,
     ) -> None:
-        scheme, separator, rest = url.partition("://")
-        if not separator or scheme not in _SCHEMES:
-            raise InputError(f"url: must begin with one of {', '.join(_SCHEMES)} and '://', got {redacted(url)}")
-        if cluster and scheme == "unix":
-            raise InputError(f"url: must name host and port of a cluster's node, got a socket: {redacted(url)}")
         check_ttl(ttl)
         check_bytes("max_entry", max_entry)
         if not timeout > 0:
             raise InputError(f"timeout: must be above 0 seconds, got {timeout}")
-        self._url, self._ttl, self._timeout, self._cluster = f"{_SCHEMES[scheme]}://{rest}", ttl, timeout, cluster
-        self._most = min(HEADER_BYTES + max_entry, _MAX_VALUE_BYTES)
-        self._monitor = StoreMonitor(_log, f"redis store {redacted(url)}", secrets_of(url))
         try:
             parse: Any = redis.connection.parse_url
-            parse(self._url)
+            parse(url)
         except ValueError:
             # The message of the ValueError may quote a part of the password.
             raise InputError(
                 f"url: must be a URL of redis-py, got {redacted(url)}; percent-encode a password's special characters"
             ) from None
+        self._url, self._ttl, self._timeout, self._cluster = url, ttl, timeout, cluster
+        self._most = min(HEADER_BYTES + max_entry, _MAX_VALUE_BYTES)
+        self._monitor = StoreMonitor(_log, f"redis store {redacted(url)}", secrets_of(url))
         self.after_fork()
         tell_after_fork(self)
 
@@ -125,10 +120,6 @@ class RedisStore(Store):
         self._lock = threading.Lock()
         self._client: Any = None
 
-    def get(self, key: str) -> bytes | None:
-        """Return the blob of `key`, its checksum verified; None if it is not there."""
-        return self.get_many([key])[0]
-
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key, with 32 keys per round trip to each node."""
         for key in keys:
@@ -136,8 +127,9 @@ class RedisStore(Store):
         blobs: list[bytes | None] = []
         for start in range(0, len(keys), _GET_BATCH):
             batch = keys[start : start + _GET_BATCH]
-            replies = self._pipelined([("GETRANGE", _PREFIX + key, 0, self._most) for key in batch])
+            replies = self._pipelined([("GETRANGE", _PREFIX + key, 0, self._most) for key in batch], bytes | _Odd)
             blobs += [self._open(key, reply) for key, reply in zip(batch, replies, strict=True)]
+        self._monitor.answered(blobs)
         return blobs
 
     def put(self, key: str, blob: bytes) -> bool:
@@ -148,9 +140,9 @@ class RedisStore(Store):
             self._monitor.too_large(len(blob), self._most - HEADER_BYTES)
             return False
         expiry = () if self._ttl is None else ("PX", max(1, round(1000 * self._ttl)))
-        reply = self._tried(lambda client: client.execute_command("SET", _PREFIX + key, data, *expiry))
+        (reply,) = self._pipelined([("SET", _PREFIX + key, data, *expiry)], bool | bytes)
         if reply not in (True, b"OK"):
-            raise self._failure(InvalidResponse(f"SET: must be OK, got {type(reply).__name__}"))
+            raise self._failure(InvalidResponse("SET: must be answered by OK"))
         self._monitor.stored(blob)
         return True
 
@@ -158,9 +150,9 @@ class RedisStore(Store):
         """Return whether each key is there now, with one round trip to each node."""
         for key in keys:
             check_key(key)
-        replies = self._pipelined([("STRLEN", _PREFIX + key) for key in keys])
+        replies = self._pipelined([("STRLEN", _PREFIX + key) for key in keys], int | _Odd)
         # An entry that is too large to be read counts as absent, so that a smaller one can replace it.
-        return [0 < (0 if _is_no_string(reply) else self._number(reply)) <= self._most for reply in replies]
+        return [type(reply) is int and 0 < reply <= self._most for reply in replies]
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
@@ -191,25 +183,20 @@ class RedisStore(Store):
         if client is not None:
             client.close()
 
-    def _open(self, key: str, reply: Any) -> bytes | None:
+    def _open(self, key: str, reply: bytes | Exception) -> bytes | None:
         """Return the blob in a reply to GETRANGE. A bad or expired entry is deleted and counted, and is a miss."""
-        entry: bytes | None = None
-        problem: Exception | None = None
-        if _is_no_string(reply):
-            problem = reply
-        elif isinstance(reply, Exception):
-            raise self._failure(reply)
-        elif not isinstance(reply, bytes):
-            raise self._failure(InvalidResponse(f"GETRANGE: must be a string, got {type(reply).__name__}"))
+        if isinstance(reply, Exception):  # a list, say
+            self._monitor.bad(key, reply)
+            self._delete([key])
         elif len(reply) > self._most:
             # It stays, because other stores may allow larger entries.
             self._monitor.unusable(key, f"more than the {self._most - HEADER_BYTES} bytes that max_entry_mb allows")
-        else:
-            entry = reply or None  # GETRANGE of a missing key is empty
-        return self._monitor.opened(key, entry, self._ttl, lambda: self._delete([key]), problem)
+        elif reply:  # GETRANGE of a missing key is empty
+            return self._monitor.opened(key, reply, self._ttl, lambda: self._delete([key]))
+        return None
 
     def _delete(self, keys: Sequence[str]) -> int:
-        return sum(map(self._number, self._pipelined([("UNLINK", _PREFIX + key) for key in keys])))
+        return sum(self._pipelined([("UNLINK", _PREFIX + key) for key in keys], int))
 
     def _scan(self, pattern: str) -> Iterator[list[str]]:
         """Yield the keys of matching entries of all nodes, one page at a time."""
@@ -220,8 +207,7 @@ class RedisStore(Store):
                 cursor, names = self._tried(
                     lambda _, cursor=cursor, server=server: _page(server.scan(cursor, _PREFIX + pattern, _SCAN_PAGE))  # type: ignore[misc]
                 )
-                found = [_ENTRY.fullmatch(name) for name in names]
-                yield [match[1].decode() for match in found if match is not None]
+                yield names
                 if not cursor:
                     break
                 if time.monotonic() > end:
@@ -230,19 +216,22 @@ class RedisStore(Store):
     def _servers(self, client: Any) -> list[Any]:
         return [client.get_redis_connection(node) for node in client.get_primaries()] if self._cluster else [client]
 
-    def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Run commands with one round trip to each node; return the replies, with error replies as exceptions."""
-        if not commands:
-            return []
+    def _pipelined(self, commands: Sequence[tuple[Any, ...]], kind: Any) -> list[Any]:
+        """Run commands with one round trip to each node; return the replies, which must be of `kind`.
+
+        `kind` may include `_Odd`, the exception that says that the value of a key is no string but, say, a list.
+        """
 
         def run(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
                 replies: list[Any] = pipeline.execute(raise_on_error=False)
-                return replies
+            for reply in replies:
+                _check(reply, kind)
+            return replies
 
-        return self._tried(run)
+        return self._tried(run) if commands else []
 
     def _tried(self, work: Callable[[Any], _T]) -> _T:
         """Return `work(client)`.
@@ -275,13 +264,6 @@ class RedisStore(Store):
         pool = redis.BlockingConnectionPool.from_url(self._url, timeout=self._timeout, retry=retry, **options)
         return redis.Redis.from_pool(pool)
 
-    def _number(self, reply: object) -> int:
-        if isinstance(reply, Exception):
-            raise self._failure(reply)
-        if type(reply) is not int:
-            raise self._failure(InvalidResponse(f"must be a number, got {type(reply).__name__}"))
-        return reply
-
     def _failure(self, error: Exception) -> StoreError:
         """Count a failed operation; return the error to raise."""
         if isinstance(error, StoreError):
@@ -294,12 +276,16 @@ class RedisStore(Store):
         return self._monitor.failure(error, hint)
 
 
-def _page(reply: Any) -> tuple[int, list[bytes]]:
-    """Return the cursor and the names in a reply to SCAN, which may be anything."""
+def _check(reply: object, kind: Any) -> None:
+    """Raise an error reply, or another reply than of `kind`."""
+    if isinstance(reply, Exception) and "wrong kind of value" not in str(reply):
+        raise reply
+    if not isinstance(reply, kind):
+        raise InvalidResponse(f"must be {kind}, got {type(reply).__name__}")
+
+
+def _page(reply: Any) -> tuple[int, list[str]]:
+    """Return the cursor and the keys of entries in a reply to SCAN."""
     cursor, names = reply
-    return int(cursor), [name for name in names if isinstance(name, bytes)]
-
-
-def _is_no_string(reply: object) -> bool:
-    """Return whether a reply says that the value of a key is not a string but, say, a list."""
-    return isinstance(reply, redis.ResponseError) and "wrong kind of value" in str(reply)
+    found = [_ENTRY.fullmatch(name) for name in names]
+    return int(cursor), [match[1].decode() for match in found if match is not None]

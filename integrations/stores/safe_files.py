@@ -1,7 +1,7 @@
 """Files and folders below a root, protected against tampering by other users.
 
 Everything is opened relative to an open folder (`openat`) and never through a link (`O_NOFOLLOW`), so swapping a folder
-for a link meanwhile gains an attacker nothing. The root itself may be a link, but only one that we or root own.
+for a link meanwhile gains an attacker nothing. The root itself is no link either.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # Seconds to wait for a lock that is held for microseconds, unless a process is stopped while it holds it.
 LOCK_SECONDS = 5.0
-# The longest chain of links to the root: as many links as Linux follows.
-_LINKS = 40
 
 
 @contextmanager
@@ -83,23 +81,20 @@ def make_folder(path: str, mode: int) -> None:
             os.mkdir(path, mode)
 
 
-def open_root(path: str, links: int = _LINKS) -> int:
-    """Open a folder. Its path may be a link, but not one that another user made (PermissionError)."""
+@contextmanager
+def open_root(path: str, *, create: bool = False) -> Iterator[int]:
+    """Open a folder by its path, or create it (0700), and yield its descriptor. It may not be a link."""
     try:
-        return os.open(path, _FOLDER)
-    except NotADirectoryError:
-        link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            info = os.fstat(link)
-            if not stat.S_ISLNK(info.st_mode) or not links:
-                raise
-            if problem := objection(info, path):
-                raise PermissionError(f"path: {problem}") from None
-            # Read through the descriptor: the target of the link that was checked, even if the link was replaced since.
-            target = os.readlink("", dir_fd=link)
-        finally:
-            os.close(link)
-    return open_root(os.path.join(os.path.dirname(path), target), links - 1)
+        root = os.open(path, _FOLDER)
+    except FileNotFoundError:
+        if not create:
+            raise
+        make_folder(path, 0o700)
+        root = os.open(path, _FOLDER)
+    try:
+        yield root
+    finally:
+        os.close(root)
 
 
 @contextmanager
@@ -110,37 +105,28 @@ def open_store_folder(path: str, *, create: bool = False) -> Iterator[int]:
         FileNotFoundError: the root does not exist.
         PermissionError: others can write to the root; the message says what to do.
     """
-    try:
-        root = open_root(path)
-    except FileNotFoundError:
-        if not create:
-            raise
-        make_folder(path, 0o700)
-        root = open_root(path)
-    try:
+    with open_root(path, create=create) as root:
         if problem := objection(os.fstat(root), path):
             raise PermissionError(f"path: {problem}")
         yield root
-    finally:
-        os.close(root)
 
 
 def objection(info: os.stat_result, path: str) -> str | None:
-    """Return why a root, or a link to it, is not safe to use, and the remedy; None if it is safe.
+    """Return why a root is not safe to use, and the remedy; None if it is safe.
 
-    A user who can write to the folder, or redirect the link, controls the caches that a model continues from.
+    A user who can write to the folder, or redirect a link to it, controls the caches that a model continues from.
     """
-    link = stat.S_ISLNK(info.st_mode)
-    if not link and not stat.S_ISDIR(info.st_mode):
+    if stat.S_ISLNK(info.st_mode):
+        return f"must be a folder, got {path}, a link: name the folder that it leads to"
+    if not stat.S_ISDIR(info.st_mode):
         return None  # opening it gives a better message
     us = os.geteuid()
     if info.st_uid not in (us, 0):
         return (
-            f"must belong to user {us} or to root, got {path}, a {'link' if link else 'folder'} of user "
-            f"{info.st_uid}, who could replace entries: run as that user, name another folder, or run chown -h {us} "
-            f"{path}"
+            f"must belong to user {us} or to root, got {path}, a folder of user {info.st_uid}, who could replace "
+            f"entries: run as that user, name another folder, or run chown {us} {path}"
         )
-    if not link and info.st_mode & 0o022:
+    if info.st_mode & 0o022:
         inside = " (or name a folder inside it, which is then created 0700)" if info.st_mode & stat.S_ISVTX else ""
         return (
             f"must not be writable by group or others, who could replace entries, got {path} with mode "

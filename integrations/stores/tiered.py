@@ -22,7 +22,6 @@ from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import Store, TierCounters, check_tenant
 from cuvee.integrations.stores.write_behind import Tier
 
-DEFAULT_QUEUE_BYTES = 256 << 20
 DRAIN_SECONDS = 10.0
 
 
@@ -46,22 +45,18 @@ class TieredStore(Store):
 
     Args:
         stores: at least one store, fastest first. They are closed with this store.
-        max_queue_bytes: limit of each tier's queue, counting the entries that are being written. An entry that does
-            not fit is dropped for that tier.
 
     Raises:
-        InputError: `stores` is empty, or `max_queue_bytes` is below 1.
+        InputError: `stores` is empty.
     """
 
     name = "tiered"
 
-    def __init__(self, stores: Sequence[Store], max_queue_bytes: int = DEFAULT_QUEUE_BYTES) -> None:
+    def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
             raise InputError("stores: must hold at least one store, got none")
-        if max_queue_bytes < 1:
-            raise InputError(f"max_queue_bytes: must be at least 1, got {max_queue_bytes}")
         self.shared = any(store.shared for store in stores)
-        self._tiers = [Tier(store, level, max_queue_bytes) for level, store in enumerate(stores)]
+        self._tiers = [Tier(store, level) for level, store in enumerate(stores)]
         self._closed = False
         self._epoch = 0  # the number of deletions that have ended
         self._reset()
@@ -77,10 +72,6 @@ class TieredStore(Store):
     def tiers(self) -> tuple[Store, ...]:
         """The stores, fastest first."""
         return tuple(tier.store for tier in self._tiers)
-
-    def get(self, key: str) -> bytes | None:
-        """Return the blob of `key` from the first tier or queue that has it."""
-        return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key. Each tier is asked once, for the keys that the tiers before it lack."""

@@ -4,7 +4,7 @@
     file:///var/cache/kv?max_gb=50&ttl=7d            a folder, shared by processes (file:///dev/shm/kv is in RAM)
     redis://user:password@host:6379/0?ttl=1d         Redis or Valkey: also rediss, valkey, valkeys
     redis+cluster://host:6379?ttl=1h&timeout=0.5     a cluster: also rediss+cluster, valkey+cluster, valkeys+cluster
-    unix:///run/redis.sock?db=0                      a socket: also redis+unix
+    unix:///run/redis.sock?db=0                      Redis on a socket
     s3://bucket/prefix?ttl=30d                       object storage: also gs, az, abfs, http and https (WebDAV)
     tiered:memory://?max_gb=8,redis://host:6379/0    several, fastest first (a comma inside a URL is written %2C)
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -37,21 +37,11 @@ _AMOUNTS = {
 }  # fmt: skip
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
-_REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
-_CLUSTERS = {f"{scheme}+cluster": plain for scheme, plain in _REDIS.items()}
-_SOCKETS = {"unix": "unix", "redis+unix": "unix"}
-_OBJECTS = ("s3", "gs", "az", "abfs", "http", "https")
-_SCHEMES = ("memory", "file", *_REDIS, *_CLUSTERS, *_SOCKETS, *_OBJECTS)
 _TIERED = "tiered:"
 _BUDGET = ("max_gb", "max_mb")
 _PASSWORD = ("password_env", "password_file")
 # Options of redis-py's URLs for a private certificate authority.
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
-# Why some stores have no budget, and what to do instead.
-_NO_BUDGET = dict.fromkeys(
-    (*_REDIS, *_CLUSTERS, *_SOCKETS),
-    "Redis, which evicts itself: set its maxmemory, and its maxmemory-policy to allkeys-lru",
-) | dict.fromkeys(_OBJECTS, "object storage; let a lifecycle rule of the bucket delete old objects")
 
 
 def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
@@ -105,72 +95,108 @@ def _open(url: str, guarded: bool) -> Store:
             f"url: a tier must not be tiered itself, got {redacted(url)}; name its stores one after the other"
         )
     if not separator:
-        known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+        known = ", ".join(f"{scheme}://" for scheme in _KINDS)
         hint = f"; did you mean file://{redacted(url)}?" if url.startswith("/") else ""
         raise InputError(f"url: must begin with {known} or tiered:, got {redacted(url)}{hint}")
     if "@" in query:
         raise InputError(f"url: must write ? as %3F in a password, and @ as %40 in an option, got {redacted(url)}")
-    if scheme not in _SCHEMES:
-        hint = suggestion(scheme, _SCHEMES, form="{}://")
+    if scheme not in _KINDS:
+        hint = suggestion(scheme, _KINDS, form="{}://")
         raise InputError(f"url: must begin with the scheme of a store, got {scheme}://; {hint}")
-    given = _options(url, scheme, query)
-    if (problem := _problem(scheme, location)) is not None:
-        raise InputError(f"url: must be {problem}, got {redacted(url)}")
-    most = given.get("max_entry_mb", MAX_ENTRY_BYTES)
-    budget = given.get("max_gb", given.get("max_mb"))
-    if scheme == "memory":
-        from cuvee.integrations.stores.memory import MemoryStore
-
-        return MemoryStore(budget or _MEMORY_BYTES, process_wide=True, max_entry=most)
-    store: Store
-    if scheme == "file":
-        from cuvee.integrations.stores.disk import DiskStore
-
-        store = DiskStore(unquote(location), budget, given.get("ttl"), max_entry=most)
-    elif scheme in _OBJECTS:
-        from cuvee.integrations.stores.objects import ObjectStore
-
-        store = ObjectStore(f"{scheme}://{location}", given.get("ttl"), max_entry=most)
-    else:
-        from cuvee.integrations.stores.redis import RedisStore
-
-        passed = "&".join(f"{name}={given[name]}" for name in ("db", *_TLS) if name in given)
-        server = f"{({**_REDIS, **_CLUSTERS, **_SOCKETS})[scheme]}://{_with_password(url, location, given)}"
-        store = RedisStore(
-            f"{server}?{passed}" if passed else server, given.get("ttl"), given.get("timeout", _REDIS_TIMEOUT),
-            scheme in _CLUSTERS, max_entry=most,
-        )  # fmt: skip
-    if not guarded:
+    make, options = _KINDS[scheme]
+    store = make(url, scheme, location, _options(url, scheme, options, query))
+    if not guarded or scheme == "memory":
         return store
     from cuvee.integrations.stores.breaker import GuardedStore
 
     return GuardedStore(store)
 
 
-def _known(scheme: str) -> tuple[str, ...]:
-    """Return the names of the options of a scheme's stores."""
-    if scheme == "memory":
-        return (*_BUDGET, "max_entry_mb")
-    if scheme == "file":
-        return (*_BUDGET, "max_entry_mb", "ttl")
-    if scheme in _OBJECTS:
-        return ("max_entry_mb", "ttl")
-    secure = {**_REDIS, **_CLUSTERS}.get(scheme) == "rediss"
-    return ("max_entry_mb", "ttl", "timeout", *_PASSWORD, *(("db",) if scheme in _SOCKETS else _TLS if secure else ()))
+def _memory(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
+    from cuvee.integrations.stores.memory import MemoryStore
+
+    _check(url, not location, "memory:// with options only, as in memory://?max_gb=8")
+    return MemoryStore(_budget(given) or _MEMORY_BYTES, process_wide=True, max_entry=_largest(given))
 
 
-def _options(url: str, scheme: str, query: str) -> dict[str, Any]:
+def _file(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
+    from cuvee.integrations.stores.disk import DiskStore
+
+    path = unquote(location)
+    good = path.startswith("/") and path.strip("/") and not set(location) & set("#\0") and "\0" not in path
+    _check(url, good, "file:///absolute/path, with %23 for # and %3F for ?")
+    return DiskStore(path, _budget(given), given.get("ttl"), max_entry=_largest(given))
+
+
+def _objects(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
+    _check(url, location and not location.startswith("/"), f"{scheme}://bucket/prefix")
+    from cuvee.integrations.stores.objects import ObjectStore
+
+    return ObjectStore(f"{scheme}://{location}", given.get("ttl"), max_entry=_largest(given))
+
+
+def _redis(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
+    scheme, _, cluster = scheme.replace("valkey", "redis").partition("+")
+    socket, good = scheme == "unix", False
+    # An unquoted / or # in a password ends the host early. Then the port is invalid or the path unexpected.
+    with suppress(ValueError):
+        parts = urlsplit(f"redis://{location}")
+        path = re.fullmatch("/.*[^/]" if socket else "/?0?" if cluster else "(/[0-9]*)?", parts.path)
+        good = not parts.fragment and path is not None and bool(parts.hostname) != socket and parts.port != 0
+    form = "unix:///path/of/socket" if socket else "redis://[user:password@]host:port/database"
+    _check(url, good, f"{form}, with special characters of a password as %XX")
+    server = f"{scheme}://{_with_password(url, location, given)}"
+    if passed := "&".join(f"{name}={given[name]}" for name in ("db", *_TLS) if name in given):
+        server += f"?{passed}"
+    from cuvee.integrations.stores.redis import RedisStore
+
+    timeout = given.get("timeout", _REDIS_TIMEOUT)
+    return RedisStore(server, given.get("ttl"), timeout, bool(cluster), max_entry=_largest(given))
+
+
+_STORED = ("max_entry_mb", "ttl")
+_SERVER = (*_STORED, "timeout", *_PASSWORD)
+# What makes the store of each scheme, and its options.
+_KINDS: dict[str, tuple[Callable[[str, str, str, dict[str, Any]], Store], tuple[str, ...]]] = {
+    "memory": (_memory, (*_BUDGET, "max_entry_mb")),
+    "file": (_file, (*_BUDGET, *_STORED)),
+    **{name + more: (_redis, _SERVER) for more in ("", "+cluster") for name in ("redis", "valkey")},
+    **{name + more: (_redis, (*_SERVER, *_TLS)) for more in ("", "+cluster") for name in ("rediss", "valkeys")},
+    "unix": (_redis, (*_SERVER, "db")),
+    **dict.fromkeys(("s3", "gs", "az", "abfs", "http", "https"), (_objects, _STORED)),
+}
+# Why some stores have no budget, and what to do instead.
+_NO_BUDGET = {
+    _redis: "Redis, which evicts itself: set its maxmemory, and its maxmemory-policy to allkeys-lru",
+    _objects: "object storage; let a lifecycle rule of the bucket delete old objects",
+}
+
+
+def _check(url: str, good: object, form: str) -> None:
+    if not good:
+        raise InputError(f"url: must be {form}, got {redacted(url)}")
+
+
+def _budget(given: dict[str, Any]) -> int | None:
+    return given.get("max_gb", given.get("max_mb"))
+
+
+def _largest(given: dict[str, Any]) -> int:
+    return int(given.get("max_entry_mb", MAX_ENTRY_BYTES))
+
+
+def _options(url: str, scheme: str, known: tuple[str, ...], query: str) -> dict[str, Any]:
     """Return the options in a query `name=value&...`: sizes in bytes, times in seconds, all others as they are."""
     given: dict[str, Any] = {}
-    where, known = f"(in {redacted(url)})", _known(scheme)
+    where, make = f"(in {redacted(url)})", _KINDS[scheme][0]
     for pair in query.split("&") if query else ():
         name, _, text = pair.partition("=")
         if not name or not text:
             raise InputError(f"url: options must have the form name=value&name=value {where}")
         if name in given:
             raise InputError(f"{name}: must be given once, got it twice {where}")
-        if name in _BUDGET and scheme in _NO_BUDGET:
-            raise InputError(f"{name}: must not be given for {_NO_BUDGET[scheme]} {where}")
+        if name in _BUDGET and make in _NO_BUDGET:
+            raise InputError(f"{name}: must not be given for {_NO_BUDGET[make]} {where}")
         if name not in known:
             hint = suggestion(name, known, most=2, form="{}")
             raise InputError(f"{name}: must be an option of {scheme}:// stores; {hint} {where}")
@@ -206,32 +232,6 @@ def _value(name: str, text: str) -> Any:
     if value < 1:
         raise ValueError("at least one byte")
     return round(value)
-
-
-def _problem(scheme: str, location: str) -> str | None:
-    """Return what a URL must be if its location is none of such a store."""
-    if scheme == "memory":
-        return "memory:// with options only, as in memory://?max_gb=8" if location else None
-    if scheme == "file":
-        path = unquote(location)
-        good = path.startswith("/") and path.strip("/") and not set(location) & set("#\0") and "\0" not in path
-        return None if good else "file:///absolute/path, with %23 for # and %3F for ?"
-    if scheme in _OBJECTS:
-        return None if location and not location.startswith("/") else f"{scheme}://bucket/prefix"
-    socket = scheme in _SOCKETS
-    # An unquoted / or # in a password ends the host early. Then the port is invalid or the path unexpected.
-    with suppress(ValueError):
-        parts = urlsplit(f"redis://{location}")
-        paths = "/.*[^/]" if socket else "/?0?" if scheme in _CLUSTERS else "(/[0-9]*)?"
-        if (
-            not parts.fragment
-            and re.fullmatch(paths, parts.path)
-            and bool(parts.hostname) != socket
-            and parts.port != 0
-        ):
-            return None
-    form = "unix:///path/of/socket" if socket else "redis://[user:password@]host:port/database"
-    return f"{form}, with special characters of a password as %XX"
 
 
 def _with_password(url: str, location: str, given: dict[str, Any]) -> str:

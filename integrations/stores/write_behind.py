@@ -14,6 +14,7 @@ from cuvee.integrations.stores.threads import ThreadPool
 _log = logging.getLogger(__name__)
 
 WRITERS = 8  # puts in flight per tier, since each may wait for a network
+QUEUE_BYTES = 256 << 20  # that wait or are written, per tier; an entry that does not fit is dropped for that tier
 
 
 class Tier:
@@ -22,10 +23,9 @@ class Tier:
     No two threads write the same key, so the last put of a key wins. `_counts`: events that do not reach the store.
     """
 
-    def __init__(self, store: Store, level: int, max_bytes: int) -> None:
+    def __init__(self, store: Store, level: int) -> None:
         self.store = store
         self._label = f"tier {level} ({store.name})"
-        self._max_bytes = max_bytes
         self._counts = TierCounters()
         self._once = Once(_log)
         self._threads = ThreadPool(WRITERS, f"cuvee {self._label}", math.inf)
@@ -43,7 +43,7 @@ class Tier:
         """Queue a put, which replaces a waiting put of the same key; False if it was dropped."""
         with self._changed:
             size = self._bytes + len(blob) - len(self._waiting.get(key, b""))
-            full = size > self._max_bytes
+            full = size > QUEUE_BYTES
             if not self._closed and not full and self._has_thread(key):
                 self._waiting[key], self._bytes = blob, size
                 return True
@@ -51,7 +51,7 @@ class Tier:
             if full and not self._closed:
                 text = "%s: the write-behind queue is full (%s bytes): entries arrive faster than the tier stores them,"
                 text += " and are dropped for this tier until it catches up"
-                self._once("full", text, self._label, f"{self._max_bytes:,}")
+                self._once("full", text, self._label, f"{QUEUE_BYTES:,}")
         return False
 
     def look(self, keys: Sequence[str], count: bool) -> dict[str, bytes]:

@@ -43,6 +43,9 @@ class DictStore(Store):
             self._counters.hit_bytes += len(blob)
         return blob
 
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self.get(key) for key in keys]
+
     def put(self, key: str, blob: bytes) -> bool:
         check_key(key)
         self._begin("put")

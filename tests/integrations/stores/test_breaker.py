@@ -35,7 +35,7 @@ class Faulty(DictStore):
 
     def _begin(self, operation: str) -> None:
         super()._begin(operation)
-        reading, other = operation in ("get", "get_many", "contains"), operation in ("flush", "close")
+        reading, other = operation in ("get_many", "contains"), operation in ("flush", "close")
         fault = self.read_fault if reading else self.other_fault if other else self.write_fault
         if isinstance(fault, StoreError):
             self._counters.errors += 1
@@ -111,7 +111,6 @@ def test_a_store_that_works_shows_through(inner: Faulty, store: GuardedStore) ->
 
 
 OPERATIONS: dict[str, tuple[Callable[[Store], Any], Any]] = {
-    "get": (lambda store: store.get(KEY), None),
     "get_many": (lambda store: store.get_many([KEY, OTHER]), [None, None]),
     "contains": (lambda store: store.contains([KEY, OTHER]), [False, False]),
     "put": (lambda store: store.put(KEY, b"y"), False),
@@ -119,7 +118,7 @@ OPERATIONS: dict[str, tuple[Callable[[Store], Any], Any]] = {
 }
 
 
-READING = ("get", "get_many", "contains")
+READING = ("get_many", "contains")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,7 @@ def test_a_store_that_can_only_be_read_goes_on_being_read(
 def test_deletions_are_writes(inner: Faulty, store: GuardedStore) -> None:
     inner.write_fault = down()
     store.delete(KEY)
-    assert store.get(KEY) is None and inner.calls == ["delete", "get"]
+    assert store.get(KEY) is None and inner.calls == ["delete", "get_many"]
     assert not store.put(KEY, b"x") and not store.delete(KEY) and figures(store) == (1, 2)
 
 
@@ -221,7 +220,7 @@ def test_what_never_reached_the_server_proves_nothing(inner: Faulty, store: Guar
     inner.refuse = True
     clock.now += 1
     assert not store.put(KEY, b"x")  # a probe that is refused, for example because it exceeds the budget
-    assert store.get_many([]) == [] and store.contains([]) == [] and inner.calls == ["put", "get", "put"]
+    assert store.get_many([]) == [] and store.contains([]) == [] and inner.calls == ["put", "get_many", "put"]
     break_all(inner)
     assert store.get(KEY) is None and not store.put(KEY, b"x")
     assert figures(store) == (4, 0)  # both were probes, because the breaker was still open
@@ -270,7 +269,7 @@ def test_exactly_one_thread_probes_and_the_others_do_not_wait(inner: Faulty, sto
     probe.start()
     assert probing.wait(LONG)
     clock.now += 1000  # a probe that hangs keeps the circuit open
-    assert [store.get(KEY) for _ in range(5)] == [None] * 5 and inner.calls == ["get", "get"]
+    assert [store.get(KEY) for _ in range(5)] == [None] * 5 and inner.calls == ["get_many", "get_many"]
     release.set()
     probe.join(LONG)
     assert answers == [b"x"] and figures(store) == (1, 5)
@@ -327,7 +326,7 @@ def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
     while len(inner.calls) < 3:
         pass
     clock.now += 2
-    store.overdue("get", 1.0)
+    store.overdue("get_many", 1.0)
     store.overdue("contains", 2.5)
     assert figures(store) == (0, 0) and store.get(KEY) == b"x", "other calls, or not so long"
     for _ in range(2):
@@ -355,7 +354,7 @@ def hanging_probe(inner: Faulty, store: GuardedStore, clock: Clock) -> tuple[thr
     store.get(KEY)
     mend(inner)
     clock.now += 1
-    begun, release = hanging(inner, "get")
+    begun, release = hanging(inner, "get_many")
     probe = threading.Thread(target=store.get, args=(KEY,))
     probe.start()
     assert begun.wait(LONG)
@@ -365,7 +364,7 @@ def hanging_probe(inner: Faulty, store: GuardedStore, clock: Clock) -> tuple[thr
 def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
     probe, release = hanging_probe(inner, store, clock)
     clock.now += 2
-    store.overdue("get", 1.0)
+    store.overdue("get_many", 1.0)
     clock.now += 100
     calls = len(inner.calls)
     assert [store.get(KEY) for _ in range(5)] == [None] * 5 and len(inner.calls) == calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -20,14 +21,13 @@ from typing import Any
 import pytest
 
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.integrations.stores import disk, folder, safe_files
+from cuvee.integrations.stores import disk, folder, monitor, safe_files
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import (
     HEADER_BYTES,
     ExpiredError,
-    make_header,
     seal,
     unseal,
     verify,
@@ -82,7 +82,6 @@ def test_envelope_layout_and_round_trip() -> None:
     data = seal(KEY, b"payload", 1234.5)
     assert len(data) == HEADER_BYTES + 7 == 71
     assert data[:8] == b"cuvS\x01\0\0\0" and data[16:24] == (7).to_bytes(8, "little")
-    assert data == make_header(KEY, b"payload", 1234.5) + b"payload"
     assert unseal(KEY, data) == b"payload" == unseal(KEY, data, ttl=60, now=1294.5)
     with pytest.raises(ExpiredError, match="60"):
         unseal(KEY, data, ttl=60, now=1294.6)
@@ -105,7 +104,7 @@ def test_envelope_finds_every_flipped_bit_and_every_cut() -> None:
 
 def test_envelope_refuses_another_version_and_times_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CorruptError, match="not a format that this build reads"):
-        unseal(KEY, make_header(KEY, b"", float("nan")))
+        unseal(KEY, seal(KEY, b"", float("nan")))
     monkeypatch.setattr("cuvee.integrations.stores.envelope._VERSION", 2)
     newer = seal(KEY, b"payload", 0.0)
     monkeypatch.undo()
@@ -154,6 +153,21 @@ def test_a_folder_that_was_removed_is_made_again(root: Path) -> None:
     root.rmdir()
     assert store.get(KEY) is None
     assert store.put(KEY, b"z") and store.get(KEY) == b"z"
+
+
+def test_a_folder_that_is_removed_during_a_put_is_a_failure(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(root)
+    replace = os.replace
+
+    def removed(source: str, target: str, **folders: int) -> None:
+        shutil.rmtree(root)
+        replace(source, target, **folders)
+
+    monkeypatch.setattr(os, "replace", removed)
+    with pytest.raises(StoreError, match="No such file"):
+        store.put(KEY, b"x")
+    monkeypatch.undo()
+    assert store.put(KEY, b"x") and store.get(KEY) == b"x"
 
 
 def test_no_scan_removes_a_folder_that_waits_for_its_first_entry(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,26 +296,17 @@ def test_a_folder_that_others_may_write_to_is_refused(root: Path, mode: int) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_another_user_is_refused(root: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_refused(root: Path) -> None:
     late = DiskStore(root)
     late.put(KEY, b"x")
     os.chown(root, 12345, 12345)
     with pytest.raises(
-        InputError, match=rf"^path: must belong to .*, got {root}, a folder of user 12345.*chown -h 0 {root}"
+        InputError, match=rf"^path: must belong to .*, got {root}, a folder of user 12345.*chown 0 {root}"
     ):
         DiskStore(root)
     with pytest.raises(StoreError, match="a folder of user 12345"):
         late.get(KEY)
     os.chown(root, 0, 0)
-    link = tmp_path / "link"
-    link.symlink_to(root)
-    linked = DiskStore(link)
-    assert linked.get(KEY) == b"x", "our own link is as good as the folder"
-    os.lchown(link, 12345, 12345)
-    with pytest.raises(InputError, match=rf"^path: must belong to .*, got {link}, a link of user 12345"):
-        DiskStore(link)
-    with pytest.raises(StoreError, match="a link of user 12345"):
-        linked.get(KEY)
 
 
 def test_a_folder_of_root_serves_everybody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,16 +331,14 @@ def test_a_folder_of_its_own_in_one_that_everybody_may_write_to(tmp_path: Path) 
         DiskStore(shared)
 
 
-def test_links_to_the_root_that_lead_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(StoreError, match=r"symbolic links|Not a directory"):
-        DiskStore(tmp_path / "loop").get(KEY)
-    (tmp_path / "one").symlink_to("two")
-    (tmp_path / "two").symlink_to(tmp_path / "three")
-    store = DiskStore(tmp_path / "one")
-    assert store.get(KEY) is None
-    (tmp_path / "three").mkdir(mode=0o700)
-    assert store.put(KEY, b"x") and DiskStore(tmp_path / "three").get(KEY) == b"x"
+def test_the_root_is_no_link(root: Path, tmp_path: Path) -> None:
+    late = DiskStore(tmp_path / "link")
+    assert DiskStore(root).put(KEY, b"x")
+    (tmp_path / "link").symlink_to(root)
+    with pytest.raises(InputError, match=r"^path: must be a folder, got .*/link, a link: name the folder that it"):
+        DiskStore(tmp_path / "link")
+    with pytest.raises(StoreError, match="Not a directory"):
+        late.get(KEY)
 
 
 def test_folders_above_the_root_are_not_for_others_to_write(tmp_path: Path) -> None:
@@ -517,33 +520,6 @@ def test_writes_and_reads_in_pieces(root: Path, monkeypatch: pytest.MonkeyPatch)
     assert store.get(KEY) == blob
 
 
-def test_a_real_disk_that_is_full_and_then_read_only(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
-    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a tmpfs here")
-    try:
-        store = DiskStore(mount / "store")
-        assert store.put(KEY, bytes(600_000))
-        with pytest.raises(StoreError, match="No space left"):
-            store.put("ab/4567", bytes(600_000))
-        with pytest.raises(StoreError, match="No space left"):
-            store.put(KEY, bytes(600_001))
-        assert store.get(KEY) == bytes(600_000) and len(files(mount)) == 1
-        store.delete(KEY)
-        assert store.put("ab/4567", bytes(600_000))
-        store.put(KEY, bytes(9))
-        file_of(mount / "store", KEY).write_bytes(b"bad")
-        subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
-        for reader in (store, DiskStore(mount / "store")):
-            assert reader.get("ab/4567") == bytes(600_000) and reader.get(KEY) is None
-            with pytest.raises(StoreError, match="Read-only file system"):
-                reader.put(KEY, b"x")
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
-
-
 # --- bad entries ---
 
 
@@ -554,11 +530,11 @@ def test_a_good_entry_that_replaces_a_bad_one_meanwhile_stays(root: Path, monkey
 
     def slowly(*entry: Any) -> None:
         # The bad file is open; now it is replaced, and only then found to be bad.
-        monkeypatch.setattr(disk, "verify", verify)
+        monkeypatch.setattr(monitor, "verify", verify)
         other.put(KEY, b"good")
         verify(*entry)
 
-    monkeypatch.setattr(disk, "verify", slowly)
+    monkeypatch.setattr(monitor, "verify", slowly)
     assert store.get(KEY) is None, "what it read was bad"
     assert counters(store).corrupt == 1
     assert store.get(KEY) == b"good"
@@ -1009,8 +985,10 @@ def test_a_lock_that_is_never_given_back(root: Path, monkeypatch: pytest.MonkeyP
     file = os.open(root / ".lock", os.O_RDWR)
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
+        begun = time.monotonic()
         with pytest.raises(StoreError, match=r"another process has held \.lock for 0.05 s"):
             store.put("ab/0005", bytes(6000))
+        assert time.monotonic() - begun < 10
         assert store.get("ab/0003") == bytes(1000), "reading goes on"
         assert not list(root.glob(".tmp-*"))
     finally:

@@ -19,7 +19,7 @@ from tests.integrations.stores.s3_server import BUCKET, S3Server, s3_server
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.integrations.stores.base import Store
 from cuvee.integrations.stores.disk import DiskStore
-from cuvee.integrations.stores.envelope import HEADER_BYTES, make_header, seal
+from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.naming.part_keys import part_key
@@ -281,7 +281,7 @@ KEY, OTHER = "ab/0123", "ab/4567"
 
 
 def bad_entries(entry: bytes) -> dict[str, bytes]:
-    huge = make_header(KEY, b"", 0.0)
+    huge = seal(KEY, b"", 0.0)
     return {
         "garbage": b"garbage",
         "half a header": entry[: HEADER_BYTES // 2],

@@ -31,7 +31,7 @@ class Recorded(Store):
         self.named = named
         self.closed = False
 
-    def get(self, key: str) -> bytes | None:
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         raise NotImplementedError
 
     def put(self, key: str, blob: bytes) -> bool:
@@ -155,7 +155,7 @@ def test_file_paths_are_unquoted(tmp_path: Path) -> None:
         ("redis+cluster://host:6379", ("redis://host:6379", None, 1.0, True)),
         ("valkeys+cluster://u:p@host:6379/0", ("rediss://u:p@host:6379/0", None, 1.0, True)),
         ("unix:///run/redis.sock?db=3&timeout=2", ("unix:///run/redis.sock?db=3", None, 2.0, False)),
-        ("redis+unix://u:p@/run/redis.sock", ("unix://u:p@/run/redis.sock", None, 1.0, False)),
+        ("unix://u:p@/run/redis.sock", ("unix://u:p@/run/redis.sock", None, 1.0, False)),
         ("s3://bucket/prefix/a@b", ("s3://bucket/prefix/a@b", None)),
         ("gs://bucket?ttl=30d", ("gs://bucket", 30 * 86400)),
         ("az://c/p", ("az://c/p", None)),
@@ -191,7 +191,10 @@ def test_tiers(tmp_path: Path) -> None:
 def test_commas_of_object_names() -> None:
     store = open_store("tiered:s3://b/a%2cb,s3://b/a%2Cc", guarded=False)
     assert isinstance(store, TieredStore)
-    assert [tier.arguments[0] for tier in store.tiers if isinstance(tier, Recorded)] == ["s3://b/a,b", "s3://b/a,c"]
+    assert [tier.arguments[0] for tier in store.tiers if isinstance(tier, Recorded)] == [
+        "s3://b/a,b",
+        "s3://b/a,c",
+    ]
     store.close()
 
 
