@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -268,20 +267,6 @@ def test_pages_whose_position_is_not_recognized_are_not_stored(caplog: pytest.Lo
     told.pages.close()
 
 
-def test_pages_that_are_stored_are_kept(desk: Callable[..., Desk], store: DictStore) -> None:
-    d = desk()
-    d.save(range(4, 6))
-    before = dict(store.entries)
-    assert d.save(range(11)) == [True] * 11
-    counts = d.counts.snapshot()
-    assert counts["kept_pages"] == 2 and counts["saved_pages"] == 11
-    assert before.items() <= store.entries.items()
-    d.keys[0].fill_(0)  # stored pages are not even read
-    assert desk().save(range(11)) == [True] * 11
-    wanted = desk().tokens(range(11))
-    assert d.load(range(11), range(20, 31)) == [True] * 11 and equal(d.tokens(range(20, 31)), wanted)
-
-
 def test_what_is_encoded_knows_what_follows(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
     d = desk()
     following: list[int] = []
@@ -541,28 +526,6 @@ def test_page_stores_beside_each_other_share_a_store_and_no_pages(
 # Stores that fail -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [StoreError("gone"), OSError("gone"), ValueError("gone")])
-def test_a_store_that_raises_has_no_pages(
-    desk: Callable[..., Desk], store: DictStore, error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
-    d = desk()
-    d.save(range(4))
-
-    def fail(operation: str) -> None:
-        raise error
-
-    store.before = fail
-    d = desk()
-    assert d.pages.stored(named(range(4))) == [False] * 4
-    assert d.load(range(4), range(20, 24)) == [False] * 4
-    assert d.save(range(4)) == [False] * 4 and d.save(range(4)) == [False] * 4
-    counts = d.counts.snapshot()
-    assert counts["failures{lookup}"] >= 3 and counts["failures{store}"] == 2
-    assert counts["missed_pages"] == 4 and counts["unsaved_pages"] == 8
-    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(told) == 2, "once per kind"
-
-
 def test_a_store_that_hangs_is_given_up_and_told_so(desk: Callable[..., Desk], store: DictStore) -> None:
     desk().save(range(8))
     d, go, late = desk(lookup_timeout=0.5, load_timeout=0.5), threading.Event(), []
@@ -706,16 +669,6 @@ def test_slots_of_another_number_are_refused(desk: Callable[..., Desk]) -> None:
         desk(run_pages=MAX_RUN_PAGES + 1)
 
 
-def test_a_closed_store_has_no_pages(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.save(range(4))
-    d.pages.close()
-    d.pages.close()
-    assert d.pages.stored(named(range(4))) == d.save(range(4)) == d.load(range(4), range(20, 24)) == [False] * 4
-    counts = d.counts.snapshot()
-    assert counts["missed_pages"] == counts["unsaved_pages"] == 4 and "failures{lookup}" not in counts
-
-
 # Stores that lie ------------------------------------------------------------------------------------------------------
 
 
@@ -828,19 +781,6 @@ def test_with_a_key_a_run_cannot_get_the_blob_of_another(desk: Callable[..., Des
     for position, number in enumerate((1, 0)):
         store.entries[d.index_key(number)] = make_index_entry(Place(forged, position))
     assert desk(secrets=SECRETS[:1]).load(range(2), range(20, 22)) == [False] * 2
-
-
-def test_what_was_signed_with_an_earlier_secret_is_read(desk: Callable[..., Desk], store: DictStore) -> None:
-    old = desk(secrets=SECRETS[:1])
-    wanted = old.tokens(range(8))
-    old.save(range(4))
-    both = desk(secrets=SECRETS[::-1])
-    assert both.pages.stored(named(range(8))) == [True] * 4 + [False] * 4
-    assert both.save(range(8)) == [True] * 8 and both.counts.snapshot()["kept_pages"] == 4
-    assert both.load(range(8), range(20, 28)) == [True] * 8 and equal(both.tokens(range(20, 28)), wanted)
-    for others in (SECRETS[1:], ()):
-        assert desk(secrets=others).pages.stored(named(range(4))) == [False] * 4
-    assert desk(secrets=SECRETS[1:]).pages.stored(named(range(4, 8))) == [True] * 4
 
 
 def test_tags_are_bound_to_tenant_digest_and_rank() -> None:

@@ -31,7 +31,6 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.models.rope import rotate
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.pages import PageStore
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
@@ -396,52 +395,6 @@ def test_sglangs_own_faults_are_misses(
         loaded.append(faulty.prefetch(tokens, into))
         assert torch.equal(in_order(faulty.pool, into)[:, : loaded[-1]], wanted[:, : loaded[-1]])
     assert set(loaded) == {0} if probability == 1 else {0, 192} <= set(loaded)
-
-
-@pytest.mark.parametrize("method", ["stored", "load", "save"])
-def test_an_error_of_ours_is_a_miss(
-    rank: Callable[..., Rank], method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    r = rank()
-    tokens, at = TOKENS[:64], r.alloc(4)
-
-    def fail(*_: Any, **__: Any) -> list[bool]:
-        raise ZeroDivisionError("planted")
-
-    monkeypatch.setattr(PageStore, method, fail)
-    stored, loaded = r.back_up(tokens, at, []), r.prefetch(tokens, at)
-    assert (stored, loaded) == {"stored": (64, 0), "load": (64, 0), "save": (0, 0)}[method]
-    name = {"stored": "batch_exists", "load": "batch_get_v1", "save": "batch_set_v1"}[method]
-    assert r.backend.counters()[f"contained{{{name}}}"] >= 1 and "planted" in caplog.text
-
-
-def test_a_closed_backend_has_no_pages(rank: Callable[..., Rank]) -> None:
-    r = rank()
-    tokens, at = TOKENS[:64], r.alloc(4)
-    r.back_up(tokens, at, [])
-    r.backend.close()
-    r.backend.close()
-    assert r.prefetch(tokens, at) == 0 and r.back_up(tokens, at, []) == 0
-    r.backend.clear()
-
-
-def test_damaged_entries_are_misses(rank: Callable[..., Rank], tmp_path: Path) -> None:
-    """Files are damaged at random below the envelope's checksums and above them."""
-    r = rank()
-    tokens, at = TOKENS[:192], r.alloc(12)
-    wanted = in_order(r.pool, at).clone()
-    for seed in range(20):
-        generator = random.Random(seed)
-        assert r.back_up(tokens, at, []) == 192
-        files = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size > 64]
-        path = generator.choice(files)
-        data = bytearray(path.read_bytes())
-        data[generator.randrange(len(data))] ^= 0x10
-        path.write_bytes(data[: len(data) - generator.choice([0, 0, 5])])
-        into = r.alloc(12)
-        loaded = r.prefetch(tokens, into)
-        assert torch.equal(in_order(r.pool, into)[:, :loaded], wanted[:, :loaded])
-        r.pool.free(into)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

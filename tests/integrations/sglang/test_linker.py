@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +24,8 @@ from tests.integrations.sglang.real_sglang import (
     wait_for,
 )
 from tests.integrations.stores.dict_store import DictStore, hold
-from tests.recognizing import cached, ids_of, learned_profile, small_model
 
 from cuvee.calibration.bundled import bundled_model_path
-from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.integrations.pages import PageStore
@@ -151,34 +148,6 @@ def test_ranks_share_a_store_and_not_pages(
         each.forget()
         slots = each.restore(TOKENS[: 4 * PAGE])
         assert slots is not None and equal(each.values(slots), wanted)
-
-
-def test_lossy_pages_are_those_of_the_codec(
-    prefix_cache: Callable[..., PrefixCache], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SGLang tells a linker neither ids nor positions: the profile recognizes both."""
-    model, profile = small_model(), learned_profile()
-    model.save_pretrained(tmp_path / "model")
-    profile.save(tmp_path / "profile.safetensors")
-    pool = device_pool(layers=3, heads=4, dim=16, page_tokens=PAGE, pages=24, dtype=torch.float32)
-    options = {"model": str(tmp_path / "model"), "profile": str(tmp_path / "profile.safetensors"), "step": 0.25}
-    cache, chunk = prefix_cache(options, pool), cached(model)
-    slots, tokens = cache.alloc(4), ids_of(range(4 * PAGE))
-    for layer in range(3):
-        pool.k_buffer[layer][slots] = chunk.keys[layer][: 4 * PAGE]
-        pool.v_buffer[layer][slots] = chunk.values[layer][: 4 * PAGE]
-    cache.insert(tokens, slots)
-    cache.settle()
-    assert cache.linker.counters()["recognized_pages"] == 4
-    cache.forget()
-    into = cache.restore(tokens)
-    codec = Codec(profile, step=0.25)
-    keys, values = ([each[: 4 * PAGE] for each in unit] for unit in (chunk.keys, chunk.values))
-    told = KVChunk(keys, values, chunk.layout)
-    back = codec.decode(codec.encode(told.with_token_ids(tokens)))
-    assert into is not None and equal(cache.values(into), [*back.keys, *back.values])
-    with pytest.raises(InputError, match=r"quality: must be quality='lossless' with an unlearned profile"):
-        prefix_cache({"quality": "balanced"})
 
 
 def latent_cache_pool(latents: Latents, **changes: Any) -> Any:
@@ -366,46 +335,6 @@ def test_work_in_flight_has_ended_before_the_pool_is_given_away(
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_whatever_the_store_does_nothing_wrong_is_loaded(
-    prefix_cache: Callable[..., PrefixCache], store: DictStore, seed: int
-) -> None:
-    """Operations fail at random, and entries are damaged. No request is aborted."""
-    cache, draw = prefix_cache(), random.Random(seed)
-    values: dict[int, list[torch.Tensor]] = {}
-
-    def fail(operation: str) -> None:
-        if draw.random() < 0.25:
-            raise draw.choice([StoreError("planted"), OSError("planted"), ZeroDivisionError("planted")])
-
-    store.before = fail
-    loaded = 0
-    for _ in range(12):
-        first = draw.randrange(3)
-        tokens = TOKENS[first * 5 * PAGE : (first + 1) * 5 * PAGE]
-        slots = cache.alloc(5)
-        if first in values:
-            for buffer, wanted in zip((*cache.pool.k_buffer, *cache.pool.v_buffer), values[first], strict=True):
-                buffer[slots] = wanted
-        values[first] = cache.values(slots)
-        cache.insert(tokens, slots)
-        cache.settle()
-        if store.entries and draw.random() < 0.4:
-            key = draw.choice(list(store.entries))
-            data = bytearray(store.entries[key])
-            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-            store.entries[key] = bytes(data[: draw.choice([len(data), len(data) - 3])])
-        cache.forget()
-        request, result = cache.match(tokens)
-        into = cache.queue(request, result)
-        if into is not None:
-            assert cache.run([request]) == []
-            assert equal(cache.values(into), [each[: len(into)] for each in values[first]])
-            loaded += len(into)
-        cache.forget()
-    assert loaded and not any(name.startswith("contained") for name in cache.linker.counters())
 
 
 def test_a_store_that_hangs_costs_one_lookup_and_one_offload_at_a_time(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,21 +18,15 @@ from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier.real_tiers import (
     BLOCK,
     BLOCKS,
-    CHUNK,
     Engine,
     Worker,
     key_of,
     real,
     wait_for,
 )
-from tests.recognizing import cached, ids_of, learned_profile, small_model
 
-from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.integrations.pages import PageStore
-from cuvee.integrations.stores import StoreError
 from cuvee.integrations.vllm_tier import chunk_rows
 
 
@@ -66,23 +59,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[DictStore]:
 
 
 # vLLM's manager -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kv_cache_layout", ["LBNHC", "LBHNC"])
-@pytest.mark.serves(where="classes")
-def test_chunks_come_back_bit_for_bit_after_a_restart(
-    engine: Callable[..., Engine], tmp_path: Path, kv_cache_layout: str
-) -> None:
-    tier = {"store": f"file://{tmp_path}/store", "chunk_tokens": 4 * CHUNK}
-    first = engine(tier, layout=kv_cache_layout)
-    first.save(range(6))
-    assert first.load(range(8)) == 6
-    assert first.counters["saved_pages"] == first.counters["loaded_pages"] == 6
-    first.close()
-    again = engine(tier, layout=kv_cache_layout)
-    assert again.load(range(8)) == 6
-    again.save(range(7))
-    assert again.counters["saved_pages"] == 1 and again.load(range(8)) == 7
 
 
 @pytest.mark.parametrize("kv_cache_layout", ["LBNHC", "LBHNC"])
@@ -122,6 +98,7 @@ def test_views_are_where_vllms_workers_copy_keys_and_values(
         worker.close()
 
 
+@pytest.mark.serves(where="classes")
 @pytest.mark.serves(parallel="tensor parallelism", where="classes")
 def test_entries_do_not_depend_on_ranks_and_layouts(engine: Callable[..., Engine], tmp_path: Path) -> None:
     """What one rank stored is found by two, and what tokens first stored is found by heads first."""
@@ -133,21 +110,6 @@ def test_entries_do_not_depend_on_ranks_and_layouts(engine: Callable[..., Engine
         other = engine(tier, **changes)
         assert other.load(range(4)) == 3, changes
         other.close()
-
-
-def test_chunks_that_were_stored_are_not_stored_again(engine: Callable[..., Engine]) -> None:
-    e = engine()
-    e.save(range(3))
-    e.save(range(5))
-    assert e.counters["saved_pages"] == 5 and e.counters["kept_pages"] == 3
-
-
-def test_the_stores_budget_evicts(engine: Callable[..., Engine]) -> None:
-    e = engine({"store": "memory://?max_mb=0.25"})
-    for number in range(12):
-        e.save([number])
-    held = [number for number in range(12) if e.load([number])]
-    assert 0 < len(held) < 6 and 11 in held, held
 
 
 def test_what_can_be_loaded_is_kept_and_the_rest_is_computed(engine: Callable[..., Engine], store: DictStore) -> None:
@@ -185,137 +147,7 @@ def test_chunks_that_are_not_adjacent_share_no_entry(engine: Callable[..., Engin
     assert len([1 for data in store.entries.values() if data[:4] == b"cuvR"]) == 5
 
 
-# Lossy chunks ---------------------------------------------------------------------------------------------------------
-
-
-class Learned:
-    """A checkpoint of a small model, its profile, and engines that store its chunks lossy."""
-
-    def __init__(self, folder: Path, make: Callable[..., Engine]) -> None:
-        self.chunk = cached(small_model(), torch.bfloat16)
-        small_model().save_pretrained(folder / "model")
-        learned_profile().save(folder / "profile.safetensors")
-        layer = self.chunk.layout.layers[0]
-        self.tier = {"profile": str(folder / "profile.safetensors"), "step": 0.25, "store": f"file://{folder}/store"}
-        self.shape = {
-            "model": str(folder / "model"), "layers": self.chunk.layout.num_layers, "heads": layer.kv_heads,
-            "dim": layer.head_dim,
-        }  # fmt: skip
-        self.make = make
-
-    def engine(self, tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
-        return self.make({**self.tier, **(tier or {})}, **{**self.shape, **changes})
-
-    def part(self, number: int, count: int = 1) -> KVChunk:
-        return self.chunk.slice(number * CHUNK, (number + count) * CHUNK)
-
-    def coded(self, first: int, count: int) -> list[KVChunk]:
-        """What the codec makes of adjacent chunks when it is told ids and position."""
-        part = self.part(first, count)
-        codec = Codec(learned_profile(), step=0.25, dtype="bfloat16")
-        ids = ids_of(range(first * CHUNK, (first + count) * CHUNK))
-        back = codec.decode(codec.encode(KVChunk(part.keys, part.values, part.layout, part.start, ids)))
-        return [back.slice(at * CHUNK, (at + 1) * CHUNK) for at in range(count)]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_with_a_profile_chunks_are_lossy_and_their_tokens_recognized(
-    engine: Callable[..., Engine], tmp_path: Path, ranks: int
-) -> None:
-    learned = Learned(tmp_path, engine)
-    e = learned.engine(tp=ranks)
-    numbers = [2, 3, 4, 7]
-    e.save(numbers, chunks=[learned.part(number) for number in numbers])
-    counters = e.counters
-    assert counters["recognized_pages"] == counters["saved_pages"] == 4
-    assert 0 < counters["blob_bytes"] < counters["raw_bytes"] / 2.5
-    assert e.load([2, 3, 4], learned.coded(2, 3)) == 3
-    assert e.load([7], learned.coded(7, 1)) == 1
-
-
-def test_a_lossy_quality_that_cannot_recognize_stores_nothing(engine: Callable[..., Engine], tmp_path: Path) -> None:
-    learned = Learned(tmp_path, engine)
-    e = learned.engine()
-    e.save([1, 2])
-    assert e.counters["failures{positions}"] == 1 and e.counters["unsaved_pages"] == 2
-    part = learned.part(3)
-    nans = [[each * float("nan") for each in unit] for unit in (part.keys, part.values)]
-    e.save([3], chunks=[KVChunk.unchecked(nans[0], nans[1], part.layout, 0)])
-    assert e.load([1]) == e.load([3]) == 0
-
-
 # Failures -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_store_that_fails_hangs_forgets_and_lies_costs_no_more_than_misses(
-    engine: Callable[..., Engine], store: DictStore
-) -> None:
-    """Whatever the store does, what vLLM loads is right; afterwards all is as before."""
-    draw = random.Random(7)
-    e = engine({"load_timeout": 0.4, "lookup_timeout": 0.3}, chunks=16)
-    e.save([99])  # the first encoding compiles
-    odds = {"error": 0.0, "hang": 0.0, "lie": 0.0}
-    lock = threading.Lock()
-
-    def disturb(operation: str) -> None:
-        with lock:
-            chance = draw.random()
-            victim = draw.choice(list(store.entries)) if store.entries else None
-            if chance < odds["lie"] and victim is not None:
-                data = bytearray(store.entries[victim])
-                if draw.random() < 0.5:
-                    del store.entries[victim]
-                else:
-                    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-                    store.entries[victim] = bytes(data)
-        if chance > 1 - odds["error"]:
-            raise StoreError("planted") if chance < 1 - odds["error"] / 2 else OSError("planted")
-        if 0.4 < chance < 0.4 + odds["hang"]:
-            time.sleep(0.6)
-
-    store.before = disturb
-    loaded = 0
-    for round_ in range(25):
-        odds.update(error=draw.choice([0, 0.3]), hang=draw.choice([0, 0, 0.05]), lie=draw.choice([0, 0.2]))
-        first = draw.randrange(8)
-        e.save(range(first, first + draw.randrange(1, 5)))
-        loaded += e.load(range(first, first + 4))
-        assert not e.manager._jobs, round_
-    odds.update(error=0.0, hang=0.0, lie=0.0)
-    assert loaded and "contained" not in " ".join(e.counters), e.counters
-    assert {"failures{decode}", "failures{store}", "failures{lookup}"} & set(e.counters)
-    store.entries.clear()
-    e.forget()
-    e.save(range(4))
-    assert e.load(range(5)) == 4
-
-
-@pytest.mark.parametrize("method", ["stored", "load", "save"])
-def test_an_error_of_ours_is_a_miss(
-    engine: Callable[..., Engine], method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    e = engine()
-    e.save([1])
-
-    def fail(*_: Any, **__: Any) -> list[bool]:
-        raise ZeroDivisionError("planted")
-
-    monkeypatch.setattr(PageStore, method, fail)
-    e.save([2])
-    assert e.load([1]) == (method == "save")
-    monkeypatch.undo()
-    assert e.load([2]) == (method != "save")
-    name = {"stored": "lookup", "load": "load", "save": "store"}[method]
-    assert e.counters[f"contained{{{name}}}"] >= 1 and "planted" in caplog.text
-
-
-def test_a_lookup_that_hangs_is_a_miss_in_time(engine: Callable[..., Engine], store: DictStore) -> None:
-    e = engine({"lookup_timeout": 0.2})
-    held = hold(store, "get")
-    before = time.monotonic()
-    assert e.lookup([1, 2]) == 0
-    assert 0.2 <= time.monotonic() - before < 5
-    held.set()
 
 
 def test_nothing_blocks_the_scheduler_while_the_store_hangs(engine: Callable[..., Engine], store: DictStore) -> None:
@@ -335,27 +167,6 @@ def test_nothing_blocks_the_scheduler_while_the_store_hangs(engine: Callable[...
     e.settle()
     assert e.counters["saved_pages"] == 7
     e.manager.on_request_finished(context)
-
-
-def test_too_many_waiting_chunks_are_refused(engine: Callable[..., Engine], store: DictStore) -> None:
-    size = engine().tier.block_size_bytes
-    e = engine({"max_pending_gb": 2.5 * size / 1e9})
-    held = hold(store, "put")
-    e.offload(range(3))
-    e.offload([10, 11])
-    e.step()
-    assert e.counters["unsaved_pages"] == 2
-    held.set()
-    e.settle()
-    assert e.counters["unsaved_pages"] == 2 and e.counters["saved_pages"] == 3
-    e.forget()
-    assert e.load(range(4)) == 3 and e.load([10]) == 0
-
-
-def test_jobs_that_waited_too_long_are_given_up(engine: Callable[..., Engine]) -> None:
-    e = engine({"load_timeout": 1e-9})
-    e.save([1, 2])
-    assert e.counters == {"unsaved_pages": 2}
 
 
 def test_draining_ends_all_jobs_and_reports_each(engine: Callable[..., Engine], store: DictStore) -> None:
@@ -512,13 +323,10 @@ def test_engines_that_are_not_supported_do_not_start(
     ("tier", "error", "message"),
     [
         ({"stores": "x"}, InputError, "secondary_tiers: has no option 'stores'"),
-        ({"store": "nowhere://"}, InputError, "url: must begin"),
         ({"model": "/nowhere"}, InputError, "model: must be a folder or hub id"),
-        ({"quality": "balanced"}, InputError, "quality: must be quality='lossless' with an unlearned profile"),
         ({"locality": "here"}, InputError, "locality: must be LOCAL or REMOTE"),
         ({"max_pending_gb": 0}, InputError, "max_pending_gb: must be a number above 0"),
         ({"enable_kv_events": 1}, InputError, "enable_kv_events: must be true or false"),
-        ({"chunk_tokens": 48}, InputError, "chunk_tokens: must be a multiple"),
     ],
 )
 def test_options_out_of_range_do_not_start(
@@ -553,19 +361,6 @@ def test_a_vllm_that_arranges_blocks_in_another_way_is_refused(monkeypatch: pyte
         chunk_rows.check_mapping(layout, shape, 1, "LBHNC")
 
 
-def test_the_model_is_in_the_names(engine: Callable[..., Engine], tmp_path: Path) -> None:
-    where = {"store": f"file://{tmp_path}/store"}
-    first = engine(where)
-    first.save([1])
-    for changes in ({"model_id": "mine"}, {"tenant": "another"}):
-        other = engine({**where, **changes})
-        assert other.lookup([1]) == 0, changes
-        other.close()
-    assert engine(where, blocks=4).lookup([1]) == 0
-    assert engine(where, dtype="float16").lookup([1]) == 0
-    assert engine(where).load([1]) == 1
-
-
 def test_the_engines_options_are_in_the_names(engine: Callable[..., Engine], tmp_path: Path) -> None:
     """Although vLLM tells a tier the model's path alone."""
     where = {"store": f"file://{tmp_path}/store"}
@@ -583,6 +378,7 @@ def test_the_engines_options_are_in_the_names(engine: Callable[..., Engine], tmp
     with pytest.raises(InputError, match=r"^model_config\.model_class_overrides: must .* 'model_id'"):
         engine(where, engine=other("model_class_overrides", print))
     assert engine({**where, "model_id": "mine"}, engine=other("model_class_overrides", print)).lookup([1]) == 0
+    assert engine(where, blocks=4).lookup([1]) == 0 and engine(where).lookup([1]) == 1
 
 
 def test_names_that_do_not_tell_the_content_are_refused(engine: Callable[..., Engine]) -> None:

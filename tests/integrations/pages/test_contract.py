@@ -1,0 +1,290 @@
+"""What every adapter of an engine's pages keeps to, behind its engine's own classes: on the CPU, without an engine."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.pages.adapters import ADAPTERS, L2, MOST, Adapter, HiCache, Linker, Tier
+from tests.integrations.stores.dict_store import DictStore, hold
+from tests.recognizing import cached, ids_of, learned_profile, small_model
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.integrations.pages.runs import Runs
+from cuvee.integrations.stores import StoreError
+
+PAGES = 6
+Make = Callable[..., Adapter]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> DictStore:
+    held = DictStore()
+    monkeypatch.setattr("cuvee.integrations.pages.opening.open_store", lambda urls: held)
+    return held
+
+
+@pytest.fixture(params=ADAPTERS)
+def kind(request: pytest.FixtureRequest) -> type[Adapter]:
+    found: type[Adapter] = request.param
+    return found
+
+
+@pytest.fixture
+def make(kind: type[Adapter], store: DictStore) -> Iterator[Make]:
+    made: list[Adapter] = []
+
+    def build(options: dict[str, Any] | None = None, **given: Any) -> Adapter:
+        made.append(kind(store, options or {}, **given))
+        return made[-1]
+
+    yield build
+    store.before = lambda operation: None
+    for each in made:
+        each.close()
+
+
+def runs_of(store: DictStore) -> list[str]:
+    """The keys of what holds pages, the first ones first."""
+    return [key for key, data in store.entries.items() if data[:4] == b"cuvR"]
+
+
+# There and back -------------------------------------------------------------------------------------------------------
+
+
+def test_pages_come_back_bit_for_bit_after_a_restart(make: Make, store: DictStore) -> None:
+    first = make()
+    first.save(PAGES)
+    assert first.load(PAGES + 2) == PAGES == first.found(PAGES + 2)
+    saved = first.counters
+    assert saved["saved_pages"] == PAGES and saved["raw_bytes"] == PAGES * first.page * first.layout.bytes_per_token
+    assert saved["blob_bytes"] == sum(len(store.entries[key]) for key in runs_of(store)) < saved["raw_bytes"]
+    first.close()
+    again = make()
+    assert again.load(PAGES + 2) == PAGES
+    loaded = again.counters
+    assert loaded["loaded_pages"] == PAGES and loaded["loaded_raw_bytes"] == saved["raw_bytes"]
+    assert loaded["loaded_blob_bytes"] == saved["blob_bytes"]
+    again.save(PAGES + 1)
+    assert again.counters["saved_pages"] == 1 and again.counters["kept_pages"] == PAGES
+    assert again.load(PAGES + 2) == PAGES + 1 and "contained" not in " ".join(again.counters)
+
+
+def test_with_a_profile_pages_are_those_of_the_codec_with_recognized_tokens(make: Make, tmp_path: Path) -> None:
+    whole, profile = cached(small_model(), torch.bfloat16), learned_profile()
+    small_model().save_pretrained(tmp_path / "model")
+    profile.save(tmp_path / "profile.safetensors")
+    options = {"model": str(tmp_path / "model"), "profile": str(tmp_path / "profile.safetensors"), "step": 0.25}
+    a = make({**options, "chunk_tokens": 32}, chunk=whole)
+    count, tokens = 4, max(a.page, 32)  # per blob
+    a.save(count)
+    assert a.counters["recognized_pages"] == a.counters["saved_pages"] == count
+    assert a.counters["blob_bytes"] < a.counters["raw_bytes"] / 2.5
+    codec, end, expected = Codec(profile, step=0.25, dtype="bfloat16"), count * a.page, []
+    for start in range(0, end, tokens):
+        part = whole.slice(start, start + tokens)
+        ids = ids_of(range(start, start + tokens))
+        told = KVChunk(part.keys, part.values, part.layout, start, ids, end - start - tokens)
+        back = codec.decode(codec.encode(told))
+        expected += [back.slice(at, at + a.page) for at in range(0, tokens, a.page)]
+    assert a.load(count, expected=expected) == count
+
+
+@pytest.mark.parametrize("secrets", [[b"a" * 16], [b"b" * 32, b"a" * 16]], ids=["one", "rotated"])
+def test_what_was_signed_is_read_with_that_secret_alone(make: Make, tmp_path: Path, secrets: list[bytes]) -> None:
+    def files(*given: bytes) -> dict[str, Any]:
+        paths = [tmp_path / secret[:1].hex() for secret in given]
+        for path, secret in zip(paths, given, strict=True):
+            path.write_bytes(secret)
+        return {"key_file": [str(path) for path in paths]}
+
+    old = make(files(b"a" * 16))
+    old.save(PAGES)
+    assert make(files(*secrets)).load(PAGES) == PAGES
+    for others in ({}, files(b"b" * 32)):
+        assert make(others).found(PAGES) == 0 == make(others).load(PAGES)
+
+
+@pytest.mark.parametrize(
+    "other", [{"tenant": "another"}, {"model_id": "mine"}, {"dtype": torch.float16}], ids=["tenant", "model", "dtype"]
+)
+def test_others_find_nothing(make: Make, other: dict[str, Any]) -> None:
+    make().save(PAGES)
+    given = {name: value for name, value in other.items() if name == "dtype"}
+    stranger = make({name: value for name, value in other.items() if name not in given}, **given)
+    assert stranger.found(PAGES) == 0 == stranger.load(PAGES)
+    stranger.save(PAGES)
+    assert stranger.load(PAGES) == PAGES == make().load(PAGES)
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "another's", "gone"])
+@pytest.mark.parametrize("signed", [False, True], ids=["plain", "signed"])
+def test_what_is_damaged_or_forged_is_a_miss_and_can_be_stored_again(
+    make: Make, store: DictStore, tmp_path: Path, how: str, signed: bool
+) -> None:
+    (tmp_path / "secret").write_bytes(bytes(16))
+    options = {"key_file": str(tmp_path / "secret")} if signed else {}
+    a = make(options)
+    a.save(MOST)
+    *_, before, last = runs_of(store)
+    data = store.entries[last]
+    changed = {"flipped": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], "cut": data[:-3], "another's": data}
+    changed["another's"] = store.entries[before]
+    if how == "gone":
+        del store.entries[last]
+    else:
+        store.entries[last] = changed[how]
+    reader = make(options)
+    assert 0 < reader.load(MOST) < MOST
+    assert (reader.counters.get("failures{decode}", 0) > 0) == (how != "gone"), reader.counters
+    assert last not in store.entries, "what never decodes is deleted"
+    reader.save(MOST)
+    assert reader.load(MOST) == MOST and "contained" not in " ".join(reader.counters)
+
+
+def test_whatever_the_store_does_nothing_wrong_is_loaded(make: Make, store: DictStore) -> None:
+    """It fails, hangs, forgets and lies at random. Afterwards all is as before."""
+    draw, lock = random.Random(7), threading.Lock()
+    make().save(1, sequence=9)  # the first encoding compiles
+    a = make({"load_timeout": 0.4, "lookup_timeout": 0.3})
+    odds = {"error": 0.0, "hang": 0.0, "lie": 0.0}
+
+    def disturb(operation: str) -> None:
+        with lock:
+            chance, victim = draw.random(), draw.choice(list(store.entries) or [""])
+            if chance < odds["lie"] and victim in store.entries:
+                data = bytearray(store.entries.pop(victim))
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+                if draw.random() < 0.5:
+                    store.entries[victim] = bytes(data[: draw.choice([len(data), len(data) - 3])])
+        if chance > 1 - odds["error"]:
+            raise draw.choice([StoreError("planted"), OSError("planted"), ZeroDivisionError("planted")])
+        if 0.4 < chance < 0.4 + odds["hang"]:
+            time.sleep(0.6)
+
+    store.before = disturb
+    loaded = 0
+    for _ in range(15):
+        odds.update(error=draw.choice([0, 0.3]), hang=draw.choice([0, 0, 0.05]), lie=draw.choice([0, 0.2]))
+        sequence, count = draw.randrange(3), draw.randrange(1, PAGES)
+        a.save(count, sequence)
+        loaded += a.load(count, sequence)
+    store.before = lambda operation: None
+    assert loaded and "contained" not in " ".join(a.counters), a.counters
+    assert any(name.startswith("failures") for name in a.counters)
+    last = make()
+    last.save(PAGES, sequence=5)
+    assert last.load(PAGES + 1, sequence=5) == PAGES
+
+
+@pytest.mark.parametrize("operation", ["contains", "get", "put"])
+def test_a_store_that_hangs_is_a_miss_in_bounded_time(make: Make, store: DictStore, operation: str) -> None:
+    make().save(2)
+    a = make({"load_timeout": 0.4, "lookup_timeout": 0.3})
+    held, began = hold(store, operation), time.monotonic()
+    try:
+        a.save(2, sequence=1)
+        there = a.found(2), a.load(2), a.load(2, sequence=1)
+        a.close()
+    finally:
+        held.set()
+    assert time.monotonic() - began < 20
+    failed = any(name.startswith("failures") for name in a.counters)
+    if operation == "put":
+        assert failed and there == (2, 2, 0)
+    else:  # some adapters look pages up by reading their entries
+        assert failed == (0 in there[:2]) and set(there[:2]) <= {0, 2} and (failed or operation == "contains")
+
+
+def test_a_store_that_fails_is_a_miss_that_is_counted(make: Make, store: DictStore) -> None:
+    make().save(2)
+    before = dict(store.entries)
+
+    def fail(operation: str) -> None:
+        raise StoreError("gone")
+
+    store.before = fail
+    a = make()
+    a.save(2)
+    assert a.found(2) == 0 == a.load(2) and store.entries == before
+    assert a.counters["failures{lookup}"] >= 1 and a.counters["failures{store}"] >= 1
+    assert a.counters["unsaved_pages"] == 2
+
+
+@pytest.mark.parametrize("method", ["stored", "in_order", "save"])
+def test_an_error_of_ours_is_a_miss(
+    make: Make, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make().save(2)
+    a = make()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(Runs, method, fail)
+    a.save(2, sequence=1)
+    loaded = a.load(2), a.load(2, sequence=1)
+    assert loaded in {"stored": [(0, 0), (2, 0)], "in_order": [(0, 0)], "save": [(2, 0)]}[method]
+    assert any(name.startswith("contained") for name in a.counters) and "planted" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [each for each in ADAPTERS if each.values[0] in (Tier, L2)], indirect=True)
+def test_what_no_longer_fits_is_refused_and_counted(make: Make, store: DictStore) -> None:
+    page = make()
+    size = page.page * page.layout.bytes_per_token
+    a, held = make({"max_pending_gb": 2.5 * size / 1e9}), hold(store, "put")
+    for sequence in range(8):
+        a.submit(3, sequence)
+    refused = a.counters.get("unsaved_pages", 0)
+    held.set()
+    a.settle()
+    assert 0 < refused == a.counters["unsaved_pages"] < 24
+    assert a.counters["saved_pages"] == 24 - refused
+    assert sum(a.load(3, sequence) for sequence in range(8)) == 24 - refused
+
+
+@pytest.mark.parametrize("kind", [each for each in ADAPTERS if each.values[0] in (Tier, L2, Linker)], indirect=True)
+def test_what_waited_too_long_is_given_up(make: Make) -> None:
+    """The engine may need its memory for others by then."""
+    a = make({"load_timeout": 1e-9})
+    a.save(2)
+    assert a.load(2) == 0 and a.counters["unsaved_pages"] == 2
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+
+def test_closing_ends_what_has_begun_and_gives_up_what_waits(make: Make, store: DictStore) -> None:
+    """What was counted as stored is there, and nothing is told of the rest."""
+    a = make()
+    a.save(1, sequence=9)  # the first encoding compiles
+    store.before = lambda operation: time.sleep(0.05) if operation == "put" else None
+    for sequence in range(6):
+        a.submit(2, sequence)
+    a.close()
+    a.close()
+    store.before = lambda operation: None
+    saved, again = a.counters["saved_pages"] - 1, make()
+    assert sum(again.load(2, sequence) for sequence in range(6)) == saved
+
+
+@pytest.mark.parametrize("kind", [each for each in ADAPTERS if each.values[0] in (HiCache, Linker)], indirect=True)
+def test_a_closed_adapter_has_no_pages(make: Make) -> None:
+    """The other engines end with it."""
+    a = make()
+    a.save(2)
+    a.close()
+    assert a.found(2) == 0 == a.load(2)
+    a.submit(2, sequence=1)
+    a.close()
+    assert make().found(2, sequence=1) == 0
