@@ -29,7 +29,9 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.format.container import Kind, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import unit_layers
 from cuvee.codec.models.latents import append_units
@@ -279,3 +281,36 @@ def _key(place: Any, step: str) -> Any:
     if isinstance(inside, list):
         return int(step) if step.isdecimal() and int(step) < len(inside) else None
     return next((key for key in inside if str(key) == step), None)
+
+
+def split_states(
+    codec: Codec, blobs: Sequence[bytes], bound: Sequence[bytes], layers: Sequence[MeasuredLayer]
+) -> tuple[list[bytes], list[bytes], list[dict[str, torch.Tensor]]]:
+    """Return the chunks, what they are bound to, and the states of each row, which end it."""
+    chunks, chunks_bound, states = [], [], []
+    reached = 0
+    for index, (blob, data) in enumerate(zip(blobs, bound, strict=True)):
+        header = read_header(blob)
+        if header.kind is not Kind.STATES:
+            if reached and header.start < reached:
+                break
+            reached = header.start + header.tokens
+            chunks.append(blob)
+            chunks_bound.append(data)
+            continue
+        if codec.profile.layout.layers and reached != header.tokens:
+            raise InputError(
+                f"blobs[{index}]: must follow the chunks of its {header.tokens} tokens, got it after {reached}: give "
+                "all blobs in the order of encode_cache, each once"
+            )
+        states.append(dict(codec.decode_states(blob, associated_data=data).tensors))
+        check_shapes(states[-1], header.tokens, layers)
+        reached = 0
+    else:
+        if not reached:
+            return chunks, chunks_bound, states
+    kind = codec.profile.layout.model_type
+    raise InputError(
+        f"blobs: must end each row with its states, got none after {reached} tokens: a {kind} cache can only be "
+        "restored as a whole, since what some of its layers hold exists at its end alone"
+    )

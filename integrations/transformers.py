@@ -14,38 +14,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
 )
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError, allocations
-from cuvee.codec.format.container import Kind, read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.dtypes import TORCH_DTYPES
-from cuvee.codec.models.latents import append_units, layer_units
+from cuvee.codec.models.latents import append_units
 from cuvee.codec.models.measured import decoder_config, measured_layers
 from cuvee.codec.models.probe import MeasuredLayer
-from cuvee.codec.paged import PagedCache
-from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.states import States
-from cuvee.codec.support.arrays import I64
-from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file, write_cache_file
 from cuvee.integrations.cache_rows import (
-    CacheRows,
     bound_blobs,
     bound_rows,
     check_unpadded,
@@ -53,17 +39,22 @@ from cuvee.integrations.cache_rows import (
     warn_of_padding,
 )
 from cuvee.integrations.cache_states import (
-    attention_layers,
     build_cache,
-    check_shapes,
-    decoder_cache,
     join_states,
+    split_states,
     take_states,
 )
+from cuvee.integrations.cache_tensors import (
+    chunk_spans,
+    plain_tensors,
+    row_ids,
+    shape_of_tokens,
+    tokens_seen,
+    whole_row,
+    with_dtype,
+)
 from cuvee.integrations.past_windows import decode_past_windows, encode_past_windows, lacks_windows
-
-# Exact types: subclasses keep more state (quantized, indexed, recurrent) than keys and values.
-_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+from cuvee.integrations.whole_rows import decode_rows, encode_rows
 
 
 def encode_cache(
@@ -129,14 +120,14 @@ def encode_cache(
         UnsupportedModelError: the cache is static, or a layer holds no plain keys and values.
     """
     layout = codec.profile.layout
-    tensors = _plain_tensors(cache, layout, past_windows=True)
+    tensors = plain_tensors(cache, layout, past_windows=True)
     if tensors:
-        rows, width = len(tensors[0][0]), _tokens_seen(cache, layout)
-        layout = _with_dtype(layout, tensors[0][0].dtype)
+        rows, width = len(tensors[0][0]), tokens_seen(cache, layout)
+        layout = with_dtype(layout, tensors[0][0].dtype)
     else:
-        rows, width = _shape_of_tokens(input_ids, attention_mask)
+        rows, width = shape_of_tokens(input_ids, attention_mask)
     paddings = row_paddings(attention_mask, rows, width)
-    ids = _row_ids(input_ids, paddings, width)
+    ids = row_ids(input_ids, paddings, width)
     if attention_mask is None:
         if layout.layers and layout.layers[0].rope is not None:
             check_unpadded(tensors[0][0])
@@ -149,10 +140,10 @@ def encode_cache(
     if not tensors:
         encoded: list[list[bytes]] = [[] for _ in range(rows)]
     elif any(keys.shape[2] < width for keys, _ in tensors):
-        spans = [_spans(width - padding, chunk_tokens) for padding in paddings]
+        spans = [chunk_spans(width - padding, chunk_tokens) for padding in paddings]
         encoded = encode_past_windows(codec, tensors, width, layout, spans, paddings, bound, ids)
     else:
-        encoded = _encode_batch(codec, tensors, layout, chunk_tokens, paddings, bound, ids)
+        encoded = encode_rows(codec, tensors, layout, chunk_tokens, paddings, bound, ids)
     if layout.states:
         for row, beside in enumerate(take_states(cache, layout, rows)):
             states = States(width - paddings[row], beside, layout.dtype)
@@ -226,13 +217,13 @@ def decode_cache(
     with allocations("rebuilding a cache"):
         states: list[dict[str, torch.Tensor]] = []
         if codec.profile.layout.states:
-            blobs, bound, states = _without_states(codec, blobs, bound, _measured_layers(model))
+            blobs, bound, states = split_states(codec, blobs, bound, _measured_layers(model))
         if not blobs:
             layers: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(())
         elif lacks_windows(blobs, codec.profile.layout):
             layers = decode_past_windows(codec, blobs, bound, attention_mask, max_tokens)
         else:
-            layers = _decode_batch(codec, blobs, bound, where, attention_mask, max_tokens)
+            layers = decode_rows(codec, blobs, bound, where, attention_mask, max_tokens)
         if states:
             return build_cache(config, codec.profile.layout, layers, join_states(states), target)
         cache = DynamicCache(config=config)
@@ -277,7 +268,7 @@ def save_cache(
         UnsupportedModelError: as for `encode_cache`.
         OSError: the file cannot be written; no partial file is left.
     """
-    tensors = _plain_tensors(cache, None if model is None else KVLayout.of(model))
+    tensors = plain_tensors(cache, None if model is None else KVLayout.of(model))
     rows, _, width, _ = tensors[0][0].shape
     if row is None and rows != 1:
         raise InputError(f"row: must be given for a cache of {rows} sequences, since a file holds one: save each row")
@@ -285,7 +276,7 @@ def save_cache(
     if type(at) is not int or not 0 <= at < rows:
         raise InputError(f"row: must be an int from 0 to {rows - 1}, got {row!r}")
     paddings = row_paddings(attention_mask, rows, width)
-    ids, padding = _row_ids(input_ids, paddings, width), paddings[at]
+    ids, padding = row_ids(input_ids, paddings, width), paddings[at]
     if attention_mask is None and ids is not None:
         warn_of_padding(ids[at : at + 1])
     write_cache_file(
@@ -357,233 +348,13 @@ def chunks_from_cache(
     Raises:
         InputError, UnsupportedModelError: as for `encode_cache`; also if `row` or `padding` is out of range.
     """
-    tensors = _plain_tensors(cache, layout)
+    tensors = plain_tensors(cache, layout)
     rows, _, width, _ = tensors[0][0].shape
-    whole = _whole_row(tensors, layout, row, padding)
-    ids = _row_ids(input_ids, [padding] * rows, width)
+    whole = whole_row(tensors, layout, row, padding)
+    ids = row_ids(input_ids, [padding] * rows, width)
     if ids is not None:
         whole = KVChunk.unchecked(whole.keys, whole.values, layout, 0, ids[row, padding:])
-    return [whole.slice(first, end) for first, end in _spans(whole.tokens, chunk_tokens)]
-
-
-def _without_states(
-    codec: Codec, blobs: Sequence[bytes], bound: Sequence[bytes], layers: Sequence[MeasuredLayer]
-) -> tuple[list[bytes], list[bytes], list[dict[str, torch.Tensor]]]:
-    """Return the chunks, what they are bound to, and the states of each row, which end it."""
-    chunks, chunks_bound, states = [], [], []
-    reached = 0
-    for index, (blob, data) in enumerate(zip(blobs, bound, strict=True)):
-        header = read_header(blob)
-        if header.kind is not Kind.STATES:
-            if reached and header.start < reached:
-                break
-            reached = header.start + header.tokens
-            chunks.append(blob)
-            chunks_bound.append(data)
-            continue
-        if codec.profile.layout.layers and reached != header.tokens:
-            raise InputError(
-                f"blobs[{index}]: must follow the chunks of its {header.tokens} tokens, got it after {reached}: give "
-                "all blobs in the order of encode_cache, each once"
-            )
-        states.append(dict(codec.decode_states(blob, associated_data=data).tensors))
-        check_shapes(states[-1], header.tokens, layers)
-        reached = 0
-    else:
-        if not reached:
-            return chunks, chunks_bound, states
-    kind = codec.profile.layout.model_type
-    raise InputError(
-        f"blobs: must end each row with its states, got none after {reached} tokens: a {kind} cache can only be "
-        "restored as a whole, since what some of its layers hold exists at its end alone"
-    )
-
-
-def _encode_batch(
-    codec: Codec,
-    tensors: list[tuple[torch.Tensor, torch.Tensor]],
-    layout: KVLayout,
-    chunk_tokens: int,
-    paddings: list[int],
-    bound: list[bytes],
-    ids: I64 | None,
-) -> list[list[bytes]]:
-    """Encode all chunks of all rows in one call, on their device, and bind the blobs of row b to `bound[b]`."""
-    width = tensors[0][0].shape[2]
-    all_slots = torch.arange(len(paddings) * width, device=tensors[0][0].device)
-    slots, starts, following, associated_data = [], [], [], []
-    tokens: list[I64 | None] = []
-    for row, padding in enumerate(paddings):
-        first = row * width + padding
-        length = _whole_row(tensors, layout, row, padding).tokens
-        for start, end in _spans(length, chunk_tokens):
-            slots.append(all_slots[first + start : first + end])
-            starts.append(start)
-            following.append(length - end)
-            associated_data.append(bound[row])
-            tokens.append(None if ids is None else ids[row, padding + start : padding + end])
-    cache = PagedCache(layout, [keys.transpose(1, 2) for keys, _ in tensors], [v.transpose(1, 2) for _, v in tensors])
-    blobs = codec.encode(
-        PagedChunks(cache, slots, starts, tokens=tokens, following=following), associated_data=associated_data
-    )
-    firsts = [*(index for index, start in enumerate(starts) if start == 0), len(blobs)]
-    return [blobs[first:end] for first, end in pairwise(firsts)]
-
-
-def _decode_batch(
-    codec: Codec,
-    blobs: Sequence[bytes],
-    bound: Sequence[bytes],
-    device: torch.device,
-    attention_mask: torch.Tensor | None,
-    max_tokens: int | None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Decode all blobs in one call on `device`; yield keys and values `[B, H, T, D]` layer by layer."""
-    # Nothing is allocated before all headers agree.
-    opened = [codec.open(blob, associated_data=data) for blob, data in zip(blobs, bound, strict=True)]
-    headers = [blob.header for blob in opened]
-    layout = replace(codec.profile.layout, dtype=headers[-1].dtype)
-    rows = CacheRows(layout, headers[-1].start + headers[-1].tokens, attention_mask, max_tokens)
-    places = [rows.take(index, h.layout, h.start, h.tokens) for index, h in enumerate(headers)]
-    rows.finish()
-    allocate = torch.zeros if any(rows.paddings) else torch.empty
-
-    def empty(heads: int, size: int) -> torch.Tensor:
-        return allocate(rows.count, heads, rows.width, size, dtype=layout.torch_dtype, device=device)
-
-    keys = [empty(layer.kv_heads, layer.head_dim) for layer in layout.layers]
-    values = [empty(layer.kv_heads, layer.value_dim) for layer in layout.layers]
-    cache = PagedCache(layout, [k.transpose(1, 2) for k in keys], [v.transpose(1, 2) for v in values])
-    all_slots = torch.arange(rows.count * rows.width, device=device)
-    slots = []
-    for (row, column), header in zip(places, headers, strict=True):
-        first = row * rows.width + column
-        slots.append(all_slots[first : first + header.tokens])
-    codec.decode_paged(opened, cache, slots).check()
-    return ((keys.pop(0), values.pop(0)) for _ in layout.layers)
-
-
-def _plain_tensors(
-    cache: Cache, layout: KVLayout | None, past_windows: bool = False
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values [B, H, T, D] of every layer, as the layout names them, from the first token on.
-
-    With `past_windows`, sliding windows may have dropped tokens: these layers hold the last ones.
-    """
-    if not isinstance(cache, Cache):
-        raise InputError(f"cache: must be a transformers Cache, got {type(cache).__name__}; build a DynamicCache")
-    keeps_all = layout is not None and layout.states
-    if isinstance(cache, EncoderDecoderCache) and not keeps_all:
-        raise UnsupportedModelError(
-            "cache: must be that of a decoder-only model, got an EncoderDecoderCache; encode_cache takes it with the "
-            "codec of Codec.without_profile(model)"
-        )
-    if getattr(cache, "offloading", False):
-        raise InputError(
-            f"cache: must not offload its layers, as this {type(cache).__name__} does; prefill with a DynamicCache "
-            "that does not"
-        )
-    known = () if layout is None else layout.layers
-    tensors, tokens = [], []
-    layer: Any
-    layers: Any = decoder_cache(cache).layers
-    chosen = attention_layers(cache, layout) if layout is not None and layout.states else range(len(layers))
-    for place, index in enumerate(chosen):
-        layer = layers[index]
-        if type(layer) not in _PLAIN_LAYERS and not keeps_all:
-            raise UnsupportedModelError(
-                f"cache: must hold plain keys and values, but layer {index} is a {type(layer).__name__}; prefill with "
-                "a DynamicCache"
-            )
-        seen = int(layer.get_seq_length())
-        if seen == 0:
-            raise InputError(f"cache: must hold tokens, but layer {index} is empty; run a forward pass first")
-        held = layer.keys.shape[-2]
-        drops = past_windows and isinstance(layer, DynamicSlidingWindowLayer)
-        if seen > held and not drops:
-            raise UnsupportedModelError(
-                f"cache: must hold all tokens, but layer {index} is a sliding window that holds {held} of {seen}; "
-                "prefill with past_key_values=DynamicCache() (no config), which keeps all"
-            )
-        keys, values = layer_units(layer, known[place]) if place < len(known) else (layer.keys, layer.values)
-        tensors.append((keys[:, :, :seen], values[:, :, :seen]))
-        tokens.append(seen)
-    if not tensors and not keeps_all:
-        raise InputError("cache: must hold tokens, got an empty one; run a forward pass first")
-    for index, (keys, values) in enumerate(tensors):
-        for name, tensor in (("keys", keys), ("values", values)):
-            if tensor.shape[0] != tensors[0][0].shape[0] or tokens[index] != tokens[0]:
-                raise InputError(
-                    f"cache: must hold the same batch and tokens in every layer, got {name} {list(tensor.shape)} in "
-                    f"layer {index} and keys {list(tensors[0][0].shape)} in layer 0"
-                )
-            if tensor.is_meta:
-                raise InputError(
-                    "cache: must be on a device that holds values, got the meta device; load the model on a real one"
-                )
-    return tensors
-
-
-def _tokens_seen(cache: Cache, layout: KVLayout) -> int:
-    """Return the columns of a cache, of which sliding windows may have dropped some."""
-    layers: Any = decoder_cache(cache).layers
-    return int(layers[attention_layers(cache, layout)[0] if layout.states else 0].get_seq_length())
-
-
-def _shape_of_tokens(*given: torch.Tensor | None) -> tuple[int, int]:
-    """Return rows and columns of a cache without keys of tokens, from its ids or its mask."""
-    tokens = next((each for each in given if isinstance(each, torch.Tensor)), None)
-    if tokens is None or tokens.ndim not in (1, 2):
-        raise InputError(
-            "input_ids: must be given, or attention_mask, [B, T] of the cached tokens: no layer of this model holds "
-            "keys and values that would tell how many there are"
-        )
-    rows, columns = (tokens[None] if tokens.ndim == 1 else tokens).shape
-    return rows, columns
-
-
-def _row_ids(input_ids: torch.Tensor | None, paddings: Sequence[int], width: int) -> I64 | None:
-    """Return the ids of a cache's tokens as int64 `[B, width]` on the CPU; NO_TOKEN for the padding of each row."""
-    if input_ids is None:
-        return None
-    if not isinstance(input_ids, torch.Tensor):
-        raise InputError(f"input_ids: must be a tensor [B, T], got {type(input_ids).__name__}")
-    rows = input_ids[None] if input_ids.ndim == 1 else input_ids
-    if tuple(rows.shape) != (len(paddings), width):
-        # What generate returns has one token more than the cache: the last one was not run through the model.
-        raise InputError(
-            f"input_ids: must have the shape [B, T] = [{len(paddings)}, {width}] of the cached tokens, got "
-            f"{list(input_ids.shape)}: of what generate returns, pass sequences[:, : cache.get_seq_length()]"
-        )
-    padded = torch.arange(width) < torch.tensor(paddings)[:, None]
-    ids = rows.detach().cpu().masked_fill(padded, NO_TOKEN)
-    return as_token_ids(ids.flatten(), ids.numel(), "input_ids").reshape(ids.shape)
-
-
-def _whole_row(tensors: list[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout, row: int, padding: int) -> KVChunk:
-    rows, _, width, _ = tensors[0][0].shape
-    if type(row) is not int or not 0 <= row < rows:
-        raise InputError(f"row: must be an int from 0 to {rows - 1}, got {row!r}")
-    if type(padding) is not int or not 0 <= padding < width:
-        raise InputError(f"padding: must be an int from 0 to {width - 1}, got {padding!r}")
-    return KVChunk(
-        [keys[row, :, padding:].transpose(0, 1) for keys, _ in tensors],
-        [values[row, :, padding:].transpose(0, 1) for _, values in tensors],
-        layout,
-    )
-
-
-def _spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """Return first and last token (exclusive) of each chunk of a row."""
-    if type(chunk_tokens) is not int or chunk_tokens <= 0:
-        raise InputError(f"chunk_tokens: must be an int above 0, got {chunk_tokens!r}")
-    return [(t, min(t + chunk_tokens, tokens)) for t in range(0, tokens, chunk_tokens)]
-
-
-def _with_dtype(layout: KVLayout, dtype: torch.dtype) -> KVLayout:
-    """Return the layout with this dtype; unchanged for a dtype that `KVChunk` refuses."""
-    names = {value: name for name, value in TORCH_DTYPES.items()}
-    return replace(layout, dtype=names.get(dtype, layout.dtype))
+    return [whole.slice(first, end) for first, end in chunk_spans(whole.tokens, chunk_tokens)]
 
 
 def _config_of(model: object) -> PreTrainedConfig:
