@@ -86,7 +86,7 @@ class SchedulerSide:
         self._guard = Guard(recorder)
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
-        self._lookups = Lookups(self._pool, state.contains, setup.ranks, options.lookup_timeout)
+        self._lookups = Lookups(self._pool, state.contains, setup.ranks)
         # Before anything is measured: 1,000 tokens per second, or a third or three times as many.
         prefill = LinearCost(1e-3, 0.0, 1.1)
         self._planner: BlendPlanner | None = None
@@ -110,37 +110,32 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """Look up a new request now, so that the answer is there when its turn comes."""
         with self._guard("arrived", partial(self._give_up, request.request_id)):
-            self._arrive(request)
-
-    def _arrive(self, request: Any) -> None:
-        tracked = self._track(request)
-        if tracked is None:
-            return
-        self._deadlines.begin(tracked)
-        self._blends.segment(tracked)
-        if self._prefixes.worth_asking(request, 0):
-            self._prefixes.ask(tracked)
-            self._blends.ask(tracked)
+            tracked = self._track(request)
+            if tracked is None:
+                return
+            self._deadlines.begin(tracked)
+            self._blends.segment(tracked)
+            if self._prefixes.worth_asking(request, 0):
+                self._prefixes.ask(tracked)
+                self._blends.ask(tracked)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `computed` can be loaded, and whether asynchronously; None: ask
         again.
         """
-        tokens: int | None = 0
         with self._guard("matched_tokens", partial(self._give_up, request.request_id)):
-            tokens = self._match(request, computed)
+            tracked = self._track(request)
+            if tracked is None or tracked.refused:
+                return 0, False
+            if self._requests.waits(self._step):
+                return None, False
+            tokens = self._loads.match(tracked, computed) if self._prefixes.worth_asking(request, computed) else 0
+            if tokens is not None:
+                tokens = self._blends.match(tracked, computed, tokens)
             if tokens:
                 self._loads.promise(request.request_id, computed)
-        return tokens, bool(tokens)
-
-    def _match(self, request: Any, computed: int) -> int | None:
-        tracked = self._track(request)
-        if tracked is None or tracked.refused:
-            return 0
-        if self._requests.waits(self._step):
-            return None
-        tokens = self._loads.match(tracked, computed) if self._prefixes.worth_asking(request, computed) else 0
-        return None if tokens is None else self._blends.match(tracked, computed, tokens)
+            return tokens, bool(tokens)
+        return 0, False
 
     def allocated(self, request: Any, blocks: list[int], tokens: int, others: Sequence[Sequence[int]] = ()) -> None:
         """Plan the load of a request for which the engine allocated `blocks` and wants `tokens` loaded (0: none);
@@ -154,16 +149,13 @@ class SchedulerSide:
             self._give_up(request.request_id)
 
         with self._guard("allocated", give_up):
-            self._allocate(request, blocks, tokens, others)
-
-    def _allocate(self, request: Any, blocks: list[int], tokens: int, others: Sequence[Sequence[int]]) -> None:
-        tracked = self._track(request)
-        if tracked is None:
-            if tokens:
+            tracked = self._track(request)
+            if tracked is not None:
+                tracked.computed = 0  # any blocks it had before were other ones
+            if not tokens:
+                return
+            if tracked is None:
                 raise LookupError(f"{tokens} tokens are to be loaded for a request that is not cached")
-            return
-        tracked.computed = 0  # any blocks it had before were other ones
-        if tokens:
             self._blends.allocate(tracked, blocks)
             aim = self._deadlines.loading(tracked, partial(self._requests.queued, tracked), self._rates.prefill)
             self._loads.allocate(tracked, blocks, tokens, others, aim)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import CancelledError, wait
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from cuvee.integrations.vllm.lookups import Asking, Lookups, Question
+from cuvee.integrations.vllm.lookups import Lookup, Lookups
 from cuvee.integrations.vllm.scheduler_events import SchedulerEvents
 from cuvee.integrations.vllm.scheduler_state import (
     NOTHING,
@@ -34,7 +35,7 @@ class PrefixLookups:
 
     Args:
         state: of the scheduler's side.
-        lookups: asks the store in turns.
+        lookups: asks the store.
         known: learns what is there and what is not.
         events: learns what is gone.
     """
@@ -60,8 +61,8 @@ class PrefixLookups:
         """Send the question what the store has of a request's tokens."""
         tokens = tracked.request.num_tokens
         digests = self._whole(tracked, tokens)
-        asking = self._find(tracked.chain, tracked.request.all_token_ids, tokens, digests)
-        lookup = self._lookups.begin(tracked.tenant, asking, NOTHING)
+        find = partial(self._find, tracked.chain, tracked.request.all_token_ids, tokens, digests)
+        lookup = self._lookups.begin(tracked.tenant, find, NOTHING)
         tracked.lookup = PrefixLookup(tokens, self._state.clock(), lookup)
         tracked.settled = False
         return tracked.lookup
@@ -77,8 +78,9 @@ class PrefixLookups:
         )
         if lookup is None or (stale and lookup.answer.done()):
             lookup = self.ask(tracked)
-        found = self._answer(lookup)
-        if found is None:
+        with self._state.waiting() as patience:
+            late = not wait([lookup.answer], patience).done
+        if late:
             if now - lookup.asked <= self._state.options.lookup_timeout:
                 return None
             self._state.overdue()
@@ -87,6 +89,8 @@ class PrefixLookups:
                 tracked.refused = tracked.settled = True
                 self._state.recorder.count("lookups", label="timeout")
                 return NOTHING
+        else:
+            found = lookup.answer.result()
         if lookup.tokens != tracked.request.num_tokens:  # this question has no answer yet; ask again once it has
             return None
         whole = self._whole(tracked, lookup.tokens)
@@ -96,14 +100,6 @@ class PrefixLookups:
         for digest in whole[: found.chunks] + [found.digest] * bool(found.tail):
             self._known.check(digest)
         return found
-
-    def _answer(self, lookup: PrefixLookup) -> Found | None:
-        """Return the answer if it is there or comes while this step's patience lasts."""
-        with self._state.waiting() as patience:
-            try:
-                return lookup.answer.result(patience)
-            except FutureTimeout:
-                return None
 
     def _whole(self, tracked: Tracked, tokens: int) -> list[bytes]:
         """Return the digests of the useful whole chunks among a request's first tokens; of the last one, perhaps only
@@ -122,14 +118,18 @@ class PrefixLookups:
         most = min(state.chunk, state.addressed(tokens) - start + 1)
         return list(range(state.block, most, state.block))[::-1]
 
-    def _find(self, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes]) -> Asking[Found]:
+    def _find(
+        self, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes], lookup: Lookup[Found]
+    ) -> Found:
         """Find what every rank has of the first `tokens` of `ids`, whose whole chunks have these digests.
 
         Finds nothing if the store fails, and counts the failure.
         """
         begun = self._state.clock()
         try:
-            found = yield from self._find_in_parts(chain, ids, tokens, digests)
+            found = self._find_in_parts(chain, ids, tokens, digests, lookup)
+        except CancelledError:
+            raise
         except Exception:
             logger.exception("cuvee: a lookup failed; its request is computed")
             self._state.recorder.count("failures", label="lookup")
@@ -138,10 +138,10 @@ class PrefixLookups:
         return found
 
     def _find_in_parts(
-        self, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes]
-    ) -> Asking[Found]:
-        """Ask for all tails of a chunk in one question: the tails after the prompt's last whole chunk together with the
-        last whole chunks, the tails of a missing chunk in another question.
+        self, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes], lookup: Lookup[Found]
+    ) -> Found:
+        """Ask for all tails of a chunk at once: the tails after the prompt's last whole chunk together with the last
+        whole chunks, the tails of a missing chunk once it is known to be missing.
         """
         size = self._lookups.batch
         for first in range(0, max(len(digests), 1), size):
@@ -149,12 +149,12 @@ class PrefixLookups:
             chunk = first + len(batch)
             sizes = self._tail_sizes(tokens, chunk) if chunk == len(digests) else []
             tails = chain.tails(ids, chunk, sizes)
-            there = yield Question([*batch, *tails], Found(first))
+            there = lookup.contains([*batch, *tails], Found(first))
             if not all(there[: len(batch)]):
                 chunk = first + there.index(False)
                 sizes = self._tail_sizes(tokens, chunk)
                 tails = chain.tails(ids, chunk, sizes)
-                there = yield Question(tails, Found(chunk, missing=digests[chunk]))
+                there = lookup.contains(tails, Found(chunk, missing=digests[chunk]))
                 return replace(_longest(chunk, sizes, tails, there), missing=digests[chunk])
         return _longest(chunk, sizes, tails, there[len(batch) :])
 

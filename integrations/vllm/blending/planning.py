@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cuvee.blend.segmentation import LineBreaks, Span, split
@@ -31,7 +32,7 @@ from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.decision import BlendCost, BlendPays
-from cuvee.integrations.vllm.lookups import Asking, Lookup, Lookups, Question
+from cuvee.integrations.vllm.lookups import Lookup, Lookups
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.naming.identity import Identity, Scope, canonical, content_digest
@@ -214,7 +215,8 @@ class BlendPlanner:
         """Ask the store in the background which segments are there."""
         if segmented.blends and segmented.lookup is None and segmented.digests:
             segmented.asked = self._clock()
-            segmented.lookup = self._lookups.begin(tenant, self._asking(segmented), [None] * len(segmented.digests))
+            digests, spans = list(segmented.digests), list(segmented.spans)
+            segmented.lookup = self._lookups.begin(tenant, partial(self._find, digests, spans), [None] * len(digests))
 
     def offer(self, request: Any, segmented: Segmented, base: int, patience: float) -> Offer:
         """Offer a blend for a request whose first `base` tokens are exact.
@@ -314,15 +316,16 @@ class BlendPlanner:
         segmented.refused = reason
         segmented.blends = False
 
-    def _asking(self, segmented: Segmented) -> Asking[list[bool | None]]:
+    def _find(
+        self, digests: Sequence[bytes], spans: Sequence[Span], lookup: Lookup[list[bool | None]]
+    ) -> list[bool | None]:
         """Ask for each digest once, longest segments first: they are worth most if time runs out."""
-        digests, spans = list(segmented.digests), segmented.spans
         longest = sorted(range(len(digests)), key=lambda at: spans[at][0] - spans[at][1])
         wanted = list(dict.fromkeys(digests[at] for at in longest))
         there: dict[bytes, bool] = {}
         for first in range(0, len(wanted), self._lookups.batch):
             batch = wanted[first : first + self._lookups.batch]
-            found = yield Question(batch, [there.get(digest) for digest in digests])
+            found = lookup.contains(batch, [there.get(digest) for digest in digests])
             there.update(zip(batch, found, strict=True))
         return [there[digest] for digest in digests]
 
