@@ -266,17 +266,17 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """
         plan = _plan_of(kv_connector_metadata)
         self._working.begin_step(plan.step, plan.confirmed)
-        self._working.save(plan.last_saves)
+        self._working.saves.save(plan.last_saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads then compute this step's slice of blends."""
         self._working.settle(self._plan.step, self._plan.resets)
-        self._working.void(self._plan.voids)
-        self._working.start_loads(self._plan.loads)
-        self._working.drop(self._plan.drops)
+        self._working.loads.void(self._plan.voids)
+        self._working.loads.start(self._plan.loads)
+        self._working.loads.drop(self._plan.drops)
         # vLLM's first model runner calls this after a forward that raised, too: other ranks may wait inside theirs.
-        if self._blender is not None and not self._working.failing:
-            self._working.blend(self._plan.blends, self._plan.blend_tokens, self._blender)
+        if self._blender is not None and not self._working.saves.failing:
+            self._working.blends.advance(self._plan.blends, self._plan.blend_tokens, self._blender)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request waits for its whole load, not layer by layer."""
@@ -289,22 +289,22 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         copied after a forward that raised.
         """
         self._working.end_step()
-        self._working.save(self._plan.saves)
+        self._working.saves.save(self._plan.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads are over."""
-        return None, self._working.take_arrived(_IDLE_WAIT if self._plan.idle else 0.0) or None
+        return None, self._working.loads.take_arrived(_IDLE_WAIT if self._plan.idle else 0.0) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads are over, and those of them that are to be computed as a whole."""
         _, arrived = self.get_finished(finished_req_ids)
         results = KVConnectorTransferResults(finished_recving=arrived or set())
-        results.failed_recving = self._working.take_failed(results.finished_recving)
+        results.failed_recving = self._working.loads.take_failed(results.finished_recving)
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks to recompute; none where loads fail as a whole (`WorkerState.fails_whole`)."""
-        return self._working.take_invalid_blocks()
+        return self._working.loads.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
         """Return what happened on this rank."""

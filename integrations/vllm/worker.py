@@ -3,8 +3,8 @@
     load:  store -> bytes -> codec -> pages            in a pool; the engine goes on
     save:  pages -> copy, inside the step -> codec -> store     in two pools; the copies have a budget
 
-`WorkerSide` has one method per call of the engine and hands each on: loads to `worker_load` (which restores them by
-`worker_restore`), blends to `worker_blend`, saves to `worker_save`. They share `worker_state`.
+A `WorkerSide` has `loads` (`worker_load`, which restores them by `worker_restore`), `blends` (`worker_blend`) and
+`saves` (`worker_save`). They share `worker_state`.
 
 Once the engine runs, no error leaves these modules. Where one occurs, the entry is not stored, or its blocks are
 invalid and its load is over: the engine never waits for a load that will not end.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -24,11 +24,11 @@ from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
-from cuvee.integrations.vllm.messages import Load, Report, Save
+from cuvee.integrations.vllm.messages import Report
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.step_times import StepTimes
-from cuvee.integrations.vllm.worker_blend import Blender, WorkerBlends
+from cuvee.integrations.vllm.worker_blend import WorkerBlends
 from cuvee.integrations.vllm.worker_load import WorkerLoads
 from cuvee.integrations.vllm.worker_save import WorkerSaves
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
@@ -49,6 +49,9 @@ class WorkerSide:
         store: read and written.
         recorder: figures, drained into the reports.
         weights: returns what is equal as long as the rank's weights are; None: that cannot be told.
+
+    Attributes:
+        loads, blends, saves: what the engine has the rank do.
     """
 
     def __init__(
@@ -68,10 +71,10 @@ class WorkerSide:
         self._guard = Guard(recorder)
         self._state = WorkerState(setup, rank, codec, store, recorder)
         self._pools = WorkerPools(options.threads, options.load_timeout, options.store_niceness)
-        self._loads = WorkerLoads(self._state, self._pools, self._guard)
-        self._blends = WorkerBlends(self._state, self._loads, self._guard)
+        self.loads = WorkerLoads(self._state, self._pools, self._guard)
+        self.blends = WorkerBlends(self._state, self.loads, self._guard)
         budget = round(options.max_pending_gb * 1e9)
-        self._saves = WorkerSaves(self._state, self._pools, self._guard, budget)
+        self.saves = WorkerSaves(self._state, self._pools, self._guard, budget)
         self._times = StepTimes()
 
     def attach(self, cache: PagedCache) -> None:
@@ -95,7 +98,7 @@ class WorkerSide:
         if self._state.cache is None:
             return
         self._sleeps += 1
-        self._loads.end_all()
+        self.loads.end_all()
         Mark(self._state.pages.device).wait()
         self._state.detach()
 
@@ -132,28 +135,18 @@ class WorkerSide:
     # In the order in which the engine calls them at a step.
 
     def begin_step(self, step: int, confirmed: int) -> None:
-        """Note that the engine begins a step. Nothing has been computed yet.
-
-        Args:
-            step: its number.
-            confirmed: number of the last step that is known to have ended on all ranks, with all steps before it.
-        """
-        self._saves.begin_step(step, confirmed)
+        """See `WorkerSaves.begin_step`; the step is timed."""
+        self.saves.begin_step(step, confirmed)
         if self._state.cache is not None:
             with self._guard("start_loads"):
                 self._times.begin(step, self._state.cache.device)
 
-    @property
-    def failing(self) -> bool:
-        """Whether this step's forward has raised; only until `end_step`."""
-        return self._saves.failing
-
     def end_step(self) -> None:
-        """Note that this step's forward is over. If it has raised, nothing is stored from here on."""
+        """See `WorkerSaves.end_step`; the step is timed."""
         if self._state.cache is not None:
             with self._guard("save"):
-                self._times.end(self._state.cache.device, self.failing)
-        self._saves.end_step()
+                self._times.end(self._state.cache.device, self.saves.failing)
+        self.saves.end_step()
 
     def settle(self, step: int, resets: int) -> None:
         """Report whether what was stored before the resets since the last step is of the weights that the engine has.
@@ -174,56 +167,6 @@ class WorkerSide:
             with self._state.lock:
                 self._state.report.kept.append(step)
 
-    def void(self, loads: Mapping[str, Sequence[int]]) -> None:
-        """Report loads that cannot begin as over: requests, and the blocks that are invalid."""
-        self._loads.void(loads)
-
-    def start_loads(self, loads: Sequence[Load]) -> None:
-        """Begin to restore. The engine learns of the end by `take_arrived`, and counts no block as cached before."""
-        self._loads.start(loads)
-
-    def drop(self, requests: Sequence[str]) -> None:
-        """Give up blends whose segments are placed, because another rank failed or the request has ended."""
-        self._loads.drop(requests)
-
-    def blend(self, requests: Sequence[str], tokens: int, blender: Blender) -> None:
-        """Compute this step's slice of what these requests' blends leave to be computed, one blend after the other.
-
-        Runs in the engine's thread, between the engine's own passes. All ranks do the same in the same order, because
-        their layers wait for each other. So they first agree that all of them can.
-
-        Args:
-            requests: in order; the engine names a request again until its blend is reported as over.
-            tokens: most tokens to compute.
-            blender: of this rank.
-        """
-        self._blends.advance(requests, tokens, blender)
-
-    def save(self, saves: Sequence[Save]) -> None:
-        """Copy the entries out of the pages now, encode and store them later; entries over budget are left out, and all
-        of them if the forward of this step or of an earlier one has raised.
-        """
-        self._saves.save(saves)
-
-    def take_arrived(self, patience: float = 0.0) -> set[str]:
-        """Return the requests whose loads ended since the last call, successfully or not. Gives up loads past their
-        deadline.
-
-        Args:
-            patience: seconds to wait for the first, if any load is under way.
-        """
-        return self._loads.take_arrived(patience)
-
-    def take_invalid_blocks(self) -> set[int]:
-        """Return the engine's blocks that were to be restored and are not, since the last call."""
-        return self._loads.take_invalid_blocks()
-
-    def take_failed(self, arrived: set[str]) -> set[str]:
-        """Return those of the requests that `take_arrived` returned whose loads failed as a whole: all their tokens
-        are to be computed. Where there is one table of blocks and no window, invalid blocks say more.
-        """
-        return self._loads.take_failed(arrived)
-
     def report(self, step: int) -> Report:
         """Return what happened since the last report; `step` was executed. A store whose counters fail costs no more
         than its figures.
@@ -231,7 +174,7 @@ class WorkerSide:
         state = self._state
         with state.lock:
             report, state.report = state.report, Report()
-            _, pending = self._saves.queued()
+            _, pending = self.saves.queued()
         report.steps.append(step)
         with self._guard("report"):
             report.step_seconds = self._times.take()
@@ -251,7 +194,7 @@ class WorkerSide:
             if state.closed:
                 return
             state.closed = True
-            jobs = self._loads.under_way()
+            jobs = self.loads.under_way()
         with self._guard("close"):
             pools.fetchers.dismiss(0, cancel=True)
         for job in jobs:
@@ -265,7 +208,7 @@ class WorkerSide:
             pools.encoders.dismiss(self._close_timeout)
         with self._guard("close"):
             pools.writers.dismiss(max(deadline - time.monotonic(), 0))
-        lost = {"encode": self._saves.queued()[0], "store": 0}
+        lost = {"encode": self.saves.queued()[0], "store": 0}
         with self._guard("close"):
             state.store.flush(max(deadline - time.monotonic(), _FLUSH_SECONDS))
         with self._guard("close"):

@@ -45,7 +45,16 @@ class WorkerBlends:
         self._guard = guard
 
     def advance(self, requests: Sequence[str], tokens: int, blender: Blender) -> None:
-        """See `WorkerSide.blend`."""
+        """Compute this step's slice of what these requests' blends leave to be computed, one blend after the other.
+
+        Runs in the engine's thread, between the engine's own passes. All ranks do the same in the same order, because
+        their layers wait for each other. So they first agree that all of them can.
+
+        Args:
+            requests: in order; the engine names a request again until its blend is reported as over.
+            tokens: most tokens to compute.
+            blender: of this rank.
+        """
         left = float(tokens)
         for request in requests:
             if left <= 0:

@@ -44,7 +44,7 @@ class WorkerLoads:
         self._failed: set[str] = set()
 
     def start(self, loads: Sequence[Load]) -> None:
-        """See `WorkerSide.start_loads`."""
+        """Begin to restore. The engine learns of the end by `take_arrived`, and counts no block as cached before."""
         ready: Mark | None = None
         for load in loads:
             job = LoadJob(load, time.monotonic(), load.start)
@@ -55,7 +55,7 @@ class WorkerLoads:
                 self._pools.loaders.submit(self._load, job, ready)
 
     def void(self, loads: Mapping[str, Sequence[int]]) -> None:
-        """See `WorkerSide.void`."""
+        """Report loads that cannot begin as over: requests, and the blocks that are invalid."""
         with self._state.lock:
             for request, blocks in loads.items():
                 self._fail(request, blocks)
@@ -64,8 +64,13 @@ class WorkerLoads:
                 self._state.report.ended.add(request)
             self._state.progress.notify()
 
-    def take_arrived(self, patience: float) -> set[str]:
-        """See `WorkerSide.take_arrived`."""
+    def take_arrived(self, patience: float = 0.0) -> set[str]:
+        """Return the requests whose loads ended since the last call, successfully or not. Gives up loads past their
+        deadline.
+
+        Args:
+            patience: seconds to wait for the first, if any load is under way.
+        """
         state = self._state
         if patience:
             with state.progress:
@@ -81,13 +86,15 @@ class WorkerLoads:
         return arrived
 
     def take_invalid_blocks(self) -> set[int]:
-        """See `WorkerSide.take_invalid_blocks`."""
+        """Return the engine's blocks that were to be restored and are not, since the last call."""
         with self._state.lock:
             invalid, self._invalid = self._invalid, set()
         return invalid
 
     def take_failed(self, arrived: set[str]) -> set[str]:
-        """See `WorkerSide.take_failed`."""
+        """Return those of the requests that `take_arrived` returned whose loads failed as a whole: all their tokens
+        are to be computed. Where there is one table of blocks and no window, invalid blocks say more.
+        """
         with self._state.lock:
             failed = self._failed & arrived
             self._failed -= failed
@@ -111,7 +118,7 @@ class WorkerLoads:
         return list(self._jobs.values())
 
     def drop(self, requests: Sequence[str]) -> None:
-        """See `WorkerSide.drop`."""
+        """Give up blends whose segments are placed, because another rank failed or the request has ended."""
         for request in requests:
             job = self.job(request)
             if job is not None:
@@ -119,40 +126,37 @@ class WorkerLoads:
                     self.abandon(job)
 
     def _load(self, job: LoadJob, ready: Mark) -> None:
-        with self._guard("load", partial(self.abandon, job)):
-            self._try_to_load(job, ready)
-
-    def _try_to_load(self, job: LoadJob, ready: Mark) -> None:
         load = job.load
-        try:
-            with ready.followed():
-                aim = load.aim
-                batches = self._restorer.fetched(job) if aim is None else self._deadlines.fetched(job, aim)
-                for batch in batches:
-                    with job.lock:
-                        if job.over:
-                            return
-                        self._restorer.restore(job, batch)
-        except LateError:
-            self._give_up(job, patient=True)
-        except CuveeError as error:
-            logger.warning(
-                "cuvee: request %s: %s; its tokens from %d on are recomputed",
-                load.request, error, self._valid_until(job),
-            )  # fmt: skip
-        except Exception:
-            if not job.over:  # otherwise it was given up, or the worker closes
-                logger.exception(
-                    "cuvee: request %s: its tokens from %d on are recomputed", load.request, self._valid_until(job)
-                )
-        else:
-            if load.blend is not None:
-                self._place(job)
-                return
-        # Without the lock, because the store may hang; and before the end, so that the entry can be stored again.
-        self._restorer.discard(job)
-        with job.lock:
-            self.end(job)
+        with self._guard("load", partial(self.abandon, job)):
+            try:
+                with ready.followed():
+                    aim = load.aim
+                    batches = self._restorer.fetched(job) if aim is None else self._deadlines.fetched(job, aim)
+                    for batch in batches:
+                        with job.lock:
+                            if job.over:
+                                return
+                            self._restorer.restore(job, batch)
+            except LateError:
+                self._give_up(job, patient=True)
+            except CuveeError as error:
+                logger.warning(
+                    "cuvee: request %s: %s; its tokens from %d on are recomputed",
+                    load.request, error, self._valid_until(job),
+                )  # fmt: skip
+            except Exception:
+                if not job.over:  # otherwise it was given up, or the worker closes
+                    logger.exception(
+                        "cuvee: request %s: its tokens from %d on are recomputed", load.request, self._valid_until(job)
+                    )
+            else:
+                if load.blend is not None:
+                    self._place(job)
+                    return
+            # Without the lock, because the store may hang; and before the end, so that the entry can be stored again.
+            self._restorer.discard(job)
+            with job.lock:
+                self.end(job)
 
     def _place(self, job: LoadJob) -> None:
         """Report that everything a blend reuses is placed; the scheduler's side says when the rest is computed."""

@@ -73,7 +73,12 @@ class WorkerSaves:
         return len(self._sizes), self._pending
 
     def begin_step(self, step: int, confirmed: int) -> None:
-        """See `WorkerSide.begin_step`."""
+        """Note that the engine begins a step. Nothing has been computed yet.
+
+        Args:
+            step: its number.
+            confirmed: number of the last step that is known to have ended on all ranks, with all steps before it.
+        """
         self._handled = sys.exception()
         self._due = step - 1  # more than has ended, if a step raised before we heard of it
         self._confirmed = confirmed
@@ -81,18 +86,22 @@ class WorkerSaves:
 
     @property
     def failing(self) -> bool:
-        """See `WorkerSide.failing`; an error that the engine's caller handles is none of the step's."""
+        """Whether this step's forward has raised; only until `end_step`. An error that the engine's caller handles is
+        none of the step's.
+        """
         return sys.exception() is not self._handled
 
     def end_step(self) -> None:
-        """See `WorkerSide.end_step`."""
+        """Note that this step's forward is over. If it has raised, nothing is stored from here on."""
         if self._ended == self._due and not self.failing:
             self._ended += 1
         self._due += 1
         self._handled = None
 
     def save(self, saves: Sequence[Save]) -> None:
-        """See `WorkerSide.save`."""
+        """Copy the entries out of the pages now, encode and store them later; entries over budget are left out, and all
+        of them if the forward of this step or of an earlier one has raised.
+        """
         saves = self._of_current_adapters(saves)
         if not saves:
             return
@@ -200,33 +209,32 @@ class WorkerSaves:
             return pages.copy(*slots) if self._state.grouped is None else self._state.grouped.copy(slots)
 
     def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
-        with self._guard("store", partial(self._release, batch)):
-            self._try_to_save(batch, copy, ready)
-
-    def _try_to_save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
         """Encode the entries of a batch that the store does not have, and hand them to the writers."""
-        try:
-            there = self._complete(batch)
-            missing = [at for at, (_, known) in enumerate(zip(batch, there, strict=True)) if not known]
-        except Exception as error:
-            self._fail(batch, "store", error)
-            return
-        blobs: dict[int, tuple[bytes, ...]] = {}
-        if missing:
-            with ready.followed():
-                blobs = self._encode(batch, copy, missing)
-        for at, save in enumerate(batch):  # only now: until here the whole copy is charged to the budget
-            if there[at]:
-                self._saved(save, kept=True)
-        with self._state.lock:
-            for at, parts in blobs.items():
-                self._charge(batch[at].entry.digest, sum(map(len, parts)))
-        for at, parts in blobs.items():
+        with self._guard("store", partial(self._release, batch)):
             try:
-                self._pools.writers.submit(self._write, batch[at], parts)
-            except RuntimeError as error:  # no thread can be started, or the worker has closed and counted it as lost
-                if not self._state.closed:
-                    self._fail([batch[at]], "store", error)
+                there = self._complete(batch)
+                missing = [at for at, (_, known) in enumerate(zip(batch, there, strict=True)) if not known]
+            except Exception as error:
+                self._fail(batch, "store", error)
+                return
+            blobs: dict[int, tuple[bytes, ...]] = {}
+            if missing:
+                with ready.followed():
+                    blobs = self._encode(batch, copy, missing)
+            for at, save in enumerate(batch):  # only now: until here the whole copy is charged to the budget
+                if there[at]:
+                    self._saved(save, kept=True)
+            with self._state.lock:
+                for at, parts in blobs.items():
+                    self._charge(batch[at].entry.digest, sum(map(len, parts)))
+            for at, parts in blobs.items():
+                try:
+                    self._pools.writers.submit(self._write, batch[at], parts)
+                except (
+                    RuntimeError
+                ) as error:  # no thread can be started, or the worker has closed and counted it as lost
+                    if not self._state.closed:
+                        self._fail([batch[at]], "store", error)
 
     def _charge(self, digest: bytes, size: int) -> None:
         """Charge these bytes for what waits of an entry from now on: its copy, then its blob; the state's lock is held.
@@ -271,23 +279,20 @@ class WorkerSaves:
 
     def _write(self, save: Save, parts: tuple[bytes, ...]) -> None:
         with self._guard("store", partial(self._release, [save])):
-            self._try_to_write(save, parts)
-
-    def _try_to_write(self, save: Save, parts: tuple[bytes, ...]) -> None:
-        store, key = self._state.store, self._key(save)
-        try:
-            kept = store.put_parts(key, parts)
-        except Exception as error:
-            self._fail([save], "store", error)
-            return
-        recorder = self._state.recorder
-        if kept:
-            recorder.count("stored", label=save.entry.kind)
-            recorder.count("raw_bytes", self._bytes(save.entry))
-            recorder.count("stored_bytes", sum(map(len, parts[:kept])))
-            for number, part in enumerate(parts):
-                self._state.sizes.observe(save.entry.tokens, number, len(part))
-        self._saved(save, kept > 0)
+            store, key = self._state.store, self._key(save)
+            try:
+                kept = store.put_parts(key, parts)
+            except Exception as error:
+                self._fail([save], "store", error)
+                return
+            recorder = self._state.recorder
+            if kept:
+                recorder.count("stored", label=save.entry.kind)
+                recorder.count("raw_bytes", self._bytes(save.entry))
+                recorder.count("stored_bytes", sum(map(len, parts[:kept])))
+                for number, part in enumerate(parts):
+                    self._state.sizes.observe(save.entry.tokens, number, len(part))
+            self._saved(save, kept > 0)
 
     def _fail(self, saves: Sequence[Save], kind: str, error: Exception) -> None:
         """Count entries that are not stored, and log why."""

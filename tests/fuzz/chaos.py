@@ -233,7 +233,7 @@ class Chaos(Driven):
                 except (RuntimeError, SystemExit, KeyboardInterrupt) as error:
                     self.counts[f"raised {type(error).__name__}"] += 1
                     with self.working._state.lock:  # it is told again
-                        self.working._loads._arrived |= told[0]
+                        self.working.loads._arrived |= told[0]
                         self.working._state.report.add(told[1])
                 else:
                     self.counts.update(["raised in a slice"] * bool(raised))

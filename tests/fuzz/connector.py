@@ -79,7 +79,7 @@ def _bench(permuted: bool = False) -> tuple[Bench, list[bytes]]:
     bench = Bench(sequence=KVChunk(noise[0], noise[1], LAYOUT), permuted=permuted)
     blocks = list(range(6))
     bench.fill(blocks, _END)
-    bench.worker.save([*bench.saves(blocks, range(_CHUNKS)), bench.save_tail(blocks, _END)])
+    bench.worker.saves.save([*bench.saves(blocks, range(_CHUNKS)), bench.save_tail(blocks, _END)])
     bench.drain()
     return bench, [bench.store.entries[key] for key in _keys(bench)]
 
@@ -247,10 +247,10 @@ class ConnectorTarget:
         plan = StepPlan(1, [load], [bench.saves(blocks, range(1))[0]])
         if pickle.loads(pickle.dumps(plan)) != plan:
             raise Finding("a pickled plan changes")
-        bench.worker.start_loads([load])
+        bench.worker.loads.start([load])
         bench.wait()
         report = bench.worker.report(1)
-        invalid = bench.worker.take_invalid_blocks()
+        invalid = bench.worker.loads.take_invalid_blocks()
         if report.ended != {"r"} or report.failed - {"r"}:
             raise Finding(f"a load ended as {report}")
         others = torch.tensor([block for block in range(24) if block not in blocks])

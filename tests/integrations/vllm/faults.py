@@ -256,7 +256,7 @@ class Driven:
         """As if the engine had been started anew, after a step that failed."""
         self.forget()
         self.scheduling._known.clear()
-        self.working._saves._ended = self.scheduling._step
+        self.working.saves._ended = self.scheduling._step
 
     def store_and_forget(self, *prompts: Sequence[int]) -> None:
         """Have prompts computed and stored, then forgotten by the engine."""
@@ -276,7 +276,7 @@ class Driven:
 
     def settle(self) -> None:
         """Wait until everything is stored, or failed to be, and counted."""
-        wait_until(lambda: not self.working._saves._sizes, "chunks are stored")
+        wait_until(lambda: not self.working.saves._sizes, "chunks are stored")
         self.ask([1], max_tokens=1)
 
     def load_threads_idle(self) -> None:
@@ -842,7 +842,7 @@ def forward_raises_before_a_blend(engine: Driven) -> None:
     connector: Any = get_kv_transfer_group()
     called: list[bool] = []
     with failing(engine.layers[0], "in", "RuntimeError", 2) as raised:
-        connector._blender, engine.working.blend = engine, lambda *_: called.append(bool(raised))
+        connector._blender, engine.working.blends.advance = engine, lambda *_: called.append(bool(raised))
         name = engine.submit(prompt_of("before a blend"))
         try:
             while not raised:
@@ -851,7 +851,7 @@ def forward_raises_before_a_blend(engine: Driven) -> None:
             print("--- raised", flush=True)
         finally:
             connector._blender = None
-            del engine.working.blend
+            del engine.working.blends.advance
     engine.abort(name)
     engine.ask([1], max_tokens=1)
     engine.revive()

@@ -14,19 +14,23 @@ from cuvee.naming.identity import PrefixChain
 
 # What vLLM calls, and what runs in threads on its behalf.
 SCHEDULER_HOOKS = ("arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset")
-WORKER_HOOKS = ("void", "start_loads", "drop", "blend", "save", "take_arrived", "take_invalid_blocks", "report")
+WORKER_HOOKS = {
+    "void": "loads.void", "start_loads": "loads.start", "drop": "loads.drop", "blend": "blends.advance",
+    "save": "saves.save", "take_arrived": "loads.take_arrived", "take_invalid_blocks": "loads.take_invalid_blocks",
+    "report": "report",
+}  # fmt: skip
 THREADS = {"cuvee-lookup": "lookup", "cuvee-load": "load", "cuvee-fetch": "load", "cuvee-decode": "load",
            "cuvee-encode": "store", "cuvee-write": "store"}  # fmt: skip
 HOOKS = (*SCHEDULER_HOOKS, *WORKER_HOOKS, *dict.fromkeys(THREADS.values()))
 
 # Inner calls, by side. Left out: what contains errors itself, and what puts things right (`_give_up`, `_end`).
 SCHEDULER = (
-    "_arrive", "_match", "_allocate", "_track", "_requests.why_uncached", "_requests.tenant", "_requests.chain",
+    "_track", "_requests.why_uncached", "_requests.tenant", "_requests.chain",
     "_requests._adapters.find", "_requests._media_names.name", "_loads.match",
     "_loads._is_loaded_by_another", "_loads._prefix", "_loads.allocate",
     "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_rates.pays", "_state.usable",
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
-    "_prefixes._tail_sizes", "_prefixes._answer", "_prefixes._find", "_lookups._contains", "_lookups.begin",
+    "_prefixes._tail_sizes", "_prefixes._find", "_lookups._contains", "_lookups.begin",
     "_lookups._pool.submit", "_troubles.count", "_saves.completed", "_saves._segments", "_saves._tail",
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
     "_blends.budget", "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over",
@@ -37,12 +41,12 @@ SCHEDULER = (
     "_planner.segment", "_planner.ask", "_planner.offer", "_planner.harvest", "_planner.refuse", "_planner.rename",
 )  # fmt: skip
 WORKER = (
-    "_loads._try_to_load", "_loads._place", "_blends._slice", "_blends._blended", "_loads._restorer.fetched",
-    "_loads._restorer.get", "_state.keys.bound_to", "_loads._restorer.restore", "_loads._restorer._decode",
-    "_loads._restorer._io.in_a_row", "_loads._restorer._io.open_all", "_loads._restorer._io.open_parts",
-    "_loads._restorer._io.place", "_loads._restorer.discard", "_loads._book", "_state.keys.find", "_saves._io.encode",
-    "_loads._count_load", "_saves._copy", "_saves._try_to_save", "_saves._encode", "_saves._try_to_write",
-    "_saves._fail", "_saves._bytes", "_saves._key", "_state.keys.written", "_state.slots",
+    "loads._place", "blends._slice", "blends._blended", "loads._restorer.fetched",
+    "loads._restorer.get", "_state.keys.bound_to", "loads._restorer.restore", "loads._restorer._decode",
+    "loads._restorer._io.in_a_row", "loads._restorer._io.open_all", "loads._restorer._io.open_parts",
+    "loads._restorer._io.place", "loads._restorer.discard", "loads._book", "_state.keys.find", "saves._io.encode",
+    "loads._count_load", "saves._copy", "saves._complete", "saves._encode",
+    "saves._fail", "saves._bytes", "saves._key", "_state.keys.written", "_state.slots",
     "_pools.loaders.submit", "_pools.fetchers.submit", "_pools.encoders.submit", "_pools.writers.submit",
     "_state.recorder.count", "_state.recorder.gauge", "_state.recorder.record_store", "_state.recorder.drain",
     "_state.store.overdue", "_state.store.counters", "_state.store.contains", "_state.store.get_many",
@@ -56,13 +60,8 @@ SCHEDULER_TABLES = (
     "_loads._under_way", "_loads._loading", "_blends._placed", "_blends._ready", "_blends._drops",
 )  # fmt: skip
 WORKER_TABLES = (
-    "_loads._jobs",
-    "_loads._arrived",
-    "_loads._invalid",
-    "_loads._failed",
-    "_saves._sizes",
-    "_saves._pending",
-)
+    "loads._jobs", "loads._arrived", "loads._invalid", "loads._failed", "saves._sizes", "saves._pending",
+)  # fmt: skip
 POINTS = (*(f"s.{name}" for name in SCHEDULER), *(f"w.{name}" for name in WORKER), *(f"c.{name}" for name in CHAIN))
 
 
@@ -94,9 +93,12 @@ class Injector:
         self._decide = decide
         self._within = threading.local()
         self._undo: list[Callable[[], None]] = []
-        for hooked, names in ((side, SCHEDULER_HOOKS), (worker, WORKER_HOOKS)):
-            for name in names:
-                self._replace(hooked, name, self._hook(name, getattr(hooked, name)))
+        hooks = [(side, name, name) for name in SCHEDULER_HOOKS]
+        hooks += [(worker, path, name) for name, path in WORKER_HOOKS.items()]
+        for hooked, path, name in hooks:
+            *owner, method = path.split(".")
+            of = attrgetter(*owner)(hooked) if owner else hooked
+            self._replace(of, method, self._hook(name, getattr(of, method)))
         owners: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
             ("s", side, SCHEDULER), ("w", worker, WORKER), ("c", PrefixChain, CHAIN),
         )  # fmt: skip

@@ -376,13 +376,13 @@ class Bench:
     def store_all(self, chunks: int = 8) -> None:
         blocks = list(range(2 * chunks))
         self.fill(blocks, chunks * CHUNK)
-        self.worker.save(self.saves(blocks, range(chunks)))
+        self.worker.saves.save(self.saves(blocks, range(chunks)))
         self.drain()
         poison(self.cache)
 
     def drain(self) -> None:
         """Wait until nothing is being stored."""
-        wait_until(lambda: not self.worker._saves._sizes, "chunks are stored")
+        wait_until(lambda: not self.worker.saves._sizes, "chunks are stored")
 
     def load(self, blocks: list[int], start: int, end: int, request: str = "r") -> Load:
         """A load of whole chunks into `blocks`, from the first chunk's first block on."""
@@ -390,8 +390,8 @@ class Bench:
 
     def load_now(self, loads: Sequence[Load]) -> None:
         """Start loads, and wait until those without a blend have ended or are given up. The engine has not heard."""
-        self.worker.start_loads(loads)
-        state, own = self.worker._state, self.worker._loads
+        self.worker.loads.start(loads)
+        state, own = self.worker._state, self.worker.loads
         names = {load.request for load in loads if load.blend is None}
         with state.progress:
             state.progress.wait_for(lambda: not names & own._jobs.keys(), state.timeout + 0.05)
@@ -404,7 +404,7 @@ class Bench:
         missing = set(requests or ("r",))
         pause = threading.Event()
         for _ in range(3000):
-            missing -= self.worker.take_arrived()
+            missing -= self.worker.loads.take_arrived()
             if not missing:
                 return
             pause.wait(0.01)
@@ -423,12 +423,12 @@ class Bench:
 def _connector_output(worker: WorkerSide, plan: StepPlan) -> Iterator[None]:
     """Call a worker as `KVConnectorModelRunnerMixin._get_kv_connector_output` calls its connector."""
     worker.begin_step(plan.step, plan.confirmed)
-    worker.save(plan.last_saves)
+    worker.saves.save(plan.last_saves)
     try:
         yield
     finally:
         worker.end_step()
-        worker.save(plan.saves)
+        worker.saves.save(plan.saves)
 
 
 def _slots(blocks: list[int], start: int, end: int) -> torch.Tensor:

@@ -140,7 +140,7 @@ class SmallEngine:
                 return
             self.step()
         left = {name: [r.request_id for r in getattr(self, name)] for name in ("waiting", "loading", "running")}
-        raise Wrong(f"never ended: {left}, {list(self.gone)}, {len(self.worker._saves._sizes)} chunks")
+        raise Wrong(f"never ended: {left}, {list(self.gone)}, {len(self.worker.saves._sizes)} chunks")
 
     def close(self) -> None:
         """Both sides, and what they must not keep."""
@@ -165,19 +165,19 @@ class SmallEngine:
             request.num_computed_tokens = before + count
         worker = self.worker
         worker.begin_step(plan.step, plan.confirmed)
-        worker.save(plan.last_saves)
+        worker.saves.save(plan.last_saves)
         worker.settle(plan.step, plan.resets)
-        worker.void(plan.voids)
-        worker.start_loads(plan.loads)
-        worker.drop(plan.drops)
-        worker.blend(plan.blends, plan.blend_tokens, self.blender)
+        worker.loads.void(plan.voids)
+        worker.loads.start(plan.loads)
+        worker.loads.drop(plan.drops)
+        worker.blends.advance(plan.blends, plan.blend_tokens, self.blender)
         for request, before, count in planned:
             blocks = self.blocks[request.request_id]
             self.write(request.all_token_ids, request.cache_salt, blocks, before, before + count)
         worker.end_step()
-        worker.save(plan.saves)
-        arrived = worker.take_arrived(0.002 if plan.idle else 0.0)
-        invalid = worker.take_invalid_blocks()
+        worker.saves.save(plan.saves)
+        arrived = worker.loads.take_arrived(0.002 if plan.idle else 0.0)
+        invalid = worker.loads.take_invalid_blocks()
         report = worker.report(plan.step)
         for key, value in (report.metrics or {}).items():
             key.encode()

@@ -104,7 +104,7 @@ def store_segments(b: Bench, *segments: tuple[int, int]) -> None:
     blocks = list(range(16))
     b.fill(blocks, 8 * CHUNK)
     saves = [b.save_segment(blocks, *segment) for segment in segments or SEGMENTS]
-    b.worker.save([*saves, *b.saves(blocks, range(2))])
+    b.worker.saves.save([*saves, *b.saves(blocks, range(2))])
     b.drain()
     for tensor in b.cache.keys + b.cache.values:
         tensor.fill_(torch.nan)
@@ -113,23 +113,23 @@ def store_segments(b: Bench, *segments: tuple[int, int]) -> None:
 
 def run_blend(b: Bench, load: Load, blender: FakeBlender) -> Report:
     """Load, recompute once all is placed, and report, as the engine does."""
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     place(b)
     compute(b, [load.request], blender)
-    assert b.worker.take_arrived() == {load.request}
+    assert b.worker.loads.take_arrived() == {load.request}
     return b.worker.report(2)
 
 
 def compute(b: Bench, requests: list[str], blender: FakeBlender, tokens: int = 1000) -> None:
     """The blends' part of one step of the engine."""
-    b.worker.blend(requests, tokens, blender)
+    b.worker.blends.advance(requests, tokens, blender)
 
 
 def place(b: Bench, request: str = "r", beside: tuple[str, ...] = ()) -> Report:
     """Wait until a request's segments are in their places; say which others may be placed or end meanwhile."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        assert b.worker.take_arrived(0.01) == set(), "it has not arrived before it is recomputed"
+        assert b.worker.loads.take_arrived(0.01) == set(), "it has not arrived before it is recomputed"
         report = b.worker.report(1)
         if request in report.placed:
             assert {request}.union(beside).issuperset(report.placed) and report.ended.issubset(beside)
@@ -168,7 +168,7 @@ def test_a_segment_is_stored_from_wherever_it_begins(bench: Callable[..., Bench]
     b = bench()
     blocks = [(5 * number) % BLOCKS for number in range(16)]
     b.fill(blocks, 8 * CHUNK)
-    b.worker.save([b.save_segment(blocks, *segment)])
+    b.worker.saves.save([b.save_segment(blocks, *segment)])
     b.drain()
     start, end = segment[0], sum(segment)
     assert list(b.store.entries) == [b.segment_key(*segment)]
@@ -177,14 +177,14 @@ def test_a_segment_is_stored_from_wherever_it_begins(bench: Callable[..., Bench]
     counts = b.counts()
     assert counts["stored{segment}"] == 1 and "stored{chunk}" not in counts and "stored{tail}" not in counts
     assert counts["raw_bytes"] == segment[1] * LAYOUT.bytes_per_token
-    assert b.worker._saves._pending == 0
+    assert b.worker.saves._pending == 0
 
 
 def test_segments_chunks_and_tails_of_a_step_are_stored_together(bench: Callable[..., Bench]) -> None:
     b = bench(threads=1)
     blocks = list(range(16))
     b.fill(blocks, 8 * CHUNK)
-    b.worker.save([b.save_segment(blocks, 5, 20), *b.saves(blocks, range(2)), b.save_tail(blocks, 40)])
+    b.worker.saves.save([b.save_segment(blocks, 5, 20), *b.saves(blocks, range(2)), b.save_tail(blocks, 40)])
     b.drain()
     assert b.store.entries[b.segment_key(5, 20)] == b.codec.encode(b.sequence.slice(5, 25))
     assert b.store.entries[b.key(1)] == b.codec.encode(b.sequence.slice(16, 32))
@@ -196,9 +196,9 @@ def test_a_segment_is_skipped_over_budget(bench: Callable[..., Bench]) -> None:
     b = bench(max_pending_gb=20 * LAYOUT.bytes_per_token / 1e9)
     blocks = list(range(16))
     b.fill(blocks, 8 * CHUNK)
-    b.worker.save([b.save_segment(blocks, 5, 21)])
+    b.worker.saves.save([b.save_segment(blocks, 5, 21)])
     assert b.worker.report(1).unsaved == {b.piece(5, 21, 0).digest} and not b.store.entries
-    b.worker.save([b.save_segment(blocks, 5, 20)])
+    b.worker.saves.save([b.save_segment(blocks, 5, 20)])
     b.drain()
     assert list(b.store.entries) == [b.segment_key(5, 20)]
 
@@ -211,7 +211,7 @@ def test_a_piece_is_decoded_where_the_prompt_has_it(bench: Callable[..., Bench],
     b = bench()
     store_segments(b)
     load = b.load_blend(PAGES, [b.piece(5, 20, at)], at + 20)
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     place(b)
     there, made = tokens_at(b, at, at + 20), b.sequence.slice(5, 25)
     positions = torch.arange(20)
@@ -231,7 +231,7 @@ def test_pieces_are_placed_behind_the_exact_prefix(bench: Callable[..., Bench]) 
     store_segments(b)
     pieces = [b.piece(5, 20, 25), b.piece(31, 9, 49)]
     load = b.load_blend(PAGES, pieces, 58, exact=2 * CHUNK)
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     report = place(b)
     assert report.loaded == [] and report.failed == set()
     assert b.held(PAGES, 0, 2 * CHUNK), "exact"
@@ -246,7 +246,7 @@ def test_what_the_engine_has_is_left_alone(bench: Callable[..., Bench]) -> None:
     store_segments(b)
     load = b.load_blend(PAGES, [b.piece(5, 20, 10)], 30, start=24)
     assert load.prefix == []
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     place(b)
     assert untouched(b, 0, 24) and holds_piece(b, 5, 20, 10, low=24)
 
@@ -254,7 +254,7 @@ def test_what_the_engine_has_is_left_alone(bench: Callable[..., Bench]) -> None:
 def test_a_piece_that_goes_on_behind_the_load_is_cut(bench: Callable[..., Bench]) -> None:
     b = bench()
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 10)], 29)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 10)], 29)])
     place(b)
     assert holds_piece(b, 5, 20, 10, high=29) and untouched(b, 29, 32)
 
@@ -265,7 +265,7 @@ def test_many_pieces_are_fetched_in_parts(bench: Callable[..., Bench], monkeypat
     store_segments(b, (5, 7), (31, 9), (64, 6), (90, 8))
     pieces = [b.piece(5, 7, 17), b.piece(31, 9, 24), b.piece(64, 6, 36), b.piece(90, 8, 43)]
     report = run_blend(b, b.load_blend(PAGES, pieces, 51, exact=CHUNK), FakeBlender())
-    assert report.failed == set() and not b.worker.take_invalid_blocks()
+    assert report.failed == set() and not b.worker.loads.take_invalid_blocks()
     assert b.held(PAGES, 0, CHUNK)
     assert all(holds_piece(b, start, tokens, at) for start, tokens, at in ((5, 7, 17), (64, 6, 36), (90, 8, 43)))
     assert b.counts()["loaded{chunk}"] == 1 and b.counts()["loaded{segment}"] == 4
@@ -291,10 +291,10 @@ def walked(b: Bench, count: int) -> tuple[int, int]:
     load = b.load_blend(PAGES, [b.piece(5 + at, 1, at * BLOCK + 3) for at in range(count)], len(PAGES) * BLOCK - 1)
     assert load.blend is not None
     load.blocks, load.blend.pieces = Walked(load.blocks), Walked(load.blend.pieces)
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     place(b)
     compute(b, ["r"], FakeBlender())
-    assert b.worker.take_arrived() == {"r"} and b.worker.report(2).blended
+    assert b.worker.loads.take_arrived() == {"r"} and b.worker.report(2).blended
     assert load.blocks.read == 0
     return load.blend.pieces.read, sum(len(piece.blocks) for piece in load.blend.pieces)
 
@@ -312,9 +312,9 @@ def test_an_idle_engine_is_woken_by_what_was_placed(bench: Callable[..., Bench])
     b, go = bench(), threading.Event()
     store_segments(b)
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 3)], 23)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 3)], 23)])
     found: list[set[str]] = []
-    asking = threading.Thread(target=lambda: found.append(b.worker.take_arrived(3600.0)), daemon=True)
+    asking = threading.Thread(target=lambda: found.append(b.worker.loads.take_arrived(3600.0)), daemon=True)
     asking.start()
     asking.join(0.1)
     assert not found
@@ -342,14 +342,14 @@ def test_a_blend_arrives_once_it_is_recomputed(bench: Callable[..., Bench]) -> N
     computed = 24 - (1 - load.blend.cost) * 7
     assert done == BlendCost(1, 20, computed, 40, CHUNK, done.place_seconds, done.compute_seconds)
     assert done.place_seconds > 0 and done.compute_seconds > 0
-    assert not b.worker.take_invalid_blocks()
+    assert not b.worker.loads.take_invalid_blocks()
     counts = b.counts()
     assert counts["blend_seconds"] == 1
     assert [counts[f"blend_tokens{{{kind}}}"] for kind in ("reused", "recomputed", "new")] == [4, 3, 17]
     assert counts["loaded_tokens"] == 40 and counts["load_seconds"] == 1 and "recomputed_tokens" not in counts
     compute(b, ["r"], blender)
-    b.worker.drop(["r"])
-    assert len(blender.calls) == 1 and b.worker.take_arrived() == set(), "once"
+    b.worker.loads.drop(["r"])
+    assert len(blender.calls) == 1 and b.worker.loads.take_arrived() == set(), "once"
 
 
 def test_a_check_is_no_part_of_what_a_blend_takes(bench: Callable[..., Bench]) -> None:
@@ -358,7 +358,7 @@ def test_a_check_is_no_part_of_what_a_blend_takes(bench: Callable[..., Bench]) -
     load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
     load.blend.check = True  # type: ignore[union-attr]
     blender = FakeBlender(slices=4, checks=2, seconds=0.2)
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     place(b)
     begun = time.monotonic()
     for _ in range(4):
@@ -386,25 +386,25 @@ def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Ben
         b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
         b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
     ]
-    b.worker.start_loads(loads)
+    b.worker.loads.start(loads)
     placed: list[str] = []
     while len(placed) < 2:
-        b.worker.take_arrived(0.01)
+        b.worker.loads.take_arrived(0.01)
         placed += b.worker.report(1).placed
     compute(b, ["b", "unknown", "a"], blender)
-    assert [end for _, end in blender.calls] == [12, 23] and b.worker.take_arrived() == {"a", "b"}
+    assert [end for _, end in blender.calls] == [12, 23] and b.worker.loads.take_arrived() == {"a", "b"}
 
 
 def test_a_blend_goes_on_slice_by_slice(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender(slices=3)
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
     place(b)
     for number in range(3):
-        assert b.worker.take_arrived() == set() and "blend_seconds" not in b.counts(), number
+        assert b.worker.loads.take_arrived() == set() and "blend_seconds" not in b.counts(), number
         compute(b, ["r"], blender, tokens=100 + number)
     assert blender.budgets == [100, 101, 102] and len(blender.calls) == 1
-    assert b.worker.take_arrived() == {"r"} and not b.worker.take_invalid_blocks()
+    assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()
     counts = b.counts()
     assert counts["blend_seconds"] == 1 and counts["blend_slices"] == 3
     assert blender.well == [True] * 3
@@ -419,41 +419,42 @@ def test_what_a_slice_leaves_of_a_step_is_for_the_next_blend(bench: Callable[...
         b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
         b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
     ]
-    b.worker.start_loads(loads)
+    b.worker.loads.start(loads)
     placed: list[str] = []
     while len(placed) < 2:
-        b.worker.take_arrived(0.01)
+        b.worker.loads.take_arrived(0.01)
         placed += b.worker.report(1).placed
     compute(b, ["a", "b"], blender, tokens=100)
     assert blender.budgets == [100, 40]
     compute(b, ["a", "b"], blender, tokens=60)
     assert blender.budgets == [100, 40, 60], "nothing is left for the second"
-    assert b.worker.take_arrived() == {"a"}
+    assert b.worker.loads.take_arrived() == {"a"}
     compute(b, ["a", "b"], blender, tokens=60)
-    assert blender.budgets == [100, 40, 60, 60] and b.worker.take_arrived() == {"b"}
+    assert blender.budgets == [100, 40, 60, 60] and b.worker.loads.take_arrived() == {"b"}
 
 
 def test_a_blend_that_another_rank_cannot_go_on_with_is_computed(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender(slices=3)
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
     place(b)
     compute(b, ["r"], blender)
     blender.others_well = False
     compute(b, ["r"], blender)
-    assert len(blender.budgets) == 1 and b.worker.take_arrived() == {"r"}
-    assert b.worker.take_invalid_blocks() == set(PAGES[CHUNK // BLOCK : 5])
+    assert len(blender.budgets) == 1 and b.worker.loads.take_arrived() == {"r"}
+    assert b.worker.loads.take_invalid_blocks() == set(PAGES[CHUNK // BLOCK : 5])
     assert b.worker.report(2).failed == {"r"} and b.counts()["failures{blend}"] == 1
 
 
 def test_a_blend_is_dropped_between_slices(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender(slices=3)
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
     place(b)
     compute(b, ["r"], blender)
-    b.worker.drop(["r"])
-    assert b.worker.take_arrived() == {"r"} and b.worker.take_invalid_blocks() == set(PAGES[CHUNK // BLOCK : 5])
+    b.worker.loads.drop(["r"])
+    assert b.worker.loads.take_arrived() == {"r"}
+    assert b.worker.loads.take_invalid_blocks() == set(PAGES[CHUNK // BLOCK : 5])
     compute(b, ["r"], blender)
     assert len(blender.budgets) == 1
 
@@ -462,7 +463,7 @@ def test_how_long_a_blend_waits_for_its_slices_is_not_what_it_costs(bench: Calla
     b, blender = bench(), FakeBlender(slices=2)
     store_segments(b)
     begun = time.monotonic()
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
     place(b)
     compute(b, ["r"], blender)
     time.sleep(0.5)
@@ -489,7 +490,7 @@ def test_a_blend_that_fails_is_computed_from_its_exact_prefix_on(
     store_segments(b)
     report = run_blend(b, b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=exact), FakeBlender(error))
     assert report.ended == report.failed == {"r"} and report.blended == []
-    assert b.worker.take_invalid_blocks() == set(PAGES[exact // BLOCK : 5])
+    assert b.worker.loads.take_invalid_blocks() == set(PAGES[exact // BLOCK : 5])
     assert exact == 0 or b.held(PAGES, 0, exact)
     counts = b.counts()
     assert (
@@ -507,15 +508,15 @@ def test_a_blend_that_fails_ends_its_step(bench: Callable[..., Bench]) -> None:
         b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
         b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
     ]
-    b.worker.start_loads(loads)
+    b.worker.loads.start(loads)
     placed: list[str] = []
     while len(placed) < 2:
-        b.worker.take_arrived(0.01)
+        b.worker.loads.take_arrived(0.01)
         placed += b.worker.report(1).placed
     compute(b, ["a", "b"], blender)
-    assert len(blender.budgets) == 1 and b.worker.take_arrived() == {"a"}
+    assert len(blender.budgets) == 1 and b.worker.loads.take_arrived() == {"a"}
     compute(b, ["a", "b"], blender)
-    assert len(blender.budgets) == 2 and b.worker.take_arrived() == {"b"}
+    assert len(blender.budgets) == 2 and b.worker.loads.take_arrived() == {"b"}
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged", "shorter", "of another quality", "empty"])
@@ -536,9 +537,9 @@ def test_a_piece_that_cannot_be_placed_leaves_the_exact_prefix(
             "empty": b"",
         }[harm]
     pieces = [b.piece(5, 20, 20), b.piece(31, 9, 41)]
-    b.worker.start_loads([b.load_blend(PAGES, pieces, 50, start=start, exact=CHUNK)])
+    b.worker.loads.start([b.load_blend(PAGES, pieces, 50, start=start, exact=CHUNK)])
     b.wait()
-    assert b.worker.take_invalid_blocks() == set(PAGES[2:7])
+    assert b.worker.loads.take_invalid_blocks() == set(PAGES[2:7])
     assert b.held(PAGES, start, CHUNK)
     report = b.worker.report(1)
     assert report.failed == report.ended == {"r"} and report.placed == []
@@ -563,7 +564,7 @@ def test_a_good_piece_that_cannot_go_where_the_prompt_has_it_is_kept(
     beyond = b.load_blend(PAGES, [b.piece(5, 20, 20), b.piece(31, 9, 41)], 50, exact=CHUNK)
     pieces = beyond.blend.pieces  # type: ignore[union-attr]
     pieces[1] = replace(pieces[1], start=4090)
-    b.worker.start_loads([beyond])
+    b.worker.loads.start([beyond])
     b.wait()
     assert b.counts()["failures{load}"] == 1 and b.held(PAGES, 0, CHUNK)
     assert b.store.entries == before
@@ -573,9 +574,9 @@ def test_a_chunk_that_is_gone_leaves_what_is_before_it(bench: Callable[..., Benc
     b = bench()
     store_segments(b)
     del b.store.entries[b.key(1)]
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 35)], 55, exact=2 * CHUNK)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 35)], 55, exact=2 * CHUNK)])
     b.wait()
-    assert b.worker.take_invalid_blocks() == set(PAGES[2:7]) and b.held(PAGES, 0, CHUNK)
+    assert b.worker.loads.take_invalid_blocks() == set(PAGES[2:7]) and b.held(PAGES, 0, CHUNK)
 
 
 def test_the_last_of_many_pieces_that_is_gone_leaves_the_exact_prefix(
@@ -586,9 +587,9 @@ def test_the_last_of_many_pieces_that_is_gone_leaves_the_exact_prefix(
     store_segments(b, (5, 7), (31, 9), (64, 6))
     del b.store.entries[b.segment_key(64, 6)]
     pieces = [b.piece(5, 7, 17), b.piece(31, 9, 24), b.piece(64, 6, 36)]
-    b.worker.start_loads([b.load_blend(PAGES, pieces, 42, exact=CHUNK)])
+    b.worker.loads.start([b.load_blend(PAGES, pieces, 42, exact=CHUNK)])
     b.wait()
-    assert b.worker.take_invalid_blocks() == set(PAGES[2:6]) and b.held(PAGES, 0, CHUNK)
+    assert b.worker.loads.take_invalid_blocks() == set(PAGES[2:6]) and b.held(PAGES, 0, CHUNK)
     assert b.counts()["recomputed_tokens"] == 42 - CHUNK
 
 
@@ -597,7 +598,7 @@ def test_an_exact_prefix_may_end_with_a_part_of_a_tail(bench: Callable[..., Benc
     b = bench()
     blocks = list(range(16))
     b.fill(blocks, 8 * CHUNK)
-    b.worker.save([b.save_segment(blocks, 5, 20), b.save_tail(blocks, 24), *b.saves(blocks, range(1))])
+    b.worker.saves.save([b.save_segment(blocks, 5, 20), b.save_tail(blocks, 24), *b.saves(blocks, range(1))])
     b.drain()
     for tensor in b.cache.keys + b.cache.values:
         tensor.fill_(torch.nan)
@@ -605,12 +606,12 @@ def test_an_exact_prefix_may_end_with_a_part_of_a_tail(bench: Callable[..., Benc
     load.prefix.append(b.save_tail(PAGES, 24).entry)
     if gone:
         del b.store.entries[b.segment_key(5, 20)]
-        b.worker.start_loads([load])
+        b.worker.loads.start([load])
         b.wait()
-        assert b.worker.take_invalid_blocks() == set(PAGES[3:5])
+        assert b.worker.loads.take_invalid_blocks() == set(PAGES[3:5])
     else:
         report = run_blend(b, load, FakeBlender())
-        assert not b.worker.take_invalid_blocks() and not report.failed
+        assert not b.worker.loads.take_invalid_blocks() and not report.failed
         assert holds_piece(b, 5, 20, 20, low=24) and b.counts()["loaded{segment}"] == 1
     assert b.held(PAGES, 0, 24)
     counts = b.counts()
@@ -624,22 +625,22 @@ def test_a_tagged_segment_of_another_tenant_is_not_placed(bench: Callable[..., B
     theirs = store_key("attacker", b.piece(5, 20, 0).digest, 0).encode()
     load = b.load_blend(PAGES, [b.piece(5, 20, 3)], 23)
     run_blend(b, load, FakeBlender())
-    assert not b.worker.take_invalid_blocks()
+    assert not b.worker.loads.take_invalid_blocks()
     b.store.entries[key] = b.codec.encode(b.sequence.slice(5, 25), associated_data=theirs)
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     b.wait()
-    assert b.worker.take_invalid_blocks() == set(PAGES[:3]) and key not in b.store.entries
+    assert b.worker.loads.take_invalid_blocks() == set(PAGES[:3]) and key not in b.store.entries
 
 
 @pytest.mark.parametrize("exact", [0, CHUNK])
 def test_a_dropped_blend_is_computed(bench: Callable[..., Bench], exact: int) -> None:
     b, blender = bench(), FakeBlender()
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=exact)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=exact)])
     place(b)
-    b.worker.drop(["unknown", "r"])
-    assert b.worker.take_arrived() == {"r"}
-    assert b.worker.take_invalid_blocks() == set(PAGES[exact // BLOCK : 5])
+    b.worker.loads.drop(["unknown", "r"])
+    assert b.worker.loads.take_arrived() == {"r"}
+    assert b.worker.loads.take_invalid_blocks() == set(PAGES[exact // BLOCK : 5])
     report = b.worker.report(2)
     assert report.ended == report.failed == {"r"} and report.blended == []
     compute(b, ["r"], blender)
@@ -656,10 +657,10 @@ def test_what_is_dropped_while_it_loads_is_not_placed(bench: Callable[..., Bench
             _wait(go)
 
     b.store.before = hold
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
     assert reading.wait(30)
-    b.worker.drop(["r"])
-    assert b.worker.take_arrived() == {"r"} and b.worker.take_invalid_blocks() == set(PAGES[:5])
+    b.worker.loads.drop(["r"])
+    assert b.worker.loads.take_arrived() == {"r"} and b.worker.loads.take_invalid_blocks() == set(PAGES[:5])
     go.set()
     b.worker.close()
     assert b.worker.report(1).placed == [] and untouched(b, 0, 64)
@@ -669,21 +670,21 @@ def test_what_is_placed_waits_for_the_other_ranks_as_long_as_it_takes(bench: Cal
     b, blender = bench(load_timeout=0.2), FakeBlender()
     store_segments(b)
     load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     place(b)
     time.sleep(0.3)
-    assert b.worker.take_arrived() == set()
+    assert b.worker.loads.take_arrived() == set()
     compute(b, ["r"], blender)
-    assert b.worker.take_arrived() == {"r"} and not b.worker.take_invalid_blocks()
+    assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()
 
 
 def test_what_is_not_placed_in_time_is_given_up(bench: Callable[..., Bench]) -> None:
     b, go = bench(load_timeout=0.2), threading.Event()
     store_segments(b)
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
     b.wait()
-    assert b.worker.take_invalid_blocks() == set(PAGES[:5])
+    assert b.worker.loads.take_invalid_blocks() == set(PAGES[:5])
     report = b.worker.report(1)
     assert report.placed == [] and report.failed == {"r"} and b.counts()["failures{timeout}"] == 1
     go.set()
@@ -692,7 +693,7 @@ def test_what_is_not_placed_in_time_is_given_up(bench: Callable[..., Bench]) -> 
 def test_close_waits_for_no_blend(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender()
     store_segments(b)
-    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
+    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
     place(b)
     begun = time.monotonic()
     b.worker.close()

@@ -55,7 +55,7 @@ def test_the_worker_codes_what_it_was_told() -> None:
         blocks = list(range(4))
         b.fill(blocks, 2 * CHUNK)
         first, second = b.saves(blocks, range(2))
-        b.worker.save([replace(first, following=CHUNK), second])
+        b.worker.saves.save([replace(first, following=CHUNK), second])
         b.drain()
         inside, last = followed(b.sequence.slice(0, CHUNK), CHUNK), followed(b.sequence.slice(CHUNK, 2 * CHUNK), 0)
         assert b.store.entries == {b.key(0): b.codec.encode(inside), b.key(1): b.codec.encode(last)}
@@ -70,7 +70,7 @@ def test_segments_are_coded_like_chunks() -> None:
     try:
         blocks = list(range(4))
         b.fill(blocks, 2 * CHUNK)
-        b.worker.save([replace(b.save_segment(blocks, 5, 20), following=300)])
+        b.worker.saves.save([replace(b.save_segment(blocks, 5, 20), following=300)])
         b.drain()
         segment = b.sequence.slice(5, 25)
         assert b.store.entries == {b.segment_key(5, 20): b.codec.encode(followed(segment, 300))}

@@ -32,12 +32,12 @@ SEGMENTS = {"cuvee": {"segments": [[16, 32], [32, 48]]}}
 BLENDED = {"cuvee": {"segments": [[20, 36], [36, 52]]}}
 # Where a fault leaves no trace at `contained`, because it is one of those that the code expects there.
 LOUD = {
-    "s._match",
+    "s._loads.match",
     "s._track",
     "s._saves.completed",
     "s._saves.unchanged",
     "s._blends.budget",
-    "w._saves._copy",
+    "w.saves._copy",
     "c.digests",
 }
 
@@ -405,8 +405,8 @@ def test_a_load_that_cannot_be_planned_is_over_and_its_blocks_are_invalid(contai
     assert plan.loads == [] and plan.voids == {"r": list(range(4, 12))}
     assert d.plan().voids == {}, "once"
     b = Bench()
-    b.worker.void(plan.voids)
-    assert b.worker.take_arrived() == {"r"} and b.worker.take_invalid_blocks() == set(range(4, 12))
+    b.worker.loads.void(plan.voids)
+    assert b.worker.loads.take_arrived() == {"r"} and b.worker.loads.take_invalid_blocks() == set(range(4, 12))
     report = b.worker.report(1)
     assert report.ended == report.failed == {"r"}
     d.side.take(report)
@@ -461,7 +461,7 @@ def test_one_load_that_cannot_begin_does_not_take_the_others_along(contained: Co
 
     b.worker._pools.loaders.submit = failing  # type: ignore[method-assign]
     b.load_now(loads)
-    assert b.worker.take_arrived() == {"0", "4", "8"} and b.worker.take_invalid_blocks() == {4, 5, 6, 7}
+    assert b.worker.loads.take_arrived() == {"0", "4", "8"} and b.worker.loads.take_invalid_blocks() == {4, 5, 6, 7}
     assert b.held([0, 1, 2, 3], 0, 32) and b.held([8, 9, 10, 11], 0, 32)
     assert b.worker.report(1).failed == {"4"}
     b.worker.close()

@@ -67,12 +67,12 @@ def test_latents_are_restored_bit_for_bit(engine: Engine, bench: Bench) -> None:
     offsets = torch.arange(tokens)
     engine.compute(torch.tensor(TABLE)[offsets // BLOCK] * BLOCK + offsets % BLOCK)
     was: dict[str, Any] = {name: pages.clone() for name, pages in engine.pages.items()}
-    bench.worker.save(bench.saves(TABLE, range(tokens // CHUNK)))
+    bench.worker.saves.save(bench.saves(TABLE, range(tokens // CHUNK)))
     bench.drain()
     assert bench.counts()["raw_bytes"] == tokens * engine.layout.bytes_per_token
     entries = [bench.chunk(at).within(ELSEWHERE, BLOCK) for at in range(tokens // CHUNK)]
     bench.load_now([Load("r", TENANT, entries, 0, tokens, ELSEWHERE)])
-    assert bench.worker.take_arrived() == {"r"} and not bench.worker.take_invalid_blocks()
+    assert bench.worker.loads.take_arrived() == {"r"} and not bench.worker.loads.take_invalid_blocks()
     others = sorted(set(range(BLOCKS)) - set(ELSEWHERE))
     for name, pages in engine.pages.items():
         assert torch.equal(pages[ELSEWHERE], was[name][TABLE])

@@ -143,9 +143,10 @@ class Spy:
         """While an engine lives."""
         from cuvee.integrations.vllm.connector import CuveeConnector
         from cuvee.integrations.vllm.engine_pages import find_pages
-        from cuvee.integrations.vllm.worker import WorkerSide
+        from cuvee.integrations.vllm.worker_load import WorkerLoads
+        from cuvee.integrations.vllm.worker_save import WorkerSaves
 
-        attach, save, start = CuveeConnector._attach, WorkerSide.save, WorkerSide.start_loads
+        attach, save, start = CuveeConnector._attach, WorkerSaves.save, WorkerLoads.start
 
         def attaching(made: Any, worker: Any, kv_caches: dict[str, torch.Tensor]) -> None:
             self.pages = kv_caches
@@ -156,23 +157,23 @@ class Spy:
             self.cache = find_pages(*arguments)
             return self.cache
 
-        def saving(worker: Any, saves: Sequence[Save]) -> None:
+        def saving(own: Any, saves: Sequence[Save]) -> None:
             for each in saves:
                 (number,) = each.entry.blocks
                 self.kept.setdefault(each.entry.digest, self.bytes_of(number))
                 self._compare(number)
-            save(worker, saves)
+            save(own, saves)
 
-        def starting(worker: Any, loads: Sequence[Load]) -> None:
+        def starting(own: Any, loads: Sequence[Load]) -> None:
             for each in loads:
                 self.loaded.update((entry.blocks[0], entry.digest) for entry in each.prefix)
-            start(worker, loads)
+            start(own, loads)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CuveeConnector, "_attach", attaching)
             patch.setattr("cuvee.integrations.vllm.connector.find_pages", finding)
-            patch.setattr(WorkerSide, "save", saving)
-            patch.setattr(WorkerSide, "start_loads", starting)
+            patch.setattr(WorkerSaves, "save", saving)
+            patch.setattr(WorkerLoads, "start", starting)
             yield
 
     def bytes_of(self, number: int) -> list[torch.Tensor]:

@@ -69,7 +69,7 @@ def store(b: Bench, groups: tuple[LayerGroup, ...], chunks: int = 3) -> None:
     tables = [list(range(1, count + 1)), list(range(2 * count, count, -1))][: len(groups)]
     compute(b, tables, groups, range(chunks * CHUNK))
     first, *others = tables
-    b.worker.save([Save(TENANT, b.chunk(at).within(first, BLOCK, others)) for at in range(chunks)])
+    b.worker.saves.save([Save(TENANT, b.chunk(at).within(first, BLOCK, others)) for at in range(chunks)])
     b.drain()
     assert b.counts()["stored{chunk}"] == chunks
 
@@ -83,7 +83,7 @@ def test_each_group_is_restored_into_its_own_blocks(bench: Callable[..., Bench],
     tables = [[20, 13, 17, 14, 19, 22], [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 21, 15, 16]]
     start = BLOCK  # the first block was found in the engine's own cache
     b.load_now([load(b, tables, start, 3 * CHUNK)])
-    assert b.worker.take_arrived() == {"r"} and not b.worker.take_failed({"r"})
+    assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_failed({"r"})
     expected = b.cache.read(everywhere, 0)
     for group, table in zip(MIXED, tables, strict=True):
         held = [at for at in range(start, 3 * CHUNK) if table[at // BLOCK] != NULL_BLOCK]
@@ -119,11 +119,11 @@ def test_fp8_codes_are_restored_exactly(bench: Callable[..., Bench], codes: torc
     pairs = pairs_of_codes(LAYOUT, codes)
     b = fp8_bench(bench, cache, profile=Profile.unlearned(pairs))
     was = [tensor.view(torch.uint8).clone() for tensor in (*cache.keys, *cache.values)]
-    b.worker.save(b.saves(list(range(1, 7)), range(3)))
+    b.worker.saves.save(b.saves(list(range(1, 7)), range(3)))
     b.drain()
     assert b.counts()["raw_bytes"] == 3 * CHUNK * LAYOUT.values_per_token
     b.load_now([load(b, [[20, 13, 17, 14, 19, 22]], 0, 3 * CHUNK)])
-    assert b.worker.take_arrived() == {"r"} and not b.worker.take_invalid_blocks()
+    assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()
     for tensor, before in zip((*cache.keys, *cache.values), was, strict=True):
         now = tensor.view(torch.uint8)
         assert torch.equal(now[[20, 13, 17, 14, 19, 22]], before[1:7])
@@ -137,10 +137,10 @@ def test_values_of_fp8_codes_are_coded_with_loss(bench: Callable[..., Bench]) ->
     cache.write(values, values, torch.arange(BLOCK, 7 * BLOCK))
     b = fp8_bench(bench, cache, profile=fitted_to(LAYOUT), codec={"quality": None, "step": 4e-3})
     was = [tensor.view(torch.uint8).clone() for tensor in (*cache.keys, *cache.values)]
-    b.worker.save(b.saves(list(range(1, 7)), range(3)))
+    b.worker.saves.save(b.saves(list(range(1, 7)), range(3)))
     b.drain()
     b.load_now([load(b, [[20, 13, 17, 14, 19, 22]], 0, 3 * CHUNK)])
-    assert b.worker.take_arrived() == {"r"} and not b.worker.take_invalid_blocks()
+    assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()
     for tensor, before in zip((*cache.keys, *cache.values), was, strict=True):
         same = tensor.view(torch.uint8)[[20, 13, 17, 14, 19, 22]] == before[1:7]
         assert same.float().mean() > 0.85, "with another scale next to none are"
@@ -158,18 +158,19 @@ def test_a_load_that_fails_in_part_fails_as_a_whole(
     if groups is MIXED:
         tables[0] = [9, 10, 11, 12, 13, 14]
     b.load_now([load(b, tables, 0, 3 * CHUNK)])
-    assert not b.worker.take_failed(set()), "not before the engine learns that it is over"
-    assert b.worker.take_failed(b.worker.take_arrived()) == {"r"}
-    assert not b.worker.take_failed({"r"}), "said once"
-    assert not b.worker.take_invalid_blocks()
+    assert not b.worker.loads.take_failed(set()), "not before the engine learns that it is over"
+    assert b.worker.loads.take_failed(b.worker.loads.take_arrived()) == {"r"}
+    assert not b.worker.loads.take_failed({"r"}), "said once"
+    assert not b.worker.loads.take_invalid_blocks()
     assert (b.counts()["recomputed_tokens"], b.counts().get("loaded_tokens", 0)) == (3 * CHUNK, 0)
     assert b.worker.report(1).failed == {"r"}
 
 
 def test_a_load_that_cannot_begin_is_told_by_its_request(bench: Callable[..., Bench]) -> None:
     b = bench(groups=MIXED)
-    b.worker.void({"r": [NULL_BLOCK, 3]})
-    assert b.worker.take_failed(b.worker.take_arrived()) == {"r"} and not b.worker.take_invalid_blocks()
+    b.worker.loads.void({"r": [NULL_BLOCK, 3]})
+    assert b.worker.loads.take_failed(b.worker.loads.take_arrived()) == {"r"}
+    assert not b.worker.loads.take_invalid_blocks()
 
 
 def test_chunks_of_which_a_layer_has_dropped_a_part_are_not_stored(desk: Callable[..., Desk]) -> None:

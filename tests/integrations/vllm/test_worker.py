@@ -51,10 +51,10 @@ def test_what_is_saved_comes_back_in_other_blocks(bench: Callable[..., Bench]) -
     b.store_all()
     assert set(b.store.entries) == {b.key(chunk) for chunk in range(8)}
     blocks = [20, 3, 17, 4, 9, 22]
-    b.worker.start_loads([b.load(blocks, 0, 3 * CHUNK)])
+    b.worker.loads.start([b.load(blocks, 0, 3 * CHUNK)])
     b.wait()
     assert b.held(blocks, 0, 3 * CHUNK)
-    assert not b.worker.take_invalid_blocks()
+    assert not b.worker.loads.take_invalid_blocks()
     report = b.worker.report(1)
     assert [tokens for tokens, _ in report.loaded] == [3 * CHUNK] and not report.failed
 
@@ -67,7 +67,7 @@ def test_pages_that_no_strides_describe_are_stored_and_restored(bench: Callable[
     b.worker.attach(b.cache)
     stored, blocks, others = list(range(16)), [20, 3, 17, 4], [0, 1, 2, 5, 23]
     b.fill(stored, 8 * CHUNK)
-    b.worker.save(b.saves(stored, range(8)))
+    b.worker.saves.save(b.saves(stored, range(8)))
     b.drain()
     b.fill(list(reversed(stored)), 8 * CHUNK)
     rest = torch.tensor(others)[:, None] * BLOCK + torch.arange(BLOCK)
@@ -76,7 +76,7 @@ def test_pages_that_no_strides_describe_are_stored_and_restored(bench: Callable[
     assert b.held(blocks, BLOCK, 2 * CHUNK)
     after = b.cache.read(rest.flatten(), 0)
     assert all(map(torch.equal, after.keys + after.values, before.keys + before.values))
-    assert not b.worker.take_invalid_blocks() and b.counts()["stored{chunk}"] == 8
+    assert not b.worker.loads.take_invalid_blocks() and b.counts()["stored{chunk}"] == 8
 
 
 def test_a_load_leaves_tokens_before_its_start_alone(bench: Callable[..., Bench]) -> None:
@@ -95,11 +95,11 @@ def test_an_idle_engine_is_woken_by_a_load_that_is_over(bench: Callable[..., Ben
     b.store_all()
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK)])
-    assert b.worker.take_arrived() == set(), "without patience it is only a question"
-    assert b.worker.take_arrived(0.01) == set(), "patience ends"
+    b.worker.loads.start([b.load([1, 2], 0, CHUNK)])
+    assert b.worker.loads.take_arrived() == set(), "without patience it is only a question"
+    assert b.worker.loads.take_arrived(0.01) == set(), "patience ends"
     found: list[set[str]] = []
-    asking = threading.Thread(target=lambda: found.append(b.worker.take_arrived(3600.0)), daemon=True)
+    asking = threading.Thread(target=lambda: found.append(b.worker.loads.take_arrived(3600.0)), daemon=True)
     asking.start()
     asking.join(0.2)
     assert not found
@@ -107,7 +107,7 @@ def test_an_idle_engine_is_woken_by_a_load_that_is_over(bench: Callable[..., Ben
     asking.join(30)
     assert found == [{"r"}]
     # Nothing is under way any more: there is nothing to wait for.
-    assert b.worker.take_arrived(3600.0) == set()
+    assert b.worker.loads.take_arrived(3600.0) == set()
 
 
 def test_a_chunk_that_is_being_stored_is_not_stored_again(bench: Callable[..., Bench]) -> None:
@@ -116,7 +116,7 @@ def test_a_chunk_that_is_being_stored_is_not_stored_again(bench: Callable[..., B
     b.store.before = lambda operation: _wait(go)
     b.fill([0, 1], CHUNK)
     for _ in range(3):
-        b.worker.save(b.saves([0, 1], range(1)))
+        b.worker.saves.save(b.saves([0, 1], range(1)))
     go.set()
     b.drain()
     assert b.store.calls == ["contains", "put"]
@@ -129,7 +129,7 @@ def test_a_store_that_hangs_while_it_deletes_keeps_nobody_waiting(bench: Callabl
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation == "delete" else None
     b.load_now([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
-    assert b.worker.take_invalid_blocks() == {12, 13}
+    assert b.worker.loads.take_invalid_blocks() == {12, 13}
     go.set()
 
 
@@ -143,9 +143,9 @@ def test_a_store_that_fails_while_it_deletes_ends_the_load(bench: Callable[..., 
             raise RuntimeError("a bug")
 
     b.store.before = broken
-    b.worker.start_loads([b.load([10, 11], 0, CHUNK)])
+    b.worker.loads.start([b.load([10, 11], 0, CHUNK)])
     b.wait()
-    assert b.worker.take_invalid_blocks() == {10, 11}
+    assert b.worker.loads.take_invalid_blocks() == {10, 11}
 
 
 def test_pages_may_be_overwritten_as_soon_as_save_returns(bench: Callable[..., Bench]) -> None:
@@ -153,7 +153,7 @@ def test_pages_may_be_overwritten_as_soon_as_save_returns(bench: Callable[..., B
     go = threading.Event()
     b.store.before = lambda operation: None if operation != "contains" else _wait(go)
     b.fill([0, 1], CHUNK)
-    b.worker.save(b.saves([0, 1], range(1)))
+    b.worker.saves.save(b.saves([0, 1], range(1)))
     for tensor in b.cache.keys + b.cache.values:
         tensor.zero_()
     go.set()
@@ -171,9 +171,9 @@ def test_an_entry_that_is_gone_invalidates_the_rest(bench: Callable[..., Bench])
     b.store_all()
     del b.store.entries[b.key(2)]
     blocks = [10, 11, 12, 13, 14, 15, 16, 17]
-    b.worker.start_loads([b.load(blocks, 0, 4 * CHUNK)])
+    b.worker.loads.start([b.load(blocks, 0, 4 * CHUNK)])
     b.wait()
-    assert b.worker.take_invalid_blocks() == {14, 15, 16, 17}
+    assert b.worker.loads.take_invalid_blocks() == {14, 15, 16, 17}
     assert b.held(blocks, 0, 2 * CHUNK)
     report = b.worker.report(1)
     assert report.failed == {"r"} and report.loaded == []
@@ -194,7 +194,7 @@ def test_a_damaged_entry_is_deleted_and_those_before_it_kept(bench: Callable[...
     }[damage]
     blocks = [10, 11, 12, 13, 14, 15]
     b.load_now([b.load(blocks, 0, 3 * CHUNK)])
-    assert b.worker.take_invalid_blocks() == {12, 13, 14, 15}
+    assert b.worker.loads.take_invalid_blocks() == {12, 13, 14, 15}
     assert b.held(blocks, 0, CHUNK)
     assert b.key(1) not in b.store.entries, "it would fail for ever"
     assert b.key(0) in b.store.entries and b.key(2) in b.store.entries
@@ -205,7 +205,7 @@ def test_an_entry_of_other_tokens_is_not_believed(bench: Callable[..., Bench]) -
     b.store_all()
     b.store.entries[b.key(1)] = b.store.entries[b.key(2)]
     b.load_now([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
-    assert b.worker.take_invalid_blocks() == {12, 13}
+    assert b.worker.loads.take_invalid_blocks() == {12, 13}
     assert b.key(1) not in b.store.entries
 
 
@@ -220,14 +220,14 @@ def test_an_entry_of_a_rank_with_another_profile_is_computed_and_stored_anew(ben
     other = bench(rank=1, codec=lossy, profile=pushed)
     other.store_all(1)
     other.load_now([other.load([10, 11], 0, CHUNK)])
-    assert not other.worker.take_invalid_blocks(), "it reads its own entries"
+    assert not other.worker.loads.take_invalid_blocks(), "it reads its own entries"
     ours = bench(rank=1, codec=lossy, profile=own, store=other.store, sequence=other.sequence)
     ours.load_now([ours.load([10, 11], 0, CHUNK)])
-    assert ours.worker.take_invalid_blocks() == {10, 11} and not ours.store.entries
+    assert ours.worker.loads.take_invalid_blocks() == {10, 11} and not ours.store.entries
     assert ours.worker.report(1).failed == {"r"} and ours.counts()["recomputed_tokens"] == CHUNK
     ours.store_all(1)
     ours.load_now([ours.load([10, 11], 0, CHUNK)])
-    assert not ours.worker.take_invalid_blocks()
+    assert not ours.worker.loads.take_invalid_blocks()
 
 
 OLD, NEW = b"an old secret, 16+", b"a new secret, 16+"
@@ -249,7 +249,7 @@ def test_a_tagged_entry_does_not_decode_in_anothers_place(bench: Callable[..., B
     )
     b.store.entries[b.key(0)] = foreign
     b.load_now([b.load([10, 11], 0, CHUNK)])
-    assert b.worker.take_invalid_blocks() == {10, 11}
+    assert b.worker.loads.take_invalid_blocks() == {10, 11}
     assert b.cache.keys[0][10].isnan().all(), "nothing of it reached the pages"
     assert b.key(0) not in b.store.entries, "it would fail for ever"
 
@@ -279,7 +279,7 @@ def test_an_entry_under_our_key_without_our_tag_is_deleted(bench: Callable[..., 
         chunk, associated_data=place if key else b""
     )
     b.load_now([b.load([10, 11], 0, CHUNK)])
-    assert b.worker.take_invalid_blocks() == {10, 11} and b.store.entries == {}
+    assert b.worker.loads.take_invalid_blocks() == {10, 11} and b.store.entries == {}
 
 
 @pytest.mark.parametrize("other", [{"quality": None, "step": 0.1}, {"quality": "high"}])
@@ -289,7 +289,7 @@ def test_an_entry_of_another_quality_is_not_believed(bench: Callable[..., Bench]
     (lossy,) = [Codec(fitted_to(LAYOUT), **other).encode(b.sequence.slice(0, CHUNK))]
     b.store.entries[b.key(0)] = lossy
     b.load_now([b.load([10, 11], 0, CHUNK)])
-    assert b.worker.take_invalid_blocks() == {10, 11}
+    assert b.worker.loads.take_invalid_blocks() == {10, 11}
     assert b.key(0) not in b.store.entries
 
 
@@ -302,7 +302,7 @@ def test_replicas_with_other_secrets_leave_each_others_entries_alone(
     second = bench(codec={"key": key}, store=first.store, sequence=first.sequence)
     assert not set(map(first.key, range(2))) & set(map(second.key, range(2)))
     second.load_now([second.load([10, 11, 12, 13], 0, 2 * CHUNK)])
-    assert second.worker.take_invalid_blocks() == {10, 11, 12, 13}, "misses"
+    assert second.worker.loads.take_invalid_blocks() == {10, 11, 12, 13}, "misses"
     assert set(first.store.entries) == set(map(first.key, range(2))) and "delete" not in first.store.calls
     second.store_all(2)
     assert len(first.store.entries) == 4, "it keeps its own beside them"
@@ -317,7 +317,7 @@ def test_while_secrets_are_replaced_entries_of_both_are_found(bench: Callable[..
     del old.store.entries[old.key(1)]
     both = bench(codec={"key": [NEW, OLD]}, store=old.store, sequence=old.sequence)
     both.fill([0, 1, 2, 3], 2 * CHUNK)
-    both.worker.save(both.saves([0, 1, 2, 3], range(1, 2)))
+    both.worker.saves.save(both.saves([0, 1, 2, 3], range(1, 2)))
     both.drain()
     assert both.key(1) in both.store.entries and old.key(1) not in both.store.entries, "written with the first"
     blocks = [10, 11, 12, 13, 14, 15]
@@ -325,7 +325,7 @@ def test_while_secrets_are_replaced_entries_of_both_are_found(bench: Callable[..
     assert both.held(blocks, 0, 3 * CHUNK)
     new = bench(codec={"key": NEW}, store=old.store, sequence=old.sequence)
     new.load_now([new.load(blocks, 0, 3 * CHUNK)])
-    assert new.worker.take_invalid_blocks() == set(blocks), "the first chunk is there with the old secret only"
+    assert new.worker.loads.take_invalid_blocks() == set(blocks), "the first chunk is there with the old secret only"
     assert old.key(0) in old.store.entries
 
 
@@ -335,7 +335,7 @@ def test_a_damaged_entry_of_an_old_secret_is_deleted_under_its_own_key(bench: Ca
     old.store.entries[old.key(0)] = old.store.entries[old.key(0)][:-1] + b"?"
     both = bench(codec={"key": [NEW, OLD]}, store=old.store, sequence=old.sequence)
     both.load_now([both.load([10, 11], 0, CHUNK)])
-    assert both.worker.take_invalid_blocks() == {10, 11}
+    assert both.worker.loads.take_invalid_blocks() == {10, 11}
     assert old.store.entries == {}
 
 
@@ -350,7 +350,7 @@ def test_a_lack_of_memory_deletes_no_entry(bench: Callable[..., Bench], monkeypa
     with monkeypatch.context() as patch:
         patch.setattr("cuvee.codec.cpu.backend.cache_rows", none_left)
         b.load_now([b.load([10, 11], 0, CHUNK)])
-    assert b.worker.take_invalid_blocks() == {10, 11} and b.key(0) in b.store.entries
+    assert b.worker.loads.take_invalid_blocks() == {10, 11} and b.key(0) in b.store.entries
     b.load_now([b.load([10, 11], 0, CHUNK)])
     assert b.held([10, 11], 0, CHUNK)
 
@@ -364,9 +364,9 @@ def test_a_store_that_fails_costs_a_recompute(bench: Callable[..., Bench]) -> No
             raise StoreError("the store is down")
 
     b.store.before = down
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK)])
+    b.worker.loads.start([b.load([1, 2], 0, CHUNK)])
     b.wait()
-    assert b.worker.take_invalid_blocks() == {1, 2}
+    assert b.worker.loads.take_invalid_blocks() == {1, 2}
     assert b.key(0) in b.store.entries
 
 
@@ -380,7 +380,7 @@ def test_an_unexpected_error_costs_a_recompute(bench: Callable[..., Bench]) -> N
 
     b.store.before = broken
     b.load_now([b.load([1, 2], 0, CHUNK)])
-    assert b.worker.take_invalid_blocks() == {1, 2}
+    assert b.worker.loads.take_invalid_blocks() == {1, 2}
 
 
 def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Callable[..., Bench]) -> None:
@@ -388,14 +388,14 @@ def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Calla
     b.store_all()
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK)])
+    b.worker.loads.start([b.load([1, 2], 0, CHUNK)])
     b.wait()
-    assert b.worker.take_invalid_blocks() == {1, 2}
+    assert b.worker.loads.take_invalid_blocks() == {1, 2}
     assert b.worker.report(1).failed == {"r"}
     go.set()
     assert b.worker._pools.loaders.dismiss(30)
     assert b.cache.keys[0][1].isnan().all(), "the blocks are the engine's again"
-    assert b.worker.take_arrived() == set() and b.worker.take_invalid_blocks() == set()
+    assert b.worker.loads.take_arrived() == set() and b.worker.loads.take_invalid_blocks() == set()
     assert b.counts()["failures{timeout}"] == 1
 
 
@@ -404,7 +404,7 @@ def test_a_load_that_never_got_a_thread_is_given_up(bench: Callable[..., Bench])
     b.store_all()
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")])
+    b.worker.loads.start([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")])
     b.wait("a", "b")
     go.set()
     assert b.worker._pools.loaders.dismiss(30)
@@ -421,7 +421,7 @@ def test_a_failed_put_is_counted_and_reported(bench: Callable[..., Bench]) -> No
 
     b.store.before = full
     b.fill([0, 1], CHUNK)
-    b.worker.save(b.saves([0, 1], range(1)))
+    b.worker.saves.save(b.saves([0, 1], range(1)))
     b.drain()
     assert b.worker.report(1).unsaved == {b.digests[0]}
     assert b.counts()["failures{store}"] == 1
@@ -429,7 +429,7 @@ def test_a_failed_put_is_counted_and_reported(bench: Callable[..., Bench]) -> No
 
 def test_values_that_cannot_be_coded_are_not_stored(bench: Callable[..., Bench]) -> None:
     b = bench(codec={"quality": "balanced"})
-    b.worker.save(b.saves([0, 1], range(1)))  # pages of NaN
+    b.worker.saves.save(b.saves([0, 1], range(1)))  # pages of NaN
     b.drain()
     assert b.store.entries == {}
     assert b.worker.report(1).unsaved == {b.digests[0]}
@@ -441,12 +441,12 @@ def test_one_chunk_that_cannot_be_coded_costs_no_other(bench: Callable[..., Benc
     blocks = list(range(16))
     b.fill(blocks, 8 * CHUNK)
     b.cache.keys[1][blocks[5]] = torch.nan  # of chunk 2
-    b.worker.save(b.saves(blocks, range(8)))
+    b.worker.saves.save(b.saves(blocks, range(8)))
     b.drain()
     assert set(b.store.entries) == {b.key(chunk) for chunk in range(8) if chunk != 2}
     assert b.worker.report(1).unsaved == {b.digests[2]}
     assert (b.counts()["failures{encode}"], b.counts()["stored{chunk}"]) == (1, 7)
-    assert b.worker._saves._pending == 0
+    assert b.worker.saves._pending == 0
 
 
 def test_a_bug_in_the_encoder_is_told_with_where_it_is(
@@ -457,7 +457,7 @@ def test_a_bug_in_the_encoder_is_told_with_where_it_is(
 
     b = bench()
     monkeypatch.setattr(b.codec, "encode_parts", broken)
-    b.worker.save(b.saves([0, 1, 2, 3], range(2)))
+    b.worker.saves.save(b.saves([0, 1, 2, 3], range(2)))
     b.drain()
     assert b.counts()["failures{encode}"] == 2 and b.worker.report(1).unsaved == set(b.digests[:2])
     assert 'raise RuntimeError("a bug")' in caplog.text
@@ -479,7 +479,7 @@ def test_a_step_is_encoded_in_one_go_by_each_thread(
     monkeypatch.setattr(b.codec, "encode_parts", counted)
     blocks = [9, 2, 5, 0, 7, 11, 1, 3, 8, 4]
     b.fill(blocks, 5 * CHUNK)
-    b.worker.save(b.saves(blocks, range(5)))
+    b.worker.saves.save(b.saves(blocks, range(5)))
     b.drain()
     assert sorted(calls) == batches
     b.load_now([b.load(list(range(12, 22)), 0, 5 * CHUNK)])
@@ -514,7 +514,7 @@ def test_a_device_codes_a_step_in_one_go(
     blob = b.store.entries[b.key(1)]
     b.store.entries[b.key(1)] = blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:]
     b.load_now([b.load(blocks, 0, 3 * CHUNK)])
-    assert b.worker.take_invalid_blocks() == {17, 4, 9, 22} and b.key(1) not in b.store.entries
+    assert b.worker.loads.take_invalid_blocks() == {17, 4, 9, 22} and b.key(1) not in b.store.entries
     assert batches[2] == -3 and set(batches[3:]) == {-1}, "one after the other tells which is damaged"
 
 
@@ -530,10 +530,10 @@ def test_a_write_that_hangs_holds_up_none_of_its_batch(bench: Callable[..., Benc
     b.store.before = hang
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
-    b.worker.save(b.saves(blocks, range(4)))
-    wait_until(lambda: len(b.worker._saves._sizes) == 1, "all but one are stored")
+    b.worker.saves.save(b.saves(blocks, range(4)))
+    wait_until(lambda: len(b.worker.saves._sizes) == 1, "all but one are stored")
     assert len(b.store.entries) == 3 and hangs.is_set()
-    assert 0 < b.worker._saves._pending < CHUNK * LAYOUT.bytes_per_token, "what is not written still counts: its blob"
+    assert 0 < b.worker.saves._pending < CHUNK * LAYOUT.bytes_per_token, "what is not written still counts: its blob"
     go.set()
     b.drain()
     assert len(b.store.entries) == 4
@@ -550,10 +550,10 @@ def test_without_memory_for_a_copy_the_engine_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(PagedCache, "copy", none_left)
-        b.worker.save(b.saves([0, 1, 2, 3], range(2)))
-    assert b.worker.report(1).unsaved == set(b.digests[:2]) and b.worker._saves._pending == 0
+        b.worker.saves.save(b.saves([0, 1, 2, 3], range(2)))
+    assert b.worker.report(1).unsaved == set(b.digests[:2]) and b.worker.saves._pending == 0
     assert b.counts()["failures{encode}"] == 2
-    b.worker.save(b.saves([0, 1, 2, 3], range(2)))
+    b.worker.saves.save(b.saves([0, 1, 2, 3], range(2)))
     b.drain()
     assert len(b.store.entries) == 2
 
@@ -576,13 +576,13 @@ def test_what_is_there_already_is_not_encoded_again(bench: Callable[..., Bench])
     b.store_all(1)
     before = b.store.calls.count("put")
     b.fill([0, 1], CHUNK)
-    b.worker.save(b.saves([0, 1], range(1)))
+    b.worker.saves.save(b.saves([0, 1], range(1)))
     b.drain()
     assert b.store.calls.count("put") == before
     assert not b.worker.report(1).unsaved
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
-    b.worker.save(b.saves(blocks, range(4)))  # in a batch with others that are not
+    b.worker.saves.save(b.saves(blocks, range(4)))  # in a batch with others that are not
     b.drain()
     assert b.store.calls.count("put") == before + 3 and len(b.store.entries) == 4
     assert b.counts()["stored{chunk}"] == 4 and not b.worker.report(2).unsaved
@@ -594,7 +594,7 @@ def test_what_is_encoded_waits_at_the_size_of_its_blob(bench: Callable[..., Benc
     b.store.before = lambda operation: _wait(go) if operation == "put" else None
     blocks = list(range(4))
     b.fill(blocks, 2 * CHUNK)
-    b.worker.save(b.saves(blocks, range(1)))
+    b.worker.saves.save(b.saves(blocks, range(1)))
     wait_until(lambda: "put" in b.store.calls, "it is encoded")
     waiting = (b.worker.report(1).metrics or {})["pending_bytes||0"]
     go.set()
@@ -610,14 +610,14 @@ def test_copies_have_a_budget(bench: Callable[..., Bench], caplog: pytest.LogCap
     b.store.before = lambda operation: _wait(go)
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
-    b.worker.save(b.saves(blocks, range(3)))
-    b.worker.save(b.saves(blocks, range(3, 4)))
+    b.worker.saves.save(b.saves(blocks, range(3)))
+    b.worker.saves.save(b.saves(blocks, range(3, 4)))
     go.set()
     b.drain()
     assert set(b.store.entries) == {b.key(0), b.key(1)}
     assert b.worker.report(1).unsaved == {b.digests[2], b.digests[3]}
     assert b.counts()["stores_skipped{full}"] == 2 and caplog.text.count("fill max_pending_gb") == 1
-    b.worker.save(b.saves(blocks, range(2, 4)))
+    b.worker.saves.save(b.saves(blocks, range(2, 4)))
     b.drain()
     assert len(b.store.entries) == 4, "the budget is free again"
 
@@ -637,7 +637,7 @@ def test_long_loads_come_in_several_fetches(bench: Callable[..., Bench], monkeyp
     assert b.held(blocks, 0, 8 * CHUNK)
     del b.store.entries[b.key(4)]
     b.load_now([b.load(blocks, 0, 8 * CHUNK)])
-    assert b.worker.take_invalid_blocks() == set(blocks[8:])
+    assert b.worker.loads.take_invalid_blocks() == set(blocks[8:])
 
 
 class Ended(BaseException):
@@ -697,13 +697,13 @@ def test_an_error_that_the_caller_of_the_engine_handles_is_none_of_the_step(benc
 def test_the_engine_may_be_asked_whether_its_step_fails(bench: Callable[..., Bench]) -> None:
     b = bench()
     b.worker.begin_step(1, 0)
-    said = [b.worker.failing]
+    said = [b.worker.saves.failing]
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
-        said.append(b.worker.failing)
+        said.append(b.worker.saves.failing)
         b.worker.begin_step(2, 0)
-        said.append(b.worker.failing)
+        said.append(b.worker.saves.failing)
     assert said == [False, True, False]
 
 
@@ -714,7 +714,7 @@ def test_several_ranks_store_only_what_all_of_them_have_computed(
     b.fill(blocks, 8 * CHUNK)
     b.step(1, b.saves(blocks, range(2)))
     b.step(2, b.saves(blocks, range(2, 4)))
-    assert not b.store.entries and b.worker._saves.queued()[0] == 4
+    assert not b.store.entries and b.worker.saves.queued()[0] == 4
     poison(b.cache)
     b.step(3, b.saves(blocks, range(4, 5)), confirmed=1)
     wait_until(lambda: len(b.store.entries) == 2, "the first step is stored")
@@ -733,7 +733,7 @@ def test_close_finishes_what_is_being_stored(bench: Callable[..., Bench]) -> Non
     b = bench()
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
-    b.worker.save(b.saves(blocks, range(4)))
+    b.worker.saves.save(b.saves(blocks, range(4)))
     b.worker.close()
     assert len(b.store.entries) == 4
     b.worker.close()
@@ -761,7 +761,7 @@ def test_close_is_bounded_and_says_what_is_lost(
             _wait(go)
 
     b.store.before = hang
-    b.worker.save(b.saves(blocks, range(4)))
+    b.worker.saves.save(b.saves(blocks, range(4)))
     assert hangs.wait(10)
     with caplog.at_level("INFO", logger="cuvee"):
         _in_time(b.worker.close)
@@ -790,7 +790,7 @@ def test_what_a_store_could_not_write_behind_is_lost(
     b.worker._state.store = tiers
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
-    b.worker.save(b.saves(blocks, range(4)))
+    b.worker.saves.save(b.saves(blocks, range(4)))
     b.drain()
     assert hangs.wait(10)
     _in_time(b.worker.close)
@@ -812,7 +812,7 @@ def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pyte
             _wait(go)
 
     b.store.before = hang
-    b.worker.start_loads([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")])
+    b.worker.loads.start([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")])
     assert hangs.wait(10)
     _in_time(b.worker.close)
     go.set()
@@ -871,14 +871,14 @@ def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench])
             _wait(go)
 
     b.store.before = hang
-    b.worker.save(b.saves(blocks, range(1)))
+    b.worker.saves.save(b.saves(blocks, range(1)))
     assert hangs.wait(10)
     threading.Event().wait(0.3)
-    b.worker.save(b.saves(blocks, range(1, 3)))
-    wait_until(lambda: not b.worker._saves._sizes.keys() & set(b.digests[1:3]), "chunks are stored")
+    b.worker.saves.save(b.saves(blocks, range(1, 3)))
+    wait_until(lambda: not b.worker.saves._sizes.keys() & set(b.digests[1:3]), "chunks are stored")
     assert b.worker._state.store.counters()["memory"].errors == 1, "the one that hangs, once"
-    b.worker.save(b.saves(blocks, range(3, 5)))
-    wait_until(lambda: not b.worker._saves._sizes.keys() & set(b.digests[3:5]), "chunks are stored")
+    b.worker.saves.save(b.saves(blocks, range(3, 5)))
+    wait_until(lambda: not b.worker.saves._sizes.keys() & set(b.digests[3:5]), "chunks are stored")
     # The circuit of writing has opened for it; reading has not.
     assert b.key(0) not in b.store.entries
     go.set()
@@ -916,7 +916,7 @@ def test_the_copy_of_fp8_pages_keeps_their_scales(bench: Callable[..., Bench]) -
     pages = torch.randn(2, 3, BLOCKS, BLOCK, 2, 16).to(torch.float8_e4m3fn)
     cache = PagedCache(LAYOUT, list(pages[0]), list(pages[1]), [0.5, 2.0, 4.0], [8.0, 0.25, 3.0])
     b.worker.attach(cache)
-    b.worker.save(b.saves([3, 1], range(1)))
+    b.worker.saves.save(b.saves([3, 1], range(1)))
     b.drain()
     expected = cache.read(torch.cat([torch.arange(8) + 3 * BLOCK, torch.arange(8) + BLOCK]), 0)
     stored = b.codec.decode(b.store.entries[b.key(0)])
@@ -938,7 +938,7 @@ def _store_tail(b: Bench, end: int) -> None:
     """Put the chunks and the tail of the sequence's first `end` tokens into the store, in one batch."""
     blocks = list(range(end // BLOCK))
     b.fill(blocks, end)
-    b.worker.save([*b.saves(blocks, range(end // CHUNK)), b.save_tail(blocks, end)])
+    b.worker.saves.save([*b.saves(blocks, range(end // CHUNK)), b.save_tail(blocks, end)])
     b.drain()
     for tensor in b.cache.keys + b.cache.values:
         tensor.fill_(torch.nan)
@@ -955,7 +955,7 @@ def test_a_tail_comes_back_after_its_chunks(bench: Callable[..., Bench], start: 
     assert b.held(blocks, start, end, first=start // CHUNK * CHUNK)
     written = {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()}
     assert written == set(blocks[start % CHUNK // BLOCK :])
-    assert not b.worker.take_invalid_blocks()
+    assert not b.worker.loads.take_invalid_blocks()
     counts = b.counts()
     assert counts["loaded_tokens"] == end - start
     assert (counts.get("loaded{chunk}", 0), counts["loaded{tail}"]) == (2 - start // CHUNK, 1)
@@ -970,7 +970,7 @@ def test_a_load_may_end_inside_a_chunk(bench: Callable[..., Bench]) -> None:
     b.load_now([load])
     assert b.held([5, 6, 7], 0, CHUNK + BLOCK)
     assert {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()} == {5, 6, 7}
-    assert not b.worker.take_invalid_blocks()
+    assert not b.worker.loads.take_invalid_blocks()
     assert b.counts()["loaded{chunk}"] == 2
 
 
@@ -979,12 +979,12 @@ def test_a_load_may_end_inside_a_tail() -> None:
     b = Bench(chunk_tokens=4 * BLOCK)
     try:
         b.fill([0, 1, 2], 3 * BLOCK)
-        b.worker.save([Save(TENANT, Entry("tail", b"t" * 32, 0, 3 * BLOCK, (0, 1, 2)))])
+        b.worker.saves.save([Save(TENANT, Entry("tail", b"t" * 32, 0, 3 * BLOCK, (0, 1, 2)))])
         b.drain()
         tail = Entry("tail", b"t" * 32, 0, 3 * BLOCK, (9, 4))
         b.load_now([Load("r", TENANT, [tail], 0, 2 * BLOCK, [9, 4])])
         assert b.held([9, 4], 0, 2 * BLOCK)
-        assert b.cache.keys[0][3:4].isnan().all() and not b.worker.take_invalid_blocks()
+        assert b.cache.keys[0][3:4].isnan().all() and not b.worker.loads.take_invalid_blocks()
     finally:
         b.worker.close()
 
@@ -1005,9 +1005,9 @@ def test_a_bad_tail_costs_no_more_than_itself(bench: Callable[..., Bench], damag
         tokens = BLOCK if damage == "whole" else 1
         load.prefix[-1] = replace(load.prefix[-1], tokens=tokens)
     b.load_now([load])
-    assert b.worker.take_arrived() == {"r"}
+    assert b.worker.loads.take_arrived() == {"r"}
     assert b.held(blocks, 0, 2 * CHUNK)
-    assert b.worker.take_invalid_blocks() == {9}
+    assert b.worker.loads.take_invalid_blocks() == {9}
     report = b.worker.report(1)
     assert report.failed == {"r"} and report.unsaved == {load.prefix[-1].digest} and not report.loaded
     assert b.counts()["recomputed_tokens"] == BLOCK and b.counts()["loaded_tokens"] == 2 * CHUNK
@@ -1019,7 +1019,7 @@ def test_after_a_missing_chunk_the_tail_is_computed_too(bench: Callable[..., Ben
     _store_tail(b, end)
     del b.store.entries[b.key(1)]
     b.load_now([b.load_tail([20, 3, 17, 4, 9], 0, end)])
-    assert b.worker.take_invalid_blocks() == {17, 4, 9}
+    assert b.worker.loads.take_invalid_blocks() == {17, 4, 9}
     assert "loaded{tail}" not in b.counts()
 
 
@@ -1036,12 +1036,12 @@ def test_a_tail_takes_its_own_share_of_the_budget(bench: Callable[..., Bench]) -
     b.fill(blocks, 8 * BLOCK)
     go = threading.Event()
     b.store.before = lambda operation: _wait(go)
-    b.worker.save([*b.saves(blocks, range(1)), b.save_tail(blocks, 3 * BLOCK)])
-    assert b.worker._saves._pending == (CHUNK + BLOCK) * LAYOUT.bytes_per_token
-    b.worker.save([b.save_tail(blocks, 5 * BLOCK)])
+    b.worker.saves.save([*b.saves(blocks, range(1)), b.save_tail(blocks, 3 * BLOCK)])
+    assert b.worker.saves._pending == (CHUNK + BLOCK) * LAYOUT.bytes_per_token
+    b.worker.saves.save([b.save_tail(blocks, 5 * BLOCK)])
     go.set()
     b.drain()
-    assert b.worker._saves._pending == 0
+    assert b.worker.saves._pending == 0
     assert b.counts()["stores_skipped{full}"] == 1
     assert (b.counts()["stored{chunk}"], b.counts()["stored{tail}"]) == (1, 1)
 
@@ -1056,7 +1056,7 @@ def test_a_tail_that_cannot_be_written_is_reported(bench: Callable[..., Bench]) 
 
     b.store.before = full
     save = b.save_tail(blocks, 3 * BLOCK)
-    b.worker.save([save])
+    b.worker.saves.save([save])
     b.drain()
     assert b.worker.report(1).unsaved == {save.entry.digest}
     assert b.counts()["failures{store}"] == 1
@@ -1068,7 +1068,7 @@ def test_what_is_copied_at_the_start_of_a_step_survives_the_step(bench: Callable
     b.store_all()
     b.fill([0, 1, 2], 3 * BLOCK)
     save = b.save_tail([0, 1, 2], 3 * BLOCK)
-    b.worker.save([save])
+    b.worker.saves.save([save])
     b.load_now([b.load([2, 1], 2 * CHUNK, 3 * CHUNK)])
     b.drain()
     b.load_now([b.load_tail([9, 8, 7], 0, 3 * BLOCK)])
@@ -1082,13 +1082,13 @@ def test_a_worker_that_lets_go_of_pages_ends_its_loads_and_keeps_nothing(bench: 
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation in ("get", "put") else None
     b.fill([20, 21], CHUNK)
-    b.worker.save([Save(TENANT, replace(b.chunk(5), start=0).within([20, 21], BLOCK))])
-    b.worker.start_loads([b.load([1, 2, 3, 4], 0, 2 * CHUNK)])
+    b.worker.saves.save([Save(TENANT, replace(b.chunk(5), start=0).within([20, 21], BLOCK))])
+    b.worker.loads.start([b.load([1, 2, 3, 4], 0, 2 * CHUNK)])
     old = [weakref.ref(tensor) for tensor in b.cache.keys + b.cache.values]
     for _ in range(2):
         b.worker.detach()
     assert not b.worker.attached
-    assert b.worker.take_arrived() == {"r"} and b.worker.take_invalid_blocks() == {1, 2, 3, 4}
+    assert b.worker.loads.take_arrived() == {"r"} and b.worker.loads.take_invalid_blocks() == {1, 2, 3, 4}
     pages = b.cache.keys[0].clone()
     held, b.cache = b.cache.keys[0], make_pages(LAYOUT, torch.device("cpu"), permuted=False)
     go.set()
@@ -1100,4 +1100,4 @@ def test_a_worker_that_lets_go_of_pages_ends_its_loads_and_keeps_nothing(bench: 
     assert [ref() for ref in old] == [None] * len(old)
     b.worker.attach(b.cache)
     b.load_now([b.load([7, 8, 9, 10], 0, 2 * CHUNK)])
-    assert b.held([7, 8, 9, 10], 0, 2 * CHUNK) and not b.worker.take_invalid_blocks()
+    assert b.held([7, 8, 9, 10], 0, 2 * CHUNK) and not b.worker.loads.take_invalid_blocks()

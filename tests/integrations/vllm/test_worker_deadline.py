@@ -69,7 +69,7 @@ def run(b: Bench, chunks: int = 4, planned: Aim | None = None, request: str = "r
     """Load the first chunks, and return what is reported of it."""
     load = b.load(BLOCKS, start, chunks * CHUNK, request)
     load.aim = planned
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     b.wait(request)
     return b.worker.report(1)
 
@@ -116,7 +116,7 @@ def test_a_chunk_without_its_last_part_is_stored_again(bench: Callable[..., Benc
     del b.store.entries[keys_of(b, 2)[-1]], b.store.entries[keys_of(b, 5)[0]]
     b.fill(BLOCKS, 8 * CHUNK)
     puts = b.store.calls.count("put")
-    b.worker.save(b.saves(BLOCKS, range(8)))
+    b.worker.saves.save(b.saves(BLOCKS, range(8)))
     b.drain()
     assert set(b.store.entries) == set(stored_before)
     assert b.store.calls.count("put") - puts == 2 * PARTS, "of the two chunks that lacked a part"
@@ -141,7 +141,7 @@ def test_a_chunk_that_is_lossless_because_it_has_no_ids_is_whole(bench: Callable
     save = b.saves(BLOCKS, range(1))[0]
     without = Save(save.tenant, save.entry, [NO_TOKEN] * CHUNK)
     for _ in range(2):
-        b.worker.save([without])
+        b.worker.saves.save([without])
         b.drain()
     assert list(b.store.entries) == [b.key(0)] and b.store.calls.count("put") == 1
     for name, planned in (("load", None), ("plan", aim())):
@@ -187,7 +187,7 @@ def test_a_bad_base_ends_the_load_before_it_and_takes_its_refinements_along(
     b.store.entries[keys_of(b, 2)[0]] = blob[:-9] + bytes(9)
     report = run(b, planned=planned)
     assert report.failed == {"r"} and delivered(report).parts == (2, 2)
-    assert b.worker.take_invalid_blocks() == set(BLOCKS[4:8])
+    assert b.worker.loads.take_invalid_blocks() == set(BLOCKS[4:8])
     assert not set(keys_of(b, 2)) & set(b.store.entries)
     assert b.counts()["failures{load}"] == 1 and "failures{refinement}" not in b.counts()
     assert b.digests[2] in report.unsaved
@@ -224,7 +224,7 @@ def test_an_error_that_is_not_of_the_bytes_deletes_nothing(
     def fails(*given: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(b.worker._loads._restorer, "restore", fails)
+    monkeypatch.setattr(b.worker.loads._restorer, "restore", fails)
     report = run(b, planned=aim())
     assert delivered(report).parts == () and report.failed == {"r"}
     assert b.store.entries == stored_before
@@ -239,7 +239,7 @@ def test_a_plan_with_time_loads_everything(bench: Callable[..., Bench]) -> None:
     assert delivered(report).parts == (2,) * 4 and delivered(report).complete
     assert all(holds(b, chunk, 2) for chunk in range(4))
     assert not report.failed and not report.loaded, "its time says nothing of the store"
-    assert b.worker.take_invalid_blocks() == set()
+    assert b.worker.loads.take_invalid_blocks() == set()
     counts = b.counts()
     assert counts["loaded{chunk}"] == 4 and counts["loaded_tokens"] == 4 * CHUNK and "loaded_at{0}" not in counts
 
@@ -274,15 +274,15 @@ def test_a_deadline_that_has_passed_gives_the_first_token_soon(bench: Callable[.
 def test_where_there_is_time_to_compute_nothing_is_loaded_coarsely(bench: Callable[..., Bench]) -> None:
     store = Parted()
     b = stored(bench(store=store))
-    b.worker._loads._deadlines.link("memory").observe(1, 0.0, 0.0, 3600.0)  # a byte took an hour
+    b.worker.loads._deadlines.link("memory").observe(1, 0.0, 0.0, 3600.0)  # a byte took an hour
     load = b.load(BLOCKS, 0, 4 * CHUNK)
     load.aim = Aim(0.5, 1, 0, (1e-6, 0.0, 0.1, 0.0))
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     b.wait()
     report = b.worker.report(1)
     assert delivered(report) == Delivery("r", 0, (), (), False)
     assert not report.failed and not report.unsaved, "the store has all parts of these chunks"
-    assert b.worker.take_invalid_blocks() == set(BLOCKS[:8])
+    assert b.worker.loads.take_invalid_blocks() == set(BLOCKS[:8])
     counts = b.counts()
     assert counts["loaded_at{0}"] == 4 * CHUNK and "failures{load}" not in counts
     assert "recomputed_tokens" not in counts
@@ -294,7 +294,7 @@ def test_a_chunk_that_is_gone_is_computed_with_all_behind_it(bench: Callable[...
         del b.store.entries[key]
     report = run(b, planned=aim())
     assert delivered(report).parts == (2,) and report.failed == {"r"}
-    assert b.worker.take_invalid_blocks() == set(BLOCKS[2:8])
+    assert b.worker.loads.take_invalid_blocks() == set(BLOCKS[2:8])
     assert b.counts()["recomputed_tokens"] == 3 * CHUNK
 
 
@@ -317,10 +317,10 @@ def test_a_store_that_hangs_is_given_up_after_the_load_timeout(bench: Callable[.
     try:
         load = b.load(BLOCKS, 0, 4 * CHUNK)
         load.aim = aim(seconds=30.0, rest=10**6)  # computing would take a quarter of an hour
-        b.worker.start_loads([load])
+        b.worker.loads.start([load])
         b.wait()
         assert b.counts()["failures{timeout}"] == 1
-        assert b.worker.take_invalid_blocks() == set(BLOCKS[:8])
+        assert b.worker.loads.take_invalid_blocks() == set(BLOCKS[:8])
     finally:
         gate.set()
 
@@ -330,12 +330,12 @@ def test_a_load_that_is_dropped_writes_nothing_more(bench: Callable[..., Bench])
     gate = hold(b.store, "get")
     load = b.load(BLOCKS, 0, 4 * CHUNK)
     load.aim = aim()
-    b.worker.start_loads([load])
+    b.worker.loads.start([load])
     wait_until(lambda: "get" in b.store.calls, "a part is fetched")
-    b.worker.drop(["r"])
+    b.worker.loads.drop(["r"])
     gate.set()
     b.wait()
-    assert b.worker.take_invalid_blocks() == set(BLOCKS[:8])
+    assert b.worker.loads.take_invalid_blocks() == set(BLOCKS[:8])
     assert b.cache.read(torch.arange(4 * CHUNK), 0).keys[0].isnan().all()
 
 
@@ -354,7 +354,7 @@ def test_a_link_that_delivers_slowly_has_refinements_left_out(bench: Callable[..
 
 def test_one_load_teaches_the_next(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
-    loads = b.worker._loads._deadlines
+    loads = b.worker.loads._deadlines
     before = loads._decode(float(CHUNK), 0.0)
     run(b, planned=aim())
     assert loads._decode(float(CHUNK), 0.0) != before

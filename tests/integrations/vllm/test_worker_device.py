@@ -67,10 +67,10 @@ def test_what_is_stored_is_what_the_step_computed(late: LateDevice, bench: Calla
     own = bench()
     blocks = list(range(BLOCKS))[::-1][:16]
     own.fill(blocks, 8 * CHUNK)
-    own.worker.save(own.saves(blocks, range(4)))
+    own.worker.saves.save(own.saves(blocks, range(4)))
     overwrite(own, 5.0)
     own.fill(blocks, 8 * CHUNK)
-    own.worker.save(own.saves(blocks, range(4, 8))[:3])
+    own.worker.saves.save(own.saves(blocks, range(4, 8))[:3])
     overwrite(own, 6.0)
     taken = [torch.full((1 << 14,), 7, dtype=torch.uint8, device=CUDA) for _ in range(40)]  # what copies were in
     own.drain()
@@ -86,7 +86,7 @@ def test_what_is_restored_is_there_when_the_engine_hears_of_it(late: LateDevice,
     for chunk in range(8):
         own.store.entries[own.key(chunk)] = expected(own, chunk)
     overwrite(own, 5.0)  # by those that had the blocks before, and not done yet
-    own.worker.start_loads([own.load(blocks, 0, 8 * CHUNK)])
+    own.worker.loads.start([own.load(blocks, 0, 8 * CHUNK)])
     own.wait()
     seen = [tensor[:] * 1 for tensor in own.cache.keys + own.cache.values]  # the engine's step reads
     late.engine.run(late.engine.given)
@@ -110,10 +110,10 @@ def test_a_damaged_chunk_leaves_those_before_it(late: LateDevice, bench: Callabl
     own.store.entries[own.key(5)] = with_section(blob, bytes(section))
     overwrite(own, 5.0)
     late.entries.clear()
-    own.worker.start_loads([own.load(blocks, 0, 8 * CHUNK)])
+    own.worker.loads.start([own.load(blocks, 0, 8 * CHUNK)])
     own.wait()
     assert {entry.stream for entry in late.entries if entry.thread != "MainThread"} == {len(late.streams) - 1}
-    assert own.worker.take_invalid_blocks() == set(blocks[10:])
+    assert own.worker.loads.take_invalid_blocks() == set(blocks[10:])
     assert own.held(blocks[:10], 0, 5 * CHUNK)
     for tensor in own.cache.keys + own.cache.values:  # the engine computes the rest, at once
         tensor[10:16].fill_(9.0)
@@ -132,7 +132,7 @@ def test_what_a_step_costs(latest: LateDevice, bench: Callable[..., Bench], chun
         own.fill(blocks, 8 * CHUNK)
         own.store.entries.clear()
         latest.entries.clear()
-        own.worker.save(own.saves(blocks, range(chunks)))
+        own.worker.saves.save(own.saves(blocks, range(chunks)))
         own.drain()
     engine = [entry for entry in latest.entries if entry.thread == "MainThread"]
     pool = [entry for entry in latest.entries if entry.thread != "MainThread"]
@@ -165,7 +165,7 @@ def test_threads_keep_their_streams(latest: LateDevice, bench: Callable[..., Ben
     for _ in range(6):
         own.fill(blocks, 2 * CHUNK)
         own.store.entries.clear()
-        own.worker.save(own.saves(blocks, range(2)))
+        own.worker.saves.save(own.saves(blocks, range(2)))
         own.drain()
         own.load_now([own.load(blocks, 0, 2 * CHUNK)])
         own.wait()
@@ -180,14 +180,14 @@ def test_nothing_is_loaded_or_stored_while_a_graph_is_captured(
     own.store_all()
     latest.entries.clear()
     latest.engine.capturing = True
-    own.worker.save([])
+    own.worker.saves.save([])
     own.load_now([])
     assert latest.entries == []  # a step with nothing to do
-    own.worker.save(own.saves(blocks, range(2)))
+    own.worker.saves.save(own.saves(blocks, range(2)))
     own.load_now([own.load(blocks, 0, CHUNK)])
     assert latest.entries == []
     assert [entry for entry, _ in contained] == ["save", "start_loads"]
     assert all(isinstance(error, InputError) and "captured into a CUDA graph" in str(error) for _, error in contained)
-    assert not own.worker._saves._sizes and own.worker._saves._pending == 0
-    assert own.worker.take_arrived() == {"r"} and own.worker.take_invalid_blocks() == {0, 1}  # of the chunk
+    assert not own.worker.saves._sizes and own.worker.saves._pending == 0
+    assert own.worker.loads.take_arrived() == {"r"} and own.worker.loads.take_invalid_blocks() == {0, 1}  # of the chunk
     latest.engine.capturing = False
