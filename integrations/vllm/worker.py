@@ -126,7 +126,7 @@ class WorkerSide:
             opened = codec.open(base, refinements=refinements)
         else:
             opened = codec.open(codec.encode(PagedChunks(chunk, [slots], [0]))[0])
-        if self._state.grouped is not None:
+        if self._state.copied is not None:
             codec.decode_paged([opened], chunk, [slots]).check()
             return
         nowhere = torch.full((tokens,), NOWHERE, device=cache.device)

@@ -198,12 +198,12 @@ class Restorer:
 
     @property
     def _writer(self) -> Writer | None:
-        """Writes to pages of several groups of layers; None: there is one."""
-        return None if self._state.grouped is None else self._write_to_groups
+        """Writes to pages that are copied; None: the codec writes them."""
+        return None if self._state.copied is None else self._write_copied
 
-    def _write_to_groups(self, blob: OpenBlob, slots: Sequence[torch.Tensor], start: int | None) -> None:
-        """Decode an entry to dense tensors, and write these to its slots of each group of layers."""
-        pages, cache = self._state.grouped, self._state.pages
+    def _write_copied(self, blob: OpenBlob, slots: Sequence[torch.Tensor], start: int | None) -> None:
+        """Decode an entry to dense tensors, and write these to its slots in each group of layers."""
+        pages, cache = self._state.copied, self._state.pages
         if pages is None:
             raise RuntimeError("the engine sleeps")
         dense = PagedCache.empty(pages.layout, blob.tokens, range(pages.layout.num_layers), cache.device)

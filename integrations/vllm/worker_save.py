@@ -206,7 +206,7 @@ class WorkerSaves:
         each = zip(*(self._state.slots(save.entry) for save in batch), strict=True)
         slots = [send(torch.cat(parts), pages.device) for parts in each]
         with allocations(f"copying {len(slots[0])} tokens"):
-            return pages.copy(*slots) if self._state.grouped is None else self._state.grouped.copy(slots)
+            return pages.copy(*slots) if self._state.copied is None else self._state.copied.copy(slots)
 
     def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
         """Encode the entries of a batch that the store does not have, and hand them to the writers."""

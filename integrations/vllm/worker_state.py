@@ -13,8 +13,8 @@ from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.integrations.vllm.copied_pages import CopiedPages
 from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
-from cuvee.integrations.vllm.grouped_pages import GroupedPages
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
@@ -92,7 +92,7 @@ class WorkerState:
         report: what happened since the last report.
         windows: of each group of layers, how many tokens the engine keeps; None: all.
         bytes_per_token: of the pages, uncompressed.
-        grouped: the pages where there are several groups, or pairs of fp8 codes are coded; None: the codec reads and
+        copied: the pages where there are several groups, or pairs of fp8 codes are coded; None: the codec reads and
             writes the pages.
         closed: nothing is admitted any more.
     """
@@ -118,7 +118,7 @@ class WorkerState:
         self.closed = False
         self.windows = setup.windows
         self.cache: PagedCache | None = None
-        self.grouped: GroupedPages | None = None
+        self.copied: CopiedPages | None = None
         self.bytes_per_token = 0
         self._groups = setup.groups
         # An fp8 cache is coded as something else than it holds.
@@ -129,12 +129,12 @@ class WorkerState:
         self.cache = cache
         layout = cache.layout if self._layout is None else self._layout
         copied = len(self._groups) > 1 or layout.layers != cache.layout.layers
-        self.grouped = GroupedPages(cache, self._groups, layout) if copied else None
+        self.copied = CopiedPages(cache, self._groups, layout) if copied else None
         self.bytes_per_token = cache.layout.values_per_token * cache.dtype.itemsize
 
     def detach(self) -> None:
         """Forget the pages."""
-        self.cache = self.grouped = None
+        self.cache = self.copied = None
 
     @property
     def fails_whole(self) -> bool:
@@ -159,7 +159,7 @@ class WorkerState:
     @property
     def coded(self) -> KVLayout:
         """The layout of what is coded of the pages."""
-        return self.pages.layout if self.grouped is None else self.grouped.layout
+        return self.pages.layout if self.copied is None else self.copied.layout
 
     def slots(self, entry: Entry, placed: range | None = None) -> list[torch.Tensor]:
         """Return the slot of each of an entry's tokens in every group of layers, int64 `[T]`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
@@ -26,16 +27,18 @@ class Counter:
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []  # tenant and digests of each call
         self.blocked: set[str] = set()
-        self._go = threading.Semaphore(0)
+        self._go: defaultdict[str, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(0))
 
     def __call__(self, tenant: str, digests: Sequence[bytes]) -> list[bool]:
         self.begun.append((tenant, len(digests)))
         if tenant in self.blocked:
-            assert self._go.acquire(timeout=30)
+            assert self._go[tenant].acquire(timeout=30)
         return [digest[0] % 2 == 0 for digest in digests]
 
     def release(self, calls: int) -> None:
-        self._go.release(calls)
+        """Let so many calls of each tenant go."""
+        for tenant in self.blocked:
+            self._go[tenant].release(calls)
 
 
 def asking(*questions: int) -> Callable[[Lookup[list[int]]], list[int]]:
@@ -81,7 +84,7 @@ def test_nobody_is_asked_for_what_is_not_wanted_any_more(made: Callable[..., tup
     store.blocked = {"cancelled", "settled"}
     cancelled, settled = (looking.begin(tenant, asking(6, 6400), []) for tenant in ("cancelled", "settled"))
     wait_until(lambda: len(store.begun) == 2, "both first calls")
-    store.release(2)
+    store.release(1)
     wait_until(lambda: len(store.begun) == 4, "the first calls of both second questions")
     unbegun = looking.begin("a", asking(2), [])
     assert cancelled.answer.cancel() and settled.settle() == [3], "of the first question"

@@ -21,7 +21,7 @@ from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 
 
-class GroupedPages:
+class CopiedPages:
     """Copies tokens out of pages and writes them back.
 
     Args:
