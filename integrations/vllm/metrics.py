@@ -196,63 +196,20 @@ class Recorder:
             return collect(self._totals)
 
     def summary(self) -> str:
-        """Summarize everything since the start in one line."""
+        """Return everything that was counted since the start, but not gauges, in one line; of histograms the mean."""
         totals = self.totals()
-
-        def figure(name: str, label: str = "") -> float:
-            return totals.get((name, label), 0)
-
-        def split(name: str) -> str:
-            """Show a metric's figures by label, in order of appearance."""
-            return ", ".join(f"{value:,} {label}" for (of, label), value in totals.items() if of == name)
-
-        def total(name: str) -> float:
-            return sum(count for (of, _), count in totals.items() if of == name)
-
         parts = []
-        if figure("stored", "chunk") or figure("stored", "tail"):
-            raw, stored = figure("raw_bytes"), figure("stored_bytes")
-            parts.append(
-                f"stored {figure('stored', 'chunk'):,} chunks and {figure('stored', 'tail'):,} tails, "
-                f"{_size(raw)} as {_size(stored)} "
-                f"({raw / max(stored, 1):.1f}x), encoding {figure('work_seconds', 'encode'):.3g} s"
-            )
-        if figure("stored", "segment"):
-            parts.append(f"stored {figure('stored', 'segment'):,} segments")
-        if blends := total("blend_seconds"):
-            reused, recomputed, new = (figure("blend_tokens", kind) for kind in METRICS["blend_tokens"].values)
-            parts.append(
-                f"blended {blends:,} prompts of {new + reused + recomputed:,} tokens: "
-                f"{reused + recomputed:,} reused, {recomputed:,} of them recomputed"
-            )
-        if checks := total("blend_kl"):
-            mean = self._sums["blend_kl"] / checks
-            parts.append(f"{checks:,} blends were also computed exactly: KL {mean:.3g} nats on average")
-        if refused := split("blends_refused"):
-            parts.append(f"not blended: {refused}")
-        if loads := total("load_seconds"):
-            parts.append(
-                f"loaded {figure('loaded_tokens'):,} tokens ({figure('loaded', 'chunk'):,} chunks and "
-                f"{figure('loaded', 'tail'):,} tails) in "
-                f"{loads:,} loads, fetching {figure('work_seconds', 'fetch'):.3g} s, "
-                f"decoding {figure('work_seconds', 'decode'):.3g} s"
-            )
-        if deadlines := split("deadlines"):
-            parts.append(f"deadlines: {deadlines}")
-        if lookups := split("lookups"):
-            parts.append(f"lookups: {lookups}")
-        operations = {tuple(label.rsplit(":", 1)): value for (of, label), value in totals.items() if of == _OPERATIONS}
-        for tier in dict.fromkeys(tier for tier, result in operations if result in ("hit", "miss")):
-            hits = operations.get((tier, "hit"), 0)
-            parts.append(f"{tier}: {hits:,} of {hits + operations.get((tier, 'miss'), 0):,} chunks found")
-        if failures := split("failures"):
-            parts.append(f"failures: {failures}, {figure('recomputed_tokens'):,} tokens recomputed")
-        for result, words in _LOSSES.items():
-            if lost := sum(value for (_, of), value in operations.items() if of == result):
-                parts.append(f"{lost:,} {words}")
-        if skipped := total("stores_skipped"):
-            parts.append(f"{skipped:,} chunks not stored")
-        return "; ".join(parts) or "nothing stored, nothing loaded"
+        for metric in METRICS.values():
+            own = {label: value for (name, label), value in totals.items() if name == metric.name}
+            if not own or metric.kind == "gauge":
+                continue
+            if metric.kind == "histogram":
+                count = sum(own.values())
+                parts.append(f"{metric.name} {count:,}, {self._sums[metric.name] / count:.3g} on average")
+            else:
+                figures = (f"{_shown(value)} {label}".strip() for label, value in own.items())
+                parts.append(f"{metric.name} {', '.join(figures)}")
+        return "; ".join(parts) or "nothing counted"
 
     def _add(self, metric: Metric, key: str, value: float) -> None:
         with self._lock:
@@ -272,14 +229,6 @@ class Recorder:
                 self._totals[key] = self._pending[key] = value
                 if rank := key.rpartition("|")[2]:
                     self._ranks.add(rank)
-
-
-_LOSSES = {
-    "corrupt": "corrupt entries",
-    "error": "store errors",
-    "skipped": "operations skipped while a store was down",
-    "dropped": "chunks dropped by a store",
-}
 
 
 def interval_figures(data: Mapping[str, float]) -> dict[str, int | float]:
@@ -370,10 +319,6 @@ def _number(name: str, value: float) -> float:
         raise InputError(f"value: must be a number for {name}, got {type(value).__name__}: {error}") from None
 
 
-def _size(count: float) -> str:
-    """Show bytes in decimal units, to 3 digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3f} TB"
+def _shown(value: float) -> str:
+    """Show a figure in the log: whole, or to 3 digits if it is small."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

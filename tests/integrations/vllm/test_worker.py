@@ -767,7 +767,7 @@ def test_close_is_bounded_and_says_what_is_lost(
         _in_time(b.worker.close)
     assert b.counts()["stores_skipped{stopped}"] == 4
     assert "4 chunks waited to be compressed" in caplog.text and "close_timeout=0.3" in caplog.text
-    assert "4 chunks not stored" in caplog.text, "in the summary, too"
+    assert "stores_skipped 4 stopped" in caplog.text, "in the summary, too"
     go.set()
     _in_time(b.worker.close)
 
