@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,19 +27,13 @@ SECOND = list(range(2000, 2021))
 
 
 @pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
+def desk(desk: Callable[..., Desk]) -> Callable[..., Desk]:
+    """Of an engine that blends, unless it is told not to."""
 
     def make(blending: bool = True, blend: dict[str, Any] | None = None, **options: Any) -> Desk:
-        if blending:
-            options["blend"] = {**OPTIONS, **(blend or {})}
-        made.append(Desk(**options))
-        return made[-1]
+        return desk(**options, **({"blend": {**OPTIONS, **(blend or {})}} if blending else {}))
 
-    yield make
-    for each in made:
-        each.store.before = lambda operation: None
-        each.side.close()
+    return make
 
 
 def text(count: int, first: int = 10) -> list[int]:
@@ -151,13 +145,6 @@ def test_segments_that_could_not_be_stored_are_stored_the_next_time(desk: Callab
     assert segments_of(d.plan((other, 0, 77)).saves) == [(44, 21)]
 
 
-def test_segments_may_not_be_stored(desk: Callable[..., Desk]) -> None:
-    d = desk(stores=False)
-    request = ask(d)
-    d.matched(request)
-    assert segments_of(d.plan((request, 0, 77)).saves) == []
-
-
 def test_a_producer_stores_segments_and_asks_for_none(desk: Callable[..., Desk]) -> None:
     d = desk(loads=False)
     d.put_segments(FIRST, SECOND)
@@ -208,13 +195,6 @@ def test_a_piece_that_is_missing_is_text(desk: Callable[..., Desk]) -> None:
     planned = load(d, ask(d))
     assert planned.blend is not None
     assert planned.end == 39 and [piece.start for piece in planned.blend.pieces] == [10]
-
-
-def test_all_ranks_must_have_a_piece(desk: Callable[..., Desk]) -> None:
-    d = desk(shards=2)
-    d.put_segments(FIRST)
-    d.put_segments(SECOND, ranks=[1])
-    assert d.matched(ask(d)) == (39, True)
 
 
 def test_what_the_engine_has_is_not_blended(desk: Callable[..., Desk]) -> None:
@@ -399,14 +379,6 @@ def test_tenants_do_not_share_segments(desk: Callable[..., Desk]) -> None:
         saves = [save for save in d.plan((request, 0, 77)).saves if is_segment(save)]
         assert [save.tenant for save in saves] == [salt or ""] * 2
         assert {save.entry.digest for save in saves}.isdisjoint([d.segment(FIRST, "alice"), d.segment(SECOND, "alice")])
-
-
-def test_another_identity_finds_nothing(desk: Callable[..., Desk]) -> None:
-    d, lossy = desk(), desk(quality=None, step=0.1)
-    assert d.segment(FIRST) != lossy.segment(FIRST)
-    lossy.put_segments(FIRST, SECOND)
-    d.store.entries = lossy.store.entries
-    assert d.matched(ask(d)) == (0, False)
 
 
 # Names of blocks -----------------------------------------------------------------------------------------------------
@@ -890,16 +862,6 @@ def test_what_ends_before_it_is_recomputed_is_dropped(desk: Callable[..., Desk])
     assert plan.blends == [] and plan.drops == ["r"]
 
 
-def test_an_aborted_blend_is_not_loaded(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST)
-    request = ask(d)
-    d.side.allocated(request, BLOCKS, d.matched(request)[0])
-    d.side.finished(request, [])
-    plan = d.plan()
-    assert plan.loads == [] and plan.drops == []
-
-
 # Resets --------------------------------------------------------------------------------------------------------------
 
 
@@ -959,13 +921,6 @@ def planner_of(d: Desk) -> BlendPlanner:
 def segmented(**changes: Any) -> Segmented:
     spans = [(0, 20), (20, 50), (130, 150), (150, 190)]
     return Segmented(spans, [bytes([number]) for number in range(4)], 0.15, 0.0, **changes)
-
-
-def test_segments_are_harvested_in_order_once(desk: Callable[..., Desk]) -> None:
-    planner, named = planner_of(desk()), segmented(named=True)
-    assert [planner.harvest(named, computed) for computed in (19, 20, 149, 149, 190, 190)] == [
-        [], [0], [1], [], [2, 3], [],
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -85,20 +85,6 @@ class FakeBlend:
         return self.blender.takes
 
 
-@pytest.fixture
-def bench() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
-
-    def make(**options: Any) -> Bench:
-        made.append(Bench(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.store.before = lambda operation: None
-        each.worker.close()
-
-
 def store_segments(b: Bench, *segments: tuple[int, int]) -> None:
     """The engine computes the sequence, whose segments are stored beside its first two chunks."""
     blocks = list(range(16))
@@ -135,6 +121,19 @@ def place(b: Bench, request: str = "r", beside: tuple[str, ...] = ()) -> Report:
             assert {request}.union(beside).issuperset(report.placed) and report.ended.issubset(beside)
             return report
     raise AssertionError("nothing was placed")
+
+
+def place_two(b: Bench) -> None:
+    """Blends of two requests, each with a piece that is placed."""
+    store_segments(b)
+    b.worker.loads.start([
+        b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
+        b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
+    ])  # fmt: skip
+    placed: list[str] = []
+    while len(placed) < 2:
+        b.worker.loads.take_arrived(0.01)
+        placed += b.worker.report(1).placed
 
 
 def tokens_at(b: Bench, start: int, end: int) -> KVChunk:
@@ -192,17 +191,6 @@ def test_segments_chunks_and_tails_of_a_step_are_stored_together(bench: Callable
     assert (counts["stored{segment}"], counts["stored{chunk}"], counts["stored{tail}"]) == (1, 2, 1)
 
 
-def test_a_segment_is_skipped_over_budget(bench: Callable[..., Bench]) -> None:
-    b = bench(max_pending_gb=20 * LAYOUT.bytes_per_token / 1e9)
-    blocks = list(range(16))
-    b.fill(blocks, 8 * CHUNK)
-    b.worker.saves.save([b.save_segment(blocks, 5, 21)])
-    assert b.worker.report(1).unsaved == {b.piece(5, 21, 0).digest} and not b.store.entries
-    b.worker.saves.save([b.save_segment(blocks, 5, 20)])
-    b.drain()
-    assert list(b.store.entries) == [b.segment_key(5, 20)]
-
-
 # Placing -------------------------------------------------------------------------------------------------------------
 
 
@@ -239,16 +227,6 @@ def test_pieces_are_placed_behind_the_exact_prefix(bench: Callable[..., Bench]) 
     assert untouched(b, 45, 49) and untouched(b, 58, 64)
     counts = b.counts()
     assert counts["loaded{chunk}"] == 2 and counts["loaded{segment}"] == 2 and "load_seconds" not in counts
-
-
-def test_what_the_engine_has_is_left_alone(bench: Callable[..., Bench]) -> None:
-    b = bench()
-    store_segments(b)
-    load = b.load_blend(PAGES, [b.piece(5, 20, 10)], 30, start=24)
-    assert load.prefix == []
-    b.worker.loads.start([load])
-    place(b)
-    assert untouched(b, 0, 24) and holds_piece(b, 5, 20, 10, low=24)
 
 
 def test_a_piece_that_goes_on_behind_the_load_is_cut(bench: Callable[..., Bench]) -> None:
@@ -376,21 +354,13 @@ def test_the_first_rank_reports_what_a_check_found(bench: Callable[..., Bench], 
     load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
     assert load.blend is not None
     load.blend.check = True
-    run_blend(b, load, blender)
+    report = run_blend(b, load, blender)
+    assert any(key.startswith("blend_kl|") for key in report.metrics or {}) is (rank == 0)
 
 
 def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender()
-    store_segments(b)
-    loads = [
-        b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
-        b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
-    ]
-    b.worker.loads.start(loads)
-    placed: list[str] = []
-    while len(placed) < 2:
-        b.worker.loads.take_arrived(0.01)
-        placed += b.worker.report(1).placed
+    place_two(b)
     compute(b, ["b", "unknown", "a"], blender)
     assert [end for _, end in blender.calls] == [12, 23] and b.worker.loads.take_arrived() == {"a", "b"}
 
@@ -414,16 +384,7 @@ def test_a_blend_goes_on_slice_by_slice(bench: Callable[..., Bench]) -> None:
 
 def test_what_a_slice_leaves_of_a_step_is_for_the_next_blend(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender(slices=2, takes=60)
-    store_segments(b)
-    loads = [
-        b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
-        b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
-    ]
-    b.worker.loads.start(loads)
-    placed: list[str] = []
-    while len(placed) < 2:
-        b.worker.loads.take_arrived(0.01)
-        placed += b.worker.report(1).placed
+    place_two(b)
     compute(b, ["a", "b"], blender, tokens=100)
     assert blender.budgets == [100, 40]
     compute(b, ["a", "b"], blender, tokens=60)
@@ -444,19 +405,6 @@ def test_a_blend_that_another_rank_cannot_go_on_with_is_computed(bench: Callable
     assert len(blender.budgets) == 1 and b.worker.loads.take_arrived() == {"r"}
     assert b.worker.loads.take_invalid_blocks() == set(PAGES[CHUNK // BLOCK : 5])
     assert b.worker.report(2).failed == {"r"} and b.counts()["failures{blend}"] == 1
-
-
-def test_a_blend_is_dropped_between_slices(bench: Callable[..., Bench]) -> None:
-    b, blender = bench(), FakeBlender(slices=3)
-    store_segments(b)
-    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
-    place(b)
-    compute(b, ["r"], blender)
-    b.worker.loads.drop(["r"])
-    assert b.worker.loads.take_arrived() == {"r"}
-    assert b.worker.loads.take_invalid_blocks() == set(PAGES[CHUNK // BLOCK : 5])
-    compute(b, ["r"], blender)
-    assert len(blender.budgets) == 1
 
 
 def test_how_long_a_blend_waits_for_its_slices_is_not_what_it_costs(bench: Callable[..., Bench]) -> None:
@@ -503,16 +451,7 @@ def test_a_blend_that_fails_is_computed_from_its_exact_prefix_on(
 def test_a_blend_that_fails_ends_its_step(bench: Callable[..., Bench]) -> None:
     """Ranks may have computed different parts of it; what they do next must not depend on that."""
     b, blender = bench(), FakeBlender(InputError("cost: does not pay"))
-    store_segments(b)
-    loads = [
-        b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
-        b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
-    ]
-    b.worker.loads.start(loads)
-    placed: list[str] = []
-    while len(placed) < 2:
-        b.worker.loads.take_arrived(0.01)
-        placed += b.worker.report(1).placed
+    place_two(b)
     compute(b, ["a", "b"], blender)
     assert len(blender.budgets) == 1 and b.worker.loads.take_arrived() == {"a"}
     compute(b, ["a", "b"], blender)
@@ -568,29 +507,6 @@ def test_a_good_piece_that_cannot_go_where_the_prompt_has_it_is_kept(
     b.wait()
     assert b.counts()["failures{load}"] == 1 and b.held(PAGES, 0, CHUNK)
     assert b.store.entries == before
-
-
-def test_a_chunk_that_is_gone_leaves_what_is_before_it(bench: Callable[..., Bench]) -> None:
-    b = bench()
-    store_segments(b)
-    del b.store.entries[b.key(1)]
-    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 35)], 55, exact=2 * CHUNK)])
-    b.wait()
-    assert b.worker.loads.take_invalid_blocks() == set(PAGES[2:7]) and b.held(PAGES, 0, CHUNK)
-
-
-def test_the_last_of_many_pieces_that_is_gone_leaves_the_exact_prefix(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cuvee.integrations.chunk_io.BATCH", 1)
-    b = bench()
-    store_segments(b, (5, 7), (31, 9), (64, 6))
-    del b.store.entries[b.segment_key(64, 6)]
-    pieces = [b.piece(5, 7, 17), b.piece(31, 9, 24), b.piece(64, 6, 36)]
-    b.worker.loads.start([b.load_blend(PAGES, pieces, 42, exact=CHUNK)])
-    b.wait()
-    assert b.worker.loads.take_invalid_blocks() == set(PAGES[2:6]) and b.held(PAGES, 0, CHUNK)
-    assert b.counts()["recomputed_tokens"] == 42 - CHUNK
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -676,38 +592,6 @@ def test_what_is_placed_waits_for_the_other_ranks_as_long_as_it_takes(bench: Cal
     assert b.worker.loads.take_arrived() == set()
     compute(b, ["r"], blender)
     assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()
-
-
-def test_what_is_not_placed_in_time_is_given_up(bench: Callable[..., Bench]) -> None:
-    b, go = bench(load_timeout=0.2), threading.Event()
-    store_segments(b)
-    b.store.before = lambda operation: _wait(go) if operation == "get" else None
-    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
-    b.wait()
-    assert b.worker.loads.take_invalid_blocks() == set(PAGES[:5])
-    report = b.worker.report(1)
-    assert report.placed == [] and report.failed == {"r"} and b.counts()["failures{timeout}"] == 1
-    go.set()
-
-
-def test_close_waits_for_no_blend(bench: Callable[..., Bench]) -> None:
-    b, blender = bench(), FakeBlender()
-    store_segments(b)
-    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
-    place(b)
-    begun = time.monotonic()
-    b.worker.close()
-    assert time.monotonic() - begun < 5
-    compute(b, ["r"], blender)
-    assert not blender.calls
-
-
-def test_reports_of_ranks_add_up() -> None:
-    costs = [BlendCost(1, 5, 3, 9), BlendCost(1, 6, 4, 9)]
-    one = Report([1], placed=["a"], blended=costs[:1])
-    other = Report([1], placed=["b", "a"], blended=costs[1:])
-    one.add(other)
-    assert sorted(one.placed) == ["a", "a", "b"] and one.blended == costs
 
 
 def test_a_blend_says_how_many_tokens_it_reuses() -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,19 +40,6 @@ LOUD = {
     "w.saves._copy",
     "c.digests",
 }
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., SmallEngine]]:
-    made: list[SmallEngine] = []
-
-    def make(**options: Any) -> SmallEngine:
-        made.append(SmallEngine(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def _day(e: SmallEngine, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,19 +86,6 @@ def test_few_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 # Requests ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
-    def make(**options: Any) -> Desk:
-        made.append(Desk(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.side.close()
-
-
 def stored(d: Desk, request: Any) -> set[bytes]:
     """The digests of what a request would store."""
     d.matched(request)
@@ -145,19 +132,6 @@ def adapter(folder: Path, seed: int) -> SimpleNamespace:
     (folder / "adapter_model.bin").unlink(missing_ok=True)
     (folder / "adapter_model.bin").write_bytes(bytes([seed]) * 64)
     return SimpleNamespace(lora_int_id=1, lora_name="x", lora_path=str(folder))
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., SmallEngine]]:
-    made: list[SmallEngine] = []
-
-    def make(**options: Any) -> SmallEngine:
-        made.append(SmallEngine(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 IDS = [3 * at % 53 for at in range(40)]

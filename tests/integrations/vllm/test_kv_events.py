@@ -5,7 +5,7 @@ Two engines run vLLM's `MultiConnector`, each with a publisher of KV events that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,19 +31,6 @@ PROMPTS = [[(7 * at + seed) % 250 + 1 for at in range(4 * ENGINE_CHUNK + 5)] for
 
 def make(request: SimpleNamespace, tokens: range) -> EventPair:
     return EventPair(f"+{tokens.start}", f"-{tokens.start}")
-
-
-@pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
-    def build(**options: Any) -> Desk:
-        made.append(Desk(**options))
-        return made[-1]
-
-    yield build
-    for each in made:
-        each.side.close()
 
 
 def planned(d: Desk, request: SimpleNamespace) -> list[bytes]:

@@ -115,20 +115,6 @@ def test_errors_go_to_whoever_asks_and_then_to_whoever_waits(made: Callable[...,
 # In the scheduler's side ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    every: list[Desk] = []
-
-    def make(**options: Any) -> Desk:
-        every.append(Desk(**options))
-        return every[-1]
-
-    yield make
-    for each in every:
-        each.store.before = lambda operation: None
-        each.side.close()
-
-
 def sizes(d: Desk, act: Callable[[int], None] = lambda keys: None) -> list[int]:
     """Keys of each call of the store from now on; `act` is told of each before it is answered."""
     counted: list[int] = []

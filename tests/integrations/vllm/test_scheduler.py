@@ -15,23 +15,8 @@ from cuvee.codec.format.keys import make_keys
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
-from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.store_troubles import StoreTroubles
 from cuvee.naming.identity import store_key
-
-
-@pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
-    def make(**options: Any) -> Desk:
-        made.append(Desk(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.store.before = lambda operation: None
-        each.side.close()
 
 
 def chunks_of(saves: list[Save]) -> list[int]:
@@ -184,18 +169,6 @@ def test_short_hits_are_left(desk: Callable[..., Desk]) -> None:
     other = make_request("s", tokens=60)
     assert d.matched(other) == (0, False)
     assert d.store.calls.count("contains") == asked, "56 tokens at most: not worth a question"
-
-
-def test_the_engine_is_not_kept_waiting(desk: Callable[..., Desk]) -> None:
-    d, request = desk(lookup_timeout=5), make_request()
-    d.put(request, 6)
-    go = threading.Event()
-    d.store.before = lambda operation: _wait(go)
-    d.side.arrived(request)
-    assert d.side.matched_tokens(request, 0) == (None, False)
-    go.set()
-    assert d.matched(request) == (96, True)
-    assert d.store.calls == ["contains"], "asked once"
 
 
 def test_many_pending_lookups_share_the_patience_of_a_step(desk: Callable[..., Desk]) -> None:
@@ -761,13 +734,6 @@ def test_loads_that_pay_are_made(desk: Callable[..., Desk]) -> None:
         d.side.take(Report([step.step], step_seconds={step.step: 1.0}, loaded=[(96, 1e-3)]))
     assert d.matched(make_request("q")) == (96, True)
     assert d.recorder.totals()["break_even_tokens", ""] < 16
-
-
-def test_metrics_of_the_workers_arrive(desk: Callable[..., Desk]) -> None:
-    d, worker = desk(), Recorder()
-    worker.count("stored_bytes", 7)
-    d.side.take(Report([1], metrics=worker.drain()))
-    assert d.recorder.totals()["stored_bytes", ""] == 7
 
 
 def test_an_error_about_a_request_that_has_ended_leaves_nothing(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, make_request
-from tests.integrations.vllm.test_worker_deadline import profile
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.costs import LinearCost
@@ -19,19 +18,6 @@ from cuvee.integrations.vllm.messages import Delivery, Load, Report
 from cuvee.integrations.vllm.scheduler_state import Tracked
 
 LOSSY = {"quality": None, "step": 0.25, "refinements": 1}
-
-
-@pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
-    def make(**options: Any) -> Desk:
-        made.append(Desk(**{"profile": profile(), "min_tokens": 8, **LOSSY, **options}))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.side.close()
 
 
 def asking(tokens: int = 100, name: str = "r", **wants: Any) -> SimpleNamespace:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tests.integrations.vllm.sides import BLOCK, LORA, Desk, generate, image, make_request
@@ -14,19 +13,6 @@ from cuvee.naming.identity import store_key
 
 CHUNK = 64  # eight blocks, so that a tail has one of seven lengths
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
-
-
-@pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
-    def make(**options: Any) -> Desk:
-        made.append(Desk(**{"chunk_tokens": CHUNK, "min_tokens": BLOCK, **options}))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.side.close()
 
 
 def places(saves: list[Save]) -> list[tuple[int, int]]:

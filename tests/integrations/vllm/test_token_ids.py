@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,19 +26,6 @@ PLACES = list(range(100, 120))  # the engine's blocks
 def profile() -> Profile:
     noise = torch.randn(2, 3, 512, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     return predicting(fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)]))
-
-
-@pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
-    def make(**options: Any) -> Desk:
-        made.append(Desk(**{"profile": profile(), "min_tokens": 8, **LOSSY, **options}))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.side.close()
 
 
 def sent(saves: list[Save]) -> dict[tuple[str, int], list[int] | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,32 +19,6 @@ from cuvee.integrations.vllm.messages import Load, Save
 # The middle layer has a window of one chunk and a block.
 MIXED = (LayerGroup((0, 2)), LayerGroup((1,), CHUNK + BLOCK))
 WINDOWED = (LayerGroup((0, 1, 2), CHUNK),)
-
-
-@pytest.fixture
-def bench() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
-
-    def make(**options: Any) -> Bench:
-        made.append(Bench(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.worker.close()
-
-
-@pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
-    def make(**options: Any) -> Desk:
-        made.append(Desk(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.side.close()
 
 
 def compute(b: Bench, tables: list[list[int]], groups: tuple[LayerGroup, ...], tokens: range) -> None:

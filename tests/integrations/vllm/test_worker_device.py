@@ -7,7 +7,6 @@ connector's streams or all of them run ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -36,19 +35,6 @@ def latest(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
     """Only the one where nothing runs ahead."""
     with late_device(monkeypatch) as device:
         yield device
-
-
-@pytest.fixture
-def bench() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
-
-    def make(**options: Any) -> Bench:
-        made.append(Bench(device=CUDA, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.worker.close()
 
 
 def overwrite(bench: Bench, value: float) -> None:
