@@ -195,10 +195,10 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let the engine free the blocks at once: they were copied, or are before anything overwrites them."""
-        told = self._scheduling.told(request)
+        outcome = self._scheduling.outcome(request)
         first, *others = block_ids
         self._scheduling.finished(request, first, others)
-        return False, None if told is None else {"cuvee": told}
+        return False, None if outcome is None else {"cuvee": outcome}
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return events about chunks in the store; see `scheduler_events`."""

@@ -40,7 +40,7 @@ _KINDS = ("chunk", "tail", "segment")
 _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "check", "refinement")
 _UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "error")
 _ENTRIES = (
-    "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
+    "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "reset", "stats",
     "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
 )  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")

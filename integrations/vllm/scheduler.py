@@ -160,13 +160,13 @@ class SchedulerSide:
             aim = self._deadlines.loading(tracked, partial(self._requests.queued, tracked), self._rates.prefill)
             self._loads.allocate(tracked, blocks, tokens, others, aim)
 
-    def told(self, request: Any) -> dict[str, Any] | None:
+    def outcome(self, request: Any) -> dict[str, Any] | None:
         """Return what the client of a request learns of its blend, or of its planned load; None: there was neither."""
-        with self._guard("told"):
+        with self._guard("finished"):
             tracked = self._requests.tracked.get(request.request_id)
             if tracked is not None:
-                said = self._deadlines.told(tracked)
-                return said if tracked.segmented is None else {**(said or {}), **tracked.segmented.told}
+                said = self._deadlines.outcome(tracked)
+                return said if tracked.segmented is None else {**(said or {}), **tracked.segmented.outcome}
         return None
 
     def finished(self, request: Any, blocks: Sequence[int], others: Sequence[Sequence[int]] = ()) -> None:
@@ -229,7 +229,7 @@ class SchedulerSide:
                 prompt = max(min(after, tracked.request.num_prompt_tokens), before)
                 prompt_tokens += prompt - before
                 looked_at += prefill_quantities(before, prompt)[1]
-                self._deadlines.computes(tracked, before, after, self._step)
+                self._deadlines.note_step(tracked, before, after, self._step)
                 tracked.computed = after
                 if self._state.stores and tracked.unstored:
                     self._state.not_stored(tracked.unstored, scheduled)
@@ -253,9 +253,9 @@ class SchedulerSide:
                 self._blends.drop(request_id)
         for delivery in report.delivered:
             with self._guard("take", partial(self._give_up_known, delivery.request)):
-                self._deadlines.delivered(delivery)
+                self._deadlines.note_delivery(delivery)
         with self._guard("take"):
-            self._deadlines.executed(report.steps)
+            self._deadlines.note_executed(report.steps)
         for request_id in report.ended:
             with self._guard("take"):
                 self._load_is_over(request_id)

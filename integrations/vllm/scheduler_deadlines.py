@@ -75,19 +75,19 @@ class SchedulerDeadlines:
         left = due.arrived + due.deadline - self._state.clock()
         return Aim(left, tracked.request.num_tokens - tracked.end, queued(), prefill)
 
-    def computes(self, tracked: Tracked, before: int, after: int, step: int) -> None:
+    def note_step(self, tracked: Tracked, before: int, after: int, step: int) -> None:
         """Note that a step computes a request's tokens `before … after`."""
         if tracked.due is not None and before < tracked.request.num_prompt_tokens <= after:
             tracked.due.step = step
             self._computing.setdefault(step, []).append(tracked.due)
 
-    def executed(self, steps: Sequence[int]) -> None:
+    def note_executed(self, steps: Sequence[int]) -> None:
         """Note that steps were executed."""
         for step in steps:
             for due in self._computing.pop(step, ()):
                 self._settle(due)
 
-    def delivered(self, delivery: Delivery) -> None:
+    def note_delivery(self, delivery: Delivery) -> None:
         """Note what a rank restored, before the engine hears that the load is over. What its deadline leaves out is
         computed, and not loaded after all.
         """
@@ -106,7 +106,7 @@ class SchedulerDeadlines:
         self._loading.pop(request_id, None)
         self._delivered.pop(request_id, None)
 
-    def told(self, tracked: Tracked) -> dict[str, Any] | None:
+    def outcome(self, tracked: Tracked) -> dict[str, Any] | None:
         """Return what the client learns; None: it asked for nothing."""
         if tracked.due_refused:
             return {"refused": tracked.due_refused}

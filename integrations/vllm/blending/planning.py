@@ -98,7 +98,7 @@ class Segmented:
         return Entry("segment", self.digests[at], start, end - start)
 
     @property
-    def told(self) -> dict[str, Any]:
+    def outcome(self) -> dict[str, Any]:
         """The part of the client's answer that describes the blend."""
         if self.refused:
             return {"blended": False, "refused": self.refused}

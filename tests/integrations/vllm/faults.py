@@ -714,82 +714,6 @@ def reset_while_running(engine: Driven) -> None:
     assert not later, f"chunks {later} were stored"
 
 
-# Scenarios: everything at once ------------------------------------------------------------------------------------
-
-
-def chaos(engine: Driven) -> None:
-    """Everything fails at random, requests come, share prefixes, are aborted and preempted: each answer is right."""
-    rng, store_rng = random.Random("chaos"), random.Random("store")
-    store, lock = engine.faults, threading.Lock()
-    roots = [prompt_of(f"chaos {index}", 6) for index in range(8)]
-    names = ("get", "put", "contains")
-    usual = {name: getattr(store, name) for name in names}
-
-    def chance() -> float:
-        with lock:
-            return store_rng.random()
-
-    def get(key: str) -> bytes | None:
-        luck = chance()
-        if luck < 0.05:
-            raise RuntimeError("get")
-        if luck < 0.1:
-            store.entries.pop(key, None)
-        blob = usual["get"](key)
-        if luck > 0.95 and blob is not None:
-            return cast(bytes, blob[: len(blob) // 2] + bytes(len(blob) - len(blob) // 2))
-        time.sleep(0.03 * chance() ** 4)
-        return cast("bytes | None", blob)
-
-    def put(key: str, blob: bytes) -> bool:
-        luck = chance()
-        if luck < 0.1:
-            raise RuntimeError("put")
-        time.sleep(0.03 * chance() ** 4)
-        return luck < 0.9 and bool(usual["put"](key, blob))
-
-    def contains(keys: Sequence[str]) -> list[bool]:
-        luck = chance()
-        if luck < 0.05:
-            raise RuntimeError("contains")
-        time.sleep(0.03 * chance() ** 4)
-        return [True] * len(keys) if luck > 0.95 else cast("list[bool]", usual["contains"](keys))
-
-    for name, broken in zip(names, (get, put, contains), strict=True):
-        setattr(store, name, broken)
-    running: set[str] = set()
-    asked = finished = 0
-    logging.getLogger("cuvee").setLevel(logging.CRITICAL)
-    try:
-        with engine.load_timeout(0.04), engine.counting() as counted:
-            while asked < 120 or running:
-                if asked < 120 and len(running) < 6 and rng.random() < 0.5:
-                    root = rng.choice(roots)
-                    end = rng.randrange(CHUNK, len(root))
-                    asked += 1
-                    running.add(engine.submit([*root[:end], *ids(rng.randrange(1, 80), asked)], rng.choice((1, 4, 30))))
-                elif running and rng.random() < 0.03:
-                    name = rng.choice(sorted(running))
-                    engine.abort(name)
-                    running.discard(name)
-                elif not running and rng.random() < 0.3:
-                    engine.llm.reset_prefix_cache()
-                else:
-                    done = engine.step()
-                    finished += len(done)
-                    running -= done.keys()
-        engine.load_threads_idle()
-        engine.settle()
-    finally:
-        for name in names:
-            delattr(store, name)
-        logging.getLogger("cuvee").setLevel(logging.INFO)
-    assert finished > 60
-    assert engine.free_blocks() == engine.all_blocks
-    assert counted["loaded", "chunk"] > 50, counted
-    assert min(counted["failures", kind] for kind in ("load", "store", "lookup")) > 0, counted
-
-
 def forwards_raise(engine: Driven) -> None:
     """A forward raises, anywhere in a layer: the store has nothing of that step, nor of any after it, and all that it
     has is what it gets when the same is asked and no forward raises.
@@ -877,7 +801,6 @@ INJECTED: Scenarios = {
         encode_fails,
         reset,
         reset_while_running,
-        chaos,
         abort_during_load,
         abort_during_hanging_load,
         forwards_raise,

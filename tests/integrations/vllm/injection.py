@@ -13,7 +13,7 @@ from cuvee.integrations.vllm.worker import WorkerSide
 from cuvee.naming.identity import PrefixChain
 
 # What vLLM calls, and what runs in threads on its behalf.
-SCHEDULER_HOOKS = ("arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset")
+SCHEDULER_HOOKS = ("arrived", "matched_tokens", "allocated", "plan", "take", "finished", "outcome", "reset")
 WORKER_HOOKS = {
     "void": "loads.void", "start_loads": "loads.start", "drop": "loads.drop", "blend": "blends.advance",
     "save": "saves.save", "take_arrived": "loads.take_arrived", "take_invalid_blocks": "loads.take_invalid_blocks",

@@ -257,7 +257,7 @@ class SmallEngine:
             self._end(request)
 
     def _end(self, request: SimpleNamespace, free: bool = True) -> None:
-        self.side.told(request)
+        self.side.outcome(request)
         blocks = self.blocks.get(request.request_id, [])
         self.side.finished(request, list(blocks))
         if free:

@@ -132,7 +132,7 @@ def test_segments_of_a_prompt_that_is_computed_are_stored_once(desk: Callable[..
     other = ask(d, "s")
     assert d.matched(other) == (0, False)
     assert segments_of(d.plan((other, 0, 77)).saves) == [], "stored a moment ago"
-    assert d.side.told(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15}
+    assert d.side.outcome(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15}
 
 
 def test_segments_that_could_not_be_stored_are_stored_the_next_time(desk: Callable[..., Desk]) -> None:
@@ -168,7 +168,7 @@ def test_a_request_that_wants_no_blend_is_stored_all_the_same(desk: Callable[...
     request = ask(d, kv_transfer_params={"cuvee": {"blend": False, "segments": [[10, 39], [44, 65]]}})
     assert d.matched(request) == (0, False)
     assert (44, 21) in segments_of(d.plan((request, 0, 77)).saves)
-    assert d.side.told(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15} and refused(d) == {}
+    assert d.side.outcome(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15} and refused(d) == {}
 
 
 # What is found -------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_pieces_that_are_there_are_loaded_up_to_the_end_of_the_last(desk: Callab
     assert planned.blend.tokens == request.prompt_token_ids and planned.blend.blocks == BLOCKS[:9]
     assert (planned.blend.start, planned.blend.cost) == (0, 0.15)
     assert planned.blend.pieces == [segment(d, FIRST, 10), segment(d, SECOND, 44)]
-    assert d.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
+    assert d.side.outcome(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
 
 
 def test_a_piece_that_is_missing_is_text(desk: Callable[..., Desk]) -> None:
@@ -233,7 +233,7 @@ def test_a_piece_that_begins_in_the_exact_prefix_is_used_from_its_end_on(desk: C
     assert [entry.digest for entry in planned.prefix] == d.digests(request)[:1] and planned.blend.start == 16
     assert planned.blend.pieces[0] == segment(d, FIRST, 10), "it is decoded as a whole"
     assert request.block_hashes[:2] == before[:2] and request.block_hashes[2] != before[2]
-    assert d.side.told(request) == {"blended": True, "reused_tokens": 23 + 21, "cost": 0.15}
+    assert d.side.outcome(request) == {"blended": True, "reused_tokens": 23 + 21, "cost": 0.15}
 
 
 def test_pieces_within_the_exact_prefix_are_not_used(desk: Callable[..., Desk]) -> None:
@@ -297,7 +297,7 @@ def test_a_request_may_name_its_segments_where_a_separator_is_set(desk: Callable
     d.put_segments(FIRST)
     assert d.matched(ask(d)) == (39, True)
     assert d.matched(ask(d, "s", segments=[])) == (0, False), "it has none"
-    assert d.side.told(make_request("s")) is None
+    assert d.side.outcome(make_request("s")) is None
 
 
 @pytest.mark.parametrize(("tokens", "position", "reused"), [(12, 4, 50), (30, 10, 50), (33, 11, 49)])
@@ -307,7 +307,7 @@ def test_the_first_tokens_of_a_prompt_are_not_reused(
     d = desk(blend={"segment_tokens": tokens})
     d.put_segments(FIRST, SECOND)
     planned = load(d, request := ask(d, segments=[(10, 39), (44, 65)])).blend
-    told = d.side.told(request)
+    told = d.side.outcome(request)
     assert planned is not None and planned.first == position
     assert told is not None and planned.reused(65) == reused == told["reused_tokens"]
 
@@ -320,7 +320,7 @@ def test_blends_that_reuse_too_little_are_not_made(desk: Callable[..., Desk], to
     before = list(request.block_hashes)
     assert d.matched(request) == (found, bool(found))
     assert (request.block_hashes == before) is not bool(found)
-    assert d.side.told(request) == {"blended": bool(found), "reused_tokens": 21 * bool(found), "cost": 0.15}
+    assert d.side.outcome(request) == {"blended": bool(found), "reused_tokens": 21 * bool(found), "cost": 0.15}
 
 
 def test_the_last_token_is_not_reused(desk: Callable[..., Desk]) -> None:
@@ -345,7 +345,7 @@ def test_pieces_beyond_the_positions_of_the_model_are_not_used(
     beyond = [*text(4080), *FIRST, *text(5, 30), *SECOND, *text(9)]
     for name in ("r", "again"):
         request = ask(d, name, beyond, [(4080, 4109), (4114, 4135)])
-        assert d.matched(request) == (0, False) and d.side.told(request) is None, "as if they had not been named"
+        assert d.matched(request) == (0, False) and d.side.outcome(request) is None, "as if they had not been named"
     planned = load(d, ask(d, "s", [*text(4067), *FIRST, *SECOND, *text(9)], [(4067, 4096), (4096, 4117)]))
     assert planned.blend is not None and [piece.start for piece in planned.blend.pieces] == [4067]
     assert caplog.text.count("WARNING") == 1 and "the model has 4096 positions" in caplog.text
@@ -452,7 +452,7 @@ def test_the_engine_is_asked_again_under_the_new_names(desk: Callable[..., Desk]
     assert d.matched(request, 48) == (17, True)
     assert d.matched(request, 64) == (0, False), "fewer than min_reused"
     assert d.matched(request, 72) == (0, False)
-    assert d.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
+    assert d.side.outcome(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
 
 
 def test_what_was_exact_when_blocks_were_renamed_stays_exact(desk: Callable[..., Desk]) -> None:
@@ -489,7 +489,7 @@ def test_without_names_there_is_no_blend(desk: Callable[..., Desk], count: int) 
     request = ask(d)
     del request.block_hashes[count:]
     assert d.matched(request) == (0, False)
-    assert refused(d) == {"hashes": 1} and d.side.told(request) == {"blended": False, "refused": "hashes"}
+    assert refused(d) == {"hashes": 1} and d.side.outcome(request) == {"blended": False, "refused": "hashes"}
 
 
 # Nothing approximate is stored ---------------------------------------------------------------------------------------
@@ -573,7 +573,7 @@ def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[...,
     for _ in range(2):  # each rank says so
         d.side.take(Report([2], ended={"r"}, failed={"r"}, unsaved={d.segment(FIRST)}))
     assert d.matched(request) == (0, False)
-    assert d.side.told(request) == {"blended": False, "refused": "failed"}
+    assert d.side.outcome(request) == {"blended": False, "refused": "failed"}
     assert refused(d) == {"failed": 1}
     assert_exact(all_saves(d, request, 0), 30, (30, 29), (59, 21))
 
@@ -605,7 +605,7 @@ def test_requests_that_cannot_be_blended_are_told_so(
     d.put_segments(FIRST, SECOND)
     request = ask(d, **changes)
     assert d.matched(request) == (0, False)
-    assert d.side.told(request) == {"blended": False, "refused": reason}
+    assert d.side.outcome(request) == {"blended": False, "refused": reason}
     assert refused(d) == {reason: 1}
     saves = d.plan((request, 0, 77)).saves
     assert saves and segments_of(saves) == [], "its prefix is stored"
@@ -618,7 +618,7 @@ def test_nobody_is_told_who_did_not_ask(desk: Callable[..., Desk], reason: str, 
     request = ask(d, segments=None, ids=FIRST * 5, kv_transfer_params=None, **changes)
     assert d.matched(request) == (0, False) and refused(d) == {}
     if reason != "prompt_logprobs":  # whose segments are exact, and may be stored
-        assert d.side.told(request) is None and segments_of(d.plan((request, 0, 145)).saves) == []
+        assert d.side.outcome(request) is None and segments_of(d.plan((request, 0, 145)).saves) == []
 
 
 @pytest.mark.parametrize(
@@ -632,7 +632,7 @@ def test_malformed_parameters_are_refused_and_the_request_is_served(
     request = ask(d, kv_transfer_params={"cuvee": wants}, chunks=2)
     assert "request r is not blended: kv_transfer_params.cuvee" in caplog.text
     assert d.matched(request) == (32, True), "what is exact is loaded"
-    assert d.side.told(request) == {"blended": False, "refused": "parameters"}
+    assert d.side.outcome(request) == {"blended": False, "refused": "parameters"}
     assert refused(d) == {"parameters": 1}
     assert segments_of(d.plan((request, 32, 45)).saves) == []
 
@@ -640,18 +640,18 @@ def test_malformed_parameters_are_refused_and_the_request_is_served(
 def test_nothing_is_told_of_requests_that_have_no_segments(desk: Callable[..., Desk]) -> None:
     d, off = desk(), desk(blending=False)
     short = ask(d, ids=text(20), segments=[(0, 3)])
-    assert d.matched(short) == (0, False) and d.side.told(short) is None
-    assert d.side.told(make_request("unknown")) is None
+    assert d.matched(short) == (0, False) and d.side.outcome(short) is None
+    assert d.side.outcome(make_request("unknown")) is None
     request = make_request("r", kv_transfer_params={"cuvee": {"cost": 7}})
     off.side.arrived(request)
-    assert off.matched(request) == (0, False) and off.side.told(request) is None
+    assert off.matched(request) == (0, False) and off.side.outcome(request) is None
 
 
 @pytest.mark.parametrize("changes", [{"prompt_token_ids": None}, {"prompt_embeds": "tensor"}, {"resumable": True}])
 def test_requests_whose_tokens_are_not_known_are_left_alone(desk: Callable[..., Desk], changes: Any) -> None:
     d = desk()
     request = ask(d, **changes)
-    assert d.matched(request) == (0, False) and d.side.told(request) is None and d.store.calls == []
+    assert d.matched(request) == (0, False) and d.side.outcome(request) is None and d.store.calls == []
 
 
 # Lookups that go wrong -----------------------------------------------------------------------------------------------
@@ -704,7 +704,7 @@ def test_a_lookup_that_hangs_is_given_up(desk: Callable[..., Desk], monkeypatch:
     assert d.matched(request) == (16, True), "its exact prefix is loaded all the same"
     go.set()
     assert d.matched(request) == (16, True)
-    assert refused(d) == {"timeout": 1} and d.side.told(request) == {"blended": False, "refused": "timeout"}
+    assert refused(d) == {"timeout": 1} and d.side.outcome(request) == {"blended": False, "refused": "timeout"}
     assert overdue == [("contains", 2.5)], "so the next ones need not lose their patience to it"
 
 
@@ -718,7 +718,7 @@ def test_a_lookup_that_fails_is_no_blend(desk: Callable[..., Desk], error: type[
     intercept(d, FIRST, fail)
     request = ask(d)
     assert d.matched(request) == (0, False)
-    assert refused(d) == {"failed": 1} and d.side.told(request) == {"blended": False, "refused": "failed"}
+    assert refused(d) == {"failed": 1} and d.side.outcome(request) == {"blended": False, "refused": "failed"}
 
 
 # Whether it pays -----------------------------------------------------------------------------------------------------
@@ -747,7 +747,7 @@ def test_blends_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     before = list(request.block_hashes)
     for _ in range(3):
         assert d.matched(request) == (0, False)
-    assert refused(d) == {"declined": 1} and d.side.told(request) == {"blended": False, "refused": "declined"}
+    assert refused(d) == {"declined": 1} and d.side.outcome(request) == {"blended": False, "refused": "declined"}
     assert request.block_hashes == before
     always = desk()
     always.put_segments(FIRST, SECOND)
@@ -893,9 +893,9 @@ def test_what_was_blended_before_a_reset_stays_apart(desk: Callable[..., Desk]) 
     d = desk()
     request = exact_prompt(d)
     blend(d, request)
-    told = d.side.told(request)
+    told = d.side.outcome(request)
     d.side.reset()
-    assert d.side.told(request) == told == {"blended": True, "reused_tokens": 29, "cost": 0.15}
+    assert d.side.outcome(request) == told == {"blended": True, "reused_tokens": 29, "cost": 0.15}
     request.num_computed_tokens = 0  # preempted
     d.side._requests.tracked["r"].unstored = ""
     assert d.matched(request) == (0, False)
@@ -906,7 +906,7 @@ def test_a_reset_counts_no_refusal_again(desk: Callable[..., Desk]) -> None:
     d = desk()
     request = ask(d, kv_transfer_params={"cuvee": {"cost": 7}})
     d.side.reset()
-    assert refused(d) == {"parameters": 1} and d.side.told(request) == {"blended": False, "refused": "parameters"}
+    assert refused(d) == {"parameters": 1} and d.side.outcome(request) == {"blended": False, "refused": "parameters"}
 
 
 # The planner by itself -----------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def test_a_big_prompt_is_no_outage(desk: Callable[..., Desk]) -> None:
     assert held.wait(30), "a call is under way, and the lookup's time is over"
     asked = sum(counted[:-1])
     tokens, _ = d.matched(request)
-    told = d.side.told(request)
+    told = d.side.outcome(request)
     assert told is not None and told["reused_tokens"] > 0 and tokens > 0, "what was found in time is used"
     assert asked // 2 < told["reused_tokens"] / 4 <= asked
     calls, d.now = len(counted), 1000.0  # the store is as quick as at first

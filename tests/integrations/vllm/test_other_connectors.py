@@ -120,7 +120,7 @@ def test_blocks_are_renamed_once_our_blend_is_taken(desk: Desk) -> None:
     assert request.block_hashes != exact and request.block_hashes[:1] == exact[:1]
     renamed = list(request.block_hashes)
     assert scheduled(desk, multi, request) == 65 and request.block_hashes == renamed, "it was preempted"
-    assert desk.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
+    assert desk.side.outcome(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
 
 
 def test_another_connector_that_loads_finds_the_names_as_they_were(desk: Desk) -> None:
@@ -130,5 +130,5 @@ def test_another_connector_that_loads_finds_the_names_as_they_were(desk: Desk) -
     exact = list(request.block_hashes)
     assert scheduled(desk, multi, request) == 64
     assert request.block_hashes == exact
-    assert desk.side.told(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15}
+    assert desk.side.outcome(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15}
     assert not desk.plan().loads

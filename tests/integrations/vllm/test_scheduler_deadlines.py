@@ -118,7 +118,7 @@ def test_malformed_targets_are_refused_and_the_request_is_served(
     d = desk()
     request = make_request(kv_transfer_params={"cuvee": wants})
     assert loading(d, request).aim is None
-    assert d.side.told(request) == {"refused": "parameters"}
+    assert d.side.outcome(request) == {"refused": "parameters"}
     assert "kv_transfer_params.cuvee" in caplog.text and len(caplog.text) < 1000
     assert d.recorder.totals()["deadlines", "refused"] == 1
 
@@ -126,7 +126,7 @@ def test_malformed_targets_are_refused_and_the_request_is_served(
 def test_an_engine_with_windows_refuses_deadlines_by_name(desk: Callable[..., Desk]) -> None:
     d, request = desk(refinements=0, groups=(LayerGroup((0, 1, 2), 64),)), asking(deadline_ms=100)
     d.side.arrived(request)
-    assert d.side.told(request) == {"refused": "engine"}
+    assert d.side.outcome(request) == {"refused": "engine"}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_the_worst_of_all_ranks_counts(desk: Callable[..., Desk]) -> None:
     d.side.take(ended(request, (2, 1, 2), complete=False))
     assert request.block_hashes[: CHUNK // BLOCK] == exact[: CHUNK // BLOCK]
     assert request.block_hashes[CHUNK // BLOCK] != exact[CHUNK // BLOCK]
-    told = d.side.told(request)
+    told = d.side.outcome(request)
     assert told is not None
     assert (told["loaded_tokens"], told["parts"]) == (3 * CHUNK, [CHUNK, 2 * CHUNK])
 
@@ -250,9 +250,9 @@ def test_the_step_of_the_first_token_tells_whether_the_deadline_was_met(
     d.plan((request, 4 * CHUNK, 10))
     last = d.plan((request, 4 * CHUNK + 10, 100 - 4 * CHUNK - 10), new=False)
     d.now += seconds
-    told_early = d.side.told(request)  # the engine ends a request of one token before it hands on the step's report
+    told_early = d.side.outcome(request)  # the engine ends a request of one token before it hands on the step's report
     d.side.take(Report(steps=[last.step]))
-    told = d.side.told(request)
+    told = d.side.outcome(request)
     assert told == told_early and told is not None
     assert told["deadline_met"] is (result == "met")
     assert told["first_token_ms"] == pytest.approx(1e3 * seconds)
@@ -267,7 +267,7 @@ def test_only_the_last_load_of_a_request_is_told(desk: Callable[..., Desk]) -> N
     tokens, _ = d.matched(request)  # it was preempted
     d.side.allocated(request, d.tables[0], tokens)
     d.side.take(ended(request, (2, 2)))
-    told = d.side.told(request)
+    told = d.side.outcome(request)
     assert told == {"loaded_tokens": 2 * CHUNK, "parts": [0, 2 * CHUNK]}
 
 
