@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, make_request
+from tests.integrations.vllm.test_worker_deadline import profile
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.costs import LinearCost
@@ -18,6 +19,12 @@ from cuvee.integrations.vllm.messages import Delivery, Load, Report
 from cuvee.integrations.vllm.scheduler_state import Tracked
 
 LOSSY = {"quality": None, "step": 0.25, "refinements": 1}
+
+
+@pytest.fixture
+def desk(desk: Callable[..., Desk]) -> Callable[..., Desk]:
+    """Of entries in two parts."""
+    return lambda **options: desk(**{"profile": profile(), "min_tokens": 8, **LOSSY, **options})
 
 
 def asking(tokens: int = 100, name: str = "r", **wants: Any) -> SimpleNamespace:

@@ -15,6 +15,12 @@ CHUNK = 64  # eight blocks, so that a tail has one of seven lengths
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
 
 
+@pytest.fixture
+def desk(desk: Callable[..., Desk]) -> Callable[..., Desk]:
+    """Of chunks that are longer than blocks."""
+    return lambda **options: desk(**{"chunk_tokens": CHUNK, "min_tokens": BLOCK, **options})
+
+
 def places(saves: list[Save]) -> list[tuple[int, int]]:
     """Chunk and tail of each."""
     return [(save.entry.start // CHUNK, save.entry.tokens if save.entry.kind == "tail" else 0) for save in saves]

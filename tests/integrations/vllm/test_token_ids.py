@@ -28,6 +28,12 @@ def profile() -> Profile:
     return predicting(fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)]))
 
 
+@pytest.fixture
+def desk(desk: Callable[..., Desk]) -> Callable[..., Desk]:
+    """Of a codec that predicts."""
+    return lambda **options: desk(**{"profile": profile(), "min_tokens": 8, **LOSSY, **options})
+
+
 def sent(saves: list[Save]) -> dict[tuple[str, int], list[int] | None]:
     """The ids of each entry, by its kind and start."""
     return {(save.entry.kind, save.entry.start): save.token_ids for save in saves}

@@ -37,6 +37,12 @@ def latest(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
         yield device
 
 
+@pytest.fixture
+def bench(bench: Callable[..., Bench]) -> Callable[..., Bench]:
+    """With pages on a device."""
+    return lambda **options: bench(device=CUDA, **options)
+
+
 def overwrite(bench: Bench, value: float) -> None:
     """The engine's next step writes to all pages."""
     for tensor in bench.cache.keys + bench.cache.values:
