@@ -1,7 +1,7 @@
 """Arguments that launchers share: each class groups arrays and sizes that belong together.
 
-Every launcher and its reference take the same objects. They hold references and are cheap to make: a launch packs them
-on the host and unpacks them at once, and no kernel sees them.
+They hold references and are cheap to make: a launch packs them on the host and unpacks them at once, and no kernel sees
+them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from cuvee.kernels.ops import arguments
 
 
 def launch(function: Callable[..., Any], **flat: Any) -> None:
-    """Call a launcher or its reference.
+    """Call a launcher.
 
     Args:
         function: a parameter of it whose type is in `ops.arguments` is made of the arguments named as its fields, or

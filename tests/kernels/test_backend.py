@@ -13,7 +13,6 @@ import torch
 from tests.classed import with_classes
 from tests.codec.test_paged import PERMUTED, poisoned
 from tests.conftest import LAYOUTS, decoded_layers, fitted_profile, synthetic_chunk
-from tests.emulation import KERNELS_RUN_ON
 from tests.forked import SECONDS, works_in_child, works_in_child_while_held
 from tests.kernels import world
 from tests.kernels.coding import (
@@ -128,16 +127,6 @@ def test_more_than_a_window(device: torch.device, outliers: bool) -> None:
     assert_close(triton.decode(mine, device=device), cpu.decode(mine))
 
 
-def test_a_shard_codes_classes(device: torch.device) -> None:
-    profile = with_classes(fitted_profile("gqa", "head"), every=True).shard(1, 2)
-    cpu, triton = Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
-    whole = synthetic_chunk(LAYOUTS["gqa"], 10)
-    chunk = KVChunk([k[:, 1:] for k in whole.keys], [v[:, 1:] for v in whole.values], profile.layout, 0)
-    mine = triton.encode(on(device, chunk))
-    assert abs(len(mine) - len(cpu.encode(chunk))) <= 8
-    assert_close(triton.decode(mine, device=device), cpu.decode(mine))
-
-
 def test_a_refinement_of_other_classes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The classes of a refinement are those of its base: whoever wrote another one made no refinement of it."""
     _, triton = codecs("gqa", "layer classes parts")
@@ -236,7 +225,7 @@ def test_blobs_of_several_dtypes_schemes_and_steps_in_one_call(cached: str, devi
 
 
 def test_pages_that_no_strides_describe_are_refused() -> None:
-    """Of the CPU, which under the interpreter is a device; on a GPU such a cache cannot be described at all."""
+    """Of the CPU, which in the emulator is a device; on a GPU such a cache cannot be described at all."""
     cache = poisoned(LAYOUTS["gqa"], PERMUTED)
     with pytest.raises(UnsupportedModelError, match="must have values at fixed strides for the backend 'triton'"):
         CacheMemory.of(cache)
@@ -245,7 +234,6 @@ def test_pages_that_no_strides_describe_are_refused() -> None:
             codecs("gqa", "lossless")[1].encode(PagedChunks(cache, [torch.arange(4)], [0]))
 
 
-@pytest.mark.skipif(KERNELS_RUN_ON == "interpreter", reason="nothing is compiled")
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
@@ -272,7 +260,6 @@ def test_a_model_compiles_once(device: torch.device, name: str, scheme: str) -> 
 # --- errors and limits
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
 @pytest.mark.parametrize(
     ("bad", "message"), [(float("nan"), "NaN"), (float("inf"), "NaN"), (1e30, "steps large")], ids=str
 )

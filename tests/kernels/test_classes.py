@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.coding import profile_of as profile_with
-from tests.kernels.naive.transform import analyze_reference
-from tests.kernels.world import FAMILY, LAYOUT, STEP, make_world, mix, plan_of, profile_of
+from tests.kernels.world import FAMILY, LAYOUT, STEP, mix, plan_of, profile_of
 from tests.predicting import VOCABULARY
 
 from cuvee.codec.entropy.token_classes import CLASSES, class_table
@@ -23,39 +22,11 @@ from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.kernels.centers import TokenRun
 from cuvee.kernels.class_predictor import DevicePredictor
 from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
-from cuvee.kernels.jobs import JobField, PlanField
-from cuvee.kernels.ops.analyze import analyze
-from cuvee.kernels.ops.arguments import ChunkBatch, TokenOrder
+from cuvee.kernels.ops.arguments import ChunkBatch
 from cuvee.kernels.plans import TransformPlan
 from cuvee.kernels.workspace import running_offsets
 
 CPU = torch.device("cpu")
-
-
-def test_the_tables_of_classes(device: torch.device) -> None:
-    for group in ("head", "unit", "layer"):
-        plan = plan_of(group, device)
-        arrays = plan.arrays
-        assert plan.finest[0, 0] > 0 and (plan.planes[0, 0, : plan.finest[0, 0]] == 0).all()
-        for section, own in enumerate(plan.coding[0]):
-            for k in range(CLASSES):
-                row = arrays.plans[plan.rows(section, k)]
-                expected = own.classed.plans[k]
-                count = 0 if expected is None else len(expected.shift)
-                assert row[PlanField.ROWS] == count == own.classed.rows[k]
-                assert row[PlanField.PLANES] == own.classed.planes[k]
-                if expected is not None:
-                    table = arrays.tables[row[PlanField.TABLES] :][: row[PlanField.PLANES]]
-                    assert np.array_equal(table, own.classed.tables[k, : row[PlanField.PLANES]])
-                assert arrays.steps[plan.rows(section, k)] == own.classed.steps[k]
-                extent = row[PlanField.EXTENT]
-                places = arrays.row_maps[row[PlanField.ROW_MAP] :][: sum(own.class_ranks[own.classed.finest])]
-                assert (places[extent:] == -1).all() and sorted(places[places >= 0]) == list(range(count))
-                assert extent == 0 or places[extent - 1] == count - 1
-                ints = arrays.row_ints[row[PlanField.ROW] :][:count]
-                assert np.array_equal(places[ints[:, 2]], np.arange(count))
-    assert len(plan_of("head", device).coding[0][0].class_ranks[0]) > 1
-    assert (plan_of("head", device).arrays.row_maps < 0).any()
 
 
 def test_components_must_fall_with_the_class() -> None:
@@ -122,46 +93,6 @@ def test_a_class_that_is_not_served(device: torch.device) -> None:
     words, fields = write_classes(np.full(9, finest[0] - 1, np.uint8), one, tokens, plan.freq, one)
     with pytest.raises(FormatError, match=rf"job 0: must have token classes {finest[0]} … 15"):
         read_classes(words.view(np.uint8), fields, one, tokens, plan.slots, one, finest, ["job 0"])
-
-
-# --- the linear maps
-
-
-@pytest.mark.parametrize("group", ["head", "layers:2"])
-def test_analyze_in_the_order_of_columns(device: torch.device, group: str) -> None:
-    plan = plan_of(group, device)
-    sections = len(plan.learned)
-    world = make_world(device, [(s, 70, "each" if s else "mixed") for s in range(sections)], group)
-    x = torch.randn(70, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(0)).to(device)
-    chunks = torch.tensor([[70, 0, 0, 0]], device=device)
-    order_of = TokenOrder(world.tensor(world.columns), world.tensor(world.order), plan.block_ranks)
-    status = torch.zeros(sections, dtype=torch.int32, device=device)
-    batch = ChunkBatch(chunks, status, sections, 0, 70)
-    maps = plan.maps
-    out = []
-    for run in (analyze, analyze_reference):
-        y = torch.full((world.sizes[1],), float("nan"), device=device)
-        run(
-            x, world.tensor(world.jobs), maps.device_blocks, maps.forward, batch, y,
-            max_rank=int(maps.blocks[:, 2].max()), order=order_of,
-        )  # fmt: skip
-        out.append(y)
-    assert torch.equal(out[0].isnan(), out[1].isnan())
-    torch.testing.assert_close(out[0].nan_to_num(), out[1].nan_to_num(), rtol=1e-5, atol=1e-5)
-    own = world.own(0)
-    at = int(world.jobs[0, JobField.COEFFICIENTS])
-    stride = int(world.jobs[0, JobField.STRIDE])
-    order = torch.from_numpy(world.order[:70].astype(np.int64)).to(device)
-    coefficients = _section_coefficients(plan, x, 0)
-    for k in np.unique(own):
-        columns_of = torch.from_numpy(np.flatnonzero(own == k)).to(device)
-        wanted = plan.coding[0][0].class_ranks[int(k)]
-        first = 0
-        for row, (rank, block) in enumerate(zip(wanted, coefficients, strict=True)):
-            deepest = plan.coding[0][0].class_ranks[plan.coding[0][0].classed.finest][row]
-            got = out[0][at + first * stride :][: rank * stride].view(rank, stride)[:, columns_of]
-            torch.testing.assert_close(got, block[:rank, order[columns_of]], rtol=1e-4, atol=1e-4)
-            first += deepest
 
 
 def _section_coefficients(plan: TransformPlan, x: torch.Tensor, section: int) -> list[torch.Tensor]:

@@ -32,9 +32,6 @@ from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes import coefficients, lossless
 
-# The interpreter computes with NumPy, which warns where damaged numbers overflow.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning")
-
 ROPE = Rope((1.0, 0.1))
 LAYOUT = KVLayout("tiny", (LayerLayout(1, 4, 3, ROPE), LayerLayout(2, 4, 3, ROPE)), "float32", 4096)
 WIDE = KVLayout("wide", (LayerLayout(1, 260, 260, None),), "float32", 4096)

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.profiles.sections import partition
 from cuvee.kernels.jobs import ELEMENTS, PlaceField, Status, TileField
 from cuvee.kernels.ops import pages
@@ -99,52 +98,6 @@ def launch(
     return int(status)
 
 
-ORDERS = ["bthd", "bhtd", "tbhd", "bhdt", "hbtd", "bdht", "bthd2", "bhtd2"]
-
-
-@pytest.mark.parametrize("element", FLOATS + FP8)
-@pytest.mark.parametrize(
-    ("order", "tokens", "dims", "rotary", "interleaved"),
-    [
-        *((order, 16, 32, 32, False) for order in ORDERS),
-        ("bthd", 32, 80, 80, False), ("bthd", 1, 96, 64, False), ("bhtd", 16, 7, 0, False),
-        ("bthd", 16, 33, 10, True), ("bhdt", 16, 40, 40, True), ("bthd", 16, 256, 256, False),
-    ],
-)  # fmt: skip
-def test_read_and_write(
-    element: torch.dtype, order: str, tokens: int, dims: int, rotary: int, interleaved: bool, device: torch.device
-) -> None:
-    tables = one_layer(dims, rotary, interleaved)
-    blocks = 64 // tokens
-    generator = torch.Generator().manual_seed(0)
-    slots = torch.randperm(blocks * tokens, generator=generator)[:21]
-    slots[[3, 20]] = -1
-    slots = slots.to(device)
-    exists = slots >= 0
-    scales = torch.tensor([0.5, 0.37], device=device)
-    caches, copies = ([cache(order, element, device, blocks, tokens, dims) for _ in range(2)] for _ in range(2))
-    values = (torch.randn(len(tables.tiles), 21, 2 * tables.pairs, generator=generator) * 3).to(device)
-    assert launch(_write, tables, [unit for _, unit in caches], scales, slots, values, element) == 0
-    out = torch.full_like(values, float("nan"))
-    assert launch(_read, tables, [unit for _, unit in caches], scales, slots, out, element) == 0
-    at = (slots[exists] // tokens)[:, None], (slots[exists] % tokens)[:, None]
-    for index, tile in enumerate(tables.tiles.tolist()):
-        counts = tile[TileField.COUNT0], tile[TileField.COUNT1]
-        held = torch.cat([torch.arange(n) + half * tables.pairs for half, n in enumerate(counts)]).to(device)
-        ranges = zip((tile[TileField.DIM0], tile[TileField.DIM1]), counts, strict=True)
-        own = torch.cat([first + tile[TileField.STEP] * torch.arange(n) for first, n in ranges]).to(device)
-        unit = copies[tile[TileField.UNIT]][1]
-        scale = float(scales[tile[TileField.UNIT]]) if element in FP8 else 1.0
-        x = saturated(values[index][exists][:, held] * float(np.float32(1) / np.float32(scale)), element)
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[element.itemsize]
-        unit.view(bits)[(*at, torch.tensor(tile[TileField.HEAD], device=device), own[None])] = x.view(bits)
-        want = torch.zeros(21, 2 * tables.pairs, device=device)
-        want[torch.nonzero(exists), held] = x.float() * scale
-        assert torch.equal(out[index], want)
-    for (got, _), (wanted, _) in zip(caches, copies, strict=True):
-        assert torch.equal(got, wanted)
-
-
 def bytes_of(unit: torch.Tensor) -> torch.Tensor:
     """`[blocks, tokens, n]` bytes of a unit."""
     return unit.contiguous().flatten(2).view(torch.uint8)
@@ -182,24 +135,6 @@ def test_fp8_agrees_with_torch(element: torch.dtype, device: torch.device) -> No
     want = values.clamp(-limit, limit).to(element).view(torch.uint8).to(device)
     for unit in units:
         assert torch.equal(bytes_of(unit).flatten(), want)
-
-
-@pytest.mark.parametrize("element", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("bad", [64, 65, 2**31, 2**32, 2**32 + 5, 2**63 - 1, -2, -(2**32), -(2**63)])
-def test_slots_beyond_the_cache(element: torch.dtype, bad: int, device: torch.device) -> None:
-    tables = one_layer(32)
-    scales = torch.ones(2, device=device)
-    slots = torch.tensor([5, bad, 7, -1, 63], device=device)
-    raws, units = zip(*(cache("bhtd", element, device, 4, 16, 32) for _ in range(2)), strict=True)
-    values = torch.ones(len(tables.tiles), 5, 2 * tables.pairs, device=device)
-    assert launch(_write, tables, list(units), scales, slots, values, element) == Status.SLOT
-    for raw, unit in zip(raws, units, strict=True):
-        written = (bytes_of(unit).flatten(0, 1) != 0xAB).any(1)
-        assert written.nonzero().flatten().tolist() == [5, 7, 63]
-        assert len(raw) == 64 * HEADS * 32 * element.itemsize
-    out = torch.full_like(values, float("nan"))
-    assert launch(_read, tables, list(units), scales, slots, out, element) == Status.SLOT
-    assert bool((out[:, [1, 3]] == 0).all()) and bool((out[:, [0, 2, 4], : 32 // 2] == 1).all())
 
 
 def test_offsets_beyond_32_bits(device: torch.device) -> None:

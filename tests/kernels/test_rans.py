@@ -433,15 +433,3 @@ def test_the_quotient_is_exact(prob_bits: int) -> None:
     for x in (limit - 1, *(multiples * f), *(multiples * f - 1), *(multiples * f + 1)):
         quotient = x * reciprocal >> np.uint64(32)
         assert np.array_equal(quotient + (x - quotient * f >= f), x // f)
-
-
-def test_sizes_of_many_coded_parts_at_once() -> None:
-    parts = [part for shapes in SHAPES.values() for part in make_parts(shapes)]
-    counts = np.array(
-        [
-            (p.count, p.long, len(p.streams.words), len(p.escapes.index), len(p.classes.words))
-            for p in parts
-        ]
-    )  # fmt: skip
-    assert coded_part.coded_bytes(*counts.T).tolist() == [len(part.coded) for part in parts]
-    assert coded_part.long_lengths(np.array([511, 512]), np.array([128, 128])).tolist() == [0, 1]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.kernels.world import FAMILY, GAP, POISON, STEP, World, make_world, raw, recoded
+from tests.kernels.world import FAMILY, POISON, STEP, World, make_world, raw, recoded
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL
 from cuvee.codec.entropy.token_classes import NEUTRAL
 from cuvee.codec.format.streams import Escapes
-from cuvee.codec.stages.reference import symbols
 from cuvee.codec.support.arrays import U32
-from cuvee.kernels.jobs import JobField, PlanField, Status
+from cuvee.kernels.jobs import JobField, Status
 from cuvee.kernels.ops.symbols import level_limit
 
 ESCAPED = int(Status.ESCAPES)
@@ -30,11 +30,12 @@ CASES = [
 ]  # fmt: skip
 
 
-def assert_same(world: World, depth: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Kernel and reference decode to the same bytes and status; returns the coefficients."""
-    got, want = (world.dequantized(kernel, dtype, depth) for kernel in (True, False))
-    assert got[1:] == want[1:] and raw(got[0]) == raw(want[0])
-    return got[0]
+def assert_dequantizes(world: World, **arguments: Any) -> None:
+    """To the bytes of the codec, in all of memory; `quantizer` is that of the codec alone."""
+    own = {name: value for name, value in arguments.items() if name != "quantizer"}
+    y, status, found = world.dequantized(**own)
+    assert not any(status) and found == [len(escapes.index) for _, escapes in world.coded]
+    assert raw(y) == raw(world.expected(range(len(world.coded)), **arguments))
 
 
 @pytest.mark.parametrize(("name", "group", "dtype"), CASES)
@@ -43,33 +44,19 @@ def test_dequantizing_gives_what_the_codec_says(
 ) -> None:
     world = make_world(device, MIXES[name], group)
     assert sum(len(escapes.index) for _, escapes in world.coded) > 3
-    y = assert_same(world, dtype=dtype).float()
-    for job, (planes, escapes) in enumerate(world.coded):
-        own, classed = world.own(job), world.of(job)
-        back = symbols.from_planes(planes, own, escapes, classed, FAMILY.quantizer).to(dtype).float().numpy()
-        found = world.coefficients(y, job).cpu().numpy()
-        for column, k in enumerate(own):
-            inside = world.rows_of(job, int(k))
-            assert np.array_equal(found[inside, column], back[: len(inside), column])
-            # Zero in the other rows of the first column of its 64, nothing below.
-            first = int(own[column // 64 * 64])
-            deepest = int(world.plan.arrays.plans[world.jobs[job, JobField.PLAN] + first, PlanField.EXTENT])
-            assert (found[np.setdiff1d(np.arange(deepest), inside), column] == 0).all()
-            assert np.isnan(found[deepest:, column]).all()
+    assert_dequantizes(world, dtype=dtype)
 
 
 @pytest.mark.parametrize("depth", [128, 256])
 def test_zeros_reach_as_deep_as_the_columns_that_are_taken_together(device: torch.device, depth: int) -> None:
-    assert_same(make_world(device, [(1, 200, "each")], "layer"), depth)
+    assert_dequantizes(make_world(device, [(1, 200, "each")], "layer"), depth=depth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_base_is_added_before_rounding(device: torch.device, dtype: torch.dtype) -> None:
     world = make_world(device, [(0, 64, "mixed"), (1, 300, "each")], "head")
     base = torch.randn(world.sizes[1], generator=torch.Generator().manual_seed(0)).to(device)
-    got, want = (world.dequantized(kernel, dtype, base=base) for kernel in (True, False))
-    assert raw(got[0]) == raw(want[0]) != raw(world.dequantized(True, dtype)[0])
-    assert got[1] == want[1] == [0, 0]
+    assert_dequantizes(world, dtype=dtype, base=base)
 
 
 # --- escapes
@@ -82,21 +69,20 @@ def test_values_of_any_size_wrap_alike(device: torch.device) -> None:
         value = rng.integers(-(2**31), 2**31, len(escapes.index)).astype(np.int32)
         value[:5] = [-(2**31), 2**31 - 1, 0, -128, 1][: len(value)]
         world.coded[job] = planes, Escapes(escapes.index, value)
-    assert_same(world)
-    assert world.dequantized()[1] == [0, 0]
+    assert_dequantizes(world)
 
 
 def test_long_lists_and_ties_of_bfloat16(device: torch.device) -> None:
     world = make_world(device, [(0, 200, "one"), (1, 150, "one")])
     assert world.of(0).steps[NEUTRAL] == 1
     world.plans = replace(world.plans, row_floats=torch.zeros_like(world.plans.row_floats))
+    exact = replace(FAMILY.quantizer, shrink=np.zeros_like(FAMILY.quantizer.shrink))
     for job, (planes, _) in enumerate(world.coded):
         rows = int(world.of(job).rows[NEUTRAL])
         planes[:rows] = ESCAPE
         index = np.arange(rows * planes.shape[1], dtype=np.uint32)
         world.coded[job] = planes, Escapes(index, index.astype(np.int32) + 250)
-    assert_same(world, dtype=torch.bfloat16)
-    assert world.dequantized()[1] == [0, 0]
+    assert_dequantizes(world, dtype=torch.bfloat16, quantizer=exact)
 
 
 HOSTILE: dict[str, Callable[[U32], U32]] = {
@@ -122,12 +108,11 @@ def test_lists_that_do_not_match_are_flagged(device: torch.device, name: str) ->
     planes, escapes = world.coded[1]
     index = HOSTILE[name](escapes.index)
     world.coded[1] = planes, Escapes(index, np.full(len(index), 5, np.int32))
-    got, want = world.dequantized(True), world.dequantized(False)
-    assert got[1] == want[1] == [0, ESCAPED, 0]
+    y, status, _ = world.dequantized()
+    assert status == [0, ESCAPED, 0]
     # The others come out right, and nothing else is written.
-    for y in (got[0], want[0]):
-        world.coefficients(y, 1)[:] = 0
-    assert raw(got[0]) == raw(want[0])
+    world.coefficients(y, 1)[:] = torch.nan
+    assert raw(y) == raw(world.expected([0, 2]))
 
 
 @pytest.mark.parametrize("below", [POISON, ESCAPE])
@@ -143,10 +128,10 @@ def test_an_escape_of_a_row_that_its_column_lacks(device: torch.device, below: i
     order = np.argsort(index, kind="stable")
     planes[row, -1] = below
     world.coded[0] = planes, Escapes(index[order], escapes.value[order])
-    got, want = world.dequantized(below=below), world.dequantized(False)
-    assert got[1] == want[1] == [ESCAPED, 0]
-    at = int(world.jobs[1, JobField.COEFFICIENTS])
-    assert raw(got[0][at:]) == raw(want[0][at:]) and raw(got[0][:GAP]) == raw(want[0][:GAP])
+    y, status, _ = world.dequantized(below=below)
+    assert status == [ESCAPED, 0]
+    world.coefficients(y, 0)[:] = torch.nan
+    assert raw(y) == raw(world.expected([1]))
 
 
 def test_bytes_that_look_like_escapes(device: torch.device) -> None:
@@ -155,8 +140,7 @@ def test_bytes_that_look_like_escapes(device: torch.device) -> None:
     rows = int(world.of(0).rows[NEUTRAL])
     assert len(planes) > rows, "a component is wide"
     planes[rows, 7] = ESCAPE  # low bits are no escapes
-    assert_same(world)
-    assert world.dequantized()[1:] == ([0, 0], [len(e.index) for _, e in world.coded])
+    assert_dequantizes(world)
     other = np.flatnonzero(planes[0] != ESCAPE)[0]
     planes[0, other] = ESCAPE  # none that the list names
     assert world.dequantized()[1:] == ([ESCAPED, 0], [len(escapes.index) + 1, len(world.coded[1][1].index)])
@@ -165,26 +149,21 @@ def test_bytes_that_look_like_escapes(device: torch.device) -> None:
 # --- encoding
 
 
-@pytest.mark.parametrize(("name", "group"), [(name, group) for name, group, _ in CASES])
-def test_quantizing_gives_the_bytes_of_the_codec(device: torch.device, name: str, group: str) -> None:
-    world = make_world(device, MIXES[name], group)
+def assert_quantizes(world: World) -> None:
+    """To the bytes of the codec, whose escapes are counted and listed."""
     planes, counts, status = world.quantized()
     assert not any(status) and torch.equal(planes, world.place_planes())
     for job, (_, escapes) in enumerate(world.coded):
         rows = escapes.index // np.uint32(world.jobs[job, JobField.TOKENS])
         assert np.array_equal(counts[job].cpu().numpy(), np.bincount(rows, minlength=counts.shape[1]))
-    index, value = world.listed(True, planes, counts)
+    index, value = world.listed(planes, counts)
     assert raw(index) == np.concatenate([e.index for _, e in world.coded]).tobytes()
     assert raw(value) == np.concatenate([e.value for _, e in world.coded]).tobytes()
 
 
-def assert_same_bytes(world: World) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kernel and reference quantize, count and list alike; returns planes and counts."""
-    got, want = world.quantized(True), world.quantized(False)
-    assert got[2] == want[2] and [raw(t) for t in got[:2]] == [raw(t) for t in want[:2]]
-    lists = [world.listed(kernel, got[0], got[1]) for kernel in (True, False)]
-    assert [raw(t) for t in lists[0]] == [raw(t) for t in lists[1]]
-    return got[0], got[1]
+@pytest.mark.parametrize(("name", "group"), [(name, group) for name, group, _ in CASES])
+def test_quantizing_gives_the_bytes_of_the_codec(device: torch.device, name: str, group: str) -> None:
+    assert_quantizes(make_world(device, MIXES[name], group))
 
 
 def test_thresholds_themselves(device: torch.device) -> None:
@@ -200,33 +179,34 @@ def test_thresholds_themselves(device: torch.device) -> None:
             near = edge if column % 3 == 2 else np.nextafter(edge, toward)
             y[rows, column] = near * (-1) ** (column // 4)
         world.coded[job] = recoded(world, job)
-    assert torch.equal(assert_same_bytes(world)[0], world.place_planes())
+    assert_quantizes(world)
 
 
 def test_escapes_of_a_row_go_on_in_the_next_tile(device: torch.device) -> None:
     world = make_world(device, [(1, 530, "one")])
     world.y[0][:2, ::7] = 1e6
-    _, counts = assert_same_bytes(world)
-    assert int(counts.sum()) > 150
+    world.coded[0] = recoded(world, 0)
+    assert len(world.coded[0][1].index) > 150
+    assert_quantizes(world)
 
 
 def test_rows_without_escapes_cost_no_entries(device: torch.device) -> None:
     world = make_world(device, [(0, 33, "mixed")])
     world.y[0][:] = 0
-    _, counts = assert_same_bytes(world)
-    assert not counts.any()
+    world.coded[0] = recoded(world, 0)
+    assert not len(world.coded[0][1].index)
+    assert_quantizes(world)
 
 
 def test_what_quantizing_leaves_over(device: torch.device) -> None:
     world = make_world(device, [(0, 64, "mixed"), (1, 300, "each")], "head")
-    y, found = world.place_y(), []
-    for kernel in (True, False):
-        left = y.clone()
-        planes, counts, status = world.quantized(kernel, y, left)
-        assert not any(status) and torch.equal(planes, world.place_planes())
-        found.append((raw(left), raw(counts)))
-        assert bool((left != y)[~y.isnan()].any())
-    assert found[0] == found[1]
+    y, left = world.place_y(), world.place_y()
+    planes, _, status = world.quantized(y, left)
+    assert not any(status) and torch.equal(planes, world.place_planes())
+    want = y.clone()
+    for job in range(len(world.coded)):
+        world.coefficients(want, job).sub_(world.tensor(world.decoded(job)))
+    assert raw(left) == raw(want)
 
 
 @pytest.mark.parametrize("step", [0.3, 1.0, 2.0 ** (1 / 64), 2.0 ** (-5 / 64)])
@@ -245,10 +225,10 @@ def test_coefficients_too_large_for_their_class(device: torch.device, bad: float
     y = world.place_y()
     last = world.coefficients(y, 0)[0, len(own) - 1 : len(own)]
     last.fill_(np.nextafter(np.float32(limit), np.float32(0)).item())
-    assert world.quantized(True, y)[2] == world.quantized(False, y)[2] == [0, 0]
+    assert world.quantized(y)[2] == [0, 0]
     last.fill_(limit * bad)
-    got, want = world.quantized(True, y), world.quantized(False, y)
-    assert got[2] == want[2] == [int(Status.TOO_LARGE), 0]
+    planes, _, status = world.quantized(y)
+    assert status == [int(Status.TOO_LARGE), 0]
     # Nothing beyond the job is touched.
     at = world.planes_of(0).stop
-    assert raw(got[0][at:]) == raw(want[0][at:])
+    assert raw(planes[at:]) == raw(world.place_planes()[at:])

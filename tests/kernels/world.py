@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tests.kernels.naive.symbols import dequantize_reference, list_escapes_reference, quantize_reference
 
+from cuvee.codec.entropy.coding_plan import Quantizer
 from cuvee.codec.entropy.family import default_family
 from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL, ClassedPlan, class_frequencies
 from cuvee.codec.format.streams import Escapes
@@ -160,38 +160,63 @@ class World:
         return self.tensor(np.concatenate(words).view(np.uint8))
 
     def dequantized(
-        self, kernel: bool = True, dtype: torch.dtype = torch.float32, depth: int = MIN_DEPTH,
-        base: torch.Tensor | None = None, below: int = POISON,
+        self, dtype: torch.dtype = torch.float32, depth: int = MIN_DEPTH, base: torch.Tensor | None = None,
+        below: int = POISON,
     ) -> tuple[torch.Tensor, list[int], list[int]]:  # fmt: skip
         """Coefficients, status and found ESCAPE bytes of each job."""
         data, status, found = self.place_escapes(), self.flags(), self.flags()
         y = torch.full((self.sizes[1],), float("nan"), dtype=dtype, device=self.device)
-        (dequantize if kernel else dequantize_reference)(
+        dequantize(
             data, self.tensor(self.jobs), self.plans, self.tensor(self.columns), self.place_planes(below), y, status,
             found, int(self.plan.arrays.plans[:, PlanField.EXTENT].max()), int(self.jobs[:, JobField.TOKENS].max()),
             depth, base,
         )  # fmt: skip
         return y, status.tolist(), found.tolist()
 
+    def decoded(self, job: int, quantizer: Quantizer = FAMILY.quantizer) -> F32:
+        """What the codec makes of a job's planes, `[extent, STRIDE]`; zero where a column has no component."""
+        own, (planes, escapes) = self.own(job), self.coded[job]
+        back = symbols.from_planes(planes, own, escapes, self.of(job), quantizer).numpy()
+        dense = np.zeros((self.extent(job), self.jobs[job, JobField.STRIDE]), np.float32)
+        for k in np.unique(own):
+            at, rows = np.flatnonzero(own == k), self.rows_of(job, int(k))
+            dense[np.ix_(rows, at)] = back[: len(rows), at]
+        return dense
+
+    def expected(
+        self, jobs: Sequence[int], dtype: torch.dtype = torch.float32, depth: int = MIN_DEPTH,
+        base: torch.Tensor | None = None, quantizer: Quantizer = FAMILY.quantizer,
+    ) -> torch.Tensor:  # fmt: skip
+        """The coefficients of some jobs, to the depth of the first of `depth` columns; NaN elsewhere."""
+        y = torch.full((self.sizes[1],), float("nan"), dtype=dtype, device=self.device)
+        for job in jobs:
+            dense, own = self.tensor(self.decoded(job, quantizer)), self.own(job)
+            dense = dense if base is None else dense + self.coefficients(base, job)
+            for start in range(0, len(own), depth):
+                plan = self.jobs[job, JobField.PLAN] + own[start]
+                run = slice(0, self.plan.arrays.plans[plan, PlanField.EXTENT]), slice(start, start + depth)
+                self.coefficients(y, job)[run] = dense[run].to(dtype)
+        return y
+
     def quantized(
-        self, kernel: bool = True, y: torch.Tensor | None = None, left: torch.Tensor | None = None
+        self, y: torch.Tensor | None = None, left: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Planes, counts and status."""
         max_rows = int(self.plan.arrays.plans[:, PlanField.ROWS].max())
         planes, status = self.poison(self.sizes[0]), self.flags()
         counts = torch.full((len(self.jobs), max_rows), -1, dtype=torch.int32, device=self.device)
-        (quantize if kernel else quantize_reference)(
+        quantize(
             self.place_y() if y is None else y, self.tensor(self.jobs), self.plans, self.reach,
             self.tensor(self.columns), planes, counts, status, max_rows, left,
         )  # fmt: skip
         return planes, counts, status.tolist()
 
-    def listed(self, kernel: bool, planes: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def listed(self, planes: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Escapes of all jobs; checks that nothing is written behind them."""
         flat = counts.flatten().to(torch.int64)
         starts, total = (flat.cumsum(0) - flat).view(counts.shape), int(flat.sum())
         index, value = self.poison(total + 5, torch.uint32), self.poison(total + 5, torch.int32)
-        (list_escapes if kernel else list_escapes_reference)(
+        list_escapes(
             self.place_y(), self.tensor(self.jobs), self.plans, self.tensor(self.columns), planes, starts,
             index[:total], value[:total], counts.shape[1],
         )  # fmt: skip

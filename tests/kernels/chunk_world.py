@@ -1,0 +1,175 @@
+"""Chunks in a cache on the device, and the arguments of launches over their tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.rope import cos_sin
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.sections import Section, partition
+from cuvee.kernels.jobs import ChunkField, TileField
+from cuvee.kernels.ops.pages import contiguity, place_row
+from cuvee.kernels.plans import Geometry
+from cuvee.kernels.tiles import TileLayout
+
+POISON = 0xAB
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+SCALES = (0.25, 0.1, 3.0, 1.0)  # of FP8, in turns
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Units in memory, poisoned: `[blocks, tokens per block, heads, dimensions]` views of `raw`."""
+
+    layout: KVLayout
+    raw: list[torch.Tensor]
+    units: list[torch.Tensor]
+    slots: torch.Tensor
+
+    @property
+    def element(self) -> torch.dtype:
+        return self.units[0].dtype
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """Not numbers where they must not be read."""
+        fp8 = self.element.itemsize == 1
+        return torch.tensor([SCALES[unit % 4] if fp8 else torch.nan for unit in range(len(self.units))])
+
+    def bytes(self) -> list[torch.Tensor]:
+        return [raw.view(torch.uint8).cpu() for raw in self.raw]
+
+    def rows(self, unit: int, at: slice) -> torch.Tensor:
+        """The values of some tokens, `[t, H, D]`."""
+        view, slot = self.units[unit], self.slots[at]
+        bits = view.view(BITS[view.element_size()])
+        return bits[slot // view.shape[1], slot % view.shape[1]].view(view.dtype)
+
+    def fill(self, unit: int, at: slice, rows: torch.Tensor) -> None:
+        view, slot = self.units[unit], self.slots[at]
+        whole = BITS[view.element_size()]
+        view.view(whole)[slot // view.shape[1], slot % view.shape[1]] = rows.to(view.dtype).to(slot.device).view(whole)
+
+    def copy(self) -> Cache:
+        """The same cache in other memory, poisoned."""
+        raw = [torch.full_like(memory, POISON) for memory in self.raw]
+        units = [
+            memory.view(unit.dtype).as_strided(unit.shape, unit.stride(), unit.storage_offset())
+            for memory, unit in zip(raw, self.units, strict=True)
+        ]
+        return replace(self, raw=raw, units=units)
+
+    def paged(self) -> PagedCache:
+        scales = self.scales.tolist() if self.element.itemsize == 1 else [1.0] * len(self.units)
+        return PagedCache(self.layout, self.units[::2], self.units[1::2], scales[::2], scales[1::2])
+
+
+def make_cache(layout: KVLayout, tokens: int, kind: str, element: torch.dtype, device: torch.device) -> Cache:
+    """A cache of a kind: `dense`, one block; or pages, of 16 tokens or `single` ones.
+
+    These are named by their axes in memory (blocks, tokens, heads, dimensions), with a 2 if keys and values are packed.
+    """
+    block = {"dense": tokens + 3, "single": 1}.get(kind, 16)
+    blocks = 1 if kind == "dense" else -(-tokens // block) + 2
+    axes = "bthd" if kind in ("dense", "single") else kind[:4]
+    raw, units = [], []
+    for layer in layout.layers:
+        for size in (layer.head_dim, layer.value_dim):
+            sizes = {"b": blocks, "t": block, "h": layer.kv_heads, "d": size * (2 if "2" in kind else 1)}
+            shape = [sizes[axis] for axis in axes]
+            memory = torch.full((int(np.prod(shape)) * element.itemsize,), POISON, dtype=torch.uint8, device=device)
+            raw.append(memory)
+            view = memory.view(element).view(shape).permute([axes.index(axis) for axis in "bthd"])
+            units.append(view[..., size:] if "2" in kind else view)
+    order = torch.randperm(blocks * block, generator=torch.Generator().manual_seed(5))
+    slots = torch.arange(2, 2 + tokens) if kind == "dense" else order[:tokens]
+    return Cache(layout, raw, units, slots.to(device))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Chunks of a layout that is cut into sections, and what all launches over them share."""
+
+    layout: KVLayout
+    tokens: tuple[int, ...]
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    device: torch.device
+    group: str = "unit"
+
+    @property
+    def total(self) -> int:
+        return sum(self.tokens)
+
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        return partition(self.layout, self.group)
+
+    @cached_property
+    def laid(self) -> TileLayout:
+        return Geometry(self.layout, self.sections, self.device).tiles
+
+    def at(self, chunk: int) -> slice:
+        """The tokens of a chunk."""
+        first = sum(self.tokens[:chunk])
+        return slice(first, first + self.tokens[chunk])
+
+    def rotations(self, source: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables as `codec.rope` makes them; those of the source turn back."""
+        starts = self.sources if source else self.targets
+        positions = torch.cat([torch.arange(s, s + t) for s, t in zip(starts, self.tokens, strict=True)])
+        parts = []
+        for rope in dict.fromkeys(layer.rope for layer in self.layout.layers if layer.rope is not None):
+            table = torch.stack(cos_sin(rope, positions)) / (rope.attention_scaling**2 if source else 1.0)
+            parts.append(pad(table, (0, -table.shape[2] % 4)))
+        cos, sin = torch.cat(parts or [torch.zeros(2, self.total, 1)], dim=2).to(self.device).unbind()
+        return cos.contiguous(), sin.contiguous()
+
+    def arguments(self, cache: Cache, tiles: Any = None, run: slice = slice(None)) -> dict[str, Any]:
+        """What launches over the tiles of a run of sections take; `tiles` may have ranks."""
+        chunks = np.zeros((len(self.tokens), len(ChunkField)), np.int64)
+        chunks[:, ChunkField.TOKENS] = self.tokens
+        chunks[:, ChunkField.FIRST] = np.cumsum(self.tokens) - self.tokens
+        chunks[:, ChunkField.SOURCE], chunks[:, ChunkField.TARGET] = self.sources, self.targets
+        first, end, _ = run.indices(len(self.sections))
+        tiles = self.laid.tiles if tiles is None else tiles
+        tiles = tiles[(tiles[:, TileField.SECTION] >= first) & (tiles[:, TileField.SECTION] < end)]
+        places = np.array([place_row(unit) for unit in cache.units], np.int64)
+        unit_stride, aligned = contiguity(places, tiles, cache.element)
+        return {
+            "chunks": torch.from_numpy(chunks).to(self.device), "tiles": torch.from_numpy(tiles).to(self.device),
+            "places": torch.from_numpy(places).to(self.device), "scales": cache.scales.to(self.device),
+            "slots": cache.slots, "element": cache.element, "unit_stride": unit_stride, "aligned": aligned,
+            "status": torch.zeros(len(self.tokens) * (end - first), dtype=torch.int32, device=self.device),
+            "sections": end - first, "first_section": first, "max_tokens": max(self.tokens), "pairs": self.laid.pairs,
+        }  # fmt: skip
+
+
+def random_units(layout: KVLayout, tokens: int, generator: torch.Generator, noise: bool = False) -> list[torch.Tensor]:
+    """Values `[T, H, D]` of each unit: what a cache may hold, or all bit patterns."""
+    units, dtype = [], layout.torch_dtype
+    for layer in layout.layers:
+        for size in (layer.head_dim, layer.value_dim):
+            shape = (tokens, layer.kv_heads, size)
+            if noise:
+                bits = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator)
+                units.append(bits.to(BITS[dtype.itemsize]).view(dtype))
+            else:
+                units.append((4 * torch.randn(shape, generator=generator)).to(dtype))
+    return units
+
+
+def fill(cache: Cache, batch: Batch, values: Sequence[Sequence[torch.Tensor]]) -> Cache:
+    """The cache with these values `[chunk][unit]` at the slots of their tokens."""
+    for chunk, units in enumerate(values):
+        for unit, rows in enumerate(units):
+            cache.fill(unit, batch.at(chunk), rows)
+    return cache

@@ -1,1 +1,0 @@
-"""What the kernels must compute: `f_reference` for every launcher `f` in `kernels/ops`, by the codec's own stages."""
