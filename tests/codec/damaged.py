@@ -9,7 +9,6 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,15 @@ from tests.codec.forging import (
     with_section,
 )
 
-from cuvee.codec.entropy.token_classes import CLASSES, class_table
+from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan, class_table
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileError, ProfileMismatchError
+from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.container import read_header
-from cuvee.codec.format.streams import Streams
+from cuvee.codec.format.streams import NO_ESCAPES, Escapes
 from cuvee.codec.stages.reference.rans import decode_classes, encode_classes
-from cuvee.codec.support.arrays import U8
+from cuvee.codec.stages.reference.sections import read_part
+from cuvee.codec.support.arrays import U8, U16
 
 SCHEMES = ("lossless", "classes")
 Pairs = list[tuple[int, int]]
@@ -146,94 +148,70 @@ ONE_CLASS: dict[str, tuple[int, str, int]] = {
 # --- token classes
 
 
-@dataclass(frozen=True)
-class Classed:
-    """The parts of section 0 of the blob whose tokens have many classes."""
-
-    words: int
-    escapes: int
-    log2: int
-    class_words: int
-    class_state: int
-    states: bytes
-    lengths: bytes
-    stream: bytes  # class words
-    rest: bytes  # words, padding and escapes
-
-    @classmethod
-    def parse(cls) -> Classed:
-        section = sections_of(blob_of("classes"))[0]
-        words, escapes, log2, count, state = struct.unpack_from("<IIB3xII", section)
-        streams = -(-TOKENS >> log2)
-        at = [20, 20 + 4 * streams, 20 + 6 * streams, 20 + 6 * streams + 2 * count]
-        states, lengths, stream = (section[a:b] for a, b in pairwise(at))
-        return cls(words, escapes, log2, count, state, states, lengths, stream, section[at[-1] :])
-
-    def blob(self) -> bytes:
-        """The blob with this for section 0, padded as it must be."""
-        head = struct.pack("<IIB3xII", self.words, self.escapes, self.log2, self.class_words, self.class_state)
-        body = head + self.states + self.lengths + self.stream + self.rest[: 2 * self.words]
-        body += bytes(-len(body) % 4) + (self.rest[-8 * self.escapes :] if self.escapes else b"")
-        return with_section(blob_of("classes"), body)
-
-    def with_classes(self, classes: U8) -> Classed:
-        """With the classes of the tokens coded anew, and the streams as they are."""
-        listed = encode_classes(classes, class_table(learned().learned[0].class_freq))
-        return replace(
-            self, class_words=len(listed.words), class_state=int(listed.states[0]),
-            stream=listed.words.astype("<u2").tobytes(),
-        )  # fmt: skip
+def plan_of() -> ClassedPlan:
+    """How section 0 of the blob whose tokens have many classes is coded."""
+    return learned().learned[0].classed_plan(read_header(blob_of("classes")).step_index)
 
 
-def classes_of_blob() -> U8:
-    """The classes of the tokens in section 0."""
-    part = Classed.parse()
-    words = np.frombuffer(part.stream, "<u2").astype(np.uint16)
-    listed = Streams(np.array([part.class_state], np.uint32), np.array([len(words)], np.uint32), words)
-    return decode_classes(listed, class_table(learned().learned[0].class_freq), TOKENS)
+def part_of() -> CodedPart:
+    """That section."""
+    return read_part(memoryview(sections_of(blob_of("classes"))[0]), plan_of(), TOKENS)
 
 
 def with_parts(**changes: Any) -> bytes:
-    return replace(Classed.parse(), **changes).blob()
+    """The blob with other streams, escapes or classes in that section."""
+    return with_section(blob_of("classes"), write_coded(replace(part_of(), **changes), int(plan_of().planes.max())))
+
+
+def table_of() -> EntropyTables:
+    return class_table(learned().learned[0].class_freq)
+
+
+def classes_of_blob() -> U8:
+    """The classes of the tokens."""
+    return decode_classes(part_of().classes, table_of(), TOKENS)
+
+
+def with_classes(classes: U8) -> bytes:
+    """The blob with these classes, well coded, and the streams as they are."""
+    return with_parts(classes=encode_classes(classes, table_of()))
+
+
+def with_class_words(words: U16) -> bytes:
+    """The blob with other words in the stream of classes."""
+    return with_parts(classes=replace(part_of().classes, words=words, lengths=np.array([len(words)], np.uint32)))
 
 
 def with_class_word(word: int) -> bytes:
     """One word of the class stream changed."""
-    stream = bytearray(Classed.parse().stream)
-    stream[2 * word] ^= 0x10
-    return with_parts(stream=bytes(stream))
+    words = part_of().classes.words.copy()
+    words[word] ^= 0x10
+    return with_class_words(words)
 
 
 def with_more_class_words(count: int) -> bytes:
-    part = Classed.parse()
-    return with_parts(stream=part.stream + bytes(2 * count), class_words=part.class_words + count)
+    return with_class_words(np.append(part_of().classes.words, np.zeros(count, np.uint16)))
 
 
 def with_other_classes(other: Callable[[U8], U8]) -> bytes:
     """Well-coded classes that the streams were not made for."""
-    return Classed.parse().with_classes(other(classes_of_blob()).astype(np.uint8)).blob()
+    return with_classes(other(classes_of_blob()).astype(np.uint8))
 
 
 def with_last_escape(beyond: int) -> bytes:
     """The last escape at a row that the finest class codes, and the column of a coarse token does not; or beyond it."""
-    part = Classed.parse()
-    plan = learned().learned[0].classed_plan(read_header(blob_of("classes")).step_index)
-    rows = int(plan.rows.max())
-    assert int(plan.rows[classes_of_blob().max()]) < rows and part.escapes
-    escapes = bytearray(part.rest[-8 * part.escapes :])
-    struct.pack_into("<I", escapes, 4 * (part.escapes - 1), rows * TOKENS - 1 + beyond)
-    return with_parts(rest=part.rest[: -8 * part.escapes] + bytes(escapes))
+    escapes, rows = part_of().escapes, int(plan_of().rows.max())
+    assert int(plan_of().rows[classes_of_blob().max()]) < rows and len(escapes.index)
+    index = np.append(escapes.index[:-1], np.uint32(rows * TOKENS - 1 + beyond))
+    return with_parts(escapes=Escapes(index, escapes.value))
 
 
-CLASS_FIELDS: dict[str, dict[str, Any]] = {
-    "class words beyond the section": {"class_words": 1 << 20},
-    "no class words": {"class_words": 0},
-    "no class state": {"class_state": 0},
-    "class state below its bound": {"class_state": (1 << 16) - 1},
-    "another class state": {"class_state": 2**32 - 1},
-    "class stream cut off": {"stream": b"", "class_words": 0},
-    "no escapes": {"escapes": 0},
-    "a stream per token": {"log2": 0},
+CLASS_FIELDS: dict[str, tuple[int, str, int]] = {
+    "class words beyond the section": (12, "<I", 1 << 20),
+    "no class words": (12, "<I", 0),
+    "no class state": (16, "<I", 0),
+    "another class state": (16, "<I", 2**32 - 1),
+    "a stream per token": (8, "<B", 0),
 }
 OTHER_CLASSES: dict[str, Callable[[U8], U8]] = {
     "the finest class": np.zeros_like,
@@ -337,8 +315,10 @@ def _of_lossless() -> Iterator[tuple[str, Damage]]:
 
 
 def _of_classes() -> Iterator[tuple[str, Damage]]:
-    for name, changes in CLASS_FIELDS.items():
-        yield name, Damage("classes", FormatError, partial(with_parts, **changes))
+    for name, field in CLASS_FIELDS.items():
+        yield name, Damage("classes", FormatError, partial(with_field, "classes", *field))
+    yield "no escapes", Damage("classes", FormatError, lambda: with_parts(escapes=NO_ESCAPES))
+    yield "class stream cut off", Damage("classes", FormatError, lambda: with_class_words(np.empty(0, np.uint16)))
     for name, other in OTHER_CLASSES.items():
         yield name, Damage("classes", CorruptError, partial(with_other_classes, other))
     for word in range(3):

@@ -661,20 +661,6 @@ def test_metrics_of_heads_are_shrunk_unit_by_unit() -> None:
             torch.testing.assert_close(shrunk.diagonal()[low:high], want)
 
 
-def test_a_large_mean_does_not_drown_the_covariance() -> None:
-    """Keys of Qwen2 have channels whose mean is hundreds of deviations: their squares in float32 keep little else."""
-    layout = no_rope(4)
-    (section,) = partition(layout, "layer")
-    moments = Moments(section, layout, 1000)
-    x = 1e3 + torch.randn(4000, 8, generator=torch.Generator().manual_seed(0)) @ torch.diag(torch.logspace(0, -1.5, 8))
-    for run in x.split(100):
-        moments.add(run, SINKS)
-    exact = x.double()
-    expected = (exact - exact.mean(0)).T @ (exact - exact.mean(0)) / len(exact)
-    torch.testing.assert_close(moments.covariances()[0], expected, rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(moments.mean(), exact.mean(0), rtol=1e-6, atol=0)
-
-
 def test_samples_that_do_not_vary_are_refused() -> None:
     layout = no_rope(4)
     same = KVChunk(torch.ones(1, 256, 1, 4), torch.ones(1, 256, 1, 4), layout)
@@ -687,7 +673,8 @@ def test_moments_are_what_numpy_says() -> None:
     (section,) = partition(layout, "unit")
     moments = Moments(section, layout, 10_000)
     generator = torch.Generator().manual_seed(0)
-    runs = [(start, torch.randn(30, 8, generator=generator) + 50) for start in (0, 0, 2, 100)]
+    # Keys of Qwen2 have channels whose mean is hundreds of deviations: their squares in float32 keep little else.
+    runs = [(start, torch.randn(30, 8, generator=generator) + 1000) for start in (0, 0, 2, 100)]
     gradients = [torch.randn(30, 8, generator=generator) for _ in runs]
     for (start, x), gradient in zip(runs, gradients, strict=True):
         moments.add(x, start, gradient)

@@ -26,7 +26,6 @@ from cuvee.codec.errors import (
 from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.rope import rotate, unrotate
-from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, CurvePoint
 from cuvee.codec.setting import warn_of_no_promise
@@ -441,27 +440,3 @@ def test_smaller_steps_are_larger_and_better(
     assert all(large > small for large, small in pairwise(sizes))
     assert all(good < bad for good, bad in pairwise(errors))
     assert errors[0] < 2e-5  # step 2**-7: s^2 / 12 is 5e-6
-
-
-@pytest.mark.parametrize("scheme", ["layer", "lossless"])
-@pytest.mark.parametrize("name", ["gqa", "irregular", "bfloat16"])
-def test_decodes_into_given_tensors(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec], name: str, scheme: str
-) -> None:
-    layout = layouts[name]
-    codec = make_codec(name, scheme, **({} if scheme == "lossless" else {"step": 0.25}))
-    blob = codec.encode(make_chunk(layout, 40))
-    plain = codec.decode(blob, 4).slice(3, 30)
-    # Not contiguous: every second row of a buffer of heads by tokens.
-    keys, values = (
-        [torch.full((h, 54, d), 9.0, dtype=layout.torch_dtype).transpose(0, 1)[::2] for h, d in sizes]
-        for sizes in (
-            [(layer.kv_heads, layer.head_dim) for layer in layout.layers],
-            [(layer.kv_heads, layer.value_dim) for layer in layout.layers],
-        )
-    )
-    slots = torch.arange(40) - 3
-    slots[(slots < 0) | (slots >= 27)] = -1
-    codec.decode_paged([blob], PagedCache.dense(layout, keys, values), [slots], [4]).check()
-    for given, want in zip(keys + values, plain.keys + plain.values, strict=True):
-        assert torch.equal(given, want)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.chunks import error, same
 from tests.classed import with_classes
-from tests.codec.forging import correlated_chunk, reseal, sections_of, with_section
+from tests.codec.forging import correlated_chunk, reseal, sections_of
 from tests.conftest import decoded_layers
 from tests.predicting import VOCABULARY, predicting
 
@@ -314,21 +314,3 @@ def test_a_refinement_with_other_classes(fitted: Fitted, chunk: KVChunk) -> None
         assert said == (
             "CorruptError: refinement: must have the token classes of its base, got other ones: the bytes are damaged"
         )
-
-
-def test_forged_sections(fitted: Fitted, chunk: KVChunk) -> None:
-    profile = with_classes(fitted("gqa", "layer"), WEIGHTS, 20)
-    base, finer = parts_of(profile, chunk)
-    section = sections_of(finer)[0]
-    bare = section[: len(section) - 8 * int.from_bytes(section[4:8], "little")]
-    listed = bare[:4] + (1).to_bytes(4, "little") + bare[8:]
-    words = bytearray(section)
-    words[len(bare) - 8] ^= 0x55
-    for forged, said in (
-        (section[:-4], "ends"),
-        (section + bytes(4), "too many"),
-        (listed + (TOKENS - 1).to_bytes(4, "little") + bytes(4), "escape list"),
-        (listed + b"\xff\xff\xff\xff" + bytes(4), "out of order or out of range"),
-        (bytes(words), "does not end where it must"),
-    ):
-        assert said in (outcome(profile, (base, with_section(finer, forged))) or "decoded")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tests.codec.test_paged import ORDERS, PERMUTED, poisoned, scattered, tensors, written
 
-from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
@@ -19,7 +18,7 @@ from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
-from cuvee.codec.stages.rows import Rows, cache_rows, dense_rows, has_rows
+from cuvee.codec.stages.rows import Rows, dense_rows, has_rows
 
 BLOCKS, BLOCK_TOKENS = 5, 16
 CPU = torch.device("cpu")
@@ -66,29 +65,6 @@ def alike(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("order", [*DIRECT, *JOINED])
-@pytest.mark.parametrize("name", ["bfloat16", "narrow-values", "irregular", "float16"])
-def test_rows_are_where_the_cache_writes(
-    layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk], name: str, order: str
-) -> None:
-    """All bytes of the memory are compared: also those between keys and values, and of other slots."""
-    layout = layouts[name]
-    chunk, slots = make_chunk(layout, 37), scattered(37)
-    slots[5:9] = slots[-1] = NOWHERE
-    one, want = make(layout, order)
-    one.write(chunk.keys, chunk.values, slots)
-    other, got = make(layout, order)
-    assert has_rows(other)
-    found = cache_rows(other, slots, range(layout.num_layers))
-    for units, all_rows in zip((chunk.keys, chunk.values), found, strict=True):
-        for unit, rows in zip(units, all_rows, strict=True):
-            assert rows is not None and (rows.begins[5:9] == -1).all() and rows.begins[-1] == -1
-            for at in (slice(0, 20), slice(20, 37)):
-                rows.write(unit[at].float(), at)
-    assert alike(got, want)
-    assert not all(bool((tensor == 7).all()) for tensor in got)
-
-
 @pytest.mark.parametrize("module", [transform, transform_numba])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 def test_place_takes_blocks_one_after_the_other(
@@ -129,18 +105,22 @@ def test_rows_of_a_part_are_those_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("backend", ["numba", "reference"])
-@pytest.mark.parametrize("scheme", ["layer", "head", "lossless"])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("bfloat16", "layer"), ("bfloat16", "head"), ("bfloat16", "lossless"), ("irregular", "layer"),
+        ("float16", "unit"), ("narrow-values", "lossless"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("order", [*ORDERS, PERMUTED, *JOINED])
 def test_every_order_of_memory_gets_the_same(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec], order: str, scheme: str,
+    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec], order: str, name: str, scheme: str,
     backend: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Also one whose last dimension is not adjacent."""
-    layout = layouts["bfloat16"]
-    codec = make_codec("bfloat16", scheme, backend=backend, **({} if scheme == "lossless" else {"step": 0.5}))
-    blob = make_codec("bfloat16", scheme, **({} if scheme == "lossless" else {"step": 0.5})).encode(
-        make_chunk(layout, 37, start=11)
-    )
+    """All bytes of the memory are compared: also those between keys and values, and of other slots."""
+    layout, quality = layouts[name], {} if scheme == "lossless" else {"step": 0.5}
+    codec = make_codec(name, scheme, backend=backend, **quality)
+    blob = make_codec(name, scheme, **quality).encode(make_chunk(layout, 37, start=11))
     used: list[bool] = []
 
     def spied(cache: PagedCache) -> bool:

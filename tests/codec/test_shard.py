@@ -17,8 +17,6 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.paged import PagedCache
-from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 
@@ -290,58 +288,6 @@ def test_shards_of_an_unlearned_profile() -> None:
     shards = [unlearned.shard(rank, 4) for rank in range(4)]
     assert {shard.id for shard in shards} == {Profile.unlearned(UNLIKE.shard(0, 4)).id}
     assert all(shard.curve == unlearned.curve and shard.source == "unlearned" for shard in shards)
-
-
-# A serving engine's pages ----------------------------------------------------------------------------------------
-
-
-def pages(layout: KVLayout, blocks: int = 4, block_tokens: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each layer, `[blocks, block_tokens, heads, size]`, filled with sevens."""
-    return [
-        (
-            torch.full((blocks, block_tokens, layer.kv_heads, layer.head_dim), 7.0).to(layout.torch_dtype),
-            torch.full((blocks, block_tokens, layer.kv_heads, layer.value_dim), 7.0).to(layout.torch_dtype),
-        )
-        for layer in layout.layers
-    ]
-
-
-def rank_pages(layout: KVLayout, memory: list[tuple[torch.Tensor, torch.Tensor]], rank: int, size: int) -> PagedCache:
-    """A rank's cache: views of its heads in the memory of all."""
-    heads = layout.shard_heads(rank, size)
-    keys, values = (
-        [unit[which][:, :, part.start : part.stop] for unit, part in zip(memory, heads, strict=True)]
-        for which in (0, 1)
-    )
-    return PagedCache(layout.shard(rank, size), keys, values)
-
-
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_fill_one_paged_cache(fitted: Fitted, make_chunk: MakeChunk, size: int, group: str) -> None:
-    profile = fitted("mha", group)
-    layout = profile.layout
-    slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:50].split(30)
-    source, wanted, got = pages(layout), pages(layout), pages(layout)
-    whole, starts = Codec(profile, step=0.3), [2, 500]
-    for number, (at, start) in enumerate(zip(slots, starts, strict=True)):
-        chunk = make_chunk(layout, len(at), number, start)
-        rank_pages(layout, source, 0, 1).write(chunk.keys, chunk.values, at)
-    everything = rank_pages(layout, source, 0, 1)
-    whole.decode_paged(
-        whole.encode(PagedChunks(everything, slots, starts)), rank_pages(layout, wanted, 0, 1), slots, [40, 0]
-    ).check()
-    for rank in range(size):
-        codec, mine = Codec(profile.shard(rank, size), step=0.3), rank_pages(layout, source, rank, size)
-        blobs = codec.encode(PagedChunks(mine, slots, starts))
-        dense = of_rank(everything.read(slots[1], starts[1]), rank, size)
-        assert blobs[1] == codec.encode(dense)
-        with pytest.raises(ProfileMismatchError):
-            codec.encode(PagedChunks(everything, slots, starts))
-        codec.decode_paged(blobs, rank_pages(layout, got, rank, size), slots, [40, 0]).check()
-    for mine_layer, whole_layer in zip(got, wanted, strict=True):
-        for a, b in zip(mine_layer, whole_layer, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 # Kernels ---------------------------------------------------------------------------------------------------------
