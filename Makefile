@@ -94,7 +94,7 @@ redis:
 compiler:
 	@command -v g++ >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ >/dev/null; } \
-		|| echo "g++ is not installed: kernels run in Triton's interpreter, not as compiled" >&2
+		|| echo "g++ is not installed: the tests of kernels will be skipped" >&2
 
 model: setup  ## fetch the real model, SmolLM2-135M-Instruct, once; `cuvee demo --model smollm2` uses it
 	$(BIN)/python -m cuvee.calibration
@@ -183,7 +183,7 @@ chaos: $(ENGINE_STAMP)  ## a real engine while everything in its connector fails
 # Nothing else runs sm_80 and sm_100, or takes warps in turns.
 ptx: setup compiler  ## the kernels' tests on PTX of all targets, programs and warps in an order drawn from SEED (0)
 	for target in sm_80 sm_90 sm_100; do \
-		$(THREADS) CUVEE_KERNELS=ptx CUVEE_PTX_TARGET=$$target CUVEE_PTX_SEED=$(SEED) \
+		$(THREADS) CUVEE_REQUIRE_PTX=1 CUVEE_PTX_TARGET=$$target CUVEE_PTX_SEED=$(SEED) \
 			$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/kernels tests/ptx $(PYTEST_ARGS); \
 	done
 

@@ -1,8 +1,7 @@
-"""Choice of where the tests run kernels without a GPU: as PTX in the emulator, or in Triton's interpreter.
+"""Where the tests run kernels without a GPU: as PTX in the emulator, or nowhere if there is no g++ to build it.
 
-CUVEE_KERNELS chooses: `ptx` (the default where there is g++) or `interpreter`. Of PTX, CUVEE_PTX_TARGET is `sm_80`,
-`sm_90` (the default) or `sm_100`, and CUVEE_PTX_SEED the seed of a random order of programs and
-warps; without a seed they run in order. CUVEE_REQUIRE_PTX=1 turns a missing g++ into an error.
+Of PTX, CUVEE_PTX_TARGET is `sm_80`, `sm_90` (the default) or `sm_100`, and CUVEE_PTX_SEED the seed of a random order of
+programs and warps; without a seed they run in order. CUVEE_REQUIRE_PTX=1 turns a missing g++ into an error.
 """
 
 from __future__ import annotations
@@ -23,33 +22,24 @@ _DAY = 86_400.0
 
 
 def _choose() -> str:
-    """Choose, and set the environment for Triton and for child processes.
+    """Return where kernels run.
 
     Raises:
-        ValueError: CUVEE_KERNELS is neither ptx nor interpreter.
-        NoCompiler: CUVEE_KERNELS or CUVEE_REQUIRE_PTX asks for the emulator, and there is no g++.
+        NoCompiler: CUVEE_REQUIRE_PTX asks for the emulator, and there is no g++.
     """
     if torch.cuda.is_available():
         return "gpu"
-    wanted = os.environ.get("CUVEE_KERNELS", "")
-    if wanted not in ("", "ptx", "interpreter"):
-        raise ValueError(f"CUVEE_KERNELS: must be ptx or interpreter, got {wanted!r}")
-    if wanted != "interpreter":
-        try:
-            compiler()
-        except NoCompiler:
-            if wanted or os.environ.get("CUVEE_REQUIRE_PTX") == "1":
-                raise
-            wanted = "interpreter"
-    if wanted == "interpreter":
-        # Triton reads this when a kernel is defined.
-        os.environ["TRITON_INTERPRET"] = "1"
-        return wanted
-    os.environ.pop("TRITON_INTERPRET", None)
+    if find_spec("triton") is None:
+        return "nowhere"
+    try:
+        compiler()
+    except NoCompiler:
+        if os.environ.get("CUVEE_REQUIRE_PTX") == "1":
+            raise
+        return "nowhere"
     return "ptx"
 
 
-# "gpu", "ptx" or "interpreter": decided before any kernel is defined.
 KERNELS_RUN_ON = _choose()
 TARGET = os.environ.get("CUVEE_PTX_TARGET", "sm_90")
 
@@ -57,12 +47,7 @@ TARGET = os.environ.get("CUVEE_PTX_TARGET", "sm_90")
 @cache
 def start() -> None:
     """Prepare this process to run kernels."""
-    if KERNELS_RUN_ON == "gpu" or find_spec("triton") is None:
-        return
-    if KERNELS_RUN_ON == "interpreter":
-        from tests.interpreter import make_quick
-
-        make_quick()
+    if KERNELS_RUN_ON != "ptx":
         return
     os.environ.setdefault("TRITON_CACHE_DIR", str(compiled_kernels()))
     from tests.ptx.driver import install

@@ -224,8 +224,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     return Golden(Profile.load(PROFILE), json.loads(MANIFEST.read_text()), load_file(EXPECTED))
 
 
-# The interpreter of the device backend computes with NumPy, which warns where numbers overflow.
-TRITON = pytest.param("triton", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")])
+TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 
 
 @pytest.fixture(params=[*stage_names(), TRITON])

@@ -456,7 +456,8 @@ def check_synthesis(
         bound = factor * max(terms, 1) ** 0.5 * 8 * float(b.abs().max())
         bound += 1e-3 / float(scale) * (element.itemsize == 1)
         torch.testing.assert_close(a, b, rtol=2 * torch.finfo(element).eps, atol=bound)
-        if element.itemsize < 4:  # a sum that lies at a tie of the element type may fall to either side
+        # A sum that lies at a tie of the element type may fall to either side. TF32 products differ everywhere.
+        if element.itemsize < 4 and dtype != torch.float32:
             assert float((a != b).float().mean()) < 0.02
         free = torch.ones(len(a), dtype=torch.bool)
         free[used] = False

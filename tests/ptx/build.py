@@ -16,9 +16,7 @@ KEPT = Path(__file__).parents[2] / "out" / "ptx"
 # Rounding as written: no fused or reassociated arithmetic.
 FLAGS = ("-std=c++20", "-O2", "-ftree-vectorize", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared",
          "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-psabi")  # fmt: skip
-HELP = (
-    "the PTX emulator needs g++ 10 or newer: install it (Debian: apt-get install g++), or set CUVEE_KERNELS=interpreter"
-)
+HELP = "the PTX emulator needs g++ 10 or newer: install it (Debian: apt-get install g++)"
 
 
 class NoCompiler(RuntimeError):

@@ -11,16 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from tests.emulation import KERNELS_RUN_ON
 from tests.fuzz import blobs
 from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.engine import case
 from triton import knobs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(KERNELS_RUN_ON == "interpreter", reason=f"kernels run on: {KERNELS_RUN_ON}"),
-]
+pytestmark = pytest.mark.gpu
 COUNT = int(os.environ.get("CUVEE_PTX_MUTANTS", "120"))
 SEED = 11
 
