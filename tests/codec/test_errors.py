@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import cuvee
@@ -28,6 +29,7 @@ BLAMED = {
 }
 
 
+@cache
 def raised_on_purpose() -> dict[str, ast.ClassDef]:
     """Every class of the package that descends from `CuveeError`, and itself: by its source, so that none is missed."""
     (package,) = cuvee.__path__
