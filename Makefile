@@ -30,6 +30,7 @@ BENCH ?= cpu
 # Of `make fuzz`, `make soak` and `make chaos`.
 SECONDS ?= 600
 SEED    ?= 0
+KIND    ?= plain
 # Two workers with one thread each: oversubscribed BLAS threads are slower, and their sums differ. The tests of a file
 # stay together (--dist loadfile): those of the engine share its runs. Their order is that of tests/conftest.py
 # (--no-loadscope-reorder).
@@ -177,8 +178,8 @@ fuzz: setup  ## try to break what reads blobs, profiles, stores and files, for S
 soak: setup redis  ## three processes against each kind of store, with kills and full disks, for SECONDS (600)
 	$(THREADS) $(BIN)/python tests/fuzz/soak.py --seconds $(SECONDS) --seed $(SEED)
 
-chaos: $(ENGINE_STAMP)  ## a real engine while everything in its connector fails at random, for SECONDS (600)
-	$(THREADS) $(BIN)/python tests/fuzz/chaos.py --seconds $(SECONDS) --seed $(SEED)
+chaos: $(ENGINE_STAMP)  ## a real engine of KIND (plain, fp8, ngram), all in its connector fails at random, for SECONDS (600)
+	$(THREADS) $(BIN)/python tests/fuzz/chaos.py --seconds $(SECONDS) --seed $(SEED) --kind $(KIND)
 
 # Nothing else runs sm_80 and sm_100, or takes warps in turns.
 ptx: setup compiler  ## the kernels' tests on PTX of all targets, programs and warps in an order drawn from SEED (0)

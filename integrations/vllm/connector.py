@@ -1,7 +1,7 @@
 """`CuveeConnector`: hands the calls of vLLM's V1 connector interface to the scheduler's side and the workers' side.
 
 Only this module, `engine_text`, `kv_events`, `other_connectors`, `prometheus` and `blending.paged_model` import vLLM.
-Tested with vLLM 0.32, whose engine tests also call what 0.33 adds.
+Tested with vLLM 0.32 and 0.33.
 
 vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only
 when a connector is made, because it imports numba. With numba's llvmlite in memory, vLLM 0.32 cannot start a worker on
@@ -214,11 +214,13 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """Find the layout of the pages, or refuse to start."""
         from cuvee.integrations.vllm.worker import WorkerSide
 
-        self._setup.check_registered(kv_caches, self._vllm_config)
+        layers = self._attention_layers()
+        shares = {name: getattr(layers.get(name), "kv_sharing_target_layer_name", None) for name in kv_caches}
+        self._setup.check_registered(shares, self._vllm_config)
         rank = self._rank()
         codec = self._setup.codec(rank)
         first = next(iter(self._cached_layers), "")  # a drafter's layers have another model
-        self._weights = Weights(self._attention_layers().get(first), _named_weights)
+        self._weights = Weights(layers.get(first), _named_weights)
         worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, self._weights.digest)
         self._attach(worker, kv_caches)
         self._worker = worker

@@ -15,6 +15,7 @@ what they hold decides which tokens are proposed, never which are accepted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,11 +38,13 @@ class LayerGroup:
         layers: their indices among the cached layers of this process.
         window: most tokens before the next one that the engine keeps for them; None: all.
         chunked: whether it drops all of them at each multiple of `window`.
+        block: tokens of their blocks; None: as many as the scheduler's, which are whole blocks of every group.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
     chunked: bool = False
+    block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +86,22 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None) -> Cached
     names = tuple(sorted(by_name, key=_number_of))
     order = {name: at for at, name in enumerate(names)}
     groups = []
+    common = block_tokens(list(by_name.values()))
     for group, specs in zip(kv_cache_config.kv_cache_groups, by_group, strict=True):
         kept = specs or _specs_of(group)
         layers = tuple(sorted(order[name] for name in specs))
         windows = [int(spec.sliding_window) for spec in kept.values() if _kind(spec) == _WINDOW]
         chunks = [int(spec.attention_chunk_size) for spec in kept.values() if _kind(spec) == _CHUNKED]
-        groups.append(LayerGroup(layers, min(windows + chunks, default=None), chunked=bool(chunks)))
+        window = min(windows + chunks, default=None)
+        block = block_tokens(list(kept.values())) if kept else common
+        groups.append(LayerGroup(layers, window, bool(chunks), None if block == common else block))
     numbers = tuple(_number_of(name) for name in names)
     return CachedLayers(names, numbers, tuple(by_name[name] for name in names), tuple(groups))
 
 
 def block_tokens(specs: Sequence[Any]) -> int:
-    """Return the tokens per block, which all layers must share.
-
-    Raises:
-        UnsupportedModelError: they do not.
-    """
-    sizes = sorted({int(spec.block_size) for spec in specs})
-    if len(sizes) != 1:
-        raise UnsupportedModelError(
-            f"layers with blocks of different sizes ({', '.join(map(str, sizes))} tokens) are not supported: pass "
-            "--disable-hybrid-kv-cache-manager to vLLM, which then gives all layers blocks of one size"
-        )
-    return sizes[0]
+    """Return the fewest tokens that are whole blocks of every layer: larger heads have shorter blocks."""
+    return math.lcm(*(int(spec.block_size) for spec in specs))
 
 
 def is_latent(spec: Any) -> bool:

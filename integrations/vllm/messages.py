@@ -53,10 +53,23 @@ class Entry:
         """Position after the last token."""
         return self.start + self.tokens
 
-    def within(self, blocks: Sequence[int], block_tokens: int, others: Sequence[Sequence[int]] = ()) -> Entry:
-        """Return the entry with its blocks, out of a request's blocks from the first token on."""
-        own = slice(self.start // block_tokens, -(-self.end // block_tokens))
-        return replace(self, blocks=tuple(blocks[own]), others=tuple(tuple(table[own]) for table in others))
+    def within(
+        self,
+        blocks: Sequence[int],
+        block_tokens: int,
+        others: Sequence[Sequence[int]] = (),
+        others_tokens: Sequence[int] | None = None,
+    ) -> Entry:
+        """Return the entry with its blocks, out of a request's blocks from the first token on. Those in `others` have
+        as many tokens unless `others_tokens` says otherwise.
+        """
+
+        def own(table: Sequence[int], tokens: int) -> tuple[int, ...]:
+            return tuple(table[self.start // tokens : -(-self.end // tokens)])
+
+        sizes = [block_tokens] * len(others) if others_tokens is None else others_tokens
+        held = tuple(own(table, tokens) for table, tokens in zip(others, sizes, strict=True))
+        return replace(self, blocks=own(blocks, block_tokens), others=held)
 
 
 @dataclass(slots=True)

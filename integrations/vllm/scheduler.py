@@ -141,7 +141,7 @@ class SchedulerSide:
         """Plan the load of a request for which the engine allocated `blocks` and wants `tokens` loaded (0: none);
         `others` are its blocks in further groups of layers.
         """
-        first = self._loads.take_promise(request.request_id) // self._state.block
+        first = self._loads.take_promise(request.request_id) // self._state.blocks[0]
 
         def give_up() -> None:
             if tokens:  # the engine waits for them

@@ -78,10 +78,11 @@ class SchedulerLoads:
             others: the engine's blocks in further groups of layers.
             aim: what the load is planned for.
         """
-        request_id, blend, block = tracked.request.request_id, tracked.blend, self._state.block
+        request_id, blend, sizes = tracked.request.request_id, tracked.blend, self._state.blocks
         end = tracked.end if blend is None else tracked.blend_end
         start = end - tokens
-        held, *further = ([*table[: -(-end // block)]] for table in (blocks, *others))
+        tables = zip((blocks, *others), sizes, strict=True)
+        held, *further = ([*table[: -(-end // size)]] for table, size in tables)
         prefix: list[Entry] = []
         if blend is None or blend.start > start:
             prefix = self._prefix(tracked, start // self._state.chunk, held, further)
@@ -89,7 +90,7 @@ class SchedulerLoads:
         self._under_way[request_id] = digests
         for digest in digests:
             self._loading.setdefault(digest, request_id)
-        own = held[start // block :]
+        own = held[start // sizes[0] :]
         self._loads[request_id] = Load(request_id, tracked.tenant, prefix, start, end, own, blend, aim)
         tracked.saved = max(tracked.saved, tracked.found.chunks)
 
@@ -132,7 +133,7 @@ class SchedulerLoads:
         entries = [Entry("chunk", digests[at], at * chunk, chunk) for at in range(first, found.chunks)]
         if found.tail:
             entries.append(Entry("tail", found.digest, found.chunks * chunk, found.tail))
-        placed = [entry.within(blocks, self._state.block, others) for entry in entries]
+        placed = [self._state.placed(entry, blocks, others) for entry in entries]
         return [entry for entry in placed if self._state.is_needed(entry)]
 
     def _is_loaded_by_another(self, tracked: Tracked, computed: int) -> bool:

@@ -47,7 +47,7 @@ class SchedulerSaves:
             after: position after the last one.
             block_state: the engine's table of blocks.
         """
-        request, chunk, block = tracked.request, self._state.chunk, self._state.block
+        request, chunk = tracked.request, self._state.chunk
         self._leave_out(tracked, before, after)
         segments = self._segments(tracked, after, block_state)
         done = min(after, self._storable(tracked)) // chunk
@@ -62,7 +62,7 @@ class SchedulerSaves:
             return segments
         blocks, *others = block_state.get_block_ids(request.request_id)
         saves = [
-            self._save(tracked, Entry("chunk", digests[at], at * chunk, chunk).within(blocks, block, others))
+            self._save(tracked, self._state.placed(Entry("chunk", digests[at], at * chunk, chunk), blocks, others))
             for at in wanted
         ]
         end = min(request.num_prompt_tokens, self._storable(tracked))
@@ -136,7 +136,7 @@ class SchedulerSaves:
         request = tracked.request
         # A preempted request has no blocks, and none of its tokens count as computed. The last token's KV is left out:
         # where the engine plans ahead it may be there, but the connector is not told.
-        held = len(blocks) * self._state.block
+        held = len(blocks) * self._state.blocks[0]
         end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, held)
         return self._tail(tracked, min(end, self._storable(tracked)), blocks, others)
 
@@ -154,7 +154,7 @@ class SchedulerSaves:
         (digest,) = tracked.chain.tails(ids, chunk, [tokens])
         if self._known.check(digest):
             return []
-        return [self._save(tracked, Entry("tail", digest, start, tokens).within(blocks, state.block, others))]
+        return [self._save(tracked, state.placed(Entry("tail", digest, start, tokens), blocks, others))]
 
     def _save(self, tracked: Tracked, entry: Entry) -> Save:
         """Return the order to store an entry, with its tokens if they are wanted."""

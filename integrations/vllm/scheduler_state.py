@@ -153,6 +153,7 @@ class SchedulerState:
         options: of the connector.
         loads, stores: whether requests are loaded and stored at all.
         chunk, block: tokens per chunk, and per block of the engine.
+        blocks: tokens per block of each group of layers.
         windows: of each group of layers, how many tokens the engine keeps; None: all.
         positions: number of positions the model has; None: no limit.
         tails: whether tails are stored (see `scheduler_save`).
@@ -172,7 +173,7 @@ class SchedulerState:
         self.loads, self.stores = self._role
         self.chunk = setup.options.chunk_tokens
         self.block = setup.block_tokens
-        self.windows = setup.windows
+        self.blocks, self.windows = setup.blocks, setup.windows
         self.positions = setup.layout.max_positions
         self.encodes = setup.encodes
         self.parts = 1 + setup.options.refinements
@@ -215,6 +216,11 @@ class SchedulerState:
         is computed because its output is needed.
         """
         return min(tokens - 1, self.addressed(tokens)) // self.block * self.block
+
+    def placed(self, entry: Entry, blocks: Sequence[int], others: Sequence[Sequence[int]]) -> Entry:
+        """Return an entry with its blocks in every group of layers, out of a request's from the first token on."""
+        first, *sizes = self.blocks
+        return entry.within(blocks, first, others, sizes)
 
     def has_dropped(self, entry: Entry) -> bool:
         """Return whether the engine has dropped a part of an entry from a layer with a window."""

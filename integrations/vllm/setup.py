@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -64,7 +64,7 @@ class Setup:
             these are values or, lossless, pairs of codes (`copied_pages`).
         profile: of the whole model.
         quality: "lossless", or "step:" and the step's index.
-        block_tokens: tokens per block of the engine's scheduler.
+        block_tokens: tokens per block of the engine's scheduler: whole blocks of every group of layers.
         shards: tensor-parallel ranks.
         loads, stores: whether this engine loads, and stores (`kv_role`).
         prefix_caching: whether a request finds in the engine what another request loaded.
@@ -110,6 +110,11 @@ class Setup:
     def windows(self) -> tuple[int | None, ...]:
         """The window of each group of layers; None: the engine keeps all its tokens."""
         return tuple(group.window for group in self.groups) or (None,)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Tokens per block of each group of layers."""
+        return tuple(group.block or self.block_tokens for group in self.groups) or (self.block_tokens,)
 
     @property
     def loads_in_part(self) -> bool:
@@ -259,19 +264,24 @@ class Setup:
             logger.info("cuvee: blobs are signed with the key of id %s", _key_ids(codec))
         return codec
 
-    def check_registered(self, names: Iterable[str], vllm_config: Any) -> None:
-        """Refuse layers of a worker that are neither cached by the scheduler's account nor a drafter's.
+    def check_registered(self, shares: Mapping[str, str | None], vllm_config: Any) -> None:
+        """Refuse layers of a worker that are neither cached by the scheduler's account nor a drafter's, and attend to
+        the cache of none that is.
+
+        Args:
+            shares: of each layer, the one whose cache it attends to; None: its own.
+            vllm_config: vLLM's `VllmConfig`.
 
         Raises:
-            UnsupportedModelError: there are such layers, as where layers share a cache.
+            UnsupportedModelError: there are such layers.
         """
         drafted = vllm_config.speculative_config is not None
         most = vllm_config.model_config.hf_text_config.num_hidden_layers if drafted else None
         known = () if self.layers is None else self.layers.names
-        for name in names:
-            if name not in known and not is_draft(name, most):
+        for name, shared in shares.items():
+            if not {name, shared} & {*known} and not is_draft(name, most):
                 raise UnsupportedModelError(
-                    f"{name}: layers that share the cache of others are not supported: serve this model without "
+                    f"{name}: has a cache that the engine's scheduler does not know: serve this model without "
                     "CuveeConnector"
                 )
 
@@ -368,12 +378,9 @@ def _refuse_features(vllm_config: Any) -> None:
     parallel, model, speculative = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     dtype = str(vllm_config.cache_config.cache_dtype)
     method = str(getattr(speculative, "method", ""))
-    shared = getattr(model.hf_text_config, "num_kv_shared_layers", 0)
     contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
     refused = {
         "an encoder-decoder model: serve it without CuveeConnector": model.is_encoder_decoder,
-        f"{shared} layers that share the cache of others (num_kv_shared_layers): serve this model without "
-        "CuveeConnector": bool(shared),
         f"a {model.runner_type!r} model: only generation is supported (--runner generate)": (
             model.runner_type != "generate"
         ),
@@ -465,8 +472,8 @@ def _check_layers(layout: KVLayout, config: Any, cached: CachedLayers, stages: i
     count = len(cached.names)
     if stages == 1 and count != layout.num_layers:
         raise UnsupportedModelError(
-            f"the engine caches {count} layers, the model has {layout.num_layers}: layers that share a cache, sparse "
-            "indexers and layers of an unknown drafter are not supported; serve this model without CuveeConnector"
+            f"the engine caches {count} layers, the model has {layout.num_layers} that cache: sparse indexers and "
+            "layers of an unknown drafter are not supported; serve this model without CuveeConnector"
         )
     if stages > 1 and (layout.num_layers != config.num_hidden_layers or max(cached.numbers) >= layout.num_layers):
         raise UnsupportedModelError(

@@ -90,6 +90,7 @@ class WorkerState:
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
         report: what happened since the last report.
+        blocks: tokens per block of each group of layers.
         windows: of each group of layers, how many tokens the engine keeps; None: all.
         bytes_per_token: of the pages, uncompressed.
         copied: the pages where there are several groups, or pairs of fp8 codes are coded; None: the codec reads and
@@ -116,7 +117,7 @@ class WorkerState:
         self.progress = threading.Condition(self.lock)
         self.report = Report()
         self.closed = False
-        self.windows = setup.windows
+        self.blocks, self.windows = setup.blocks, setup.windows
         self.cache: PagedCache | None = None
         self.copied: CopiedPages | None = None
         self.bytes_per_token = 0
@@ -170,13 +171,12 @@ class WorkerState:
                 engine keeps no block before a window, tokens get `NOWHERE` as well.
         """
         placed = range(entry.start, entry.end) if placed is None else placed
-        origin = entry.start // self.block * self.block
-        offset = torch.arange(placed.start, placed.stop) - origin
         each = []
-        for table, window in zip(entry.tables, self.windows, strict=True):
+        for table, tokens, window in zip(entry.tables, self.blocks, self.windows, strict=True):
             slots = torch.full((entry.tokens,), NOWHERE)
-            blocks = torch.tensor(table, dtype=torch.int64)[offset // self.block]
-            at = blocks * self.block + offset % self.block
+            offset = torch.arange(placed.start, placed.stop) - entry.start // tokens * tokens
+            blocks = torch.tensor(table, dtype=torch.int64)[offset // tokens]
+            at = blocks * tokens + offset % tokens
             if window is not None:
                 at[blocks == NULL_BLOCK] = NOWHERE
             slots[placed.start - entry.start : placed.stop - entry.start] = at

@@ -1,6 +1,7 @@
 """A real engine, and everything in the connector fails at random: no engine ends, and no answer is another one.
 
     python tests/fuzz/chaos.py --seconds 600 --seed 0                                             `make chaos`
+    python tests/fuzz/chaos.py --kind ngram         an engine that drafts tokens; fp8: one with an fp8 cache; no blends
 
 Three tenants ask vLLM on the CPU for prompts that share beginnings and documents. Requests are aborted and preempted,
 caches emptied, and now and then a forward raises in the middle of the model; the engine then goes on as one that was
@@ -61,6 +62,15 @@ HIT = (
 )  # fmt: skip
 NEEDED = {"arrived", "matched_tokens", "allocated", "plan", "take", "save", "report"}  # by the shortest run too
 SPARED = ("s._load_is_over", "s._blends.drop")  # clear up; if they fail again and again, nothing else can
+KINDS: dict[str, dict[str, Any]] = {  # options of the engine
+    "plain": {},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
+        }
+    },
+}  # fmt: skip
 MOST_LONGER = 8  # times the seconds asked for, until enough has happened
 _COUNTS = (-1, 10**400, 1 << 64, "text", None, math.nan)
 
@@ -165,17 +175,18 @@ class ChaosStore(DictStore):
 class Chaos(Driven):
     """An engine with a connector, and what was asked of it."""
 
-    def __init__(self, model: Path, store: ChaosStore | None) -> None:
+    def __init__(self, model: Path, store: ChaosStore | None, kind: str = "plain") -> None:
         from vllm import SamplingParams
 
-        blend = {"segment_tokens": 48, "min_context": 0, "cost": 1}
-        options: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
+        blend = {"blend": {"segment_tokens": 48, "min_context": 0, "cost": 1}} if kind == "plain" else {}
+        options: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512, **KINDS[kind]}
         if store is None:
             options["num_gpu_blocks_override"] = 8 * BLOCKS
         super().__init__(
-            model, store, connector={"blend": blend, "key_env": "CUVEE_CHAOS_KEY", "load_timeout": LOAD_TIMEOUT,
+            model, store, connector={**blend, "key_env": "CUVEE_CHAOS_KEY", "load_timeout": LOAD_TIMEOUT,
             "lookup_timeout": LOOKUP_TIMEOUT, "min_tokens": BLOCK}, **options,
         )  # fmt: skip
+        self.kind = kind
         self._parameters = SamplingParams
         self.asked: dict[str, Prompt] = {}
         self.answers: list[tuple[Prompt, Answer]] = []
@@ -313,9 +324,14 @@ def prompts_of(dice: random.Random) -> list[Prompt]:
     return [prompt for prompt in prompts if len(prompt.ids) + prompt.tokens < 500]
 
 
+def fates_of(kind: str) -> tuple[str, ...]:
+    """What is to happen to requests of an engine."""
+    return ("preempted", "aborted", *(("blended",) if kind == "plain" else ()))
+
+
 def _enough(engine: Chaos, store: ChaosStore, injector: Injector) -> bool:
     """Whether what a run is for has happened in it: hooks have raised, and requests have met every fate."""
-    fates = all(engine.counts[fate] for fate in ("preempted", "aborted", "blended"))
+    fates = all(engine.counts[fate] for fate in fates_of(engine.kind))
     fates = fates and any(name.startswith("raised ") for name in engine.counts)
     hooks = set(injector.hooks()) >= NEEDED
     loads = engine.totals()["loads", ""] > 10
@@ -400,9 +416,9 @@ def _examine(engine: Chaos, store: ChaosStore, dice: random.Random) -> None:
         raise Wrong(f"{engine.all_blocks - engine.free_blocks()} of the engine's blocks are lost")
 
 
-def _compare(model: Path, answers: Sequence[tuple[Prompt, Answer]]) -> float:
+def _compare(model: Path, kind: str, answers: Sequence[tuple[Prompt, Answer]]) -> float:
     """The largest distance from what an engine without a connector says."""
-    reference = Chaos(model, None)
+    reference = Chaos(model, None, kind)
     right: dict[Prompt, Answer] = {}
     for prompt in dict.fromkeys(prompt for prompt, _ in answers):
         reference.ask_for(replace(prompt, segments=()))
@@ -418,16 +434,16 @@ def _compare(model: Path, answers: Sequence[tuple[Prompt, Answer]]) -> float:
     return worst
 
 
-def _within(seconds: float, seed: int, results: Path) -> None:
+def _within(seconds: float, seed: int, kind: str, results: Path) -> None:
     import_vllm()
     model, store = bundled_model_path(), ChaosStore(Chance(seed))
-    engine = Chaos(model, store)
+    engine = Chaos(model, store, kind)
     injector = _disturb(engine, store, seconds, seed)
     injector.undo()
     _examine(engine, store, random.Random(seed))
     totals = {" ".join(key).strip(): int(value) for key, value in engine.totals().items() if math.isfinite(value)}
     engine.close()
-    worst = _compare(model, engine.answers)
+    worst = _compare(model, kind, engine.answers)
     points = {point for _, point in injector.fired}
     results.write_text(
         json.dumps(
@@ -443,7 +459,7 @@ def _within(seconds: float, seed: int, results: Path) -> None:
     )
 
 
-def chaos(seconds: float, seed: int, folder: Path) -> dict[str, Any]:
+def chaos(seconds: float, seed: int, folder: Path, kind: str = "plain") -> dict[str, Any]:
     """Run it in a process of its own, and say what was done.
 
     Raises:
@@ -451,12 +467,12 @@ def chaos(seconds: float, seed: int, folder: Path) -> dict[str, Any]:
     """
     results = folder / "results.json"
     status, log = run_script(
-        folder, __file__, "--within", str(results), "--seconds", str(seconds), "--seed", str(seed),
+        folder, __file__, "--within", str(results), "--seconds", str(seconds), "--seed", str(seed), "--kind", kind,
         timeout=3 * MOST_LONGER * seconds + 400, CUVEE_CHAOS_KEY="0123456789abcdef" * 2,
         ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16",
     )  # fmt: skip
     if status != 0:
-        raise Wrong(f"seed {seed}: {status}\n{log[-6000:]}")
+        raise Wrong(f"{kind}, seed {seed}: {status}\n{log[-6000:]}")
     return json.loads(results.read_text())  # type: ignore[no-any-return]
 
 
@@ -465,14 +481,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Faults everywhere in the connector of a real engine.")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=KINDS, default="plain", help="of the engine (default: plain)")
     parser.add_argument("--within", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.within:
-        _within(arguments.seconds, arguments.seed, arguments.within)
+        _within(arguments.seconds, arguments.seed, arguments.kind, arguments.within)
         return 0
     with tempfile.TemporaryDirectory(prefix="cuvee-chaos-") as folder:
         try:
-            done = chaos(arguments.seconds, arguments.seed, Path(folder))
+            done = chaos(arguments.seconds, arguments.seed, Path(folder), arguments.kind)
         except Wrong as wrong:
             print(f"WRONG: {wrong}")
             return 1

@@ -41,6 +41,14 @@ _START_SECONDS = 400.0
 
 # A window is two blocks of the engine, a fraction of a prompt.
 _WINDOW = {"head_dim": 32, "sliding_window": 64, "num_hidden_layers": 4}
+_SHARED = {
+    **_WINDOW,
+    "num_hidden_layers": 8,
+    "num_kv_shared_layers": 4,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
+    "vocab_size_per_layer_input": 256,
+    "hidden_size_per_layer_input": 32,
+}
 _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3TextConfig",
@@ -50,19 +58,8 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
         },
     ),
-    "gemma3n": (
-        "Gemma3nTextConfig",
-        {
-            **_WINDOW,
-            "num_hidden_layers": 8,
-            "num_kv_shared_layers": 4,
-            "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
-            "vocab_size_per_layer_input": 256,
-            "hidden_size_per_layer_input": 32,
-            "laurel_rank": 16,
-            "activation_sparsity_pattern": [0.0] * 8,
-        },
-    ),
+    "gemma3n": ("Gemma3nTextConfig", {**_SHARED, "laurel_rank": 16, "activation_sparsity_pattern": [0.9, *[0.0] * 7]}),
+    "gemma4": ("Gemma4TextConfig", {**_SHARED, "global_head_dim": 64}),
     "gpt_oss": ("GptOssConfig", {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama": ("LlamaConfig", {"head_dim": 32}),
     "llama4": (

@@ -1,6 +1,8 @@
 """Models with sliding windows in real engines: what is restored of them answers as what is computed.
 
     gemma3     three layers with a window, one without, and two RoPE bases: groups of layers with tables of their own
+    gemma4     the last four layers attend to the caches of the two before them; layers without a window have larger
+               heads, and blocks of half as many tokens
     gpt_oss    every other layer has a window, and attention has sinks
     llama4     a window of two chunks begins anew at each multiple of its length; a layer without one has no positions
     mistral    all layers have the same window: one group, which drops tokens
@@ -43,7 +45,7 @@ pytestmark = pytest.mark.slow
 
 CHUNK = WINDOW = 64
 BLOCK = 32
-FAMILIES = ("gemma3", "gpt_oss", "llama4", "mistral")
+FAMILIES = ("gemma3", "gemma4", "gpt_oss", "llama4", "mistral")
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -60,7 +62,12 @@ TALK = Step([ids(100, 5)], max_tokens=ANSWER, forget=True)
 AGAIN = Step([[2, 0, ids(10, 6)]], forget=True)
 SLEPT = Step(PROMPTS, forget=True, sleeps=True)
 CHANGED = Step(PROMPTS[:1], sleeps="changed")
-LOADABLE = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
+BLOCKS = {"gemma4": 2 * BLOCK}  # that of its layers with a window
+LOADABLE = {
+    family: [(len(prompt) - 1) // block * block for prompt in PROMPTS]
+    for family in FAMILIES
+    for block in [BLOCKS.get(family, BLOCK)]
+}
 DAMAGED = ("gemma3", "mistral")  # several groups of layers; one that drops tokens
 LOSSY: dict[str, dict[str, Any]] = {
     "gemma3": {"quality": None, "step": 0.01},
@@ -168,16 +175,18 @@ def test_storing_changes_nothing(family: str, first_process: Mapping[str, Ran]) 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.serves(model="sliding windows", where="engine")
 @pytest.mark.serves(model="chunked attention", where="engine")
+@pytest.mark.serves(model="layers that share a cache", where="engine")
+@pytest.mark.serves(model="heads of different sizes", where="engine")
 def test_another_process_answers_the_same_from_the_store(
     family: str, first_process: Mapping[str, Ran], loaded: Mapping[str, Ran]
 ) -> None:
     reference, ran = first_process[f"reference-{family}"], loaded[family]
     for at, expected in enumerate(reference.steps):
         assert_same(ran.steps[at], expected, reference)
-    assert [answer.cached for answer in ran.steps[0]] == LOADABLE
+    assert [answer.cached for answer in ran.steps[0]] == LOADABLE[family]
     talked = (len(TALK.prompts[0]) + ANSWER) // CHUNK * CHUNK
     assert ran.steps[3][0].cached >= talked, "what was generated is found too"
-    assert ran.metric("vllm:external_prefix_cache_hits") >= sum(LOADABLE)
+    assert ran.metric("vllm:external_prefix_cache_hits") >= sum(LOADABLE[family])
     assert_sound(ran)
 
 
@@ -188,7 +197,7 @@ def test_after_a_sleep_what_was_stored_before_is_loaded(
     """Into the pages that the engine's layers have then: those from before are noise to nobody."""
     reference, answers = first_process[f"reference-{family}"], loaded[family].steps[4]
     assert_same(answers, reference.steps[0], reference)
-    assert [answer.cached for answer in answers] == LOADABLE
+    assert [answer.cached for answer in answers] == LOADABLE[family]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -209,7 +218,7 @@ def test_an_engine_that_keeps_all_tokens_loads_the_same_entries(
 ) -> None:
     reference = first_process["reference-gemma3"]
     assert_same(loaded["whole"].steps[0], reference.steps[0], reference)
-    assert [answer.cached for answer in loaded["whole"].steps[0]] == LOADABLE
+    assert [answer.cached for answer in loaded["whole"].steps[0]] == LOADABLE["gemma3"]
     assert_sound(loaded["whole"])
 
 
@@ -241,5 +250,5 @@ def test_what_is_damaged_is_computed_as_a_whole(
     failed = ran.metric("vllm:cuvee_failures", 0)
     assert 0 < failed <= len(PROMPTS) and ran.metric("vllm:cuvee_store_operations{result=corrupt}", 0) > 0
     assert ran.metric("vllm:cuvee_contained") == 0
-    assert failed * BLOCK <= ran.metric("vllm:cuvee_recomputed_tokens", 0) <= sum(LOADABLE)
-    assert [answer.cached for answer in ran.steps[1]] == LOADABLE, "stored anew by what computed them"
+    assert failed * BLOCK <= ran.metric("vllm:cuvee_recomputed_tokens", 0) <= sum(LOADABLE[family])
+    assert [answer.cached for answer in ran.steps[1]] == LOADABLE[family], "stored anew by what computed them"

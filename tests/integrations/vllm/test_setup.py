@@ -203,6 +203,8 @@ def test_groups_of_the_engines_own_classes_are_read() -> None:
         ([window, full], (LayerGroup((0,), 64), LayerGroup((1,)))),
         ([window], (LayerGroup((0, 1), 64),)),
         ([chunked, full], (LayerGroup((0,), 128, chunked=True), LayerGroup((1,)))),
+        ([kinds.SlidingWindowSpec(**{**fields, "block_size": 64}, sliding_window=64), full],
+         (LayerGroup((0,), 64), LayerGroup((1,), block=32))),
         ([kinds.FullAttentionSpec.merge([full, promoted])], (LayerGroup((0, 1)),)),
         ([kinds.UniformTypeKVCacheSpecs.from_specs({"model.layers.0": full, "model.layers.1": promoted})],
          (LayerGroup((0, 1)),)),
@@ -280,19 +282,17 @@ def test_layers_of_a_drafter_are_left_out(method: str, drafter: list[str]) -> No
         Setup.of_engine(*_engine(names=[*drafter, *own, "model.layers.3.attn", "model.layers.1.indexer"]))
 
 
-@pytest.mark.serves(model="layers that share a cache", where="refused")
-def test_layers_that_share_a_cache_are_refused() -> None:
-    """Restored, they answered wrongly in vLLM's CPU engine (Gemma 3n)."""
+@pytest.mark.parametrize("shared", [None, "model.layers.7"])
+def test_layers_with_a_cache_that_the_scheduler_does_not_know_are_refused(shared: str | None) -> None:
+    """Others may attend to the cache of one that it knows."""
+    own = {"model.layers.0": None, "model.layers.1": None}
     config, cache = _engine()
     made = Setup.of_engine(config, cache)
-    made.check_registered(["model.layers.0", "model.layers.1"], config)
-    with pytest.raises(UnsupportedModelError, match=r"model.layers.2: layers that share .*without CuveeConnector"):
-        made.check_registered(["model.layers.0", "model.layers.1", "model.layers.2"], config)
-    shared = LlamaConfig(**{**CONFIG.to_dict(), "num_kv_shared_layers": 1})
-    with pytest.raises(UnsupportedModelError, match=r"1 layers that share the cache of others .num_kv_shared_layers."):
-        Setup.of_engine(*_engine(model__hf_text_config=shared))
+    made.check_registered({**own, "model.layers.2": "model.layers.1"}, config)
+    with pytest.raises(UnsupportedModelError, match=r"model.layers.2: has a cache that .*without CuveeConnector"):
+        made.check_registered({**own, "model.layers.2": shared}, config)
     config, cache = _engine(speculative=_drafts("eagle"))
-    Setup.of_engine(config, cache).check_registered(["model.layers.0", "model.layers.1", "model.layers.2"], config)
+    Setup.of_engine(config, cache).check_registered({**own, "model.layers.2": shared}, config)
 
 
 @pytest.mark.serves(parallel="pipeline parallelism", where="classes")
@@ -372,11 +372,6 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ),
         ({"specs": [_spec(), _spec(RSWASpec)]}, UnsupportedModelError, "cache a RSWASpec are not supported"),
         (
-            {"specs": [_spec(), _spec(SlidingWindowSpec, sliding_window=256, block_size=64)]},
-            UnsupportedModelError,
-            r"different sizes \(32, 64 tokens\).*pass --disable-hybrid-kv-cache-manager",
-        ),
-        (
             {"specs": [_spec(), _spec(SlidingWindowSpec, sliding_window=80)]},
             InputError,
             "chunk_tokens: must be at most the 80 tokens of the model's sliding window, .*got 256: set it to 64",
@@ -404,7 +399,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ({"specs": [_spec(num_kv_heads=1)]}, UnsupportedModelError, "caches 1 heads of 8.*says 2 heads of 8"),
         ({"specs": [_spec(head_size=16)]}, UnsupportedModelError, "caches 2 heads of 16"),
         ({"specs": [_spec(head_size_v=4)]}, UnsupportedModelError, "caches 2 heads of 8"),
-        ({"layers": 3}, UnsupportedModelError, "caches 3 layers, the model has 2"),
+        ({"layers": 3}, UnsupportedModelError, "caches 3 layers, the model has 2 that cache"),
         (
             {"cache__cache_dtype": "nvfp4"},
             UnsupportedModelError,

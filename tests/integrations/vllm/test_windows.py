@@ -14,54 +14,72 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.copied_pages import pairs_of_codes
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK, LayerGroup
-from cuvee.integrations.vllm.messages import Load, Save
+from cuvee.integrations.vllm.messages import Entry, Load, Save
 
 # The middle layer has a window of one chunk and a block.
 MIXED = (LayerGroup((0, 2)), LayerGroup((1,), CHUNK + BLOCK))
 WINDOWED = (LayerGroup((0, 1, 2), CHUNK),)
+# As where the heads of two layers are larger: their blocks have half as many tokens.
+UNEQUAL = (LayerGroup((0, 2), block=BLOCK // 2), LayerGroup((1,), CHUNK + BLOCK))
+
+
+def sizes(groups: tuple[LayerGroup, ...]) -> list[int]:
+    """Tokens per block of each group."""
+    return [group.block or BLOCK for group in groups]
+
+
+def place(entry: Entry, tables: list[list[int]], groups: tuple[LayerGroup, ...]) -> Entry:
+    """An entry with its blocks in every group."""
+    (first, *others), (size, *others_sizes) = tables, sizes(groups)
+    return entry.within(first, size, others, others_sizes)
 
 
 def compute(b: Bench, tables: list[list[int]], groups: tuple[LayerGroup, ...], tokens: range) -> None:
     """The engine computes tokens of the sequence into each group's blocks, as far as there are any."""
-    for group, table in zip(groups, tables, strict=True):
-        at = torch.tensor([position for position in tokens if table[position // BLOCK] != NULL_BLOCK])
-        write = b.cache.writer(torch.tensor(table)[at // BLOCK] * BLOCK + at % BLOCK)
+    for group, table, size in zip(groups, tables, sizes(groups), strict=True):
+        at = torch.tensor([position for position in tokens if table[position // size] != NULL_BLOCK])
+        write = b.cache.writer(torch.tensor(table)[at // size] * size + at % size)
         for layer in group.layers:
             write(layer, b.sequence.keys[layer][at], b.sequence.values[layer][at])
 
 
-def load(b: Bench, tables: list[list[int]], start: int, end: int) -> Load:
+def load(b: Bench, tables: list[list[int]], start: int, end: int, groups: tuple[LayerGroup, ...] | None = None) -> Load:
     """A load of whole chunks into each group's blocks, which begin at the first token."""
-    first, *others = tables
-    prefix = [b.chunk(at).within(first, BLOCK, others) for at in range(start // CHUNK, end // CHUNK)]
-    return Load("r", TENANT, prefix, start, end, first[start // BLOCK : end // BLOCK])
+    groups = groups or (MIXED if len(tables) > 1 else WINDOWED)
+    prefix = [place(b.chunk(at), tables, groups) for at in range(start // CHUNK, end // CHUNK)]
+    size = sizes(groups)[0]
+    return Load("r", TENANT, prefix, start, end, tables[0][start // size : end // size])
 
 
 def store(b: Bench, groups: tuple[LayerGroup, ...], chunks: int = 3) -> None:
     """The engine computes and stores chunks; each group has its blocks in another order."""
-    count = chunks * CHUNK // BLOCK
-    tables = [list(range(1, count + 1)), list(range(2 * count, count, -1))][: len(groups)]
+    counts = [chunks * CHUNK // size for size in sizes(groups)]
+    tables = [list(range(1, counts[0] + 1)), list(range(2 * counts[-1], counts[-1], -1))][: len(groups)]
     compute(b, tables, groups, range(chunks * CHUNK))
-    first, *others = tables
-    b.worker.saves.save([Save(TENANT, b.chunk(at).within(first, BLOCK, others)) for at in range(chunks)])
+    b.worker.saves.save([Save(TENANT, place(b.chunk(at), tables, groups)) for at in range(chunks)])
     b.drain()
     assert b.counts()["stored{chunk}"] == chunks
 
 
 @pytest.mark.parametrize("permuted", [False, True])
-def test_each_group_is_restored_into_its_own_blocks(bench: Callable[..., Bench], permuted: bool) -> None:
-    b = bench(groups=MIXED, permuted=permuted)
-    store(b, MIXED)
+@pytest.mark.parametrize("groups", [MIXED, UNEQUAL], ids=["mixed", "unequal"])
+def test_each_group_is_restored_into_its_own_blocks(
+    bench: Callable[..., Bench], permuted: bool, groups: tuple[LayerGroup, ...]
+) -> None:
+    b = bench(groups=groups, permuted=permuted)
+    store(b, groups)
     everywhere = torch.arange(BLOCKS * BLOCK)
     before = b.cache.read(everywhere, 0)
     tables = [[20, 13, 17, 14, 19, 22], [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 21, 15, 16]]
+    if groups is UNEQUAL:
+        tables[0] = [half for block in tables[0] for half in (2 * block + 1, 2 * block)]
     start = BLOCK  # the first block was found in the engine's own cache
-    b.load_now([load(b, tables, start, 3 * CHUNK)])
+    b.load_now([load(b, tables, start, 3 * CHUNK, groups)])
     assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_failed({"r"})
     expected = b.cache.read(everywhere, 0)
-    for group, table in zip(MIXED, tables, strict=True):
-        held = [at for at in range(start, 3 * CHUNK) if table[at // BLOCK] != NULL_BLOCK]
-        slots = torch.tensor([table[at // BLOCK] * BLOCK + at % BLOCK for at in held])
+    for group, table, size in zip(groups, tables, sizes(groups), strict=True):
+        held = [at for at in range(start, 3 * CHUNK) if table[at // size] != NULL_BLOCK]
+        slots = torch.tensor([table[at // size] * size + at % size for at in held])
         rest = torch.tensor(sorted(set(range(BLOCKS * BLOCK)) - set(slots.tolist())))
         for layer in group.layers:
             for ours, was, want in (
@@ -190,6 +208,22 @@ def test_a_load_has_blocks_of_every_group(desk: Callable[..., Desk]) -> None:
     assert [entry.tables for entry in planned.prefix] == [
         ((20, 13), (NULL_BLOCK, NULL_BLOCK)), ((17, 14), (NULL_BLOCK, 21)), ((19, 22), (15, 16)),
     ]  # fmt: skip
+
+
+def test_blocks_of_a_group_may_have_other_numbers_of_tokens(desk: Callable[..., Desk]) -> None:
+    """Chunks and tails then end with whole blocks of every group."""
+    d, request = desk(groups=UNEQUAL, min_tokens=1), make_request(tokens=2 * CHUNK + BLOCK + 1)
+    d.put(request, 2)
+    assert d.matched(request) == (2 * CHUNK, True)
+    tables = list(range(20, 31)), [NULL_BLOCK, 5, 6, 7, 8, 9]
+    d.side.allocated(request, tables[0], 2 * CHUNK, tables[1:])
+    (planned,) = d.plan().loads
+    assert [entry.tables for entry in planned.prefix] == [
+        ((20, 21, 22, 23), (NULL_BLOCK, 5)), ((24, 25, 26, 27), (6, 7)),
+    ]  # fmt: skip
+    d.tables = tables
+    (tail,) = d.plan((request, 2 * CHUNK, BLOCK + 1)).saves
+    assert (tail.entry.start, tail.entry.tokens, tail.entry.tables) == (2 * CHUNK, BLOCK, ((28, 29), (8,)))
 
 
 def test_chunks_before_the_window_of_all_layers_are_not_fetched(desk: Callable[..., Desk]) -> None:
