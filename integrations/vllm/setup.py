@@ -157,7 +157,7 @@ class Setup:
         codes = _codes(vllm_config, specs)
         layout = KVLayout.from_config(text_config, _dtype(specs) if codes is None else vllm_config.model_config.dtype)
         if options.blend is not None:
-            _check_blend(vllm_config, layout, codes)
+            _check_blend(vllm_config, layout, codes, groups)
         if layout.max_positions is not None and tokens > layout.max_positions:
             raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
         if layout.layers[0].latent:
@@ -273,8 +273,10 @@ class Setup:
             vllm_config: vLLM's `VllmConfig`.
 
         Raises:
-            UnsupportedModelError: there are such layers.
+            UnsupportedModelError: there are such layers, or prompts are to be blended where layers share a cache.
         """
+        if self.options.blend is not None and any(shares.values()):
+            raise UnsupportedModelError("blend: models whose layers share a cache cannot be blended; remove the option")
         drafted = vllm_config.speculative_config is not None
         most = vllm_config.model_config.hf_text_config.num_hidden_layers if drafted else None
         known = () if self.layers is None else self.layers.names
@@ -427,10 +429,11 @@ def _asked(options: Options, codes: torch.dtype | None) -> dict[str, Any]:
     return {**asked, "bits": 8 * codes.itemsize / ratio}
 
 
-def _check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None) -> None:
+def _check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None, groups: Sequence[LayerGroup]) -> None:
     """Refuse to blend where that is not known to be right."""
     refused = {
         "models with sliding windows": any(layer.sliding_window is not None for layer in layout.layers),
+        "models with heads of different sizes": any(group.block for group in groups),
         "models with latents (MLA)": any(layer.latent for layer in layout.layers),
         "fp8 caches": codes is not None,
         "prompts of engines with speculative decoding": vllm_config.speculative_config is not None,
