@@ -48,14 +48,7 @@ class LinkRate:
         return self._bytes / self._seconds
 
     def observe(self, nbytes: int, sent: float, before: float, now: float) -> None:
-        """Note that a request was answered.
-
-        Args:
-            nbytes: that it brought.
-            sent: when it was sent.
-            before: when the request before it was answered; earlier than `sent` if the link was idle.
-            now: when it was answered. All times are seconds on one clock.
-        """
+        """Note that a request sent at one time was answered `now`, with so many bytes, and the one `before` it then."""
         whole = max(now - max(sent, before), 1e-6)
         if before <= sent:  # the latency is at most half of the time: else a quick answer would be an endless rate
             self.latency += (max(whole - nbytes / self.rate, 0.0) - self.latency) / 8
@@ -71,8 +64,7 @@ class LinkRate:
         """Return how much the spread grows, because a request for so many bytes has taken so long: a link that stalls
         has no samples.
         """
-        expected = nbytes / self.rate + self.latency + _HICCUP
-        return math.log(max(passed / expected, 1.0))
+        return math.log(max(passed / (nbytes / self.rate + self.latency + _HICCUP), 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +75,7 @@ class Goal:
         deadline: of the first token, in seconds on the clock of `choose`. It may have passed.
         tokens: of each chunk that could be loaded, in order.
         prefill: seconds to compute, of `prefill_quantities`.
-        start: tokens of the prompt before the first chunk.
-        rest: tokens behind the last chunk, which are computed in any case.
+        start, rest: tokens of the prompt before the first chunk, and behind the last one, which are computed.
         engine_free: when the engine can begin with this prompt.
     """
 
@@ -98,10 +89,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Load so many leading chunks, and of these the first `refined` with their refinements.
-
-    `end` is when the first token would come.
-    """
+    """Load so many leading chunks, the first `refined` with their refinements; the first token comes at `end`."""
 
     chunks: int
     refined: int
@@ -109,42 +97,42 @@ class Choice:
 
 
 def choose(
-    goal: Goal,
-    now: float,
-    ready: float,
-    loaded: int,
-    bases: Sequence[float],
-    refinements: Sequence[float],
+    goal: Goal, now: float, ready: float, loaded: int, bases: Sequence[float], refinements: Sequence[float],
     spread: float,
-) -> Choice:
+) -> Choice:  # fmt: skip
     """Return the choice that loses least of those in time even if everything is slow, or else of those expected in
     time, or else the one with which the first token is expected earliest.
+
+    Bases have to be in time. Refinements may be left out at any moment, so it is enough if they are expected in time.
 
     Args:
         goal: what is asked for.
         now: seconds, on any clock.
         ready: when all that is under way will be there.
         loaded: number of leading chunks whose bases are there, which are loaded in any case.
-        bases: seconds that fetching and decoding the base of each chunk takes from now on; 0 where it is there or under
-            way.
-        refinements: the same for refinements; 0 also where there is none.
+        bases, refinements: seconds that fetching and decoding that part of each chunk takes from now on; 0 where it is
+            there, is under way or does not exist.
         spread: standard deviation of the logarithm of these seconds.
     """
-    count = len(goal.tokens)
     edges = list(accumulate(goal.tokens, initial=goal.start))
     to_bases, to_refinements = list(accumulate(bases, initial=0.0)), list(accumulate(refinements, initial=0.0))
-    step = max((count - loaded) // _CANDIDATES, 1)
+    count = len(goal.tokens)
+
+    def option(chunks: int, z: float, z_prefill: float) -> tuple[float, Choice]:
+        """Return a choice if all is `z` deviations slower, and what it loses."""
+        slow, compute = math.exp(z * spread), math.exp(z_prefill * goal.prefill.spread)
+        compute *= goal.prefill(*prefill_quantities(edges[chunks], edges[-1] + goal.rest))
+        there = now + slow * (ready - now + to_bases[chunks])
+        last = max(goal.deadline - compute - _HICCUP, goal.engine_free)
+        refined = min(bisect_right(to_refinements, (last - there) / slow) - 1, chunks) if there <= last else 0
+        loss = _REFINED * (edges[refined] - edges[0]) + edges[chunks] - edges[refined]
+        loss += _COMPUTED * (edges[-1] - edges[chunks])
+        return loss, Choice(chunks, refined, max(there, goal.engine_free) + compute)
+
+    numbers = dict.fromkeys((*range(count, loaded, -max((count - loaded) // _CANDIDATES, 1)), loaded))
     for z in (_Z, 0.0):
-        slow, slow_prefill, found = math.exp(z * spread), math.exp(z * goal.prefill.spread), []
-        for chunks in dict.fromkeys((*range(count, loaded, -step), loaded)):
-            compute = slow_prefill * goal.prefill(*prefill_quantities(edges[chunks], edges[-1] + goal.rest))
-            there = now + slow * (ready - now + to_bases[chunks])
-            last = max(goal.deadline - compute - _HICCUP, goal.engine_free)
-            refined = min(bisect_right(to_refinements, (last - there) / slow) - 1, chunks) if there <= last else 0
-            loss = _REFINED * (edges[refined] - edges[0]) + edges[chunks] - edges[refined]
-            loss += _COMPUTED * (edges[-1] - edges[chunks])
-            found.append((loss, Choice(chunks, refined, max(there, goal.engine_free) + compute)))
+        found = [option(chunks, z, z) for chunks in numbers]
         in_time = [each for each in found if each[1].end <= goal.deadline]
         if in_time:
-            return min(in_time, key=lambda each: each[0])[1]
+            return option(min(in_time, key=lambda each: each[0])[1].chunks, 0.0, z)[1]
     return min((each for _, each in found), key=lambda each: each.end)
