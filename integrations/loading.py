@@ -21,6 +21,7 @@ from itertools import accumulate
 from cuvee.integrations.costs import LinearCost, prefill_quantities
 
 _HALF_LIFE = 0.2  # seconds of transfer after which a sample of a link's rate weighs half
+_SIZES = 16  # of parts that the mean is of
 _GIVEN_SECONDS = 0.1  # of transfer that the initial rate counts for
 _HICCUP = 0.02  # seconds by which an answer may be late because another thread or process has the core
 _REFINED = 0.15  # what a chunk of both parts loses, over what its base alone loses
@@ -67,6 +68,28 @@ class LinkRate:
         return math.log(max(passed / (nbytes / self.rate + self.latency + _HICCUP), 1.0))
 
 
+class PartSizes:
+    """The bytes per token that parts of entries take, by the last ones. May be used from several threads.
+
+    Args:
+        parts: of an entry at most.
+        guess: bytes per token of each, initially.
+    """
+
+    def __init__(self, parts: int, guess: float) -> None:
+        self._means = [(guess, 0)] * parts
+
+    def observe(self, tokens: int, number: int, nbytes: int) -> None:
+        """Note the size of a part of an entry."""
+        mean, seen = self._means[number]
+        seen = min(seen + 1, _SIZES)
+        self._means[number] = mean + (nbytes / tokens - mean) / seen, seen
+
+    def expected(self, tokens: int, number: int) -> int:
+        """Return the bytes to expect of a part of an entry."""
+        return max(round(tokens * self._means[number][0]), 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Goal:
     """A prompt whose first token is due.
@@ -110,8 +133,9 @@ def choose(
         now: seconds, on any clock.
         ready: when all that is under way will be there.
         loaded: number of leading chunks whose bases are there, which are loaded in any case.
-        bases, refinements: seconds that fetching and decoding that part of each chunk takes from now on; 0 where it is
-            there, is under way or does not exist.
+        bases: seconds that fetching and decoding the base of each chunk takes from now on; 0 where it is there or under
+            way.
+        refinements: the same for refinements; 0 also where there is none.
         spread: standard deviation of the logarithm of these seconds.
     """
     edges = list(accumulate(goal.tokens, initial=goal.start))

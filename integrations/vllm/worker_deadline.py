@@ -27,12 +27,10 @@ from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.naming.part_keys import part_key
 
-# What to expect of tiers, decoder and engine before anything is measured: bytes per second, seconds until the first
-# byte, seconds per token. The spread says that this may be wrong by a factor of three.
-_TIERS = {"memory": (1e9, 1e-5), "disk": (3e8, 1e-3)}
-_REMOTE = 5e7, 2e-3
-_DECODE_SECONDS = 1e-4
-_UNKNOWN = 1.1
+# What to expect of tiers and decoder before anything is measured: bytes per second, seconds until the first byte,
+# seconds per token. The spread says that this may be wrong by a factor of three.
+_TIERS, _REMOTE = {"memory": (1e9, 1e-5), "disk": (3e8, 1e-3)}, (5e7, 2e-3)
+_DECODE_SECONDS, _UNKNOWN = 1e-4, 1.1
 _REQUEST_SECONDS = 0.015  # of transfer that one request is for
 _UNDER_WAY = 2  # requests at a time, so that the link is never idle
 _WAKE_SECONDS = 0.02  # until the choice is made anew if nothing happens
@@ -64,10 +62,10 @@ class DeadlineLoads:
     """
 
     def __init__(self, state: WorkerState, pools: WorkerPools, restorer: Restorer) -> None:
-        self._state, self._pools, self._restorer = state, pools, restorer
-        self._lock = threading.Lock()  # of what is measured
+        self.state, self.pools, self.restorer = state, pools, restorer
+        self.lock = threading.Lock()  # of what is measured
+        self.decode = LinearCost(_DECODE_SECONDS, 0.0, _UNKNOWN)  # of the tokens of all parts
         self._links: dict[str, tuple[LinkRate, float]] = {}  # and when each was used last
-        self._decode = LinearCost(_DECODE_SECONDS, 0.0, _UNKNOWN)  # of the tokens of all parts
 
     def fetched(self, job: LoadJob, aim: Aim) -> Iterator[list[tuple[Entry, Fetched]]]:
         """Yield entries of a load, some at a time: those that are to be refined with their refinements, once these are
@@ -77,10 +75,8 @@ class DeadlineLoads:
             CuveeError: the store lacks an entry.
             Exception: that of the store.
         """
-        run = _Run(self, job, aim)
-        state = self._state
-        state.store.overdue("get_many", state.timeout)  # a request of an earlier load may still hang in the store
-        going_on = True
+        run, going_on = _Run(self, job, aim), True
+        self.state.store.overdue("get_many", self.state.timeout)  # a request of an earlier load may still hang
         while not job.over and going_on:
             choice = run.choose(time.monotonic())
             run.ask(choice)
@@ -90,11 +86,11 @@ class DeadlineLoads:
             while batch := run.due(choice if going_on else replace(choice, refined=0)):
                 begun = time.monotonic()
                 yield batch
-                with self._lock:
-                    tokens = sum(entry.tokens * len(fetched.parts) for entry, fetched in batch)
-                    self._decode.observe(max(tokens, 1), 0.0, max(time.monotonic() - begun, 1e-6))
+                tokens = sum(entry.tokens * len(fetched.parts) for entry, fetched in batch)
+                with self.lock:
+                    self.decode.observe(max(tokens, 1), 0.0, max(time.monotonic() - begun, 1e-6))
         if missing := run.missing():
-            raise CuveeError(f"{self._restorer.name(job.load.prefix[missing[0]])} is no longer in the store")
+            raise CuveeError(f"{self.restorer.name(job.load.prefix[missing[0]])} is no longer in the store")
         job.as_planned = True
 
     def link(self, tier: str, used: bool = False) -> LinkRate:
@@ -112,9 +108,8 @@ class _Run:
     """One load, on the thread that loads it."""
 
     def __init__(self, loads: DeadlineLoads, job: LoadJob, aim: Aim) -> None:
-        self._loads, self._job, self._state = loads, job, loads._state
-        load, parts = job.load, loads._state.parts
-        self._entries = load.prefix
+        self._loads, self._state, load = loads, loads.state, job.load
+        self._tenant, self._entries, parts = load.tenant, load.prefix, self._state.parts
         keys = [self._state.keys.written(load.tenant, entry.digest) for entry in load.prefix]
         found = self._state.store.locate([part_key(key, number) for key in keys for number in range(parts)])
         self._tiers = [found[at : at + parts] for at in range(0, len(found), parts)]
@@ -123,45 +118,43 @@ class _Run:
             job.begun + aim.seconds, [len(load.placed(entry)) for entry in load.prefix],
             prefill, load.start, aim.rest, job.begun + prefill.marginal(aim.queued, 0.0),
         )  # fmt: skip
-        self._held: list[Fetched | None] = [None] * len(self._entries)
-        self._asked = [0] * len(self._entries)  # number of parts of each entry that were asked for
-        self._decoded = [0] * len(self._entries)
+        self._held: list[Fetched | None] = [None] * len(keys)
+        self._asked, self._decoded = [0] * len(keys), [0] * len(keys)  # parts of each entry
         self.requests: deque[_Request] = deque()
         self._answered = 0.0  # when the last one was
 
     def choose(self, now: float) -> Choice:
         """Return what to load."""
-        loads, parts = self._loads, self._state.parts
-        loaded = sum(1 for _ in takewhile(lambda held: held is not None and held.parts, self._held))
-        seconds: list[list[float]] = []
-        with loads._lock:
-            decode = max(loads._decode.first, 1e-9)
-            for number in range(parts):
-                seconds.append(
-                    [
-                        0.0 if number < asked else max(
-                            self._state.sizes.expected(entry.tokens, number) / loads.link(tiers[number]).rate,
-                            decode * entry.tokens,
-                        )
-                        for entry, asked, tiers in zip(self._entries, self._asked, self._tiers, strict=True)
-                    ]
-                )  # fmt: skip
-            used = {self._tiers[at][0] for at in range(loaded, len(self._entries))} or {
-                tiers[-1] for tiers in self._tiers
-            }
-            spread = max(loads.link(tier).spread for tier in used)
-            ready = now
+        entries, loaded = self._entries, sum(1 for _ in takewhile(lambda held: held and held.parts, self._held))
+        with self._loads.lock:
+            link, chunk = self._loads.link, max(entry.tokens for entry in entries)
+            decode = max(self._loads.decode(chunk, 0.0) / chunk, 1e-9)  # of a token
+
+            def seconds(part: int) -> list[float]:
+                return [
+                    0.0 if part < asked or part == len(tiers)
+                    else max(self._size(at, part) / link(tiers[part]).rate, decode * entries[at].tokens)
+                    for at, (asked, tiers) in enumerate(zip(self._asked, self._tiers, strict=True))
+                ]  # fmt: skip
+
+            bases, refinements = seconds(0), seconds(1)
+            used = {tiers[0] for tiers in self._tiers[loaded:]} or {tiers[-1] for tiers in self._tiers}
+            spread = max(link(tier).spread for tier in used)
+            pending = decode * sum(
+                entry.tokens for entry, asked, decoded in zip(entries, self._asked, self._decoded, strict=True)
+                if asked and not decoded
+            )  # fmt: skip
+            there = now
             if self.requests:
                 request = self.requests[0]
-                link, passed = loads.link(request.tier), now - max(request.sent, self._answered)
-                late = link.overdue(request.nbytes, passed)
-                spread = max(spread, late)
-                left = sum(each.nbytes for each in self.requests) / link.rate + link.latency - passed
-                ready += max(left, passed if late else 0.0)  # what is overdue takes as long again
+                rate, passed = link(request.tier), now - max(request.sent, self._answered)
+                late = rate.overdue(request.nbytes, passed)
+                left = sum(each.nbytes for each in self.requests) / rate.rate + rate.latency - passed
+                spread, there = max(spread, late), now + max(left, passed if late else 0.0)  # it takes as long again
+        ready = max(there + min(pending, decode * chunk), now + pending)  # what has come is decoded meanwhile
         for at in self.missing():
-            seconds[0][at] = math.inf
-        none = [0.0] * len(self._entries)
-        return choose(self._goal, now, ready, loaded, seconds[0], seconds[1] if parts > 1 else none, spread)
+            bases[at] = math.inf
+        return choose(self._goal, now, ready, loaded, bases, refinements, spread)
 
     def missing(self) -> list[int]:
         """Return the numbers of the entries that the store does not have."""
@@ -180,20 +173,18 @@ class _Run:
 
     def _is_refinable(self, at: int) -> bool:
         held = self._held[at]
-        return held is not None and bool(held.parts) and self._asked[at] < self._state.parts
+        return held is not None and bool(held.parts) and self._asked[at] < len(self._tiers[at])
 
     def _send(self, part: int, several: Sequence[int]) -> None:
         """Ask for a part of the first of these entries, as many as one request is for."""
-        loads, tier = self._loads, self._tiers[several[0]][part]
-        with loads._lock:
+        loads, tier, numbers, nbytes = self._loads, self._tiers[several[0]][part], [], 0
+        with loads.lock:
             most = _REQUEST_SECONDS * loads.link(tier).rate
-        numbers: list[int] = []
-        nbytes = 0
         for number in several:
             if self._tiers[number][part] != tier or (numbers and nbytes >= most):
                 break
             numbers.append(number)
-            nbytes += self._state.sizes.expected(self._entries[number].tokens, part)
+            nbytes += self._size(number, part)
             self._asked[number] = part + 1
         digests = [self._entries[number].digest for number in numbers]
         held = [self._held[number] for number in numbers] if part else None
@@ -201,38 +192,39 @@ class _Run:
         def fetch() -> tuple[list[Fetched], float]:
             begun = time.monotonic()
             try:
-                return loads._restorer.get(self._job.load.tenant, digests, part + 1, held), time.monotonic()
+                return loads.restorer.get(self._tenant, digests, part + 1, held), time.monotonic()
             finally:
                 self._state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
 
-        answer = loads._pools.fetchers.submit(fetch)
+        answer = loads.pools.fetchers.submit(fetch)
         self.requests.append(_Request(numbers, part, tier, nbytes, time.monotonic(), answer))
+
+    def _size(self, at: int, part: int) -> int:
+        return self._state.sizes.expected(self._entries[at].tokens, part)
 
     def take(self) -> None:
         """Take the first answer."""
-        request = self.requests.popleft()
+        request, nbytes = self.requests.popleft(), 0
         found, answered = request.answer.result()
-        nbytes = 0
         for number, fetched in zip(request.at, found, strict=True):
             self._held[number] = fetched
             for part, blob in enumerate(fetched.parts[request.part :], request.part):
                 nbytes += len(blob)
                 self._state.sizes.observe(self._entries[number].tokens, part, len(blob))
         if nbytes:
-            with self._loads._lock:
+            with self._loads.lock:
                 self._loads.link(request.tier, used=True).observe(nbytes, request.sent, self._answered, answered)
         self._answered = answered
 
     def due(self, choice: Choice) -> list[tuple[Entry, Fetched]]:
         """Return some entries to decode: those of which more is there than in the pages, unless more is to come."""
         batch: list[tuple[Entry, Fetched]] = []
+        coming = {at for request in self.requests if request.is_wanted(choice) for at in request.at}
         for at, fetched in enumerate(self._held):
             if fetched is None or not fetched.parts or len(batch) == BATCH:
                 break
-            waits = (at < choice.refined and self._asked[at] < self._state.parts) or any(
-                at in request.at for request in self.requests if request.is_wanted(choice)
-            )
-            if (len(fetched.parts) > self._decoded[at] and not waits) or not fetched.parts:
+            waits = at in coming or (at < choice.refined and self._asked[at] < len(self._tiers[at]))
+            if len(fetched.parts) > self._decoded[at] and not waits:
                 self._decoded[at] = len(fetched.parts)
                 batch.append((self._entries[at], fetched))
         return batch

@@ -11,6 +11,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.entry_keys import EntryKeys
+from cuvee.integrations.loading import PartSizes
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.copied_pages import CopiedPages
@@ -18,13 +19,13 @@ from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.part_sizes import PartSizes
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.torch_threads import compute_alone
 
 # Calls of a store that wait beside each other, whatever the number of threads that code: two puts at a time of 60 ms
 # each would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `_LOADS` times two batches.
 _WRITES, _FETCHES, _LOADS = 16, 16, 8
+_BITS, _LOSSLESS_BITS = 1.0, 11.0  # of a value in a part, until some were seen
 
 
 class WorkerPools:
@@ -112,7 +113,7 @@ class WorkerState:
         self.predicts = setup.predicts
         self.parts = 1 + codec.refinements
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
-        self.sizes = PartSizes(codec, values)
+        self.sizes = PartSizes(self.parts, values * (_LOSSLESS_BITS if codec.lossless else _BITS) / 8)
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
         self.report = Report()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cuvee.integrations.costs import LinearCost
-from cuvee.integrations.loading import Choice, Goal, LinkRate, choose
+from cuvee.integrations.loading import Choice, Goal, LinkRate, PartSizes, choose
 
 TOKENS, MB = 256, 1e6
 NOW = 100.0
@@ -108,3 +108,14 @@ def test_a_latency_is_no_part_of_the_rate() -> None:
 def test_a_link_that_stalls_is_less_certain() -> None:
     link = LinkRate(10 * MB, 1e-3)
     assert link.overdue(100_000, 0.02) == 0 < link.overdue(100_000, 0.1) < link.overdue(100_000, 1.0)
+
+
+def test_sizes_begin_with_a_guess_and_follow_what_is_seen() -> None:
+    sizes = PartSizes(2, 12.0)
+    assert (sizes.expected(100, 0), sizes.expected(100, 1), sizes.expected(0, 0)) == (1200, 1200, 1)
+    for _ in range(3):
+        sizes.observe(100, 1, 777)
+    assert sizes.expected(200, 1) == 1554 and sizes.expected(100, 0) == 1200
+    for _ in range(60):
+        sizes.observe(100, 1, 100)
+    assert sizes.expected(100, 1) < 130
