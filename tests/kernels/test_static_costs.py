@@ -12,13 +12,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from tests.kernels.costs.disassembly import (
-    INSTRUCTION_KINDS,
-    Instruction,
-    describe_loops,
-    innermost_loops,
-    parse_sass,
-)
+from tests.kernels.costs.disassembly import Instruction, innermost_loops, main_loop, parse_sass
 from tests.kernels.costs.static_costs import TARGETS, check, report
 
 import cuvee
@@ -181,8 +175,8 @@ def toy(toys: Report, name: str, target: str) -> Report:
 def test_sass_is_read_without_padding_and_other_functions() -> None:
     code = parse_sass(SASS, "count")
     assert len(code) == sum(bool(re.match(r" +/\*\w{4}\*/", line)) for line in SASS.splitlines()) - 5
-    kinds = {i.at: i.kind for i in code}
-    assert [kinds[at] for at in (0x0, 0xB0, 0x220, 0x240)] == ["memory", "control", "float", "integer"]
+    control = {i.at: i.control for i in code}
+    assert [control[at] for at in (0x0, 0xB0, 0x220, 0x160)] == [False, True, False, True]
     assert {i.at: i.target for i in code if i.target is not None} == {
         0x160: 0x200, 0x210: 0x330, 0x320: 0x230, 0x340: 0x400, 0x4B0: 0x430, 0x4D0: 0x4D0,
     }  # fmt: skip
@@ -194,37 +188,29 @@ def test_sass_is_read_without_padding_and_other_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "access", "spill"),
+    ("line", "control", "access", "spill"),
     [
-        ("LDG.E.U16.CONSTANT R2, desc[UR4][R2.64]", "memory", "load16", 0),
-        ("@P0 LDG.E.EF.128 R4, [R2.64]", "memory", "load128", 0),
-        ("STG.E.S8 desc[UR4][R6.64], R13", "memory", "store8", 0),
-        ("STL.64 [R1+0x8], R4", "memory", "", 8),
-        ("STL [R1], R4", "memory", "", 4),
-        ("STS.U8 [R1], R4", "memory", "", 0),
-        ("LDGDEPBAR", "control", "", 0),
-        ("FLO.U32 R2, R3", "integer", "", 0),
-        ("I2F.U32.RP R2, R3", "float", "", 0),
-        ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4].tnspB, R24, gsb0", "tensor", "", 0),
-        ("HFMA2.MMA R4, -RZ, RZ, 0, 0", "float", "", 0),
+        ("LDG.E.U16.CONSTANT R2, desc[UR4][R2.64]", False, "load16", 0),
+        ("@P0 LDG.E.EF.128 R4, [R2.64]", False, "load128", 0),
+        ("STG.E.S8 desc[UR4][R6.64], R13", False, "store8", 0),
+        ("STL.64 [R1+0x8], R4", False, "", 8),
+        ("STL [R1], R4", False, "", 4),
+        ("STS.U8 [R1], R4", False, "", 0),
+        ("LDGDEPBAR", True, "", 0),
     ],
 )
-def test_sass_opcodes(line: str, kind: str, access: str, spill: int) -> None:
+def test_sass_opcodes(line: str, control: bool, access: str, spill: int) -> None:
     (got,) = parse_sass(f"\t\tFunction : f\n        /*0000*/    {line} ;   /* 0x0 */\n", "f")
-    assert got == Instruction(0, kind, access, spill)
+    assert got == Instruction(0, control, access, spill)
 
 
 def test_the_unrolled_loop_comes_before_its_rest() -> None:
-    main, rest = describe_loops(parse_sass(SASS, "count"), "store8")
-    assert (main["symbols"], main["instructions"], main["instructions_per_symbol"]) == (4, 11, 11 / 4)
-    assert (rest["symbols"], rest["instructions"]) == (1, 5)
-    assert {kind: main[kind] for kind in INSTRUCTION_KINDS} == {
-        "memory": 4, "integer": 6, "float": 0, "tensor": 0, "control": 1,
-    }  # fmt: skip
-    assert describe_loops(parse_sass(SASS, "count"), "store16") == []
+    code = parse_sass(SASS, "count")
+    assert main_loop(code, "store8") == {"instructions": 11, "symbols": 4, "instructions_per_symbol": 11 / 4}
+    assert main_loop(code, "store16") is None and len(innermost_loops(code)) == 2
     # What waits is no loop; neither is one around others.
-    wait, outer = Instruction(24, "control", target=24), Instruction(9, "control", target=0)
-    inner = [Instruction(0, "integer"), Instruction(3, "memory", target=2), Instruction(5, "integer", target=5)]
+    wait, outer = Instruction(24, True, target=24), Instruction(9, True, target=0)
+    inner = [Instruction(0), Instruction(3, target=2), Instruction(5, target=5)]
     assert [[i.at for i in loop] for loop in innermost_loops([*inner, outer, wait])] == [[3], [5]]
 
 
@@ -233,13 +219,12 @@ def test_small_kernels(toys: Report) -> None:
     assert [e["target"] for e in toys["kernels"]] == ["gfx942", "sm_90"] * 6
     for target in toys["targets"]:
         entry = toy(toys, "count", target)
-        assert entry["error"] is None and entry["seconds"] > 0 and 8 <= entry["registers"] <= 40
-        assert entry["spilled_bytes"] == entry["stack_bytes"] == entry["static_shared_bytes"] == 0
-        assert 300 < entry["code_bytes"] < 3000
+        assert entry["error"] is None and 8 <= entry["registers"] <= 40
+        assert entry["spilled_bytes"] == entry["static_shared_bytes"] == 0
     loop = toy(toys, "count", "sm_90")["loop"]
     assert loop["symbols"] >= 1 and 2 < loop["instructions_per_symbol"] < 10
     sort = toy(toys, "straight", "sm_90")
-    assert sort["registers"] == 24 and sort["spilled_bytes"] >= 64 and sort["stack_bytes"] >= 16
+    assert sort["registers"] == 24 and sort["spilled_bytes"] >= 64
     assert toy(toys, "straight", "gfx942")["num_warps"] == 1 and toy(toys, "choose", "sm_90")["num_warps"] == 2
 
 

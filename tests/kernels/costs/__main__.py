@@ -6,7 +6,6 @@ Exit code 1 if a kernel does not compile or exceeds its budget.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
@@ -14,18 +13,14 @@ from tests.kernels.costs.static_costs import TARGETS, check, report, shared_byte
 
 
 def main() -> int:
-    """Compile, and print a table or JSON."""
+    """Compile, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.costs")
     parser.add_argument("--target", action="append", choices=TARGETS, help="compile for this one; default: all")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("names", nargs="*", help="kernels, by the names of their specs; default: all")
     given = parser.parse_args()
     data = report(given.target or TARGETS, names=given.names)
     wrong = check(data)
-    if given.json:
-        print(json.dumps({**data, "violations": wrong}, indent=1))
-    else:
-        print("\n".join(_costs(data)))
+    print("\n".join(_costs(data)))
     for line in wrong:
         print(f"error: {line}", file=sys.stderr)
     return int(bool(wrong))
@@ -33,7 +28,7 @@ def main() -> int:
 
 def _costs(data: dict[str, Any]) -> list[str]:
     """Return a line per kernel: instructions of the loop and per symbol, registers, bytes."""
-    lines = [f"{'kernel':24}{'target':8}{'loop':>6}{'each':>7}{'regs':>6}{'spill':>6}{'shared':>8}{'code':>8}{'s':>6}"]
+    lines = [f"{'kernel':24}{'target':8}{'loop':>6}{'each':>7}{'regs':>6}{'spill':>6}{'shared':>8}"]
     for entry in data["kernels"]:
         start = f"{entry['kernel']:24}{entry['target']:8}"
         if entry["error"] is not None:
@@ -43,7 +38,7 @@ def _costs(data: dict[str, Any]) -> list[str]:
         each = loop["instructions_per_symbol"]
         lines.append(
             f"{start}{loop['instructions']:6}{'' if each is None else f'{each:.1f}':>7}{entry['registers']:6}"
-            f"{entry['spilled_bytes']:6}{shared_bytes(entry):8}{entry['code_bytes']:8}{entry['seconds']:6.1f}"
+            f"{entry['spilled_bytes']:6}{shared_bytes(entry):8}"
         )
     return lines
 

@@ -12,16 +12,12 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cuvee.codec.errors import CuveeError
-
-INSTRUCTION_KINDS = ("memory", "integer", "float", "tensor", "control")
-_SASS_BYTES = 16  # per instruction
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +26,7 @@ class Instruction:
 
     Attributes:
         at: address.
-        kind: one of INSTRUCTION_KINDS.
+        control: whether it only decides what comes next, or waits.
         access: `"load"` or `"store"` with its width in bits, like `kernel_spec.Access`, for an access to global memory;
             else "".
         spill: bytes that each lane stores to local memory.
@@ -38,26 +34,17 @@ class Instruction:
     """
 
     at: int
-    kind: str
+    control: bool = False
     access: str = ""
     spill: int = 0
     target: int | None = None
 
 
 _SASS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^\s;]*)\s*([^;]*);", re.MULTILINE)
-_SASS_KINDS = (
-    ("tensor", re.compile(r"\w*MMA\b")),
-    (
-        "control",
-        re.compile(
-            r"(BRA|BRX|BRXU|JMP|JMX|CALL|RET|EXIT|KILL|BSSY|BSYNC|BREAK|BMOV|BAR|BPT|WARPSYNC|WARPGROUP|YIELD|NANOSLEEP"
-            r"|DEPBAR|LDGDEPBAR|ARRIVES|SYNCS|UTCBAR|UTMACMDFLUSH|UCGABAR_\w+|MEMBAR|FENCE|ERRBAR|ELECT|PREEXIT|ACQBULK"
-            r"|ENDCOLLECTIVE|RPCMOV)\b"
-        ),
-    ),
-    ("integer", re.compile(r"(U?FLO|REDUX|CREDUX)\b")),
-    ("memory", re.compile(r"LD|ST|ULD|UST|ATOM|RED|UTMA|UBLK|CCTL|SULD|SUST")),
-    ("float", re.compile(r"U?[FHD](ADD|MUL|FMA|SET|MNMX|SEL|CHK|RND|SWZADD)|MUFU|U?(F2F|F2I|I2F)")),
+_CONTROL = re.compile(
+    r"(BRA|BRX|BRXU|JMP|JMX|CALL|RET|EXIT|KILL|BSSY|BSYNC|BREAK|BMOV|BAR|BPT|WARPSYNC|WARPGROUP|YIELD|NANOSLEEP|DEPBAR"
+    r"|LDGDEPBAR|ARRIVES|SYNCS|UTCBAR|UTMACMDFLUSH|UCGABAR_\w+|MEMBAR|FENCE|ERRBAR|ELECT|PREEXIT|ACQBULK|ENDCOLLECTIVE"
+    r"|RPCMOV)\b"
 )
 
 
@@ -79,7 +66,7 @@ def parse_sass(text: str, function: str) -> list[Instruction]:
         code.append(
             Instruction(
                 int(at, 16),
-                next((kind for kind, pattern in _SASS_KINDS if pattern.match(base)), "integer"),
+                _CONTROL.match(base) is not None,
                 access={"LDG": f"load{bits}", "STG": f"store{bits}"}.get(base, ""),
                 spill=bits // 8 if base == "STL" else 0,
                 target=int(target[1], 16) if target else None,
@@ -100,7 +87,7 @@ def innermost_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
     """Return the loops that contain no other loop, in the order of addresses."""
     spans = {(i.target, i.at) for i in code if i.target is not None and i.target <= i.at}
     bodies = {span: [i for i in code if span[0] <= i.at <= span[1]] for span in sorted(spans)}
-    loops = {span: own for span, own in bodies.items() if any(i.kind != "control" for i in own)}
+    loops = {span: own for span, own in bodies.items() if not all(i.control for i in own)}
     return [
         own
         for (first, last), own in loops.items()
@@ -108,33 +95,24 @@ def innermost_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
     ]
 
 
-def describe_loops(code: Sequence[Instruction], access: str | None) -> list[dict[str, Any]]:
-    """Describe the innermost loops, the one that does most of the work first.
+def main_loop(code: Sequence[Instruction], access: str | None) -> dict[str, Any] | None:
+    """Describe the innermost loop that does most of the work.
 
     Args:
         code: instructions of a function.
         access: as `KernelSpec.symbol_access`; loops without it are left out.
 
     Returns:
-        per loop: `instructions`, `symbols` per pass and `instructions_per_symbol` (None without `access`), and the
-        number of instructions of each of INSTRUCTION_KINDS.
+        `instructions`, `symbols` per pass and `instructions_per_symbol` (None without `access`); None without a loop.
     """
     loops = []
     for loop in innermost_loops(code):
         symbols = sum(instruction.access == access for instruction in loop) if access else None
-        if symbols == 0:
-            continue
-        kinds = Counter(instruction.kind for instruction in loop)
-        loops.append(
-            {
-                "instructions": len(loop),
-                "symbols": symbols,
-                "instructions_per_symbol": len(loop) / symbols if symbols else None,
-                **{kind: kinds[kind] for kind in INSTRUCTION_KINDS},
-            }
-        )
+        if symbols != 0:
+            each = len(loop) / symbols if symbols else None
+            loops.append({"instructions": len(loop), "symbols": symbols, "instructions_per_symbol": each})
     # The remainder loop that follows an unrolled loop handles fewer symbols per pass.
-    return sorted(loops, key=lambda loop: (loop["symbols"] or 0, loop["instructions"]), reverse=True)
+    return max(loops, key=lambda loop: (loop["symbols"] or 0, loop["instructions"]), default=None)
 
 
 def disassembler() -> Path:
@@ -158,7 +136,7 @@ def read_cubin(cubin: bytes, function: str) -> tuple[list[Instruction], dict[str
     """Disassemble NVIDIA code.
 
     Returns:
-        the instructions of a function, and its entries of a report: registers, spills, memory, code size.
+        the instructions of a function, and its entries of a report: registers, spills, memory.
 
     Raises:
         CuveeError: there is no disassembler, or it cannot read the code.
@@ -171,17 +149,12 @@ def read_cubin(cubin: bytes, function: str) -> tuple[list[Instruction], dict[str
     if done.returncode:
         raise CuveeError(f"{tool} does not read the code: {' '.join((done.stderr or done.stdout).split())}")
     code = parse_sass(done.stdout, function)
-    usage = re.search(rf"Function {re.escape(function)}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", done.stdout)
+    usage = re.search(rf"Function {re.escape(function)}:\s+REG:(\d+) STACK:\d+ SHARED:(\d+)", done.stdout)
     if usage is None:
         raise CuveeError(f"{tool} says nothing about the resources of {function!r}")
-    registers, stack, shared = map(int, usage.groups())
-    return code, {
-        "registers": registers,
-        "spilled_bytes": sum(instruction.spill for instruction in code),
-        "stack_bytes": stack,
-        "static_shared_bytes": shared,
-        "code_bytes": len(code) * _SASS_BYTES,
-    }
+    registers, shared = map(int, usage.groups())
+    spilled = sum(instruction.spill for instruction in code)
+    return code, {"registers": registers, "spilled_bytes": spilled, "static_shared_bytes": shared}
 
 
 def read_amdgcn(text: str) -> dict[str, Any]:
@@ -196,7 +169,5 @@ def read_amdgcn(text: str) -> dict[str, Any]:
     return {
         "registers": fact(r"\.vgpr_count:"),
         "spilled_bytes": 4 * fact(r"\.vgpr_spill_count:"),
-        "stack_bytes": fact(r"\.private_segment_fixed_size:"),
         "static_shared_bytes": fact(r"\.group_segment_fixed_size:"),
-        "code_bytes": fact(r"; codeLenInByte ="),
     }

@@ -1,8 +1,8 @@
 """Static costs of the kernels: compile every `KernelSpec` ahead of time, without a GPU, and measure the code.
 
-`report` compiles all kernels for some targets and lists each kernel's registers, spills, shared memory, code size, and
-on NVIDIA the instructions of its main innermost loop; for a loop over symbols, also the instructions per symbol.
-`check` compares a report with the kernels' budgets. `python -m tests.kernels.costs` shows it.
+`report` compiles all kernels for some targets and lists each kernel's registers, spills and shared memory, and on
+NVIDIA the instructions of its main innermost loop; for a loop over symbols, also the instructions per symbol. `check`
+compares a report with the kernels' budgets. `python -m tests.kernels.costs` shows it.
 
 Each target is compiled in a process of its own, where Triton's interpreter is off and Triton's cache is empty. The
 interpreter would replace kernels where they are defined.
@@ -15,11 +15,9 @@ import importlib
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.kernels.costs.disassembly import Instruction, describe_loops, disassembler, read_amdgcn, read_cubin
+from tests.kernels.costs.disassembly import Instruction, disassembler, main_loop, read_amdgcn, read_cubin
 from tests.kernels.costs.kernel_spec import KernelSpec
 
 import cuvee
@@ -88,9 +86,7 @@ def _measure(spec: KernelSpec, target: str) -> dict[str, Any]:
         "error": None,
     }
     try:
-        start = time.perf_counter()
         compiled = _compile(spec, target)
-        entry["seconds"] = time.perf_counter() - start
         code: list[Instruction] = []
         if "cubin" in compiled.asm:
             code, facts = read_cubin(compiled.asm["cubin"], compiled.metadata.name)
@@ -98,14 +94,12 @@ def _measure(spec: KernelSpec, target: str) -> dict[str, Any]:
             facts = read_amdgcn(compiled.asm["amdgcn"])
     except Exception as error:  # any pass of the compiler may fail; report the other kernels all the same
         return {**entry, "error": _with_causes(error)}
-    loops = describe_loops(code, spec.symbol_access)
     return {
         **entry,
         **facts,
         "dynamic_shared_bytes": compiled.metadata.shared,
         "num_warps": spec.num_warps,
-        "loop": loops[0] if loops else None,
-        "other_loops": loops[1:],
+        "loop": main_loop(code, spec.symbol_access),
     }
 
 
@@ -129,17 +123,14 @@ def _specs(module: str, names: Sequence[str] = ()) -> list[KernelSpec]:
 
 
 def _main() -> None:
-    """Compile for one target; write Triton's version and the entries to a file, as JSON."""
-    import triton
-
+    """Compile for one target; write the entries to a file, as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", required=True)
     parser.add_argument("--module", required=True)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
-    entries = [_measure(spec, given.target) for spec in _specs(given.module, given.names)]
-    given.out.write_text(json.dumps({"triton": triton.__version__, "entries": entries}))
+    given.out.write_text(json.dumps([_measure(spec, given.target) for spec in _specs(given.module, given.names)]))
 
 
 # Reports -------------------------------------------------------------------------------------------------------------
@@ -154,10 +145,9 @@ def report(targets: Sequence[str] = TARGETS, module: str = MODULE, names: Sequen
         names: of the specs; none: all.
 
     Returns:
-        a dict that JSON can hold: `versions`, `targets`, and `kernels`, an entry per kernel and target. An entry has
-        `seconds` of compilation, `registers`, `spilled_bytes`, `stack_bytes`, `static_shared_bytes`,
-        `dynamic_shared_bytes`, `code_bytes`, `loop`, the first of `describe_loops`, and `other_loops`, the rest; or,
-        instead of these, the `error` of its compilation.
+        a dict that JSON can hold: `targets`, and `kernels`, an entry per kernel and target. An entry has `registers`,
+        `spilled_bytes`, `static_shared_bytes`, `dynamic_shared_bytes` and `loop`, the `main_loop`; or, instead of
+        these, the `error` of its compilation.
 
     Raises:
         InputError: an unknown target.
@@ -173,13 +163,8 @@ def report(targets: Sequence[str] = TARGETS, module: str = MODULE, names: Sequen
     with ThreadPoolExecutor(min(len(targets), os.cpu_count() or 1)) as pool:
         found = list(pool.map(partial(_compile_apart, module=module, names=names), targets))
     return {
-        "versions": {
-            "cuvee": cuvee.__version__,
-            "triton": found[0][0],
-            "python": platform.python_version(),
-        },
         "targets": list(targets),
-        "kernels": [entry for same in zip(*(entries for _, entries in found), strict=True) for entry in same],
+        "kernels": [entry for same in zip(*found, strict=True) for entry in same],
     }
 
 
@@ -189,8 +174,8 @@ def _check_targets(what: str, targets: Sequence[str]) -> None:
             raise InputError(f"{what}: must be among {', '.join(TARGETS)}, got {target!r}")
 
 
-def _compile_apart(target: str, module: str, names: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Return Triton's version and the entries of one target."""
+def _compile_apart(target: str, module: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the entries of one target."""
     with tempfile.TemporaryDirectory(prefix="cuvee-kernels-") as folder:
         out = Path(folder, "out.json")
         paths = [str(Path(cuvee.__file__).parents[1]), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -205,8 +190,8 @@ def _compile_apart(target: str, module: str, names: Sequence[str]) -> tuple[str,
         if done.returncode:
             written = [line for line in done.stderr.splitlines() if line.strip()]
             raise CuveeError(f"compiling for {target} failed: {(written or [f'exit code {done.returncode}'])[-1]}")
-        read = json.loads(out.read_text())
-        return read["triton"], read["entries"]
+        entries: list[dict[str, Any]] = json.loads(out.read_text())
+        return entries
 
 
 def check(report: dict[str, Any]) -> list[str]:
