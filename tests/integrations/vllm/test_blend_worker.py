@@ -548,19 +548,22 @@ def test_a_tagged_segment_of_another_tenant_is_not_placed(bench: Callable[..., B
     assert b.worker.loads.take_invalid_blocks() == set(PAGES[:3]) and key not in b.store.entries
 
 
-@pytest.mark.parametrize("exact", [0, CHUNK])
-def test_a_dropped_blend_is_computed(bench: Callable[..., Bench], exact: int) -> None:
-    b, blender = bench(), FakeBlender()
+@pytest.mark.parametrize(("exact", "slices"), [(0, 0), (CHUNK, 0), (CHUNK, 1)])
+def test_a_dropped_blend_is_computed(bench: Callable[..., Bench], exact: int, slices: int) -> None:
+    """Before its first slice, or between two."""
+    b, blender = bench(), FakeBlender(slices=3)
     store_segments(b)
     b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=exact)])
     place(b)
+    for _ in range(slices):
+        compute(b, ["r"], blender)
     b.worker.loads.drop(["unknown", "r"])
     assert b.worker.loads.take_arrived() == {"r"}
     assert b.worker.loads.take_invalid_blocks() == set(PAGES[exact // BLOCK : 5])
     report = b.worker.report(2)
     assert report.ended == report.failed == {"r"} and report.blended == []
     compute(b, ["r"], blender)
-    assert not blender.calls
+    assert len(blender.budgets) == slices
 
 
 def test_what_is_dropped_while_it_loads_is_not_placed(bench: Callable[..., Bench]) -> None:
