@@ -1,0 +1,162 @@
+"""What the connector refuses when an engine starts: settings, layers and pages, by name, with what to set instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.integrations.vllm.connector_config import Options
+from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, is_latent
+
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp")  # how tokens are drafted
+
+
+def refuse_features(vllm_config: Any) -> None:
+    """Refuse what would not be right, by the name of the setting, with what to set instead."""
+    parallel, model, speculative = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    method = str(getattr(speculative, "method", ""))
+    contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
+    refused = {
+        "an encoder-decoder model: serve it without CuveeConnector": model.is_encoder_decoder,
+        f"a {model.runner_type!r} model: only generation is supported (--runner generate)": (
+            model.runner_type != "generate"
+        ),
+        f'speculative decoding by {method!r}: set "method" in --speculative-config to one of {", ".join(_DRAFTS)}': (
+            speculative is not None and method not in _DRAFTS
+        ),
+        f"kv_cache_dtype={dtype!r}: set --kv-cache-dtype to auto, {', '.join((*TORCH_DTYPES, *_FP8))}": (
+            dtype not in ("auto", *TORCH_DTYPES, *_FP8)
+        ),
+        "external_launcher with several ranks, each with a scheduler of its own: set "
+        "--distributed-executor-backend mp": (
+            parallel.distributed_executor_backend == "external_launcher"
+            and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
+        ),
+        "context parallelism: set --decode-context-parallel-size and --prefill-context-parallel-size to 1": (
+            max(contexts) > 1
+        ),
+    }
+    for name, there in refused.items():
+        if there:
+            raise UnsupportedModelError(f"CuveeConnector does not support {name}")
+
+
+def check_windows(groups: Sequence[LayerGroup], chunk_tokens: int, block: int) -> None:
+    """Refuse chunks of which the engine drops a part before it has computed the rest."""
+    for window, chunked in {(group.window, group.chunked) for group in groups}:
+        if window is None:
+            continue
+        if chunked and window % chunk_tokens:
+            raise InputError(
+                f"chunk_tokens: must divide the {window} tokens of a chunk of the model's attention, because the "
+                f"engine drops all of them at its end, got {chunk_tokens}: set it to {math.gcd(window, chunk_tokens)}"
+            )
+        if chunk_tokens > window:
+            most = window // block * block
+            raise InputError(
+                f"chunk_tokens: must be at most the {window} tokens of the model's sliding window, because the engine "
+                f"drops the start of a longer chunk before its end is computed, got {chunk_tokens}: "
+                + (f"set it to {most}" if most else f"pass --block-size {window} or less to vLLM, and set it to that")
+            )
+
+
+def codes_of_cache(vllm_config: Any, specs: Sequence[Any]) -> torch.dtype | None:
+    """Return the dtype of an fp8 cache; None if the cache holds values."""
+    name = str(vllm_config.cache_config.cache_dtype)
+    if name not in _FP8:
+        return None
+    other = sorted({str(spec.dtype) for spec in specs} - {"torch.uint8", str(_FP8[name])})
+    if other:
+        raise UnsupportedModelError(
+            f"CuveeConnector does not support a KV cache whose layers are partly {' and '.join(other)} with "
+            f"kv_cache_dtype={name!r} (kv_cache_dtype_skip_layers): give all layers one dtype"
+        )
+    return _FP8[name]
+
+
+def dtype_of_cache(specs: Sequence[Any]) -> str:
+    """Return the dtype of a cache that holds values.
+
+    Raises:
+        UnsupportedModelError: layers have several, or one that cuvee does not code.
+    """
+    names = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
+    if len(names) != 1 or names[0] not in TORCH_DTYPES:
+        raise UnsupportedModelError(
+            f"CuveeConnector does not support a KV cache of {' and '.join(names)} (use one of "
+            f"{', '.join(TORCH_DTYPES)})"
+        )
+    return names[0]
+
+
+def check_layers(layout: KVLayout, config: Any, cached: CachedLayers, stages: int) -> None:
+    """Refuse layers other than the model's: all of them or, of a pipeline, those of a stage."""
+    count = len(cached.names)
+    if stages == 1 and count != layout.num_layers:
+        raise UnsupportedModelError(
+            f"the engine caches {count} layers, the model has {layout.num_layers} that cache: sparse indexers and "
+            "layers of an unknown drafter are not supported; serve this model without CuveeConnector"
+        )
+    if stages > 1 and (layout.num_layers != config.num_hidden_layers or max(cached.numbers) >= layout.num_layers):
+        raise UnsupportedModelError(
+            f"pipeline parallelism is supported only where each layer has a cache: the model has "
+            f"{config.num_hidden_layers} layers and {layout.num_layers} caches; set --pipeline-parallel-size 1"
+        )
+
+
+def check_heads(layout: KVLayout, cached: CachedLayers, shards: int) -> None:
+    """Refuse pages whose heads differ from the model's configuration."""
+    layers = layout.shard(0, shards).layers
+    at = cached.numbers if len(cached.names) < len(layers) else range(len(layers))
+    for index, spec in zip(at, cached.specs, strict=True):
+        layer = layers[index]
+        value_dim = getattr(spec, "head_size_v", None) or spec.head_size
+        found = [spec.num_kv_heads, spec.head_size, value_dim]
+        expected = [layer.kv_heads, layer.head_dim, layer.value_dim]
+        if layer.latent:  # a token's page is one vector
+            found, expected = found[:2], [1, layer.head_dim + layer.value_dim]
+        if found != expected or layer.latent != is_latent(spec):
+            kinds = ["latents" if latent else "heads" for latent in (is_latent(spec), layer.latent)]
+            raise UnsupportedModelError(
+                f"layer {index}: the engine caches {spec.num_kv_heads} {kinds[0]} of {spec.head_size}, the model's "
+                f"configuration says {expected[0]} {kinds[1]} of {expected[1]}: serve this model without CuveeConnector"
+            )
+
+
+def check_latents(vllm_config: Any, layout: KVLayout, options: Options) -> None:
+    """Refuse latents behind which the engine does not compute, and profiles of another order of dimensions."""
+    if not (vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching):
+        raise UnsupportedModelError(
+            "multi-head latent attention (MLA) without chunked prefill and prefix caching is not supported, because "
+            "the engine then does not attend to what is loaded: pass --enable-prefix-caching to vLLM; its CPU engine "
+            "switches both off on CPUs without AMX"
+        )
+    rope = layout.layers[0].rope
+    if options.profile is not None and rope is not None and not rope.interleaved:
+        raise UnsupportedModelError(
+            "profile: is of keys whose rotated dimensions lie in another order than in vLLM's latents; remove it to "
+            "store losslessly"
+        )
+
+
+def check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None, groups: Sequence[LayerGroup]) -> None:
+    """Refuse to blend where that is not known to be right."""
+    refused = {
+        "models with sliding windows": any(layer.sliding_window is not None for layer in layout.layers),
+        "models with heads of different sizes": any(group.block for group in groups),
+        "models with latents (MLA)": any(layer.latent for layer in layout.layers),
+        "fp8 caches": codes is not None,
+        "prompts of engines with speculative decoding": vllm_config.speculative_config is not None,
+        "prompts of engines with pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+    }
+    for name, there in refused.items():
+        if there:
+            raise UnsupportedModelError(f"blend: {name} cannot be blended; remove the option")
