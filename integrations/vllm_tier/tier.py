@@ -313,6 +313,19 @@ class CuveeTier(SecondaryTierManager):
                 return stats
         return None
 
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of what `config_info` tells."""
+        return ("chunk_tokens", "profile", "quality")
+
+    def config_info(self) -> dict[str, str]:
+        """Return the labels of this tier in vLLM 0.33's metric `kv_offload_config_info`."""
+        given = self._options
+        asked = given.codec_quality or {"quality": "lossless" if given.profile is None else "balanced"}
+        quality = " ".join(f"{name}={value}" for name, value in asked.items())
+        told = str(given.chunk_tokens), str(given.profile), quality.removeprefix("quality=")
+        return dict(zip(self.config_info_keys({}), told, strict=True))
+
     def counters(self) -> dict[str, float]:
         """Return what happened so far, by the names in `cuvee.integrations.pages.Counts`."""
         return self._counts.snapshot()

@@ -279,6 +279,17 @@ def test_counts_are_vllms_metrics(engine: Callable[..., Engine]) -> None:
     assert "vllm:cuvee_tier_saved_pages" not in again and again["vllm:cuvee_tier_loaded_pages"] == 1
 
 
+def test_vllm_tells_the_tiers_options(engine: Callable[..., Engine]) -> None:
+    """0.33 publishes them; 0.32 does not ask."""
+    e = engine({"chunk_tokens": 4 * BLOCK})
+    expected = {"chunk_tokens": str(4 * BLOCK), "profile": "None", "quality": "lossless"}
+    assert e.tier.config_info() == expected
+    if hasattr(e.manager, "config_info"):
+        *_, told = e.manager.config_info()
+        assert expected.items() <= told.items()
+        assert expected.keys() <= set(e.spec.config_info_keys(e.config.extra_config))
+
+
 def test_back_pressure_is_vllms(engine: Callable[..., Engine]) -> None:
     e = engine({"backpressure": {"backpressure_cls": "EMABackpressureDetector", "policy_cls": "DropStorePolicy"}})
     e.offload([1, 2])
