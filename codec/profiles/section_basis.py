@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.profiles.block_map import BlockMap
+from cuvee.codec.support.integer_maps import IntegerMaps, integer_maps
 from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.onednn import SHAPE_MULTIPLE, pad_rows
 
@@ -37,6 +38,11 @@ class SectionBasis:
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Per block `[r, n]` float32."""
         return tuple(block.forward for block in self.maps)
+
+    @lazy
+    def forward_integers(self) -> IntegerMaps:
+        """`forward` as integers of 16 bits."""
+        return integer_maps(self.forward, self.block_sizes)
 
     @property
     def inverse(self) -> tuple[torch.Tensor, ...]:

@@ -161,7 +161,7 @@ class TransformScheme:
         """Yield for each tile the classes of the tokens, the classes of the columns, and the columns' coefficients."""
         coding = self._coding.sections[index]
         finer = coding.finer(chunk.start, chunk.tokens, chunk.following)
-        dense = products_for(chunk.layout).dense
+        products = products_for(chunk.layout)
         for at, x in self._centered(chunk, index, unrotation):
             predicted = self._predicted_coefficients(index, chunk.token_ids, chunk.start, at)
             classes, leading = coding.classes(x, chunk.start, at, finer, self._stages.predict_classes, predicted)
@@ -169,11 +169,8 @@ class TransformScheme:
             rows = sum(class_ranks[classes.min()])
             columns, ordered, y = self._stages.arrange(classes, x, leading, rows)
             known = 0 if leading is None else min(len(leading), rows)
-            # The first components, which are the largest, are always products of float32: in bfloat16 they cost a tenth
-            # of the KL at fine steps, because attention sinks are large, and finest of all tokens.
-            dtype = dense if known else torch.float32
             for run, ranks in self._stages.product_runs(columns, class_ranks):
-                coding.learned.basis.coefficients(ordered[run], ranks, y[: sum(ranks), run], known, dtype)
+                self._stages.analyze(ordered, coding.learned.basis, run, ranks, products, known, y)
             yield classes, columns, as_numpy(y)
 
     def decode(

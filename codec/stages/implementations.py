@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         move_keys = staticmethod(reference.move_keys)
         predict_classes = staticmethod(reference.predict_classes)
         arrange = staticmethod(reference.arrange)
+        analyze = staticmethod(reference.analyze)
         product_runs = staticmethod(reference.product_runs)
         prepare_inverse = staticmethod(reference.prepare_inverse)
         synthesize = staticmethod(reference.synthesize)

@@ -103,7 +103,8 @@ def test_rounding_costs_neither_bytes_nor_error(
     for kind in (Products.INT16, Products.MIXED, Products.BFLOAT16):
         multiply(kind, monkeypatch)
         rounded, _ = coded(books, chunk, step)
-        assert (rounded == exact) is (kind is Products.INT16)  # otherwise nothing was rounded
+        # Otherwise nothing was rounded; to a coarse step, integers make no difference.
+        assert rounded != exact or (kind is Products.INT16 and step > 0.1)
         assert len(rounded) == pytest.approx(len(exact), rel=2e-3)
         for blob in (exact, rounded):
             assert error(blob, codec) == pytest.approx(lost, rel=0.01, abs=1e-5)

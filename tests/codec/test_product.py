@@ -10,6 +10,9 @@ import pytest
 import torch
 from tests.cpus import needs_avx2
 
+from cuvee.codec.profiles.block_map import BlockMap
+from cuvee.codec.profiles.section_basis import SectionBasis
+from cuvee.codec.stages.compiled import integer_product
 from cuvee.codec.stages.compiled import product as compiled
 from cuvee.codec.stages.products import DENSE_BFLOAT16, DENSE_INT16, SLAB, Products
 from cuvee.codec.stages.reference import product as reference
@@ -160,6 +163,30 @@ def test_slabs_with_few_zeros_are_multiplied_as_integers(
             for t in (0, width - 1):
                 alone = compiled.synthesize(y[:, :, t : t + 1].contiguous(), inverse, [], torch.empty(sum(sizes)))
                 assert torch.equal(alone[0], x[t])
+
+
+@needs_avx2
+@pytest.mark.parametrize("run", [slice(0, 1), slice(3, 38), slice(7, 71)])
+@pytest.mark.parametrize(("sizes", "known"), [((7,), 0), ((33, 5, 16), 6), ((16, 130), 1), ((40, 9), 45)])
+def test_an_encoder_multiplies_integers_exactly(sizes: tuple[int, ...], known: int, run: slice) -> None:
+    draw = torch.Generator().manual_seed(2)
+    blocks = [BlockMap.of(torch.randn(n, n, generator=draw), np.zeros(n, np.int16)) for n in sizes]
+    basis = SectionBasis(torch.zeros(sum(sizes)), torch.zeros(0, sum(sizes)), tuple(blocks))
+    x = torch.randn(75, sum(sizes), generator=draw) * torch.logspace(-15, 15, 75)[:, None]
+    x[20], ranks = 0, [n - i for i, n in enumerate(sizes)]
+    found = [torch.full((sum(sizes), 75), -1.0) for _ in range(2)]
+    for stage, y in zip((reference.analyze, integer_product.analyze), found, strict=True):
+        stage(x, basis, run, ranks, Products.INT16, known, y)
+    assert torch.equal(*found)
+    row = 0
+    for own, matrix, rank in zip(x.split(sizes, 1), basis.forward, ranks, strict=True):
+        left = min(known if row == 0 else 0, rank)  # as it is
+        bound = INTEGER_ERROR * own[run].norm(dim=1) * matrix[:rank, None].double().norm(dim=2)
+        error = (found[0][row : row + rank, run] - matrix[:rank].double() @ own[run].double().T).abs()
+        assert (error <= bound)[left:].all()
+        found[0][row + left : row + rank, run] = -1
+        row += rank
+    assert (found[0] == -1).all()
 
 
 @needs_avx2

@@ -1,65 +1,28 @@
 """Products of 16-bit integers, for CPUs that multiply them faster than floats, and have no fast bfloat16.
 
-    y, a column of coefficients ~ unit * integers of 16 bits,   a value's map ~ scale * integers of 16 bits
-    value = unit * scale * sum of products, which is exact: it fits 32 bits
-
-The norm of a column's integers is about 2**15, that of a value's map up to 2**16. So a value's error is some 1e-4 of
-its column's norm: a tenth of what bfloat16 costs. It depends on no other column, nor on the order of the sums.
+`support/integer_maps.py` explains them. A decoder's columns are coefficients, an encoder's are the values of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.integer_steps import LONGEST, TOKENS, multiply_step, pair_rows
+from cuvee.codec.stages.compiled.integer_steps import TOKENS, multiply_step, pair_rows
 from cuvee.codec.stages.compiled.simd import WIDTH
+from cuvee.codec.stages.products import Products
+from cuvee.codec.stages.reference import product
 from cuvee.codec.support.arena import Arena
-from cuvee.codec.support.arrays import F32, I32, I64
+from cuvee.codec.support.arrays import F32
+from cuvee.codec.support.integer_maps import IntegerMaps
 
-_LONGEST_MAP = 65000.0  # norm of a map's integers: with that of a column's and all rounding, below 2**31
-_ROWS, _VALUES, _MAP, _SCALE, _COLUMN = range(5)  # fields of a block
+_TERMS, _ROWS, _MAP, _SCALE, _BEFORE = range(5)  # fields of a block
 
 _arena = Arena()
-
-
-@dataclass(frozen=True, slots=True)
-class IntegerMaps:
-    """The maps of the leading components of a section's blocks.
-
-    Attributes:
-        fields: int64 `[B, 5]`, of each block: its leading components, an even number; its values; where its map and its
-            scales begin; and the column of its first value.
-        matrix: int32, block after block `[values / 16, components / 2, 16]`, pairs of integers.
-        scale: float32, what 1 stands for in the map of each value.
-    """
-
-    fields: I64
-    matrix: I32
-    scale: F32
-
-
-def integer_maps(matrices: Sequence[torch.Tensor], leading: Sequence[int]) -> IntegerMaps:
-    """Return maps `[n, components]` of float32, of which the `leading` components of each block are multiplied."""
-    fields, maps, scales = [], [], []
-    at = first = column = 0
-    for matrix, wanted in zip(matrices, leading, strict=True):
-        values, there = matrix.shape
-        used = min(wanted, there)
-        own = torch.zeros(-(-values // WIDTH) * WIDTH, used + used % 2)
-        own[:values, :used] = matrix[:, :used]
-        scale = torch.maximum(own.norm(dim=1) / _LONGEST_MAP, own.abs().amax(1) / LONGEST) if used else own.sum(1)
-        rounded = (own / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int16)
-        tiles = rounded.view(-1, WIDTH, own.shape[1] // 2, 2).transpose(1, 2).contiguous()
-        fields.append((own.shape[1], values, at, first, column))
-        maps.append(tiles.numpy().reshape(-1).view(np.int32))
-        scales.append(scale.numpy())
-        at, first, column = at + maps[-1].size, first + len(own), column + values
-    return IntegerMaps(np.array(fields, np.int64), np.concatenate(maps), np.concatenate(scales))
 
 
 @compiled
@@ -69,7 +32,7 @@ def _multiply(y, fields, matrix, scale, pairs, units, edge, x):  # type: ignore[
     spare = np.empty(TOKENS * WIDTH, np.float32)
     for block in range(blocks):
         own = fields[block]
-        half = min(own[_ROWS], depth) // 2
+        half = min(own[_TERMS], depth) // 2
         for t in range(0, width, WIDTH):
             if t + WIDTH <= width:
                 pair_rows(y_, block * depth * width + t, width, 2 * half, pairs, t * half, units, t)
@@ -78,10 +41,10 @@ def _multiply(y, fields, matrix, scale, pairs, units, edge, x):  # type: ignore[
                 for i in range(width - t):
                     edge[row * WIDTH + i] = y[block, row, t + i]
             pair_rows(edge, 0, WIDTH, 2 * half, pairs, t * half, units, t)
-        for value in range(0, own[_VALUES], WIDTH):
-            tile, size = own[_MAP] + value * (own[_ROWS] // 2), min(WIDTH, own[_VALUES] - value)
+        for value in range(0, own[_ROWS], WIDTH):
+            tile, size = own[_MAP] + value * (own[_TERMS] // 2), min(WIDTH, own[_ROWS] - value)
             for t in range(0, width, TOKENS):
-                at, to, count = (t - t % WIDTH) * half + t % WIDTH, t * stride + own[_COLUMN] + value, width - t
+                at, to, count = (t - t % WIDTH) * half + t % WIDTH, t * stride + own[_BEFORE] + value, width - t
                 if size == WIDTH and count >= TOKENS:
                     multiply_step(
                         pairs, at, matrix, tile, half, units, t, scale, own[_SCALE] + value, x_, to, stride
@@ -101,4 +64,56 @@ def multiply_leading(y: F32, maps: IntegerMaps, x: F32) -> None:
     _multiply(
         y, maps.fields, maps.matrix, maps.scale, _arena.array("pairs", rows // 2 * width, np.int32),
         _arena.array("units", width, np.float32), _arena.array("edge", rows * WIDTH, np.float32), x,
+    )  # fmt: skip
+
+
+@compiled
+def _analyze(x, sizes, fields, matrix, scale, ranks, known, pairs, units, edge, y, first):  # type: ignore[no-untyped-def]
+    tokens, stride = len(x), y.shape[1]
+    y_, spare = y.reshape(y.size), np.empty(TOKENS * WIDTH, np.float32)
+    before, column, begin = np.int64(0), np.int64(0), np.int64(known)
+    for block in range(len(fields)):
+        own, rank, size = fields[block], ranks[block], sizes[block]
+        half = own[_TERMS] // 2
+        for t in range(0, tokens if begin < rank else 0, WIDTH):
+            count = min(WIDTH, tokens - t)
+            for i in range(WIDTH):
+                token = x[min(t + i, tokens - 1), column : column + size]
+                for term in range(np.uint64(size)):
+                    edge[term * np.uint64(WIDTH) + np.uint64(i)] = token[term]
+                if size < 2 * half:
+                    edge[size * WIDTH + i] = 0
+            pair_rows(edge, 0, WIDTH, 2 * half, pairs, 0, units, 0)
+            for row in range(begin - begin % TOKENS, rank, TOKENS):
+                of_row, at = row % WIDTH, (before + row) * stride + first + t
+                tile = own[_MAP] + (row - of_row) * half + of_row
+                if begin <= row and row + TOKENS <= rank and count == WIDTH:
+                    multiply_step(matrix, tile, pairs, 0, half, scale, own[_SCALE] + row, units, 0, y_, at, stride)
+                    continue
+                multiply_step(matrix, tile, pairs, 0, half, scale, own[_SCALE] + row, units, 0, spare, 0, WIDTH)
+                for i in range(TOKENS):
+                    for k in range(count if begin <= row + i < rank else 0):
+                        y_[at + i * stride + k] = spare[i * WIDTH + k]
+        before, column, begin = before + rank, column + size, np.int64(0)
+
+
+def analyze(
+    x: torch.Tensor,
+    basis: SectionBasis,
+    run: slice,
+    ranks: Sequence[int],
+    products: Products,
+    known: int,
+    y: torch.Tensor,
+) -> None:
+    """See `cuvee.codec.stages.reference.product.analyze`, which serves other products."""
+    if products is not Products.INT16:
+        product.analyze(x, basis, run, ranks, products, known, y)
+        return
+    maps = basis.forward_integers
+    terms = int(maps.fields[:, _TERMS].max())
+    _analyze(
+        x[run].numpy(), np.array(basis.block_sizes), maps.fields, maps.matrix, maps.scale, np.array(ranks), known,
+        _arena.array("pairs", terms // 2 * WIDTH, np.int32), _arena.array("units", WIDTH, np.float32),
+        _arena.array("edge", terms * WIDTH, np.float32), y.numpy(), run.start,
     )  # fmt: skip

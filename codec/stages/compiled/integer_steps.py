@@ -8,9 +8,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from cuvee.codec.stages.compiled.simd import FLOATS, INT16, INT32, INT64, VECTOR, WIDTH, Code, constant, spelled_out
+from cuvee.codec.support.integer_maps import LONGEST
 
 TOKENS = 4  # that share each load of the map: as many sums as the registers hold
-LONGEST = 32600.0  # norm of a token's integers, each of which fits 16 bits
 _HALF = WIDTH // 2
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.integer_product import IntegerMaps, integer_maps, multiply_leading
+from cuvee.codec.stages.compiled.integer_product import multiply_leading
 from cuvee.codec.stages.compiled.product_steps import add_rows, add_rows_by_4, add_rows_by_8, list_step
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.products import SLAB, Products
@@ -29,6 +29,7 @@ from cuvee.codec.stages.reference import product
 from cuvee.codec.stages.reference.sections import padded
 from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import F32, I64, U8, U32
+from cuvee.codec.support.integer_maps import IntegerMaps, integer_maps
 
 TILE = 8 * WIDTH  # values that are summed at a time: as many as the registers hold
 DENSE = 0.65  # share of coefficients other than zero from which on a dense product is faster

@@ -1,16 +1,19 @@
-"""Coefficients to values: the inverse of `SectionBasis.coefficients`, as dense products."""
+"""Values to coefficients and back, as dense products."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 
+from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.stages.products import Products
 from cuvee.codec.stages.reference.sections import padded
 from cuvee.codec.stages.reference.symbols import class_runs
 from cuvee.codec.support.arrays import F32, U8
+from cuvee.codec.support.integer_maps import LONGEST
 
 # A product is as deep as its finest column. After each of so many columns, it ends if the next one needs less than this
 # share of its depth: shallower products have fewer operations, but more calls, and more shapes, cost time, too.
@@ -55,6 +58,49 @@ def product_runs(columns: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterato
             stop += 1
         yield slice(start, stop), (max(depths[start:stop]),)
         start = stop
+
+
+def analyze(
+    x: torch.Tensor,
+    basis: SectionBasis,
+    run: slice,
+    ranks: Sequence[int],
+    products: Products,
+    known: int,
+    y: torch.Tensor,
+) -> None:
+    """Write the coefficients of some columns: `y[: sum(ranks), run]`.
+
+    Args:
+        x: `[T, N]` float32, the values of all columns minus their means.
+        basis: the section's.
+        run: the columns.
+        ranks: the number of leading components of each block.
+        products: how to multiply.
+        known: so many components of the first block are there already, as products of float32: they are the largest. In
+            bfloat16 they cost a tenth of the KL at fine steps, because attention sinks are large, and finest of all
+            tokens. If none are there, bfloat16 serves no other component either.
+        y: `[R, T]` float32.
+    """
+    if products is not Products.INT16:
+        dtype = products.dense if known else torch.float32
+        basis.coefficients(x[run], tuple(ranks), y[: sum(ranks), run], known, dtype)
+        return
+    maps, row, column = basis.forward_integers, 0, 0
+    for (terms, rows, at, first, _), size, rank in zip(maps.fields.tolist(), basis.block_sizes, ranks, strict=True):
+        own = x[run, column : column + size].numpy().T
+        squares = np.zeros(own.shape[1], np.float32)
+        for values in own:
+            squares += values * values
+        norm = np.sqrt(squares)
+        sound = (squares > 0) & (squares < np.inf)
+        factor = np.divide(np.float32(LONGEST), norm, out=np.zeros_like(norm), where=sound)
+        integers = np.rint(own * factor).astype(np.float64)
+        tiles = maps.matrix[at:].view(np.int16)[: -(-rows // 16) * 16 * terms].reshape(-1, terms // 2, 16, 2)
+        matrix = tiles.transpose(0, 2, 1, 3).reshape(-1, terms)[known:rank, :size].astype(np.float64)
+        scale = maps.scale[first + known : first + rank, None] * (norm / np.float32(LONGEST))
+        y[row + known : row + rank, run] = torch.from_numpy((matrix @ integers).astype(np.float32) * scale)
+        row, column, known = row + rank, column + size, 0
 
 
 def prepare_inverse(
