@@ -24,7 +24,7 @@ from cuvee.codec.stages.rows import Rows, dense_rows
 from cuvee.codec.support.arrays import U16
 
 _Bytes = list[bytes | bytearray | memoryview]
-BATCH_BYTES = 4 << 20  # of planes and symbols: enough layers to choose tables together, few enough for little memory
+BATCH_BYTES = 8 << 20  # of planes and symbols: enough layers to choose tables together, few enough for little memory
 
 
 class LosslessScheme:
