@@ -117,46 +117,61 @@ decode_steps, decode_alike_steps = (
 )
 
 
-@spelled_out
-def dequantize_step(typing: Any, symbols, place, one, more, step, first, active, out, to):  # type: ignore[no-untyped-def]
-    """Dequantize 16 symbols: `dequantize_step(symbols, place, one, more, step, first, active, out, to)`.
+def _dequantizing(low_bits: bool) -> Any:
+    """Make the step for coefficients with low bits, or for those without."""
 
-    Args:
-        typing: Numba's.
-        symbols: uint8 array.
-        place: where 16 symbols can be read.
-        one: float32 array; its entries `first … first + 15` are the shrinkage of level 1.
-        more: float32 array; at the same entries the shrinkage of the levels above.
-        step: float32 array; at the same entries the steps.
-        first: the first column.
-        active: number of leading coefficients that may differ from zero.
-        out: float32 array, or uint16 for the bits of bfloat16, rounded to nearest, ties to even.
-        to: where 16 coefficients are written.
+    @spelled_out
+    def dequantize_step(typing: Any, symbols, place, at_low, bits, one, more, step, out, to):  # type: ignore[no-untyped-def]
+        """Dequantize 16 symbols of one class.
 
-    Returns:
-        whether an active symbol is -128, which stands for an escape.
-    """
-    signature = types.boolean(symbols, place, one, more, step, first, active, out, to)
+        `dequantize_step(symbols, place, at_low, bits, one, more, step, out, to)`, or `dequantize_low_step`
 
-    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-        code = Code(context, builder, sig.args, values)
-        level = builder.sext(code.load(code.pointer(0, 1, 1), BYTES, 1), VECTOR)
-        taking = code.taking(6)
-        level = builder.select(taking, level, constant(0))
-        small, large, unit = (code.load(code.pointer(i, 5, 4), FLOATS, 4) for i in (2, 3, 4))
-        negative = builder.icmp_signed("<", level, constant(0))
-        magnitude = builder.select(negative, builder.sub(constant(0), level), level)
-        shrink = builder.select(builder.icmp_signed("==", magnitude, constant(1)), small, large)
-        back = builder.fmul(builder.fsub(builder.sitofp(magnitude, FLOATS), shrink), unit)
-        bits = builder.bitcast(back, VECTOR)
-        # The sign is applied to the product: a step is positive, so the result is that of a signed magnitude.
-        bits = builder.xor(bits, builder.and_(level, constant(-(1 << 31))))
-        bits = builder.select(builder.icmp_signed("==", level, constant(0)), constant(0), bits)
-        code.store_floats(builder.bitcast(bits, FLOATS), 7, 8)
-        escaped = builder.icmp_signed("==", level, constant(-128))
-        return builder.icmp_unsigned("!=", builder.bitcast(escaped, INT16), INT16(0))
+        Args:
+            typing: Numba's.
+            symbols: uint8 array.
+            place: where 16 symbols can be read.
+            at_low: where 16 bytes with low bits can be read in the same array, for `dequantize_low_step`.
+            bits: the number of low bits, for `dequantize_low_step`.
+            one: float32, the shrinkage of level 1.
+            more: float32, the shrinkage of the levels above.
+            step: float32, the step.
+            out: float32 array, or uint16 for the bits of bfloat16, rounded to nearest, ties to even.
+            to: where 16 coefficients are written.
 
-    return signature, generate
+        Returns:
+            whether a symbol is -128, which stands for an escape.
+        """
+        signature = types.boolean(symbols, place, at_low, bits, one, more, step, out, to)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            code = Code(context, builder, sig.args, values)
+            level = builder.sext(code.load(code.pointer(0, 1, 1), BYTES, 1), VECTOR)
+            escaped = builder.icmp_signed("==", level, constant(ESCAPE - 256))
+            if low_bits:
+                low = builder.zext(code.load(code.pointer(0, 2, 1), BYTES, 1), VECTOR)
+                shift = code.integer(3, types.int32)
+                half = code.splat(builder.shl(INT32(1), builder.sub(shift, INT32(1))))
+                level = builder.sub(builder.add(builder.shl(level, code.splat(shift)), low), half)
+            small, large, unit = (
+                builder.bitcast(code.splat(builder.bitcast(values[i], INT32)), FLOATS) for i in (4, 5, 6)
+            )
+            negative = builder.icmp_signed("<", level, constant(0))
+            magnitude = builder.select(negative, builder.sub(constant(0), level), level)
+            shrink = builder.select(builder.icmp_signed("==", magnitude, constant(1)), small, large)
+            back = builder.fmul(builder.fsub(builder.sitofp(magnitude, FLOATS), shrink), unit)
+            bits = builder.bitcast(back, VECTOR)
+            # The sign is applied to the product: a step is positive, so the result is that of a signed magnitude.
+            bits = builder.xor(bits, builder.and_(level, constant(-(1 << 31))))
+            bits = builder.select(builder.icmp_signed("==", level, constant(0)), constant(0), bits)
+            code.store_floats(builder.bitcast(bits, FLOATS), 7, 8)
+            return builder.icmp_unsigned("!=", builder.bitcast(escaped, INT16), INT16(0))
+
+        return signature, generate
+
+    return dequantize_step
+
+
+dequantize_step, dequantize_low_step = _dequantizing(low_bits=False), _dequantizing(low_bits=True)
 
 
 @spelled_out

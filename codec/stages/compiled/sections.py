@@ -26,12 +26,12 @@ from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.bfloat16 import rounded
 from cuvee.codec.stages.compiled.coded_part import read_u32
-from cuvee.codec.stages.compiled.coder_steps import dequantize_step
+from cuvee.codec.stages.compiled.coder_steps import dequantize_low_step, dequantize_step
 from cuvee.codec.stages.compiled.compiler import compiled, inner
 from cuvee.codec.stages.compiled.joining import joined
 from cuvee.codec.stages.compiled.rans import decode_class_stream, decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.compiled.symbols import add_low_bits, count_escapes, to_levels
+from cuvee.codec.stages.compiled.symbols import count_escapes
 from cuvee.codec.stages.compiled.token_order import sort_columns
 from cuvee.codec.stages.compiled.transform import plain
 from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, padded
@@ -53,13 +53,12 @@ def _next_escape(cursor, data, found, by_window, tokens, start):  # type: ignore
 
 
 @inner
-def _finish(u, v, levels, one, more, step, out, at):  # type: ignore[no-untyped-def]
-    """Dequantize the columns `u … v - 1` of a row, which begins at entry `at` of `out`."""
-    for i in range(u, v):
-        m = abs(levels[i])
-        back = np.float32(m) - (one[i] if m == 1 else more[i])
-        back = back if m != 0 else np.float32(0)
-        out[at + i] = rounded((-back if levels[i] < 0 else back) * step[i], out)
+def _dequantized(level, one, more, step):  # type: ignore[no-untyped-def]
+    """Return the coefficient of a level, as `dequantize_step` does."""
+    m = abs(level)
+    back = np.float32(m) - (one if m == 1 else more)
+    back = back if m != 0 else np.float32(0)
+    return (-back if level < 0 else back) * step
 
 
 @inner
@@ -82,22 +81,18 @@ def _dequantize(  # type: ignore[no-untyped-def]
     bounds = np.empty(width + 1, np.int64)  # of the runs of columns of one class
     rows_of, level_of = np.empty(width, np.int64), np.empty(width, np.int64)  # of the runs
     window_runs = np.empty(windows + 1, np.int64)  # the first run of each window
-    table_of_run = np.full(width, -1, np.int64)
-    step = np.zeros(width + WIDTH, np.float32)
-    one, more = np.zeros(width + WIDTH, np.float32), np.zeros(width + WIDTH, np.float32)
-    levels = np.empty(width, np.int32)
+    steps = np.empty(width, np.float32)  # of the runs
     row = np.empty(width + WIDTH, out.dtype)
     runs = most = np.int64(0)
     alike = True
     for t in range(width):
         k = np.int64(columns[t])
         alike &= k == columns[0]
-        step[t] = packed.steps[first_class + k]
         if t % WINDOW == 0:
             window_runs[t // WINDOW] = runs
         if t % WINDOW == 0 or columns[t] != columns[t - 1]:
             bounds[runs] = t
-            rows_of[runs] = rows[first_class + k]
+            rows_of[runs], steps[runs] = rows[first_class + k], packed.steps[first_class + k]
             level_of[runs] = entry[plans.LEVELS] + k * entry[plans.ROWS]
             most = max(most, rows_of[runs])
             runs += 1
@@ -115,8 +110,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
         cursors[w, 0], cursors[w, 1] = windows_at[start // WINDOW + w] - 1, windows_at[start // WINDOW + w + 1]
         _next_escape(cursors[w], data, found, by_window, tokens, start)
     for c in range(most):
-        plane = source[c * width : (c + 1) * width + WIDTH]
-        row_at = c * width
+        plane_at = row_at = c * width
         if alike:
             level = level_of[0] + c
             block, place = np.int64(packed.block[level]), np.int64(packed.place[level])
@@ -124,49 +118,44 @@ def _dequantize(  # type: ignore[no-untyped-def]
         to, at = (out, row_at) if direct else (row, np.int64(0))
         for w in range(windows):
             begin, end = w * WINDOW, min((w + 1) * WINDOW, width)
-            r = first = window_runs[w]
-            reached = begin
-            low_bits = False
-            # Within a window classes rise and their rows fall, so the runs with this row come first.
+            first = window_runs[w]
+            r, reached, escaped = first, begin, False
+            # Within a window classes rise and their rows fall, so the runs with this row come first. First as if there
+            # were no escapes, which few columns have. What is written beyond a run is written again later.
             while r < window_runs[w + 1] and c < rows_of[r]:
-                level = level_of[r] + c
-                low_bits |= shift[level] != 0
-                table = np.int64(level_table[level])
-                if table != table_of_run[r]:
-                    table_of_run[r] = table
-                    one[bounds[r] : bounds[r + 1]] = shrink[table, 0]
-                    more[bounds[r] : bounds[r + 1]] = shrink[table, 1]
+                level, u, reached = level_of[r] + c, bounds[r], bounds[r + 1]
+                table, bits = np.int64(level_table[level]), np.int64(shift[level])
+                one, more, step = shrink[table, 0], shrink[table, 1], steps[r]
+                low_at = np.int64(packed.low_plane[level]) * width
+                if bits:
+                    for i in range(u, reached, WIDTH):
+                        escaped |= dequantize_low_step(
+                            source, plane_at + i, low_at + i, bits, one, more, step, to, at + i
+                        )  # fmt: skip
+                else:
+                    for i in range(u, reached, WIDTH):
+                        escaped |= dequantize_step(source, plane_at + i, 0, 0, one, more, step, to, at + i)
                 r += 1
-            if r > first:
-                reached = bounds[r]
-            # First as if there were neither escapes nor low bits, which few columns have. What is written beyond
-            # `reached` is written again later.
-            escaped = False
-            for i in range(begin, reached, WIDTH):
-                escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, to, at + i)
-            if low_bits:
-                for q in range(first, r):
-                    if shift[level_of[q] + c]:
-                        to_levels(plane[bounds[q] : bounds[q + 1]], levels[bounds[q] : bounds[q + 1]])
-            escapes = count_escapes(plane[begin:reached]) if escaped else 0
+            escapes = count_escapes(source[plane_at + begin : plane_at + reached]) if escaped else 0
             cursor = cursors[w]
             while cursor[2] == c:
                 column = cursor[3]
-                if not begin <= column < reached or plane[column] != ESCAPE:
+                if not begin <= column < reached or source[plane_at + column] != ESCAPE:
                     return False
-                levels[column] = np.int32(read_u32(data, found[part.ESCAPES] + 4 * (found[part.LISTED] + cursor[4])))
+                q = first
+                while bounds[q + 1] <= column:
+                    q += 1
+                level = level_of[q] + c
+                table, bits = np.int64(level_table[level]), np.int64(shift[level])
+                value = np.int32(read_u32(data, found[part.ESCAPES] + 4 * (found[part.LISTED] + cursor[4])))
+                if bits:
+                    low = np.int32(source[np.int64(packed.low_plane[level]) * width + column])
+                    value = np.int32((value << bits) + low - (1 << (bits - 1)))
+                to[at + column] = rounded(_dequantized(value, shrink[table, 0], shrink[table, 1], steps[q]), to)
                 escapes -= 1
-                _finish(column, column + 1, levels, one, more, step, to, at)
                 _next_escape(cursor, data, found, by_window, tokens, start)
             if escapes:
                 return False
-            for q in range(first, r if low_bits else first):
-                level = level_of[q] + c
-                if shift[level]:
-                    u, v = bounds[q], bounds[q + 1]
-                    low_at = np.int64(packed.low_plane[level]) * width
-                    add_low_bits(levels[u:v], source[low_at + u : low_at + v], np.int32(shift[level]))
-                    _finish(u, v, levels, one, more, step, to, at)
             if direct:
                 _clear(out, row_at + reached, row_at + end)
         for q in range(0 if direct else runs):

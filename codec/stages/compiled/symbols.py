@@ -168,18 +168,3 @@ def count_escapes(plane):  # type: ignore[no-untyped-def]
     for i in range(len(plane)):
         count += plane[i] == ESCAPE
     return count
-
-
-@inner
-def to_levels(plane, levels):  # type: ignore[no-untyped-def]
-    """Write the bytes of a plane as levels."""
-    for i in range(len(levels)):
-        levels[i] = np.int32(np.int8(plane[i]))
-
-
-@inner
-def add_low_bits(levels, low, bits):  # type: ignore[no-untyped-def]
-    """Complete levels by their low bits."""
-    half = np.int32(1) << (bits - 1)
-    for i in range(len(levels)):
-        levels[i] = np.int32((levels[i] << bits) + np.int32(low[i]) - half)
