@@ -203,8 +203,10 @@ endif
 gpu:  ## prove and time the kernels on the GPU of this machine, in eight minutes, in out/gpu
 	PYTHONPATH=src:. $(or $(wildcard $(BIN)/python),python3) -m cuvee.eval.bench.gpu $(GPU_ARGS)
 
-gpu-carry: setup  ## what a bare machine without a network lacks for `make gpu`, in out/carry
-	PYTHONPATH=src:. $(BIN)/python -m cuvee.eval.bench.gpu.carry
+gpu-carry: setup  ## wheels that a bare machine without a network, with Python 3.12, may lack for `make gpu`, in out/carry
+	$(PIP) download --quiet --only-binary=:all: --python-version=312 --implementation=cp --dest=out/carry \
+		--platform=manylinux_2_28_x86_64 --platform=manylinux_2_27_x86_64 --platform=manylinux2014_x86_64 \
+		pytest pytest-xdist hypothesis typer rich xxhash
 
 clean:  ## remove what the other targets made, .venv included
 	rm -rf $(VENV) .venv-oldest .venv-newest $(NEXT_VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache

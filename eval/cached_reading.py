@@ -122,15 +122,12 @@ class CachedReader:
         self._chunk_tokens = chunk_tokens
         self._statistics = statistics
 
-    def score(
-        self, reads: Sequence[Read], rows: int, keep: Callable[[int, tuple[float, bool]], None], bar: Any
-    ) -> list[tuple[float, bool]]:
+    def score(self, reads: Sequence[Read], rows: int, bar: Any) -> list[tuple[float, bool]]:
         """For each read, the log-likelihood of its targets, and whether each of them is the likeliest token.
 
         Args:
             reads: in any order.
             rows: how many go through the model together.
-            keep: called with an index and the answer as soon as that is known.
             bar: a progress bar.
         """
         contexts: dict[TokenIds, list[int]] = {}
@@ -162,7 +159,6 @@ class CachedReader:
                         targets = reads[index].targets[len(reads[index].exact_targets) :]
                         value, likeliest = _likelihood(row[end - len(targets) : end], targets)
                         answers[index] = (answers[index][0] + value, answers[index][1] and likeliest)
-                        keep(index, answers[index])
                         bar.update(1)
         return answers
 

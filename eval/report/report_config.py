@@ -51,7 +51,7 @@ class ReportConfig:
             `SMALL_PARAMETERS`, else `LARGE_LIMIT`.
         controls: also score each task with the question alone, and say whether the task distinguishes the exact cache
             from none.
-        data: the folder with the files of public data, for tasks and blends; None: the hub.
+        data: the folder with the files of public data, for tasks and blends.
         metadata: "name=value" for tasks that need it, such as "lines=10".
         blends: prompts of cached chunks to blend, by the names of `CONSTRUCTIONS`; decoded chunks are measured with the
             first profile at `high` and `balanced`.

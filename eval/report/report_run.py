@@ -39,7 +39,7 @@ from cuvee.codec.models.forward import check_tokens, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.machine import hardware, torch_threads
 from cuvee.eval.methods import UNCOMPRESSED, baseline
-from cuvee.eval.progress import ProgressBar, progress_bar
+from cuvee.eval.progress import StepLog
 from cuvee.eval.quality import Method, QualityBench
 from cuvee.eval.report.against import Figures, changes_since
 from cuvee.eval.report.blending import blend_prompts, measure_blends
@@ -325,8 +325,7 @@ class _Run:
         self.report.against = None
         self.save()
         if not self.report.complete:
-            with progress_bar(self.console, 44) as progress:
-                self._measure(progress)
+            self._measure(StepLog(self.console))
             self.report.complete = True
             self.save()
         if self.old is not None:
@@ -343,43 +342,39 @@ class _Run:
 
     # Measuring ---------------------------------------------------------------------------------------------------
 
-    def _measure(self, progress: ProgressBar) -> None:
+    def _measure(self, log: StepLog) -> None:
         """Learn the profiles, then measure methods, lengths, tasks and blends, and compare the results."""
         scored = [c for c in self.candidates if self._is_scored(c)] if self.scorer else []
         names = self.scorer.names if self.scorer else []
-        progress.expect(len(self._missing_profiles()) + len(self.candidates) + len(scored) * len(names))
-        self._learn(progress)
+        log.expect(len(self._missing_profiles()) + len(self.candidates) + len(scored) * len(names))
+        self._learn(log)
         for candidate in self.candidates:
             if self._has_quality(candidate.key) or self._is_too_coarse(candidate):
-                progress.skip()
+                log.skip()
                 continue
-            with progress.step(f"quality: {candidate.key}"):
+            with log.step(f"quality: {candidate.key}"):
                 self._measure_quality(candidate)
                 self.save()
-        self._measure_lengths(progress)
+        self._measure_lengths(log)
         for candidate in scored:
             for name in names:
                 if self.scorer is None or self._has_score(candidate.key, name):
-                    progress.skip()
+                    log.skip()
                     continue
-                with progress.step(f"{name}: {candidate.key}"):
+                with log.step(f"{name}: {candidate.key}"):
                     self._score(self.scorer, candidate, name)
                     self.save()
-        self._score_alone(progress)
-        self._measure_blends(progress)
+        self._score_alone(log)
+        self._measure_blends(log)
         self._compare()
 
-    def _measure_blends(self, progress: ProgressBar) -> None:
+    def _measure_blends(self, log: StepLog) -> None:
         known = {made.name for made in self.report.blends}
         missing = {name: prompts for name, prompts in self.blended.items() if name not in known}
-        progress.expect(len(missing))
+        log.expect(len(missing))
         for name, prompts in missing.items():
-            with progress.step(f"blending: {name}"):
-                done = iter(range(1, len(prompts) + 1))
-                entries = measure_blends(
-                    self.model, self.layout, prompts, self._blend_codecs(),
-                    tick=lambda: progress.tell(f"{next(done)} of {len(prompts)} prompts"),  # noqa: B023, called in this step
-                )  # fmt: skip
+            with log.step(f"blending: {name}"):
+                entries = measure_blends(self.model, self.layout, prompts, self._blend_codecs())
                 self.report.blends.append(Blends(name, len(prompts), entries))
                 self.save()
 
@@ -393,20 +388,20 @@ class _Run:
                     codecs[quality] = codec
         return codecs
 
-    def _measure_lengths(self, progress: ProgressBar) -> None:
+    def _measure_lengths(self, log: StepLog) -> None:
         if not self.long_tokens:
             return
         chosen = length_candidates(self.candidates, self.config.methods, self.report.quality)
         known = {(entry.length, entry.key) for entry in self.report.lengths}
         missing = {n: [c for c in chosen if (n, c.key) not in known] for n in self.long_tokens}
-        progress.expect(sum(1 + len(methods) for methods in missing.values() if methods))
+        log.expect(sum(1 + len(methods) for methods in missing.values() if methods))
         for length, methods in missing.items():
             if not methods:
                 continue
-            with progress.step(f"the exact cache of {length} tokens"):
+            with log.step(f"the exact cache of {length} tokens"):
                 bench = self._bench_of(self.long_tokens[length], length)
             for candidate in methods:
-                with progress.step(f"{length} tokens: {candidate.key}"):
+                with log.step(f"{length} tokens: {candidate.key}"):
                     method = self._make(candidate)
                     if method is None:
                         continue
@@ -471,7 +466,7 @@ class _Run:
         needed = {c.family.partition("/")[2] for c in self.candidates if c.family.startswith("cuvee/")}
         return [group for group in self.groups if group in needed]
 
-    def _learn(self, progress: ProgressBar) -> None:
+    def _learn(self, log: StepLog) -> None:
         for name, profile in self.given.items():
             self._profiles[name] = profile
             self.report.profiles.setdefault(name, self._profile_entry(profile, None, None))
@@ -479,12 +474,12 @@ class _Run:
             path = self.out / "profiles" / f"{group.replace(':', '-')}.safetensors"
             known = self.report.profiles.get(group)
             if known is not None and path.exists():
-                progress.skip()
+                log.skip()
                 profile = Profile.load(path)
                 if profile.id.hex() != known.id:
                     raise InputError(f"out: {path} is not the profile this report was measured with: use --force")
             else:
-                with progress.step(f"learning a profile, group {group}"):
+                with log.step(f"learning a profile, group {group}"):
                     profile = self._learn_group(group, path, known)
             self._profiles[group] = profile
 
@@ -628,17 +623,17 @@ class _Run:
     def _exact_score(self, name: str) -> Score | None:
         return next((s for s in self.report.scores if (s.key, s.task) == (UNCOMPRESSED, name)), None)
 
-    def _score_alone(self, progress: ProgressBar) -> None:
+    def _score_alone(self, log: StepLog) -> None:
         """Score each task with the question alone. A task without a context of its own has no such score."""
         if self.alone is None:
             return
-        progress.expect(len(self.alone.names))
+        log.expect(len(self.alone.names))
         digests = {task.name: task.docs_sha256 for task in self.report.tasks}
         for name in self.alone.names:
             if name not in digests or self._has_score(ABSENT, name):
-                progress.skip()
+                log.skip()
                 continue
-            with progress.step(f"{name}: the question alone"):
+            with log.step(f"{name}: the question alone"):
                 task, score = self.alone.score(baseline(UNCOMPRESSED), name, ABSENT, self._exact_score(name))
                 if task.docs_sha256 != digests[name]:
                     self.report.scores.append(score)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +56,7 @@ def xquad(
     (arXiv:1910.11856).
 
     Args:
-        data: the folder with the file; default: the copy on the hub.
+        data: the folder with the file.
         passages: how many paragraphs make a context. There is one question for each paragraph of the data.
         context: "given" or "absent", to see what the question alone is worth.
         any_version: see `read_bytes`.
@@ -67,7 +66,7 @@ def xquad(
         The split "test" as a `datasets.Dataset` in memory.
 
     Raises:
-        CorruptError, InputError: see `read_bytes` and `hub_rows`; or an argument is out of range.
+        CorruptError, InputError: see `read_bytes`; or an argument is out of range.
     """
     rng = random.Random(_SEED)
     questions = _xquad_questions(data, passages, any_version, rng)
@@ -76,7 +75,7 @@ def xquad(
 
 def _xquad_questions(data: str | None, passages: Any, any_version: Any, rng: random.Random) -> list[OpenQuestion]:
     count = _at_least_one("passages", passages)
-    paragraphs = _xquad_hub(any_version) if data is None else _xquad_file(data, any_version)
+    paragraphs = _xquad_paragraphs(data, any_version)
     most = len(paragraphs) - PARAGRAPHS_PER_ARTICLE + 1
     if count > most:
         raise InputError(f"passages: the data has {most} paragraphs that fit together, got {count}")
@@ -91,7 +90,7 @@ def _xquad_questions(data: str | None, passages: Any, any_version: Any, rng: ran
     return found
 
 
-def _xquad_file(data: str, any_version: Any) -> list[tuple[str, list[tuple[str, str]]]]:
+def _xquad_paragraphs(data: str | None, any_version: Any) -> list[tuple[str, list[tuple[str, str]]]]:
     """Paragraphs in the order of the file, each with its questions and their answers."""
     found = sources.read_json("xquad", data, any_version)
     try:
@@ -104,15 +103,6 @@ def _xquad_file(data: str, any_version: Any) -> list[tuple[str, list[tuple[str, 
         raise sources.malformed("xquad", data, f"is not in SQuAD's format ({type(error).__name__}: {error})") from error
 
 
-def _xquad_hub(any_version: Any) -> list[tuple[str, list[tuple[str, str]]]]:
-    paragraphs: dict[str, list[tuple[str, str]]] = {}
-    for row in sources.hub_rows("xquad", ("context", "question", "answers"), any_version=any_version):
-        paragraphs.setdefault(row["context"], []).append((row["question"], row["answers"]["text"][0]))
-    found = list(paragraphs.items())
-    sources.check_content("xquad", found, any_version)
-    return found
-
-
 def key_values(
     data: str | None = None, *, context: str = "given", any_version: Any = False, **metadata: Any
 ) -> dict[str, Any]:
@@ -120,7 +110,7 @@ def key_values(
 
     Liu et al.: Lost in the Middle, TACL 2024 (arXiv:2307.03172). Arguments and errors: see `xquad`.
     """
-    rows = sources.hub_rows("kv_uuid", ()) if data is None else sources.read_objects("kv_uuid", data, any_version)
+    rows = sources.read_objects("kv_uuid", data, any_version)
     rng = random.Random(_SEED)
     docs = []
     for number, found in enumerate(rows, 1):
@@ -201,14 +191,8 @@ def wikitext2(
     count = _at_least_one("words", words)
     if count <= QUESTION_WORDS:
         raise InputError(f"words: must be more than {QUESTION_WORDS}, got {count}")
-    if data is None:
-        found = [row["text"] for row in sources.hub_rows("wikitext2", ("text",), any_version=any_version)]
-    else:
-        found = sources.read_text("wikitext2", data, any_version).split("\n")
-    # The file and the hub differ in the blanks around lines.
-    text = "\n".join(line.strip() for line in found).strip()
-    if data is None:
-        sources.check_content("wikitext2", text, any_version)
+    lines = sources.read_text("wikitext2", data, any_version).split("\n")
+    text = "\n".join(line.strip() for line in lines).strip()
     ends = [match.end() for match in re.finditer(r"\S+", text)]
     if len(ends) <= count + SCORED_WORDS:
         raise InputError(f"words: the text has {len(ends)} words, got {count} and {SCORED_WORDS} that are scored")
@@ -232,7 +216,6 @@ def musique(
 ) -> dict[str, Any]:
     """MuSiQue's questions over twenty paragraphs (Trivedi et al., TACL 2022, arXiv:2108.00573), and the answer.
 
-    With `any_version`, a file in which one JSON list holds objects with `ctxs`, `question` and `answers` is read, too.
     Arguments and errors: see `xquad`.
     """
     questions = _musique_questions(data, any_version)
@@ -240,35 +223,18 @@ def musique(
 
 
 def _musique_questions(data: str | None, any_version: Any) -> list[OpenQuestion]:
-    rows = (
-        sources.hub_rows("musique", ("question", "paragraphs", "answer"), any_version=any_version)
-        if data is None
-        else sources.read_objects("musique", data, any_version)
-    )
+    rows = sources.read_objects("musique", data, any_version)
     found = []
     for number, row in enumerate(rows, 1):
         try:
-            passages, question, answer = _passages_of(row)
-        except (KeyError, IndexError, TypeError) as error:
+            passages = tuple(f"{p['title']}\n{p['paragraph_text']}" for p in row["paragraphs"])
+            found.append(OpenQuestion(passages, row["question"], row["answer"]))
+        except (KeyError, TypeError) as error:
             raise sources.malformed("musique", data, f"is not in MuSiQue's format, question {number}") from error
-        found.append(OpenQuestion(tuple(passages), question, answer))
     return found
 
 
 # --- what they share
-
-
-def _passages_of(question: Mapping[str, Any]) -> tuple[list[str], str, str]:
-    """The passages, the question and its first answer, of MuSiQue's format or of one with `ctxs` and `answers`.
-
-    Raises:
-        IndexError, KeyError, TypeError: it is of neither.
-    """
-    if "ctxs" in question:
-        passages = [f"{p['title']}\n{p['text']}".strip() for p in question["ctxs"]]
-        return passages, question["question"], question["answers"][0]
-    passages = [f"{p['title']}\n{p['paragraph_text']}" for p in question["paragraphs"]]
-    return passages, question["question"], question["answer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +262,7 @@ def open_questions(
 
     Args:
         name: "xquad" or "musique".
-        data: the folder with the file; default: the copy on the hub.
+        data: the folder with the file.
         passages: how many a question of XQuAD comes with. MuSiQue brings its own.
         any_version: see `read_bytes`.
 

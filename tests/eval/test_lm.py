@@ -412,7 +412,7 @@ def test_likeliest_are_all_targets_or_none(llama: Callable[..., CuveeLM]) -> Non
     likeliest = lm._forward(torch.tensor([tokens]))[0].argmax(-1).tolist()
     for wrong in (None, 0, 11):  # before and after the split
         targets = tuple((token + (at == wrong)) % 61 for at, token in enumerate(likeliest))
-        ((_, greedy),) = lm._reader.score([Read(tokens, 6, targets)], 1, lambda *_: None, tqdm(disable=True))
+        ((_, greedy),) = lm._reader.score([Read(tokens, 6, targets)], 1, tqdm(disable=True))
         assert greedy == (wrong is None)
 
 
@@ -630,7 +630,7 @@ def test_virtual_tokens_are_refused(llama: Callable[..., CuveeLM], monkeypatch: 
         quiet(lm, "loglikelihood", choices([9], [2]))
 
 
-# Identities and response caches ------------------------------------------------------------------------------------
+# Identities ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -666,71 +666,9 @@ def test_what_tells_methods_apart(layouts: dict[str, KVLayout]) -> None:
             method_identity(nameless)  # type: ignore[arg-type]
 
 
-def test_each_configuration_has_a_response_cache_of_its_own(bundled: tuple[Any, Any], tmp_path: Path) -> None:
-    model, tokenizer = bundled
-    tasks = local_tasks(tokenizer)[:2]
-    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=8, method=Uncompressed())
-    exact = evaluate(lm, tasks, use_cache=str(tmp_path / "exact"))
-    lm.use(Destroyed())
-    with pytest.raises(InputError, match=r"use_cache: .*exact_rank0.db holds .* \(method\): name a file of its own"):
-        evaluate(lm, tasks, use_cache=str(tmp_path / "exact"))
-    spoilt = evaluate(lm, tasks, use_cache=str(tmp_path / "spoilt"))
-    assert figures(spoilt) != figures(exact)
-    # Both files serve their own configuration, and nothing is computed again.
-    for method, results, name in ((Uncompressed(), exact, "exact"), (Named(), None, "named"), (Named(), None, "named")):
-        lm.use(method)
-        again = evaluate(lm, tasks, use_cache=str(tmp_path / name))
-        assert results is None or figures(again) == figures(results)
-    assert lm.statistics.contexts == 0
-    for changes in ({"chunk_tokens": 128}, {"cache_dtype": "bfloat16"}, {"max_length": 1000}, {"truncation": True}):
-        other = CuveeLM(model, tokenizer=tokenizer, method=Uncompressed(), **changes)
-        with pytest.raises(InputError, match=rf"exact_rank0.db holds .*{next(iter(changes))}"):
-            CachingLM(other, str(tmp_path / "exact_rank0.db"))
-
-
-def test_a_response_cache_does_not_survive_a_change_of_method(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
-    lm, requests = llama(method=Uncompressed()), choices([9, 5], [2, 3])
-    cached = CachingLM(lm, str(tmp_path / "a.db"))
-    exact = cached.loglikelihood(requests)
-    lm.use(Destroyed())
-    with pytest.raises(AttributeError):  # closed
-        cached.loglikelihood(requests)
-    assert difference(quiet(lm, "loglikelihood", requests), exact) > 0.01  # and nothing of it goes into the file
-    lm.use(Uncompressed())
-    assert CachingLM(lm, str(tmp_path / "a.db")).loglikelihood(requests) == exact
-    assert lm.statistics.contexts == 0
-
-
-def test_a_response_cache_of_unknown_origin_is_refused(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
-    lm, requests = llama(method=Uncompressed()), choices([9], [2])
-    stranger = CachingLM(HFLM(lm.model, tokenizer=lm.tokenizer), str(tmp_path / "a.db"))
-    stranger.loglikelihood(requests)
-    stranger.dbdict.close()
-    with pytest.raises(InputError, match=r"use_cache: .*a.db holds .* \(unknown origin\)"):
-        CachingLM(lm, str(tmp_path / "a.db"))
-
-
-def test_an_interrupted_run_goes_on_with_its_responses(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
-    # What is missing may be requests without context alone: the task was seen to have some.
-    with_context, without = choices([9], [2, 3]), [ask("loglikelihood", "", " w7")]
-    lm = llama(method=Uncompressed())
-    first = CachingLM(lm, str(tmp_path / "a.db")).loglikelihood([*with_context, *without[:0]])
-    lm = llama(method=Uncompressed())
-    cached = CachingLM(lm, str(tmp_path / "a.db"))
-    assert cached.loglikelihood([*with_context, *without])[:2] == first
-    assert lm.statistics.contexts == 0 and lm.statistics.uncached_requests == 1
-    with pytest.raises(InputError, match="bare has no context"):
-        cached.loglikelihood([ask("loglikelihood", "", " w8", task="bare")])
-
-
-def test_partial_results_reach_the_response_cache(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
-    lm = llama(method=Uncompressed())
-    database = CachingLM(lm, str(tmp_path / "a.db")).dbdict
-    assert len(database) == 1
-    quiet(lm, "loglikelihood", choices([9, 5], [2, 3]))
-    quiet(lm, "loglikelihood_rolling", [ask("loglikelihood_rolling", words(30))])
-    quiet(lm, "generate_until", [ask("generate_until", words(9), {"until": ["w5"], "max_gen_toks": 3})])
-    assert len(database) == 1 + 1 + 4 + 1 + 1  # the configuration, one task, and the responses
+def test_a_response_cache_is_refused(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^use_cache: must be left out, got .*a.db: "):
+        CachingLM(llama(method=Uncompressed()), str(tmp_path / "a.db"))
 
 
 # The command line --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
     speed     encode and decode, beside copies, casts to FP8 and nvCOMP
     model     a trained model: profile, cache, KL, restoring against computing
 
-The results come as results.json, report.md, speed.png and log.txt, each of them up to date when a step ends.
+The results come as results.json, report.md and log.txt, each of them up to date when a step ends.
 `--device emulated` rehearses all steps on the CPU, at sizes that the emulator of PTX can do.
 """
 
@@ -23,7 +23,7 @@ import torch
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.support.files import write_json
 from cuvee.eval.bench.gpu.gpu_report import write_report
-from cuvee.eval.bench.gpu.steps import Step, check_returned, run_steps
+from cuvee.eval.bench.gpu.steps import Step, run_steps
 from cuvee.eval.machine import hardware
 
 # Modules with a function `run_step`, and limits in seconds: eight minutes together, report included.
@@ -88,8 +88,6 @@ def _run_all(device: str, out: Path) -> int:
 
     data = run_steps(steps, out, about, tell, lambda data: write_report(data, out))
     print((out / "report.md").read_text()[-8000:])
-    for name, size in check_returned(out).items():
-        print(f"{size:12,} bytes  {out / name}")
     return int(any(step["status"] != "done" for step in data["steps"].values()))
 
 

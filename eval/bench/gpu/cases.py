@@ -68,7 +68,6 @@ class GpuScope:
         chunks: how many chunks go through one call.
         tokens: tokens in a chunk.
         block_tokens: tokens in a block of the paged cache.
-        proof_tokens: tokens in the chunk that goes through GPU and CPU.
         effort: how long a figure may take.
         copy_bytes: how much the device copies.
         matrix: rows and columns in the matrix product.
@@ -80,7 +79,6 @@ class GpuScope:
     chunks: tuple[int, ...]
     tokens: int = 256
     block_tokens: int = 16
-    proof_tokens: int = 101
     effort: Effort = field(default=Effort(0.1, 5, 30))
     copy_bytes: int = 2 << 30
     matrix: int = 8192
@@ -93,7 +91,7 @@ GPU_FULL = GpuScope(
 # The emulator takes a second for a thousand values.
 GPU_REHEARSAL = GpuScope(
     "tiny", CacheShape(2, 1, 16, 1e4), ("head", LOSSLESS, "layer", "layers:2"), (1, 2), tokens=8, block_tokens=4,
-    proof_tokens=9, effort=Effort(0.0, 1, 1), copy_bytes=1 << 16, matrix=16,
+    effort=Effort(0.0, 1, 1), copy_bytes=1 << 16, matrix=16,
 )  # fmt: skip
 
 

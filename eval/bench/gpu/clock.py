@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
 
@@ -91,46 +90,6 @@ class Clock:
             self.synchronize()
             traces.append(trace)
         return sum_stages([[(s.name, s.begin.elapsed_time(s.end) / 1e3) for s in trace] for trace in traces])
-
-    def kernels(self, call: Callable[[], object], runs: int = 3) -> dict[str, float]:
-        """Seconds per call in each kernel of Triton, by the name of its function.
-
-        On the CPU these are seconds of the host, and only of what calls Triton's hooks.
-        """
-        call()
-        self.synchronize()
-        names: list[str] = []
-        begun: list[float] = []
-        taken: defaultdict[str, float] = defaultdict(float)
-
-        def enter(metadata: Any) -> None:
-            names.append(metadata.get()["name"])
-            begun.append(time.perf_counter())
-
-        def leave(metadata: Any) -> None:
-            if not self._gpu:
-                taken[names[-1]] += time.perf_counter() - begun[-1]
-
-        hooks = triton.knobs.runtime
-        hooks.launch_enter_hook.add(enter)
-        hooks.launch_exit_hook.add(leave)
-        try:
-            # CUPTI measures without the gaps between launches, in which the host is at work.
-            with (
-                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-                if self._gpu
-                else (nullcontext()) as trace
-            ):
-                for _ in range(runs):
-                    call()
-                self.synchronize()
-        finally:
-            hooks.launch_enter_hook.remove(enter)
-            hooks.launch_exit_hook.remove(leave)
-        if trace is not None:
-            ours = set(names)
-            taken.update({e.key: e.self_device_time_total / 1e6 for e in trace.key_averages() if e.key in ours})
-        return {name: seconds / runs for name, seconds in taken.items()}
 
     def _runs(self, call: Callable[[], object]) -> int:
         call()

@@ -72,11 +72,9 @@ def measure_case(
         encodes = [partial(encode, part) for part in parts]
         decodes = [partial(decode, part) for part in parts]
         encoding = rates(clock.whole(encodes), clock.stages(encodes), count * each, compressed)
-        encoding["kernel_seconds"] = clock.kernels(encodes[0]) if count == scope.chunks[-1] else {}
         pages.poison()  # what the timed runs leave behind is checked
         whole = clock.whole(decodes)
         decoding = rates(whole, clock.stages(decodes), count * each, compressed)
-        decoding["kernel_seconds"] = clock.kernels(decodes[0]) if count == scope.chunks[-1] else {}
         check(range(sets * count))
         runs.append(
             {

@@ -1,23 +1,21 @@
-"""The results of all steps as Markdown and as one picture."""
+"""The results of all steps as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cuvee.codec.support.files import write_atomically
 
-__all__ = ["PICTURE", "REPORT", "draw_speed", "gpu_markdown", "write_report"]
+__all__ = ["REPORT", "gpu_markdown", "write_report"]
 
-REPORT, PICTURE = "report.md", "speed.png"
+REPORT = "report.md"
 
 
 def write_report(data: Mapping[str, Any], folder: Path) -> None:
-    """Write the Markdown, and the picture if there is anything to draw."""
+    """Write the Markdown."""
     write_atomically(folder / REPORT, gpu_markdown(data).encode())
-    if _result(data, "speed").get("codec"):
-        draw_speed(_result(data, "speed"), folder / PICTURE)
 
 
 def gpu_markdown(data: Mapping[str, Any]) -> str:
@@ -91,12 +89,6 @@ def _speed(found: Mapping[str, Any]) -> list[str]:
                 f"| {rival['rival']} | {rival['tokens']:,} | {rival['bits_per_value']:.2f} | "
                 f"{_spread(rival['encode'])} | | {_spread(rival['decode'])} | | | |"
             )
-    for proof in found["proofs"]:
-        lines += [
-            "",
-            f"Proved, group {proof['group']}: bytes equal after the integers; {proof['levels_moved']:.2%} of the "
-            f"levels differ by one, values by {proof['difference']:.4f}.",
-        ]
     lines += ["", *(f"**{group} is wrong**: {error}" for group, error in found["errors"].items())]
     if "compile" in found:
         lines.append(
@@ -131,44 +123,3 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 def _spread(rate: Mapping[str, float]) -> str:
     return f"{rate['median']:,.1f} ({rate['p20']:,.1f} to {rate['p80']:,.1f})"
-
-
-def draw_speed(found: Mapping[str, Any], path: Path) -> None:
-    """Draw encode and decode over tokens, beside the rivals."""
-    from cuvee.eval.plots import (
-        BLUE,
-        GREEN,
-        PURPLE,
-        VERMILION,
-        add_title,
-        new_figure,
-        plain_log_ticks,
-        save_figure,
-        styled,
-    )
-
-    rivals: dict[str, list[Any]] = {}
-    for rival in found.get("rivals", []):
-        if "error" not in rival:
-            rivals.setdefault(rival["rival"], []).append(rival)
-    with styled():
-        figure = new_figure(3.4)
-        panels: Sequence[Any] = figure.subplots(1, 2, sharey=True)
-        for axes, way in zip(panels, ("encode", "decode"), strict=True):
-            tokens: list[int] = []
-            for color, entry in zip((BLUE, VERMILION, GREEN, PURPLE), found["codec"], strict=False):
-                tokens = [run["tokens"] for run in entry["runs"]]
-                speeds = [run[way]["gb_per_s"]["median"] for run in entry["runs"]]
-                axes.plot(tokens, speeds, "o-", color=color, label=entry["group"])
-            for (name, own), dashes in zip(rivals.items(), ("--", ":", "-."), strict=False):
-                speeds = [rival[way]["median"] for rival in own]
-                axes.plot([rival["tokens"] for rival in own], speeds, dashes, color="#777777", label=name)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
-            axes.minorticks_off()
-            axes.set_yscale("log")
-            plain_log_ticks(axes)
-            axes.set_xlabel("tokens in a call")
-            add_title(axes, way, "GB/s of bfloat16")
-        figure.legend(*panels[1].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
-        save_figure(figure, path)

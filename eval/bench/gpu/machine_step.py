@@ -18,7 +18,7 @@ __all__ = ["NEEDED", "describe_machine", "run_step"]
 # What the steps import, nvCOMP apart, which is a rival of its own.
 NEEDED = (
     "torch", "triton", "numba", "llvmlite", "numpy", "safetensors", "xxhash", "typer", "rich", "transformers", "pytest",
-    "xdist", "hypothesis", "matplotlib", "nvidia.nvcomp",
+    "xdist", "hypothesis", "nvidia.nvcomp",
 )  # fmt: skip
 _QUERY = (
     "name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.mem", "clocks.max.sm",

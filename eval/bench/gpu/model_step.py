@@ -1,6 +1,6 @@
 """The step `model`: a trained model on the device. Its profile, the cache of a long prompt, KL, restoring it.
 
-The model is SmolLM2, as far as it was carried (`make gpu-carry`), or else the bundled one.
+The model is SmolLM2 where its files can be had, or else the bundled one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 import cuvee
-from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_text, load_bundled_model
+from cuvee.calibration.bundled import (
+    CALIBRATION_TEXTS,
+    EVALUATION_TEXTS,
+    TEXTS,
+    bundled_text,
+    load_bundled_model,
+    load_smollm2,
+)
+from cuvee.calibration.real_model import ModelUnavailableError
 from cuvee.codec.codec import Codec
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.models.frozen import frozen
@@ -24,13 +32,11 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.gpu.clock import Clock
-from cuvee.eval.bench.gpu.packed_model import load_packed
 from cuvee.eval.bench.timing import Effort
 from cuvee.eval.quality import CodecMethod, QualityBench, spans
 
-__all__ = ["CARRIED", "ModelScope", "measure_model", "run_step"]
+__all__ = ["ModelScope", "measure_model", "run_step"]
 
-CARRIED = Path("out/carry")
 QUALITY = "balanced"
 
 
@@ -61,8 +67,8 @@ _LAYERS = 1
 
 def run_step(device: torch.device, save: Callable[[object], None], folder: Path) -> None:
     """Measure and save."""
-    model, texts, title = _load()
     rehearsed = device.type != "cuda"
+    model, texts, title = _load(rehearsed)
     if rehearsed:
         model.model.layers = model.model.layers[:_LAYERS]
         model.config.num_hidden_layers = _LAYERS
@@ -70,13 +76,16 @@ def run_step(device: torch.device, save: Callable[[object], None], folder: Path)
     measure_model(model, texts, title, _REHEARSAL if rehearsed else ModelScope(), device, save)
 
 
-def _load() -> tuple[Any, dict[str, torch.Tensor], str]:
-    folders = sorted(path for path in CARRIED.glob("*") if path.is_dir())
-    if any((folder / "config.json").exists() for folder in folders):
-        return load_packed(folders)
+def _load(small: bool) -> tuple[Any, dict[str, torch.Tensor], str]:
+    """A model in float32, the ids of the bundled texts, and what it is."""
+    title = "books-3m, the bundled model"
     model, tokenizer = load_bundled_model()
-    texts = {name: torch.tensor(tokenizer(bundled_text(name)).input_ids) for name in TEXTS}
-    return model, texts, "books-3m, the bundled model"
+    if not small:
+        try:
+            (model, tokenizer), title = load_smollm2(), "SmolLM2-135M-Instruct"
+        except (ImportError, ModelUnavailableError) as error:
+            print(f"the bundled model stands in for SmolLM2: {error}")
+    return model, {name: torch.tensor(tokenizer(bundled_text(name)).input_ids) for name in TEXTS}, title
 
 
 def measure_model(

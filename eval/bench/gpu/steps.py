@@ -21,14 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuvee.codec.errors import InputError
 from cuvee.codec.support.files import write_json
 
-__all__ = ["LOG", "MOST_BYTES", "MOST_FILES", "RESULTS", "Step", "check_returned", "read_results", "run_steps"]
+__all__ = ["LOG", "RESULTS", "Step", "read_results", "run_steps"]
 
 RESULTS, LOG = "results.json", "log.txt"
-MOST_FILES, MOST_BYTES = 8, 16 << 20  # that may have to be copied from the machine
-_LOG_BYTES = 4 << 20
 _SAID = 6000  # characters of its output that are kept of a step that did not end well
 _TICK = 0.2  # seconds
 
@@ -75,7 +72,6 @@ def run_steps(
         entry = data["steps"][step.name] = {"status": "running", "seconds": 0.0, "limit": step.seconds, "result": None}
         _run(step, folder, entry, lambda: write_json(folder / RESULTS, data))
         tell(f"{step.name}: {entry['status']} after {entry['seconds']:.1f} s")
-        _shorten(folder / LOG)
         _show(show, data, tell)
     _show(show, data, tell)
     return data
@@ -96,20 +92,6 @@ def read_results(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
-
-
-def check_returned(folder: Path) -> dict[str, int]:
-    """Return the sizes of the files in a folder, in bytes.
-
-    Raises:
-        InputError: they are more or larger than what can be copied from the machine.
-    """
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    if len(sizes) > MOST_FILES or max(sizes.values(), default=0) > MOST_BYTES:
-        raise InputError(
-            f"folder: must hold at most {MOST_FILES} files of {MOST_BYTES >> 20} MiB, got {sizes}; name an empty folder"
-        )
-    return sizes
 
 
 def _run(step: Step, folder: Path, entry: dict[str, Any], save: Callable[[], None]) -> None:
@@ -148,11 +130,3 @@ def _from(log: Path, start: int) -> str:
     with open(log, "rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")
-
-
-def _shorten(log: Path) -> None:
-    """Leave the beginning and the end of a log that has grown too long."""
-    data = log.read_bytes()
-    if len(data) > _LOG_BYTES:
-        half = _LOG_BYTES // 2
-        log.write_bytes(data[:half] + b"\n[...]\n" + data[-half:])

@@ -127,7 +127,7 @@ def report(
         Path | None,
         typer.Option(
             metavar="DIR", show_default=False, rich_help_panel=_TASKS,
-            help="The folder with public data, for tasks and blends. Default: the hub.",
+            help="The folder with public data, for tasks and blends that read some.",
         ),
     ] = None,
 ) -> None:  # fmt: skip

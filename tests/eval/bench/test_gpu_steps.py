@@ -1,4 +1,4 @@
-"""The day a GPU is there: steps in processes, what is carried, what comes back; all of it is rehearsed nightly."""
+"""The day a GPU is there: steps in processes, each with a limit; all of it is rehearsed nightly."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tests.kernels.device_step import MOST_FAILURES, MOST_TEXT
 
-from cuvee.codec.errors import InputError
-from cuvee.eval.bench.gpu import carry, steps
+from cuvee.eval.bench.gpu import steps
 from cuvee.eval.bench.gpu.__main__ import STEPS, main
 from cuvee.eval.bench.gpu.gpu_report import gpu_markdown, write_report
-from cuvee.eval.bench.gpu.packed_model import load_packed, pack_tensors, unpack_q4_1, unpack_q8_0
-from cuvee.eval.bench.gpu.steps import MOST_BYTES, Step, check_returned, read_results, run_steps
+from cuvee.eval.bench.gpu.steps import Step, read_results, run_steps
 
 ROOT = Path(__file__).parents[3]
 SAVE = "import json,pathlib,sys,time; save=lambda d: pathlib.Path(sys.argv[1]).write_text(json.dumps(d))\n"
@@ -102,29 +97,6 @@ def test_a_report_that_fails_ends_no_step(tmp_path: Path) -> None:
     assert any("half a result" in line for line in told)
 
 
-def test_what_comes_back_keeps_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_LOG_BYTES", 1000)
-    run([step("loud", "print('x' * 5000); print('the end'); save(1)")], tmp_path)
-    sizes = check_returned(tmp_path)
-    assert sizes.keys() == {"results.json", "log.txt", "report.md"} and sizes["log.txt"] < 1100
-    assert (tmp_path / steps.LOG).read_text().startswith("\n=== loud")
-    assert (tmp_path / steps.LOG).read_text().endswith("the end\n")
-    for number in range(6):
-        (tmp_path / f"more-{number}").touch()
-    with pytest.raises(InputError, match="at most 8 files"):
-        check_returned(tmp_path)
-
-
-def test_the_longest_failures_come_back(tmp_path: Path) -> None:
-    failures = {f"tests/kernels/test_x.py::test_{number}": "E\n" * (MOST_TEXT // 2) for number in range(MOST_FAILURES)}
-    counts = dict.fromkeys(("collected", "passed", "failed", "skipped", "not_run"), 999)
-    result = {**counts, "seconds_by_file": {}, "failures": failures, "more_failures": []}
-    found = tmp_path / "found.json"
-    found.write_text(json.dumps(result))
-    run([step("tests", f"save(json.loads(pathlib.Path({str(found)!r}).read_text()))")], tmp_path / "out")
-    assert 6e6 < check_returned(tmp_path / "out")["results.json"] < MOST_BYTES
-
-
 def test_the_limits_are_eight_minutes() -> None:
     assert sum(limit for _, limit in STEPS.values()) <= 8 * 60 - 10
     assert STEPS["tests"][1] <= 3 * 60
@@ -182,94 +154,6 @@ def test_a_test_that_faults_or_hangs_costs_one_process(tmp_path: Path) -> None:
     assert "illegal memory access" in fault and "crashed" in hang
 
 
-# What is carried -------------------------------------------------------------------------------------------------
-
-
-def test_files_fill_folders_in_order(tmp_path: Path) -> None:
-    files = []
-    for number, size in enumerate((5, 4, 1, 8, 9)):
-        files.append(tmp_path / str(number))
-        files[-1].write_bytes(bytes(size))
-    with pytest.raises(InputError, match=r"^3: must fit into 7 bytes"):
-        carry.fill_folders(files, tmp_path / "out", 7)
-    assert all(path.exists() for path in files)
-    folders = carry.fill_folders(files, tmp_path / "out", 9)
-    assert [sorted(path.name for path in folder.iterdir()) for folder in folders] == [["0", "1"], ["2", "3"], ["4"]]
-
-
-def test_the_tree_is_what_git_does_not_ignore(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="git checkout"):
-        carry.tree_bytes(tmp_path)
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    (tmp_path / ".gitignore").write_text("out/\n")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "large").write_bytes(bytes(1000))
-    (tmp_path / "new").write_bytes(bytes(10))
-    assert carry.tree_bytes(tmp_path) == 10 + len("out/\n")
-
-
-def test_a_wheel_loses_what_is_not_needed(tmp_path: Path) -> None:
-    whole = tmp_path / "a-1-py3-none-any.whl"
-    with zipfile.ZipFile(whole, "w") as archive:
-        for name in ("a/x.cpython-311.so", "a/x.cpython-312.so", "a/bin/tool", "a-1.dist-info/RECORD"):
-            archive.writestr(name, "1")
-    (tmp_path / "out").mkdir()
-    with zipfile.ZipFile(carry.trim_wheel(whole, tmp_path / "out", ("cpython-311", "/bin/"))) as archive:
-        assert archive.namelist() == ["a/x.cpython-312.so", "a-1.dist-info/RECORD"]
-
-
-def blocks(rows: int, columns: int, size: int, seed: int) -> Any:
-    made = np.random.default_rng(seed).integers(0, 256, (rows, columns // 32 * size), np.uint8)
-    scales = np.random.default_rng(seed + 1).normal(0, 0.01, (rows * columns // 32, 2)).astype(np.float16)
-    flat = made.reshape(-1, size)
-    flat[:, :2] = scales[:, :1].view(np.uint8)
-    if size == 20:
-        flat[:, 2:4] = scales[:, 1:].copy().view(np.uint8)
-    return made
-
-
-@pytest.mark.parametrize(("unpack", "size", "kind"), [(unpack_q4_1, 20, "Q4_1"), (unpack_q8_0, 34, "Q8_0")])
-def test_blocks_hold_what_the_format_says(unpack: Any, size: int, kind: str) -> None:
-    gguf = pytest.importorskip("gguf")
-    coded = blocks(3, 64, size, 0)
-    want = gguf.quants.dequantize(coded, gguf.GGMLQuantizationType[kind])
-    assert torch.equal(unpack(coded.reshape(-1, size)).view(3, 64), torch.from_numpy(want))
-
-
-def packed(folder: Path, layers: int) -> None:
-    """A model of 64 channels whose first layers are there."""
-    config = {
-        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "num_hidden_layers": 3, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
-    folder.mkdir()
-    about = {"config": config, "all_tokens": 100, "kept": [1, 5, 7], "texts": {"orchard": [0, 1, 2, 1]}}
-    (folder / "config.json").write_text(json.dumps(about))
-    norm = np.ones(64, np.float32).view(np.uint8)
-    pack_tensors(folder / "vocabulary.xz", [blocks(3, 64, 34, 1), norm])
-    shapes = ((64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96))
-    for layer in range(layers):
-        matrices = [blocks(*shape, 20, 10 * layer + index) for index, shape in enumerate(shapes)]
-        pack_tensors(folder / f"layer-{layer:02d}.xz", [norm, norm, *matrices])
-
-
-def test_the_layers_that_were_carried_make_a_model(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="gpu-carry"):
-        load_packed([])
-    one, two = tmp_path / "1", tmp_path / "2"
-    packed(one, 3)
-    two.mkdir()
-    (one / "layer-02.xz").rename(two / "layer-02.xz")
-    model, texts, title = load_packed([one, two])
-    assert model.config.num_hidden_layers == 3 and title.startswith("SmolLM2-135M-Instruct, 3 of 3 layers, 3 of 100")
-    assert model(texts["orchard"][None]).logits.shape == (1, 4, 3)
-    (one / "layer-01.xz").unlink()  # the third is of no use without the second
-    first, _, title = load_packed([one, two])
-    assert first.config.num_hidden_layers == 1 and "1 of 3 layers" in title
-    for name, weight in first.state_dict().items():
-        assert torch.equal(weight, model.state_dict()[name]) and torch.equal(weight, weight.bfloat16().float())
-
-
 @pytest.mark.nightly
 def test_the_rehearsal(tmp_path: Path) -> None:
     """Every step ends well on the emulator, as it is run where the GPU is."""
@@ -283,4 +167,4 @@ def test_the_rehearsal(tmp_path: Path) -> None:
     assert data["tests"]["result"]["passed"] > 50 and data["tests"]["result"]["failed"] == 0
     assert [entry["group"] for entry in data["speed"]["result"]["codec"]] == ["head", "lossless", "layer", "layers:2"]
     assert data["model"]["result"]["device"]["kl"] == pytest.approx(data["model"]["result"]["cpu"]["kl"], rel=0.1)
-    assert check_returned(tmp_path).keys() == {"results.json", "report.md", "speed.png", "log.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "report.md", "log.txt"}
