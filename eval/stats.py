@@ -37,7 +37,7 @@ from cuvee.codec.support.arrays import F64
 from cuvee.codec.support.suggest import suggestion
 
 __all__ = [
-    "DRAWS", "F64", "FamilyCurve", "Resamples", "bits_at_kl", "bootstrap_ratio", "compare_at_equal_kl", "interval",
+    "DRAWS", "F64", "FamilyCurve", "Resamples", "bits_at_kl", "compare_at_equal_kl", "interval",
     "of_sequences", "paired_difference", "sizes_at_kl",
 ]  # fmt: skip
 
@@ -107,36 +107,6 @@ def bits_at_kl(bits: Sequence[float] | F64, kl: Sequence[float] | F64, target: f
         return None
     found = _size(curve.bits[measured].T, curve.kl[measured].T, np.array([target]))[0]
     return float(found) if 0 < found < np.inf else None
-
-
-def bootstrap_ratio(
-    of: FamilyCurve,
-    against: FamilyCurve,
-    anchor_kl: float | Sequence[float] | F64,
-    *,
-    draws: int = DRAWS,
-    seed: int = 0,
-) -> tuple[float | None, float | None]:
-    """A ratio of sizes at equal KL and its interval.
-
-    Args:
-        of: the denominator, which is claimed to be smaller.
-        against: the numerator. If it has a single setting, it is taken at its own size, whatever its KL.
-        anchor_kl: the KL at which sizes are compared. If it is one number per sequence, it is resampled as well.
-        draws: bootstrap samples.
-        seed: of the samples.
-
-    Returns:
-        The ends of the 95% percentile interval of bits of `against` / bits of `of`; None for an end that lies where
-        a curve was not measured.
-
-    Raises:
-        InputError: `draws` below 1, or different numbers of sequences.
-    """
-    sample = Resamples(of.kl.shape[1], draws, seed)
-    target = sample.mean(np.broadcast_to(np.asarray(anchor_kl, np.float64), np.shape(anchor_kl) or of.kl.shape[1:]))
-    size = sample.mean(against.bits[0]) if len(against.bits) == 1 else sample.size(against, target)
-    return interval(_over(size, sample.size(of, target)))
 
 
 def compare_at_equal_kl(

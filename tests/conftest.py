@@ -34,9 +34,8 @@ LONGEST = (
     "integrations/vllm/test_engine", "kernels/test_static_costs", "package/test_notebooks",
     "integrations/vllm/test_engine_blend", "eval/report/test_report", "integrations/vllm/test_faults",
     "integrations/vllm/test_serve", "codec/test_hostile",
-    "integrations/vllm/test_engine_tails", "codec/test_calibrate", "eval/bench/test_engine", "kernels/test_backend",
-    "eval/bench/test_clients", "kernels/test_hostile",
-    "eval/test_tasks", "integrations/vllm/test_docs", "package/cli/test_profile",
+    "integrations/vllm/test_engine_tails", "codec/test_calibrate", "kernels/test_backend", "kernels/test_hostile",
+    "integrations/vllm/test_docs", "package/cli/test_profile",
     "fuzz/test_soak", "codec/test_sections", "integrations/vllm/test_pages", "package/test_package",
     "package/test_docs",
 )  # fmt: skip

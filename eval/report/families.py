@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from cuvee.eval.methods import UNCOMPRESSED
+from cuvee.eval.methods import UNCOMPRESSED, family_label
 from cuvee.eval.plots import TRANSFORMS
-from cuvee.eval.report.schema import LengthEntry, MethodEntry, Report
+from cuvee.eval.report.schema import LengthEntry, MethodEntry, Report, Score
+from cuvee.eval.report.scoring import ABSENT
 
-__all__ = ["family_rank", "is_learned", "label_and_setting", "layer_entries"]
+__all__ = [
+    "beyond_error", "family_rank", "is_learned", "is_preset", "label_and_setting", "layer_entries", "name_of",
+]  # fmt: skip
 
 _USUAL = ("cuvee/layer", "cuvee/all")
 _NOTHING_LEARNED = ("cuvee/generic", "cuvee/lossless")  # the first is of earlier reports
@@ -42,3 +45,25 @@ def layer_entries(report: Report) -> list[MethodEntry]:
     near = sorted(transforms, key=lambda e: abs(e.bits_per_value - target))[:1]
     others = [e for key in ("fp8-e4m3", "kivi4", "cachegen") for e in report.quality if e.key == key]
     return ours[:2] + near + others
+
+
+def name_of(report: Report, key: str) -> str:
+    """Return the label of a method or a family."""
+    if key == ABSENT:
+        return "the question alone"
+    labels = [str(e.label) for e in report.quality if e.key == key]
+    return labels[0] if labels else family_label(key)
+
+
+def is_preset(entry: MethodEntry | LengthEntry) -> bool:
+    """Return whether an entry is a preset of the codec."""
+    return entry.kind == "preset" and is_learned(entry.family)
+
+
+def beyond_error(report: Report, score: Score) -> str:
+    """Return "better" or "worse" if a score differs from 16 bits by more than one standard error, else nothing."""
+    difference, error = score.difference, score.difference_stderr
+    if not difference or error is None or abs(difference) <= error:
+        return ""
+    higher = next(task.higher_is_better for task in report.tasks if task.name == score.task)
+    return "better" if (difference > 0) == higher else "worse"

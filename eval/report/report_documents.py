@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from cuvee.codec.support.files import write_atomically
 from cuvee.eval.documents import ReportTable, markdown_document
+from cuvee.eval.report.curve_sections import equal_kl, headline
 from cuvee.eval.report.report_plots import PLOTS, write_plots
 from cuvee.eval.report.schema import Report
-from cuvee.eval.report.sections import against, equal_kl, headline, report_preface, report_sections, report_title
+from cuvee.eval.report.sections import against, report_preface, report_sections, report_title
 
 if TYPE_CHECKING:
     from rich.console import Console

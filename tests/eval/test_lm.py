@@ -726,7 +726,7 @@ def test_the_command_line_runs_a_local_task(
 LONG_DATA = DATA.replace("w9 w10 w11 w12", " ".join(WORDS[3:43]))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("gemma3_text", marks=pytest.mark.nightly)])
 def test_the_command_line_runs_hybrids_and_windows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,6 @@ import math
 import sys
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from cuvee.calibration.bundled import EVALUATION_TEXTS, bundled_text, load_bundl
 from cuvee.codec.errors import InputError
 from cuvee.eval import tasks
 from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed
-from cuvee.eval.bench import task_documents as generate
 from cuvee.eval.lm import CuveeLM
 from cuvee.eval.tasks import (
     LOCAL_TASKS,
@@ -28,7 +26,6 @@ from cuvee.eval.tasks import (
     description,
     documents,
     main_metric,
-    public,
 )
 
 CHOICE_TASKS = LOCAL_TASKS[:7]
@@ -100,13 +97,6 @@ def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- the documents
-
-
-def test_generation_gives_the_committed_bytes(tmp_path: Path) -> None:
-    generate.main(tmp_path)
-    made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert made == {path.name: path.read_bytes() for path in TASKS_PATH.glob("*.jsonl")}
-    assert max(map(len, made.values())) < 600_000
 
 
 @pytest.mark.parametrize("name", LOCAL_TASKS)
@@ -184,7 +174,7 @@ def test_prose_is_that_of_the_evaluation_texts(name: str) -> None:
         assert prose in known
         if again:
             assert f"{again} {doc['continuation']} " in f"{prose} "
-            assert len(again.split()) == generate.QUERY_WORDS
+            assert len(again.split()) == 8
             assert not prose.endswith(doc["continuation"])
         else:
             assert f"{prose} {doc['continuation']}" in known
@@ -194,24 +184,6 @@ def test_continuations_are_disjoint() -> None:
     docs = committed("cuvee_books_nll")
     joined = sum(doc["context"].endswith(before["continuation"]) for before, doc in pairwise(docs))
     assert joined == len(docs) - len(EVALUATION_TEXTS)
-
-
-def test_prose() -> None:
-    text = 'A TITLE\n\nChapter I. Of It\n\nMr. Lisle bowed. "Stop!" cried he.\n\n"Why?" She ran. So did I.'
-    prose = generate.Prose(text, lambda word: len(word.strip()))
-    sentences = ["Mr.", '"Stop!"', '"Why?"', "She", "So"]
-    assert [prose.words[i] for i in prose.starts] == sentences
-    assert prose.span(0, 3) == "Mr. Lisle bowed."
-    assert [prose.end(0, tokens) for tokens in (2, 3, 8, 13, 14)] == [0, 1, 2, 2, 3]
-    size = sum(map(len, prose.words))
-    assert prose.end(0, size) == len(prose.words)
-    assert prose.end(0, size + 1) is None
-    assert [prose.begin(3, tokens) for tokens in (0, 5, 6, 10, 11, 12, 13, 14, 99)] == [3, 3, 2, 2, 1, 1, 1, 0, 0]
-
-
-def test_lists_hold_different_single_words() -> None:
-    for words in (generate.FIRST_NAMES, generate.LAST_NAMES, public.QUALITIES, public.THINGS, generate.PLACES):
-        assert len(set(words)) == len(words) >= 31
 
 
 def test_load() -> None:
@@ -229,7 +201,7 @@ def test_nats_per_word() -> None:
     assert documents.nats_per_word({"continuation": "three short words"}, [(-6.0, False)]) == {"nats_per_word": 2.0}
 
 
-# --- scores
+# --- scores, of documents and a model that do not change
 
 
 @pytest.fixture(scope="module")
@@ -246,11 +218,13 @@ def scores() -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CHOICE_TASKS)
 def test_exact_cache_is_far_above_chance(scores: Any, name: str) -> None:
     assert scores["exact"][name]["acc,none"] > 0.65
 
 
+@pytest.mark.nightly
 def test_destroyed_cache_leaves_chance(scores: Any) -> None:
     guesses = {name: chance(name) or 0.0 for name in CHOICE_TASKS}
     variances = {name: guess * (1 - guess) / LIMIT for name, guess in guesses.items()}
@@ -261,6 +235,7 @@ def test_destroyed_cache_leaves_chance(scores: Any) -> None:
     assert abs(total) < 3 * math.sqrt(sum(variances.values()))
 
 
+@pytest.mark.nightly
 def test_destroyed_cache_cannot_be_re_read(scores: Any) -> None:
     exact, rough, destroyed = (scores[m]["cuvee_reread_nll"] for m in ("exact", "2 bits", "destroyed"))
     errors = [result["nats_per_word_stderr,none"] for result in (exact, destroyed)]
@@ -268,6 +243,7 @@ def test_destroyed_cache_cannot_be_re_read(scores: Any) -> None:
     assert destroyed["nats_per_word,none"] - exact["nats_per_word,none"] > 5 * math.hypot(*errors)
 
 
+@pytest.mark.nightly
 def test_prose_hardly_needs_its_context(scores: Any) -> None:
     lost = {
         name: scores["destroyed"][name]["nats_per_word,none"] - scores["exact"][name]["nats_per_word,none"]

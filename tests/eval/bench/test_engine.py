@@ -384,7 +384,7 @@ def test_prefixes_are_whole_chunks(monkeypatch: pytest.MonkeyPatch, length: int)
         run_engine_bench(replace(SMALL, lengths=(length,)), bundled_model_path())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_real_engine() -> None:
     need_vllm()
     report = json.loads(json.dumps(run_engine_bench(SMALL, bundled_model_path()), allow_nan=False))

@@ -120,6 +120,7 @@ def test_failures_are_shown_in_full() -> None:
     assert "5 passed, 1 failed, 0 skipped, 3 not run" in text and "an illegal memory access" in text
 
 
+@pytest.mark.nightly
 def test_a_test_that_faults_or_hangs_costs_one_process(tmp_path: Path) -> None:
     """pytest-xdist starts another process for the tests that are left; each failure is named once."""
     (tmp_path / "test_device.py").write_text(

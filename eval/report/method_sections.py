@@ -1,0 +1,204 @@
+"""The sections that list what was measured: methods, cache lengths, tasks, blends, layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from cuvee.eval.documents import ReportBlock, ReportSection, ReportTable
+from cuvee.eval.formatting import format_bits, format_number, format_percent, format_ratio, with_error
+from cuvee.eval.report.families import beyond_error, family_rank, is_preset, label_and_setting, layer_entries, name_of
+from cuvee.eval.report.schema import BlendEntry, MethodEntry, Report, Score
+from cuvee.eval.report.scoring import shows_something
+
+__all__ = ["blends", "curves", "layers", "lengths", "methods", "tasks"]
+
+
+def methods(report: Report) -> ReportSection:
+    """Make the section on every method at its presets, and on what was left out."""
+    shown = [e for e in report.quality if e.kind != "curve"]
+    if not shown:
+        return ReportSection("methods", "Every method", [])
+    note = (
+        "± one standard error over sequences. ΔNLL: what the decoded cache adds to the negative log-likelihood of the "
+        "real next tokens, paired, in nats per token. Top-1: tokens whose most likely successor stays the same. GB/s "
+        "of 16-bit cache; none where bits are counted and not made."
+    )
+    blocks: list[ReportTable | ReportBlock] = [_quality_table(report, shown, note)]
+    if report.skipped:
+        blocks.append(ReportTable(["left out ", "why "], [[s.key, s.reason] for s in report.skipped], title="Left out"))
+    return ReportSection("methods", "Every method", blocks)
+
+
+def curves(report: Report) -> ReportSection:
+    """Make the section on the other points of curves."""
+    shown = [e for e in report.quality if e.kind == "curve"]
+    blocks: list[ReportTable | ReportBlock] = [_quality_table(report, shown, "")] if shown else []
+    return ReportSection("curves", "The other points of the curves", blocks)
+
+
+def _quality_table(report: Report, entries: Sequence[MethodEntry], note: str) -> ReportTable:
+    columns = [
+        "method ", "bits per value", "ratio", "KL", "ΔNLL", "perplexity", "top-1 kept", "encode GB/s", "decode GB/s",
+        "what its bits count ",
+    ]  # fmt: skip
+    rows: list[list[str]] = []
+    strong: set[int] = set()
+    for e in sorted(entries, key=lambda e: (family_rank(report, e.family), e.bits_per_value)):
+        if is_preset(e):
+            strong.add(len(rows))
+        rows.append(
+            [
+                label_and_setting(e),
+                format_bits(e.bits_per_value),
+                format_ratio(e.ratio),
+                with_error(e.kl, e.kl_stderr),
+                with_error(e.delta_nll, e.delta_nll_stderr, signed=True),
+                format_number(math.exp(e.nll), 4),
+                with_error(e.top1, e.top1_stderr, percent=True),
+                format_number(e.encode_gb_per_s),
+                format_number(e.decode_gb_per_s),
+                e.counts,
+            ]
+        )
+    return ReportTable(columns, rows, note=note, strong=frozenset(strong))
+
+
+def lengths(report: Report) -> ReportSection:
+    """Size and KL as the cache grows."""
+    entries = report.lengths
+    cached_lengths = sorted({int(e.length) for e in entries})
+    rows: list[list[str]] = []
+    strong: set[int] = set()
+    found = {(str(e.key), int(e.length)): e for e in entries}
+    shown = {str(e.key): e for e in entries}
+    for key in sorted(shown, key=lambda k: (family_rank(report, shown[k].family), -shown[k].bits_per_value)):
+        if is_preset(shown[key]):
+            strong.add(len(rows))
+        cells = []
+        for length in cached_lengths:
+            e = found.get((key, length))
+            cells += ["", ""] if e is None else [format_bits(e.bits_per_value), with_error(e.kl, e.kl_stderr)]
+        rows.append([label_and_setting(shown[key]), *cells])
+    if not rows:
+        return ReportSection("lengths", "Cache lengths", [])
+    cached = {int(entry.cached): entry for entry in report.text.lengths}
+    sequences = max((int(cached[n].sequences) for n in cached_lengths if n in cached), default=0)
+    text = (
+        f"Bits per value and KL with more and more cached tokens, over {sequences} sequences. The scored tokens are "
+        f"the same at every length: a shorter cache holds the last tokens of a longer one."
+    )
+    columns = ["method ", *(f"{n:,}: {what}" for n in cached_lengths for what in ("bits", "KL"))]
+    table = ReportTable(columns, rows, note="KL in nats per token, ± one standard error.", strong=frozenset(strong))
+    return ReportSection("lengths", "Cache lengths", [ReportBlock("text", text), table])
+
+
+def tasks(report: Report) -> ReportSection:
+    """Make the section on the scores of tasks, one table each."""
+    quality = {e.key: e for e in report.quality}
+    blocks: list[ReportTable | ReportBlock] = []
+    for task in report.tasks:
+        scores = [s for s in report.scores if s.task == task.name]
+        if not scores:
+            continue
+        scores.sort(key=lambda s: _score_rank(report, quality, s))
+        rows = [
+            [
+                name_of(report, s.key),
+                format_bits(s.bits_per_value),
+                with_error(s.score, s.stderr),
+                "" if s.difference is None else with_error(s.difference, s.difference_stderr, signed=True),
+                beyond_error(report, s),
+            ]
+            for s in scores
+        ]
+        if task.chance is not None:
+            rows.append(["chance", "", format_number(task.chance), "", ""])
+        better = "higher" if task.higher_is_better else "lower"
+        about = [f"{task.docs} documents, {better} is better", str(task.description).strip().rstrip(".")]
+        if shows_something(task, scores) is False:
+            about.append("It shows nothing about a codec: without a usable cache the score is no worse, or a guess")
+        blocks.append(
+            ReportTable(
+                ["method ", "bits per value", str(task.metric), "difference to 16 bits", "beyond one s.e. "],
+                rows,
+                title=str(task.name),
+                note=". ".join(text for text in about if text) + ".",
+                strong=frozenset(i for i, s in enumerate(scores) if s.key in quality and is_preset(quality[s.key])),
+            )
+        )
+    if not blocks:
+        return ReportSection("tasks", "Scores of tasks", [])
+    text = (
+        "± one standard error over documents; differences are paired, document by document, with the cache at 16 "
+        "bits. The last column says which differences are larger than their standard error."
+    )
+    return ReportSection("tasks", "Scores of tasks", [ReportBlock("text", text), *blocks])
+
+
+def _score_rank(report: Report, quality: Mapping[str, MethodEntry], score: Score) -> tuple[tuple[int, int], float]:
+    return family_rank(report, _family(quality, score)), score.bits_per_value or 0.0
+
+
+def _family(quality: Mapping[str, MethodEntry], score: Score) -> str:
+    key = str(score.key)
+    return str(quality[key].family) if key in quality else key.partition("@")[0]
+
+
+def blends(report: Report) -> ReportSection:
+    """Make the section on prompts that are put together from cached chunks."""
+    tables = []
+    for made in report.blends:
+        found = {(e.kv, e.selector, e.cost): e for e in made.entries}
+        costs = sorted({cost for _, _, cost in found if cost is not None})
+        rows: list[list[str]] = []
+        strong: set[int] = set()
+        for kv in dict.fromkeys(kv for kv, _, _ in found):
+            floor = found[kv, "nothing", None]
+            kl = "" if floor.kl is None else with_error(floor.kl, floor.kl_stderr)
+            figures = [format_bits(floor.bits_per_value), kl]
+            rows.append([floor.label, kv, *figures, _recovered(floor), *[""] * len(costs)])
+            for selector in dict.fromkeys(selector for _, selector, _ in found if selector != "nothing"):
+                entries = [found[kv, selector, cost] for cost in costs]
+                if selector == "default":
+                    strong.add(len(rows))
+                rows.append([entries[0].label, kv, "", "", "", *map(_recovered, entries)])
+        columns = ["selector ", "chunks ", "bits per value", "KL", "0%", *map(format_percent, costs)]
+        title = f"{made.name}: {made.prompts} prompts"
+        tables.append(ReportTable(columns, rows, title, strong=frozenset(strong)))
+    if not tables:
+        return ReportSection("blends", "Prompts of cached chunks", [])
+    text = (
+        "Prompts are put together from chunks that were cached alone, and a part of their tokens is computed again, at "
+        "a cost in token-layers. Recovered: one minus KL over that of exact chunks with nothing recomputed. A dash: "
+        "the cost does not pay for what the selector looks at."
+    )
+    return ReportSection("blends", "Prompts of cached chunks", [ReportBlock("text", text), *tables])
+
+
+def _recovered(entry: BlendEntry) -> str:
+    if entry.reason is not None:
+        return "\N{EM DASH}"
+    return "" if entry.share is None else with_error(entry.share, entry.share_stderr, percent=True)
+
+
+def layers(report: Report) -> ReportSection:
+    """Make the section on bits and errors by layer."""
+    entries = layer_entries(report)
+    if not entries:
+        return ReportSection("layers", "Layers", [])
+    columns, rows = ["layer"], [[str(i)] for i in range(len(entries[0].layers))]
+    for entry in entries:
+        if all(layer.bits_per_value is not None for layer in entry.layers):
+            columns.append(f"bits: {entry.label}")
+            for row, layer in zip(rows, entry.layers, strict=True):
+                row.append(format_bits(layer.bits_per_value))
+    for entry in entries:
+        columns.append(f"error of K / V: {entry.label}")
+        for row, layer in zip(rows, entry.layers, strict=True):
+            row.append(f"{format_number(layer.key_error, 2)} / {format_number(layer.value_error, 2)}")
+    note = (
+        "Error: squared error over the variance, keys after RoPE. Bits of a layer without the header of the blob; "
+        "none where one basis spans several layers."
+    )
+    return ReportSection("layers", "Layers", [ReportTable(columns, rows, note=note)])
