@@ -43,19 +43,11 @@ THREADS += ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTI
 else ifneq ($(ISA),)
 $(error ISA: must be avx2 or not given, got $(ISA))
 endif
-# What `make check` leaves to `make test`: tests of an engine, of kernels and of the real model, and the files that take
-# longest. A new test file is checked unless it is named here.
-CHECK_MARKS := not gpu and not real and not slow and not nightly
 TEST_MARKS  ?= not nightly
-CHECK_LEFT  := kernels ptx fuzz eval/bench eval/report blend/test_blender.py \
-	codec/test_calibrate.py codec/test_hostile.py codec/test_linear.py \
-	codec/test_lossless.py codec/test_memory.py codec/test_sections.py codec/test_shard.py \
-	eval/test_lm.py eval/test_tasks.py \
-	integrations/stores/test_objects.py integrations/stores/test_redis.py integrations/vllm/test_prometheus.py integrations/vllm_tier \
-	package/cli/test_demo.py package/cli/test_profile.py package/cli/test_report.py package/test_docs.py package/test_notebooks.py \
-	package/test_package.py
 # What `make nightly` repeats with vLLM's defaults on a GPU (tests/integrations/vllm/gpu_defaults.py).
 ENGINE_TESTS := $(patsubst %,tests/integrations/vllm/test_%.py,engine engine_windows engine_kinds engine_blend faults)
+# Of the files that `make check` runs, in tests/checked.txt: of every folder those that take at most a few seconds.
+CHECK_MARKS := not real and not slow and not nightly
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
@@ -63,7 +55,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 $(PYTHON); do \
 	"$$p" -c pass 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup model demo check quick compat test test-next costs lint format docs dist report results bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten clean
+.PHONY: help setup model demo check types quick compat test test-next costs lint format docs dist report results bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -119,11 +111,17 @@ lint: setup  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint quick  ## lint, types and the quick tests: no engine, no network
+check: setup  ## lint, types of the sources, and the quick tests of every folder: no engine, no network
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target types quick
+
+types: setup
+	$(BIN)/mypy src/cuvee
 
 quick: setup
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(CHECK_MARKS)" \
-		$(CHECK_LEFT:%=--ignore=tests/%) $(PYTEST_ARGS)
+		@tests/checked.txt $(PYTEST_ARGS)
 
 # Before the engine is there, as a user's environment is. What fetches things goes on beside it.
 test: setup  ## lint and the whole test suite

@@ -129,7 +129,7 @@ def test_results_become_a_table(report: dict[str, Any], tmp_path: Any) -> None:
 
 
 def test_a_wrong_group_is_named_and_the_others_measured(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    right = gpu_bench.measure_case
+    right = measure_case
 
     def wrong(clock: Clock, case: GpuCase, *rest: Any) -> dict[str, Any]:
         if case.group == "layer":
