@@ -14,92 +14,60 @@ configuration is refused.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 
 import cuvee
-from cuvee.calibration.corpus import BUNDLED_MODEL, Corpus, load_tokenizer, read_corpus, sequences_by_text
-from cuvee.calibration.sequences import reread
+from cuvee.calibration.corpus import BUNDLED_MODEL
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import FormatError, InputError, ProfileError, VersionError
-from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import CPU_FLOPS, GPU_FLOPS, choose_group
-from cuvee.codec.models.forward import check_tokens, prefill
+from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
-from cuvee.eval.machine import hardware, torch_threads
+from cuvee.eval.machine import torch_threads
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.progress import StepLog
 from cuvee.eval.quality import Method, QualityBench
 from cuvee.eval.report.against import Figures, changes_since
-from cuvee.eval.report.blending import blend_prompts, measure_blends
-from cuvee.eval.report.candidates import Candidate, codec_candidates, fixed_baselines, pca_candidates, peers, select
+from cuvee.eval.report.blending import measure_blends
+from cuvee.eval.report.candidates import Candidate
+from cuvee.eval.report.comparing import compare
 from cuvee.eval.report.learning import (
     all_sequences,
-    cached_tokens,
-    learning_corpora,
     learning_sequences,
     learning_text,
 )
-from cuvee.eval.report.lengths import length_candidates, length_entry, length_tokens
-from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
+from cuvee.eval.report.lengths import length_candidates, length_entry
+from cuvee.eval.report.report_config import ReportConfig
 from cuvee.eval.report.report_documents import write_report
+from cuvee.eval.report.report_plan import ReportPlan
 from cuvee.eval.report.schema import (
-    REPORT_FORMAT,
-    REPORT_VERSION,
-    Anchor,
     Blends,
-    CachedLength,
     Exact,
-    Kind,
-    KindComparison,
     MethodEntry,
-    ModelInfo,
     ProfileEntry,
     Report,
     Score,
-    SizeAtKl,
     Skipped,
-    Source,
-    TextInfo,
-    read_entry,
 )
 from cuvee.eval.report.scoring import ABSENT, TaskScorer
 from cuvee.eval.runs import (
-    MeasuredModel,
     check_folder,
-    metadata_pairs,
     need_packages,
     save_results,
-    software,
-    text_entry,
-    tokens_sha256,
     writing,
 )
-from cuvee.eval.stats import compare_at_equal_kl, of_sequences, sizes_at_kl
 
-__all__ = ["ANCHORS", "run_report"]
+__all__ = ["run_report"]
 
-ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")  # everything is compared at the KL of these; with the other …
-FURTHER_ANCHORS = (  # … baselines, at their own KL
-    "int8", "fp8-e5m2", "kivi3", "kivi2", "cachegen-tables-free", "kakeyalattice/d4@10", "kakeyalattice/e8@10",
-    "turboquant@4", "turboquant@3",
-)  # fmt: skip
-USUAL_KLS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # nats per token, at which the size of each curve is read off
-LEAST_OF_KIND = 4  # sequences; of fewer an interval would say nothing
 WORST_KL = 0.3  # nats per token: once a step costs more, coarser ones are not measured
 SCORED = (UNCOMPRESSED, "fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed")  # baselines whose tasks are run
-WHOLE_CACHE_VALUES = 4096  # per token; up to here one basis for all layers is learned without being asked for
 LEARNING_ROWS = 4  # sequences per forward pass while a profile is learned
 REPORT_FILE = "report.json"
 BLENDED = ("high", "balanced")  # qualities of blended chunks
@@ -158,142 +126,13 @@ def run_report(
 class _Run:
     """The run behind `run_report`: `report` holds all measurements so far."""
 
-    report: Report
-
     def __init__(
         self, config: ReportConfig, out: Path, console: Console, old: Figures | None, force: bool, command: str
     ) -> None:
-        dtype = ("float32" if config.device == "cpu" else "auto") if config.dtype == "auto" else config.dtype
-        self.out, self.console, self.old, self.config = out, console, old, config
-        self.measured = MeasuredModel.load(config.model, dtype, config.device)
-        self.model, self.layout = self.measured.lm, self.measured.layout
-        self.given = self._given()
-        self.groups = self._groups()
-        self.candidates = self._candidates()
-        learned = any(c.family.startswith("pca/") for c in self.candidates)
-        self.calibration = self._learning_corpora if learned or not self.given else []
-        self.evaluation = [read_corpus(text, config.model) for text in config.evaluation]
-        tokens, self.texts = sequences_by_text(self.evaluation, config.length, config.sequences)
-        self.prefix = check_tokens(self.model, tokens, config.prefix)
-        self.tokens = reread(tokens, self.prefix, config.seed) if config.reread else tokens
-        self.long_tokens = self._long_tokens() if config.cache_lengths else {}
-        self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
-        self.scorer = self._scorer() if config.tasks else None
-        self.alone = self._scorer(context="absent") if config.controls else None
-        tokenizer = load_tokenizer(config.model) if config.blends else None
-        any_version = metadata_pairs(config.metadata).get("any_version", "").lower() == "true"
-        self.blended = {
-            name: blend_prompts(
-                name, tokenizer, self.evaluation, config.blend_prompts, config.data, config.seed, any_version
-            )
-            for name in config.blends
-        }
-        self._describe(command, force)
+        self.out, self.console, self.old = out, console, old
         self._profiles: dict[str, Profile] = {}
-
-    # What is measured --------------------------------------------------------------------------------------------
-
-    def _given(self) -> dict[str, Profile]:
-        """The profiles given as files, by the names of the files."""
-        profiles: dict[str, Profile] = {}
-        for path in self.config.profiles:
-            name = Path(path).stem
-            if name in profiles or "@" in name:
-                raise InputError(
-                    f"profiles: must have different names without an @ (methods are named after them), got {path}"
-                )
-            profiles[name] = self.measured.profile(path)
-        return profiles
-
-    def _scorer(self, **metadata: str) -> TaskScorer:
-        config = self.config
-        data = {} if config.data is None else {"data": config.data}
-        return TaskScorer(
-            self.model,
-            config.model,
-            config.tasks,
-            metadata={**data, **metadata_pairs(config.metadata), **metadata},
-            limit=self.limit,
-            chunk_tokens=config.chunk_tokens,
-            cache_dtype=config.cache_dtype,
-            batch_size=config.batch_size,
-            seed=config.seed,
-        )
-
-    def _long_tokens(self) -> dict[int, torch.Tensor]:
-        config = self.config
-        return length_tokens(
-            self.evaluation,
-            config.cache_lengths,
-            config.length - self.prefix,
-            config.length_sequences,
-            self.layout.max_positions,
-            config.reread,
-            config.seed,
-        )
-
-    def _groups(self) -> tuple[str, ...]:
-        """The groups of the profiles to learn, or of the given profiles; the learned baselines use the same."""
-        if self.given:
-            return tuple(dict.fromkeys(profile.group for profile in self.given.values() if profile.learned))
-        small = self.layout.values_per_token <= WHOLE_CACHE_VALUES
-        groups = self.config.groups or (("layer", "all") if small else ("auto",))
-        return tuple(dict.fromkeys(self._chosen_group() if group == "auto" else group for group in groups))
-
-    def _chosen_group(self) -> str:
-        """Return the group that `cuvee profile learn` would choose."""
-        config = self.config
-        prefix = 3 * config.length // 4 if config.prefix is None else config.prefix
-        flops = CPU_FLOPS if torch.device(config.device).type == "cpu" else GPU_FLOPS
-        return choose_group(self.layout, cached_tokens(config, self._learning_corpora, prefix), flops)[0]
-
-    @cached_property
-    def _learning_corpora(self) -> list[Corpus]:
-        return learning_corpora(self.config)
-
-    def _describe(self, command: str, force: bool) -> None:
-        """Begin the report, or continue the one in the folder."""
-        config = self.config
-        machine = hardware()
-        on_gpu = torch.device(config.device).type == "cuda"
-        environment = {**machine, "gpu": torch.cuda.get_device_name(config.device) if on_gpu else None}
-        calibration, evaluation = (
-            [Source(**text_entry(corpus)) for corpus in corpora] for corpora in (self.calibration, self.evaluation)
-        )
-        model = ModelInfo(**self.measured.describe(), positions=self.layout.max_positions)
-        decided = {
-            **{k: v for k, v in asdict(config).items() if k not in ("profiles", "groups", "data")},
-            "calibration": [asdict(text) for text in calibration],
-            "evaluation": [asdict(text) for text in evaluation],
-            "calibration_sequences": config.learned_sequences,
-            "model": model.name,
-            "model_fingerprint": self.measured.fingerprint,
-            "dtype": model.dtype,
-            "prefix": self.prefix,
-            "groups": [] if self.given else list(self.groups),
-            "profiles": {name: profile.id.hex() for name, profile in self.given.items()},
-            "methods": list(config.methods),
-            "tasks": list(config.tasks),
-            "limit": self.limit if config.tasks else None,
-            "cache_lengths": list(self.long_tokens),
-            "blends": {
-                name: tokens_sha256(*(row for prompt in prompts for row in (prompt.tokens, prompt.continuation)))
-                for name, prompts in self.blended.items()
-            },
-            "gpu": environment["gpu"],
-            "software": software(machine),
-        }
-        decided = json.loads(json.dumps(decided, allow_nan=False))  # in the form in which it will be read back
-        lengths = [CachedLength(length, len(rows), tokens_sha256(rows)) for length, rows in self.long_tokens.items()]
-        text = TextInfo(
-            calibration, evaluation, None, len(self.tokens), config.length, self.prefix, config.reread,
-            tokens_sha256(self.tokens), self._kinds(), lengths,
-        )  # fmt: skip
-        plain = json.dumps(decided, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        digest = hashlib.blake2b(plain.encode(), digest_size=16, person=b"cuvee-report").hexdigest()
-        fresh = Report(
-            REPORT_FORMAT, REPORT_VERSION, False, digest, command, decided, environment, model, text
-        )  # fmt: skip
+        self.plan = ReportPlan(config, lambda name: self._profiles[name], lambda: self._learning_caches)
+        fresh = self.plan.describe(command)
         self.report = self._continued(fresh, force) or fresh
 
     def _continued(self, fresh: Report, force: bool) -> Report | None:
@@ -344,11 +183,11 @@ class _Run:
 
     def _measure(self, log: StepLog) -> None:
         """Learn the profiles, then measure methods, lengths, tasks and blends, and compare the results."""
-        scored = [c for c in self.candidates if self._is_scored(c)] if self.scorer else []
-        names = self.scorer.names if self.scorer else []
-        log.expect(len(self._missing_profiles()) + len(self.candidates) + len(scored) * len(names))
+        scored = [c for c in self.plan.candidates if self._is_scored(c)] if self.plan.scorer else []
+        names = self.plan.scorer.names if self.plan.scorer else []
+        log.expect(len(self._missing_profiles()) + len(self.plan.candidates) + len(scored) * len(names))
         self._learn(log)
-        for candidate in self.candidates:
+        for candidate in self.plan.candidates:
             if self._has_quality(candidate.key) or self._is_too_coarse(candidate):
                 log.skip()
                 continue
@@ -358,23 +197,23 @@ class _Run:
         self._measure_lengths(log)
         for candidate in scored:
             for name in names:
-                if self.scorer is None or self._has_score(candidate.key, name):
+                if self.plan.scorer is None or self._has_score(candidate.key, name):
                     log.skip()
                     continue
                 with log.step(f"{name}: {candidate.key}"):
-                    self._score(self.scorer, candidate, name)
+                    self._score(self.plan.scorer, candidate, name)
                     self.save()
         self._score_alone(log)
         self._measure_blends(log)
-        self._compare()
+        compare(self.report, self.plan.config.seed)
 
     def _measure_blends(self, log: StepLog) -> None:
         known = {made.name for made in self.report.blends}
-        missing = {name: prompts for name, prompts in self.blended.items() if name not in known}
+        missing = {name: prompts for name, prompts in self.plan.blended.items() if name not in known}
         log.expect(len(missing))
         for name, prompts in missing.items():
             with log.step(f"blending: {name}"):
-                entries = measure_blends(self.model, self.layout, prompts, self._blend_codecs())
+                entries = measure_blends(self.plan.model, self.plan.layout, prompts, self._blend_codecs())
                 self.report.blends.append(Blends(name, len(prompts), entries))
                 self.save()
 
@@ -389,60 +228,29 @@ class _Run:
         return codecs
 
     def _measure_lengths(self, log: StepLog) -> None:
-        if not self.long_tokens:
+        if not self.plan.long_tokens:
             return
-        chosen = length_candidates(self.candidates, self.config.methods, self.report.quality)
+        chosen = length_candidates(self.plan.candidates, self.plan.config.methods, self.report.quality)
         known = {(entry.length, entry.key) for entry in self.report.lengths}
-        missing = {n: [c for c in chosen if (n, c.key) not in known] for n in self.long_tokens}
+        missing = {n: [c for c in chosen if (n, c.key) not in known] for n in self.plan.long_tokens}
         log.expect(sum(1 + len(methods) for methods in missing.values() if methods))
         for length, methods in missing.items():
             if not methods:
                 continue
             with log.step(f"the exact cache of {length} tokens"):
-                bench = self._bench_of(self.long_tokens[length], length)
+                bench = self._bench_of(self.plan.long_tokens[length], length)
             for candidate in methods:
                 with log.step(f"{length} tokens: {candidate.key}"):
                     method = self._make(candidate)
                     if method is None:
                         continue
                     try:
-                        quality = bench.run(candidate.label, method, self.config.chunk_tokens)
+                        quality = bench.run(candidate.label, method, self.plan.config.chunk_tokens)
                     except InputError as refused:
                         self._skip(f"{candidate.key} at {length} tokens", refused)
                         continue
                     self.report.lengths.append(length_entry(candidate, length, quality))
                     self.save()
-
-    def _kinds(self) -> list[Kind]:
-        """Group the sequences by text, and by whether they repeat a part of their cache."""
-        found: dict[tuple[int, bool], list[int]] = {}
-        for row, text in enumerate(self.texts):
-            # `reread` changes rows 0, 2, 4 …
-            found.setdefault((text, self.config.reread and row % 2 == 0), []).append(row)
-        names = [text_entry(corpus)["name"] for corpus in self.evaluation]
-        return [Kind(names[text], again, rows) for (text, again), rows in sorted(found.items())]
-
-    def _compare(self) -> None:
-        """Read sizes and ratios off the curves."""
-        report, seed = self.report, self.config.seed
-        quality = [asdict(entry) for entry in report.quality]
-        measured = [entry.key for entry in report.quality]
-        anchors = [key for key in ANCHORS if key in measured]
-        further = [key for key in FURTHER_ANCHORS if key in measured]
-        report.comparison = _anchors(compare_at_equal_kl(quality, [*anchors, *further], seed))
-        for anchor in report.comparison:
-            if anchor.anchor in further:
-                anchor.ratios[:] = [ratio for ratio in anchor.ratios if ratio.against == anchor.anchor]
-        kinds = report.text.kinds
-        report.by_kind = [
-            KindComparison(
-                kind.text, kind.reread, len(kind.rows),
-                _anchors(compare_at_equal_kl(of_sequences(quality, kind.rows), anchors, seed)),
-            )
-            for kind in kinds
-            if len(kinds) > 1 and len(kind.rows) >= LEAST_OF_KIND
-        ]  # fmt: skip
-        report.sizes = [read_entry(SizeAtKl, size, "sizes") for size in sizes_at_kl(quality, USUAL_KLS, seed)]
 
     def _is_too_coarse(self, candidate: Candidate) -> bool:
         """Return whether a finer step of the same family already costs too much."""
@@ -461,13 +269,13 @@ class _Run:
 
     def _missing_profiles(self) -> list[str]:
         """The groups that a method needs."""
-        if self.given:
+        if self.plan.given:
             return []
-        needed = {c.family.partition("/")[2] for c in self.candidates if c.family.startswith("cuvee/")}
-        return [group for group in self.groups if group in needed]
+        needed = {c.family.partition("/")[2] for c in self.plan.candidates if c.family.startswith("cuvee/")}
+        return [group for group in self.plan.groups if group in needed]
 
     def _learn(self, log: StepLog) -> None:
-        for name, profile in self.given.items():
+        for name, profile in self.plan.given.items():
             self._profiles[name] = profile
             self.report.profiles.setdefault(name, self._profile_entry(profile, None, None))
         for group in self._missing_profiles():
@@ -486,13 +294,13 @@ class _Run:
     def _learn_group(self, group: str, path: Path, known: ProfileEntry | None) -> Profile:
         began = time.perf_counter()
         profile = cuvee.calibrate(
-            self.model,
+            self.plan.model,
             self._learning,
             group,
-            more_text=learning_text(self.config),
-            prefix=self.prefix,
+            more_text=learning_text(self.plan.config),
+            prefix=self.plan.prefix,
             batch_size=self._rows(LEARNING_ROWS),
-            seed=self.config.seed,
+            seed=self.plan.config.seed,
             progress=False,
         )
         seconds = time.perf_counter() - began
@@ -508,40 +316,36 @@ class _Run:
 
     def _rows(self, most: int) -> int:
         """Sequences per forward pass."""
-        return max(1, min(most, _PASS_TOKENS // self.config.length))
+        return max(1, min(most, _PASS_TOKENS // self.plan.config.length))
 
     def _profile_entry(self, profile: Profile, path: Path | None, seconds: float | None) -> ProfileEntry:
         size = path.stat().st_size if path is not None else _saved_size(profile)
-        bits = 8 * size / (1e6 * self.layout.values_per_token)
+        bits = 8 * size / (1e6 * self.plan.layout.values_per_token)
         return ProfileEntry(profile.id.hex(), profile.group, profile.source, size, seconds, bits)
 
     @cached_property
     def _learning(self) -> torch.Tensor | dict[str, torch.Tensor]:
-        return learning_sequences(self.config, self.calibration, self.model, self.prefix)
-
-    @property
-    def _cache_layout(self) -> KVLayout:
-        """The layout of the caches that are coded."""
-        return replace(self.layout, dtype=self.config.cache_dtype)
+        return learning_sequences(self.plan.config, self.plan.calibration, self.plan.model, self.plan.prefix)
 
     @cached_property
     def _learning_caches(self) -> list[KVChunk]:
         """The caches of those sequences, on which the baselines are fitted."""
-        layout = self._cache_layout
+        layout = self.plan.cache_layout
         chunks = []
         with torch.no_grad():
-            for batch in all_sequences(self._learning).split(self._rows(self.config.batch_size)):
-                chunks += prefill(self.model, batch[:, : self.prefix].to(self.model.device), layout, self.config.device)
+            for batch in all_sequences(self._learning).split(self._rows(self.plan.config.batch_size)):
+                cached = batch[:, : self.plan.prefix].to(self.plan.model.device)
+                chunks += prefill(self.plan.model, cached, layout, self.plan.config.device)
         return chunks
 
     @cached_property
     def _bench(self) -> QualityBench:
-        return self._bench_of(self.tokens, self.prefix)
+        return self._bench_of(self.plan.tokens, self.plan.prefix)
 
     def _bench_of(self, tokens: torch.Tensor, prefix: int) -> QualityBench:
-        config = self.config
+        config = self.plan.config
         return QualityBench(
-            self.model,
+            self.plan.model,
             tokens,
             prefix,
             dtype=config.cache_dtype,
@@ -551,27 +355,12 @@ class _Run:
 
     # Methods -----------------------------------------------------------------------------------------------------
 
-    def _candidates(self) -> list[Candidate]:
-        """Every method of this report, in order."""
-        names, methods = tuple(self.given) or self.groups, self.config.methods
-        if methods and self.config.controls:
-            methods = (*methods, "destroyed")
-
-        def found(quick: bool) -> list[Candidate]:
-            # With profiles given, PCA, which learns, is measured only if it is asked for.
-            groups = () if self.given and not methods else self.groups
-            learned = pca_candidates(self._cache_layout, lambda: self._learning_caches, groups, quick)
-            coded = codec_candidates(self.layout, names, lambda name: self._profiles[name], quick)
-            return fixed_baselines(quick) + ([] if quick else peers()) + learned + coded
-
-        return select(found(False), methods, found(self.config.quick))
-
     def _measure_quality(self, candidate: Candidate) -> None:
         method = self._make(candidate)
         if method is None:
             return
         try:
-            quality = self._bench.run(candidate.label, method, self.config.chunk_tokens)
+            quality = self._bench.run(candidate.label, method, self.plan.config.chunk_tokens)
         except InputError as refused:  # the method cannot store some of the values
             self._skip(candidate.key, refused)
             return
@@ -602,7 +391,7 @@ class _Run:
     # Tasks -------------------------------------------------------------------------------------------------------
 
     def _is_scored(self, candidate: Candidate) -> bool:
-        if self.config.quick:
+        if self.plan.config.quick:
             return candidate.key in (UNCOMPRESSED, "kivi2", "destroyed") or candidate.setting == "balanced"
         return candidate.key in SCORED or candidate.kind == "preset"
 
@@ -625,23 +414,19 @@ class _Run:
 
     def _score_alone(self, log: StepLog) -> None:
         """Score each task with the question alone. A task without a context of its own has no such score."""
-        if self.alone is None:
+        if self.plan.alone is None:
             return
-        log.expect(len(self.alone.names))
+        log.expect(len(self.plan.alone.names))
         digests = {task.name: task.docs_sha256 for task in self.report.tasks}
-        for name in self.alone.names:
+        for name in self.plan.alone.names:
             if name not in digests or self._has_score(ABSENT, name):
                 log.skip()
                 continue
             with log.step(f"{name}: the question alone"):
-                task, score = self.alone.score(baseline(UNCOMPRESSED), name, ABSENT, self._exact_score(name))
+                task, score = self.plan.alone.score(baseline(UNCOMPRESSED), name, ABSENT, self._exact_score(name))
                 if task.docs_sha256 != digests[name]:
                     self.report.scores.append(score)
                     self.save()
-
-
-def _anchors(found: Sequence[Mapping[str, Any]]) -> list[Anchor]:
-    return [read_entry(Anchor, anchor, "comparison") for anchor in found]
 
 
 def _saved_size(profile: Profile) -> int:

@@ -36,8 +36,8 @@ from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES
 from cuvee.eval.quality import CodecMethod, Method, Quality, QualityBench
 from cuvee.eval.report.candidates import Candidate, codec_candidates, select
+from cuvee.eval.report.comparing import ANCHORS
 from cuvee.eval.report.report_config import ReportConfig, quick_config
-from cuvee.eval.report.report_run import ANCHORS
 from cuvee.eval.report.scoring import TaskScorer
 from cuvee.eval.stats import paired_difference
 
@@ -239,7 +239,7 @@ def test_results_of_other_software_are_never_mixed(
 ) -> None:
     out, _ = done
     machine = hardware()
-    monkeypatch.setattr("cuvee.eval.report.report_run.hardware", lambda: {**machine, "torch": "1.0"})
+    monkeypatch.setattr("cuvee.eval.report.report_plan.hardware", lambda: {**machine, "torch": "1.0"})
     with pytest.raises(InputError, match="differs in software"):
         run_report(CONFIG, out, console)
 
@@ -560,14 +560,14 @@ def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(bundled_model_path(), tmp_path / "mine")
-    monkeypatch.setattr("cuvee.eval.report.report_run.WHOLE_CACHE_VALUES", 100)  # as if it were larger
+    monkeypatch.setattr("cuvee.eval.report.report_plan.WHOLE_CACHE_VALUES", 100)  # as if it were larger
     config = replace(
         CONFIG, model=str(tmp_path / "mine"), groups=(), tasks=(), calibration_sequences=None, length=128,
         methods=("kivi4", "cuvee/layers:2@balanced"),
     )  # fmt: skip
     assert config.learned_texts == ("mixture",) and config.learned_sequences == 96
     monkeypatch.setattr("cuvee.eval.report.report_config.MIXTURE_SEQUENCES", 64)
-    monkeypatch.setattr("cuvee.eval.report.report_run.CPU_FLOPS", 500.0)
+    monkeypatch.setattr("cuvee.eval.report.report_plan.CPU_FLOPS", 500.0)
     learned: dict[str, Any] = {}
 
     def calibrate(model: Any, tokens: Any, group: str, **more: Any) -> Profile:
@@ -604,7 +604,7 @@ def test_the_mixture_comes_alone_and_whole(
 
 
 def test_kinds_of_text_are_compared_apart(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.eval.report.report_run.LEAST_OF_KIND", 2)
+    monkeypatch.setattr("cuvee.eval.report.comparing.LEAST_OF_KIND", 2)
     config = replace(
         CONFIG, tasks=(), evaluation=("orchard", "lantern"), sequences=7, methods=("kivi4", "cuvee/layer", "pca")
     )
@@ -630,8 +630,8 @@ def test_kinds_of_text_are_compared_apart(tmp_path: Path, console: Console, monk
 def test_large_models_are_asked_fewer_documents(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cuvee.eval.report.report_run.SMALL_PARAMETERS", 1_000_000)
-    monkeypatch.setattr("cuvee.eval.report.report_run.LARGE_LIMIT", 3)
+    monkeypatch.setattr("cuvee.eval.report.report_plan.SMALL_PARAMETERS", 1_000_000)
+    monkeypatch.setattr("cuvee.eval.report.report_plan.LARGE_LIMIT", 3)
     data = run_report(replace(CONFIG, methods=("kivi2",), limit=None), tmp_path / "run", console)
     assert data["configuration"]["limit"] == 3 and {s["docs"] for s in data["scores"]} == {3}
 
