@@ -211,6 +211,7 @@ def test_a_store_of_raw_files_is_timed_beside_the_variants() -> None:
     out = io.StringIO()
     show_engine(report).print(Console(file=out, width=200))
     assert "hit: raw files, ratio" in out.getvalue() and "miss: raw files, ratio" in out.getvalue()
+    assert "0.25 (0.25-0.25)" in out.getvalue() and "256 or less" in out.getvalue()
 
 
 def test_raw_files_of_an_engine_that_rounds_otherwise_are_reported() -> None:
@@ -230,14 +231,6 @@ def test_rounds_end_when_their_time_is_up_but_three_are_measured() -> None:
     scope = replace(SMALL, rounds=50, seconds=0.0)
     first = measure_first_token(scope, MODEL, engines(), VARIANTS[:1], silent)
     assert first["lengths"][0]["recompute_seconds"]["runs"] == 3
-
-
-def test_a_report_is_printed() -> None:
-    report = scripted_report()
-    out = io.StringIO()
-    show_engine(report).print(Console(file=out, width=200))
-    text = out.getvalue()
-    assert "0.25 (0.25-0.25)" in text and "256 or less" in text
 
 
 # Processes -------------------------------------------------------------------------------------------------------

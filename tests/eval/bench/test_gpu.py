@@ -23,7 +23,6 @@ from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench.gpu import gpu_bench
 from cuvee.eval.bench.gpu.cases import (
     BITS,
-    GPU_FULL,
     GPU_REHEARSAL,
     LOSSLESS,
     MOST_ERROR,
@@ -270,8 +269,3 @@ def test_calls_take_turns(device: torch.device) -> None:
     clock = Clock(device, Effort(0.0, 5, 5))
     timing = clock.whole([lambda: seen.append(0), lambda: seen.append(1)])
     assert timing.runs == 5 and seen == [0, 0, 1, 0, 1, 0]
-
-
-def test_a_full_run_covers_what_it_promises() -> None:
-    assert GPU_FULL.groups == ("head", LOSSLESS, "layer", "layers:2") == GPU_REHEARSAL.groups
-    assert [count * GPU_FULL.tokens for count in GPU_FULL.chunks] == [256, 1024, 4096, 16384]

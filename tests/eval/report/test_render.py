@@ -469,13 +469,6 @@ def test_the_page_is_whole_and_loads_nothing(folder: Path) -> None:
     assert text.count("<style") == 1 and "@import" not in text
 
 
-def test_figures_of_a_page_are_those_of_the_folder(report: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    assert "<svg" not in html(report, tmp_path)
-    (tmp_path / "size_kl.svg").write_bytes((folder / "plots" / "size_kl.svg").read_bytes())
-    assert html(report, tmp_path).count("<svg") == 1
-    assert markdown(report, {"size_kl": "plots/size_kl.svg"}).count("![") == 1
-
-
 def no_tasks(report: dict[str, Any]) -> None:
     report["tasks"], report["scores"] = [], []
 
