@@ -97,8 +97,9 @@ def test_a_score_that_is_no_mean_is_not_compared(report: Report, tmp_path: Path)
     assert since(figures(report, tmp_path), report)["unchanged"] == 8
 
 
-def test_rounding_is_no_change() -> None:
+def test_rounding_and_less_than_two_errors_are_no_change() -> None:
     assert not Change("k", "kl", 0.1 + 0.2, 0.3, None, False).clear
+    assert not Change("k", "kl", 0.3, 0.4, 0.06, False).clear and Change("k", "kl", 0.3, 0.4, 0.04, False).clear
     assert Change("k", "kl", 0.3, 0.4, None, False).worse and not Change("k", "top1", 0.3, 0.4, None, True).worse
 
 
