@@ -32,7 +32,7 @@ class StepLog:
         self._began = time.monotonic()
 
     def expect(self, steps: int) -> None:
-        """Count so many more steps as ahead."""
+        """Add to the number of steps that are expected."""
         self._total += steps
 
     @contextmanager
