@@ -1,0 +1,211 @@
+"""Loads with a deadline in simulated time: how many deadlines are met that can be met, whatever links and stores do.
+
+The worker's own code fetches from a store and decides. Only the clock, the links' speed and the time of decoding are
+made up, so that thousands of loads take no time, and a busy machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.vllm.sides import CHUNK, Bench
+from tests.integrations.vllm.test_worker_deadline import BLOCKS, PARTS, STEP, keys_of, profile
+
+from cuvee.codec.errors import CuveeError
+from cuvee.integrations.loading import LinkRate
+from cuvee.integrations.stores.tiered import TieredStore
+from cuvee.integrations.vllm import worker_deadline
+from cuvee.integrations.vllm.messages import Aim
+from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob
+
+CHUNKS, REST = 8, 4  # that are loaded, and tokens behind them
+LATENCY, DECODE = 0.004, 0.01  # seconds until the first byte, and to decode a part of a chunk
+LOST = 1.0, 0.15  # what a chunk of so many parts loses; a computed one loses nothing
+Rate = Callable[[float], float]
+
+
+class Simulation:
+    """Links whose rates are functions of time, and a clock that stands while nothing is waited for.
+
+    Args:
+        bench: a worker, with what is to be loaded in its store.
+        rates: bytes per second of each tier.
+        told: what the worker takes them for, over what they are at first.
+    """
+
+    def __init__(self, bench: Bench, rates: dict[str, Rate], told: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bench, self.now, self.rates = bench, 100.0, rates
+        self._busy = dict.fromkeys(rates, 0.0)
+        self._done: dict[int, float] = {}  # when each answer is there
+        self.loads = bench.worker.loads._deadlines
+        self.loads.pools = SimpleNamespace(fetchers=self)  # type: ignore[assignment]
+        self.loads._links = {tier: (LinkRate(told * rate(0.0), LATENCY, 0.3), self.now) for tier, rate in rates.items()}
+        self.loads.decode.observe(CHUNK, 0.0, DECODE)
+        self.tier: Callable[[bytes], str] = lambda digest: "memory"
+        monkeypatch.setattr(worker_deadline, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(worker_deadline, "wait", self._wait)
+        get = self.loads.restorer.get
+
+        def noting(tenant: str, digests: Sequence[bytes], parts: int, held: Any = None) -> list[Fetched]:
+            self._asked = self.tier(digests[0])
+            return get(tenant, digests, parts, held)
+
+        monkeypatch.setattr(self.loads.restorer, "get", noting)
+
+    def submit(self, fetch: Callable[[], tuple[list[Fetched], float]]) -> Future[tuple[list[Fetched], float]]:
+        """Fetch, and have the answer there once its link has brought it."""
+        answer: Future[tuple[list[Fetched], float]] = Future()
+        try:
+            found, _ = fetch()
+        except Exception as error:
+            answer.set_exception(error)
+            self._done[id(answer)] = self.now + LATENCY
+            return answer
+        self._busy[self._asked] = done = self._end(
+            self._asked, sum(len(each.parts[-1]) for each in found if each.parts)
+        )
+        answer.set_result((found, done))
+        self._done[id(answer)] = done
+        return answer
+
+    def _end(self, tier: str, nbytes: int) -> float:
+        at, left = max(self.now + LATENCY, self._busy[tier]), float(nbytes)
+        while left > 0:
+            left -= 0.001 * self.rates[tier](at - 100.0)
+            at += 0.001
+        return at
+
+    def _wait(self, answers: Sequence[Future[Any]], seconds: float) -> SimpleNamespace:
+        until, done = self.now + seconds, self._done[id(answers[0])]
+        self.now = max(self.now, min(done, until))
+        return SimpleNamespace(done=done <= until)
+
+    def run(self, deadline: float, token: float) -> tuple[float, list[int], LoadJob]:
+        """Load by a deadline, if computing a token takes so long; return the seconds until the first token, the parts
+        of each chunk that is kept, and the load.
+        """
+        begun, load = self.now, self.bench.load(BLOCKS, 0, CHUNKS * CHUNK)
+        job, parts = LoadJob(load, begun, 0), [0] * CHUNKS
+        try:
+            for batch in self.loads.fetched(job, Aim(deadline, REST, 0, (token, 0.0, 0.1, 0.0))):
+                for entry, fetched in batch:
+                    assert len(fetched.parts) > parts[entry.start // CHUNK], "nothing is decoded twice for nothing"
+                    parts[entry.start // CHUNK] = len(fetched.parts)
+                    self.now += DECODE * len(fetched.parts)
+        except (CuveeError, OSError):
+            pass
+        kept = parts[: parts.index(0)] if 0 in parts else parts
+        computed = token * ((CHUNKS - len(kept)) * CHUNK + REST)
+        return self.now - begun + computed, kept, job
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(store: Any = None) -> Bench:
+        torch.manual_seed(0)
+        lossy = {"quality": None, "step": STEP, "refinements": PARTS - 1}
+        made.append(Bench(profile=profile(), codec=lossy, store=store, load_timeout=60.0, **lossy))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.worker.close()
+
+
+def bytes_of(b: Bench) -> tuple[int, int]:
+    """Bytes of all bases, and of all refinements."""
+    sizes = [[len(b.store.get(key) or b"") for key in keys_of(b, chunk)] for chunk in range(CHUNKS)]
+    return sum(base for base, _ in sizes), sum(more for _, more in sizes)
+
+
+def jumping(rate: float, seed: int) -> Rate:
+    draw = random.Random(seed)
+    levels = [rate * 2 ** draw.uniform(-1.5, 1.5) for _ in range(600)]
+    return lambda at: levels[min(int(at / 0.1), 599)]
+
+
+PATTERNS: dict[str, Callable[[float], Rate]] = {
+    "steady": lambda rate: lambda at: rate,
+    "slower": lambda rate: lambda at: rate if at < 0.1 else rate / 3,
+    "jumps": lambda rate: jumping(rate, int(rate)),
+}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "least", "most_lost"), [("steady", 0.95, 0.25), ("slower", 0.95, 0.25), ("jumps", 0.92, 0.25)]
+)
+def test_what_can_be_met_is_met(
+    bench: Callable[..., Bench], pattern: str, least: float, most_lost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Feasible is what loading all bases, or computing everything, would meet. A link that jumps by eight times has
+    forecasts that are wrong.
+    """
+    b = bench()
+    b.store_all(CHUNKS)
+    bases, more = bytes_of(b)
+    met, lost, kept_at = [], [], []
+    for seconds, token, told, factor in product((0.1, 0.4, 1.5), (2e-3, 8e-3), (0.5, 1, 2), (0.5, 0.75, 1.0, 1.5, 2.5)):
+        rate = PATTERNS[pattern](bases / seconds)
+        probe = Simulation(b, {"memory": rate}, 1.0, monkeypatch)
+        to_bases = max(probe._end("memory", bases) - 100.0 + DECODE, CHUNKS * DECODE) + REST * token
+        to_all = max(probe._end("memory", bases + more) - 100.0, 2 * CHUNKS * DECODE) + 2 * DECODE + REST * token
+        computing = token * (CHUNKS * CHUNK + REST)
+        monkeypatch.undo()
+        for whole in (to_all, computing):
+            deadline = factor * whole + 0.02
+            end, parts, _ = Simulation(b, {"memory": rate}, told, monkeypatch).run(deadline, token)
+            monkeypatch.undo()
+            if deadline >= min(to_bases, computing) + 0.02:
+                met.append(end <= deadline)
+                lost.append(sum(LOST[each - 1] for each in parts) / CHUNKS)
+            kept_at.append(len(parts))
+    assert len(met) > 100 and sum(met) >= least * len(met), f"{sum(met)} of {len(met)}"
+    assert 0 < sum(lost) / len(lost) < most_lost, "of what loading bases alone loses"
+    assert {0, CHUNKS} <= set(kept_at)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_tiers_that_fail_at_random_cost_no_more_than_computing(
+    bench: Callable[..., Bench], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts are in one tier or the other or gone, and calls fail. What is kept is a whole prefix, in bounded time."""
+    draw = random.Random(seed)
+    b = bench()
+    b.store_all(CHUNKS)
+    bases, _ = bytes_of(b)
+    first, second = DictStore(), DictStore()
+    second.name = "far"
+    for chunk in range(CHUNKS):
+        for key in keys_of(b, chunk):
+            if draw.random() < 0.95:
+                draw.choice([first, second]).entries[key] = b.store.entries[key]
+    tiers = TieredStore([first, second])
+    b.worker._state.store = tiers
+    rates = {"memory": lambda at: bases / 0.05, "far": jumping(bases / 0.5, seed), "": lambda at: 1e9}
+    simulation = Simulation(b, rates, draw.choice([0.3, 1.0, 3.0]), monkeypatch)
+
+    def fail(operation: str) -> None:
+        if operation == "get" and draw.random() < 0.02:
+            raise OSError("planted")
+
+    first.before = second.before = fail
+    located = {digest: tiers.locate([keys_of(b, at)[0]])[0] for at, digest in enumerate(b.digests)}
+    simulation.tier = lambda digest: located[digest] or "memory"
+    deadline, token = draw.choice([0.05, 0.3, 1.0, 3.0]), draw.choice([2e-3, 8e-3])
+    end, kept, job = simulation.run(deadline, token)
+    computing = token * (CHUNKS * CHUNK + REST)
+    assert set(kept) <= {1, 2} and len(kept) <= CHUNKS
+    assert end <= max(deadline, computing) + 1.0, "it never waits for more than what would have been computed"
+    assert job.as_planned or len(kept) < CHUNKS
+    first.before = second.before = lambda operation: None
+    tiers.close()
