@@ -142,7 +142,7 @@ PATTERNS: dict[str, Callable[[float], Rate]] = {
 
 
 @pytest.mark.parametrize(
-    ("pattern", "least", "most_lost"), [("steady", 0.95, 0.25), ("slower", 0.95, 0.25), ("jumps", 0.92, 0.25)]
+    ("pattern", "least", "most_lost"), [("steady", 0.95, 0.25), ("slower", 0.95, 0.25), ("jumps", 0.92, 0.29)]
 )
 def test_what_can_be_met_is_met(
     bench: Callable[..., Bench], pattern: str, least: float, most_lost: float, monkeypatch: pytest.MonkeyPatch
