@@ -264,6 +264,18 @@ def test_a_put_does_not_wait_for_lower_tiers(three: Three) -> None:
     assert three.store.counters()["low"].queued == 0
 
 
+@pytest.mark.parametrize("failing", ["top", "low", "deep"])
+def test_every_tier_is_flushed_whichever_is_not_in_time(three: Three, failing: str) -> None:
+    """Also those behind it: each may have put off writes of its own."""
+    assert three.store.put(A, b"x") and three.store.flush(LONG), "what is queued has been written"
+    assert all(A in tier.entries for tier in (three.top, three.low, three.deep))
+    getattr(three, failing).flushed = False
+    for tier in (three.top, three.low, three.deep):
+        tier.calls.clear()
+    assert not three.store.flush(LONG)
+    assert [("flush",) in tier.calls for tier in (three.top, three.low, three.deep)] == [True] * 3
+
+
 def test_what_is_queued_is_found(three: Three) -> None:
     gate = three.block(three.low)
     three.store.put(A, b"a")
