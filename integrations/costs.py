@@ -78,7 +78,7 @@ class LinearCost:
 
     def _fit(self) -> None:
         # Plain Python: for so few samples, arrays take ten times as long, and a load fits after every chunk.
-        weights = [0.5 ** (age / _HALF_LIFE) for age in reversed(range(len(self._window)))]
+        weights: list[float] = [0.5 ** (age / _HALF_LIFE) for age in reversed(range(len(self._window)))]
         whole = sum(weights)
 
         def moment(of: int, by: int) -> float:
