@@ -115,6 +115,8 @@ def test_the_dashboard_shows_metrics_that_exist() -> None:
     assert len(dashboard["panels"]) == 6 and {panel["type"] for panel in dashboard["panels"]} == {"timeseries"}
     assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]}) == 6
     endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+    (variable,) = set(re.findall(r"label_values\(vllm:cuvee_([a-z_]+)_total, ", json.dumps(dashboard["templating"])))
+    assert METRICS[variable].kind == "counter"
     for target in (target for panel in dashboard["panels"] for target in panel["targets"]):
         named = re.findall(r"vllm:cuvee_([a-z_]+)\{", target["expr"])
         assert named, target
