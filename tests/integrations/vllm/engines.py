@@ -15,6 +15,7 @@ import importlib
 import json
 import math
 import os
+import random
 import runpy
 import signal
 import socket
@@ -203,6 +204,22 @@ class Ran:
     def metric(self, name: str, after: int = -1) -> float:
         """A counter or gauge after a step (default: the last), as `total`; 0 if there is none."""
         return total(self.metrics[after], name)
+
+    def assert_sound(self, *unless: str) -> None:
+        """Nothing failed, was recomputed or left out, these metrics apart."""
+        lost = (f"store_operations{{result={result}}}" for result in ("corrupt", "error", "dropped"))
+        for name in {"failures", "contained", "recomputed_tokens", "stores_skipped", *lost} - {*unless}:
+            assert self.metric(f"vllm:cuvee_{name}") == 0, name
+
+
+def ids(count: int, seed: int | str) -> list[int]:
+    """Random tokens that every tiny model has."""
+    return random.Random(seed).choices(range(1, 256), k=count)
+
+
+def distinct_chunks(size: int, *texts: Sequence[int]) -> int:
+    """How many whole chunks texts have, each after its prefix, if every token has KV."""
+    return len({tuple(text[:end]) for text in texts for end in range(size, len(text) + 1, size)})
 
 
 def total(samples: Mapping[str, float], name: str) -> float:

@@ -35,6 +35,7 @@ from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import RedisServer, redis_server, wait_until
 from tests.integrations.vllm.engines import (
     cuvee,
+    ids,
     import_vllm,
     mark,
     run_script,
@@ -67,11 +68,6 @@ OPTIONS: dict[str, Any] = {
 }
 RANKS_OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 8 * BLOCKS, "disable_log_stats": False}
 Totals = dict[tuple[str, str], float]
-
-
-def ids(count: int, seed: int | str) -> list[int]:
-    """Random tokens."""
-    return random.Random(seed).choices(range(1, 256), k=count)
 
 
 def prompt_of(name: str, chunks: int = CHUNKS) -> list[int]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,6 +39,8 @@ from tests.integrations.vllm.engines import (
     Step,
     cuvee,
     distance,
+    distinct_chunks,
+    ids,
     need_vllm,
     read_results,
     run_engines,
@@ -100,11 +101,6 @@ CASES = {
 RANKS_NOISE = 1e-3
 
 
-def ids(count: int, seed: int) -> list[int]:
-    """Random tokens that every one of the models has."""
-    return random.Random(seed).choices(range(1, 256), k=count)
-
-
 COMMON = ids(2 * CHUNK, 0)
 PROMPTS: dict[str, list[int]] = {
     "shorter than a chunk": ids(100, 1),
@@ -159,11 +155,6 @@ def tails(*prompts: list[int], size: int, block: int) -> int:
     """Distinct tails of some prompts."""
     ends = [(prompt, len(prompt) // block * block) for prompt in prompts]
     return len({tuple(prompt[:end]) for prompt, end in ends if end % size and end >= 64})
-
-
-def chunks(*prompts: list[int], size: int = CHUNK) -> int:
-    """Distinct chunks, each after its prefix, of some sequences whose every token has KV."""
-    return len({tuple(prompt[:end]) for prompt in prompts for end in range(size, len(prompt) + 1, size)})
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +212,7 @@ def first_process(
         steps = [ALONE, again[0], TOGETHER, again[1], *turns, *more.get(family, [])]
         # All logprobs, for the passages; the other engines' steps ask for five.
         engines.append(Engine(f"reference-{family}", models[family], steps, {"dtype": case.dtype, "max_logprobs": -1}))
-    all_stored = chunks(*PROMPTS.values())
+    all_stored = distinct_chunks(CHUNK, *PROMPTS.values())
     for family, case in CASES.items():
         turn = Step([QUESTION], max_tokens=ANSWER, until=("vllm:cuvee_stored{kind=chunk}", all_stored + 1))
         transfer = cuvee(store("main"), chunk_tokens=CHUNK)
@@ -312,19 +303,6 @@ def assert_same(answers: list[Answer], expected: list[Answer], runs: list[list[A
     assert max(distances) <= allowed, distances
 
 
-def assert_sound(ran: Ran) -> None:
-    """Nothing failed, and nothing was recomputed."""
-    for name in (
-        "failures",
-        "recomputed_tokens",
-        "store_operations{result=corrupt}",
-        "store_operations{result=error}",
-        "store_operations{result=dropped}",
-        "stores_skipped",
-    ):
-        assert ran.metric(f"vllm:cuvee_{name}") == 0, name
-
-
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.serves(where="engine")
 def test_storing_changes_nothing(family: str, reference: dict[str, Ran], stored: dict[str, Ran]) -> None:
@@ -333,11 +311,11 @@ def test_storing_changes_nothing(family: str, reference: dict[str, Ran], stored:
     assert_same(ran.steps[0], expected[2], expected[:4], CASES[family].noise)
     assert ran.steps[1][0].tokens == expected[4][0].tokens
     assert (
-        ran.metric("vllm:cuvee_stored{kind=chunk}") == chunks(*PROMPTS.values()) + 1
+        ran.metric("vllm:cuvee_stored{kind=chunk}") == distinct_chunks(CHUNK, *PROMPTS.values()) + 1
     )  # and one of question and answer
     assert 0 < ran.metric("vllm:cuvee_stored_bytes") < ran.metric("vllm:cuvee_raw_bytes")
     assert ran.metric("vllm:cuvee_load_seconds_count") == 0
-    assert_sound(ran)
+    ran.assert_sound()
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -361,7 +339,7 @@ def test_another_process_answers_the_same_from_the_store(
     from_store = sum(answer.cached for answer in alone)
     assert ran.metric("vllm:cuvee_loaded_tokens") >= from_store
     assert ran.metric("vllm:external_prefix_cache_hits") >= from_store
-    assert_sound(ran)
+    ran.assert_sound()
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -399,7 +377,7 @@ def test_preempted_requests_end_the_same(reference: dict[str, Ran], loaded: Resu
         assert_same(answers, crowd[0], crowd, CASES["llama"].noise)
     assert ran.metric("vllm:cuvee_load_seconds_count", 0) < ran.metric("vllm:cuvee_load_seconds_count", 1)
     assert [answer.cached for answer in found] == [loadable(prompt, 32, 32) for prompt in CROWD]
-    assert_sound(ran)
+    ran.assert_sound()
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +395,7 @@ def ranks(folder: Path, models: dict[str, Path]) -> RanksRan:
     """An engine of two workers that computes and stores, then loads; then a rank misses entries; then one is killed."""
     place, root = folder / "ranks", folder / "ranks-store"
     place.mkdir()
-    stored = 2 * chunks(*PROMPTS.values(), size=faults.CHUNK)
+    stored = 2 * distinct_chunks(faults.CHUNK, *PROMPTS.values())
     filled = Step(TOGETHER.prompts, together=True, until=("vllm:cuvee_stored{kind=chunk}", stored))
     ended = 2 * tails(*PROMPTS.values(), size=faults.CHUNK, block=32)
     filled_up = Step(until=("vllm:cuvee_stored{kind=tail}", ended))
@@ -443,7 +421,7 @@ def test_two_ranks_agree(ranks: RanksRan, reference: dict[str, Ran]) -> None:
         # Two ranks add up in another order than one.
         distances = [distance(answer, other) for answer, other in zip(answers, exact, strict=True)]
         assert max(distances) < RANKS_NOISE, distances
-    assert_sound(ran)
+    ran.assert_sound()
 
 
 @pytest.mark.parametrize("scenario", faults.RANKS)
@@ -478,7 +456,7 @@ def test_balanced_keeps_its_promise(passages: list[list[int]], reference: dict[s
     first = [index for index, passage in enumerate(passages) if len(passage) == PREFIX + 4]
     assert all(answer.cached >= PREFIX for answer in ran.steps[1])
     assert ran.metric("vllm:external_prefix_cache_hits") >= len(first) * PREFIX
-    assert_sound(ran)
+    ran.assert_sound()
     assert ran.log.count("cuvee: took profile ") == 1, "one for both roles, from the collection"
     kl = [divergence(answer, other) for answer, other in zip(ran.steps[1], exact, strict=True)]
     assert len(kl) >= 256
@@ -508,4 +486,4 @@ def test_a_store_that_has_dropped_refinements_is_told_from_one_that_has_not(
     assert len(told) == count and not any(each["deadline_met"] for each in told)
     assert {each["parts"][1] for each in told} == {0}, "nothing is there but bases"
     assert ran.metric("vllm:cuvee_loaded_tokens") == 2 * count * PREFIX + sum(each["loaded_tokens"] for each in told)
-    assert_sound(ran)
+    ran.assert_sound()

@@ -5,7 +5,6 @@ Batches have one request or the same requests, so that they round alike in engin
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 
 import pytest
@@ -15,6 +14,7 @@ from tests.integrations.vllm.engines import (
     Step,
     cuvee,
     distance,
+    ids,
     need_vllm,
     run_engines,
     save_tiny_model,
@@ -25,11 +25,6 @@ pytestmark = pytest.mark.slow
 
 CHUNK, BLOCK = 64, 32
 NIGHTLY = ("gemma3n", "gemma4")  # windows, layers that share a cache, and heads of different sizes
-
-
-def ids(count: int, seed: int) -> list[int]:
-    """Random tokens of the models' vocabulary."""
-    return random.Random(seed).choices(range(1, 256), k=count)
 
 
 COMMON = ids(2 * CHUNK + 10, 0)

@@ -5,7 +5,6 @@ One process fills a store, another finds it: each engine is compared with one of
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.integrations.vllm.engines import (
     Step,
     cuvee,
     distance,
+    ids,
     need_vllm,
     run_engines,
     save_tiny_model,
@@ -32,11 +32,6 @@ from cuvee.codec.models.forward import prefill
 pytestmark = pytest.mark.slow
 
 CHUNK, BLOCK = 64, 32
-
-
-def ids(count: int, seed: int) -> list[int]:
-    """Random tokens of the models' vocabulary."""
-    return random.Random(seed).choices(range(1, 256), k=count)
 
 
 COMMON = ids(2 * CHUNK + 10, 0)
