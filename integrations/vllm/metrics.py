@@ -11,14 +11,11 @@ upper edge of their bucket, so they do not grow with the load.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import is_dataclass
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
@@ -27,14 +24,7 @@ from cuvee.integrations.vllm.metric_table import METRICS, Metric
 if TYPE_CHECKING:
     from cuvee.integrations.stores.base import TierCounters
 
-logger = logging.getLogger(__name__)
-
 Data = dict[str, float]
-
-_MOST = 1 << 63  # figures are below this, which every message and every client can hold
-_EXACT = 1 << 53  # floats are exact up to here
-_LONGEST_TIER = 64
-_MOST_LEFT_OUT = 100  # unusable figures of stores that are remembered
 
 # Results of store_operations, and metrics, by the field of TierCounters.
 _OPERATIONS = "store_operations"
@@ -87,7 +77,6 @@ class Recorder:
         self._pending: Data = {}
         self._ranks: set[str] = set()  # that have gauges of their own
         self._stores: dict[str, dict[str, float]] = {}  # figures of tiers, as counted so far
-        self._left_out: set[str] = set()
 
     def count(self, name: str, value: float = 1, label: str = "") -> None:
         """Add `value` to a counter, or one observation of `value` seconds to a histogram.
@@ -124,51 +113,26 @@ class Recorder:
 
         Call it in one place per store: two connectors that share a store would count the same operations twice.
 
-        Never raises, because it runs in the engine's loop and some figures come from a server. A figure that is not a
-        number from 0 to 2^63 is left out, and so is a tier whose name cannot be a label. The first is logged, and each
-        is counted once in `failures` of the kind "store".
-
         Args:
             counters: cumulative, from `Store.counters`. A reopened store starts from zero.
+
+        Raises:
+            Exception: a figure that is no number from 0 on, or a tier whose name cannot be a label.
         """
         for tier, now in counters.items():
-            if not _is_label(tier) or not is_dataclass(now):
-                self._leave_out("the name or the counters of a tier", tier)
-                continue
             seen = self._stores.setdefault(tier, {})
             for name in (*_TIER_RESULTS, *_TIER_BYTES, *_TIER_GAUGES):
-                given = getattr(now, name)
-                if type(given) is int and seen.get(name) == given:
+                value, last = getattr(now, name), seen.get(name)
+                if value is None or value == last:
                     continue  # most often: the rest would take tens of microseconds of every step
-                value, gauge = _figure(given), _TIER_GAUGES.get(name)
-                if value is None:
-                    if gauge is None or given is not None:
-                        self._leave_out(f"{name} of {tier}", given)
-                    continue
-                with self._lock:
-                    last, seen[name] = seen.get(name, 0), value
-                if gauge is not None:
-                    self.gauge(gauge, value, tier)
-                    continue
-                new = value - last if value >= last else value
-                # Sums of integers may exceed the 64 bits that messages between processes have for them.
-                new = new if new < _EXACT else float(new)
-                if name in _TIER_RESULTS:
-                    self.count(_OPERATIONS, new, f"{tier}:{_TIER_RESULTS[name]}")
-                else:
+                new = value if last is None or value < last else value - last
+                if name in _TIER_GAUGES:
+                    self.gauge(_TIER_GAUGES[name], value, tier)
+                elif name in _TIER_BYTES:
                     self.count(_TIER_BYTES[name], new, tier)
-
-    def _leave_out(self, what: str, given: object) -> None:
-        """Count an unusable figure of a store once, and log the first."""
-        with self._lock:
-            if what in self._left_out or len(self._left_out) >= _MOST_LEFT_OUT:
-                return
-            first = not self._left_out
-            self._left_out.add(what)
-        self.count("failures", label="store")
-        if first:
-            why = "out of range" if isinstance(given, Real) else f"of the type {type(given).__name__}"
-            logger.warning("cuvee: a figure of the store cannot be counted and is left out: %s, %s", what, why)
+                else:
+                    self.count(_OPERATIONS, new, f"{tier}:{_TIER_RESULTS[name]}")
+                seen[name] = value
 
     def absorb(self, data: Mapping[str, float]) -> None:
         """Add what another recorder drained."""
@@ -253,21 +217,6 @@ def interval_figures(data: Mapping[str, float]) -> dict[str, int | float]:
     line["failures"] = total("failures") + total(_OPERATIONS, "error", "corrupt")
     line["not stored"] = total("stores_skipped") + total(_OPERATIONS, "dropped", "skipped")
     return line
-
-
-def _figure(given: object) -> float | None:
-    """Convert a store's figure to a plain number; None if it is not a number from 0 to 2^63."""
-    if not isinstance(given, Real):
-        return None
-    figure: Any = given
-    if not 0 <= figure < _MOST:
-        return None
-    return int(figure) if isinstance(given, Integral) else float(figure)
-
-
-def _is_label(tier: object) -> bool:
-    """Return whether a tier's name can be a label, in messages between processes and in Prometheus."""
-    return isinstance(tier, str) and tier.isprintable() and "|" not in tier and 0 < len(tier) <= _LONGEST_TIER
 
 
 def _declared(name: str, label: str, *, gauge: bool) -> Metric:

@@ -173,9 +173,10 @@ class _PeerTarget:
         if isinstance(answer, StoreError) and not next(iter(counters.values())).errors:
             raise Finding(f"{operation} failed without counting an error")
         recorder = Recorder()
-        recorder.record_store(counters)
-        if recorder.totals().get(("failures", "store")):
-            raise Finding(f"the counters are invalid: {counters}")
+        try:
+            recorder.record_store(counters)
+        except Exception as error:
+            raise Finding(f"the counters are invalid: {counters}") from error
         if odd := [each for each in (recorder.drain() or {}).items() if not 0 <= each[1] < 1 << 64]:
             raise Finding(f"figures that cannot be sent: {odd}")
         return outcome
