@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cuvee.codec.errors import InputError
@@ -34,6 +34,7 @@ _TIER_RESULTS = {
 }  # fmt: skip
 _TIER_BYTES = {"hit_bytes": "hit_bytes", "put_bytes": "put_bytes"}
 _TIER_GAUGES = {"queued": "store_queue_depth", "bytes": "store_bytes"}
+_TIER_FIELDS = (*_TIER_RESULTS, *_TIER_BYTES, *_TIER_GAUGES)
 
 
 def metric_of(key: str) -> tuple[Metric, str]:
@@ -108,20 +109,21 @@ class Recorder:
         elif self._rank == 0:
             self._set(f"{name}|{label}|", value)
 
-    def record_store(self, counters: Mapping[str, TierCounters]) -> None:
+    def record_store(self, counters: Mapping[str, TierCounters], fields: Sequence[str] = _TIER_FIELDS) -> None:
         """Count what a store did since the last call, and set the gauges of its tiers.
 
         Call it in one place per store: two connectors that share a store would count the same operations twice.
 
         Args:
             counters: cumulative, from `Store.counters`. A reopened store starts from zero.
+            fields: what to count.
 
         Raises:
             Exception: a figure that is no number from 0 on, or a tier whose name cannot be a label.
         """
         for tier, now in counters.items():
             seen = self._stores.setdefault(tier, {})
-            for name in (*_TIER_RESULTS, *_TIER_BYTES, *_TIER_GAUGES):
+            for name in fields:
                 value, last = getattr(now, name), seen.get(name)
                 if value is None or value == last:
                     continue  # most often: the rest would take tens of microseconds of every step

@@ -43,7 +43,6 @@ from cuvee.integrations.vllm.scheduler_requests import Requests
 from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
 from cuvee.integrations.vllm.scheduler_state import NOTHING, PATIENCE, KnownEntries, SchedulerState, Tracked
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.integrations.vllm.store_troubles import StoreTroubles
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class SchedulerSide:
     ) -> None:
         options = setup.options
         self._recorder = recorder
-        self._troubles = StoreTroubles(store, recorder) if own_store else None
+        self._own_store = store if own_store else None
         self._step = 0
         self._confirmed = 0  # all ranks have ended this step and all steps before it
         self._guard = Guard(recorder)
@@ -270,8 +269,8 @@ class SchedulerSide:
             if report.metrics is not None:
                 self._recorder.absorb(report.metrics)
         with self._guard("take"):
-            if self._troubles is not None:
-                self._troubles.count()
+            if self._own_store is not None:  # what it reads is that of the workers' stores, too
+                self._recorder.record_store(self._own_store.counters(), ("errors", "skipped"))
         with self._guard("take"):
             self._rates.take(report)
         with self._guard("take", self._stop):

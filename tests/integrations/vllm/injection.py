@@ -31,7 +31,7 @@ SCHEDULER = (
     "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_rates.pays", "_state.usable",
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
     "_prefixes._tail_sizes", "_prefixes._find", "_lookups._contains", "_lookups.begin",
-    "_lookups._pool.submit", "_troubles.count", "_saves.completed", "_saves._segments", "_saves._tail",
+    "_lookups._pool.submit", "_recorder.record_store", "_saves.completed", "_saves._segments", "_saves._tail",
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
     "_blends.budget", "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over",
     "_blends.drop", "_state.clock", "_events.planned", "_events.stored", "_events.not_stored", "_events.gone",

@@ -15,7 +15,6 @@ from cuvee.codec.format.keys import make_keys
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
-from cuvee.integrations.vllm.store_troubles import StoreTroubles
 from cuvee.naming.identity import store_key
 
 
@@ -206,7 +205,7 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     d = desk(lookup_timeout=0.2, own_store=True)
     d.side._state.clock = time.monotonic
     d.side._state.store = guarded = GuardedStore(d.store)
-    d.side._troubles = StoreTroubles(guarded, d.recorder)
+    d.side._own_store = guarded
     guarded.first_backoff = 0.05
     go = threading.Event()
     d.store.before = lambda operation: _wait(go)
