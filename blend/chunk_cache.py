@@ -36,8 +36,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import cache_argument, empty_cache, prefill
-from cuvee.codec.models.latents import append_units, layer_units
+from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, layer_units, prefill
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.naming.identity import Identity, Scope, content_digest, store_key

@@ -15,7 +15,7 @@ from typing import Unpack, overload
 
 import torch
 
-from cuvee.codec.backends import Backends, PendingDecode, has_backend
+from cuvee.codec.backends import Backends, PendingDecode
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.decoding import Decoder, check_tokens, within
 from cuvee.codec.encoding import Encoder
@@ -104,7 +104,8 @@ class Codec:
         ids = IdCoding(profile, used=not self.lossless)
         self._opener = Opener(self.settings, self._keys)
         self._backends = Backends(backend, self.threads)
-        self._encoder = Encoder(self.settings, ids, self._keys[0] if self._keys else None)
+        self._key = self._keys[0] if self._keys else None  # which writes tags
+        self._encoder = Encoder(self.settings, ids, self._key)
         self._decoder = Decoder(self._opener, ids, self._backends)
         self._backends.prepare(self._encoder.coding(profile.layout.dtype, profile.token_table is not None))
 
@@ -152,15 +153,15 @@ class Codec:
 
     @property
     def described_quality(self) -> str:
-        """The quality for people: what was asked for, and `quality_name`."""
+        """What was asked for, and `quality_name`."""
         return str(self.quality) if self.quality.lossless else f"{self.quality}, {self.quality_name}"
 
     @property
     def quality_name(self) -> str:
         """The quality as it stands in the keys of a store: equal names of one profile mean equal blobs.
 
-        `"lossless"`, or `"step:<index>"`, followed by `",plain:<index>"` or `",plain:lossless"` if chunks without token
-        ids are coded in another way, and by `",parts:2"` if chunks are encoded as a base and a refinement.
+        `"lossless"` or `"step:<index>"`, then `",plain:<index>"` or `",plain:lossless"` if chunks without token ids are
+        coded in another way, and `",parts:2"` if chunks are encoded as a base and a refinement.
         """
         return self.settings.name
 
@@ -176,7 +177,7 @@ class Codec:
             InputError: the codec's backend cannot run here, or does not serve that device.
         """
         kind = torch.device(device).type
-        return has_backend(self._backends.name, kind) and self._backends.of(kind).batched
+        return self._backends.serve(kind) and self._backends.of(kind).batched
 
     @overload
     def encode(self, source: KVChunk, *, associated_data: bytes = b"") -> bytes: ...
@@ -240,7 +241,6 @@ class Codec:
         return parts[0] if isinstance(source, KVChunk) else parts
 
     def _encode(self, source: KVChunk | PagedChunks, associated_data: OneOrEach | None) -> list[tuple[bytes, ...]]:
-        """Return the parts of each chunk."""
         self.profile.check_layout(source.layout)
         requests = self._encoder.requests(source)
         bound = self._opener.each_associated(associated_data, None if isinstance(source, KVChunk) else len(requests))
@@ -260,8 +260,7 @@ class Codec:
 
         Args:
             blob: the result of `encode`, or the base of `encode_parts`. Later changes of these bytes go unnoticed.
-            refinements: as for `decode`.
-            associated_data: as for `decode`.
+            refinements, associated_data: as for `decode`.
             expected: for a blob that came from a store by its key: the tokens that it must hold, at this codec's
                 quality. Default: any tokens, at any quality of the profile.
 
@@ -333,8 +332,7 @@ class Codec:
             InputError: no tensors, or such as a blob cannot hold; `associated_data` without a key.
         """
         self._opener.check_associated(associated_data)
-        key = self._keys[0] if self._keys else None
-        return encode_states(states, self._opener.layout(states.dtype), self._of_planes, key, associated_data)
+        return encode_states(states, self._opener.layout(states.dtype), self._of_planes, self._key, associated_data)
 
     def decode_states(self, blob: Bytes, *, associated_data: bytes = b"") -> States:
         """Return the states of a blob of `encode_states`, on the CPU.
@@ -349,7 +347,6 @@ class Codec:
         return decode_states(blob, self._opener.layout, self._of_planes, self._keys, associated_data)
 
     def _of_planes(self, layout: KVLayout) -> Codec:
-        """Return the codec of the values of states."""
         if layout not in self._of_layouts:
             self._of_layouts[layout] = Codec.without_profile(layout, threads=self.threads)
         return self._of_layouts[layout]
@@ -371,7 +368,6 @@ class Codec:
 
         Args:
             blobs: results of `encode` or `open`, of any quality of this profile.
-            cache: receives the tokens.
             slots: for each blob, int64 `[T]` on the cache's device; -1 leaves a token out. A blob must hold exactly T
                 tokens.
             starts: for each blob, the position that its first token gets; default: the one at which it was encoded.

@@ -24,8 +24,8 @@ class Encoder:
 
     def coding(self, dtype: str, ids: bool) -> Coding:
         """Return how the sections of chunks of a dtype are coded, with or without token ids."""
-        own, profile = self._settings.of(ids), self._settings.profile
-        return Coding(profile, own.scheme, own.step_index, dtype, ids and not own.lossless, own.refinements)
+        own = self._settings.of(ids)
+        return Coding(self._settings.profile, own, dtype, ids and not own.lossless)
 
     def requests(self, source: KVChunk | PagedChunks) -> list[EncodeRequest]:
         """Return what to encode, with the ids that something is predicted from; errors as `IdCoding.known`."""

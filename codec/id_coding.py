@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-from cuvee.codec.errors import FormatError, InputError
-from cuvee.codec.format.container import Header, read_token_ids, write_token_ids
+import numpy as np
+import xxhash
+
+from cuvee.codec.errors import CorruptError, FormatError, InputError
+from cuvee.codec.format.container import ID_BYTES, Header
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN
@@ -55,6 +58,34 @@ class IdCoding:
         if header.token_id_bytes:
             raise FormatError("header: must list no token ids, which the profile has no table for")
         return None
+
+
+def write_token_ids(token_ids: I64, vocabulary: int) -> bytes:
+    """Write the ids of a chunk's tokens, `[T]`, all below `vocabulary`."""
+    width = next(width for width in ID_BYTES if vocabulary <= 1 << 8 * width)
+    wire = token_ids.astype("<u4")
+    return wire.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
+
+
+def read_token_ids(blob: bytes | memoryview, header: Header, vocabulary: int) -> I64 | None:
+    """Return the ids of the chunk's tokens, `[T]`; None if the blob holds none.
+
+    Raises:
+        CorruptError: their checksum does not match.
+        FormatError: an id is outside the vocabulary.
+    """
+    if not header.token_id_bytes:
+        return None
+    part = memoryview(blob)[header.header_bytes : header.header_bytes + header.token_id_bytes]
+    if xxhash.xxh3_64_intdigest(part) != header.token_id_hash:
+        raise CorruptError("token ids: their checksum does not match: the bytes are damaged")
+    width = header.token_id_bytes // header.tokens
+    wide = np.zeros((header.tokens, 4), np.uint8)
+    wide[:, :width] = np.frombuffer(part, np.uint8).reshape(-1, width)
+    ids = wide.view("<u4")[:, 0].astype(np.int64)
+    if ids.max() >= vocabulary:
+        raise FormatError(f"token ids: must be below {vocabulary}, the profile's vocabulary, got {ids.max()}")
+    return ids
 
 
 @cache

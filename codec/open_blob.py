@@ -15,7 +15,6 @@ class Expected:
     """What a blob must hold that came from a store by its key, which stands for the codec's quality, too.
 
     Attributes:
-        tokens: number of tokens.
         start: position of the first token; None: any.
         dtype: dtype that the values had.
     """

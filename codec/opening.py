@@ -8,13 +8,13 @@ from dataclasses import replace
 from cuvee.codec.backends import Coding
 from cuvee.codec.entropy.residuals import FINER, MAX_REFINEMENTS
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatchError
-from cuvee.codec.format.container import Header, Kind, Scheme, contiguous_bytes, header_digest, read_header, verify_tag
-from cuvee.codec.format.keys import Key
+from cuvee.codec.format.container import Header, Kind, Scheme, contiguous_bytes, header_digest, read_header
+from cuvee.codec.format.keys import Key, verify_tag
 from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.open_blob import Bytes, Expected, OpenBlob
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.setting import Settings
+from cuvee.codec.setting import Setting, Settings
 
 
 class Opener:
@@ -69,13 +69,14 @@ class Opener:
         """
         header = opened.header
         if header.lossless:
-            return Coding(self._profile, Scheme.LOSSLESS, 0, header.dtype)
+            return Coding(self._profile, Setting(Scheme.LOSSLESS), header.dtype)
         if not self._profile.learned:
             raise FormatError("header: must be lossless for an unlearned profile, got a transform blob")
         refinements = len(opened.refinements)
         self._profile.check_step_index(header.step_index - FINER * refinements)
         predicted = header.token_id_bytes > 0
-        return Coding(self._profile, Scheme.TRANSFORM, header.step_index, header.dtype, predicted, refinements)
+        setting = Setting(Scheme.TRANSFORM, header.step_index, refinements)
+        return Coding(self._profile, setting, header.dtype, predicted)
 
     def check_associated(self, associated_data: object) -> bytes:
         """Return data that a tag can bind; raise InputError if it is none."""

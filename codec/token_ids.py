@@ -16,8 +16,6 @@ def as_token_ids(token_ids: object, tokens: int, name: str = "tokens") -> I64:
 
     Args:
         token_ids: `[T]` integers on any device: a tensor, an array or a sequence.
-        tokens: T.
-        name: of the argument, for messages.
 
     Raises:
         InputError: another shape, no integers, or a negative id other than NO_TOKEN.

@@ -36,9 +36,8 @@ from cuvee.calibration.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.format.container import inspect
-from cuvee.codec.models.forward import cache_argument, empty_cache, score
+from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, score
 from cuvee.codec.models.frozen import frozen
-from cuvee.codec.models.latents import append_units
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.codec.support.terminal_table import terminal_table
 from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed

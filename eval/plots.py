@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuvee.codec.profiles.quality import PRESET_KL
-from cuvee.codec.support.files import write_atomically
+from cuvee.eval.files import write_atomically
 from cuvee.eval.formatting import format_number
 from cuvee.eval.quality import Quality
 

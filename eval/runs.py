@@ -22,7 +22,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import coded_layout
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.support.files import write_json
+from cuvee.eval.files import write_json
 
 __all__ = [
     "MeasuredModel",

@@ -33,8 +33,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.format.container import Kind, read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.forward import unit_layers
-from cuvee.codec.models.latents import append_units
+from cuvee.codec.models.forward import append_units, unit_layers
 from cuvee.codec.models.probe import MEASURED_TOKENS, MeasuredLayer
 
 ATTENTION = "attention"  # tensor of the indices of the layers whose keys and values are in chunks

@@ -20,7 +20,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
-from cuvee.codec.models.latents import layer_units
+from cuvee.codec.models.forward import layer_units
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
 from cuvee.integrations.cache_states import attention_layers, decoder_cache

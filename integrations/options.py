@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.format.keys import Key, make_keys, read_secret
+from cuvee.codec.format.keys import Key, make_keys
 from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.profile_collection.location import (
     ProfileLocation,
     names_collection,
     shown_profile,
 )
+from cuvee.integrations.secret_sources import read_secret
 from cuvee.integrations.stores.redaction import redacted
 
 _LOCAL = ("memory:", "file:")  # stores of this host

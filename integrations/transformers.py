@@ -26,7 +26,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError, allocations
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.latents import append_units
+from cuvee.codec.models.forward import append_units
 from cuvee.codec.models.measured import decoder_config, measured_layers
 from cuvee.codec.models.probe import MeasuredLayer
 from cuvee.codec.states import States

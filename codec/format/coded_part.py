@@ -27,11 +27,6 @@ class Reader:
         self._at = 0
 
     @property
-    def position(self) -> int:
-        """The number of bytes read so far."""
-        return self._at
-
-    @property
     def left(self) -> int:
         """The number of bytes not read so far."""
         return len(self._view) - self._at
@@ -73,14 +68,7 @@ def _length_bytes(planes: int, tokens_per_stream: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CodedPart:
-    """The coded part of a section.
-
-    Attributes:
-        streams: the streams of the planes.
-        escapes: the escapes of the planes.
-        tokens_per_stream: n.
-        classes: the stream of the tokens' classes; `ONE_CLASS` if they all have one.
-    """
+    """The coded part of a section: streams and escapes of its planes, n, and the stream of the tokens' classes."""
 
     streams: Streams
     escapes: Escapes
@@ -110,13 +98,9 @@ def write_coded(part: CodedPart, planes: int) -> bytes:
 
 
 def read_coded(reader: Reader, planes: int, rows: int | None, tokens: int) -> CodedPart:
-    """Read the output of `write_coded`: all that the reader has left.
+    """Read the output of `write_coded`: all that the reader has left, from a multiple of four bytes on.
 
-    Args:
-        reader: positioned at the coded part, a multiple of four bytes from the start of the section.
-        planes: the largest number of planes that a token may have.
-        rows: the largest number of components that a token may have; None if all tokens have one class.
-        tokens: number of tokens in the chunk.
+    A token may have at most so many planes and components; `rows` is None if all tokens have one class.
 
     Raises:
         FormatError: the bytes break a rule.

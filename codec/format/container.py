@@ -7,27 +7,22 @@ allocations by the length of the blob.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError, VersionError
-from cuvee.codec.format.keys import KEY_ID_BYTES, Key
+from cuvee.codec.errors import CorruptError, FormatError, InputError, VersionError
+from cuvee.codec.format.keys import TRAILER_BYTES, Key, tag_of
 from cuvee.codec.support.steps import step_value
 
 MAGIC = b"cuve"
 VERSION = 4
 FLAG_TAG = 1
 FLAG_TOKEN_IDS = 2
-TAG_BYTES = 16
 DIGEST_BYTES = 16
-TRAILER_BYTES = KEY_ID_BYTES + TAG_BYTES
 MAX_TOKENS = 1 << 24
 MAX_SECTIONS = 1 << 16
 MAX_SECTION_BYTES = (1 << 31) - 1  # so that decoders find any word by a signed number of 32 bits
@@ -35,7 +30,7 @@ MAX_STEP_INDEX = 1 << 10  # 16 octaves either way
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_VOCABULARY = 1 << 24  # ids take three bytes at most
 NO_DIGEST = bytes(DIGEST_BYTES)
-_ID_BYTES = (2, 3)  # bytes per token id
+ID_BYTES = (2, 3)  # bytes per token id
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _FIXED = struct.Struct("<4sBBBBIIIiII16s16s16sQ")
@@ -50,7 +45,7 @@ class Kind(IntEnum):
 
     CHUNK = 0
     REFINEMENT = 1  # what a chunk's blob left over
-    STATES = 2  # what layers hold at the end of a cache, beside keys and values: see `states.py`
+    STATES = 2  # what layers hold at the end of a cache, beside keys and values: see `codec/states.py`
 
 
 class Scheme(IntEnum):
@@ -102,7 +97,6 @@ class Header(Contents):
     """The header of a blob: its contents, and where they lie.
 
     Attributes:
-        section_bytes: length of each section.
         section_hashes: xxh3-64 of each section.
         tagged: whether a key id and a keyed tag end the blob.
         token_id_bytes: length of the token ids, which precede the sections; 0 if the blob holds none.
@@ -182,15 +176,6 @@ class BlobInfo:
         return self.raw_bytes / self.total_bytes
 
 
-def _tag(key: Key, associated_data: bytes, *parts: bytes | memoryview) -> bytes:
-    digest = hashlib.blake2b(key=key.secret, digest_size=TAG_BYTES, person=b"cuvee-tag")
-    # The length goes first, so that no bytes can move between the associated data and the blob.
-    digest.update(_CHECKSUM.pack(len(associated_data)) + associated_data)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
-
-
 def write_blob(
     contents: Contents,
     sections: Sequence[bytes],
@@ -199,14 +184,8 @@ def write_blob(
     key: Key | None = None,
     associated_data: bytes = b"",
 ) -> bytes:
-    """Write the sections to a blob.
-
-    Args:
-        contents: what the header says of them.
-        sections: their bytes.
-        token_ids: what `write_token_ids` returned, or empty for a blob without them.
-        key: adds an authentication tag over the blob and `associated_data`.
-        associated_data: see `Codec.encode`.
+    """Write the sections, and what `write_token_ids` returned, to a blob; `key` adds a tag over it and
+    `associated_data`.
 
     Raises:
         InputError: more tokens, sections or bytes than a blob can hold.
@@ -232,7 +211,7 @@ def write_blob(
     body = [head, *parts]
     if key:
         body.append(key.id)
-        body.append(_tag(key, associated_data, *body))
+        body.append(tag_of(key, associated_data, *body))
     return b"".join(body)
 
 
@@ -299,7 +278,7 @@ def read_header(blob: bytes | memoryview) -> Header:
     )
     if any(length > MAX_SECTION_BYTES for length in lengths):
         raise FormatError("header: lists a section that is not below 2 GiB")
-    if has_ids and (schemes[0] != _TOKEN_IDS or lengths[0] not in (tokens * width for width in _ID_BYTES)):
+    if has_ids and (schemes[0] != _TOKEN_IDS or lengths[0] not in (tokens * width for width in ID_BYTES)):
         raise FormatError(f"header: lists {lengths[0]} bytes of token ids, which {tokens} tokens cannot have")
     coded = schemes[has_ids:]
     if coded[0] not in iter(Scheme) or any(scheme != coded[0] for scheme in coded):
@@ -342,72 +321,10 @@ def header_digest(blob: bytes | memoryview) -> bytes:
     """Return the 16 bytes that a refinement of this blob names: BLAKE2b of its header, contents and checksum.
 
     The table of contents holds the checksums of all sections, so the digest commits to them, too.
-
-    Args:
-        blob: bytes of `write_blob`, or whose header was read.
     """
     flags, count = _COUNT.unpack_from(blob, _FLAGS_AT)
     head = memoryview(blob)[: _header_bytes(count, bool(flags & FLAG_TOKEN_IDS))]
     return hashlib.blake2b(head, digest_size=DIGEST_BYTES, person=b"cuvee-refined").digest()
-
-
-def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], associated_data: bytes = b"") -> None:
-    """Verify the keyed tag.
-
-    Args:
-        blob: the blob with its tag.
-        header: its header.
-        keys: the accepted keys. Without keys, the blob must have no tag.
-        associated_data: the data that the blob must be bound to.
-
-    Raises:
-        CorruptError: the tag does not match the bytes and `associated_data`.
-        KeyMismatchError: the blob has a tag but there are no keys, or no key matches its tag.
-    """
-    if not keys and not header.tagged:
-        return
-    if not keys:
-        raise KeyMismatchError("blob: carries an authentication tag: give Codec the key= it was encoded with")
-    if not header.tagged:
-        raise KeyMismatchError("blob: carries no authentication tag, but this Codec has a key=: do not trust it")
-    body, tag = memoryview(blob)[:-TAG_BYTES], bytes(blob[-TAG_BYTES:])
-    name = bytes(body[-KEY_ID_BYTES:])
-    key = next((key for key in keys if key.id == name), None)
-    if key is None:
-        known = ", ".join(key.id.hex() for key in keys)
-        raise KeyMismatchError(f"blob: was made with the key of id {name.hex()}, this Codec has {known}")
-    if not hmac.compare_digest(_tag(key, associated_data, body), tag):
-        raise CorruptError(
-            "blob: its authentication tag does not match: the bytes were changed, or belong somewhere else"
-        )
-
-
-def write_token_ids(token_ids: npt.NDArray[np.int64], vocabulary: int) -> bytes:
-    """Write the ids of a chunk's tokens, `[T]`, all below `vocabulary`."""
-    width = next(width for width in _ID_BYTES if vocabulary <= 1 << 8 * width)
-    wire = token_ids.astype("<u4")
-    return wire.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
-
-
-def read_token_ids(blob: bytes | memoryview, header: Header, vocabulary: int) -> npt.NDArray[np.int64] | None:
-    """Return the ids of the chunk's tokens, `[T]`; None if the blob holds none.
-
-    Raises:
-        CorruptError: their checksum does not match.
-        FormatError: an id is outside the vocabulary.
-    """
-    if not header.token_id_bytes:
-        return None
-    part = memoryview(blob)[header.header_bytes : header.header_bytes + header.token_id_bytes]
-    if xxhash.xxh3_64_intdigest(part) != header.token_id_hash:
-        raise CorruptError("token ids: their checksum does not match: the bytes are damaged")
-    width = header.token_id_bytes // header.tokens
-    wide = np.zeros((header.tokens, 4), np.uint8)
-    wide[:, :width] = np.frombuffer(part, np.uint8).reshape(-1, width)
-    ids = wide.view("<u4")[:, 0].astype(np.int64)
-    if ids.max() >= vocabulary:
-        raise FormatError(f"token ids: must be below {vocabulary}, the profile's vocabulary, got {ids.max()}")
-    return ids
 
 
 def read_section(blob: bytes | memoryview, header: Header, index: int) -> memoryview:

@@ -1,26 +1,27 @@
-"""Secrets that authenticate blobs: their sources and their ids.
-
-A secret comes from an environment variable or a file, never from the value of an option, because options are logged,
-shown by `repr`, and echoed by servers.
-"""
+"""Secrets that authenticate blobs: their ids, and the tags that they make."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import re
+import hmac
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import CorruptError, InputError, KeyMismatchError
+
+if TYPE_CHECKING:
+    from cuvee.codec.format.container import Header
 
 Secrets = bytes | Sequence[bytes]
 
 MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 KEY_ID_BYTES = 8
-MAX_FILE_BYTES = 1 << 16  # limit for a file with a secret, so that no device or disk image is read by mistake
+TAG_BYTES = 16
+TRAILER_BYTES = KEY_ID_BYTES + TAG_BYTES
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,41 +71,36 @@ def make_keys(key: Secrets | None) -> tuple[Key, ...]:
     return tuple(dict.fromkeys(Key.of(secret) for secret in secrets))
 
 
-def read_secret(option: str, *, env: str | None = None, file: str | None = None) -> bytes:
-    """Read a secret from an environment variable or a file, without surrounding white space.
+def tag_of(key: Key, associated_data: bytes, *parts: bytes | memoryview) -> bytes:
+    """Return the tag of a blob, given its parts without the tag."""
+    digest = hashlib.blake2b(key=key.secret, digest_size=TAG_BYTES, person=b"cuvee-tag")
+    # The length goes first, so that no bytes can move between the associated data and the blob.
+    digest.update(_LENGTH.pack(len(associated_data)) + associated_data)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
-    White space is stripped because editors, shells and secret managers add line ends, in which the secrets of two
-    replicas must not differ.
 
-    Args:
-        option: name of the option, for messages.
-        env: name of the variable.
-        file: path of the file, used if `env` is None.
+def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], associated_data: bytes = b"") -> None:
+    """Verify the tag, by one of the keys. Without keys, the blob must have no tag.
 
     Raises:
-        InputError: the variable is not set, the file cannot be read, or the secret is empty. Messages never show it.
+        CorruptError: the tag does not match the bytes and `associated_data`.
+        KeyMismatchError: the blob has a tag but there are no keys, or no key matches its tag.
     """
-    if env is not None:
-        try:
-            value = os.environ.get(env)
-        except ValueError:  # an impossible name: half of a surrogate pair
-            value = None
-        # A value that does not look like a name is not shown: it may be the secret itself.
-        where = f"the environment variable {env}" if re.fullmatch("[A-Z_][A-Z0-9_]*", env) else "the variable it names"
-        if value is None:
-            raise InputError(f"{option}: {where} is not set")
-        data = os.fsencode(value)
-    else:
-        where = f"the file {file}" if str(file).startswith(("/", ".", "~")) else "the file it names"
-        try:
-            with open(str(file), "rb") as stream:
-                data = stream.read(MAX_FILE_BYTES + 1)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise InputError(f"{option}: {where} cannot be read: {reason}") from None
-        if len(data) > MAX_FILE_BYTES:
-            raise InputError(f"{option}: {where} is too large for one secret")
-    secret = data.strip()
-    if not secret:
-        raise InputError(f"{option}: {where} is empty")
-    return secret
+    if not keys and not header.tagged:
+        return
+    if not keys:
+        raise KeyMismatchError("blob: carries an authentication tag: give Codec the key= it was encoded with")
+    if not header.tagged:
+        raise KeyMismatchError("blob: carries no authentication tag, but this Codec has a key=: do not trust it")
+    body, tag = memoryview(blob)[:-TAG_BYTES], bytes(blob[-TAG_BYTES:])
+    name = bytes(body[-KEY_ID_BYTES:])
+    key = next((key for key in keys if key.id == name), None)
+    if key is None:
+        known = ", ".join(key.id.hex() for key in keys)
+        raise KeyMismatchError(f"blob: was made with the key of id {name.hex()}, this Codec has {known}")
+    if not hmac.compare_digest(tag_of(key, associated_data, body), tag):
+        raise CorruptError(
+            "blob: its authentication tag does not match: the bytes were changed, or belong somewhere else"
+        )

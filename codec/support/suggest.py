@@ -14,8 +14,6 @@ def suggestion(name: object, known: Iterable[str], most: int = 1, form: str = "{
     """Return the end of an error message: the known names closest to `name`, or all names if none is close.
 
     Args:
-        name: the unknown name.
-        known: the known names.
         most: the largest number of names to suggest.
         form: format string for each name.
 

@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.support.files import write_atomically, write_json
 from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
+from cuvee.eval.files import write_atomically, write_json
 from cuvee.eval.runs import check_folder
 
 _FILE_WIDTH = 140  # of a file or a pipe, which has none: rich's default cuts figures off

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cuvee.codec.support.files import write_atomically
 from cuvee.eval.documents import ReportTable, markdown_document
+from cuvee.eval.files import write_atomically
 from cuvee.eval.report.curve_sections import equal_kl, headline
 from cuvee.eval.report.report_plots import PLOTS, write_plots
 from cuvee.eval.report.schema import Report

@@ -23,8 +23,8 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.format.keys import read_secret
 from cuvee.codec.support.suggest import suggestion
+from cuvee.integrations.secret_sources import read_secret
 from cuvee.integrations.stores.base import MAX_ENTRY_BYTES, Store
 from cuvee.integrations.stores.redaction import redacted
 

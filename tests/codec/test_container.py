@@ -26,10 +26,9 @@ from cuvee.codec.format.container import (
     inspect,
     read_header,
     read_section,
-    verify_tag,
     write_blob,
 )
-from cuvee.codec.format.keys import MIN_KEY_BYTES, Key, make_keys
+from cuvee.codec.format.keys import MIN_KEY_BYTES, Key, make_keys, verify_tag
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache

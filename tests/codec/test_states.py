@@ -13,9 +13,8 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError, ProfileMismatchError
 from cuvee.codec.format.container import inspect, read_header
-from cuvee.codec.format.states import STATE_DTYPES
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.states import States
+from cuvee.codec.states import STATE_DTYPES, States
 
 LAYOUT = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 2, "bfloat16", max_positions=None)
 CODEC = Codec.without_profile(LAYOUT)

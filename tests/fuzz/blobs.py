@@ -169,7 +169,7 @@ def coded_at(subject: Subject, section: bytes, index: int) -> int:
             reader.skip_padding()
     except CuveeError:
         return len(section)
-    return reader.position
+    return len(section) - reader.left
 
 
 def with_field(dice: Dice, subject: Subject, section: bytes, index: int) -> bytes:

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.support.files import write_json
 from cuvee.eval.bench.gpu.gpu_report import write_report
 from cuvee.eval.bench.gpu.steps import Step, run_steps
+from cuvee.eval.files import write_json
 from cuvee.eval.machine import hardware
 
 # Modules with a function `run_step`, and limits in seconds: eight minutes together, report included.

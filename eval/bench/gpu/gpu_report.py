@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cuvee.codec.support.files import write_atomically
+from cuvee.eval.files import write_atomically
 
 __all__ = ["REPORT", "gpu_markdown", "write_report"]
 

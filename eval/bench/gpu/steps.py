@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuvee.codec.support.files import write_json
+from cuvee.eval.files import write_json
 
 __all__ = ["LOG", "RESULTS", "Step", "read_results", "run_steps"]
 

@@ -96,10 +96,12 @@ def write_file(path: Path, data: bytes, force: bool) -> None:
     Raises:
         InputError: `path` exists.
     """
-    from cuvee.codec.support.files import write_atomically
+    from cuvee.codec.support.files import replacing
 
     check_absent(path, force)
-    write_atomically(path, data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_folder(path: Path, files: dict[str, bytes], force: bool) -> None:

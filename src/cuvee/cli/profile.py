@@ -192,8 +192,8 @@ def _learn_from_store(
 
     from cuvee.calibration.corpus import model_path as find_model
     from cuvee.cli.store import shared_tiers
-    from cuvee.codec.format.keys import read_secret
     from cuvee.integrations.checkpoint import read_layout
+    from cuvee.integrations.secret_sources import read_secret
     from cuvee.integrations.store_learning import fit_from_store
     from cuvee.integrations.weight_fingerprints import weight_fingerprints
 

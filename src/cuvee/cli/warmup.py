@@ -15,7 +15,7 @@ def warmup() -> None:
     """
     import time
 
-    from cuvee.codec.warmup import cache_folder, steps
+    from cuvee.cli.warmup_steps import cache_folder, steps
 
     folder = cache_folder()
     for name, work in steps():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.package.cli.running import fails
 
-from cuvee.codec import warmup
+from cuvee.cli import warmup_steps as warmup
 from cuvee.codec.stages.compiled import compiler
 
 CODED = """
@@ -53,7 +53,7 @@ def python(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_nothing_is_left_to_compile_after_it(tmp_path: Path) -> None:
     code = (
-        "from cuvee.codec import warmup; warmup.DTYPES = ('bfloat16',)\n"
+        "from cuvee.cli import warmup_steps as warmup; warmup.DTYPES = ('bfloat16',)\n"
         "import sys; sys.argv = ['cuvee', 'warmup']; from cuvee.cli import main; main()"
     )
     done = python(tmp_path, "-c", code)
