@@ -20,15 +20,14 @@ import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
 from cuvee.codec.errors import InputError
-from cuvee.codec.format.container import Scheme
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.schemes import batches
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.kernels.chunks import join, raise_status, touched
 from cuvee.kernels.devices import Download, Mark, current, refuse_capture, settled
 from cuvee.kernels.lossless_scheme import LosslessDevice
 from cuvee.kernels.plans import TransformPlan
 from cuvee.kernels.transform_scheme import TransformDevice
-from cuvee.kernels.workspace import batches
 
 WORKSPACE_BYTES = 1 << 30  # scratch of one batch of launches that encode
 # Decoding fills a device with less work, so its batches are smaller: the host verifies one while another is decoded.
@@ -112,8 +111,7 @@ class TritonBackend:
     def _scheme(self, coding: Coding, cache: PagedCache) -> _Scheme:
         # A bfloat16 product is as precise as a bfloat16 or FP8 cache; float16 has a longer mantissa.
         product = torch.bfloat16 if cache.dtype == torch.bfloat16 or cache.scaled else torch.float32
-        how = (coding.scheme, coding.step_index, coding.dtype, coding.predicted, coding.refinements)
-        key = (coding.profile.id, how, cache.device, product)
+        key = (coding.profile.id, coding.setting, coding.dtype, coding.predicted, cache.device, product)
         with self._making:
             if key not in self._schemes:
                 self._schemes[key] = self._make(coding, cache, product)
@@ -125,12 +123,13 @@ class TritonBackend:
 
     def _make(self, coding: Coding, cache: PagedCache, product: torch.dtype) -> _Scheme:
         device, layout = cache.device, replace(coding.profile.layout, dtype=coding.dtype)
-        if coding.scheme is Scheme.LOSSLESS:
+        if coding.setting.lossless:
             return LosslessDevice(layout, device)
-        plan = TransformPlan(
-            coding.profile, coding.step_index, device, product, coding.predicted, coding.refinements > 0
+        setting = coding.setting
+        refined = setting.refinements > 0
+        return TransformDevice(
+            TransformPlan(coding.profile, setting.step_index, device, product, coding.predicted, refined)
         )
-        return TransformDevice(plan)
 
 
 def _check_tokens(tokens: int) -> int:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.token_prediction import TokenMap, TokenTable
 from cuvee.codec.support.arrays import I64
@@ -24,13 +25,6 @@ from cuvee.kernels.tiles import TileLayout
 
 BLOCK_COLUMNS = 4096  # predicted at once: bounds the copy of the weights in float32, to 16 MB with 1,024 features
 CENTER_BYTES = 6  # of scratch per value of a center: the center, and its prediction
-
-
-class TokenRun(NamedTuple):
-    """The tokens of a chunk: their ids `[T]`, and the position at which the first of them was encoded."""
-
-    token_ids: I64
-    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +35,6 @@ class Centers:
         table: float32 `[U, M]`.
         rows: int32 `[tokens]`, the row of each token.
         position: int64 `[U]`: row of the means.
-        embeddings: of the ids.
     """
 
     table: torch.Tensor
@@ -51,14 +44,7 @@ class Centers:
 
 
 class TokenCenters:
-    """Computes the centers of batches for one profile with a token table.
-
-    Args:
-        profile: the profile.
-        table: its token table.
-        tiles: of its sections.
-        means: float32 `[S + 1, M]` on the device.
-    """
+    """Computes the centers of batches for one profile with a token table, from means float32 `[S + 1, M]`."""
 
     def __init__(self, profile: Profile, table: TokenTable, tiles: TileLayout, means: torch.Tensor) -> None:
         self._table, self._means, self._bounds = table, means, tiles.bounds
@@ -74,12 +60,17 @@ class TokenCenters:
             sinks[: len(section.basis.sinks), tiles.bounds[index] : tiles.bounds[index + 1]] = True
         self._sinks = sinks.to(means.device)
 
-    def lay_out(self, runs: Sequence[TokenRun]) -> dict[str, npt.NDArray[Any]]:
-        """Return what goes to the device, by name, for chunks that follow each other."""
-        count = len(self._means)
-        pairs = [
-            run.token_ids * count + np.minimum(run.start + np.arange(len(run.token_ids)), count - 1) for run in runs
-        ]
+    def lay_out(self, token_ids: Sequence[I64 | None], starts: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+        """Return what goes to the device, by name, for chunks that follow each other.
+
+        Raises:
+            InputError: a chunk has no ids.
+        """
+        count, pairs = len(self._means), []
+        for own, start in zip(token_ids, starts, strict=True):
+            if own is None:
+                raise InputError("token_ids: must be known in all chunks of a batch with predictions, got none")
+            pairs.append(own * count + np.minimum(start + np.arange(len(own)), count - 1))
         unique, rows = np.unique(np.concatenate(pairs), return_inverse=True)
         ids, position = np.divmod(unique, count)
         own = self._table.rows(ids)
@@ -89,12 +80,7 @@ class TokenCenters:
         }  # fmt: skip
 
     def centers(self, sent: Mapping[str, torch.Tensor], sections: range) -> Centers:
-        """Return the centers of a batch.
-
-        Args:
-            sent: the arrays of `lay_out`, on the device.
-            sections: those that are coded; nothing is predicted in the columns of others.
-        """
+        """Return a batch's centers, of `lay_out`'s arrays on the device; only columns of `sections` are predicted."""
         own, position = TokenTable(sent["embedding"], sent["row_scale"]), sent["position"]
         shape = (len(position), self._means.shape[1])
         predictions = torch.zeros(shape, dtype=torch.bfloat16, device=self._means.device)

@@ -27,7 +27,6 @@ class CacheMemory:
     Attributes:
         places: int64 `[2 * layers, len(PlaceField)]`, on the host.
         scales: float32 `[2 * layers]`, on the host.
-        element: dtype of the cache.
     """
 
     _known: ClassVar[WeakKeyDictionary[PagedCache, CacheMemory]] = WeakKeyDictionary()
@@ -51,12 +50,9 @@ class CacheMemory:
         return {"places": self.places, "scales": self.scales}
 
     def view(self, sent: Mapping[str, torch.Tensor], slots: torch.Tensor, tiles: I64) -> CacheView:
-        """Return the tokens at `slots` as a view for a launch over `tiles` (rows of `TileField`, on the host).
+        """Return the tokens at `slots` as a view for a launch over `tiles`, rows of `TileField` on the host.
 
-        Args:
-            sent: the arrays of `named`, on the device.
-            slots: on the device.
-            tiles: the tiles that the launch handles.
+        `sent` are the arrays of `named`, on the device.
         """
         unit_stride, aligned = contiguity(self.places, tiles, self.element)
         return CacheView(sent["places"], sent["scales"], slots, self.element, unit_stride, aligned)
@@ -90,12 +86,7 @@ def of_layers(tiles: I64, layers: range) -> I64:
 
 
 def raise_status(status: npt.NDArray[np.int32], sections: Sequence[Section], numbers: Sequence[int]) -> None:
-    """Raise the first error that the kernels flagged, if any.
-
-    Args:
-        status: `[chunks * len(sections)]` sums of `Status`.
-        sections: sections of each chunk.
-        numbers: numbers of the chunks, for the message.
+    """Raise the first error that the kernels flagged, if any, in `[chunks * len(sections)]` sums of `Status`.
 
     Raises:
         CorruptError: damaged streams.

@@ -27,12 +27,7 @@ ARRAYS = 5  # arrays as large as the components that computing offsets takes
 
 
 class DevicePredictor:
-    """The predictors of the S sections that have one; components are padded to the K of the largest.
-
-    Args:
-        codings: how all sections of a profile are coded; at least one has a predictor.
-        layout: tiles of the sections.
-        device: where the arrays go.
+    """The predictors of the S sections that have one, at least one; components are padded to the K of the largest.
 
     Attributes:
         sections: int64 `[S]`, numbers of the sections that have a predictor.
@@ -88,11 +83,8 @@ class DevicePredictor:
     def place(self, chunks: I64, following: Sequence[int]) -> tuple[I64, npt.NDArray[np.int64], F32]:
         """Return what `offsets` needs on the device: jobs, the index of each token's limit, and its level.
 
-        A level is the bias of a section, minus what a token's place in the cache takes off.
-
-        Args:
-            chunks: int64 `[chunks, len(ChunkField)]`.
-            following: of each chunk, the number of tokens after it.
+        A level is the bias of a section, minus what a token's place in the cache takes off. `following` is, of each
+        chunk, the number of tokens after it.
         """
         tokens = int(chunks[:, ChunkField.TOKENS].sum())
         at = np.zeros((len(chunks), self._of_all), np.int64)
@@ -123,14 +115,9 @@ class DevicePredictor:
     ) -> torch.Tensor:
         """Return the octaves by which the step of each token may be coarser, float32 `[S, tokens]`.
 
-        Args:
-            x: float32 `[tokens, M]` from `gather`.
-            jobs: from `place`, on the device; so are `positions` and `levels`.
-            batch: all sections of the chunks.
-            positions: int64 `[tokens]`.
-            levels: float32 `[S, tokens]`.
-            centers: of the batch, whose predictions x lacks; None: nothing is predicted. They are added as the CPU adds
-                them (`CoefficientMap`): not rounded to bfloat16.
+        `x`, float32 `[tokens, M]`, is from `gather`; `jobs`, `positions` and `levels` are from `place`. `centers` are
+        the batch's if x lacks predictions, which are added as the CPU adds them (`CoefficientMap`): not rounded to
+        bfloat16.
         """
         y = torch.zeros(len(self.sections), self.components, len(x), dtype=torch.float32, device=self._device)
         analyze(x, jobs, self._device_blocks, self._basis, batch, y.flatten(), max_rank=self.components)

@@ -49,10 +49,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Mark:
-    """The work that the current stream of a device has been given until now.
-
-    Args:
-        device: on the CPU there is nothing to wait for.
+    """The work that the current stream of a device has been given until now; on the CPU there is nothing to wait for.
 
     Raises:
         InputError: the stream is being captured into a CUDA graph.
@@ -106,11 +103,7 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Download:
-    """A tensor on its way to the host; the copy begins at once, on the current stream.
-
-    Args:
-        source: on any device; on the CPU it is not copied.
-    """
+    """A tensor on its way to the host; the copy begins at once, on the current stream. On the CPU it is not copied."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self._kept = source

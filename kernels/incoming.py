@@ -1,7 +1,7 @@
-"""Incoming blobs, with their refinements: verify them, pack them for the device, find their parts.
+"""Incoming blobs, with their refinements: verify them, find their parts, pack them for the device.
 
-The host checks what it can without touching every byte twice: checksums, and that the parts of each coded section
-fill it exactly (`FORMAT.md`). What only the streams themselves can tell, the kernels flag in `Status`.
+The host checks checksums, and parses sections with the loops of the CPU's decoder. What only the streams themselves can
+tell, the kernels flag in `Status`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import DecodeRequest
-from cuvee.codec.errors import CuveeError
-from cuvee.codec.format import rules
+from cuvee.codec.entropy.tables import SYMBOLS
 from cuvee.codec.format.container import read_sections
-from cuvee.codec.format.rules import rule_error
-from cuvee.codec.format.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.stages.compiled import byte_plane_parts as parts
+from cuvee.codec.stages.compiled import coded_part as part
+from cuvee.codec.stages.compiled.coded_part import joined
+from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.sections import read_index
+from cuvee.codec.support.arrays import U8, U16
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join
-from cuvee.kernels.jobs import I64, ChunkField, JobField
+from cuvee.kernels.jobs import I64, ChunkField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch
-from cuvee.kernels.ops.coded_part import HEADER_BYTES, long_lengths
 from cuvee.kernels.upload import Upload, for_each
 
 
@@ -32,21 +34,16 @@ class Incoming:
     A job is one section of a blob: first those of all blobs or bases, chunk-major, then those of their refinements.
 
     Args:
-        chunks: the blobs.
         sections: numbers of the wanted sections.
-        cache: the cache that they are decoded into.
 
     Attributes:
-        upload: what to send, with the arrays `jobs` (blank) and `chunks` and those of the cache; add to it and pack it.
+        upload: what to send, with the array `chunks` and those of the cache; add the rest to it.
         count: jobs of each part, chunks * sections.
         parts: blobs of each chunk: 1, or 2 with a refinement.
         tokens: `[count]`, of each job of a part.
         chunks: int64 `[chunks, len(ChunkField)]`.
         slots: int64, slots of all chunks in a row.
-        max_tokens: tokens of the longest chunk.
-        views: bytes of each job's section.
         begin: `[parts * count]`, where each of them begins in the upload.
-        names: of the jobs, for messages.
 
     Raises:
         CorruptError: a checksum does not match.
@@ -64,20 +61,19 @@ class Incoming:
         self._sections = sections
         self._memory = CacheMemory.of(cache)
         self.upload = Upload(cache.device)
-        blank = np.zeros((self.parts * self.count, len(JobField)), np.int64)
-        self.upload.add_named({"jobs": blank, "chunks": self.chunks, **self._memory.named()})
+        self.upload.add_named({"chunks": self.chunks, **self._memory.named()})
         self.views: list[memoryview] = []
         self.names: list[str] = []
         begin: list[int] = []
-        flat = [(part, *own.parts[part]) for part in range(self.parts) for own in opened]
+        flat = [(number, *own.parts[number]) for number in range(self.parts) for own in opened]
         verified = for_each(
             lambda each: read_sections(each[1], each[2], sections), flat, sum(len(blob) for _, blob, _ in flat)
         )
-        for number, ((part, blob, header), views) in enumerate(zip(flat, verified, strict=True)):
+        for number, ((finer, blob, header), views) in enumerate(zip(flat, verified, strict=True)):
             size = sum(map(len, views))
             offset = header.section_offset(sections.start)
             at = self.upload.add(memoryview(blob)[offset : offset + size])
-            name = f"{'refinement of ' if part else ''}blob {chunks[number % len(chunks)].number}"
+            name = f"{'refinement of ' if finer else ''}blob {chunks[number % len(chunks)].number}"
             for index, view in zip(sections, views, strict=True):
                 self.views.append(view)
                 begin.append(at)
@@ -85,27 +81,52 @@ class Incoming:
                 at += len(view)
         self.begin = np.array(begin, np.int64)
 
-    def read(
-        self, planes: I64, coded: I64 | None = None, which: I64 | None = None, one_class: bool = False
-    ) -> dict[str, I64]:
-        """Find the parts of the coded sections in the packed upload: `read_coded`, with 0 for other jobs.
+    def read(self, codings: Sequence[StepCoding]) -> tuple[dict[str, I64], U8]:
+        """Find what the sections consist of, coded as the coding of their part says, and decode their classes.
 
-        Args:
-            planes: of each job, the most that a token may have.
-            coded: where in the section of each job its coded part begins; default: at once.
-            which: the jobs that have a coded part; default: all.
-            one_class: whether all tokens have one class.
+        Returns fields of jobs, by their names in lower case, and the classes of all jobs' tokens.
         """
-        which = np.arange(len(self.views)) if which is None else which
-        end = self.begin + np.array([len(view) for view in self.views], np.int64)
-        begin = self.begin if coded is None else self.begin + coded
-        tokens = np.tile(self.tokens, self.parts)[which]
-        names = [self.names[job] for job in which]
-        found = read_coded(self.upload.bytes, begin[which], end[which], tokens, planes[which], names, one_class)
-        out = {name: np.zeros(len(self.views), np.int64) for name in found}
-        for name, values in found.items():
-            out[name][which] = values
-        return out
+        found, classes = [], []
+        for number in range(self.parts * len(self.chunks)):
+            own = slice(number * len(self._sections), (number + 1) * len(self._sections))
+            tokens = int(self.tokens[own.start % self.count])
+            numbered = list(zip(self._sections, self.views[own], strict=True))
+            index, problem = read_index(codings[number // len(self.chunks)], numbered, tokens)
+            self._check(problem, index.found, own)
+            found.append(index.found)
+            classes.append(index.classes.ravel())
+        all_found = np.concatenate(found)
+        begin = all_found[:, part.STATES] - part.HEADER_BYTES
+        return part_fields(all_found, np.tile(self.tokens, self.parts), self.begin - begin), np.concatenate(classes)
+
+    def read_layers(self, channels: I64) -> tuple[I64, I64, dict[str, I64], U16]:
+        """Find the byte planes of all layers, and their streams.
+
+        `channels` are `[sections, P]`, of each plane. Returns the planes' fields of `byte_plane_parts`, with places in
+        the upload; the number of coded planes of each job; fields of jobs; and uint16 `[K, 256]`, the frequencies of
+        each coded plane.
+        """
+        layers = len(channels)
+        planes = np.zeros((self.count, channels.shape[1], 4), np.int64)
+        found, moved = np.zeros((self.count, parts.STEPS + 1), np.int64), np.zeros(self.count, np.int64)
+        freq = []
+        for first in range(0, self.count, layers):
+            own, problem = slice(first, first + layers), np.zeros(part.PROBLEM_FIELDS, np.int64)
+            data, spans = joined(self.views[own])
+            parts.index(data, spans, channels, self.tokens[first], planes[own], found[own], problem)
+            self._check(problem, found[own], own)
+            freq.append(np.zeros((np.count_nonzero(planes[own, :, parts.CODED]), SYMBOLS), np.uint16))
+            _read_frequencies(data, planes[own], channels, freq[-1])
+            moved[own] = self.begin[own] - spans[:, 0]
+        planes[:, :, parts.AT] += moved[:, None]
+        return planes, found[:, parts.STEPS], part_fields(found, self.tokens, moved), np.concatenate(freq)
+
+    def _check(self, problem: I64, found: I64, jobs: slice) -> None:
+        """Raise the error about the first damaged one of some jobs, all of one chunk, if there is one."""
+        if problem[part.RULE]:
+            error = part.problem_error(problem, found, int(self.tokens[jobs.start % self.count]))
+            text, name = str(error), self.names[jobs][problem[part.SECTION]]
+            raise type(error)(text.replace("a section" if "a section" in text else "section", name, 1))
 
     def chunk_batch(self, sent: Mapping[str, torch.Tensor], status: torch.Tensor) -> ChunkBatch:
         """Return the chunks as launches take them, given the arrays on the device and int32 `[chunks * sections]`."""
@@ -116,74 +137,31 @@ class Incoming:
         return self._memory.view(sent, self.slots, tiles)
 
 
-def job_error(rule: int, name: str, *numbers: int) -> CuveeError:
-    """Return `rule_error` about a section that has a name."""
-    error = rule_error(rule, *numbers)
-    text = str(error)
-    return type(error)(text.replace("a section" if "a section" in text else "section", name, 1))
+def part_fields(found: I64, tokens: I64, moved: I64) -> dict[str, I64]:
+    """Return what the fields of `coded_part` are as fields of jobs of so many tokens, by their names in lower case.
 
-
-def read_coded(
-    data: npt.NDArray[np.uint8],
-    begin: I64,
-    end: I64,
-    tokens: I64,
-    planes: I64,
-    names: Sequence[str],
-    one_class: bool = False,
-) -> dict[str, I64]:
-    """Find the parts of coded sections: fields of jobs `[J]`, by their names in lower case.
-
-    Args:
-        data: bytes that hold the coded parts.
-        begin: `[J]` where each coded part begins, a multiple of four.
-        end: `[J]` where it must end.
-        tokens: `[J]` tokens of each job.
-        planes: `[J]` the most byte planes that a token of each job may have.
-        names: of each job, for messages.
-        one_class: whether all tokens have one class, and no escapes.
-
-    Raises:
-        FormatError: parts that do not fill their section.
+    `moved` is how far from where they were found the bytes are in the upload.
     """
-
-    def require(good: npt.NDArray[np.bool_], rule: int, missing: I64 | None = None) -> None:
-        if not good.all():
-            job = int(np.argmin(good))
-            raise job_error(rule, names[job], *([] if missing is None else [int(missing[job])]))
-
-    states = begin + HEADER_BYTES
-    require(end >= states, rules.SHORT, states - end)
-    words32, words16 = data.view(np.uint32), data.view(np.uint16)
-    words, escapes, log2, class_words, class_state = (words32[begin // 4 + i].astype(np.int64) for i in range(5))
-    require(log2 <= MAX_TOKENS_PER_STREAM_LOG2, rules.HEADER)
-    require(class_state >= LOWER_BOUND, rules.CLASS_STATE)
-    if one_class:
-        require((class_words == 0) & (escapes == 0) & (class_state == LOWER_BOUND), rules.ONE_CLASS)
-    per_stream = np.left_shift(np.int64(1), log2)
-    streams = -(-tokens // per_stream)
-    long = long_lengths(planes, per_stream)
-    lengths = states + 4 * streams
-    first_class = lengths + streams * (2 + 2 * long)
-    first_word = first_class + 2 * class_words
-    last_word = first_word + 2 * words
-    listed = last_word + (begin - last_word) % 4
-    ends = listed + 8 * escapes
-    require(ends <= end, rules.SHORT, ends - end)
-    require(ends == end, rules.LONG, end - ends)
-    padded = listed != last_word
-    require((words16[np.where(padded, last_word // 2, 0)] == 0) | ~padded, rules.PADDING)
+    per_stream, there = np.left_shift(1, found[:, part.LOG2]), found[:, part.STATES] > 0
+    places = (part.STATES, part.LENGTHS, part.WORDS, part.CLASSES, part.ESCAPES)
+    states, lengths, words, classes, escapes = (np.where(there, found[:, place] + moved, 0) for place in places)
     return {
-        "states": states // 4,
-        "lengths": lengths // 2,
-        "words": first_word // 2,
-        "escapes": listed // 4,
-        "word_count": words,
-        "escape_count": escapes,
-        "streams": streams,
-        "per_stream": per_stream,
-        "long_lengths": long,
-        "class_words": first_class // 2,
-        "class_word_count": class_words,
-        "class_state": class_state,
-    }
+        "states": states // 4, "lengths": lengths // 2, "words": words // 2, "word_count": found[:, part.COUNT],
+        "escapes": escapes // 4, "escape_count": found[:, part.LISTED],
+        "streams": np.where(there, -(-tokens // per_stream), 0), "per_stream": per_stream,
+        "long_lengths": found[:, part.WIDE] // 4, "class_words": classes // 2,
+        "class_word_count": found[:, part.CLASS_WORDS], "class_state": found[:, part.CLASS_STATE],
+    }  # fmt: skip
+
+
+@compiled
+def _read_frequencies(data, planes, channels, freq):  # type: ignore[no-untyped-def]
+    """Read the tables of the coded planes of layers, which `byte_plane_parts.index` has checked."""
+    table = 0
+    for layer in range(len(planes)):
+        for plane in range(len(channels[layer])):
+            own = planes[layer, plane]
+            if own[parts.CODED]:
+                for pair in range(own[parts.AT] + channels[layer, plane] + 2, own[parts.END], 3):
+                    freq[table, data[pair]] = part.read_u16(data, pair + 1)
+                table += 1

@@ -10,13 +10,13 @@ import torch
 
 from cuvee.codec.backends import DecodeRequest, EncodeRequest
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, raw_bit_tables
-from cuvee.codec.format.coded_part import Reader
 from cuvee.codec.format.streams import LOWER_BOUND
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.schemes.coefficients import tokens_per_stream
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_tables, read_model, write_model
+from cuvee.codec.stages.compiled import byte_plane_parts as parts
+from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_tables, write_model
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join, of_layers, raise_status, touched
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
@@ -30,7 +30,7 @@ from cuvee.kernels.outgoing import code_streams, measure, stream_fields, stream_
 from cuvee.kernels.plans import Geometry
 from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import ALIGNMENT, send_arrays
-from cuvee.kernels.workspace import place_planes
+from cuvee.kernels.workspace import place_planes, running_offsets
 
 STORED = -1  # BytePlaneField.REFERENCE of a plane that is not coded
 
@@ -50,12 +50,7 @@ def _one_class(jobs: int) -> dict[str, npt.ArrayLike]:
 
 
 class LosslessDevice:
-    """Codes chunks of any model losslessly.
-
-    Args:
-        layout: of the model, with the dtype of the blobs.
-        device: where.
-    """
+    """Codes chunks of any model losslessly; `layout` has the dtype of the blobs."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         self.sections = partition(layout, "unit")
@@ -116,57 +111,29 @@ class LosslessDevice:
         return status
 
     def _incoming_jobs(self, incoming: Incoming, sections: range, tiles: I64) -> tuple[I64, I64, int]:
-        """Read what precedes the coded parts, and pack the upload.
+        """Read what precedes the coded parts, and complete the upload.
 
         Returns the jobs, the table of `BytePlaneField`, and the size of all coded planes.
         """
-        width, upload = self._dtype.itemsize, incoming.upload
+        blocks = np.array([self.sections[index].blocks for index in sections], np.int64)
+        channels = blocks.repeat(self._dtype.itemsize, 1)
+        found, counts, fields, freq = incoming.read_layers(channels)
+        places, size = place_planes(counts, incoming.tokens)
+        coded, at = found[:, :, parts.CODED] > 0, found[:, :, parts.AT]
+        first = places[:, None] + found[:, :, parts.ROW] * incoming.tokens[:, None]
         table = self._empty_table(incoming.count, sections)
-        freq: list[npt.NDArray[np.uint16]] = []
-        which: list[int] = []  # table of each coded plane of a channel
-        counts: list[int] = []
-        coded: list[int] = []
-        for job, view in enumerate(incoming.views):
-            index, tokens = sections[job % len(sections)], int(incoming.tokens[job])
-            channels = [size for size in self.sections[index].blocks for _ in range(width)]
-            reader, base, count = Reader(view), int(incoming.begin[job]), 0
-            rows = table[2 * job * width : 2 * (job + 1) * width]
-            for row, size in zip(rows, channels, strict=True):
-                at = base + reader.position + 1  # the references follow the mode
-                model = read_model(reader, size)
-                row[BytePlaneField.REFERENCE] = STORED if model is None else at
-                if model is not None:
-                    row[BytePlaneField.PLANE] = count * tokens  # within the job's planes, for now
-                    which += [len(freq)] * size
-                    freq.append(model[1])
-                    count += size
-            reader.skip_padding()
-            for row, size in zip(rows, channels, strict=True):
-                if row[BytePlaneField.REFERENCE] == STORED:
-                    row[BytePlaneField.PLANE] = base + reader.position
-                    reader.take(size * tokens)
-            reader.skip_padding()
-            if not count:
-                reader.finish()
-            counts.append(count)
-            coded.append(reader.position)
-        planes = np.array(counts, np.int64)
-        places, size = place_planes(planes, incoming.tokens)
-        is_coded = table[:, BytePlaneField.REFERENCE] != STORED
-        table[is_coded, BytePlaneField.PLANE] += np.repeat(places, 2 * width)[is_coded]
-        # The tables are checked here; the device makes the decoder's tables from them.
-        entropy = EntropyTables(np.stack(freq), PROB_BITS).freq if freq else np.empty((0, SYMBOLS), np.uint16)
-        upload.add_named(
+        table[:, BytePlaneField.REFERENCE] = np.where(coded, at, STORED).ravel()
+        table[:, BytePlaneField.PLANE] = np.where(coded, first, at).ravel()
+        of_planes = np.tile(channels, (incoming.count // len(sections), 1))[coded]
+        fields |= {"tokens": incoming.tokens, "planes": places}
+        jobs = job_table(incoming.count, **{**fields, **_one_class(incoming.count)})
+        incoming.upload.add_named(
             {
-                "plans": _plans(planes), "tables": np.array(which, np.int32), "freq": entropy, "tiles": tiles,
-                "table": table, "classes": np.zeros(incoming.max_tokens, np.uint8),
+                "jobs": jobs, "plans": _plans(counts), "freq": freq, "tiles": tiles, "table": table,
+                "tables": np.repeat(np.arange(len(freq), dtype=np.int32), of_planes),
+                "classes": np.zeros(incoming.max_tokens, np.uint8),
             }
         )  # fmt: skip
-        upload.pack()
-        found = incoming.read(planes, np.array(coded, np.int64), np.flatnonzero(planes), one_class=True)
-        fields = {**found, **_one_class(len(planes)), "tokens": incoming.tokens, "planes": places}
-        jobs = job_table(len(planes), **fields)
-        upload.host("jobs")[:] = jobs
         return jobs, table, size
 
     # Encoding --------------------------------------------------------------------------------------------------
@@ -214,45 +181,28 @@ class LosslessDevice:
         raise_status(measured[counts.numel() : counts.numel() + len(tokens)], self.sections, numbers)
         reference = measured[counts.numel() + len(tokens) :].astype(np.uint8)
 
-        heads = [b""] * len(tokens)
-        freq: list[npt.NDArray[np.uint16]] = []
-        which: list[int] = []
-        coded_planes: list[int] = []
-        kept_at: list[slice] = []  # places of the stored planes of each job
-        stored = 0
-        all_chosen = choose_tables(symbol_counts, channels)
-        for job in range(len(tokens)):
-            length, coded, kept = int(tokens[job]), 0, 0
-            parts: list[bytes] = []
-            for row in range(2 * job * width, 2 * (job + 1) * width):
-                size, first = int(channels[row]), int(table[row, BytePlaneField.REFERENCE])
-                chosen = all_chosen[row]
-                parts.append(bytes([chosen is not None]))
-                if chosen is None:
-                    table[row, BytePlaneField.REFERENCE], table[row, BytePlaneField.PLANE] = STORED, stored + kept
-                    kept += size * length
-                    continue
-                parts.append(write_model(reference[first : first + size], chosen))
-                table[row, BytePlaneField.PLANE] = coded * length  # within the job's planes, for now
-                which += [len(freq)] * size
-                freq.append(chosen)
-                coded += size
-            heads[job] = b"".join(parts)
-            coded_planes.append(coded)
-            kept_at.append(slice(stored, stored + kept))
-            stored += -(-kept // ALIGNMENT) * ALIGNMENT
-        planes = np.array(coded_planes, np.int64)
+        chosen, at, of_job = choose_tables(symbol_counts, channels), table[:, BytePlaneField.REFERENCE], 2 * width
+        models = [
+            bytes(1) if own is None else b"\1" + write_model(reference[first : first + size], own)
+            for own, first, size in zip(chosen, at.tolist(), channels.tolist(), strict=True)
+        ]
+        heads = [b"".join(models[first : first + of_job]) for first in range(0, len(models), of_job)]
+        freq = [own for own in chosen if own is not None]
+        coded = np.array([own is not None for own in chosen])
+        used = np.repeat(np.arange(len(freq), dtype=np.int32), channels[coded])
+        lines = np.where(coded, channels, 0).reshape(-1, of_job)  # of each byte plane, those that are coded
+        kept = (channels.reshape(-1, of_job) - lines) * tokens[:, None]  # and the bytes that are stored
+        planes, kept_bytes = lines.sum(1), kept.sum(1)
         places, plane_bytes = place_planes(planes, tokens)
-        is_coded = table[:, BytePlaneField.REFERENCE] != STORED
-        table[is_coded, BytePlaneField.PLANE] += np.repeat(places, 2 * width)[is_coded]
+        kept_at, stored = running_offsets(kept_bytes, ALIGNMENT)
+        coded_at = places[:, None] + (np.cumsum(lines, 1) - lines) * tokens[:, None]
+        stored_at = kept_at[:, None] + np.cumsum(kept, 1) - kept
+        table[:, BytePlaneField.PLANE] = np.where(coded, coded_at.ravel(), stored_at.ravel())
+        table[~coded, BytePlaneField.REFERENCE] = STORED
         tables = EntropyTables(np.stack(freq), PROB_BITS) if freq else None
-        used = np.array(which, np.int32)
-        ends = np.cumsum(planes)
-        per_stream = np.zeros(len(tokens), np.int64)
-        for job, end in enumerate(ends):
-            own_tables = used[end - planes[job] : end]
-            bits = 0.0 if tables is None else float(tables.entropy[own_tables].sum())
-            per_stream[job] = tokens_per_stream(int(planes[job]), bits)
+        of_jobs = np.split(used, np.cumsum(planes)[:-1])
+        bits = [0.0 if tables is None else float(tables.entropy[own].sum()) for own in of_jobs]
+        per_stream = np.array([tokens_per_stream(len(own), each) for own, each in zip(of_jobs, bits, strict=True)])
         fields = {"tokens": tokens, "planes": places, **stream_fields(tokens, per_stream, planes, planes)}
         jobs = job_table(len(tokens), **fields, **_one_class(len(tokens)))
         entries = coding_table(tables or raw_bit_tables(PROB_BITS))  # some table, even where no plane is coded
@@ -278,7 +228,7 @@ class LosslessDevice:
         raw = download.wait()  # it has ended, as the bodies came later on the same stream
         whole = []
         for job, (head, body) in enumerate(zip(heads, bodies, strict=True)):
-            kept_bytes = raw[kept_at[job]].tobytes()
-            padded = [part + bytes(-len(part) % 4) for part in (head, kept_bytes)]
+            own = raw[kept_at[job] : kept_at[job] + kept_bytes[job]].tobytes()
+            padded = [part + bytes(-len(part) % 4) for part in (head, own)]
             whole.append(b"".join([*padded, body] if planes[job] else padded))
         return [whole[first : first + count] for first in range(0, len(whole), count)]

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.sections import Section
 from cuvee.kernels.chunks import raise_status
 from cuvee.kernels.devices import Download
@@ -25,22 +24,10 @@ from cuvee.kernels.upload import send_arrays
 from cuvee.kernels.workspace import running_offsets
 
 
-def check_size(rows: I64, tokens: I64) -> None:
-    """Raise InputError if a job has more coefficients than an escape's 32-bit index can address."""
-    if np.any(rows * tokens >= 1 << 32):
-        raise InputError(
-            f"chunk: must have below 2**32 coefficients, got {rows.max()} x {tokens.max()}; encode shorter chunks"
-        )
-
-
 def stream_fields(tokens: I64, per_stream: I64, planes: I64, most_planes: I64) -> dict[str, I64]:
     """Return the fields of jobs that give each a place among the streams and their words, before encoding.
 
-    Args:
-        tokens: `[J]` of each job.
-        per_stream: `[J]`, tokens of a stream.
-        planes: `[J]`, of the finest class that occurs.
-        most_planes: `[J]`, of the finest class that the section serves.
+    All are `[J]`; `planes` is of the finest class that occurs, `most_planes` of the finest that the section serves.
     """
     streams = -(-tokens // per_stream)
     at, _ = running_offsets(streams)
@@ -65,13 +52,8 @@ def code_streams(
 ) -> tuple[EncodedStreams, torch.Tensor]:
     """Entropy-code the byte planes of all jobs. Return their streams, and the words of each job, int64 `[J]`.
 
-    Args:
-        jobs: on the host.
-        coding: the same on the device; see `stream_jobs`.
-        entries: uint32 `[K, 256, 2]`, see `rans.coding_table`.
-        planes: uint8, all byte planes.
-        plane_count: `[J]`, of the finest class that occurs, as for `stream_fields`.
-        classes: uint8, of all columns.
+    `jobs` are on the host, `coding` the same on the device. `entries` are uint32 `[K, 256, 2]` of `rans.coding_table`,
+    `plane_count` is `[J]`, of the finest class that occurs.
     """
     streams, per_stream = jobs[:, JobField.STREAMS], jobs[:, JobField.PER_STREAM]
     count, words = int(streams.sum()), int((streams * per_stream * plane_count).sum())
@@ -89,14 +71,7 @@ def code_streams(
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a batch takes in bytes.
-
-    Attributes:
-        parts: int64 `[J, len(PartField)]`.
-        bytes: `[J]`, of each coded part.
-        total: of all, with what aligns them.
-        escapes: how many there are.
-    """
+    """What a batch takes in bytes: each coded part, `[J]`, and all with what aligns them; and its number of escapes."""
 
     parts: I64
     bytes: I64
@@ -114,13 +89,7 @@ def measure(
 ) -> Sizes:
     """Wait for the sizes of coded parts, and for what the kernels found wrong.
 
-    Args:
-        jobs: on the host.
-        totals: of `code_streams`.
-        escaped: int64 `[J]`, escapes of each job.
-        status: int32, of the first jobs: those of all chunks' sections.
-        sections: of each chunk, for messages.
-        first_chunk: number of the first chunk, for messages.
+    `totals` is of `code_streams`, `escaped` int64 `[J]`. `status`, int32, has the jobs of all chunks' sections.
 
     Raises:
         InputError: what the kernels found in the cache.
@@ -149,16 +118,7 @@ def write_parts(
     value: torch.Tensor,
     class_words: torch.Tensor,
 ) -> list[bytes]:
-    """Return the coded part of each job. Waits for their bytes.
-
-    Args:
-        coding: as for `code_streams`, as is `streams`.
-        sizes: of `measure`.
-        streams: see there.
-        index: uint32, of the escapes.
-        value: int32, of the escapes.
-        class_words: uint16, of the streams of classes.
-    """
+    """Return the coded part of each job, with escapes `index`, uint32, and `value`, int32. Waits for their bytes."""
     device = index.device
     parts = send_arrays({"parts": sizes.parts}, device)["parts"]
     out = torch.empty(sizes.total, dtype=torch.uint8, device=device)

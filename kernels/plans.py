@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import Section
-from cuvee.codec.profiles.step_coding import SectionCoding
+from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import TokenCenters
 from cuvee.kernels.jobs import I64
@@ -39,10 +39,7 @@ _UNSERVED = coding_plan(np.empty(0, np.int32))
 class FamilyTables:
     """The entropy tables of a family on the device.
 
-    Attributes:
-        decoding: for decoding.
-        entries: uint32 `[K, 256, 2]`, for encoding (`rans.coding_table`).
-        reach: int32 `[K, 2]`, for quantizing (`EntropyTables.reach`).
+    `entries` are uint32 `[K, 256, 2]`, for encoding (`rans.coding_table`); `reach` is int32 `[K, 2]`, for quantizing.
     """
 
     decoding: DecodingTables
@@ -58,83 +55,61 @@ class FamilyTables:
         return cls(DecodingTables(decoding, tables.prob_bits), entries, reach)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanArrays:
-    """Coding plans as the kernels read them, on the host; `ops.arguments.DevicePlans` describes the arrays."""
+def pack_plans(
+    parts: Sequence[StepCoding],
+    by_class: Sequence[npt.NDArray[np.intp]],
+    deepest: Sequence[npt.NDArray[np.intp]],
+    family: Family,
+    device: torch.device,
+) -> tuple[I64, DevicePlans]:
+    """Return the plans of all classes of all sections of all parts, which share a family: `plans` on the host, and all.
 
-    plans: I64
-    tables: npt.NDArray[np.int32]
-    row_floats: npt.NDArray[np.float32]
-    row_ints: npt.NDArray[np.int32]
-    row_maps: npt.NDArray[np.int32]
-    steps: npt.NDArray[np.float32]
-    inverses: npt.NDArray[np.float32]
-    limits: npt.NDArray[np.float32]
-
-    @classmethod
-    def of(
-        cls,
-        parts: Sequence[Sequence[SectionCoding]],
-        by_class: Sequence[npt.NDArray[np.intp]],
-        deepest: Sequence[npt.NDArray[np.intp]],
-        family: Family,
-    ) -> PlanArrays:
-        """Return the arrays of the plans of all classes of all sections of all parts, which share a family.
-
-        Args:
-            parts: how each section is coded, part by part.
-            by_class: `[16, blocks]` of each section, the components that a column of each class has in some part.
-            deepest: `[blocks]` of each section, the most of them.
-            family: gives the quantizer.
-        """
-        table: list[tuple[int, ...]] = []
-        tables: list[npt.NDArray[Any]] = []
-        floats: list[npt.NDArray[Any]] = []
-        ints: list[npt.NDArray[Any]] = []
-        maps: list[npt.NDArray[np.int32]] = []
-        quantizer = family.quantizer
-        plane = row = place = 0
-        for own, extents, most in (each for part in parts for each in zip(part, by_class, deepest, strict=True)):
-            begin, width = np.cumsum(most) - most, int(most.sum())
-            for k, (ranks, extent) in enumerate(zip(own.class_ranks, extents, strict=True)):
-                plan = own.classed.plans[k] or _UNSERVED
-                rows, places = len(plan.shift), _runs(begin, np.array(ranks))
-                last = int(_runs(begin, extent).max(initial=-1)) + 1
-                table.append((plan.planes, rows, plane, row, last, place))
-                tables.append(plan.tables)
-                low = np.full(rows, -1, np.int32)
-                low[plan.wide] = rows + np.arange(len(plan.wide))
-                ints.append(np.stack([plan.shift, low, places, np.zeros(rows)], axis=1))
-                at = plan.level_table
-                floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
-                row_map = np.full(width, -1, np.int32)
-                row_map[places] = np.arange(rows)
-                maps.append(row_map)
-                plane, row, place = plane + plan.planes, row + rows, place + width
-        steps = np.concatenate([own.classed.steps for part in parts for own in part])
-        return cls(
-            np.array(table, np.int64),
-            np.concatenate(tables).astype(np.int32),
-            np.concatenate(floats).astype(np.float32),
-            np.concatenate(ints).astype(np.int32),
-            np.concatenate(maps),
-            steps,
-            np.array([1.0 / step for step in steps.tolist()], np.float32),
-            np.array([level_limit(step) for step in steps.tolist()], np.float32),
-        )
-
-    def to(self, device: torch.device) -> DevicePlans:
-        """Copy the arrays to the device."""
-        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-        return DevicePlans(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
+    Of each section, `by_class` `[16, blocks]` has the components that a column of each class has in some part, and
+    `deepest` `[blocks]` the most of them.
+    """
+    table: list[tuple[int, ...]] = []
+    tables: list[npt.NDArray[Any]] = []
+    floats: list[npt.NDArray[Any]] = []
+    ints: list[npt.NDArray[Any]] = []
+    maps: list[npt.NDArray[np.int32]] = []
+    quantizer = family.quantizer
+    plane = row = place = 0
+    for own, extents, most in (each for part in parts for each in zip(part.sections, by_class, deepest, strict=True)):
+        begin, width = np.cumsum(most) - most, int(most.sum())
+        for k, (ranks, extent) in enumerate(zip(own.class_ranks, extents, strict=True)):
+            plan = own.classed.plans[k] or _UNSERVED
+            rows, places = len(plan.shift), _runs(begin, np.array(ranks))
+            last = int(_runs(begin, extent).max(initial=-1)) + 1
+            table.append((plan.planes, rows, plane, row, last, place))
+            tables.append(plan.tables)
+            low = np.full(rows, -1, np.int32)
+            low[plan.wide] = rows + np.arange(len(plan.wide))
+            ints.append(np.stack([plan.shift, low, places, np.zeros(rows)], axis=1))
+            at = plan.level_table
+            floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
+            row_map = np.full(width, -1, np.int32)
+            row_map[places] = np.arange(rows)
+            maps.append(row_map)
+            plane, row, place = plane + plan.planes, row + rows, place + width
+    steps = np.concatenate([own.classed.steps for part in parts for own in part.sections])
+    plans = np.array(table, np.int64)
+    arrays = (
+        plans,
+        np.concatenate(tables).astype(np.int32),
+        np.concatenate(floats).astype(np.float32),
+        np.concatenate(ints).astype(np.int32),
+        np.concatenate(maps),
+        steps,
+        np.array([1.0 / step for step in steps.tolist()], np.float32),
+        np.array([level_limit(step) for step in steps.tolist()], np.float32),
+    )
+    return plans, DevicePlans(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 class Geometry:
     """The tiles of a layout's heads, for one partition into sections, and the layout's RoPEs side by side.
 
-    Attributes:
-        tiles: tiles of all sections.
-        inv_freq, scaling: float32 `[A]` on the device, one value per column of the rotation tables.
+    `inv_freq` and `scaling` are float32 `[A]` on the device, one value per column of the rotation tables.
     """
 
     def __init__(self, layout: KVLayout, sections: Sequence[Section], device: torch.device) -> None:
@@ -165,18 +140,9 @@ class Geometry:
 
 
 class LinearMaps:
-    """The bases of a learned profile, cut to leading components and packed in the order of tiles.
+    """The bases of a learned profile, cut to leading components (`ranks`, per section and block) in the order of tiles.
 
-    Args:
-        geometry: the tiles.
-        learned: the profile's sections.
-        ranks: per section, per block: leading components.
-        device: where the arrays go.
-        product: dtype of the inverse transform's matrix product.
-
-    Attributes:
-        tiles, blocks: int64 tables on the host, ranks and bases filled in.
-        device_tiles, device_blocks: the same on the device.
+    `tiles` and `blocks` are int64 tables on the host, with ranks and bases filled in.
     """
 
     def __init__(
@@ -223,9 +189,6 @@ class TransformPlan:
     base and its refinement share the rows.
 
     Args:
-        profile: a learned profile.
-        step_index: of the blobs.
-        device: where the arrays go.
         product: dtype of the inverse transform's matrix product, bfloat16 or float32.
         predicted: whether the blobs hold token ids.
         refined: whether a refinement follows each blob.
@@ -233,18 +196,16 @@ class TransformPlan:
     Attributes:
         learned: how the profile's sections are coded.
         family: whose tables and quantizer the blobs have; `tables` on the device.
-        coding: of each section, on the host, part by part: of the blobs, and of their refinements.
-        geometry: the tiles of its sections.
-        arrays: the plan of class k of section s in a part p, in row 16 (S p + s) + k, on the host; `device_plans` on
-            the device. Classes that are not served have no planes.
+        coding: on the host, of each part: of the blobs, and of their refinements.
+        plans: the plan of class k of section s in a part p, in row 16 (S p + s) + k, on the host; `device_plans` on the
+            device. Classes that are not served have no planes.
         block_ranks: int32 `[blocks, 16]` components of each block by class.
         maps: the bases, as deep as the finest class needs them.
         finest: int64 `[parts, S]` finest class of each section that is served.
         planes: int64 `[parts, S, 16]`; the maximum over the classes is P of the format, `most_planes`.
         bits: float64 `[parts, S, 16]` that a token of each class is expected to take.
         usual: int64 `[S]` the finest class that is no rarity, which tells how large a chunk is as a rule.
-        slots: uint32 `[S, 4096]` of the tables that code the classes.
-        freq: uint16 `[S, 256]` of these tables.
+        freq: uint16 `[S, 256]` of the tables that code the classes.
 
     Raises:
         ProfileError: coarser tokens have more components than finer ones.
@@ -261,24 +222,24 @@ class TransformPlan:
     ) -> None:
         self.profile, self.predicted = profile, predicted
         self.learned, self.family = profile.learned_for(predicted), profile.family
-        self.coding = [tuple(SectionCoding(section, step_index) for section in self.learned)]
+        self.coding = [StepCoding(self.learned, self.family, step_index)]
         if refined:
-            finer = step_index - FINER
-            self.coding.append(tuple(SectionCoding(section, finer, residual=True) for section in self.learned))
+            self.coding.append(StepCoding(self.learned, self.family, step_index - FINER, residual=True))
         self.parts = len(self.coding)
         self.device, self.product = device, product
         self.geometry = Geometry(profile.layout, profile.sections, device)
-        all_parts = [own for part in self.coding for own in part]
+        all_parts = [own for part in self.coding for own in part.sections]
         for own in all_parts:
             # The kernels rely on this: they size their scratch for the finest class that occurs.
             served = slice(own.classed.finest, None)
             if any(np.any(np.diff(falling[served]) > 0) for falling in (own.classed.rows, own.classed.planes)):
                 raise ProfileError("profile: codes more components of coarser tokens than of finer ones")
+        codings = [part.sections for part in self.coding]
         # `[16, blocks]` of each section: components in the part that has most.
-        by_class = [np.max([own.class_ranks for own in of], axis=0) for of in zip(*self.coding, strict=True)]
+        by_class = [np.max([own.class_ranks for own in of], axis=0) for of in zip(*codings, strict=True)]
         deepest = [ranks.max(0) for ranks in by_class]
-        self.arrays = PlanArrays.of(self.coding, by_class, deepest, self.family)
-        self.device_plans, self.tables = self.arrays.to(device), FamilyTables.of(self.family, device)
+        self.plans, self.device_plans = pack_plans(self.coding, by_class, deepest, self.family, device)
+        self.tables = FamilyTables.of(self.family, device)
         block_ranks = np.ascontiguousarray(np.concatenate(by_class, axis=1, dtype=np.int32).T)
         self.block_ranks = torch.from_numpy(block_ranks).to(device)
         self.maps = LinearMaps(self.geometry, self.learned, [list(own) for own in deepest], device, product)
@@ -287,9 +248,7 @@ class TransformPlan:
         self.planes = np.stack([own.classed.planes for own in all_parts]).astype(np.int64).reshape(*shape, CLASSES)
         self.most_planes = self.planes.max(2)
         self.bits = np.stack([own.classed.entropy(self.family.tables) for own in all_parts]).reshape(*shape, CLASSES)
-        tables = [own.class_table for own in self.coding[0]]
-        self.slots = np.concatenate([table.slots for table in tables])
-        self.freq = np.concatenate([table.freq for table in tables])
+        self.freq = np.concatenate([own.class_table.freq for own in codings[0]])
         self.usual = np.maximum((self.freq[:, :CLASSES] >= USUAL_FREQUENCY).argmax(1), self.finest[0])
 
     def rows(self, sections: Numbers, classes: Numbers | int = 0, part: Numbers | int = 0) -> Numbers:

@@ -28,8 +28,6 @@ class TileLayout:
     Attributes:
         tiles: `[tiles, len(TileField)]` in the order of the sections and their values; no ranks yet.
         blocks: `[blocks, len(BlockField)]` likewise.
-        columns: M, of all sections.
-        pairs: PAIRS, pairs per tile.
         order: int32 `[M]`: which of its section's N values a column holds, or -1: padding.
         bounds: int64 `[sections + 1]`: the columns of section i are `bounds[i] … bounds[i + 1] - 1`.
     """
@@ -62,8 +60,8 @@ class TileLayout:
     def with_ranks(self, ranks: Sequence[Sequence[int]]) -> tuple[I64, I64, int]:
         """Return the tables for blocks cut to their leading components, `ranks` per section and block.
 
-        Returns:
-            tiles, blocks, and the number of elements of the bases, forward or inverse alike: they follow each other.
+        Returns tiles, blocks, and the number of elements of the bases, forward or inverse alike: they follow each
+        other.
         """
         tiles, blocks = self.tiles.copy(), self.blocks.copy()
         flat = np.array([rank for section in ranks for rank in section], np.int64)
@@ -85,10 +83,7 @@ class TileLayout:
 def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping[Rope, int]) -> TileLayout:
     """Cut sections into tiles, each within one head of one unit and one block.
 
-    Args:
-        layout: layout of the cache.
-        sections: sections from `partition`, of any group.
-        angles: first column of every RoPE of the layout in the rotation tables; a multiple of 4 allows faster loads.
+    `angles` has the first column of each RoPE in the rotation tables; a multiple of 4 allows faster loads.
 
     Raises:
         InputError: a block ends within a head.

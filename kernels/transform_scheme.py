@@ -19,16 +19,16 @@ import torch
 
 from cuvee.codec.backends import DecodeRequest, EncodeRequest
 from cuvee.codec.entropy.token_classes import NEUTRAL
-from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.errors import CorruptError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import choose_classes
-from cuvee.codec.schemes.coefficients import tokens_per_stream
+from cuvee.codec.schemes.coefficients import check_escape_numbers, tokens_per_stream
 from cuvee.codec.support.arrays import U8
 from cuvee.codec.support.lazy import lazy
-from cuvee.kernels.centers import CENTER_BYTES, Centers, TokenRun
+from cuvee.kernels.centers import CENTER_BYTES, Centers
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join, of_layers, raise_status, touched
 from cuvee.kernels.class_predictor import ARRAYS, DevicePredictor
-from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
+from cuvee.kernels.class_streams import sort_columns, write_classes
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField, PlanField, TileField, job_table
@@ -38,7 +38,7 @@ from cuvee.kernels.ops.dequantize import MIN_DEPTH, dequantize
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.rans import rans_decode
 from cuvee.kernels.ops.synthesize import synthesis_config, synthesize
-from cuvee.kernels.outgoing import check_size, code_streams, measure, stream_fields, stream_jobs, write_parts
+from cuvee.kernels.outgoing import code_streams, measure, stream_fields, stream_jobs, write_parts
 from cuvee.kernels.plans import TransformPlan
 from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import send_arrays
@@ -46,11 +46,7 @@ from cuvee.kernels.workspace import place_coefficients, place_planes, running_of
 
 
 class TransformDevice:
-    """Codes chunks with a learned profile at one step, or as bases and refinements.
-
-    Args:
-        plan: the profile and the step, on the device.
-    """
+    """Codes chunks with a learned profile at one step, or as bases and refinements."""
 
     def __init__(self, plan: TransformPlan) -> None:
         self.sections = plan.profile.sections
@@ -60,7 +56,7 @@ class TransformDevice:
     def _predictor(self) -> DevicePredictor | None:
         if all(section.predictor is None for section in self._plan.learned):
             return None
-        return DevicePredictor(self._plan.coding[0], self._plan.geometry.tiles, self._plan.device)
+        return DevicePredictor(self._plan.coding[0].sections, self._plan.geometry.tiles, self._plan.device)
 
     # Decoding --------------------------------------------------------------------------------------------------
 
@@ -77,7 +73,7 @@ class TransformDevice:
     def _usual_sizes(self) -> tuple[int, int]:
         """Return the planes of all parts and the rows of coefficients that a token usually has, in all sections."""
         plan, sections = self._plan, np.arange(len(self.sections))
-        plans = np.stack([plan.arrays.plans[plan.rows(sections, plan.usual, part)] for part in range(plan.parts)])
+        plans = np.stack([plan.plans[plan.rows(sections, plan.usual, part)] for part in range(plan.parts)])
         return int(plans[:, :, PlanField.PLANES].sum()), int(plans[0, :, PlanField.EXTENT].sum())
 
     def decode(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> torch.Tensor:
@@ -89,19 +85,14 @@ class TransformDevice:
         geometry, device, centers_of = plan.geometry, plan.device, plan.token_centers
         incoming = Incoming(chunks, sections, cache)
         upload, max_tokens, count = incoming.upload, incoming.max_tokens, incoming.count
-        # Each array begins at a multiple of 16 bytes, because kernels are compiled for that alignment.
-        blank = np.zeros(int(incoming.tokens.sum()), np.uint8)
-        upload.add_named({"classes": blank, "order": blank})
+        jobs, planes_size, coefficients, max_rows = self._incoming_jobs(incoming, sections, len(chunks))
         if centers_of is not None:
-            upload.add_named(
-                centers_of.lay_out([TokenRun(_ids(chunk.token_ids), chunk.opened.start) for chunk in chunks])
-            )
+            starts = [chunk.opened.start for chunk in chunks]
+            upload.add_named(centers_of.lay_out([chunk.token_ids for chunk in chunks], starts))
         tiles, partial = plan.maps.tiles, len(layers) < cache.layout.num_layers
         if partial:
             tiles = of_layers(tiles, layers)
             upload.add_named({"tiles": tiles})
-        upload.pack()
-        jobs, planes_size, coefficients, max_rows = self._incoming_jobs(incoming, sections, len(chunks))
         with stage("upload"):
             data, sent = upload.send()
         status, *found = zeros(1 + plan.parts, count, device)
@@ -140,27 +131,22 @@ class TransformDevice:
         return status
 
     def _incoming_jobs(self, incoming: Incoming, sections: range, chunks: int) -> tuple[I64, int, int, int]:
-        """Decode the classes of a packed upload, and fill in what follows from them.
+        """Decode the classes of all jobs, and add to the upload what follows from them.
 
         Returns the jobs, the sizes of planes and of coefficients, and the rows of coefficients of the deepest job.
         """
-        plan, upload = self._plan, incoming.upload
+        plan = self._plan
         first, count = running_offsets(incoming.tokens)
         part, index, tokens = self._of_jobs(np.tile(np.asarray(sections), chunks), incoming.tokens)
-        coded = incoming.read(plan.most_planes[part, index])
-        everywhere, _ = running_offsets(tokens)
-        classes = read_classes(
-            upload.bytes, coded, everywhere, tokens, plan.slots, index, plan.finest[part, index], incoming.names
-        )
+        coded, classes = incoming.read(plan.coding)
         if np.any(other := classes[count:] != np.tile(classes[:count], plan.parts - 1)):
-            job = int(np.searchsorted(everywhere, count + np.argmax(other), side="right")) - 1
+            job = int(np.searchsorted(tokens.cumsum(), count + np.argmax(other), side="right"))
             raise CorruptError(
                 f"{incoming.names[job]}: must have the token classes of its base, got other ones: the bytes are damaged"
             )
         by_class, order, counts = sort_columns(classes[:count], first, incoming.tokens)
-        upload.host("classes")[:], upload.host("order")[:] = by_class, order
         deepest = plan.rows(index, np.tile((counts > 0).argmax(1), plan.parts), part)
-        plans = plan.arrays.plans[deepest]
+        plans = plan.plans[deepest]
         planes_at, planes = place_planes(plans[:, PlanField.PLANES], tokens)
         extents = plans[: incoming.count, PlanField.EXTENT]
         at, stride, coefficients = place_coefficients(extents, incoming.tokens)
@@ -169,7 +155,8 @@ class TransformDevice:
             columns=np.tile(first, plan.parts), planes=planes_at, coefficients=np.tile(at, plan.parts),
             stride=np.tile(stride, plan.parts), **coded,
         )  # fmt: skip
-        upload.host("jobs")[:] = jobs
+        # Each array begins at a multiple of 16 bytes, because kernels are compiled for that alignment.
+        incoming.upload.add_named({"jobs": jobs, "classes": by_class, "order": order})
         return jobs, planes, coefficients, int(extents.max())
 
     def _of_jobs(self, index: I64, tokens: I64) -> tuple[I64, I64, I64]:
@@ -209,8 +196,7 @@ class TransformDevice:
             following = [request.source.following for request in requests]
             host["jobs"], host["positions"], host["levels"] = predictor.place(table, following)
         if plan.token_centers is not None:
-            runs = [TokenRun(_ids(request.token_ids), request.source.start) for request in requests]
-            host |= plan.token_centers.lay_out(runs)
+            host |= plan.token_centers.lay_out([request.token_ids for request in requests], starts)
         sent = send_arrays(host, device)
         joined = join(slots)
         max_tokens = int(table[:, ChunkField.TOKENS].max())
@@ -233,7 +219,7 @@ class TransformDevice:
         classes = self._choose(table, predictor, x, sent, chunks, centers, numbers)
         jobs, planes_size, coefficients, arrays_of_classes = self._plan_jobs(table, classes)
         sent = send_arrays({"jobs": jobs, **arrays_of_classes}, device)
-        of_part, plans = len(status), plan.arrays.plans[jobs[:, JobField.DEEPEST]]
+        of_part, plans = len(status), plan.plans[jobs[:, JobField.DEEPEST]]
         order = TokenOrder(sent["classes"], sent["order"], plan.block_ranks)
         y = torch.empty(plan.parts * coefficients, dtype=torch.float32, device=device)
         planes = torch.empty(planes_size, dtype=torch.uint8, device=device)
@@ -312,8 +298,9 @@ class TransformDevice:
         planes, bits = ((share * own[part, index]).sum(1) for own in (plan.planes, plan.bits))
         per_stream = np.array([tokens_per_stream(int(p), b) for p, b in zip(planes, bits, strict=True)], np.int64)
         deepest = plan.rows(index, np.tile((counts > 0).argmax(1), plan.parts), part)
-        plans = plan.arrays.plans[deepest]
-        check_size(plans[:, PlanField.ROWS], tokens)
+        plans = plan.plans[deepest]
+        most = int((plans[:, PlanField.ROWS] * tokens).argmax())
+        check_escape_numbers(int(plans[most, PlanField.ROWS]), int(tokens[most]))
         planes_at, plane_bytes = place_planes(plans[:, PlanField.PLANES], tokens)
         at, stride, coefficients = place_coefficients(plans[: len(sections), PlanField.EXTENT], one_tokens)
         jobs = job_table(
@@ -324,10 +311,3 @@ class TransformDevice:
             **stream_fields(tokens, per_stream, plans[:, PlanField.PLANES], plan.most_planes[part, index]),
         )  # fmt: skip
         return jobs, plane_bytes, coefficients, {"classes": by_class, "order": order, "class_words": words}
-
-
-def _ids(token_ids: I64 | None) -> I64:
-    """Return the ids of a chunk whose tokens have some."""
-    if token_ids is None:
-        raise InputError("token_ids: must be known in all chunks of a batch with predictions, got none")
-    return token_ids

@@ -38,13 +38,13 @@ def for_each(function: Callable[[S], T], items: Sequence[S], total_bytes: int) -
 
 
 class Upload:
-    """Arrays to send to a device in one copy: laid out, packed into pinned memory, filled in there, and sent."""
+    """Arrays to send to a device in one copy: laid out, packed into pinned memory, and sent."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._parts: list[memoryview | npt.NDArray[Any]] = []
         self._offsets: list[int] = []
-        self._named: dict[str, int] = {}  # number of each part that has a name
+        self._named: dict[str, tuple[int, npt.NDArray[Any]]] = {}  # offset of each array that has a name
         self._size = 0
 
     def add(self, part: memoryview | npt.NDArray[Any]) -> int:
@@ -56,15 +56,14 @@ class Upload:
         return offset
 
     def add_named(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Append arrays that `host` and `send` return by name, with their dtypes and shapes."""
+        """Append arrays that `send` returns by name, with their dtypes and shapes."""
         for name, array in arrays.items():
-            self._named[name] = len(self._parts)
-            self.add(array)
+            self._named[name] = self.add(array), array
 
-    def pack(self) -> None:
-        """Copy all parts into one buffer, pinned if the device is not the CPU; gaps are zero."""
-        self._buffer = host_buffer((max(self._size, ALIGNMENT),), torch.uint8, self._device)
-        raw = self._buffer.numpy()
+    def send(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Pack all parts, with zeros in gaps, and start the copy. Return the buffer there, and its arrays by name."""
+        buffer = host_buffer((max(self._size, ALIGNMENT),), torch.uint8, self._device)
+        raw = buffer.numpy()
 
         def copy(index: int) -> None:
             flat = np.frombuffer(self._parts[index], np.uint8)
@@ -74,37 +73,15 @@ class Upload:
 
         ends = [*self._offsets[1:], self._size]
         for_each(copy, range(len(self._parts)), self._size)
-
-    @property
-    def bytes(self) -> npt.NDArray[np.uint8]:
-        """The packed buffer on the host."""
-        packed: npt.NDArray[np.uint8] = self._buffer.numpy()
-        return packed
-
-    def host(self, name: str) -> npt.NDArray[Any]:
-        """Return a packed array by its name, to fill in before `send`."""
-        offset, like = self._place(name)
-        return self.bytes[offset : offset + like.nbytes].view(like.dtype).reshape(like.shape)
-
-    def send(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Start the copy to the device. Return the buffer there, and its arrays by their names."""
-        sent = self._buffer.to(self._device, non_blocking=True)
-        arrays = {}
-        for name in self._named:
-            offset, like = self._place(name)
+        sent, arrays = buffer.to(self._device, non_blocking=True), {}
+        for name, (at, like) in self._named.items():
             dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
-            arrays[name] = sent[offset : offset + like.nbytes].view(dtype).view(like.shape)
+            arrays[name] = sent[at : at + like.nbytes].view(dtype).view(like.shape)
         return sent, arrays
-
-    def _place(self, name: str) -> tuple[int, npt.NDArray[Any]]:
-        """Return the offset of a named array, and what has its dtype and shape."""
-        number = self._named[name]
-        return self._offsets[number], np.asarray(self._parts[number])
 
 
 def send_arrays(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
     """Start copying arrays to the device in one copy. Return them by name, with their dtypes and shapes."""
     upload = Upload(device)
     upload.add_named(arrays)
-    upload.pack()
     return upload.send()[1]

@@ -1,8 +1,6 @@
-"""Scratch memory on the device: batches that fit into it, and the place of each job's arrays."""
+"""Scratch memory on the device: the place of each job's arrays."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,18 +8,6 @@ import torch
 
 from cuvee.kernels.jobs import I64
 from cuvee.kernels.upload import ALIGNMENT
-
-
-def batches(weights: Sequence[int], limit: int, most: int) -> Iterator[slice]:
-    """Yield runs of at most `most` items whose weights add up to at most `limit`, or of one item."""
-    start = total = 0
-    for index, weight in enumerate(weights):
-        if index > start and (total + weight > limit or index - start == most):
-            yield slice(start, index)
-            start, total = index, 0
-        total += weight
-    if len(weights) > start:
-        yield slice(start, len(weights))
 
 
 def place_planes(planes: I64, tokens: I64) -> tuple[I64, int]:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuvee.codec.entropy.family import Family
-from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan, SectionPlanes
+from cuvee.codec.entropy.token_classes import CLASSES, SectionPlanes
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM, Escapes, Streams
+from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.support.arrays import F32, U8
 
@@ -35,7 +35,7 @@ def tokens_per_stream(planes: int, bits_per_token: float) -> int:
     return count
 
 
-def _check_escape_numbers(rows: int, tokens: int) -> None:
+def check_escape_numbers(rows: int, tokens: int) -> None:
     """Raise InputError if escapes, which are numbered row * T + column in 32 bits, would not have numbers."""
     if rows * tokens >= 1 << 32:
         raise InputError(f"chunk: must have fewer than 2**32 / {rows} tokens, got {tokens}: encode fewer at a time")
@@ -69,51 +69,40 @@ def _side_by_side(parts: list[U8], tokens: int) -> U8:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassedSection:
-    """A section to encode.
-
-    Attributes:
-        pieces: tiles in order, whole windows except for the last. Each yields the classes `[t]` of its tokens, the
-            classes of its columns, and the columns' `[R, t]` float32, where R is at least the number of components of
-            the tile's finest class.
-        plan: how the components of each class are coded.
-        class_table: the table that codes the classes.
-    """
-
-    pieces: Iterable[Piece]
-    plan: ClassedPlan
-    class_table: EntropyTables
-
-
-@dataclass(frozen=True, slots=True)
 class CoefficientCoder:
     """Codes the coefficients of sections with the tables and the quantizer of a family."""
 
     stages: Stages
     family: Family
 
-    def encode(self, sections: Iterable[ClassedSection], tokens: int) -> list[bytes]:
-        """Encode the coefficients of several sections of `tokens` tokens.
+    def encode(self, sections: Iterable[tuple[SectionCoding, Iterable[Piece]]], tokens: int) -> list[bytes]:
+        """Encode several sections of `tokens` tokens, given how each is coded, and its pieces.
+
+        Pieces are tiles in order, whole windows except for the last. Each has the classes `[t]` of its tokens, the
+        classes of its columns, and the columns' `[R, t]` float32, where R is at least the number of components of the
+        tile's finest class.
 
         Raises:
             InputError: a coefficient is too many steps large.
         """
-        packed = [self._to_planes(section, tokens) for section in sections]
+        packed = [self._to_planes(coding, pieces, tokens) for coding, pieces in sections]
         streams = self.stages.rans_encode([planes for planes, _, _ in packed], self.family.tables)
         return [
             write_coded(CodedPart(own, escapes, planes.tokens_per_stream, classes), int(planes.plan.planes.max()))
             for own, (planes, escapes, classes) in zip(streams, packed, strict=True)
         ]
 
-    def _to_planes(self, section: ClassedSection, tokens: int) -> tuple[SectionPlanes, Escapes, Streams]:
+    def _to_planes(
+        self, coding: SectionCoding, pieces: Iterable[Piece], tokens: int
+    ) -> tuple[SectionPlanes, Escapes, Streams]:
         """Quantize and pack a section: everything before its entropy coding; and code its classes."""
-        plan = section.plan
-        _check_escape_numbers(int(plan.rows[plan.finest]), tokens)
+        plan = coding.classed
+        check_escape_numbers(int(plan.rows[plan.finest]), tokens)
         classes, columns = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
         coded: list[U8] = []
         escaped: list[Escapes] = []
         start = 0
-        for own, by_class, y in section.pieces:
+        for own, by_class, y in pieces:
             at = slice(start, start + len(own))
             classes[at], columns[at] = own, by_class
             planes, escapes = self.stages.to_planes(y, by_class, plan, self.family.quantizer, self.family.tables)
@@ -123,5 +112,5 @@ class CoefficientCoder:
         share = np.bincount(classes, minlength=CLASSES) / tokens
         per_stream = tokens_per_stream(int(share @ plan.planes), float(share @ plan.entropy(self.family.tables)))
         joined = coded[0] if len(coded) == 1 else _side_by_side(coded, tokens)
-        class_stream = self.stages.encode_classes(classes, section.class_table)
+        class_stream = self.stages.encode_classes(classes, coding.class_table)
         return SectionPlanes(joined, columns, plan, per_stream), _merge(escaped), class_stream

@@ -20,8 +20,9 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import Predictions
-from cuvee.codec.schemes import overlap
-from cuvee.codec.schemes.coefficients import ClassedSection, CoefficientCoder, Piece
+from cuvee.codec.schemes import batches, overlap
+from cuvee.codec.schemes.coefficients import CoefficientCoder, Piece
+from cuvee.codec.setting import Setting
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.products import Products, products_for
 from cuvee.codec.stages.reference.sections import Coefficients, padded
@@ -42,16 +43,14 @@ class TransformScheme:
     Several threads call it at once, for different sections.
     """
 
-    def __init__(
-        self, profile: Profile, step_index: int, predicted: bool, stages: Stages, refinements: int = 0
-    ) -> None:
+    def __init__(self, profile: Profile, setting: Setting, predicted: bool, stages: Stages) -> None:
         self._profile = profile
         self.sections: tuple[Section, ...] = profile.sections
         learned, family = profile.learned_for(predicted), profile.family
-        self._coding = self._last = StepCoding(learned, family, step_index)
-        if refinements:
-            self._last = StepCoding(learned, family, step_index - FINER, residual=True)
-        self._refined = refinements > 0
+        self._coding = self._last = StepCoding(learned, family, setting.step_index)
+        self._refined = setting.refinements > 0
+        if self._refined:
+            self._last = StepCoding(learned, family, setting.step_index - FINER, residual=True)
         self._coder = CoefficientCoder(stages, family)
         self._stages = stages
         self._inverses: dict[tuple[int, Products], Any] = {}
@@ -60,10 +59,7 @@ class TransformScheme:
     def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
         """Return for each of the sections `numbers` its bytes: one part, or a base and its refinement.
 
-        Args:
-            chunk: the tokens, with their ids if the profile predicts from them.
-            numbers: of the sections.
-            unrotation: frees the chunk's keys of their positions.
+        The chunk has ids if the profile predicts from them; `unrotation` frees its keys of their positions.
         """
         if self._refined:
             return self._encode_refined(chunk, numbers, unrotation)
@@ -104,11 +100,7 @@ class TransformScheme:
         self, coding: StepCoding, numbers: Sequence[int], pieces: Iterable[Iterable[Piece]], tokens: int
     ) -> list[bytes]:
         """Quantize and code the tiles of some sections."""
-        sections = (
-            ClassedSection(own, section.classed, section.class_table)
-            for section, own in zip((coding.sections[index] for index in numbers), pieces, strict=True)
-        )
-        return self._coder.encode(sections, tokens)
+        return self._coder.encode(zip((coding.sections[index] for index in numbers), pieces, strict=True), tokens)
 
     def _of_base(self, index: int, columns: U8, y: F32) -> F32:
         """Return the rows that the base codes of a tile, given those that the refinement codes."""
@@ -181,14 +173,10 @@ class TransformScheme:
         values: Sequence[Rows | None],
         rotation: Rotation,
     ) -> None:
-        """Decode sections into rows.
+        """Decode sections, of which `parts` are the numbers and the bytes, into rows of the request's tokens.
 
-        Args:
-            parts: number of each section, and its bytes: one part, or a base and its refinement.
-            request: the tokens to decode.
-            keys: per layer the rows of the request's tokens; None for layers that are not decoded.
-            values: the same for values.
-            rotation: turns position-free keys to the request's positions.
+        Rows are listed per layer, None for layers that are not decoded. `rotation` turns position-free keys to the
+        request's positions.
         """
         opened, span = request.opened, request.span
         layout, tokens = opened.layout, opened.tokens
@@ -226,22 +214,17 @@ class TransformScheme:
         refinements = self._stages.decode_sections(indexed[1], at, torch.float32)
         for (order, classes, known), own in zip(bases, refinements, strict=True):
             if not np.array_equal(order, own.order) or not np.array_equal(classes, own.classes):
-                raise _class_error()
+                raise CorruptError(
+                    "refinement: must have the token classes of its base, got other ones: the bytes are damaged"
+                )
             own.y[:, : known.shape[1]] += known
             out.append(Coefficients(order, classes, own.y.to(dtype)))
         return out
 
     def _batches(self, numbers: Sequence[int], columns: int) -> Iterator[slice]:
-        """Yield runs of sections whose planes fit the cache together; a larger section is its own run."""
-        first = size = 0
-        for i, index in enumerate(numbers):
-            own = int(self._last.sections[index].classed.planes.max()) * columns
-            if first < i and size + own > BATCH_VALUES:
-                yield slice(first, i)
-                first, size = i, 0
-            size += own
-        if first < len(numbers):
-            yield slice(first, len(numbers))
+        """Return runs of sections whose planes fit the cache together; a larger section is its own run."""
+        coding = self._last.sections
+        return batches([int(coding[index].classed.planes.max()) * columns for index in numbers], BATCH_VALUES)
 
     def _product_runs(self, index: int, tile: Coefficients) -> Iterator[tuple[slice, Sequence[int]]]:
         """Yield the columns of each product, and how many rows of each block they need."""
@@ -259,7 +242,3 @@ class TransformScheme:
                 coding.learned.basis.inverse, rank, products, coding.expected_shares(self._coding.family.tables)
             )
         return self._inverses[key]
-
-
-def _class_error() -> CorruptError:
-    return CorruptError("refinement: must have the token classes of its base, got other ones: the bytes are damaged")

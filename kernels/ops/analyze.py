@@ -11,12 +11,7 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import BLOCK, CHUNK, ELEMENTS, JOB, STATUS, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
-from cuvee.kernels.ops.pages import (
-    COMPILED,
-    load_pairs,
-    token_offsets,
-    turn_pairs,
-)
+from cuvee.kernels.ops.pages import COMPILED, load_pairs, token_offsets, turn_pairs
 from cuvee.kernels.ops.transform import _sorted_columns
 
 GATHER_TOKENS = 64
@@ -80,9 +75,6 @@ def gather(
     (Status.NOT_FINITE), and a slot beyond the cache (Status.SLOT), which reads as zero, as -1 does.
 
     Args:
-        cache: what is read.
-        tiles: of the batch's sections.
-        batch: status bits are added to its jobs.
         rotations: from `rotation_tables(inverse=True)`, by source positions.
         means: float32 `[S + 1, M]`: means of the first S positions of a sequence, then that of all others.
         x: float32 `[tokens, width]`, written in rows ChunkField.FIRST …, columns TileField.COLUMN …;
@@ -167,10 +159,8 @@ def analyze(
         jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
         blocks: int64 `[blocks, len(BlockField)]`: those of the batch's sections.
         basis: float32; `[BlockField.RANK, BlockField.COLUMNS]` at BlockField.BASIS, padded columns zero.
-        batch: its chunks.
         y: float32; rows BlockField.ROW … of a job's `[R, JobField.STRIDE]` at JobField.COEFFICIENTS are written,
             tokens 0 … T - 1.
-        max_rank: components of the largest block.
         order: column i of the coefficients is the token that it names, and rows of a block that none of 64 columns has
             are not written; row i of `block_ranks` is row i of `blocks`. None: columns are the tokens, with all rows.
     """

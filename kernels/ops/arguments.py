@@ -7,11 +7,8 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +20,7 @@ class ChunkBatch:
     Attributes:
         chunks: int64 `[C, len(ChunkField)]`.
         status: int32 `[C * sections]`, one per job; kernels add bits of `Status`.
-        sections: sections per chunk.
         first_section: number of the first of them.
-        max_tokens: tokens of the longest chunk.
     """
 
     chunks: torch.Tensor
@@ -37,12 +32,7 @@ class ChunkBatch:
 
 @dataclass(frozen=True, slots=True)
 class TileTable:
-    """The tiles of the sections that a launch handles; the same for every chunk.
-
-    Attributes:
-        tiles: int64 `[tiles, len(TileField)]`.
-        pairs: PAIRS of `lay_out_tiles`: width of half a tile.
-    """
+    """Tiles that a launch handles of each chunk, int64 `[tiles, len(TileField)]`; half a tile has `pairs` columns."""
 
     tiles: torch.Tensor
     pairs: int
@@ -60,7 +50,6 @@ class CacheView:
         places: int64 `[units, len(PlaceField)]`.
         scales: float32 `[units]`: what a stored FP8 value is multiplied by; not read for other types.
         slots: int64 `[tokens]`: slot of each token of each chunk, from `ChunkField.FIRST` on; -1: nowhere.
-        element: dtype of the cache.
         unit_stride: whether pairs lie one element apart; see `pages.contiguity`.
         aligned: whether 16 bytes can be moved at a time; see `pages.contiguity`.
     """
@@ -75,12 +64,7 @@ class CacheView:
 
 @dataclass(frozen=True, slots=True)
 class RotationTables:
-    """Output of `rotation_tables`: a row per token (`ChunkField.FIRST` …), a column per angle.
-
-    Attributes:
-        cos: float32 `[tokens, A]`.
-        sin: float32 `[tokens, A]`.
-    """
+    """Output of `rotation_tables`, float32 `[tokens, A]`: a row per token, from `ChunkField.FIRST` on."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -104,7 +88,7 @@ class TokenOrder:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlans:
-    """Coding plans on the device; `plans.PlanArrays` is the same on the host.
+    """Coding plans on the device.
 
     Attributes:
         plans: int64 `[Q, len(PlanField)]`.
@@ -147,12 +131,7 @@ class StreamJobs:
 
 @dataclass(frozen=True, slots=True)
 class DecodingTables:
-    """Lookup tables of the entropy decoder.
-
-    Attributes:
-        words: uint32 `[K, WIDTH]` of `rans.decoding_table`.
-        prob_bits: of the tables, as of `EntropyTables`.
-    """
+    """Lookup tables of the decoder, uint32 `[K, WIDTH]` of `rans.decoding_table`, and their probability bits."""
 
     words: torch.Tensor
     prob_bits: int

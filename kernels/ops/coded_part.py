@@ -47,13 +47,7 @@ def _count_kernel(jobs, lengths, totals, BLOCK: tl.constexpr):  # type: ignore[n
 
 
 def count_words(coding: StreamJobs, lengths: torch.Tensor, totals: torch.Tensor) -> None:
-    """Add up the words of each job; the host needs the sums to place the coded parts.
-
-    Args:
-        coding: of the jobs, LENGTHS and STREAMS are read.
-        lengths: uint32, of `rans_encode`.
-        totals: `[J]` int64, gets the words of each job.
-    """
+    """Add up the words of each job in `totals`, int64 `[J]`, by which the host places the coded parts."""
     block = min(2048, max(256, triton.next_power_of_2(coding.max_streams)))
     _count_kernel[(len(coding.jobs),)](coding.jobs, lengths, totals, BLOCK=block, enable_fp_fusion=True)
 
@@ -145,16 +139,10 @@ def write_coded(
     class_words: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Write the coded part of each job as FORMAT.md describes it, `coded_bytes` long.
+    """Write the coded part of each job as FORMAT.md describes it, `coded_bytes` long, to `PartField.SECTION` of `out`.
 
-    Args:
-        coding: as for `rans_encode`; the fields of lengths and class streams are read too.
-        parts: int64 `[J, len(PartField)]`.
-        streams: of `rans_encode`.
-        escape_index: uint32, row * T + column, rising within a job.
-        escape_value: int32.
-        class_words: uint16, words of the streams of classes.
-        out: uint8, a multiple of 4; gets each coded part at `PartField.SECTION`.
+    `coding` and `streams` are those of `rans_encode`; the fields of lengths and class streams are read too. Escapes are
+    uint32, row * T + column, rising within a job, and int32. `class_words` are uint16, `out` is uint8, a multiple of 4.
     """
     blocks = triton.cdiv(coding.max_streams, _WRITE_STREAMS)
     _write_kernel[(blocks * len(coding.jobs),)](

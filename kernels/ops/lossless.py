@@ -16,10 +16,7 @@ import triton.language as tl
 from cuvee.codec.entropy.tables import SYMBOLS
 from cuvee.kernels.jobs import ELEMENTS, TILE, fields_of
 from cuvee.kernels.ops.arguments import CacheView, TileTable
-from cuvee.kernels.ops.pages import (
-    rounded,
-    saturated,
-)
+from cuvee.kernels.ops.pages import rounded, saturated
 
 WARPS = 8  # 64 tokens of 64 pairs at 4 spill
 TOKENS = 64  # a program's: two sectors of a plane's row

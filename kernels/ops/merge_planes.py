@@ -12,24 +12,8 @@ import triton.language as tl
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS
 from cuvee.kernels.jobs import CHUNK, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
-from cuvee.kernels.ops.lossless import (
-    BYTE,
-    TOKENS,
-    VALUES,
-    WARPS,
-    _constants,
-    _half_channels,
-    _multiple,
-    _words,
-)
-from cuvee.kernels.ops.pages import (
-    finite,
-    half_addresses,
-    saturated,
-    store_pairs,
-    token_offsets,
-    turn_pairs,
-)
+from cuvee.kernels.ops.lossless import BYTE, TOKENS, VALUES, WARPS, _constants, _half_channels, _multiple, _words
+from cuvee.kernels.ops.pages import finite, pair_addresses, saturated, store_pairs, token_offsets, turn_pairs
 from cuvee.kernels.ops.rans import ENTRIES, SPAN, WIDTH
 
 TOTAL = tl.constexpr(1 << PROB_BITS)
@@ -121,12 +105,7 @@ def _merge_planes(  # type: ignore[no-untyped-def]
             a, b = _words(x, both, DTYPE, WORD), _words(y, both, DTYPE, WORD)
     offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
     if ELEMENT == DTYPE:
-        at0, mask0 = half_addresses(
-            places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
-        )  # fmt: skip
-        at1, mask1 = half_addresses(
-            places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
-        )  # fmt: skip
+        at0, mask0, at1, mask1 = pair_addresses(places, tile, offset, exists, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
         tl.store(at0, a, mask=mask0)
         tl.store(at1, b, mask=mask1)
     else:
@@ -136,11 +115,9 @@ def _merge_planes(  # type: ignore[no-untyped-def]
 
 
 def decoding_tables(freq: torch.Tensor, decoding: torch.Tensor) -> None:
-    """Make the decoder's tables of many frequency tables: `rans.decoding_table`, on the device.
+    """Make the decoder's tables, uint32 `[K, WIDTH]`, of frequencies `[K, 256]`: `rans.decoding_table`, on the device.
 
-    Args:
-        freq: uint16 `[K, 256]`; rows add up to 2**12 (unchecked: others give tables that mean nothing).
-        decoding: uint32 `[K, WIDTH]`, written.
+    Rows must add up to 2**12; others give tables that mean nothing.
     """
     if len(freq):
         _decoding_tables[(len(freq),)](freq, decoding, num_warps=WARPS, enable_fp_fusion=True)
@@ -169,13 +146,9 @@ def merge_planes(
         data: uint8, stored planes and reference bytes.
         planes: uint8, decoded symbols of the coded planes.
         table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`.
-        tiles: of the batch's sections.
-        batch: status bits are added to its jobs.
-        cache: what is written.
         source: from `rotation_tables(inverse=True)`, by source positions; neither this nor the next is read unless
             `moved`.
         target: from `rotation_tables`, by target positions.
-        dtype: of the blobs.
         moved: whether any chunk has another target than its source.
         even: whether every chunk's tokens and every BytePlaneField.PLANE are multiples of four.
     """

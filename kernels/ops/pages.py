@@ -24,18 +24,10 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def token_offsets(places, unit, slots, token, inside, status):  # type: ignore[no-untyped-def]
-    """Where tokens of a unit lie.
+    """Where tokens of a unit lie: offsets in elements (int64), and which tokens have a place.
 
-    Args:
-        places: table of `PlaceField`.
-        unit: row of it.
-        slots: int64, the slot of each token; -1: nowhere.
-        token: indices into `slots`.
-        inside: which of them exist.
-        status: int32 of the job; gets STATUS.SLOT for a slot beyond the cache.
-
-    Returns:
-        offsets in elements (int64), and which tokens have a place.
+    `slots[token]` are their slots, -1 for nowhere, where they are `inside`. The job's `status` gets STATUS.SLOT for a
+    slot beyond the cache.
     """
     place = places + unit * PLACE.FIELDS
     slot = tl.load(slots + token, mask=inside, other=-1)
@@ -82,32 +74,27 @@ def half_addresses(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def pair_addresses(  # type: ignore[no-untyped-def]
+    places, tile, offset, exists, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr = 0,
+):  # fmt: skip
+    """Addresses of a tile's first dimensions and which exist, and the same of its second ones: see `half_addresses`."""
+    at0, mask0 = half_addresses(
+        places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+    )  # fmt: skip
+    at1, mask1 = half_addresses(
+        places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+    )  # fmt: skip
+    return at0, mask0, at1, mask1
+
+
+@triton.jit
 def load_pairs(  # type: ignore[no-untyped-def]
     places, scales, tile, offset, exists, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile: the values of tokens at `offset` (see `token_offsets`); zero where there is none.
-
-    Args:
-        places: table of `PlaceField`.
-        scales: float32, one per unit: what a stored FP8 value is multiplied by; not read for other types.
-        tile: address of a row of `tiles`.
-        offset: `[tokens]` of `token_offsets`.
-        exists: likewise.
-        ELEMENT: type of the cache.
-        UNIT_STRIDE: see `contiguity`.
-        PAIRS: width of a half tile.
-        ALIGNED: see `contiguity`.
-
-    Returns:
-        two `[tokens, PAIRS]` float32.
-    """
-    at0, mask0 = half_addresses(
-        places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, 0
-    )  # fmt: skip
-    at1, mask1 = half_addresses(
-        places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, 0
-    )  # fmt: skip
+    """Read a tile: values `[tokens, PAIRS]` float32 of its two halves at `token_offsets`; zero where there is none."""
+    at0, mask0, at1, mask1 = pair_addresses(places, tile, offset, exists, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS)
     if ELEMENT.primitive_bitwidth == 8:
         scale = tl.load(scales + tl.load(tile + TILE.UNIT))
         a = _from_fp8(tl.load(at0, mask=mask0, other=0), ELEMENT) * scale
@@ -124,12 +111,7 @@ def store_pairs(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr = False, FIRST: tl.constexpr = 0,
 ):  # fmt: skip
     """Write a tile: the inverse of `load_pairs`, rounded to nearest even; FP8 is divided by its scale and saturates."""
-    at0, mask0 = half_addresses(
-        places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
-    )  # fmt: skip
-    at1, mask1 = half_addresses(
-        places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
-    )  # fmt: skip
+    at0, mask0, at1, mask1 = pair_addresses(places, tile, offset, exists, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST)
     if ELEMENT.primitive_bitwidth == 8:
         scale = tl.div_rn(1.0, tl.load(scales + tl.load(tile + TILE.UNIT)))
         tl.store(at0, _to_fp8(a * scale, ELEMENT), mask=mask0)
@@ -236,11 +218,7 @@ def turn_pairs(  # type: ignore[no-untyped-def]
 
 
 def place_row(memory: torch.Tensor) -> list[int]:
-    """A row of `places`: where a unit lies.
-
-    Args:
-        memory: view `[blocks, tokens per block, heads, dimensions]` with whatever strides; for `[T, H, D]` a view
-            `[1, T, H, D]`. Slot s is token s % tokens of block s // tokens.
+    """A row of `places`: where a unit lies, a view `[blocks, tokens, heads, dimensions]` with whatever strides.
 
     Raises:
         InputError: another number of dimensions, or 2**31 slots and more.
@@ -257,17 +235,10 @@ def place_row(memory: torch.Tensor) -> list[int]:
 def contiguity(
     places: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64], element: torch.dtype
 ) -> tuple[bool, bool]:  # fmt: skip
-    """Which fast ways to memory the tables allow: `(unit_stride, aligned)`.
+    """Which fast ways to memory the tables of places and tiles allow: `(unit_stride, aligned)`.
 
-    Args:
-        places: rows of `PlaceField`.
-        tiles: rows of `TileField`.
-        element: type of the cache.
-
-    Returns:
-        unit_stride: pairs lie one element apart in every tile.
-        aligned: moreover every run of a tile begins and ends at a multiple of 16 bytes, and its angles at a multiple
-            of 4 columns, so that 16 bytes can be moved at a time.
+    With unit strides, pairs lie one element apart in every tile. If moreover every run of a tile begins and ends at a
+    multiple of 16 bytes, and its angles at a multiple of 4 columns, 16 bytes can be moved at a time.
     """
     used = places[np.unique(tiles[:, TileField.UNIT])]
     unit_stride = bool(np.all(used[:, PlaceField.DIM] == 1) and np.all(tiles[:, TileField.STEP] == 1))

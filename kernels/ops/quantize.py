@@ -122,10 +122,7 @@ def quantize(
 
     Args:
         y: float32, columns in coding order.
-        jobs: int64 `[J, len(JobField)]`.
-        plans: as for `dequantize`.
         reach: int32 `[K, 2]`, the least and the greatest value that each table codes: `EntropyTables.reach`.
-        classes: as for `dequantize`.
         planes: uint8; gets `[P, T]` of each job.
         counts: int32 `[J, max_rows]`, written; zero where a job has no row.
         status: int32 `[J]`; gets `Status.TOO_LARGE` where a coefficient is `MAX_LEVEL` steps or more, or NaN.

@@ -226,7 +226,6 @@ def rans_decode(
         data: `[bytes]` uint8, a multiple of 4: the coded parts.
         coding: all fields of jobs but those of escapes, coefficients and class streams are read; of the plans, PLANES
             and TABLES. PLANES never rises with the class.
-        decoding: of `decoding_table`.
         classes: uint8 below 16: `TokenOrder.classes`.
         planes: uint8, gets `[P, T]` at `JobField.PLANES`; below a column's last plane nothing is written.
         status: `[J]` int32, gets `Status.STREAMS` where the lengths do not add up to WORD_COUNT, or a stream begins in
@@ -387,14 +386,8 @@ def rans_encode(
 ) -> None:
     """Code the planes of all jobs: the words of the reference's `rans_encode`.
 
-    A byte whose frequency is zero corrupts its stream, but no other (escape it instead).
-
-    Args:
-        planes: uint8, `[P, T]` of each job at `JobField.PLANES`.
-        coding: as for `rans_decode`; STATES, LENGTHS and WORDS of the jobs index `streams`.
-        entries: `[K, 256, 2]` uint32 of `coding_table`.
-        classes: as for `rans_decode`.
-        streams: written.
+    A byte whose frequency is zero corrupts its stream, but no other (escape it instead). STATES, LENGTHS and WORDS of
+    the jobs index `streams`; `entries` is uint32 `[K, 256, 2]` of `coding_table`, all else as for `rans_decode`.
     """
     blocks = triton.cdiv(coding.max_streams, LANES)
     _encode_kernel[(blocks * len(coding.jobs),)](

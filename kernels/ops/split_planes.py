@@ -17,22 +17,8 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import CHUNK, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
-from cuvee.kernels.ops.lossless import (
-    BYTE,
-    TOKENS,
-    VALUES,
-    WARPS,
-    _constants,
-    _half_channels,
-    _multiple,
-    _words,
-)
-from cuvee.kernels.ops.pages import (
-    finite,
-    half_addresses,
-    load_pairs,
-    token_offsets,
-)
+from cuvee.kernels.ops.lossless import BYTE, TOKENS, VALUES, WARPS, _constants, _half_channels, _multiple, _words
+from cuvee.kernels.ops.pages import finite, load_pairs, pair_addresses, token_offsets
 
 
 @triton.jit
@@ -43,12 +29,7 @@ def _load_words(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Read a tile as words of the blob's dtype, rotated left by one bit; zero where there is no value."""
     if ELEMENT == DTYPE:
-        at0, mask0 = half_addresses(
-            places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
-        )  # fmt: skip
-        at1, mask1 = half_addresses(
-            places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
-        )  # fmt: skip
+        at0, mask0, at1, mask1 = pair_addresses(places, tile, offset, exists, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
         a, b = tl.load(at0, mask=mask0, other=0), tl.load(at1, mask=mask1, other=0)
     else:
         x, y = load_pairs(places, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)

@@ -13,13 +13,7 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import CHUNK, ELEMENTS, JOB, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
-from cuvee.kernels.ops.pages import (
-    COMPILED,
-    saturated,
-    store_pairs,
-    token_offsets,
-    turn_pairs,
-)
+from cuvee.kernels.ops.pages import COMPILED, saturated, store_pairs, token_offsets, turn_pairs
 from cuvee.kernels.ops.transform import _WINDOW, _sorted_columns
 
 MAX_GROUP = 32  # tiles that run together: all of a section of two layers of 8 heads
@@ -204,16 +198,12 @@ def synthesize(
         y: coefficients, bfloat16, float16 or float32, at a multiple of 16 bytes: a job's `[R, JobField.STRIDE]` at
             JobField.COEFFICIENTS, both of them multiples of 16; what lies beyond a job's tokens is ignored.
         jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
-        tiles: of the batch's sections.
         basis: dtype of y, at a multiple of 16 bytes: a tile's `[RANK, 2 * PAIRS]` at TileField.BASIS with rows
             TileField.BASIS_STRIDE apart, both multiples of 2 * PAIRS.
         means: float32 `[S + 1, M]`: means of the first S positions of a sequence, then that of all others.
-        batch: status bits are added to its jobs.
         rotations: from `rotation_tables`, by target positions.
-        cache: what is written.
         order: column i of the coefficients is the token that it names; of each `block_t` columns, the components of
             the first are read.
-        config: of `synthesis_config`.
         center_rows: int32 `[tokens]`, the row of `means` that is added to each token, from ChunkField.FIRST on; `means`
             may then have further rows. None: the row of the token's position.
     """

@@ -67,7 +67,6 @@ def rotation_tables(
         tables: rows ChunkField.FIRST … are written.
         use_source: positions count from ChunkField.SOURCE instead of ChunkField.TARGET.
         inverse: divide by the scaling; `turn_pairs(INVERSE=True)` then un-rotates, as `unrotate` does.
-        max_tokens: tokens of the longest chunk.
     """
     angles = len(inv_freq)
     if not angles:

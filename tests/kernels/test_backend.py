@@ -31,7 +31,7 @@ from tests.kernels.coding import (
 )
 from triton import knobs
 
-from cuvee.codec.backends import Coding, get_backend
+from cuvee.codec.backends import Backends, Coding
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.cpu.pool import Pool
@@ -40,9 +40,10 @@ from cuvee.codec.format.container import Scheme, read_header
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
-from cuvee.kernels import backend, class_streams, transform_scheme, upload
+from cuvee.codec.schemes import batches
+from cuvee.codec.setting import Setting
+from cuvee.kernels import backend, incoming, upload
 from cuvee.kernels.chunks import CacheMemory
-from cuvee.kernels.workspace import batches
 
 # Layout, scheme, and tokens, which rarely fill a tile.
 CASES = [
@@ -130,15 +131,15 @@ def test_a_refinement_of_other_classes(device: torch.device, monkeypatch: pytest
     """The classes of a refinement are those of its base: whoever wrote another one made no refinement of it."""
     _, triton = codecs("gqa", "layer classes parts")
     base, refinement = coded(triton, on(device, chunk_of("gqa", "layer classes parts", 9)))
-    read = class_streams.read_classes
+    read = incoming.Incoming.read
 
     def other(*arguments: Any) -> Any:
-        classes = read(*arguments)
+        coded, classes = read(*arguments)
         last = np.flatnonzero(classes[len(classes) // 2 :])[-1] + len(classes) // 2
         classes[last] -= 1
-        return classes
+        return coded, classes
 
-    monkeypatch.setattr(transform_scheme, "read_classes", other)
+    monkeypatch.setattr(incoming.Incoming, "read", other)
     with pytest.raises(CorruptError, match=r"refinement of blob 0: must have the token classes of its base"):
         triton.decode(base, refinements=[refinement], device=device)
 
@@ -149,7 +150,7 @@ def test_a_refinement_of_other_classes(device: torch.device, monkeypatch: pytest
 @pytest.fixture(params=[1, 1 << 30], ids=["a-chunk-a-batch", "one-batch"])
 def workspace(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch for one chunk at a time, or for all."""
-    monkeypatch.setattr(get_backend("triton", device.type), "workspace_bytes", request.param)
+    monkeypatch.setattr(Backends("triton", 1).of(device.type), "workspace_bytes", request.param)
 
 
 SIZES = [9, 1, 4]
@@ -317,8 +318,7 @@ def test_many_bytes_go_through_several_threads(monkeypatch: pytest.MonkeyPatch) 
     parts = [np.arange(size, dtype=np.uint8) for size in (5, 16, 1, 33)]
     offsets = [sent.add(part) for part in parts]
     monkeypatch.setattr(upload, "PARALLEL_BYTES", 0)
-    sent.pack()
-    raw = sent.bytes
+    raw = sent.send()[0].numpy()
     assert offsets == [0, 16, 32, 48] and len(raw) == 96
     expected = np.zeros(96, np.uint8)
     for offset, part in zip(offsets, parts, strict=True):
@@ -334,5 +334,5 @@ def test_a_forked_process_stages_on_threads_of_its_own() -> None:
 def test_a_forked_process_makes_schemes_while_a_thread_of_its_parent_does() -> None:
     own, chunk = backend.TritonBackend(interpreted=True), synthetic_chunk(LAYOUTS["gqa"], 5)
     cache = PagedCache.dense(chunk.layout, chunk.keys, chunk.values)
-    coding = Coding(Profile.unlearned(chunk.layout), Scheme.LOSSLESS, 0, chunk.layout.dtype)
+    coding = Coding(Profile.unlearned(chunk.layout), Setting(Scheme.LOSSLESS), chunk.layout.dtype)
     assert works_in_child_while_held(own._making, lambda: own._scheme(coding, cache) is not None)

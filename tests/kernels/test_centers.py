@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from tests.predicting import VOCABULARY, predicting, with_sinks
 
 from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels import centers as module
-from cuvee.kernels.centers import Centers, TokenRun
+from cuvee.kernels.centers import Centers
 from cuvee.kernels.plans import TransformPlan
 
 
-def runs() -> list[TokenRun]:
+def runs() -> list[tuple[npt.NDArray[np.int64], int]]:
     """Runs from the first position on, from one amid the sinks, and from one behind them; ids occur several times."""
     rng = np.random.default_rng(0)
-    return [TokenRun(rng.integers(0, VOCABULARY // 4, tokens), start) for tokens, start in ((9, 0), (40, 2), (5, 1000))]
+    return [(rng.integers(0, VOCABULARY // 4, tokens), start) for tokens, start in ((9, 0), (40, 2), (5, 1000))]
 
 
 def centers_of(plan: TransformPlan, sections: range) -> Centers:
     assert plan.token_centers is not None
-    arrays = plan.token_centers.lay_out(runs())
-    assert len(arrays["embedding"]) < len(arrays["rows"]) == sum(len(run.token_ids) for run in runs())
+    ids, starts = zip(*runs(), strict=True)
+    arrays = plan.token_centers.lay_out(ids, starts)
+    assert len(arrays["embedding"]) < len(arrays["rows"]) == sum(map(len, ids))
     sent = {name: torch.from_numpy(array).to(plan.device) for name, array in arrays.items()}
     return plan.token_centers.centers(sent, sections)
 
@@ -46,13 +48,13 @@ def test_centers_are_those_of_the_cpu(
     plan = TransformPlan(profile, 0, device, torch.float32, True)
     found = centers_of(plan, range(len(profile.sections)))
     rows, tiles, first = found.rows.cpu().long(), plan.geometry.tiles, 0
-    for run in runs():
-        at = slice(first, first + len(run.token_ids))
+    for ids, start in runs():
+        at = slice(first, first + len(ids))
         for index, section in enumerate(profile.learned):
             own = slice(int(tiles.bounds[index]), int(tiles.bounds[index + 1]))
-            predictions = profile.predictions[index].of(run.token_ids, run.start)
+            predictions = profile.predictions[index].of(ids, start)
             predicted = predictions.rows[torch.from_numpy(predictions.index)]
-            want = section.basis.means(run.start, slice(0, len(run.token_ids))) + predicted.float()
+            want = section.basis.means(start, slice(0, len(ids))) + predicted.float()
             assert torch.equal(found.table.cpu()[rows[at], own], tiles.pack(want, index))
         first = at.stop
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,15 +12,14 @@ from tests.kernels.world import FAMILY, LAYOUT, STEP, mix, plan_of, profile_of
 from tests.predicting import VOCABULARY
 
 from cuvee.codec.entropy.token_classes import CLASSES, class_table
-from cuvee.codec.errors import CorruptError, FormatError, ProfileError
+from cuvee.codec.errors import ProfileError
 from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.profiles.class_predictor import finer_near_end
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.stages.reference.token_order import coding_order
-from cuvee.kernels.centers import TokenRun
 from cuvee.kernels.class_predictor import DevicePredictor
-from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
+from cuvee.kernels.class_streams import sort_columns, write_classes
 from cuvee.kernels.ops.arguments import ChunkBatch
 from cuvee.kernels.plans import TransformPlan
 from cuvee.kernels.workspace import running_offsets
@@ -54,45 +52,13 @@ def test_class_streams_are_those_of_the_codec(kind: str, device: torch.device) -
         at = fields["class_words"][job]
         assert np.array_equal(words[at : at + fields["class_word_count"][job]], want.words)
         assert fields["class_state"][job] == want.states[0]
-    names = [f"job {i}" for i in range(len(sizes))]
-    back = read_classes(words.view(np.uint8), fields, first, sizes, plan.slots, sections, finest, names)
-    assert np.array_equal(back, np.concatenate(classes))
-    columns, order, counts = sort_columns(back, first, sizes)
+    columns, order, counts = sort_columns(np.concatenate(classes), first, sizes)
     for begin, own, count in zip(first, classes, counts, strict=True):
         at = slice(begin, begin + len(own))
         want_order = coding_order(own)
         assert np.array_equal(order[at] + np.arange(len(own)) // WINDOW * WINDOW, want_order)
         assert np.array_equal(columns[at], own[want_order])
         assert np.array_equal(count, np.bincount(own, minlength=CLASSES))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda fields, words: fields["class_state"].__setitem__(1, fields["class_state"][1] ^ 1),
-        lambda fields, words: fields["class_word_count"].__setitem__(1, 0),
-        lambda fields, words: fields["class_word_count"].__setitem__(1, fields["class_word_count"][1] + 1),
-        lambda fields, words: words.__setitem__(slice(None), 0xFFFF),
-    ],
-)
-def test_class_streams_that_lie(change: Callable[..., None], device: torch.device) -> None:
-    plan, sections = plan_of("unit", device), np.zeros(3, np.int64)
-    first, tokens, finest = np.array([0, 80, 160]), np.full(3, 80), plan.finest[0, sections]
-    classes = np.concatenate([mix(80, "mixed", int(finest[0]), seed) for seed in range(3)])
-    words, fields = write_classes(classes, first, tokens, plan.freq, sections)
-    words = np.append(words, np.zeros(4, np.uint16))
-    change(fields, words)
-    names = ["job 0", "job 1", "job 2"]
-    with pytest.raises(CorruptError, match="class stream of job"):
-        read_classes(words.view(np.uint8), fields, first, tokens, plan.slots, sections, finest, names)
-
-
-def test_a_class_that_is_not_served(device: torch.device) -> None:
-    plan, one = plan_of("unit", device), np.zeros(1, np.int64)
-    tokens, finest = np.full(1, 9), plan.finest[0, one]
-    words, fields = write_classes(np.full(9, finest[0] - 1, np.uint8), one, tokens, plan.freq, one)
-    with pytest.raises(FormatError, match=rf"job 0: must have token classes {finest[0]} … 15"):
-        read_classes(words.view(np.uint8), fields, one, tokens, plan.slots, one, finest, ["job 0"])
 
 
 def _section_coefficients(plan: TransformPlan, x: torch.Tensor, section: int) -> list[torch.Tensor]:
@@ -117,7 +83,7 @@ def _section_coefficients(plan: TransformPlan, x: torch.Tensor, section: int) ->
 def test_offsets_are_those_of_the_predictor(device: torch.device) -> None:
     profile = profile_with("gqa", "head predictor")
     plan = TransformPlan(profile, STEP, device, torch.float32)
-    predictor = DevicePredictor(plan.coding[0], plan.geometry.tiles, device)
+    predictor = DevicePredictor(plan.coding[0].sections, plan.geometry.tiles, device)
     x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
     chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
     jobs, positions, levels = (torch.from_numpy(array.copy()).to(device) for array in predictor.place(chunks, [0, 30]))
@@ -137,11 +103,11 @@ def test_offsets_are_those_of_the_predictor(device: torch.device) -> None:
 def test_offsets_are_those_of_values_with_their_predictions(device: torch.device) -> None:
     profile = profile_with("gqa", "head predictor tokens")
     plan = TransformPlan(profile, STEP, device, torch.float32, True)
-    predictor = DevicePredictor(plan.coding[0], plan.geometry.tiles, device)
+    predictor = DevicePredictor(plan.coding[0].sections, plan.geometry.tiles, device)
     x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
     ids, sections = np.random.default_rng(0).integers(0, VOCABULARY, 12), range(len(profile.learned))
     assert plan.token_centers is not None
-    arrays = plan.token_centers.lay_out([TokenRun(ids[:7], 0), TokenRun(ids[7:], 1)])
+    arrays = plan.token_centers.lay_out([ids[:7], ids[7:]], [0, 1])
     sent = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
     centers = plan.token_centers.centers(sent, sections)
     chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)

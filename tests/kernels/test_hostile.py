@@ -31,6 +31,7 @@ from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes import coefficients, lossless
+from cuvee.codec.setting import Setting
 
 ROPE = Rope((1.0, 0.1))
 LAYOUT = KVLayout("tiny", (LayerLayout(1, 4, 3, ROPE), LayerLayout(2, 4, 3, ROPE)), "float32", 4096)
@@ -310,12 +311,12 @@ def test_threads_share_the_schemes_that_are_kept(device: torch.device, monkeypat
     kernels = pytest.importorskip("cuvee.kernels.backend")
     backend = kernels.TritonBackend(interpreted=True)
     monkeypatch.setattr(kernels, "MAX_SCHEMES", 1)
-    monkeypatch.setattr(backend, "_make", lambda coding, cache, product: coding.step_index)
+    monkeypatch.setattr(backend, "_make", lambda coding, cache, product: coding.setting.step_index)
     monkeypatch.setattr(backend, "_schemes", Hesitant())
     cache, profile = guarded(LAYOUT, device).cache, Profile.unlearned(LAYOUT)
 
     def use(step: int) -> bool:
-        coding = Coding(profile, Scheme.TRANSFORM, step, "float32")
+        coding = Coding(profile, Setting(Scheme.TRANSFORM, step), "float32")
         return all(backend._scheme(coding, cache) == step for _ in range(20))
 
     with ThreadPoolExecutor(4) as pool:

@@ -96,11 +96,11 @@ class World:
     coded: list[tuple[U8, Escapes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.plans = self.plan.arrays.to(self.device)
+        self.plans = self.plan.device_plans
         self.reach = self.tensor(FAMILY.tables.reach)
 
     def of(self, job: int) -> ClassedPlan:
-        return self.plan.coding[0][self.sections[job]].classed
+        return self.plan.coding[0].sections[self.sections[job]].classed
 
     def own(self, job: int) -> U8:
         """Classes of the columns of a job."""
@@ -118,7 +118,7 @@ class World:
 
     def extent(self, job: int) -> int:
         """Rows of coefficients of a job."""
-        return int(self.plan.arrays.plans[self.jobs[job, JobField.DEEPEST], PlanField.EXTENT])
+        return int(self.plan.plans[self.jobs[job, JobField.DEEPEST], PlanField.EXTENT])
 
     def coefficients(self, y: torch.Tensor, job: int) -> torch.Tensor:
         """The view `[extent, STRIDE]` of a job."""
@@ -127,7 +127,7 @@ class World:
 
     def rows_of(self, job: int, k: int) -> npt.NDArray[np.int64]:
         """Row of coefficients of each component of a class."""
-        coding = self.plan.coding[0][self.sections[job]]
+        coding = self.plan.coding[0].sections[self.sections[job]]
         begin = np.cumsum([0, *coding.class_ranks[coding.classed.finest]])
         parts = [b + np.arange(r) for b, r in zip(begin, coding.class_ranks[k], strict=False)]
         rows: npt.NDArray[np.int64] = np.concatenate(parts).astype(np.int64)
@@ -168,7 +168,7 @@ class World:
         y = torch.full((self.sizes[1],), float("nan"), dtype=dtype, device=self.device)
         dequantize(
             data, self.tensor(self.jobs), self.plans, self.tensor(self.columns), self.place_planes(below), y, status,
-            found, int(self.plan.arrays.plans[:, PlanField.EXTENT].max()), int(self.jobs[:, JobField.TOKENS].max()),
+            found, int(self.plan.plans[:, PlanField.EXTENT].max()), int(self.jobs[:, JobField.TOKENS].max()),
             depth, base,
         )  # fmt: skip
         return y, status.tolist(), found.tolist()
@@ -202,7 +202,7 @@ class World:
         self, y: torch.Tensor | None = None, left: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Planes, counts and status."""
-        max_rows = int(self.plan.arrays.plans[:, PlanField.ROWS].max())
+        max_rows = int(self.plan.plans[:, PlanField.ROWS].max())
         planes, status = self.poison(self.sizes[0]), self.flags()
         counts = torch.full((len(self.jobs), max_rows), -1, dtype=torch.int32, device=self.device)
         quantize(
@@ -236,7 +236,7 @@ def make_world(device: torch.device, jobs: Sequence[tuple[int, int, str]], group
     first, _ = running_offsets(tokens)
     columns, order, counts = sort_columns(np.concatenate(classes), first, tokens)
     deepest = plan.rows(sections, (counts > 0).argmax(1))
-    plans, gaps = plan.arrays.plans[deepest], GAP * np.arange(1, len(jobs) + 1)
+    plans, gaps = plan.plans[deepest], GAP * np.arange(1, len(jobs) + 1)
     planes, plane_bytes = place_planes(plans[:, PlanField.PLANES], tokens)
     at, stride, coefficients = place_coefficients(plans[:, PlanField.EXTENT], tokens)
     rows = job_table(

@@ -17,10 +17,10 @@ from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.compiled import byte_plane_parts as parts
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
-from cuvee.codec.stages.compiled.addresses import array_at
 from cuvee.codec.stages.compiled.byte_plane_steps import join_by_channel_step, join_step, split_step
+from cuvee.codec.stages.compiled.coded_part import joined
 from cuvee.codec.stages.compiled.compiler import compiled, inner
-from cuvee.codec.stages.compiled.joining import joined
+from cuvee.codec.stages.compiled.memory import array_at
 from cuvee.codec.stages.compiled.rans import decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.transform import adjacent

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from cuvee.codec.errors import FormatError
 from cuvee.codec.format import rules, streams
@@ -26,6 +29,25 @@ HEADER_BYTES = 20
 INITIAL = np.uint32(LOWER_BOUND)
 
 
+def joined(sections: Sequence[memoryview]) -> tuple[npt.NDArray[np.uint8], I64]:
+    """Return bytes that hold all sections, and int64 `[S, 2]`, where each begins and ends.
+
+    Nothing is copied if all sections are parts of one object's memory, as those of a blob are.
+    """
+    sizes = np.array([len(section) for section in sections], np.int64)
+    spans = np.empty((len(sections), 2), np.int64)
+    owner = memoryview(sections[0].obj)
+    if sizes.min() and owner.c_contiguous and all(section.obj is owner.obj for section in sections):
+        whole = np.frombuffer(owner, np.uint8)
+        spans[:, 0] = [np.frombuffer(section, np.uint8).ctypes.data for section in sections]
+        spans[:, 0] -= whole.ctypes.data
+        spans[:, 1] = spans[:, 0] + sizes
+        return whole, spans
+    np.cumsum(sizes, out=spans[:, 1])
+    spans[:, 0] = spans[:, 1] - sizes
+    return np.frombuffer(b"".join(sections), np.uint8), spans
+
+
 @inner
 def read_u16(data, at):  # type: ignore[no-untyped-def]
     """Return the little-endian number at byte `at`, as uint32."""
@@ -40,17 +62,10 @@ def read_u32(data, at):  # type: ignore[no-untyped-def]
 
 @inner
 def find_part(data, begin, end, tokens, planes, rows, found, problem):  # type: ignore[no-untyped-def]
-    """Find the parts of a section; return False if the bytes break a rule.
+    """Find the parts of a coded part, the bytes `begin … end - 1`; return False if they break a rule.
 
-    Args:
-        data: uint8, the bytes.
-        begin: the first byte of the section's coded part.
-        end: the byte after its last.
-        tokens: tokens in the chunk.
-        planes: the largest number of planes that a token may have.
-        rows: the largest number of components that a token may have, or `ONE_CLASS`.
-        found: int64 `[PART_FIELDS]`, receives the fields named above but for `STREAMS`.
-        problem: int64 `[PROBLEM_FIELDS]`, receives the broken rule and its numbers.
+    `planes` is the largest number of planes that a token may have, `rows` that of components, or `ONE_CLASS`. `found`
+    receives the fields named above but for `STREAMS`, `problem` the broken rule and its numbers.
     """
     if begin + HEADER_BYTES > end:
         problem[RULE], problem[FIRST] = rules.SHORT, begin + HEADER_BYTES - end

@@ -47,26 +47,13 @@ def _decoding(alike: bool, second: bool) -> Any:
 
     @spelled_out
     def decode_step(typing: Any, x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to):  # type: ignore[no-untyped-def]
-        """Decode one symbol of 16 streams.
+        """Decode one symbol of 16 streams; `decode_alike_steps` take the one table of all lanes in place of `base`.
 
-        `decode_step(x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to)`, or the steps below
-
-        Args:
-            typing: Numba's.
-            x: uint32 array; its entries `first … first + 15` are the states, and are updated.
-            at: uint32 array; at the same entries the numbers of the next words, which are updated.
-            ahead: uint32 array; at the same entries the next words, from the first of two steps to the second.
-            first: the first lane.
-            base: uint32 array; at the same entries, where the table of each lane begins in `slots`. For
-                `decode_alike_step` a number, where the table of all lanes begins.
-            slots: uint32 array, the decode tables one after the other.
-            words: uint8 array, the bytes of the blob.
-            offset: where the words begin in `words`. The four bytes before them can be read.
-            count: the number of words; no byte beyond them is read, even for damaged streams.
-            bits: probability bits of the tables.
-            active: number of active lanes; the states of inactive lanes do not change.
-            out: uint8 array.
-            to: where 16 bytes are written; those of inactive lanes are meaningless.
+        From entry `first` on, the uint32 arrays `x`, `at`, `ahead` and `base` hold the lanes' states and the numbers of
+        their next words, which are updated; these words, from the first of two steps to the second; and where the table
+        of each lane begins in `slots`, the decode tables. `words`, uint8, has `count` words from byte `offset` on, and
+        four bytes before them; no byte beyond is read, even for damaged streams. The states of lanes that are not
+        `active` do not change. 16 bytes are written at entry `to` of `out`; those of inactive lanes are meaningless.
         """
         signature = types.void(x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to)
 
@@ -178,29 +165,13 @@ dequantize_step, dequantize_low_step = _dequantizing(low_bits=False), _dequantiz
 def quantize_step(  # type: ignore[no-untyped-def]
     typing: Any, y, place, inverse, zone, rounding, half, bits, least, greatest, first, active, planes, to, levels
 ):  # fmt: skip
-    """Quantize 16 coefficients to bytes.
+    """Quantize the 16 coefficients at entry `place` of `y` to bytes at entry `to` of `planes`.
 
-    `quantize_step(y, place, inverse, zone, rounding, half, bits, least, greatest, first, active, planes, to, levels)`
-
-    Args:
-        typing: Numba's.
-        y: float32 array.
-        place: where 16 coefficients can be read.
-        inverse: float32 array; its entries `first … first + 15` are one over the steps.
-        zone: float32 array; at the same entries the magnitudes, in steps, below which a level is 0.
-        rounding: float32 array; at the same entries what is added to other magnitudes.
-        half: int32 array; at the same entries half the range of the low bits.
-        bits: int32 array; at the same entries the number of low bits.
-        least: int32 array; at the same entries the least value that a byte can have.
-        greatest: int32 array; at the same entries the greatest.
-        first: the first column.
-        active: number of leading coefficients that count.
-        planes: uint8 array.
-        to: where 16 bytes are written.
-        levels: int32 array; at the entries from `first` on receives the levels plus `half`.
-
-    Returns:
-        how many active coefficients escape, and whether all of them are below `MAX_LEVEL` steps.
+    From entry `first` on, the float32 arrays `inverse`, `zone` and `rounding` hold one over the steps, the magnitudes
+    in steps below which a level is 0, and what is added to other magnitudes; the int32 arrays `half`, `bits`, `least`
+    and `greatest` half the range of the low bits, their number, and the range of a byte's values. `levels`, int32,
+    receives the levels plus `half`. Returns how many active coefficients escape, and whether all of them are below
+    `MAX_LEVEL` steps.
     """
     found = types.Tuple((types.int64, types.boolean))
     signature = found(y, place, inverse, zone, rounding, half, bits, least, greatest, first, active, planes, to, levels)
@@ -239,24 +210,13 @@ def _encoding(alike: bool) -> Any:
 
     @spelled_out
     def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, active, words):  # type: ignore[no-untyped-def]
-        """Encode one symbol of 16 streams.
+        """Encode one symbol of 16 streams; `encode_alike_step` takes the one table of all lanes in place of `base`.
 
-        `encode_step(x, at, first, base, symbols, place, coders, bits, active, words)`, or `encode_alike_step`
-
-        Args:
-            typing: Numba's.
-            x: uint32 array; its entries `first … first + 15` are the states, and are updated.
-            at: uint32 array; at the same entries the place of the next word in `words`, which are updated.
-            first: the first lane.
-            base: uint32 array; at the same entries, where the table of each lane begins in `coders`. For
-                `encode_alike_step` a number, where the table of all lanes begins.
-            symbols: uint8 array; 16 can be read from `place` on.
-            place: the first lane's symbol.
-            coders: uint32 array, the tables one after the other, see `EntropyTables.coders`.
-            bits: probability bits of the tables.
-            active: number of active lanes; the states of inactive lanes do not change.
-            words: uint16 array. Each lane's words are adjacent, in the order of coding. The word after the next one is
-                overwritten.
+        From entry `first` on, the uint32 arrays `x`, `at` and `base` hold the lanes' states and the places of their
+        next words in `words`, which are updated, and where the table of each lane begins in `coders`, see
+        `EntropyTables.coders`. 16 `symbols`, uint8, can be read from entry `place` on. The states of lanes that are not
+        `active` do not change. Each lane's words, uint16, are adjacent, in the order of coding; the word after the next
+        one is overwritten.
         """
         signature = types.void(x, at, first, base, symbols, place, coders, bits, active, words)
 
@@ -312,15 +272,8 @@ encode_step, encode_alike_step = _encoding(alike=False), _encoding(alike=True)
 
 @spelled_out
 def lookup_step(typing: Any, table, place, index, first, out):  # type: ignore[no-untyped-def]
-    """Look up 16 entries of a table: `lookup_step(table, place, index, first, out)`.
-
-    Args:
-        typing: Numba's.
-        table: uint32 array.
-        place: added to every index.
-        index: uint32 array; its entries `first … first + 15` are the indices.
-        first: the first lane.
-        out: uint32 array; receives the table's entries at the same places.
+    """Write to `out` the 16 entries of `table`, counted from `place`, that `index` has from `first` on, at the same
+    places.
     """
     signature = types.void(table, place, index, first, out)
 

@@ -20,18 +20,10 @@ def _shifting(placing: bool) -> tuple[Any, Any]:
 
     @spelled_out
     def shift_step(typing: Any, x, place, mean, of_mean, guess, of_guess, out, to):  # type: ignore[no-untyped-def]
-        """Shift 16 values: `add_step(x, place, mean, of_mean, guess, of_guess, out, to)`, or `subtract_step`.
+        """Shift 16 values: `add_step`, or `subtract_step`. After each array comes the entry at which they begin.
 
-        Args:
-            typing: Numba's.
-            x: float32 array, or uint16 for the bits of bfloat16, as `guess` and `out` are.
-            place: where the values are.
-            mean: float32 array.
-            of_mean: where the values' means are.
-            guess: the predictions.
-            of_guess: where the values' predictions are.
-            out: receives the values.
-            to: where they are written.
+        The values `x`, their predictions `guess` and `out` are float32, or uint16 for the bits of bfloat16; `mean` is
+        float32.
         """
         signature = types.void(x, place, mean, of_mean, guess, of_guess, out, to)
 
@@ -46,25 +38,10 @@ def _shifting(placing: bool) -> tuple[Any, Any]:
 
     @spelled_out
     def turn_step(typing: Any, x, place, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to):  # type: ignore[no-untyped-def]
-        """Shift and rotate 16 pairs of values.
+        """Shift and rotate 16 pairs of values: `add_and_turn_step`, or `turn_and_subtract_step`.
 
-        `add_and_turn_step(x, place, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to)`, or
-        `turn_and_subtract_step`
-
-        Args:
-            typing: Numba's.
-            x: see `add_step`, like the next five.
-            place: where the first of each pair are.
-            mean: see above.
-            of_mean: see above.
-            guess: see above.
-            of_guess: see above.
-            half: how much later the second of each pair come, in `x` as in `mean`, `guess` and `out`.
-            cos: float32 array.
-            sin: float32 array.
-            angle: where the entries of both are.
-            out: receives the values.
-            to: where the first of each pair are written.
+        Arrays are those of `add_step`. The second of each pair come `half` entries after the first in all of them. The
+        entries of `cos` and `sin`, float32, begin at `angle`.
         """
         signature = types.void(x, place, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to)
 

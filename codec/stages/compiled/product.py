@@ -44,7 +44,6 @@ class TiledBlock:
     """The inverse map of one block, in tiles of values.
 
     Attributes:
-        values: N, the values of the block.
         leading: bfloat16 `[L, N]`, the map of the first components, if a dense product serves them.
         rows: R, the other components.
         tiles: float32 `[N' R]`, their map, tile after tile: each `[R, TILE]`, but the last `[R, n]` for the remaining n
@@ -63,7 +62,6 @@ class TiledInverse:
 
     Attributes:
         rows: of every block, those of `leading` included.
-        blocks: of its blocks.
         together: float32 `[B, R, N]`, the maps of B blocks of one tile each, if they are alike and `leading` is empty.
         integers: the maps of the first components, if a product of integers serves them.
     """
@@ -76,18 +74,11 @@ class TiledInverse:
 
 @compiled
 def _list_runs(classes, depths, share, multiple, bounds, deepest):  # type: ignore[no-untyped-def]
-    """List the runs of columns that share a product, see `product_runs`.
+    """List the runs of columns that share a product, see `product_runs`; return their number.
 
-    Args:
-        classes: uint8, the class of each column.
-        depths: int64, the depth of each class.
-        share: a run ends before a column that is less than this share as deep as its first, or deeper than that.
-        multiple: every run but the last has a multiple of this many columns.
-        bounds: int64, receives the first column of each run, and where the last ends.
-        deepest: int64, receives the largest depth in each run.
-
-    Returns:
-        the number of runs.
+    A run ends before a column that is less than `share` as deep as its first, or deeper than that; every run but the
+    last has a multiple of `multiple` columns. `bounds` receives the first column of each run, and where the last ends,
+    `deepest` the largest depth in each.
     """
     columns = len(classes)
     runs = start = 0

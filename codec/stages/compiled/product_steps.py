@@ -15,19 +15,11 @@ def _add_rows(vectors: int) -> Any:
 
     @spelled_out
     def add_rows(typing: Any, matrix, first, stride, rows, factors, begin, end, out, to):  # type: ignore[no-untyped-def]
-        """Add multiples of a matrix's rows: `add_rows(matrix, first, stride, rows, factors, begin, end, out, to)`.
+        """Add multiples of a matrix's rows to 16 times `vectors` sums at entry `to` of `out`; all are float32.
 
-        Args:
-            typing: Numba's.
-            matrix: float32 array.
-            first: where row 0 begins in it.
-            stride: from a row to the next.
-            rows: uint32 array; its entries `begin … end - 1` are the numbers of the rows.
-            factors: float32 array; at the same entries the factors.
-            begin: the first entry.
-            end: the entry after the last.
-            out: float32 array.
-            to: where the sums are. Each product is rounded with its sum where the CPU can do that.
+        Row 0 begins at entry `first` of `matrix`, and rows are `stride` apart. The entries `begin … end - 1` of `rows`,
+        uint32, number the rows, and those of `factors` multiply them. Each product is rounded with its sum where the
+        CPU can do that.
         """
         signature = types.void(matrix, first, stride, rows, factors, begin, end, out, to)
 
@@ -67,22 +59,13 @@ add_rows, add_rows_by_4, add_rows_by_8 = (_add_rows(vectors) for vectors in (1, 
 
 @spelled_out
 def list_step(typing: Any, x, place, stride, row, counts, rows, factors, to, pitch):  # type: ignore[no-untyped-def]
-    """List what is not zero in 16 rows of 16 columns.
+    """List what is not zero in 16 rows of 16 columns of `x`, float32: the row numbered `row` at entry `place`, and the
+    next.
 
-    `list_step(x, place, stride, row, counts, rows, factors, to, pitch)`
-
-    Args:
-        typing: Numba's.
-        x: float32 array.
-        place: where the 16 columns of the first row are.
-        stride: from a row to the next.
-        row: the number of the first row.
-        counts: int64 `[16]`, how many entries each column has; is updated.
-        rows: uint32 array, receives the rows of the entries, column by column. 16 entries are written, of which those
-            beyond the count are meaningless.
-        factors: float32 array, receives the entries, likewise.
-        to: where the first column's entries begin in both.
-        pitch: from a column's entries to the next column's.
+    Rows are `stride` apart. `rows`, uint32, and `factors`, float32, receive the rows and the values of the entries,
+    column by column: those of the first from entry `to` on, those of each further one `pitch` later. `counts`, int64
+    `[16]`, says how many entries each column has, and is updated. 16 entries are written, of which those beyond the
+    count are meaningless.
     """
     signature = types.void(x, place, stride, row, counts, rows, factors, to, pitch)
 

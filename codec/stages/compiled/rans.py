@@ -16,7 +16,6 @@ from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.coded_part import INITIAL, read_u16, read_u32
 from cuvee.codec.stages.compiled.compiler import compiled, inner
-from cuvee.codec.stages.compiled.fetching import fetch
 from cuvee.codec.stages.compiled.lanes import (
     FLIGHT,
     collect_words,
@@ -25,6 +24,7 @@ from cuvee.codec.stages.compiled.lanes import (
     lane_capacity,
     list_groups,
 )
+from cuvee.codec.stages.compiled.memory import fetch
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import U8

@@ -25,10 +25,9 @@ from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.bfloat16 import rounded
-from cuvee.codec.stages.compiled.coded_part import read_u32
+from cuvee.codec.stages.compiled.coded_part import joined, read_u32
 from cuvee.codec.stages.compiled.coder_steps import dequantize_low_step, dequantize_step
 from cuvee.codec.stages.compiled.compiler import compiled, inner
-from cuvee.codec.stages.compiled.joining import joined
 from cuvee.codec.stages.compiled.rans import decode_class_stream, decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.symbols import count_escapes
@@ -178,17 +177,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
 def sort_escapes(data, own, tokens, windows, by_window, next_place, listed):  # type: ignore[no-untyped-def]
     """Sort the numbers of a section's escapes by window: a part lists them row by row, and a row covers all tokens.
 
-    Args:
-        data: the bytes.
-        own: the section's row of `found`.
-        tokens: tokens in the chunk.
-        windows: receives where each window begins in `by_window`, and where the last one ends.
-        by_window: receives the numbers.
-        next_place: scratch, as long as `windows`.
-        listed: where the section's numbers begin in `by_window`.
-
-    Returns:
-        where the next section's begin.
+    `by_window` receives them from entry `listed` on, `windows` where each window begins there, and where the last one
+    ends. `next_place` is scratch of the same length. Returns where the next section's begin.
     """
     windows[:] = 0
     for number in range(own[part.LISTED]):
@@ -210,9 +200,9 @@ def _index(data, spans, sections, tokens, packed, classes, windows_at, found, pr
     """Read the parts of sections that their tiles share; `problem` receives what is wrong with the first damaged one.
 
     Returns:
-        whether all sections are sound; for each section, the word at which each of its streams begins and where the
-        last ends; and the numbers of its escapes, sorted by window. `windows_at` `[sections, windows + 1]` receives
-        where each window begins among these numbers.
+        for each section, the word at which each of its streams begins and where the last ends; and the numbers of its
+        escapes, sorted by window. `windows_at` `[sections, windows + 1]` receives where each window begins among these
+        numbers.
     """
     count = len(sections)
     escapes = np.int64(0)
@@ -223,7 +213,7 @@ def _index(data, spans, sections, tokens, packed, classes, windows_at, found, pr
             data, spans[i, 0], spans[i, 1], tokens, np.int64(packed.planes[finest]), np.int64(packed.rows[finest]),
             found[i], problem,
         ):  # fmt: skip
-            return False, np.empty(0, np.uint32), np.empty(0, np.uint32)
+            return np.empty(0, np.uint32), np.empty(0, np.uint32)
         escapes += found[i, part.LISTED]
     words_at, by_window = part.list_all_words(data, tokens, found), np.empty(escapes, np.uint32)
     next_place = np.empty(windows_at.shape[1], np.int64)
@@ -236,13 +226,13 @@ def _index(data, spans, sections, tokens, packed, classes, windows_at, found, pr
             packed.class_bits, classes[i],
         ):  # fmt: skip
             problem[part.RULE] = rules.CLASS_STREAM
-            return False, words_at, by_window
+            return words_at, by_window
         for t in range(tokens):
             if not finest <= classes[i, t] < CLASSES:
                 problem[part.RULE], problem[part.FIRST] = rules.CLASS_RANGE, finest
-                return False, words_at, by_window
+                return words_at, by_window
         listed = sort_escapes(data, own, tokens, windows_at[i], by_window, next_place, listed)
-    return True, words_at, by_window
+    return words_at, by_window
 
 
 @compiled
@@ -291,9 +281,7 @@ class SectionIndex:
     """Sections that were read: the parts that decoding each of their tiles needs.
 
     Attributes:
-        coding: how the sections are coded.
         numbers: int64 `[S]`, numbers of the sections.
-        tokens: T, tokens in the chunk.
         data: the bytes of all sections, one after the other.
         found: `[S, PART_FIELDS]`, the fields of `coded_part`.
         words_at, by_window, windows_at: places of streams and escapes; see `_index`.
@@ -313,16 +301,24 @@ class SectionIndex:
 
 def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> SectionIndex:
     """See `cuvee.codec.stages.reference.sections.index_sections`."""
+    index, problem = read_index(coding, parts, tokens)
+    if problem[part.RULE]:
+        raise part.problem_error(problem, index.found, tokens)
+    return index
+
+
+def read_index(
+    coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int
+) -> tuple[SectionIndex, npt.NDArray[np.int64]]:
+    """Do so, and return what is wrong with the first damaged section: a `problem` with a rule, or without one."""
     count = len(parts)
     numbers = np.array([number for number, _ in parts])
     data, spans = joined([section for _, section in parts])
     found, problem = np.zeros((count, part.PART_FIELDS), np.int64), np.zeros(part.PROBLEM_FIELDS, np.int64)
     classes = np.empty((count, tokens), np.uint8)
     windows_at = np.empty((count, -(-tokens // WINDOW) + 1), np.int64)
-    sound, words_at, by_window = _index(data, spans, numbers, tokens, coding.plans, classes, windows_at, found, problem)
-    if not sound:
-        raise part.problem_error(problem, found, tokens)
-    return SectionIndex(coding, numbers, tokens, data, found, words_at, by_window, windows_at, classes)
+    words_at, by_window = _index(data, spans, numbers, tokens, coding.plans, classes, windows_at, found, problem)
+    return SectionIndex(coding, numbers, tokens, data, found, words_at, by_window, windows_at, classes), problem
 
 
 def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[Coefficients]:

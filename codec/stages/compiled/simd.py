@@ -41,7 +41,6 @@ class Code:
     """Emits the instructions that the steps share.
 
     Args:
-        context, builder: Numba's.
         kinds, values: types and values of the arguments.
     """
 

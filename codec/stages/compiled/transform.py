@@ -12,7 +12,6 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.sections import Section, UnitColumns
 from cuvee.codec.profiles.token_prediction import Predictions
-from cuvee.codec.stages.compiled.addresses import array_at
 from cuvee.codec.stages.compiled.bfloat16 import rounded, saturated, to_float
 from cuvee.codec.stages.compiled.compiler import compiled, inlined, inner
 from cuvee.codec.stages.compiled.linear_steps import (
@@ -21,6 +20,7 @@ from cuvee.codec.stages.compiled.linear_steps import (
     subtract_step,
     turn_and_subtract_step,
 )
+from cuvee.codec.stages.compiled.memory import array_at
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation

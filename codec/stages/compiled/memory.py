@@ -1,16 +1,37 @@
-"""Ask for bytes before they are read, where the CPU cannot foresee the order in which they are."""
+"""Memory in compiled loops: arrays at an address, and bytes that are asked for before they are read.
+
+Numba compiles a function anew for each number of arrays that it takes. Loops that serve the tensors of many layers,
+however many there are, take a table of addresses instead. The caller holds the tensors until the loop returns.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir
+from numba import carray  # type: ignore[attr-defined, unused-ignore]  # not exported in the stubs of numba 0.68
 from numba.core import cgutils, types
 
 from cuvee.codec.stages.compiled.compiler import inner
 from cuvee.codec.stages.compiled.simd import INT32, Code, spelled_out
 
 _LINE = 64  # bytes
+
+
+@spelled_out
+def _pointer(typing: Any, address):  # type: ignore[no-untyped-def]
+    """Return an integer as a pointer."""
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+@inner
+def array_at(address, size, alike):  # type: ignore[no-untyped-def]
+    """Return the `size` entries at an address as an array, of the dtype of the array `alike`."""
+    return carray(_pointer(address), (size,), alike.dtype)
 
 
 @spelled_out
@@ -31,7 +52,7 @@ def _fetch_line(typing: Any, array, at):  # type: ignore[no-untyped-def]
 
 @inner
 def fetch(array, begin, end):  # type: ignore[no-untyped-def]
-    """Ask for the bytes `begin … end - 1` of a uint8 array."""
+    """Ask for the bytes `begin … end - 1` of a uint8 array, where the CPU cannot foresee that they are read."""
     for at in range(begin, end, _LINE):
         _fetch_line(array, at)
     if begin < end:
