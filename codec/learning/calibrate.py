@@ -19,8 +19,7 @@ from cuvee.codec.learning.learned_sections import build_profile
 from cuvee.codec.learning.moments import (
     SINKS,
     Moments,
-    add_sample,
-    add_text,
+    add_cache,
     held_out_count,
     need_tokens,
     new_moments,
@@ -34,8 +33,6 @@ from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition
-from cuvee.codec.stages.reference.transform import gather, require_finite
-from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.support.steps import step_value
 
 if TYPE_CHECKING:
@@ -132,17 +129,20 @@ def calibrate(
     if predict_tokens:
         token_model = _learn_tokens(model, layout, group, [*(batch for batch, _ in learning), *reading], progress)
     predicted = None if token_model is None else token_model.predicted
-    moments = new_moments(layout, group, _device_of_moments(model, layout, group))
+    device = _device_of_moments(model, layout, group)
+    moments = new_moments(layout, group, device)
     generator = torch.Generator().manual_seed(seed)
     with frozen(model):
         for batch, cached in tracked(learning, "calibrating", progress):
-            sample = sample_gradients(model, layout, batch.to(model.device), cached, generator)
-            add_sample(moments, layout, sample, batch, predicted)
-        device = moments[0].total.device
+            filled, gradients = sample_gradients(model, layout, batch.to(model.device), cached, generator)
+            ids = batch[:, :cached]
+            for chunk, gradient in zip(filled.chunks(ids, device), gradients.chunks(ids, device), strict=True):
+                add_cache(moments, chunk, predicted, gradient)
         for batch in tracked(reading, "adding text", progress):
             with torch.no_grad():
                 chunks = prefill(model, batch.to(model.device), layout, device)
-            add_text(moments, chunks, batch, predicted)
+            for chunk in chunks:
+                add_cache(moments, chunk, predicted, sampled=False)
     profile = build_profile(
         layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, token_model, progress
     )
@@ -160,7 +160,7 @@ def _learn_tokens(
     model: PreTrainedModel, layout: KVLayout, group: str, text: Sequence[torch.Tensor], progress: bool
 ) -> TokenModel | None:
     """Learn to predict from tokens; None if there is too little text."""
-    sums = TokenSums(model, layout, "cpu")
+    sums = TokenSums(model, layout)
     count, need = sum(batch.numel() for batch in text), TOKENS_PER_FEATURE * len(sums.gram)
     if count < need:
         _log.info("no prediction from tokens: it needs %d tokens of text, and there are %d", need, count)
@@ -186,19 +186,11 @@ def _device_of_moments(model: PreTrainedModel, layout: KVLayout, group: str) -> 
 
 
 def choose_group(layout: KVLayout, tokens: int, flops: float, tensor_parallel: bool = False) -> tuple[str, str]:
-    """Choose the largest group of layers that decodes within a budget and that the calibration text can support.
+    """Choose the largest group of layers, or of heads, that decodes within a budget and that so many tokens can
+    support.
 
     A decoded value takes two operations per coded component of its group; at a KL of 0.003, about two fifths of the
-    components are coded (CODED_SHARE).
-
-    Args:
-        layout: the model's layout.
-        tokens: cached tokens of the calibration text.
-        flops: floating-point operations per decoded value.
-        tensor_parallel: choose among `"heads:n"`.
-
-    Returns:
-        The group, at least `"layer"` or `"heads:1"`, and the reason why it is not larger.
+    components are coded (CODED_SHARE). Returns the group, at least `"layer"` or `"heads:1"`, and why it is not larger.
     """
     least = best = "heads:1" if tensor_parallel else "layer"
     if len({layer.sliding_window for layer in layout.layers}) > 1:
@@ -255,11 +247,7 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer", *, mo
         if number % 8 == 7 and len(held_out) < 16:
             held_out.append(chunk)
             continue
-        rotation = Rotation(chunk.start, chunk.tokens, chunk.device, inverse=True)
-        for section in moments:
-            x = gather(chunk, section.section, rotation, slice(0, chunk.tokens)).cpu()
-            require_finite(x, section.section)
-            section.add(x, chunk.start)
+        add_cache(moments, chunk)
     need_tokens(layout, group, moments[0].count)
     profile = build_profile(layout, group, "fitted", moments, Moments.variance_metrics, model)
     if not held_out:

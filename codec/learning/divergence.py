@@ -12,12 +12,9 @@ import torch
 def compare(
     exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor
 ) -> tuple[list[float], list[float], list[float]]:
-    """Compare predictions after two caches, with one number per sequence.
+    """Compare predictions after two caches, log-probabilities `[B, T, V]`, with one number per sequence.
 
-    Args:
-        exact: log-probabilities `[B, T, V]` after the exact cache.
-        other: log-probabilities `[B, T, V]` after the other cache.
-        targets: `[B, T]` int64, the true next tokens.
+    `targets`, `[B, T]` int64, are the true next tokens.
 
     Returns:
         KL(exact || other) in nats per token; the loss of log-likelihood of the targets, in nats per token; the share of

@@ -49,12 +49,12 @@ def token_features(embedding: torch.Tensor) -> torch.Tensor:
 class TokenSums:
     """Sums over the tokens of a text, of a model's embeddings and of the values of its cache."""
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, device: torch.device | str = "cpu") -> None:
+    def __init__(self, model: PreTrainedModel, layout: KVLayout) -> None:
         embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight
-        self.features = token_features(embedding.detach().to(device))
+        self.features = token_features(embedding.detach().cpu())
         self.layout = layout
         size, values = self.features.shape[1], layout.values_per_token
-        exact: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
         self.count = torch.zeros(1, **exact)
         self.gram = torch.zeros(size, size, **exact)
         self.cross = torch.zeros(size, values, **exact)
@@ -66,11 +66,10 @@ class TokenSums:
         (whole,) = partition(self.layout, "all")
         with frozen(model), torch.no_grad():
             for batch in tracked(batches, "reading", progress):
-                device = self.gram.device
-                for ids, chunk in zip(batch, prefill(model, batch.to(model.device), self.layout, device), strict=True):
-                    unrotation = Rotation(0, chunk.tokens, device, inverse=True)
+                for ids, chunk in zip(batch, prefill(model, batch.to(model.device), self.layout), strict=True):
+                    unrotation = Rotation(0, chunk.tokens, chunk.device, inverse=True)
                     values = gather(chunk, whole, unrotation, slice(0, chunk.tokens))
-                    self._add(ids[SINKS:].to(device), values[SINKS:])
+                    self._add(ids[SINKS:].cpu(), values[SINKS:])
 
     def _add(self, token_ids: torch.Tensor, values: torch.Tensor) -> None:
         rows = self.features[token_ids]
@@ -83,11 +82,9 @@ class TokenSums:
 
 @dataclass(frozen=True, slots=True)
 class TokenModel:
-    """A token table, the map of each section, and how far predictions spread.
+    """A profile's token table, the map of each section, and how far predictions spread.
 
-    Attributes:
-        table, maps: for the profile.
-        spreads: per section `[K, N]` float32. The covariance of the section's predictions is S^T S.
+    `spreads` are per section `[K, N]` float32: the covariance of the section's predictions is S^T S.
     """
 
     table: TokenTable

@@ -24,7 +24,7 @@ from cuvee.codec.learning import calibrate
 from cuvee.codec.learning.calibrate import choose_group, fit
 from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure
 from cuvee.codec.learning.gradients import sample_gradients
-from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_text, held_out_count, normalized
+from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_cache, held_out_count, normalized
 from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.models.rope import rotate, unrotate
@@ -325,8 +325,8 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
     # Bits are those of all kinds together.
     assert profile.resolve(bits=4.0) == 0
     curve = Curve(profile.points)
-    assert curve.least_kl() == pytest.approx(2.5 * KL_MARGIN * 1e-3 / 64)
-    assert curve.least_kl(worst=True) == pytest.approx(4 * KL_MARGIN * 1e-3 / 64)
+    assert curve.expected_kl()[0][1] == pytest.approx(2.5 * KL_MARGIN * 1e-3 / 64)
+    assert curve.expected_kl(worst=True)[0][1] == pytest.approx(4 * KL_MARGIN * 1e-3 / 64)
     assert Codec(profile, kl=KL_MARGIN * 4e-3, worst=True).step_index == 0
     # A kind whose step nobody measured elsewhere still counts there.
     lone = profile.with_curve([*easy, *both, CurvePoint(32, 3.5, 1e-2, 1.0, kind="code")])
@@ -464,8 +464,8 @@ def test_a_kl_below_the_curve_is_lossless(worst: bool, books: Books, caplog: pyt
     profile = books.profile
     if worst:
         profile = profile.with_curve([*profile.curve, *(replace(p, kind="prose") for p in profile.curve)])
-    least = Curve(profile.points).least_kl(worst)
-    assert least is not None and least == min(KL_MARGIN * p.kl for p in profile.curve if p.kl is not None)
+    least = min(kl for _, kl in Curve(profile.points).expected_kl(worst) if kl)
+    assert least == min(KL_MARGIN * p.kl for p in profile.curve if p.kl is not None)
     (chunk,) = caches(books, books.orchard[:1])
     at = Codec(profile, kl=least * 1.0001, worst=worst)
     assert not at.lossless and inspect(at.encode(chunk)).scheme == "transform"
@@ -520,7 +520,7 @@ def test_gradients_are_those_of_a_changed_cache(
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", record)
     with frozen(tiny):
-        sample = sample_gradients(tiny, layout, rows, prefix, torch.Generator().manual_seed(0))
+        filled, sampled = sample_gradients(tiny, layout, rows, prefix, torch.Generator().manual_seed(0))
     monkeypatch.undo()
     targets = drawn[0][-(14 - prefix - 1) :]
 
@@ -533,15 +533,16 @@ def test_gradients_are_those_of_a_changed_cache(
         return float(cross_entropy(logits.double(), targets, reduction="sum"))
 
     generator = torch.Generator().manual_seed(5)
-    assert max(float(g.abs().max()) for g in sample.key_gradients) > 1e-3
+    keys, values = zip(*sampled.units, strict=True)
+    assert max(float(g.abs().max()) for g in keys) > 1e-3
     for index in range(2):
-        for gradients, which in ((sample.key_gradients, 0), (sample.value_gradients, 1)):
+        for gradients, which in ((keys, 0), (values, 1)):
             for _ in range(4):
                 direction = torch.randn(gradients[index].shape, generator=generator, dtype=torch.float64)
                 direction = direction / direction.norm() + gradients[index] / gradients[index].norm()
                 ends = []
                 for sign in (1, -1):
-                    nudged = [list(sample.keys), list(sample.values)]
+                    nudged = [list(unit) for unit in zip(*filled.units, strict=True)]
                     nudged[which][index] = nudged[which][index] + sign * NUDGE * direction
                     ends.append(loss(*nudged))
                 numeric = (ends[0] - ends[1]) / (2 * NUDGE)
@@ -613,13 +614,15 @@ def test_more_text_adds_to_means_and_covariances_alone() -> None:
     layout = no_rope(4)
     draw = torch.Generator().manual_seed(0)
     units = [torch.randn(count, 1, 8, generator=draw) * torch.arange(1.0, 9) + 3 for count in (40, 30, 50)]
-    chunks = [KVChunk([unit[..., :4]], [unit[..., 4:]], layout) for unit in units]
     ids = [torch.arange(len(unit)) % 7 for unit in units]
+    chunks = [
+        KVChunk([unit[..., :4]], [unit[..., 4:]], layout, token_ids=own) for unit, own in zip(units, ids, strict=True)
+    ]
     (section,) = partition(layout, "layer")
     moments = Moments(section, layout, 1000)
     moments.add(units[0][:, 0], 0, torch.ones(40, 8))
-    for chunk, own in zip(chunks[1:], ids[1:], strict=True):
-        add_text([moments], [chunk], own[None], lambda _, tokens: tokens[:, None].float().expand(-1, 8))
+    for chunk in chunks[1:]:
+        add_cache([moments], chunk, lambda _, tokens: tokens[:, None].float().expand(-1, 8), sampled=False)
     # All but the leading positions, and what is predicted subtracted.
     parts = [units[0][4:, 0], *(unit[4:, 0] - own[4:, None] for unit, own in zip(units[1:], ids[1:], strict=True))]
     everything = torch.cat(parts).double()
