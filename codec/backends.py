@@ -23,9 +23,9 @@ from cuvee.codec.paged_chunks import PagedChunk
 from cuvee.codec.support.arrays import I64
 
 if TYPE_CHECKING:
-    from cuvee.codec.format.container import Scheme
     from cuvee.codec.open_blob import OpenBlob
     from cuvee.codec.profiles.profile import Profile
+    from cuvee.codec.setting import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,15 @@ class Coding:
 
     Attributes:
         profile: gives bases and tables; lossless coding uses its layout alone.
-        scheme: lossless or transform.
-        step_index: 0 for lossless.
+        setting: scheme, step, and whether a refinement follows.
         dtype: the blob's, of the values.
         predicted: whether the blob holds token ids, from which a part of the cache is predicted.
-        refinements: 1 if a base, whose step index this is, comes with a refinement; otherwise 0.
     """
 
     profile: Profile
-    scheme: Scheme
-    step_index: int
+    setting: Setting
     dtype: str
     predicted: bool = False
-    refinements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,6 @@ class EncodeRequest:
     """A chunk to encode. The codec has validated it; whether the cache has all slots, the backend checks.
 
     Attributes:
-        source: the chunk, or where it lies in pages.
         token_ids: `[T]`; None if nothing is predicted from them.
     """
 
@@ -89,8 +84,6 @@ class DecodeRequest:
     Attributes:
         opened: the blob, and its refinement if that is decoded with it.
         span: the tokens of the blob to decode.
-        layers: the layers to decode.
-        cache: receives the tokens.
         slots: int64 `[len(span)]` on the cache's device, -1 for tokens that are not written; None for the rows of a
             dense cache, in order.
         start: position that the first token of `span` gets.
@@ -210,66 +203,64 @@ _OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
 _OF_HOST = ("reference", "numba")
 
 
-def check_backend(name: str) -> str:
-    """Return `name` if it is `"auto"` or a backend's; raise InputError otherwise."""
-    known = ["auto", *_MODULES]
-    if name not in known:
-        raise InputError(f"backend: must be one of {known}, got {name!r}")
-    return name
-
-
-def has_backend(name: str, device_type: str) -> bool:
-    """Return whether `get_backend` has a backend for tensors on `device_type`. If not, a copy on the CPU can be coded.
-
-    A backend of a device that was requested by name counts on every device: `get_backend` explains why it cannot run.
-    """
-    if check_backend(name) == "auto":
-        return device_type in _OF_DEVICE
-    return device_type == "cpu" or name not in _OF_HOST
-
-
-def get_backend(name: str, device_type: str = "cpu", threads: int = 1) -> Backend:
-    """Return the backend called `name`, or for `"auto"` the one for tensors on `device_type`, with some host threads.
+class Backends:
+    """The backends of one codec, one for each type of device, made when they are needed.
 
     Raises:
-        InputError: no such backend, or one that cannot run here or does not serve that device.
+        InputError: no backend has the name.
     """
-    if check_backend(name) == "auto":
-        if device_type not in _OF_DEVICE:
-            raise InputError(
-                f"device: must be one of {list(_OF_DEVICE)}, got {device_type!r}: move the tensors to the CPU first"
-            )
-        name = _OF_DEVICE[device_type]
-    try:
-        module = import_module(_MODULES[name])
-    except ModuleNotFoundError as error:
-        raise InputError(f"backend: must be installed, got {name!r}, which needs the package {error.name!r}") from error
-    backend: Backend = module.make_backend(name, threads)
-    if device_type not in backend.devices:
-        raise InputError(f"backend: must serve {device_type!r}, got {name!r}, which serves {list(backend.devices)}")
-    return backend
-
-
-class Backends:
-    """The backends of one codec, one for each type of device, made when they are needed."""
 
     def __init__(self, name: str, threads: int) -> None:
-        self.name, self._threads = check_backend(name), threads
+        known = ["auto", *_MODULES]
+        if name not in known:
+            raise InputError(f"backend: must be one of {known}, got {name!r}")
+        self.name, self._threads = name, threads
         self._known: dict[str, Backend] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the backends, which are made anew."""
         return self.__dict__ | {"_known": {}}
 
+    def serve(self, device_type: str) -> bool:
+        """Return whether `of` has a backend for tensors on `device_type`. If not, a copy on the CPU can be coded.
+
+        A backend of a device that was requested by name counts on every device: `of` explains why it cannot run.
+        """
+        if self.name == "auto":
+            return device_type in _OF_DEVICE
+        return device_type == "cpu" or self.name not in _OF_HOST
+
     def of(self, device_type: str) -> Backend:
-        """Return the backend for tensors on `device_type`; raise InputError if there is none."""
+        """Return the backend for tensors on `device_type`.
+
+        Raises:
+            InputError: there is none, or it cannot run here.
+        """
         if device_type not in self._known:
-            self._known[device_type] = get_backend(self.name, device_type, self._threads)
+            self._known[device_type] = self._make(self.name, device_type)
         return self._known[device_type]
 
     def prepare(self, coding: Coding) -> None:
         """Build what a coding needs on the host, so that a step beyond the profile's plan fails here and not later."""
-        host = get_backend(self.name if self.name in _OF_HOST else "auto", "cpu", self._threads)
+        host = self._make(self.name if self.name in _OF_HOST else "auto", "cpu")
         host.prepare(coding)
         if self.name in ("auto", host.name):
             self._known["cpu"] = host
+
+    def _make(self, name: str, device_type: str) -> Backend:
+        if name == "auto":
+            if device_type not in _OF_DEVICE:
+                raise InputError(
+                    f"device: must be one of {list(_OF_DEVICE)}, got {device_type!r}: move the tensors to the CPU first"
+                )
+            name = _OF_DEVICE[device_type]
+        try:
+            module = import_module(_MODULES[name])
+        except ModuleNotFoundError as error:
+            raise InputError(
+                f"backend: must be installed, got {name!r}, which needs the package {error.name!r}"
+            ) from error
+        backend: Backend = module.make_backend(name, self._threads)
+        if device_type not in backend.devices:
+            raise InputError(f"backend: must serve {device_type!r}, got {name!r}, which serves {list(backend.devices)}")
+        return backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -47,7 +47,6 @@ class KVChunk:
     values: tuple[torch.Tensor, ...] = field(repr=False)
     layout: KVLayout = field(repr=False)
     start: int
-    tokens: int
     token_ids: I64 | None = field(repr=False)
     following: int
 
@@ -86,22 +85,9 @@ class KVChunk:
         check_following(following)
         self._hold(key_layers, value_layers, layout, start, ids, following)
 
-    def _hold(
-        self,
-        keys: tuple[torch.Tensor, ...],
-        values: tuple[torch.Tensor, ...],
-        layout: KVLayout,
-        start: int,
-        token_ids: I64 | None,
-        following: int,
-    ) -> None:
-        object.__setattr__(self, "keys", keys)
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "layout", layout)
-        object.__setattr__(self, "start", start)
-        object.__setattr__(self, "tokens", len(keys[0]))
-        object.__setattr__(self, "token_ids", token_ids)
-        object.__setattr__(self, "following", following)
+    def _hold(self, *values: object) -> None:
+        for own, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, own.name, value)
 
     @classmethod
     def unchecked(
@@ -124,6 +110,11 @@ class KVChunk:
             return self
         ids = None if token_ids is None else as_token_ids(token_ids, self.tokens, "token_ids")
         return KVChunk.unchecked(self.keys, self.values, self.layout, self.start, ids, self.following)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.keys[0])
 
     @property
     def end(self) -> int:

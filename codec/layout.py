@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.models.dtypes import TORCH_DTYPES
-from cuvee.codec.models.rotary import Rope
+from cuvee.codec.models.rope import Rope
 from cuvee.codec.support.fields import check_keys, check_positive, check_tuple, check_type, checked_list
 from cuvee.codec.support.plain_json import parse_json
 
@@ -87,23 +87,12 @@ class LayerLayout:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return {
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "value_dim": self.value_dim,
-            "rope": None if self.rope is None else self.rope.to_dict(),
-            "sliding_window": self.sliding_window,
-        }
+        return {**asdict(self), "rope": None if self.rope is None else self.rope.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerLayout:
         """Invert `to_dict`. Raise InputError for missing, unknown or ill-typed entries."""
-        check_keys(
-            "LayerLayout",
-            data,
-            required=("kv_heads", "head_dim", "value_dim", "rope"),
-            optional=("sliding_window",),
-        )
+        check_keys("LayerLayout", data, ("kv_heads", "head_dim", "value_dim", "rope"), optional=("sliding_window",))
         rope = None if data["rope"] is None else Rope.from_dict(data["rope"])
         return cls(**{**data, "rope": rope})
 
@@ -182,9 +171,9 @@ class KVLayout:
             >>> KVLayout.from_config(LlamaConfig(num_key_value_heads=8), "bfloat16").bytes_per_token
             131072
         """
-        from cuvee.codec.models.measured import describe_config
+        from cuvee.codec.models.measured import layout_of_config
 
-        return cls.from_dict(describe_config(hf_config, dtype, states))
+        return layout_of_config(hf_config, dtype, states)
 
     @classmethod
     def of(cls, model: object, *, states: bool = False) -> KVLayout:
@@ -208,9 +197,9 @@ class KVLayout:
             raise InputError(
                 f"model: must be a transformers model or configuration, or a KVLayout, got {type(model).__name__}"
             )
-        from cuvee.codec.models.measured import describe_model
+        from cuvee.codec.models.measured import layout_of_model
 
-        return cls.from_dict(describe_model(model, states))
+        return layout_of_model(model, states)
 
     @property
     def num_layers(self) -> int:

@@ -95,7 +95,6 @@ class PagedCache:
     ) -> None:
         self.layout = layout
         self._keys, self._values = tuple(keys), tuple(values)
-        self._tensors = _tensors(self._keys), _tensors(self._values)
         self.key_scales, self.value_scales = key_scales, value_scales
         self.device, self.dtype = self._keys[0].device, self._keys[0].dtype
 
@@ -130,7 +129,7 @@ class PagedCache:
     @property
     def permuted(self) -> bool:
         """Whether some layers are `PermutedPages`, which `keys` and `values` cannot return."""
-        return None in self._tensors
+        return any(isinstance(pages, PermutedPages) for pages in self._keys + self._values)
 
     @property
     def keys(self) -> tuple[torch.Tensor, ...]:
@@ -139,12 +138,12 @@ class PagedCache:
         Raises:
             UnsupportedModelError: the cache is `permuted`.
         """
-        return _strided(self._tensors[0])
+        return _strided(self._keys)
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
         """The same for values, `[blocks, block_tokens, heads, value_dim]`."""
-        return _strided(self._tensors[1])
+        return _strided(self._values)
 
     def pages(self, layer: int) -> tuple[Pages, Pages]:
         """Return keys and values of a layer, `[blocks, block_tokens, heads, dim]`, of either kind."""
@@ -213,18 +212,17 @@ class PagedCache:
         return KVChunk(chunk.keys, chunk.values, self.layout, start)
 
     def _read(self, slots: torch.Tensor, start: int, token_ids: I64 | None = None, following: int = 0) -> KVChunk:
-        dtype = self.layout.torch_dtype
         layers = range(self.layout.num_layers)
         self.check_range(slots, layers, least=0)
-        places = self._places(slots, layers)
-        units: list[list[torch.Tensor]] = []
-        for pages, scales in ((self._keys, self.key_scales), (self._values, self.value_scales)):
-            units.append([])
-            for layer, scale in zip(pages, scales, strict=True):
-                part = _take(layer, places).detach()
-                part = part.float() * scale if self.scaled else part
-                units[-1].append(_converted(part, dtype))
-        return KVChunk.unchecked(units[0], units[1], self.layout, start, token_ids, following)
+        units = zip(*map(self.reader(slots), layers), strict=True)
+        keys, values = (
+            [
+                _converted(part.detach().float() * scale if self.scaled else part.detach(), self.layout.torch_dtype)
+                for part, scale in zip(parts, scales, strict=True)
+            ]
+            for parts, scales in zip(units, (self.key_scales, self.value_scales), strict=True)
+        )
+        return KVChunk.unchecked(keys, values, self.layout, start, token_ids, following)
 
     def layer(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies `[T, H, D]` of a layer's keys and values at `slots`: see `reader`."""
@@ -236,7 +234,7 @@ class PagedCache:
         Their places are computed once for all layers. The slots must be the cache's: checking them would wait for the
         device.
         """
-        places = self._places(slots, range(self.layout.num_layers))
+        places = self._places(slots)
 
         def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
             keys, values = self.pages(index)
@@ -249,7 +247,7 @@ class PagedCache:
 
         Everything that `reader` says of slots holds here, too.
         """
-        places = self._places(slots, range(self.layout.num_layers))
+        places = self._places(slots)
 
         def write(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             for pages, part in zip(self.pages(index), (keys, values), strict=True):
@@ -262,8 +260,8 @@ class PagedCache:
 
         The slots must be the cache's: checking them would wait for the device.
         """
-        places = self._places(slots, range(self.layout.num_layers))
-        keys, values = ([_take(tensor, places)[None] for tensor in unit] for unit in (self._keys, self._values))
+        units = zip(*map(self.reader(slots), range(self.layout.num_layers)), strict=True)
+        keys, values = ([part[None] for part in parts] for parts in units)
         return PagedCache(self.layout, keys, values, self.key_scales, self.value_scales)
 
     def write(
@@ -283,17 +281,15 @@ class PagedCache:
         self.check_range(slots, layers)
         wanted = slots != NOWHERE
         whole = bool(wanted.all())
-        places = self._places(slots if whole else slots[wanted], layers)
-        for given, tensors, scales in (
-            (keys, self._keys, self.key_scales),
-            (values, self._values, self.value_scales),
-        ):
-            for layer, source in zip(layers, given, strict=True):
-                tensor = tensors[layer]
-                part = source if whole else source[wanted]
+        put = self.writer(slots if whole else slots[wanted])
+        for layer, *units in zip(layers, keys, values, strict=True):
+            parts = []
+            for unit, scale in zip(units, (self.key_scales[layer], self.value_scales[layer]), strict=True):
+                part = unit if whole else unit[wanted]
                 if self.scaled:
-                    part = saturated(part.float() / scales[layer], self.dtype)
-                _put(tensor, places, _converted(part, self.dtype))
+                    part = saturated(part.float() / scale, self.dtype)
+                parts.append(_converted(part, self.dtype))
+            put(layer, *parts)
 
     def check_range(self, slots: torch.Tensor, layers: range, least: int = NOWHERE) -> None:
         """Raise InputError unless all of `slots` are at least `least` and each of the layers has them."""
@@ -306,18 +302,17 @@ class PagedCache:
                 if not least <= lowest <= highest < size:
                     raise InputError(f"slots: must be {least} … {size - 1} in layer {layer}, got {lowest} … {highest}")
 
-    def _places(self, slots: torch.Tensor, layers: range) -> _Places:
-        """Return the places of the tokens at these slots, for every kind of pages that these layers have."""
+    def _places(self, slots: torch.Tensor) -> _Places:
+        """Return the places of the tokens at these slots, for every kind of pages."""
         places: _Places = {}
-        for layer in layers:
-            for tensor in self.pages(layer):
-                kind = _kind(tensor)
-                if kind in places:
-                    continue
-                tokens = max(tensor.shape[1], 1)
-                block = torch.div(slots, tokens, rounding_mode="floor")
-                token = slots - block * tokens
-                places[kind] = (kind.index(block, token),) if isinstance(kind, PageOrder) else (block, token)
+        for tensor in self._keys + self._values:
+            kind = _kind(tensor)
+            if kind in places:
+                continue
+            tokens = max(tensor.shape[1], 1)
+            block = torch.div(slots, tokens, rounding_mode="floor")
+            token = slots - block * tokens
+            places[kind] = (kind.index(block, token),) if isinstance(kind, PageOrder) else (block, token)
         return places
 
 
@@ -325,14 +320,9 @@ class PagedCache:
 _Places = dict[PageOrder | torch.Size, tuple[torch.Tensor, ...]]
 
 
-def _tensors(pages: Sequence[Pages]) -> tuple[torch.Tensor, ...] | None:
-    """Return the pages if all of them are tensors."""
+def _strided(pages: Sequence[Pages]) -> tuple[torch.Tensor, ...]:
     tensors = tuple(each for each in pages if isinstance(each, torch.Tensor))
-    return tensors if len(tensors) == len(pages) else None
-
-
-def _strided(tensors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...]:
-    if tensors is None:
+    if len(tensors) < len(pages):
         raise UnsupportedModelError(
             "cache: must have values at fixed strides for the backend 'triton', got permuted pages: use a backend of "
             "the CPU, which reads and writes such pages value by value"

@@ -35,7 +35,6 @@ class Setting:
     """How chunks are coded.
 
     Attributes:
-        scheme: of all sections.
         step_index: of the blob, or of the base; 0 without loss.
         refinements: 1 if a refinement follows the base.
     """
@@ -78,7 +77,6 @@ class Settings:
     """How a codec codes chunks with token ids, and without.
 
     Attributes:
-        profile: the codec's.
         predicted: of chunks with token ids, and of all chunks if the profile predicts nothing from them.
         plain: of chunks without.
     """

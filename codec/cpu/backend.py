@@ -14,12 +14,13 @@ import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
 from cuvee.codec.cpu.pool import Pool
-from cuvee.codec.format.container import Scheme, read_section
+from cuvee.codec.format.container import read_section
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.sections import tile_tokens
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.codec.schemes.transform import TransformScheme
+from cuvee.codec.setting import Setting
 from cuvee.codec.stages.implementations import Stages, get_stages
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import cache_rows, has_rows
@@ -30,7 +31,7 @@ MAX_SCHEMES = 8  # kept: the first one, which is the codec's own, and the last o
 PARALLEL_VALUES = 1 << 20  # below this, starting threads takes longer than it saves
 SHARES = 3  # runs of sections per thread: a slow run delays a third of the thread's work
 
-_Key = tuple[bytes, Scheme, int, bool, int]
+_Key = tuple[bytes, Setting, bool]
 
 
 class CpuBackend:
@@ -107,16 +108,16 @@ class CpuBackend:
         return lambda: None
 
     def _scheme(self, coding: Coding) -> LosslessScheme | TransformScheme:
-        key = (coding.profile.id, coding.scheme, coding.step_index, coding.predicted, coding.refinements)
+        profile, setting = coding.profile, coding.setting
+        key = profile.id, setting, coding.predicted
         # Looked up once: between a test and an access another thread may have evicted it.
         known = self._schemes.get(key)
         if known is not None:
             return known
-        profile = coding.profile
-        if coding.scheme is Scheme.LOSSLESS:
+        if setting.lossless:
             made: LosslessScheme | TransformScheme = LosslessScheme(profile.layout, self._stages)
         else:
-            made = TransformScheme(profile, coding.step_index, coding.predicted, self._stages, coding.refinements)
+            made = TransformScheme(profile, setting, coding.predicted, self._stages)
         # A scheme holds copies of the bases, so schemes of many steps must not pile up. The dict is replaced and never
         # changed: one of two threads may lose its addition, and makes the scheme again when it needs it next.
         own, *others = [*self._schemes.items(), (key, made)]

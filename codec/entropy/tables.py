@@ -109,7 +109,6 @@ def normalize_counts(counts: npt.NDArray[np.generic], prob_bits: int) -> U16:
 
     Args:
         counts: `[256]` or `[P, 256]`, non-negative numbers. Every byte with a count above zero stays codable.
-        prob_bits: probability resolution.
 
     Returns:
         uint16 of the same shape. If one byte has all the counts, a neighbor gets frequency 1 (see `EntropyTables`).

@@ -70,11 +70,8 @@ def class_table(frequencies: U16) -> EntropyTables:
 
 
 class ColumnPlan:
-    """Which byte planes a column has, by its class.
-
-    Args:
-        planes: `[K]` int32, byte planes of a column of each of K classes; they fall from class to class.
-        tables: `[K, P]` uint16, the entropy table of each plane.
+    """Which byte planes a column of each of K classes has: `[K]` int32, falling; and `[K, P]` uint16, each plane's
+    table.
     """
 
     def __init__(self, planes: I32, tables: U16) -> None:
@@ -94,14 +91,10 @@ def one_class(tables: U16) -> ColumnPlan:
 
 @dataclass(frozen=True, slots=True)
 class SectionPlanes:
-    """A section to entropy-code.
+    """A section to entropy-code, with a column per token, sorted by class within windows.
 
-    Attributes:
-        planes: `[P, T]` uint8, a column per token, sorted by class within windows. Column t holds
-            `plan.planes[columns[t]]` bytes; bytes below are not read.
-        columns: `[T]` uint8, the class of each column, rising within each window.
-        plan: the section's plan.
-        tokens_per_stream: n, a power of two, at most 128.
+    Column t of `planes` `[P, T]` holds `plan.planes[columns[t]]` bytes; bytes below are not read. `columns` `[T]` are
+    the columns' classes. `tokens_per_stream` is n, a power of two, at most 128.
     """
 
     planes: U8
@@ -116,10 +109,8 @@ class ClassedPlan(ColumnPlan):
     Args:
         plans: the plan of each class; None for a class whose step is too fine for the profile. Such classes come first.
             Coarser classes have no more components and no more planes than finer ones.
-        step_index: the blob's.
 
     Attributes:
-        plans: as given.
         finest: the finest class with a plan.
         steps: `[16]` float32, quantizer steps.
         rows: `[16]` int32, components; 0 for classes without a plan, here and below.

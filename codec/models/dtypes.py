@@ -14,10 +14,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 def saturated(x: torch.Tensor, dtype: torch.dtype, which: torch.Tensor | None = None) -> torch.Tensor:
     """Convert values to `dtype`; those beyond its range become the largest that it holds, instead of infinite.
 
-    Args:
-        x: values of any dtype.
-        dtype: of the result.
-        which: bool; where to do so. Default: everywhere.
+    `which`, bool, says where to do so; by default everywhere.
     """
     limit = torch.finfo(dtype).max
     within = x.float().clamp(-limit, limit)  # bfloat16 would round the limit of float16 up
@@ -25,11 +22,9 @@ def saturated(x: torch.Tensor, dtype: torch.dtype, which: torch.Tensor | None = 
 
 
 def value_bits(dtype: str | None = None) -> int:
-    """Return the bits per value of an uncompressed cache, which every ratio counts against.
+    """Return the bits per value of an uncompressed cache, which every ratio counts against; 16 if its dtype is unknown.
 
-    Args:
-        dtype: the cache's dtype; None: unknown, which counts as 16 bits. The dtype of a profile does not matter: a
-            profile learned in float32, as on a CPU, also serves bfloat16 caches.
+    The dtype of a profile does not matter: one learned in float32, as on a CPU, also serves bfloat16 caches.
 
     Raises:
         InputError: no cache has the dtype.

@@ -1,4 +1,13 @@
-"""Forward passes of transformers models: fill a cache, and predict after a cache."""
+"""Forward passes of transformers models: fill a cache, and predict after a cache.
+
+Per token and layer, a cache of multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434) holds one latent
+vector, from which the keys and values of all heads are computed, and one rotated vector, which is a part of all heads'
+keys. In a `KVLayout` the rotated vector is the key and the latent is the value, of one head each: the codec takes the
+rotation out of keys, and there is none in the latent.
+
+    KVLayout      keys [T, 1, qk_rope_head_dim]      values [T, 1, kv_lora_rank]
+    transformers  layer.values                       layer.keys
+"""
 
 from __future__ import annotations
 
@@ -12,8 +21,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
-from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.latents import append_units, layer_units
+from cuvee.codec.layout import KVLayout, LayerLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -88,12 +96,22 @@ def unit_layers(cache: Any, layout: KVLayout) -> list[int]:
     return found
 
 
+def layer_units(layer: Any, layout: LayerLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values `[B, H, T, D]`, as a layout names them, of a layer of a transformers cache."""
+    return (layer.values, layer.keys) if layout.latent else (layer.keys, layer.values)
+
+
+def append_units(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int, layout: LayerLayout) -> None:
+    """Append keys and values `[B, H, T, D]`, as a layout names them, to a layer of a transformers cache."""
+    first, second = (values, keys) if layout.latent else (keys, values)
+    cache.update(first, second, index)
+
+
 @dataclass(frozen=True, slots=True)
 class Filled:
     """A cache of several sequences: keys and values, as the layout names them, and what its layers hold beside.
 
     Attributes:
-        layout: the layout.
         units: keys and values `[B, H, T, D]` of each layer.
         beside: the cache without them; None if its layers hold nothing else.
         places: the layers of `beside` that they belong to.

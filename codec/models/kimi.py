@@ -30,9 +30,6 @@ def is_deepseek_v3(config: Mapping[str, Any]) -> bool:
 def as_deepseek_v3(config: Mapping[str, Any]) -> Any:
     """Return transformers' configuration of DeepSeek-V3 for a `config.json` of Kimi K2, without running its code.
 
-    Args:
-        config: the entries of the file.
-
     Raises:
         UnsupportedModelError: another architecture, or entries that DeepSeek-V3 does not have, which may change what is
             cached.

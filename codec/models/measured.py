@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.kimi import as_deepseek_v3, is_deepseek_v3
 from cuvee.codec.models.probe import BOUND, MeasuredLayer, ProbeError, measure
@@ -21,9 +22,7 @@ _of_models: weakref.WeakKeyDictionary[torch.nn.Module, tuple[MeasuredLayer, ...]
 def measured_layers(model: Any) -> tuple[Any, tuple[MeasuredLayer, ...]]:
     """Return the configuration of a model's text decoder, and what was measured of its cache.
 
-    Args:
-        model: a transformers model, which runs a few tokens once, or a configuration, whose model is measured with
-            random weights.
+    A transformers model runs a few tokens once; that of a configuration is measured with random weights.
 
     Raises:
         InputError, UnsupportedModelError, OutOfMemoryError, ImportError: as `KVLayout.from_config`.
@@ -61,19 +60,19 @@ def _measured(model: Any, config: Any) -> tuple[MeasuredLayer, ...]:
     return tuple(other if BOUND == other.positions != own.positions else own for own, other in pairs)
 
 
-def describe_config(config: Any, dtype: str | torch.dtype | None, states: bool) -> dict[str, Any]:
-    """Return the input of `KVLayout.from_dict` for a transformers configuration; errors as `KVLayout.from_config`."""
+def layout_of_config(config: Any, dtype: str | torch.dtype | None, states: bool) -> KVLayout:
+    """See `KVLayout.from_config`."""
     config = _checked(config, states)
     name, positions = _dtype_name(config.dtype if dtype is None else dtype), _max_positions(config)
-    return _describe(config.model_type, measure_config(config), name, positions, states)
+    return _layout(config.model_type, measure_config(config), name, positions, states)
 
 
-def describe_model(model: Any, states: bool) -> dict[str, Any]:
-    """Return the input of `KVLayout.from_dict` for a transformers model or configuration, as `KVLayout.of` says."""
+def layout_of_model(model: Any, states: bool) -> KVLayout:
+    """See `KVLayout.of`."""
     _checked(decoder_config(model), states)
     config, layers = measured_layers(model)
     dtype = getattr(model, "dtype", None) or config.dtype or torch.get_default_dtype()
-    return _describe(config.model_type, layers, _dtype_name(dtype), _max_positions(config), states)
+    return _layout(config.model_type, layers, _dtype_name(dtype), _max_positions(config), states)
 
 
 def movable(layers: tuple[MeasuredLayer, ...]) -> bool:
@@ -81,9 +80,9 @@ def movable(layers: tuple[MeasuredLayer, ...]) -> bool:
     return not any(layer.positions == BOUND for layer in layers) and any(layer.rope is not None for layer in layers)
 
 
-def _describe(
+def _layout(
     model_type: str, layers: tuple[MeasuredLayer, ...], dtype: str, max_positions: int | None, states: bool
-) -> dict[str, Any]:
+) -> KVLayout:
     for index, layer in enumerate(layers):
         if (kept := layer.beyond) and not states:
             raise UnsupportedModelError(
@@ -93,25 +92,12 @@ def _describe(
             )
     # A cache is moved as a whole. Where a layer cannot be, no layer is rotated, and the layout says so.
     moves = movable(layers)
-    attention = [layer for layer in layers if layer.kv_heads]
-    kinds = list(dict.fromkeys(attention))
-    return {
-        "model_type": model_type,
-        "kinds": [
-            {
-                "kv_heads": layer.kv_heads,
-                "head_dim": layer.head_dim,
-                "value_dim": layer.value_dim,
-                "rope": layer.rope.to_dict() if moves and layer.rope is not None else None,
-                "sliding_window": layer.sliding_window,
-            }
-            for layer in kinds
-        ],
-        "layers": [kinds.index(layer) for layer in attention],
-        "dtype": dtype,
-        "max_positions": max_positions,
-        "states": any(layer.beyond for layer in layers),
-    }
+    attention = tuple(
+        LayerLayout(own.kv_heads, own.head_dim, own.value_dim, own.rope if moves else None, own.sliding_window)
+        for own in layers
+        if own.kv_heads
+    )
+    return KVLayout(model_type, attention, dtype, max_positions, any(layer.beyond for layer in layers))
 
 
 def _checked(config: Any, states: bool) -> Any:

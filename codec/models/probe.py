@@ -18,8 +18,7 @@ import torch
 
 from cuvee.codec.errors import CuveeError, UnsupportedModelError, allocations
 from cuvee.codec.models.frozen import frozen
-from cuvee.codec.models.rope import rotate, unrotate
-from cuvee.codec.models.rotary import Rope
+from cuvee.codec.models.rope import Rope, rotate, unrotate
 
 ROTATED, FREE, BOUND = "rotated", "free", "bound"
 MEASURED_TOKENS = 6
@@ -98,15 +97,11 @@ class _Run:
 
 
 def measure(model: Any, name: str) -> tuple[MeasuredLayer, ...]:
-    """Run a model on a few random tokens, and return what its cache holds, layer by layer.
+    """Run a decoder, in eval mode, on a few random tokens, and return what its cache holds, layer by layer.
 
     In bfloat16 and float16, positions are judged by passes over single tokens, whose states do not depend on positions:
     over several tokens, rounding may route a token to another expert. In float32, passes over several tokens are
     compared too.
-
-    Args:
-        model: a transformers decoder with weights, on any device. It is put in eval mode meanwhile.
-        name: the model type, for messages.
 
     Raises:
         ProbeError: a forward pass fails.
@@ -294,7 +289,9 @@ def _rule(
     units = pairs[0][0].units(index)
     if units is None or pairs[0][1].units(index) is None:
         return BOUND, None, False
-    for turned in range(2 if _may_be_latent(units) else 1):
+    keys, values = units
+    may_be_latent = keys.shape[1] == values.shape[1] == 1 and keys.shape[3] > values.shape[3]
+    for turned in range(2 if may_be_latent else 1):
         if not _fits(index, 1 - turned, pairs, None, tolerance):
             continue
         if _fits(index, turned, pairs, None, tolerance):
@@ -309,11 +306,6 @@ def _rule(
                 if _fits(index, turned, pairs, turning, tolerance):
                     return ROTATED, kept, bool(turned)
     return BOUND, None, False
-
-
-def _may_be_latent(units: _Units) -> bool:
-    keys, values = units
-    return keys.shape[1] == values.shape[1] == 1 and keys.shape[3] > values.shape[3]
 
 
 def _fits(index: int, unit: int, pairs: list[_Pair], rope: Rope | None, tolerance: float) -> bool:

@@ -1,4 +1,4 @@
-"""Rotate keys to positions and back (RoFormer, arXiv:2104.09864; YaRN scaling, arXiv:2309.00071).
+"""How a layer rotates its keys to positions, and back (RoFormer, arXiv:2104.09864; YaRN scaling, arXiv:2309.00071).
 
     k --rotate(p)--> cached key --unrotate(p)--> k --rotate(p')--> the key the model would cache at p'
 
@@ -8,63 +8,101 @@ bit for bit on one device. A bfloat16 model rounds its cos and sin to bfloat16; 
 
 from __future__ import annotations
 
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
 import torch
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.models.dtypes import TORCH_DTYPES
-from cuvee.codec.models.rotary import Rope
+from cuvee.codec.support.fields import check_keys, check_tuple, check_type, checked_list
 
 
-def cos_sin(rope: Rope, positions: torch.Tensor, limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute rotation tables, including `attention_scaling`.
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding of one layer (RoFormer, arXiv:2104.09864).
 
     Args:
-        rope: the layer's rotary embedding.
-        positions: int64 [T]. Checking their range synchronizes with the device.
-        limit: the model's number of positions (`KVLayout.max_positions`), or None.
-
-    Returns:
-        cos and sin, float32 [T, rotary_dim / 2], on the device of `positions`.
+        inv_freq: angle per position of each rotated pair (rad/token), finite, not negative: the model's own
+            float32 values; other values are rounded to float32.
+        attention_scaling: factor on cos and sin (YaRN, arXiv:2309.00071); the keys carry it once.
+        interleaved: pairs are dimensions (2i, 2i+1), not (i, i + rotary_dim/2).
 
     Raises:
-        InputError: the positions have the wrong shape or dtype, or are negative or not below `limit`.
+        InputError: an empty, negative or non-finite table, or a scaling that is not positive and finite.
+
+    Example:
+        >>> Rope(inv_freq=(1.0, 0.1, 0.01)).rotary_dim
+        6
     """
-    _check_positions(positions, limit)
+
+    inv_freq: tuple[float, ...]
+    attention_scaling: float = 1.0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        check_tuple("Rope.inv_freq", self.inv_freq, "frequency (rope=None says no RoPE)")
+        object.__setattr__(self, "inv_freq", tuple(_float32(value) for value in self.inv_freq))
+        object.__setattr__(self, "attention_scaling", _scaling(self.attention_scaling))
+        check_type("Rope.interleaved", self.interleaved, bool)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of leading dimensions of a head that are rotated."""
+        return 2 * len(self.inv_freq)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict; floats survive `json` exactly."""
+        return {**asdict(self), "inv_freq": list(self.inv_freq)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Rope:
+        """Invert `to_dict`. Raise InputError for missing, unknown or ill-typed entries."""
+        check_keys("Rope", data, required=("inv_freq",), optional=("attention_scaling", "interleaved"))
+        return cls(**{**data, "inv_freq": tuple(checked_list("Rope.inv_freq", data["inv_freq"]))})
+
+
+def _float32(value: Any) -> float:
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    except (struct.error, OverflowError, TypeError) as error:
+        raise InputError(f"Rope.inv_freq: must hold float32 numbers, got {value!r}") from error
+    if isinstance(value, bool) or not math.isfinite(rounded) or rounded < 0:
+        raise InputError(f"Rope.inv_freq: must hold finite numbers >= 0, got {value!r}")
+    return rounded
+
+
+def _scaling(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise InputError(f"Rope.attention_scaling: must be a finite number above 0, got {value!r}")
+    return float(value)
+
+
+def cos_sin(rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin, with `attention_scaling`, of int64 positions `[T]`: float32 `[T, rotary_dim / 2]`."""
     inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=positions.device)
     angles = positions[:, None].float() * inv_freq
     return angles.cos() * rope.attention_scaling, angles.sin() * rope.attention_scaling
 
 
-def rotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor, limit: int | None = None) -> torch.Tensor:
-    """Rotate position-free keys to `positions`.
+def rotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate position-free keys `[T, H, D]` to positions `[T]`; return float32.
 
-    Args:
-        keys: bfloat16, float16 or float32 [T, H, D]. Dimensions from `rotary_dim` on pass through unchanged.
-        rope: the layer's rotary embedding. None only converts to float32.
-        positions: int64 [T], on the device of `keys`.
-        limit: the model's number of positions, or None.
-
-    Returns:
-        float32 [T, H, D]; `keys` itself if it is float32 and `rope` is None.
-
-    Raises:
-        InputError: a shape, dtype or device is wrong, or a position is out of range.
+    Dimensions from `rotary_dim` on pass through unchanged, as do all without a rope.
     """
-    _check_keys(keys, rope, positions)
     if rope is None:
-        _check_positions(positions, limit)
         return keys.float()
-    cos, sin = cos_sin(rope, positions, limit)
+    cos, sin = cos_sin(rope, positions)
     return turn(keys, rope, cos[:, None], sin[:, None])
 
 
-def unrotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor, limit: int | None = None) -> torch.Tensor:
-    """Rotate keys at `positions` to position-free keys: the inverse of `rotate`, with the same arguments and errors."""
-    _check_keys(keys, rope, positions)
+def unrotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate keys at `positions` to position-free keys: the inverse of `rotate`."""
     if rope is None:
-        _check_positions(positions, limit)
         return keys.float()
-    cos, sin = cos_sin(rope, positions, limit)
+    cos, sin = cos_sin(rope, positions)
     # cos and sin include the scaling s, so the transpose of the rotation is s^2 times its inverse.
     square = rope.attention_scaling**2
     return turn(keys, rope, cos[:, None] / square, sin[:, None] / -square)
@@ -84,28 +122,3 @@ def turn(keys: torch.Tensor, rope: Rope, cos: torch.Tensor, sin: torch.Tensor) -
         return torch.cat([*pair, *tail], dim=-1)
     turned = torch.stack(pair, dim=-1).flatten(-2)
     return torch.cat([turned, *tail], dim=-1) if tail else turned
-
-
-def _check_keys(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor) -> None:
-    if keys.ndim != 3:
-        raise InputError(f"keys: must have shape [T, H, D], got {list(keys.shape)}")
-    if keys.dtype not in TORCH_DTYPES.values():
-        raise InputError(f"keys: must be {', '.join(TORCH_DTYPES)}, got {keys.dtype}: convert them by value first")
-    if rope is not None and rope.rotary_dim > keys.shape[-1]:
-        raise InputError(f"keys: must have D of at least {rope.rotary_dim}, the rotary_dim, got {keys.shape[-1]}")
-    if positions.shape != keys.shape[:1]:
-        raise InputError(f"positions: must have shape [T] = [{keys.shape[0]}], got {list(positions.shape)}")
-    if positions.device != keys.device:
-        raise InputError(f"positions: must be on {keys.device} like the keys, got {positions.device}: move them")
-
-
-def _check_positions(positions: torch.Tensor, limit: int | None) -> None:
-    if positions.ndim != 1 or positions.dtype != torch.int64:
-        raise InputError(f"positions: must be int64 [T], got {positions.dtype} {list(positions.shape)}")
-    if positions.numel() == 0:
-        return
-    low, high = (int(bound) for bound in torch.stack(torch.aminmax(positions)).tolist())
-    if low < 0:
-        raise InputError(f"positions: must be at least 0, got {low}")
-    if limit is not None and high >= limit:
-        raise InputError(f"positions: must be below {limit}, the positions of the model, got {high}")

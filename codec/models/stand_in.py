@@ -46,9 +46,6 @@ _known: dict[bytes, tuple[MeasuredLayer, ...]] = {}
 def measure_config(config: Any) -> tuple[MeasuredLayer, ...]:
     """Return what the cache of a model of this configuration holds, layer by layer. Results are kept in memory.
 
-    Args:
-        config: transformers' configuration of a text decoder.
-
     Raises:
         UnsupportedModelError: transformers cannot build the model, or it does not run, or it keeps no cache.
         OutOfMemoryError: there is no memory for a stand-in.

@@ -58,11 +58,8 @@ class BlockMap:
 
     @classmethod
     def of(cls, inverse: torch.Tensor, scale: I16) -> BlockMap:
-        """Round a map.
-
-        Args:
-            inverse: `[n, n]` float64, invertible.
-            scale: `[r]`, falling scales of the components that are coded.
+        """Round a map `[n, n]` float64, which can be inverted; `scale` `[r]` has the falling scales of the coded
+        components.
         """
         if not len(scale):
             nothing = np.zeros((len(inverse), 0))
@@ -134,12 +131,7 @@ class BlockMap:
 
 
 def read_block_map(prefix: str, block: int, size: int, rank: int, arrays: Arrays) -> BlockMap:
-    """Return the map of `size` values and `rank` components in the arrays `PREFIX.*.BLOCK` of a profile's file.
-
-    Raises:
-        FormatError: an array has the wrong shape or dtype, or scales are not above zero.
-        KeyError: an array is missing.
-    """
+    """Return the map of `size` values and `rank` components in the arrays `PREFIX.*.BLOCK` of a profile's file."""
     if not 0 <= rank <= size:
         raise FormatError(f"{prefix}.ranks: must be 0 … {size} for block {block}, got {rank}")
     count = size if rank else 0

@@ -114,11 +114,8 @@ class Predictor:
     def offsets(self, y: torch.Tensor, start: int, first: int, finer: torch.Tensor) -> torch.Tensor:
         """Return the offsets of a run of tokens in octaves, `[t]` float32.
 
-        Args:
-            y: `[K, t]` float32 coefficients of `components`.
-            start: position of the chunk's first token.
-            first: index of the run's first token in the chunk.
-            finer: `[t]` float32, the octaves that the distance from the end takes off (`finer_near_end`).
+        `y` has their coefficients of `components`, `[K, t]`. The run begins with token `first` of a chunk that begins
+        at position `start`. `finer`, `[t]`, is what the distance from the end takes off (`finer_near_end`).
         """
         u = y / torch.from_numpy(self.scale)[:, None]
         logs = u.square().add_(SQUARE_FLOOR).log_()
@@ -131,12 +128,7 @@ class Predictor:
 
 
 def read_predictor(prefix: str, arrays: Arrays, rows: int) -> Predictor:
-    """Return the predictor in the arrays `PREFIX.*` of a profile's file, of a section of `rows` components.
-
-    Raises:
-        FormatError: an array has the wrong shape or dtype, is not finite, or names components that do not exist.
-        KeyError: an array is missing.
-    """
+    """Return the predictor in the arrays `PREFIX.*` of a profile's file, of a section of `rows` components."""
     components = read_array(arrays, f"{prefix}.components", np.int32, None)
     count = len(components)
     if not count or components.min() < 0 or components.max() >= rows or np.any(np.diff(components) <= 0):

@@ -1,4 +1,7 @@
-"""Arrays of a profile's file, which is not trusted."""
+"""Arrays of a profile's file, which is not trusted.
+
+What reads them raises FormatError for an array that breaks a rule, and KeyError for one that is missing.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def read_array(arrays: Arrays, name: str, dtype: type[np.generic], *shape: int | None) -> npt.NDArray[Any]:
-    """Return an array of a dtype and shape, None for a dimension of any size; numbers are finite.
-
-    Raises:
-        FormatError: it is another one.
-        KeyError: it is missing.
-    """
+    """Return an array of a dtype and shape, None for a dimension of any size; numbers are finite."""
     array = arrays[name]
     fits = array.dtype == dtype and array.ndim == len(shape)
     if not fits or any(want not in (None, have) for have, want in zip(array.shape, shape, strict=True)):

@@ -218,9 +218,8 @@ class Profile:
 
     @lazy
     def predicted_coefficients(self) -> tuple[PredictionCache | None, ...]:
-        """What the token table predicts of the coefficients that each section's class predictor reads.
-
-        None for a section without a class predictor; empty without a table.
+        """What the token table predicts of each section's class predictor's coefficients; None without one, empty
+        without table.
         """
         if self.token_table is None:
             return ()

@@ -172,9 +172,13 @@ class Quality:
         asked = (quality, *(limits.get(name) for name in ("kl", "bits", "ratio", "step")))
         return cls(default if asked == (None,) * 5 else quality, **limits)
 
-    def __post_init__(self) -> None:
+    @property
+    def _asked(self) -> dict[str, str | float]:
         asked = {"quality": self.preset, "kl": self.kl, "bits": self.bits, "ratio": self.ratio, "step": self.step}
-        given = {name: value for name, value in asked.items() if value is not None}
+        return {name: value for name, value in asked.items() if value is not None}
+
+    def __post_init__(self) -> None:
+        given = self._asked
         if len(given) != 1:
             got = ", ".join(given) or "none"
             raise InputError(f"quality: must be given as exactly one of quality=, kl=, bits=, ratio=, step=, got {got}")
@@ -194,8 +198,7 @@ class Quality:
             raise InputError(f"{name}: must be a positive number, got {value!r}{meant}")
 
     def __str__(self) -> str:
-        asked = {"quality": self.preset, "kl": self.kl, "bits": self.bits, "ratio": self.ratio, "step": self.step}
-        return next(f"{name}={value}" for name, value in asked.items() if value is not None)
+        return next(f"{name}={value}" for name, value in self._asked.items())
 
     @property
     def lossless(self) -> bool:
@@ -250,9 +253,19 @@ class Curve:
         """Whether KL was measured; presets promise a KL only then."""
         return any(point.kl is not None for point in self.overall)
 
-    def least_kl(self, worst: bool = False) -> float | None:
-        """Return the smallest KL that the curve can promise, in nats per token; None if KL was not measured."""
-        return min((kl for _, kl in self.expected_kl(worst) if kl is not None), default=None)
+    def _limit(self, quality: Quality) -> tuple[str, float, list[tuple[int, float | None]]] | None:
+        """Return what a quality limits, the limit, and the curve's values by step; None if the curve has no part in it.
+
+        For a preset, the KL decides, else the error. The worst kind of text decides, because a mean over tokens hides
+        what answers lose that look something up: on SmolLM2-135M, XQuAD loses 0.38 nats per word at a mean KL of 0.005.
+        """
+        if quality.kl is not None:
+            return "kl", quality.kl, self.expected_kl(quality.worst)
+        if quality.preset in PRESET_KL and self.knows_kl:
+            return "kl", PRESET_KL[quality.preset], self.expected_kl(worst=True)
+        if quality.preset in PRESET_KL and self.overall:
+            return "error", PRESET_ERROR[quality.preset], [(p.step_index, p.error) for p in self.overall]
+        return None
 
     def least_promise(self, quality: Quality) -> tuple[str, float, float] | None:
         """Return the limit of a quality that no step of the curve keeps, and only lossless coding does.
@@ -260,49 +273,29 @@ class Curve:
         Returns:
             `("kl" or "error", the limit, the smallest value on the curve)`; None for all other qualities.
         """
-        worst, preset = quality.worst, quality.preset
-        if preset in PRESET_KL:
-            worst = True
-            what, most = ("kl", PRESET_KL[preset]) if self.knows_kl else ("error", PRESET_ERROR[preset])
-        elif quality.kl is not None:
-            what, most = "kl", quality.kl
-        else:
+        if (limit := self._limit(quality)) is None:
             return None
-        errors = (point.error for point in self.overall if point.error > 0)
-        least = self.least_kl(worst) if what == "kl" else min(errors, default=None)
-        return (what, most, least) if least and most < least else None
+        what, most, points = limit
+        least = min((value for _, value in _positive(points)), default=most)
+        return (what, most, least) if most < least else None
 
     def resolve(self, quality: Quality) -> int:
-        """Return the step index of a quality that is not lossless.
+        """Return the step index of a quality that is not lossless; for a preset without a curve, a fixed one.
 
         Raises:
             InputError, ProfileError: as `Profile.resolve`.
         """
-        if quality.preset is not None:
-            return self.preset(quality.preset)
+        if (limit := self._limit(quality)) is not None:
+            return self.index_within(*limit)
         if quality.step is not None:
             return round(math.log2(quality.step) * OCTAVE)
-        if quality.kl is not None:
-            return self.index_within("kl", quality.kl, self.expected_kl(quality.worst))
         if quality.ratio is not None:
             return self._index_of_ratio(quality.ratio, quality.dtype)
-        return self._index_of_bits(float(quality.bits or 0))
-
-    def preset(self, quality: str) -> int:
-        """Return the step index of a preset: by KL, else by error, else the fixed step of an unmeasured profile.
-
-        The worst kind of text decides, because a mean over tokens hides what answers lose that look something up: on
-        SmolLM2-135M, XQuAD loses 0.38 nats per word at a mean KL of 0.005.
-
-        Raises: as `Profile.resolve`.
-        """
-        if quality not in PRESET_KL:
-            raise InputError(f"quality: must be one of {', '.join(PRESET_KL)} for a step, got {quality!r}")
-        if self.knows_kl:
-            return self.index_within("kl", PRESET_KL[quality], self.expected_kl(worst=True))
-        if self.overall:
-            return self.index_within("error", PRESET_ERROR[quality], [(p.step_index, p.error) for p in self.overall])
-        return PRESET_STEP_INDEX[quality]
+        if quality.bits is not None:
+            return self._index_of_bits(quality.bits)
+        if quality.preset not in PRESET_STEP_INDEX:
+            raise InputError(f"quality: must be one of {', '.join(PRESET_KL)} for a step, got {quality.preset!r}")
+        return PRESET_STEP_INDEX[quality.preset]
 
     def expected_kl(self, worst: bool = False) -> list[tuple[int, float | None]]:
         """Return the KL to expect of each step on other text: the mean over kinds, or that of the worst.

@@ -75,10 +75,7 @@ class SectionBasis:
         return torch.cat([self.sinks, self.mean[None]])
 
     def analyze(self, x: torch.Tensor, start: int, at: slice, ranks: tuple[int, ...]) -> torch.Tensor:
-        """Map `x [t, N]` float32, the tokens `at` of a chunk that begins at `start`, to `y [sum(ranks), t]`.
-
-        `ranks` is the number of leading components of each block.
-        """
+        """Map the tokens `at` of a chunk, `[t, N]`, to the leading components of each block, `[sum(ranks), t]`."""
         return self.coefficients(x - self.means(start, at), ranks)
 
     def coefficients(
@@ -122,12 +119,10 @@ class SectionBasis:
 
 @dataclass(frozen=True, slots=True)
 class LeadingComponents:
-    """Maps to some of a basis's components, which a predictor reads.
+    """Maps to K of a basis's components, which a predictor reads.
 
-    Attributes:
-        count: K.
-        parts: for each block with some of the components: its rows among the K, its values among the N, and the matrix
-            `[rows, values]` from values to rows.
+    For each block with some of them, `parts` has its rows among the K, its values among the N, and the matrix `[rows,
+    values]` from values to rows.
     """
 
     count: int
@@ -147,14 +142,7 @@ def eigenbasis(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Te
     Let M be the metric, C the covariance, R = M^1/2, and U the eigenvectors of R C R. Then coefficients are U^T R times
     the values, and inverse = R^-1 U. In these coordinates the squared error of a component is the loss that it costs,
     so one step size for all components is optimal (reverse water-filling; Cover & Thomas, Elements of Information
-    Theory, 10.3).
-
-    Args:
-        covariance: `[n, n]` float64.
-        metric: `[n, n]` float64, positive semi-definite.
-
-    Returns:
-        inverse `[n, n]`, deviation `[n]` (falling), float64.
+    Theory, 10.3). All is float64. Returns the inverse `[n, n]` and the deviations `[n]`, which fall.
     """
     weight, vectors = torch.linalg.eigh(metric)
     weight = weight.clamp_min(max(float(weight.max()) * WEIGHT_RANGE, 1e-300))

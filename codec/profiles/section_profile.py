@@ -28,7 +28,7 @@ from cuvee.codec.profiles.file_arrays import Arrays, read_array
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.token_prediction import CoefficientMap, TokenMap, read_token_map
-from cuvee.codec.support.arrays import I16, I32, U16
+from cuvee.codec.support.arrays import I16, U16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,7 @@ class SectionProfile:
         return replace(self, scale=self.plain_scale, token_map=None, plain_scale=None)
 
     def coefficient_map(self) -> CoefficientMap | None:
-        """Return the map from embeddings to the coefficients that the predictor reads.
-
-        None without a predictor or a token map.
-        """
+        """Return the map from embeddings to the predictor's coefficients; None without a predictor or a token map."""
         if self.token_map is None or self.predictor is None:
             return None
         leading = self.basis.leading(self.predictor.components)
@@ -89,7 +86,8 @@ class SectionProfile:
         for k in range(CLASSES):
             codes = self._class_codes(step_index, k)
             try:
-                plans.append(_plan_of(codes[codes >= 0], residual))
+                codes = codes[codes >= 0]
+                plans.append(coding_plan(np.minimum(codes, WIDEST) if residual else codes))
             except ProfileError:
                 plans.append(None)
         return ClassedPlan(plans, step_index)
@@ -136,11 +134,6 @@ class SectionProfile:
         return arrays
 
 
-def _plan_of(codes: I32, residual: bool) -> CodingPlan:
-    """Return the plan of components of these scale codes; `residual`: of what a base left over of them."""
-    return coding_plan(np.minimum(codes, WIDEST) if residual else codes)
-
-
 def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp]:
     """Return the indices that some of the adjacent blocks of these sizes cover."""
     ends = np.cumsum(sizes)
@@ -148,13 +141,7 @@ def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp
 
 
 def read_section_profile(prefix: str, section: Section, arrays: Arrays, features: int) -> SectionProfile:
-    """Return the section of `SectionProfile.arrays`, from untrusted arrays.
-
-    `features` is K of the profile's token table, or 0 without one.
-
-    Raises:
-        FormatError, KeyError, ValueError: the arrays do not fit the section.
-    """
+    """Return the section of `SectionProfile.arrays`; `features` is K of the profile's token table, or 0 without one."""
     ranks = read_array(arrays, f"{prefix}.ranks", np.int32, len(section.blocks))
     maps = tuple(
         read_block_map(prefix, b, size, int(rank), arrays)

@@ -90,7 +90,6 @@ def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
     """Cut a layout into sections and blocks.
 
     Args:
-        layout: the layout to cut.
         group: the values of one basis: `"head"` (one head of K or V), `"unit"` (K or V of a layer), `"layer"` (K and V
             of a layer), `"layers:n"` (n adjacent layers; the last section may be shorter), `"heads:n"` (a head's K and
             V in n adjacent layers) or `"all"`.

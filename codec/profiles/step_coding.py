@@ -71,10 +71,7 @@ class SectionCoding:
         return None if predictor is None else self.learned.basis.leading(predictor.components)
 
     def finer(self, start: int, tokens: int, following: int) -> torch.Tensor | None:
-        """Return the octaves that a chunk's place in the cache takes off, `[T]`, as in `finer_near_end`.
-
-        None without a predictor.
-        """
+        """Return what a chunk's place in the cache takes off, `[T]`, see `finer_near_end`; None without a predictor."""
         predictor = self.learned.predictor
         return None if predictor is None else finer_near_end(predictor.recency, start, tokens, following)
 
@@ -92,8 +89,6 @@ class SectionCoding:
         Args:
             x: `[t, N]` float32, minus the means and the predictions.
             start: position of the chunk's first token.
-            at: the tokens.
-            finer: what `finer` returned for the chunk.
             predict: the stage that applies the predictor. It reads values with their predictions, so that the classes
                 of a chunk do not depend on whether its tokens are known.
             predicted: of the coefficients that the predictor reads, for the tokens `at`; None: nothing is.

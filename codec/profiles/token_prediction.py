@@ -48,12 +48,7 @@ MAX_FEATURES = 1 << 14  # with more, sums of products might exceed 2^24
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The embeddings of a vocabulary of V ids.
-
-    Attributes:
-        embedding: int8 `[V, K]`, -7 … 7.
-        row_scale: float32 `[V]`.
-    """
+    """Embeddings of a vocabulary of V ids: int8 `[V, K]`, -7 … 7, and what 1 stands for in each row, float32 `[V]`."""
 
     embedding: torch.Tensor
     row_scale: torch.Tensor
@@ -79,12 +74,7 @@ class TokenTable:
 
 
 def read_token_table(features: int, arrays: Arrays) -> TokenTable:
-    """Return the table of K features in the arrays of a profile's file.
-
-    Raises:
-        FormatError: K is out of range, or an array has the wrong shape, dtype or numbers.
-        KeyError: an array is missing.
-    """
+    """Return the table of K features in the arrays of a profile's file."""
     if type(features) is not int or not 1 <= features <= MAX_FEATURES:
         raise FormatError(f"features: must be 1 … {MAX_FEATURES}, got {features!r}")
     packed = read_array(arrays, "tokens.embedding", np.uint8, None, (features + 1) // 2)
@@ -97,11 +87,8 @@ def read_token_table(features: int, arrays: Arrays) -> TokenTable:
 
 @dataclass(frozen=True, slots=True)
 class TokenMap:
-    """The map from embeddings to the values of one section.
-
-    Attributes:
-        weights: int8 `[K, N]`.
-        scale: float32 `[N]`.
+    """The map from embeddings to the values of one section: int8 `[K, N]`, and what 1 stands for in each column,
+    float32.
     """
 
     weights: torch.Tensor
@@ -179,12 +166,7 @@ def _from_digits(digits: torch.Tensor) -> torch.Tensor:
 
 
 def read_token_map(prefix: str, values: int, features: int, arrays: Arrays) -> TokenMap:
-    """Return the map in the arrays `PREFIX.token_*` of a profile's file, of a section of `values` per token.
-
-    Raises:
-        FormatError: an array has the wrong shape or dtype, or is not finite.
-        KeyError: an array is missing.
-    """
+    """Return the map in the arrays `PREFIX.token_*` of a profile's file, of a section of `values` per token."""
     weights = read_array(arrays, f"{prefix}.token_weights", np.int8, features, values)
     scale = read_array(arrays, f"{prefix}.token_scale", np.float32, values)
     return TokenMap(torch.from_numpy(weights), torch.from_numpy(scale))

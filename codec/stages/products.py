@@ -71,7 +71,6 @@ class Products(Enum):
 
         Args:
             share: of each component the expected share of coefficients that are not zero.
-            rows: of the block's map.
         """
         dense = {Products.MIXED: DENSE_BFLOAT16, Products.INT16: DENSE_INT16}.get(self)
         if dense is None:

@@ -6,7 +6,6 @@ into pages, without a copy in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,8 +26,6 @@ class Rows:
         memory: one-dimensional view that spans all rows.
         begins: int64 `[T]`, where in `memory` the row of each token begins; -1 for a token that is not written.
         head_stride: from head to head. The dimensions of a head are adjacent.
-        heads: heads per row.
-        size: dimensions per head.
         offsets: int64 `[K, H, D]`, from the begin of a row to each of its values, for K kinds of rows; `[0, 0, 0]` if
             strides describe the rows.
         kinds: int64 `[T]`, the kind of each token's row; not read without `offsets`.
@@ -59,10 +56,6 @@ class Rows:
         )
 
 
-LayerRows = tuple[Sequence[Rows | None], Sequence[Rows | None]]
-"""Rows of the keys and of the values, per layer; None for layers that are left out."""
-
-
 def dense_rows(tensor: torch.Tensor, tokens: I64 | None = None) -> Rows:
     """Return the rows of a tensor `[T, H, D]` whose last dimension is adjacent; of these of its tokens, if given."""
     count, heads, size = tensor.shape
@@ -83,7 +76,6 @@ def cache_rows(
     Args:
         cache: receives the tokens; `has_rows` must hold.
         slots: int64 `[T]`, -1 for tokens that are not written; None for all rows of a dense cache.
-        layers: the layers that are decoded.
 
     Raises:
         InputError: a slot that the cache does not have.

@@ -12,8 +12,7 @@ from transformers import DynamicCache
 
 import cuvee
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.forward import cache_argument, prefill, score
-from cuvee.codec.models.latents import layer_units
+from cuvee.codec.models.forward import cache_argument, layer_units, prefill, score
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.integrations.pages.recognition import Recognizer

@@ -18,7 +18,6 @@ from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.stages import reference
 from cuvee.codec.stages.implementations import get_stages
 
 LAYOUT = KVLayout("mine", (LayerLayout(1, 8, 8, Rope((1.0,) * 4)),) * 2, "bfloat16", None)
@@ -77,7 +76,7 @@ def test_each_section_is_read_once(coded: Any, name: str, scheme: str, tokens: i
         "index_sections": index_sections, "index_layers": index_layers, "decode_sections": tile("decode_sections"),
         "decode_layers": tile("decode_layers"),
     }  # fmt: skip
-    counted: Any = SimpleNamespace(**{key: getattr(stages, key) for key in reference.__all__} | watched)
+    counted: Any = SimpleNamespace(**vars(stages) | watched)
     want = codec.decode(blob)
     read.clear()
     codec._backends._known["cpu"] = CpuBackend(counted, 1)

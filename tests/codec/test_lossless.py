@@ -20,7 +20,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.stages.compiled.joining import joined
+from cuvee.codec.stages.compiled.coded_part import joined
 from cuvee.codec.stages.implementations import get_stages, stage_names
 from cuvee.codec.stages.reference.byte_planes import read_layer
 from cuvee.codec.stages.rows import Rows, dense_rows

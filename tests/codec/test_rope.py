@@ -10,10 +10,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.models.forward import cache_argument
-from cuvee.codec.models.latents import layer_units
+from cuvee.codec.models.forward import cache_argument, layer_units
 from cuvee.codec.models.rope import rotate, unrotate
 
 TOKENS = 9
@@ -76,7 +74,7 @@ def test_moves_keys_to_where_the_model_puts_them(
     recorded = iter(recorder.before)
     for index, layer in enumerate(layout.layers):
         assert near[index].shape[1:] == (layer.kv_heads, layer.head_dim)
-        free = unrotate(near[index], layer.rope, positions(NEAR), layout.max_positions)
+        free = unrotate(near[index], layer.rope, positions(NEAR))
         if layer.rope is None:
             assert torch.equal(free, near[index])
             continue
@@ -88,7 +86,7 @@ def test_moves_keys_to_where_the_model_puts_them(
             assert relative_error(again, near[index]) < 1e-6
         else:
             assert torch.equal(again, near[index][..., :turned])
-        moved = rotate(free, layer.rope, positions(FAR), layout.max_positions)
+        moved = rotate(free, layer.rope, positions(FAR))
         # Later layers see attention over the other positions, equal up to rounding.
         assert relative_error(moved, far[index]) < (1e-6 if index == 0 else 2e-4)
     assert next(recorded, None) is None
@@ -118,40 +116,3 @@ def test_no_rope_only_converts() -> None:
 
 def test_no_tokens() -> None:
     assert rotate(torch.empty(0, 2, 6), Rope((1.0,)), torch.empty(0, dtype=torch.int64)).shape == (0, 2, 6)
-
-
-ROPE = Rope((1.0, 0.1))
-
-
-@pytest.mark.parametrize("turn", [rotate, unrotate])
-@pytest.mark.parametrize("rope", [ROPE, None])
-@pytest.mark.parametrize(
-    ("keys", "where", "message"),
-    [
-        (torch.zeros(2, 4), torch.arange(2), r"\[T, H, D\]"),
-        (torch.zeros(2, 1, 4, dtype=torch.uint8), torch.arange(2), "^keys: must be bfloat16"),
-        (torch.zeros(2, 1, 4), torch.arange(3), r"\[T\] = \[2\]"),
-        (torch.zeros(2, 1, 4), torch.arange(2.0), "int64"),
-        (torch.zeros(2, 1, 4), torch.tensor([0, -1]), "at least 0, got -1"),
-        (torch.zeros(2, 1, 4), torch.tensor([0, 8]), "^positions: must be below 8, .* got 8"),
-        (
-            torch.zeros(2, 1, 4),
-            torch.zeros(2, dtype=torch.int64, device="meta"),
-            "must be on cpu like the keys, got meta",
-        ),
-    ],
-)
-def test_refuses(
-    turn: Callable[..., torch.Tensor],
-    rope: Rope | None,
-    keys: torch.Tensor,
-    where: torch.Tensor,
-    message: str,
-) -> None:
-    with pytest.raises(InputError, match=message):
-        turn(keys, rope, where, 8)
-
-
-def test_refuses_a_rope_wider_than_the_head() -> None:
-    with pytest.raises(InputError, match=r"^keys: must have D of at least 4, the rotary_dim, got 3"):
-        rotate(torch.zeros(1, 1, 3), ROPE, torch.arange(1))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,7 +25,8 @@ from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL
 from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.streams import WINDOW, Escapes
-from cuvee.codec.schemes.coefficients import ClassedSection, CoefficientCoder
+from cuvee.codec.profiles.step_coding import SectionCoding
+from cuvee.codec.schemes.coefficients import CoefficientCoder
 from cuvee.codec.stages.implementations import get_stages, stage_names
 from cuvee.codec.stages.reference.sections import Coefficients, check_classes, read_part
 from cuvee.codec.stages.reference.symbols import class_runs
@@ -68,7 +69,7 @@ def encoded(section: Planned, classes: U8, y: F32, name: str = "numba") -> bytes
     columns = classes[coding_order(classes)]
     pieces = [(classes[at], columns[at], np.ascontiguousarray(y[:, at])) for at in tiles_of(len(classes), WINDOW)]
     coder = CoefficientCoder(get_stages(name), FAMILY)
-    return coder.encode([ClassedSection(pieces, section.classed, section.class_table)], len(classes))[0]
+    return coder.encode([(cast(SectionCoding, section), pieces)], len(classes))[0]
 
 
 @cache

@@ -18,8 +18,8 @@ import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError
-from cuvee.codec.format.container import inspect, read_header, read_token_ids, write_blob, write_token_ids
-from cuvee.codec.id_coding import _warn_of_no_ids
+from cuvee.codec.format.container import inspect, read_header, write_blob
+from cuvee.codec.id_coding import _warn_of_no_ids, read_token_ids, write_token_ids
 from cuvee.codec.learning.token_model import TokenSums, learn_token_model
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.open_blob import Expected

@@ -188,8 +188,6 @@ class LayerIndex:
     """A layer's section that was decoded.
 
     Attributes:
-        layer: the layer's layout.
-        dtype: dtype of the values.
         planes: `[C, T]`, keys first, least significant first.
     """
 
@@ -239,11 +237,9 @@ def decode_layers(
     """Write the exact bits of a tile of layers: the reference.
 
     Args:
-        index: the result of `index_layers`.
         which: the layers to decode, by their places in the index; at least one.
         at: the tokens of the tile, which begins where a window begins.
         keys: for each of these layers, rows of the tokens' keys; None to leave them out.
-        values: the same for values.
         first_row: row of the tile's first token. Tokens without a row are left out.
     """
     for own, *of_layer in zip(index[which], keys, values, strict=True):

@@ -45,9 +45,6 @@ def to_planes(
         y: `[R, T]` float32, columns sorted by class within windows. R is at least the number of components of the
             finest class in `columns`.
         columns: `[T]` uint8, the class of each column; none is finer than `plan.finest`.
-        plan: how each class is coded.
-        quantizer: the quantizer of the profile's family.
-        tables: the tables of the profile's family.
 
     Returns:
         planes `[P, T]` uint8, zero below a column's last plane, where P is the number of planes of the finest class in

@@ -103,12 +103,9 @@ def place(
     Args:
         x: `[t, N]` with position-free keys, or `[blocks, t, N / blocks]`; float32 or bfloat16. Arithmetic is float32.
         mean: `[m, N]` float32, contiguous. Its last row serves all further tokens.
-        section: the section of x.
-        layout: layout of the outputs.
         rotation: rotates keys to their positions; `at` indexes it.
         at: rows of the outputs.
         keys: per layer the rows to write; None for a layer to leave out.
-        values: the same for values.
         order: `[t]`, for each row of x its row in `mean`, `at`, `predictions` and the outputs; None: the same row. Rows
             of x are left out where `order` is below zero or beyond `at`.
         predictions: of the tokens `at`; None: nothing is predicted.
@@ -135,11 +132,8 @@ def move_keys(
 
     Args:
         stored: `[t, H, D]`, contiguous; any values. Arithmetic is float32, and position-free keys are not rounded.
-        layer: its layout.
         unrotation: from the positions of `stored`; `at` indexes it.
         rotation: to the new positions; `at` indexes it.
-        at: rows of the output.
-        rows: the rows to write.
     """
 
     def moved(keys: torch.Tensor) -> torch.Tensor:
