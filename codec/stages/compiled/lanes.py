@@ -231,7 +231,8 @@ def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, 
 
 # Fields of a group that is being encoded.
 _BACK_GROUP, _BACK_COLUMN, _BACK_PLANE, _BACK_STOP, _BACK_ACTIVE, _BACK_ALIKE = range(6)
-_BACK_FIELDS = 6
+_BACK_OWN, _BACK_TO, _BACK_STEP = range(6, 9)
+_BACK_FIELDS = 9
 
 
 @inner
@@ -271,6 +272,11 @@ def _planes_before(slot, q, groups, sections, classes, planes, of_class):  # typ
         slot[q, _BACK_STOP] = depth[own[column + lanes]] if more else 0
         slot[q, _BACK_ACTIVE] = lanes
         slot[q, _BACK_ALIKE] = own[column] == own[column + lanes - 1]
+        slot[q, _BACK_OWN] = sections[s, TABLES]
+        if slot[q, _BACK_ALIKE]:
+            slot[q, _BACK_OWN] += own[column] * sections[s, STRIDE]
+        slot[q, _BACK_STEP] = sections[s, COLUMNS]
+        slot[q, _BACK_TO] = sections[s, OUT] + plane * sections[s, COLUMNS] + column  # of the plane coded before
         for lane in range(WIDTH):  # inactive lanes look up the first lane's table
             of_class[q * WIDTH + lane] = own[column + (lane if lane < lanes else 0)] * sections[s, STRIDE]
         return True
@@ -352,18 +358,18 @@ def encode_lanes(  # type: ignore[no-untyped-def]
         for _ in range(steps):
             for q in range(np.uint64(flying)):
                 own = slot[q]
-                s = groups[own[_BACK_GROUP], SECTION]
                 plane, active, first = own[_BACK_PLANE] - 1, own[_BACK_ACTIVE], q * np.uint64(WIDTH)
-                column = own[_BACK_COLUMN]
-                of_plane = sections[s, TABLES] + plane
-                place = sections[s, OUT] + plane * sections[s, COLUMNS] + column
+                to = own[_BACK_TO] - own[_BACK_STEP]
                 if own[_BACK_ALIKE]:
-                    table = tables[of_plane + np.int64(classes[sections[s, CLASSES] + column]) * sections[s, STRIDE]]
-                    encode_alike_step(x, at, first, table, data, place, coders, bits, active, spare)
+                    table = tables[np.uint64(own[_BACK_OWN] + plane)]
+                    if active == WIDTH:
+                        encode_alike_step(x, at, first, table, data, to, coders, bits, WIDTH, spare)
+                    else:
+                        encode_alike_step(x, at, first, table, data, to, coders, bits, active, spare)
                 else:
-                    lookup_step(tables, of_plane, of_class, first, base)
-                    encode_step(x, at, first, base, data, place, coders, bits, active, spare)
-                own[_BACK_PLANE] = plane
+                    lookup_step(tables, own[_BACK_OWN] + plane, of_class, first, base)
+                    encode_step(x, at, first, base, data, to, coders, bits, active, spare)
+                own[_BACK_PLANE], own[_BACK_TO] = plane, to
 
 
 def lane_capacity(most: int) -> int:
