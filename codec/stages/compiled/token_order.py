@@ -55,7 +55,7 @@ def arrange(
     order, columns = np.empty(tokens, np.intp), np.empty(tokens, np.uint8)
     sort_columns(classes, order, columns)
     values, known = x.numpy(), _NOTHING if leading is None else leading.numpy()
-    if tokens and len(np.unique(columns)) == 1:  # in order already, as without a predictor
+    if tokens and (columns == columns[0]).all():  # in order already, as without a predictor
         y = tile_arena.array(SECOND, rows * tokens, np.float32).reshape(rows, tokens)
         for row in range(min(len(known), rows)):
             y[row] = known[row]
