@@ -8,7 +8,7 @@ Boundary, QueryGuided, Product, Nothing: choose the tokens to recompute
 
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord
 from cuvee.blend.chunk_cache import ChunkCache
-from cuvee.blend.chunk_stores import BlobStore, ChunkCounters, PartStore
+from cuvee.blend.chunk_stores import ChunkCounters, ChunkStore
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment
 from cuvee.blend.selectors import (
@@ -26,12 +26,11 @@ __all__ = [
     "BlendRecord",
     "BlendResult",
     "Blender",
-    "BlobStore",
     "Boundary",
     "ChunkCache",
     "ChunkCounters",
+    "ChunkStore",
     "Nothing",
-    "PartStore",
     "Product",
     "Prompt",
     "QueryGuided",

@@ -138,7 +138,7 @@ class Blender:
         >>> model = LlamaForCausalLM(config).eval()
         >>> layout = KVLayout.from_config(config, dtype=model.dtype)
         >>> (chunk,) = prefill(model, torch.tensor([[1, 2, 3, 4]]), layout, "cpu")  # a document, computed once
-        >>> blender = Blender(model, selector=Boundary(tokens=1))
+        >>> blender = Blender(model, selector=Boundary(0.25))
         >>> result = blender.blend([Segment([9, 8]), Segment([1, 2, 3, 4], chunk), Segment([5])])
         >>> result.record.computed.int()  # three of the chunk's four tokens came from its cache
         tensor([1, 1, 1, 0, 0, 0, 1], dtype=torch.int32)

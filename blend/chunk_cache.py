@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from cuvee.blend.chunk_stores import BlobStore, ChunkCounters, check_part_store
+from cuvee.blend.chunk_stores import ChunkCounters, ChunkStore
 from cuvee.blend.recompute_model import TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
@@ -80,21 +80,18 @@ class ChunkCache:
         model: a causal language model of transformers that can be blended, in eval mode. Its weights must not change
             afterwards: their fingerprint is computed now and is part of the key.
         codec: encodes the chunks. Its profile and quality are part of the key.
-        store: keeps the blobs. If the codec has refinements, the store must be a `PartStore`.
+        store: keeps the blobs.
         contexts: `[N, C]` int32 or int64: N runs of text like those that will precede chunks, for example eight other
             chunks. Each chunk then costs N passes of the model instead of one, and N * C tokens of KV stay on the
             model's device once the first chunk is computed. With None, chunks are computed alone.
         tenant: cache salt. Chunks of different tenants never share a key.
-        tokenizer: name of the tokenizer, if one store serves several (`Identity.tokenizer`).
-        identity: identity of the blobs, instead of one of the model's weights, the codec and `tokenizer`. With that of
-            a serving engine (`cuvee.integrations.checkpoint.engine_identity`), the engine and this cache find each
-            other's segments. A chunk may then have been computed behind any text.
-        parts: load at most this many parts of a chunk; None loads all. Chunks that are computed come with all parts.
+        identity: identity of the blobs, instead of one of the model's weights and the codec. With that of a serving
+            engine (`cuvee.integrations.checkpoint.engine_identity`), the engine and this cache find each other's
+            segments. A chunk may then have been computed behind any text.
 
     Raises:
         InputError: the contexts have the wrong shape or dtype, tokens outside the vocabulary, or leave no position for
-            a chunk; the codec's backend does not serve the model's device; the model is in training mode; `parts` is
-            out of range, or the store cannot keep parts.
+            a chunk; the codec's backend does not serve the model's device; the model is in training mode.
         ProfileMismatchError: the codec's profile belongs to another model.
         UnsupportedModelError: the model cannot be blended.
     """
@@ -103,12 +100,10 @@ class ChunkCache:
         self,
         model: PreTrainedModel,
         codec: Codec,
-        store: BlobStore,
+        store: ChunkStore,
         contexts: torch.Tensor | None = None,
         tenant: str = "",
-        tokenizer: str = "",
         identity: Identity | None = None,
-        parts: int | None = None,
     ) -> None:
         checked = TransformersModel(model)
         self._layout, self._vocabulary = checked.layout, checked.vocabulary
@@ -123,13 +118,11 @@ class ChunkCache:
         self._device = model.device if codec.on_device(model.device) else torch.device("cpu")
         self._codec = codec
         self._store = store
-        self._part_store = check_part_store(store) if codec.refinements else None
-        self._most = _check_parts(parts, codec)
         self._contexts = None if contexts is None else self._check_contexts(contexts)
         self._shared = identity is not None
         self._identity = identity or Identity(
             model=fingerprint,
-            tokenizer=tokenizer,
+            tokenizer="",
             layout=self._layout.fingerprint,
             profile=b"" if codec.lossless else codec.profile.id,
             quality=codec.quality_name,
@@ -238,7 +231,7 @@ class ChunkCache:
             usable, start = self._check(stored, len(ids), None if self._shared else _start(contexts), associated_data)
             if len(usable) < len(stored):
                 self._count("rejected", len(stored) - len(usable))
-                self._ask(partial(self._drop, key, len(usable)), False)
+                self._ask(partial(self._store.delete_parts, key, len(usable)), False)
             if not usable:
                 continue
             if start and leading:  # an engine computed it behind other text, so it is not exact here
@@ -254,23 +247,12 @@ class ChunkCache:
         )
         self._count("misses")
         # An engine's chunk, computed behind other text, serves better elsewhere, so it is not replaced.
-        if not (leading and self._shared) and self._ask(lambda: self._keep(keys[0], parts), False):
+        if not (leading and self._shared) and self._ask(lambda: self._store.put_parts(keys[0], parts), 0):
             self._count("stored")
         return parts
 
     def _load(self, key: str) -> tuple[bytes, ...]:
-        if self._part_store is not None:
-            return self._part_store.get_parts([key], self._most)[0]
-        blob = self._store.get(key)
-        return () if blob is None else (blob,)
-
-    def _keep(self, key: str, parts: tuple[bytes, ...]) -> bool:
-        if self._part_store is not None:
-            return self._part_store.put_parts(key, parts) > 0
-        return self._store.put(key, parts[0])
-
-    def _drop(self, key: str, first: int) -> bool:
-        return self._store.delete(key) if self._part_store is None else self._part_store.delete_parts(key, first)
+        return self._store.get_parts([key], self._codec.refinements + 1)[0]
 
     def _compute(self, ids: torch.Tensor, contexts: torch.Tensor | None) -> KVChunk:
         """Compute the chunk of tokens `[T]`, alone at position 0 or averaged behind the contexts."""
@@ -365,15 +347,6 @@ class ChunkCache:
         if low < 0 or high >= self._vocabulary:
             wrong = low if low < 0 else high
             raise InputError(f"{name}: must lie in the model's vocabulary, 0 … {self._vocabulary - 1}, got {wrong}")
-
-
-def _check_parts(parts: int | None, codec: Codec) -> int:
-    """Return the largest number of parts to load."""
-    most = codec.refinements + 1
-    if parts is not None and not (codec.refinements and type(parts) is int and 1 <= parts <= most):
-        what = f"1 … {most}, the parts of the codec," if codec.refinements else "None for a codec without refinements,"
-        raise InputError(f"parts: must be {what} got {parts!r}")
-    return most if parts is None else parts
 
 
 def _start(contexts: torch.Tensor | None) -> int:

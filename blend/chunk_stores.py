@@ -4,38 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from cuvee.codec.errors import InputError
 from cuvee.naming.part_keys import MAX_PARTS
 
 
-class BlobStore(Protocol):
-    """A store for `ChunkCache`, used from several threads; all of `cuvee.integrations.stores` fit."""
+class ChunkStore(Protocol):
+    """A store for `ChunkCache`, used from several threads; all of `cuvee.integrations.stores` fit.
 
-    def get(self, key: str) -> bytes | None:
-        """Return the blob of `key`, or None."""
-        ...
-
-    def put(self, key: str, blob: bytes) -> bool:
-        """Keep `blob` under `key` in place of an older one; return whether it was kept."""
-        ...
-
-    def delete(self, key: str) -> bool:
-        """Delete an entry; return whether it existed."""
-        ...
-
-
-@runtime_checkable
-class PartStore(BlobStore, Protocol):
-    """A store for a `ChunkCache` whose codec has refinements; all of `cuvee.integrations.stores` fit."""
+    A chunk consists of parts: a base, and a refinement if the codec makes one.
+    """
 
     def get_parts(self, keys: Sequence[str], most: int) -> list[tuple[bytes, ...]]:
         """Return at most `most` parts of each chunk, up to the first that is missing; none without a base."""
         ...
 
     def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
-        """Keep the parts of a chunk, base first; return how many were kept."""
+        """Keep the parts of a chunk, base first, in place of older ones; return how many were kept."""
         ...
 
     def delete_parts(self, key: str, first: int) -> bool:
@@ -64,17 +49,3 @@ class ChunkCounters:
     rejected: int = 0
     errors: int = 0
     hits_by_parts: tuple[int, ...] = (0,) * MAX_PARTS
-
-
-def check_part_store(store: BlobStore) -> PartStore:
-    """Return a store if it keeps parts.
-
-    Raises:
-        InputError: it does not.
-    """
-    if not isinstance(store, PartStore):
-        raise InputError(
-            "store: must have get_parts, put_parts and delete_parts for a codec with refinements, as the stores of "
-            f"cuvee.integrations.stores do, got {type(store).__name__}"
-        )
-    return store

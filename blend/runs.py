@@ -46,16 +46,10 @@ def context_overhead(config: Any) -> float:
     return float(2 * heads * width / weights)
 
 
-def check_run_overhead(value: object) -> None:
+def check_overhead(name: str, value: object) -> None:
     """Raise InputError unless `value` is a finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise InputError(f"run_overhead: must be a number of tokens of at least 0, got {value!r}")
-
-
-def check_context_overhead(value: object) -> None:
-    """Raise InputError unless `value` is a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise InputError(f"context_overhead: must be a share of a token of at least 0, got {value!r}")
+        raise InputError(f"{name}: must be a finite number of at least 0, got {value!r}")
 
 
 def prepare() -> None:

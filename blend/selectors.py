@@ -26,7 +26,7 @@ import torch
 
 from cuvee.blend.budget import DEFAULT_RATIO, affordable, check_budget, check_share
 from cuvee.blend.correction import typical_change
-from cuvee.blend.runs import best_runs, check_context_overhead, check_run_overhead
+from cuvee.blend.runs import best_runs, check_overhead
 from cuvee.blend.segments import Prompt
 from cuvee.codec.errors import InputError
 
@@ -91,8 +91,8 @@ class _Scored(ABC):
 
     def __post_init__(self) -> None:
         check_budget(self.ratio, self.cost)
-        check_run_overhead(self.run_overhead)
-        check_context_overhead(self.context_overhead)
+        for name in ("run_overhead", "context_overhead"):
+            check_overhead(name, getattr(self, name))
 
     def __repr__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -124,32 +124,16 @@ class Boundary(_Scored):
 
     They include the first tokens of the prompt, its attention sinks, unless these are exact already.
 
-        >>> Boundary(tokens=16)
-        Boundary(tokens=16)
+        >>> Boundary(0.1)
+        Boundary(ratio=0.1)
 
     Args:
         ratio: share of the cached tokens to select; default 0.15.
         cost: instead of `ratio`, share of the token-layers to spend.
-        tokens: instead of both, the number of tokens to select in each chunk.
     """
-
-    tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _Scored.__post_init__(self)
-        if self.tokens is not None:
-            if (self.ratio, self.cost) != (None, None):
-                raise InputError("Boundary.tokens: must not be given along with ratio or cost, got both")
-            if type(self.tokens) is not int or self.tokens < 0:
-                raise InputError(f"Boundary.tokens: must be an int of at least 0, got {self.tokens!r}")
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
         return typical_change(prompt.offset).float()
-
-    def select(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
-        if self.tokens is None:
-            return _Scored.select(self, prompt)
-        return (prompt.cached & ~prompt.leading & (prompt.offset < self.tokens)).nonzero()[:, 0]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -34,7 +34,7 @@ SELECTORS: tuple[Selector, ...] = (
     Nothing(),
     Random(0.4, seed=1),
     Random(1.0),
-    Boundary(tokens=2),
+    Boundary(0.25),
     Product(Random(), Boundary(), cost=0.5),
 )
 

@@ -201,9 +201,9 @@ def test_selectors_take_an_overhead() -> None:
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "2", None])
 def test_overheads_are_checked(value: Any) -> None:
     for make in (Random, Boundary, lambda **given: Product(Random(), **given)):
-        with pytest.raises(InputError, match=r"^run_overhead: must be a number of tokens of at least 0, got "):
+        with pytest.raises(InputError, match=r"^run_overhead: must be a finite number of at least 0, got "):
             make(run_overhead=value)
-        with pytest.raises(InputError, match=r"^context_overhead: must be a share of a token of at least 0, got "):
+        with pytest.raises(InputError, match=r"^context_overhead: must be a finite number of at least 0, got "):
             make(context_overhead=value)
 
 
