@@ -1,6 +1,6 @@
 """`ProfileCollection`: profiles of many models in one place, and `find_profile`: the one that an engine asks for.
 
-    cuvee-profiles/<layout>/<id>.safetensors             a profile, byte for byte as `Profile.save` wrote it
+    cuvee-profiles/<layout>/<id>.safetensors             a profile, as `Profile.save` writes it
     cuvee-profiles/<layout>/newest-<weights>-v<n>        the id pushed last for these weights, and when; written last
 
 - `<layout>` is the fingerprint of the model's KV layout, without its dtype, since profiles serve caches of any dtype.
@@ -34,7 +34,6 @@ from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileMisma
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.profile_file import VERSION
-from cuvee.codec.support.files import replacing
 from cuvee.integrations.profile_collection.files import FolderFiles, NamedFiles, ObjectFiles
 from cuvee.integrations.profile_collection.hub import HubFiles
 from cuvee.integrations.profile_collection.location import ProfileLocation, check_id, names_collection
@@ -68,15 +67,6 @@ class PushedProfile:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class PulledProfile:
-    """A verified profile, its bytes, and the time of its push in seconds since 1970; None if an id named it."""
-
-    profile: Profile
-    bytes: int
-    pushed: int | None
-
-
 class ProfileCollection:
     """Profiles of many models in one place.
 
@@ -85,10 +75,9 @@ class ProfileCollection:
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "bfloat16", None)
         >>> with TemporaryDirectory() as folder:
         ...     collection = ProfileCollection(f"{folder}/profiles")
-        ...     Profile.unlearned(layout).save(f"{folder}/pushed.safetensors")
-        ...     pushed = collection.push(f"{folder}/pushed.safetensors")
-        ...     pulled = collection.pull(layout, f"{folder}/pulled.safetensors", id=pushed.id)
-        >>> pulled.profile.id.hex() == pushed.id
+        ...     pushed = collection.push(Profile.unlearned(layout))
+        ...     pulled = collection.pull(layout, id=pushed.id)
+        >>> pulled.id.hex() == pushed.id
         True
 
     Args:
@@ -101,26 +90,29 @@ class ProfileCollection:
 
     def __init__(self, where: str | ProfileLocation) -> None:
         location = ProfileLocation.parse(where) if isinstance(where, str) else where
-        self._files: NamedFiles
-        if location.kind == "folder":
-            self._files = FolderFiles(location.place)
-        elif location.kind == "objects":
-            self._files = ObjectFiles(location.place, location.shown)
-        else:
-            self._files = HubFiles(location.place, location.revision, location.shown)
+        self._where, self._files = location.shown, _files_at(location)
 
-    def push(self, file: str | os.PathLike[str]) -> PushedProfile:
+    def push(self, profile: Profile) -> PushedProfile:
         """Put a profile into the collection. It becomes the newest of its model if it names the model's weights.
 
         A profile of the same id is replaced: its curve may differ, which the id does not cover.
 
         Raises:
-            FormatError, VersionError, OSError: as `Profile.load`.
-            InputError: the profile is too large.
+            InputError: the profile is too large, or names its weights by something else than a fingerprint.
             StoreError: the place cannot be reached, or refuses the profile. What was the newest still is.
         """
-        data, profile = _verified(Path(file))
         layout, identity, weights = _layout_name(profile.layout), profile.id.hex(), profile.model
+        if weights is not None and _FINGERPRINT.fullmatch(weights) is None:
+            raise InputError(
+                f"profile.model: must be 32 hex digits, the fingerprint of the weights, got {weights!r:.80}; learn the "
+                "profile anew (cuvee profile learn)"
+            )
+        with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
+            path = Path(folder) / "profile.safetensors"
+            profile.save(path)
+            data = path.read_bytes()
+        if len(data) > MAX_PROFILE_BYTES:
+            raise InputError(f"profile: must be at most {MAX_PROFILE_BYTES} bytes, got {len(data)}")
         name = f"cuvee-profiles/{layout}/{identity}.safetensors"
         files = {name: data}
         if weights is not None:
@@ -128,19 +120,11 @@ class ProfileCollection:
         self._files.write(files)
         return PushedProfile(identity, layout, weights, name, len(data))
 
-    def pull(
-        self,
-        layout: KVLayout,
-        out: str | os.PathLike[str],
-        *,
-        weights: WeightFingerprints | None = None,
-        id: str | None = None,
-    ) -> PulledProfile:
-        """Write a profile of a model to a file, atomically, after everything about it is verified.
+    def pull(self, layout: KVLayout, *, weights: WeightFingerprints | None = None, id: str | None = None) -> Profile:
+        """Return a profile of a model, after everything about it is verified. The log says which.
 
         Args:
             layout: of the model's cache; its dtype does not matter.
-            out: the file to write. Its folder must exist. If anything fails, it stays as it is.
             weights: of the model. Without `id` they say which profile is meant. With `id` the profile must have been
                 calibrated on them, if they are known; None: on any.
             id: of the profile, 32 hex digits; None: the newest of the model's weights.
@@ -152,39 +136,53 @@ class ProfileCollection:
             VersionError: this build does not read the profile's version.
             ProfileMismatchError: the file holds another profile than its name says, or one of another model.
             StoreError: the place cannot be reached, or holds something else than a file of a sensible size.
-            OSError: `out` cannot be written.
         """
-        shown, of_layout = self._files.shown, _layout_name(layout)
-        pushed: int | None = None
+        shown, of_layout, why = self._files.shown, _layout_name(layout), "named by its id"
         accepted = () if weights is None else weights.found
         if id is None:
             pushed, identity, newest = self._newest(of_layout, weights, layout.model_type)
+            why = f"the newest of these weights, pushed on {time.strftime('%Y-%m-%d %H:%M', time.gmtime(pushed))} UTC"
             accepted = (newest,)
         else:
             identity = check_id(id)
         name = f"cuvee-profiles/{of_layout}/{identity}.safetensors"
         data = self._files.read(name, MAX_PROFILE_BYTES)
-        if data is None and pushed is not None:
+        if data is None and id is None:
             raise FileNotFoundError(f"{name}: is missing in {shown}, which says that it is the newest: push it again")
         if data is None:
             raise FileNotFoundError(
                 f"no profile {identity} of this model's layout ({of_layout}) in {shown}: name another id, or push it "
                 "(cuvee profile push)"
             )
-        with replacing(out) as temporary:
-            temporary.write_bytes(data)
-            profile = _load(temporary, f"{shown}: {name}", f"; {self._files.remedy}")
-            for field, wanted, got in (
-                ("id", (identity,), profile.id.hex()),
-                ("layout", (of_layout,), _layout_name(profile.layout)),
-                ("weights", accepted, profile.model or "weights that it does not name"),
-            ):
-                if wanted and got not in wanted:
-                    raise ProfileMismatchError(
-                        f"{field}: must be {' or '.join(wanted)}, got a profile of {got} in {name} of {shown}; push a "
-                        "profile of this model there again, or name its id"
-                    )
-        return PulledProfile(profile, len(data), pushed)
+        profile = self._loaded(name, data)
+        for field, wanted, got in (
+            ("id", (identity,), profile.id.hex()),
+            ("layout", (of_layout,), _layout_name(profile.layout)),
+            ("weights", accepted, profile.model or "weights that it does not name"),
+        ):
+            if wanted and got not in wanted:
+                raise ProfileMismatchError(
+                    f"{field}: must be {' or '.join(wanted)}, got a profile of {got} in {name} of {shown}; push a "
+                    "profile of this model there again, or name its id"
+                )
+        logger.info(
+            "cuvee: took profile %s (%s, group %s, %d bytes), %s, from %s",
+            identity, profile.source, profile.group, len(data), why, self._where,
+        )  # fmt: skip
+        return profile
+
+    def _loaded(self, name: str, data: bytes) -> Profile:
+        """Return the profile in the bytes of a file; errors name the place that it came from."""
+        with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
+            path = Path(folder) / "profile.safetensors"
+            path.write_bytes(data)
+            try:
+                return Profile.load(path)
+            except VersionError as error:  # names the remedy itself
+                raise VersionError(f"{self._files.shown}: {name}: {error}") from error
+            except CuveeError as error:
+                text = str(error).replace(f"{path}: ", "")
+                raise type(error)(f"{self._files.shown}: {name}: {text}; {self._files.remedy}") from error
 
     def _newest(self, layout: str, weights: WeightFingerprints | None, model_type: str) -> tuple[int, str, str]:
         """Return the time of the last push of a model, the profile's id, and the weights that it was pushed for."""
@@ -235,51 +233,15 @@ def find_profile(where: str, layout: KVLayout, checkpoint: str | Path, *, revisi
         return Profile.load(where)
     location = ProfileLocation.parse(where)
     weights = None if location.id else weight_fingerprints(checkpoint, revision=revision)
-    with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
-        path = Path(folder) / "profile.safetensors"
-        pulled = ProfileCollection(location).pull(layout, path, weights=weights, id=location.id)
-    profile = pulled.profile
-    if pulled.pushed is None:
-        why = "named by its id"
-    else:
-        pushed = time.strftime("%Y-%m-%d %H:%M", time.gmtime(pulled.pushed))
-        why = f"the newest of these weights, pushed on {pushed} UTC"
-    logger.info(
-        "cuvee: took profile %s (%s, group %s, %d bytes), %s, from %s",
-        profile.id.hex(), profile.source, profile.group, pulled.bytes, why, location.shown,
-    )  # fmt: skip
-    return profile
+    return ProfileCollection(location).pull(layout, weights=weights, id=location.id)
 
 
-def _verified(path: Path) -> tuple[bytes, Profile]:
-    """Return the bytes of a profile's file, and the profile in these very bytes."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no profile at {path}")
-    if path.stat().st_size > MAX_PROFILE_BYTES:
-        raise InputError(f"{path}: must be at most {MAX_PROFILE_BYTES} bytes, got {path.stat().st_size}")
-    data = path.read_bytes()
-    # What is pushed is what was verified, even if the file is replaced meanwhile.
-    with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
-        copy = Path(folder) / "profile.safetensors"
-        copy.write_bytes(data)
-        profile = _load(copy, str(path))
-    if profile.model is not None and _FINGERPRINT.fullmatch(profile.model) is None:
-        raise FormatError(
-            f"{path}: model: must be 32 hex digits, the fingerprint of the weights, got {profile.model!r:.80}; learn "
-            "the profile anew (cuvee profile learn)"
-        )
-    return data, profile
-
-
-def _load(path: Path, shown: str, remedy: str = "") -> Profile:
-    """Load a profile from a temporary file; errors name the place that it came from."""
-    try:
-        return Profile.load(path)
-    except VersionError as error:  # names the remedy itself
-        raise VersionError(f"{shown}: {error}") from error
-    except CuveeError as error:
-        text = str(error).replace(f"{path}: ", "")
-        raise type(error)(f"{shown}: {text}{remedy}") from error
+def _files_at(location: ProfileLocation) -> NamedFiles:
+    if location.kind == "folder":
+        return FolderFiles(location.place)
+    if location.kind == "objects":
+        return ObjectFiles(location.place, location.shown)
+    return HubFiles(location.place, location.revision, location.shown)
 
 
 def _layout_name(layout: KVLayout) -> str:

@@ -5,7 +5,6 @@ Whoever can write there chooses what is read, so `read` bounds every answer, and
 
 from __future__ import annotations
 
-import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -24,8 +23,6 @@ from cuvee.integrations.stores.safe_files import (
 
 # Profiles are read by others than their writer. They hold no user's data, unlike the entries of a store.
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
-# What opening a link, or something else in place of a file or a folder, gives.
-_NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
 
 
 class NamedFiles(ABC):
@@ -65,7 +62,7 @@ class NamedFiles(ABC):
 
 
 class FolderFiles(NamedFiles):
-    """Files in a folder. Links below it are never followed; the folder itself may be a link, but not another user's.
+    """Files in a folder. Links are never followed; the folder itself is no link either.
 
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as folder:
@@ -89,19 +86,14 @@ class FolderFiles(NamedFiles):
                 size = os.fstat(file).st_size
                 if size > most:
                     raise self.too_large(name, most, size)
-                data = read_exactly(file, size + 1)
+                return read_exactly(file, size)
         except FileNotFoundError:
             return None
         except OSError as error:
-            if error.errno in _NO_FILE:
-                raise StoreError(
-                    f"{name}: must be a file, in folders that are no links, in {self.shown}, got {error}: replace it "
-                    "by a copy"
-                ) from error
-            raise StoreError(f"{name}: cannot be read in {self.shown}: {error}") from error
-        if len(data) != size:
-            raise StoreError(f"{name}: must not change while it is read, got another length in {self.shown}: try again")
-        return data
+            raise StoreError(
+                f"{name}: must be a file that can be read, in folders that are no links, in {self.shown}, got {error}: "
+                "replace it by a copy"
+            ) from error
 
     def write(self, files: Mapping[str, bytes]) -> None:
         """See `NamedFiles.write`."""

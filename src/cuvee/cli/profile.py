@@ -247,6 +247,7 @@ def profile_push(
 
     Example: cuvee profile push smollm2.safetensors s3://bucket/profiles
     """
+    from cuvee.codec.profiles.profile import Profile
     from cuvee.integrations.profile_collection.collection import ProfileCollection
     from cuvee.integrations.profile_collection.location import ProfileLocation
 
@@ -255,7 +256,7 @@ def profile_push(
         raise InputError(f"WHERE: must be without an id, got {location.shown}: the profile in FILE has one")
     collection = ProfileCollection(location)
     with _waiting(f"pushing {file} to {location.shown}"):
-        pushed = collection.push(file)
+        pushed = collection.push(Profile.load(file))
     if as_json:
         print_json({**asdict(pushed), "where": location.shown})
         return
@@ -318,8 +319,9 @@ def profile_pull(
     out.parent.mkdir(parents=True, exist_ok=True)
     collection = ProfileCollection(location)
     with _waiting(f"pulling from {location.shown}"):
-        pulled = collection.pull(layout, out, weights=weights, id=location.id)
-    print_profile(pulled.profile, out, as_json)
+        profile = collection.pull(layout, weights=weights, id=location.id)
+    profile.save(out)
+    print_profile(profile, out, as_json)
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from tests.integrations.stores.fake_http import answer
 from tests.integrations.stores.loopback import Said
 
 from cuvee.codec.errors import FormatError
+from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.profile_file import VERSION
-from cuvee.integrations.profile_collection.collection import ProfileCollection, PulledProfile
+from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.weight_fingerprints import WeightFingerprints
 
@@ -31,55 +32,45 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield server
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "pulled"
+def push(number: int = 0, where: str = WHERE) -> str:
+    return ProfileCollection(where).push(small_profile(number)).id
 
 
-def push(tmp_path: Path, number: int = 0, where: str = WHERE) -> str:
-    small_profile(number).save(tmp_path / "pushed")
-    collection = ProfileCollection(where)
-    return collection.push(tmp_path / "pushed").id
+def pull(where: str = WHERE, **named: Any) -> Profile:
+    return ProfileCollection(where).pull(LAYOUT, **{"weights": WeightFingerprints((WEIGHTS,)), **named})
 
 
-def pull(out: Path, where: str = WHERE, **named: Any) -> PulledProfile:
-    collection = ProfileCollection(where)
-    return collection.pull(LAYOUT, out, **{"weights": WeightFingerprints((WEIGHTS,)), **named})
-
-
-def refuses(out: Path, message: str, where: str = WHERE, **named: Any) -> None:
+def refuses(message: str, where: str = WHERE, **named: Any) -> None:
     with pytest.raises(StoreError, match=message):
-        pull(out, where, **named)
-    assert not out.exists()
+        pull(where, **named)
 
 
 def downloads(hub: FakeHub) -> list[str]:
     return [path for method, path in hub.requests if method == "GET" and "/resolve/" in path]
 
 
-def test_a_push_is_one_commit(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_push_is_one_commit(hub: FakeHub) -> None:
     before = len(hub.commits)
-    pushed = push(tmp_path)
+    pushed = push()
     assert len(hub.commits) == before + 1
     folder = f"cuvee-profiles/{LAYOUT.fingerprint.hex()}"
     assert sorted(hub.files) == [f"{folder}/{pushed}.safetensors", f"{folder}/newest-{WEIGHTS}-v{VERSION}"]
-    assert hub.files[f"{folder}/{pushed}.safetensors"] == (tmp_path / "pushed").read_bytes()
 
 
-def test_a_revision_pins_what_is_taken(hub: FakeHub, tmp_path: Path, out: Path) -> None:
-    first = push(tmp_path, 0)
+def test_a_revision_pins_what_is_taken(hub: FakeHub) -> None:
+    first = push(0)
     commit = hub.branches["main"]
     hub.branches["v1"] = commit
-    second = push(tmp_path, 1)
-    assert pull(out).profile.id.hex() == second
+    second = push(1)
+    assert pull().id.hex() == second
     for revision in ("v1", commit):
-        assert pull(out, f"{WHERE}@{revision}").profile.id.hex() == first
-    refuses(out.with_name("none"), "has no such branch, tag or commit", f"{WHERE}@v2")
+        assert pull(f"{WHERE}@{revision}").id.hex() == first
+    refuses("has no such branch, tag or commit", f"{WHERE}@v2")
 
 
-def test_all_reads_are_of_one_commit(hub: FakeHub, tmp_path: Path, out: Path) -> None:
+def test_all_reads_are_of_one_commit(hub: FakeHub) -> None:
     """Between two requests, somebody else pushes."""
-    first = push(tmp_path, 0)
+    first = push(0)
     profile = f"cuvee-profiles/{LAYOUT.fingerprint.hex()}/{first}.safetensors"
     gone: list[str] = []
 
@@ -90,52 +81,44 @@ def test_all_reads_are_of_one_commit(hub: FakeHub, tmp_path: Path, out: Path) ->
         return None
 
     hub.tell = tell
-    assert pull(out).profile.id.hex() == first and gone
+    assert pull().id.hex() == first and gone
 
 
-def test_the_local_cache_of_the_hub_serves_a_commit_again(
-    hub: FakeHub, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pushed = push(tmp_path)
+def test_the_local_cache_of_the_hub_serves_a_commit_again(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = push()
     commit = hub.branches["main"]
-    pull(out)
+    pull()
     assert len(downloads(hub)) == 2
-    pull(out)
+    pull()
     assert len(downloads(hub)) == 2, "the branch is asked for, the files are here"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     asked = len(hub.requests)
-    assert pull(out, f"{WHERE}@{commit}").profile.id.hex() == pushed
+    assert pull(f"{WHERE}@{commit}").id.hex() == pushed
     assert len(hub.requests) == asked, "with a commit, nothing is asked for"
-    refuses(out.with_name("none"), "cannot be read offline .* except a commit")
-    refuses(out.with_name("none"), "cannot be read offline", f"{WHERE}@{'1' * 40}")
+    refuses("cannot be read offline .* except a commit")
+    refuses("cannot be read offline", f"{WHERE}@{'1' * 40}")
 
 
-def test_a_damaged_file_in_the_local_cache_is_refused(hub: FakeHub, tmp_path: Path, out: Path) -> None:
-    push(tmp_path)
-    pull(out)
-    out.unlink()
+def test_a_damaged_file_in_the_local_cache_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    push()
+    pull()
     (cached,) = (tmp_path / "cache").rglob("*.safetensors")
     blob = cached.resolve()
     blob.write_bytes(blob.read_bytes()[:-1])
     with pytest.raises(FormatError, match=r"is not a safetensors file.*hf cache rm model/mine/profiles"):
-        pull(out)
-    assert not out.exists()
+        pull()
 
 
-def test_sizes_are_bounded_before_the_download(
-    hub: FakeHub, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    push(tmp_path)
+def test_sizes_are_bounded_before_the_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    push()
     monkeypatch.setattr("cuvee.integrations.profile_collection.collection.MAX_PROFILE_BYTES", 1000)
-    refuses(out, r"\.safetensors: must be at most 1000 bytes in hf://mine/profiles, got \d+: .* push it again")
+    refuses(r"\.safetensors: must be at most 1000 bytes in hf://mine/profiles, got \d+: .* push it again")
     assert len(downloads(hub)) == 1, "only what says which profile is the newest"
 
 
 @pytest.mark.parametrize("promised", ["10", "1000000"])
-def test_a_hub_that_sends_more_or_less_than_it_says_is_refused(
-    hub: FakeHub, tmp_path: Path, out: Path, promised: str
-) -> None:
-    push(tmp_path)
+def test_a_hub_that_sends_more_or_less_than_it_says_is_refused(hub: FakeHub, promised: str) -> None:
+    push()
 
     def tell(method: str, path: str) -> Said | None:
         if method == "HEAD" and path.endswith(".safetensors"):
@@ -143,44 +126,44 @@ def test_a_hub_that_sends_more_or_less_than_it_says_is_refused(
         return None
 
     hub.tell = tell
-    refuses(out, "the hub failed, or cannot be reached")
+    refuses("the hub failed, or cannot be reached")
 
 
-def test_a_size_that_is_not_told_is_refused(hub: FakeHub, tmp_path: Path, out: Path) -> None:
-    push(tmp_path)
+def test_a_size_that_is_not_told_is_refused(hub: FakeHub) -> None:
+    push()
     commit = hub.branches["main"]
     untold = f'HTTP/1.1 200 OK\r\nX-Repo-Commit: {commit}\r\nETag: "abc"\r\nConnection: close\r\n\r\n'.encode()
     hub.tell = lambda method, path: iter([untold]) if method == "HEAD" else None
-    refuses(out, "must be at most 100 bytes in hf://mine/profiles, got more, or a file of unknown size")
+    refuses("must be at most 100 bytes in hf://mine/profiles, got more, or a file of unknown size")
 
 
 @pytest.mark.parametrize("sha", ["../../etc", None, "main", 7])
-def test_what_the_hub_says_of_a_branch_does_not_become_a_path(hub: FakeHub, out: Path, sha: object) -> None:
+def test_what_the_hub_says_of_a_branch_does_not_become_a_path(hub: FakeHub, sha: object) -> None:
     body = json.dumps({"id": REPOSITORY, "sha": sha, "siblings": []}).encode()
     hub.tell = lambda method, path: answer(body=body, Content_Type="application/json")
-    refuses(out, r"the hub names no commit of it, but ")
+    refuses(r"the hub names no commit of it, but ")
 
 
 @pytest.mark.parametrize("status", ["403 Forbidden", "418 I'm a teapot"])
-def test_a_hub_that_fails_is_named(hub: FakeHub, tmp_path: Path, out: Path, status: str) -> None:
-    push(tmp_path)
+def test_a_hub_that_fails_is_named(hub: FakeHub, status: str) -> None:
+    push()
     hub.tell = lambda method, path: answer(status)
-    refuses(out, "^hf://mine/profiles: the hub failed, or cannot be reached: ")
+    refuses("^hf://mine/profiles: the hub failed, or cannot be reached: ")
     with pytest.raises(StoreError, match=r"^hf://mine/profiles: the hub failed, or cannot be reached: "):
-        push(tmp_path, 1)
+        push(1)
 
 
-def test_a_hub_that_is_down_is_no_missing_profile(hub: FakeHub, tmp_path: Path, out: Path) -> None:
-    push(tmp_path)
+def test_a_hub_that_is_down_is_no_missing_profile(hub: FakeHub) -> None:
+    push()
     commit = hub.branches["main"]
     hub.close()
-    refuses(out, "^hf://mine/profiles: the hub failed, or cannot be reached: ")
-    refuses(out, "the hub failed, or cannot be reached: ", f"{WHERE}@{commit}")
+    refuses("^hf://mine/profiles: the hub failed, or cannot be reached: ")
+    refuses("the hub failed, or cannot be reached: ", f"{WHERE}@{commit}")
 
 
-def test_a_hub_that_fails_between_two_requests_is_no_missing_profile(hub: FakeHub, tmp_path: Path, out: Path) -> None:
+def test_a_hub_that_fails_between_two_requests_is_no_missing_profile(hub: FakeHub) -> None:
     """huggingface_hub then says that the file is not in its local cache."""
-    push(tmp_path)
+    push()
     asked: list[str] = []
 
     def tell(method: str, path: str) -> Said | None:
@@ -189,20 +172,20 @@ def test_a_hub_that_fails_between_two_requests_is_no_missing_profile(hub: FakeHu
         return answer("503 Service Unavailable") if len(asked) > 1 else None
 
     hub.tell = tell
-    refuses(out, "^hf://mine/profiles: the hub failed, or cannot be reached: LocalEntryNotFoundError")
+    refuses("^hf://mine/profiles: the hub failed, or cannot be reached: LocalEntryNotFoundError")
 
 
-def test_a_repository_that_is_not_there_names_the_remedy(hub: FakeHub, tmp_path: Path, out: Path) -> None:
+def test_a_repository_that_is_not_there_names_the_remedy(hub: FakeHub) -> None:
     message = r"^hf://your/profiles: there is no such repository, or it is not visible: create it .*hf auth login"
-    refuses(out, message, "hf://your/profiles")
+    refuses(message, "hf://your/profiles")
     with pytest.raises(StoreError, match=message):
-        push(tmp_path, where="hf://your/profiles")
+        push(where="hf://your/profiles")
 
 
-def test_a_commit_cannot_be_pushed_to(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_commit_cannot_be_pushed_to(hub: FakeHub) -> None:
     commits = dict(hub.commits)
     with pytest.raises(StoreError, match="is a commit, which never changes: push to a branch"):
-        push(tmp_path, where=f"{WHERE}@{hub.branches['main']}")
+        push(where=f"{WHERE}@{hub.branches['main']}")
     assert hub.commits == commits
 
 

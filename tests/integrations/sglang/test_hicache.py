@@ -470,11 +470,8 @@ def test_the_profile_of_the_model_is_taken_from_a_collection(
     weights = weight_fingerprints(bundled_model_path()).found[0]
     for name in (weights, "0" * 32):
         fitted = fitted_to(layout())
-        Profile(fitted.layout, fitted.group, fitted.source, fitted.family, fitted.learned, model=name).save(
-            tmp_path / "p"
-        )  # fmt: skip
-        collection = ProfileCollection(where)
-        pushed = collection.push(tmp_path / "p").id
+        profile = Profile(fitted.layout, fitted.group, fitted.source, fitted.family, fitted.learned, model=name)
+        pushed = ProfileCollection(where).push(profile).id
     caplog.set_level("INFO")
     made = rank({"profile": where, "quality": "balanced"})
     (line,) = [record.message for record in caplog.records if "took profile" in record.message]

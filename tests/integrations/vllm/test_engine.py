@@ -181,10 +181,8 @@ def store(folder: Path) -> Callable[[str], str]:
 @pytest.fixture(scope="module")
 def profile(folder: Path, books: Any) -> str:
     """A collection that holds a profile calibrated for the bundled model."""
-    path, where = folder / "books.profile", f"file://{folder / 'profiles'}"
-    books.profile.save(path)
-    collection = ProfileCollection(where)
-    collection.push(path)
+    where = f"file://{folder / 'profiles'}"
+    ProfileCollection(where).push(books.profile)
     return where
 
 

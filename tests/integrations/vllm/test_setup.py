@@ -10,7 +10,6 @@ from copy import copy
 from dataclasses import field, make_dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -522,10 +521,7 @@ def model_path(tmp_path: Path) -> Path:
 
 
 def _push(profile: Profile, where: str) -> bytes:
-    with TemporaryDirectory() as folder:
-        collection = ProfileCollection(where)
-        profile.save(f"{folder}/p")
-        collection.push(f"{folder}/p")
+    ProfileCollection(where).push(profile)
     return profile.id
 
 
