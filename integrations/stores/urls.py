@@ -47,9 +47,6 @@ _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_che
 def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
     """Open the store that a URL describes, without connecting. A list of URLs, or `tiered:`, makes a `TieredStore`.
 
-    If one process opens `memory://` twice with the same budget, both stores share their entries, which are released
-    when the last of the two is closed.
-
         >>> store = open_store("tiered:memory://?max_mb=100,memory://?max_gb=2")
         >>> store.put("ab/01", b"blob"), store.get("ab/01")
         (True, b'blob')
@@ -116,7 +113,7 @@ def _memory(url: str, scheme: str, location: str, given: dict[str, Any]) -> Stor
     from cuvee.integrations.stores.memory import MemoryStore
 
     _check(url, not location, "memory:// with options only, as in memory://?max_gb=8")
-    return MemoryStore(_budget(given) or _MEMORY_BYTES, process_wide=True, max_entry=_largest(given))
+    return MemoryStore(_budget(given) or _MEMORY_BYTES, max_entry=_largest(given))
 
 
 def _file(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:

@@ -120,22 +120,6 @@ def test_entries_expire_by_the_server_and_by_the_time_of_writing(server: RedisSe
     assert (counted(store).expired, forever.get(KEYS[1])) == (1, None), "it was deleted"
 
 
-def test_the_server_evicts(server: RedisServer, open_redis: Open) -> None:
-    store = open_redis(server.url)
-    with server.client() as client:
-        used = client.info("memory")["used_memory"]
-        client.config_set("maxmemory", used + 3_000_000)
-        client.config_set("maxmemory-policy", "allkeys-lru")
-    try:
-        for name in KEYS:
-            assert store.put(name, bytes(100_000))
-        assert store.contains(KEYS[-1:]) == [True] and 1 <= sum(store.contains(KEYS)) < 60
-    finally:
-        with server.client() as client:
-            client.config_set("maxmemory", 0)
-            client.config_set("maxmemory-policy", "noeviction")
-
-
 # Bad entries
 
 

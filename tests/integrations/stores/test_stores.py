@@ -341,15 +341,14 @@ def test_entries_have_a_largest_size(place: Place, caplog: pytest.LogCaptureFixt
 _FORK = """
 import os, sys, threading, time
 from contextlib import ExitStack
-from cuvee.integrations.stores import memory
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.memory import MemoryStore
 
 kind, path = sys.argv[1:]
 if kind == "memory":
-    store = MemoryStore(1000, process_wide=True)
-    locks = lambda: [memory._opening.lock, store._cache.lock]
+    store = MemoryStore(1000)
+    locks = lambda: [store._lock]
 elif kind == "disk":
     store = DiskStore(path, max_bytes=10_000)
     locks = lambda: [store._monitor._lock, store._lock]
@@ -363,11 +362,11 @@ def hold():
         for lock in locks():
             stack.enter_context(lock)
         if kind == "memory":
-            store._cache.used += 500  # in the middle of a put
+            store._used += 500  # in the middle of a put
         held.set()
         done.wait()
         if kind == "memory":
-            store._cache.used -= 500
+            store._used -= 500
 threading.Thread(target=hold, daemon=True).start()
 held.wait()
 child = os.fork()
@@ -375,10 +374,6 @@ if child == 0:
     ok = store.get("ab/01") == b"x" and store.put("ab/02", bytes(700))
     ok = ok and store.contains(["ab/01", "ab/02"]) == [True, True]
     ok = ok and store.delete("ab/02") and store.counters()[store.name].hits == 1
-    if kind == "memory":
-        other = MemoryStore(1000, process_wide=True)
-        ok = ok and other.get("ab/01") == b"x"
-        other.close()
     store.close()
     os._exit(0 if ok else 3)
 deadline = time.monotonic() + 20
@@ -528,22 +523,11 @@ def test_memory_keeps_blobs_by_reference_but_not_buffers_that_may_change() -> No
     assert store.get("ab/2") == b"abc"
 
 
-def test_memory_shared_until_the_last_one_closes() -> None:
-    one, two, other = (MemoryStore(budget, process_wide=True) for budget in (5000, 5000, 5001))
-    alone = MemoryStore(5000)
-    one.put("ab/1", b"x")
-    assert two.get("ab/1") == b"x" and other.get("ab/1") is None and alone.get("ab/1") is None
-    assert (one.counters()["memory"].hits, two.counters()["memory"].hits) == (0, 1), "each counts its own"
-    one.close()
-    one.close()
-    assert two.get("ab/1") == b"x", "closing one twice is closing one"
-    assert one.get("ab/1") is None and one.put("ab/1", b"y") is False and not one.delete("ab/1")
-    assert one.contains(["ab/1"]) == [False] and one.delete_tenant("ab") == 0
-    two.close()
-    three = MemoryStore(5000, process_wide=True)
-    assert three.get("ab/1") is None
-    three.close()
-    other.close()
+def test_memory_holds_nothing_once_it_is_closed() -> None:
+    store = MemoryStore(1000)
+    store.put("ab/1", b"x")
+    store.close()
+    assert store.get("ab/1") is None and not store.put("ab/1", b"y") and store.counters()["memory"].bytes == 0
 
 
 @pytest.mark.parametrize("budget", [0, -1])
