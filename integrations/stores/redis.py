@@ -281,7 +281,7 @@ def _check(reply: object, kind: Any) -> None:
     if isinstance(reply, Exception) and "wrong kind of value" not in str(reply):
         raise reply
     if not isinstance(reply, kind):
-        raise InvalidResponse(f"must be {kind}, got {type(reply).__name__}")
+        raise InvalidResponse(f"unexpected reply: {type(reply).__name__}")
 
 
 def _page(reply: Any) -> tuple[int, list[str]]:
