@@ -680,7 +680,9 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
         "seed": 0,
     }
     llm = start_engine(order["model"], **{**defaults, **order["options"]})
-    print(f"async scheduling: {llm.llm_engine.vllm_config.scheduler_config.async_scheduling}", flush=True)
+    config = llm.llm_engine.vllm_config
+    ahead = config.scheduler_config.async_scheduling
+    print(f"V2 runner: {config.use_v2_model_runner}, async scheduling: {ahead}", flush=True)
     try:
         return run_steps(llm, order)
     finally:
