@@ -202,7 +202,7 @@ gpu:  ## prove and time the kernels on the GPU of this machine, in eight minutes
 	PYTHONPATH=src:. $(or $(wildcard $(BIN)/python),python3) -m cuvee.eval.bench.gpu $(GPU_ARGS)
 
 gpu-carry: setup  ## wheels that a bare machine without a network, with Python 3.12, may lack for `make gpu`, in out/carry
-	$(PIP) download --quiet --only-binary=:all: --python-version=312 --implementation=cp --dest=out/carry \
+	$(BIN)/python -m pip download --quiet --only-binary=:all: --python-version=312 --implementation=cp --dest=out/carry \
 		--platform=manylinux_2_28_x86_64 --platform=manylinux_2_27_x86_64 --platform=manylinux2014_x86_64 \
 		pytest pytest-xdist hypothesis typer rich xxhash
 
