@@ -14,8 +14,6 @@ break-even: loads from here on pay
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from cuvee.integrations.costs import LinearCost, prefill_quantities
@@ -23,7 +21,6 @@ from cuvee.integrations.costs import LinearCost, prefill_quantities
 MIN_SAMPLES = 5  # of each side, before a load or a blend is declined
 # One in this many loads that look too slow is tried anyway: only a sample shows that loads have become faster.
 TRIAL_EVERY = 32
-REPORT_SECONDS = 60.0  # least time between reports of a changed break-even length, which noise alone moves by a quarter
 _LONGEST = 1e7  # tokens; a break-even length beyond is none
 # Share of a chunk's decoding time that does not depend on its length: headers, tables, calls. On a CPU, 256 tokens of
 # SmolLM2 take 24 ms and 16 tokens 8 ms.
@@ -83,14 +80,12 @@ class BreakEven:
     Args:
         prefill: what computing costs, by the workers' own time of steps that consist mostly of prompt tokens. A step
             also computes the decode tokens of its batch, so computing looks slower than it is, by half at worst.
-        clock: seconds, monotonic; spaces the reports of `changed`.
     """
 
-    def __init__(self, prefill: LinearCost, clock: Callable[[], float] = time.monotonic) -> None:
-        self._prefill, self._clock = prefill, clock
+    def __init__(self, prefill: LinearCost) -> None:
+        self._prefill = prefill
         self._load = LinearCost(1e-5, 0.0, 1.1, 1e-3)
         self._declined = 0
-        self._reported: tuple[float, float] | None = None  # break-even length, time
 
     def observe_load(self, work: int, seconds: float) -> None:
         """Note that a load of this much work, by `load_work`, took `seconds` from submission to completion."""
@@ -114,21 +109,6 @@ class BreakEven:
         if min(self._prefill.samples, self._load.samples) < MIN_SAMPLES:
             return None
         return Estimate.of(self._prefill, self._load)
-
-    def changed(self) -> bool:
-        """Return whether the break-even length is worth reporting: known for the first time, or changed by a quarter
-        since the last report. True once per change, and at most once in `REPORT_SECONDS`.
-        """
-        estimate = self.estimate
-        if estimate is None:
-            return False
-        tokens, now = estimate.break_even, self._clock()
-        if self._reported is not None:
-            before, then = self._reported
-            if now - then < REPORT_SECONDS or tokens == before or 0.8 <= tokens / before <= 1.25:
-                return False
-        self._reported = (tokens, now)
-        return True
 
     def describe(self) -> str:
         """Return one line: `loads pay from 384 tokens on: prefill 21.3 k tokens/s, load 96 k tokens/s + 3.1 ms`."""

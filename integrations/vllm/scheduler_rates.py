@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.vllm.decision import BreakEven, Estimate, load_work
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
-
-logger = logging.getLogger(__name__)
 
 _LEAST_PREFILL = 16  # prompt tokens of a step that tells anything about the speed of prefill
 _REMEMBERED = 64  # steps whose time no worker has reported yet
@@ -82,5 +78,3 @@ class Rates:
             recorder.gauge("break_even_tokens", estimate.break_even)
             recorder.gauge("tokens_per_second", estimate.prefill_rate, "prefill")
             recorder.gauge("tokens_per_second", estimate.load_rate, "load")
-            if self._break_even.changed():
-                logger.info("cuvee: %s", self._break_even.describe())

@@ -177,7 +177,8 @@ class _Run:
 
     def _send(self, part: int, several: Sequence[int]) -> None:
         """Ask for a part of the first of these entries, as many as one request is for."""
-        loads, tier, numbers, nbytes = self._loads, self._tiers[several[0]][part], [], 0
+        loads, tier, nbytes = self._loads, self._tiers[several[0]][part], 0
+        numbers: list[int] = []
         with loads.lock:
             most = _REQUEST_SECONDS * loads.link(tier).rate
         for number in several:

@@ -426,18 +426,6 @@ def test_fetching_takes_no_longer_than_a_lookup(
 # Stores that forget ---------------------------------------------------------------------------------------------------
 
 
-def test_an_evicted_run_is_a_miss_and_is_stored_again(desk: Callable[..., Desk], store: DictStore) -> None:
-    d = desk()
-    d.save(range(8))
-    wanted = d.tokens(range(8))
-    del store.entries[d.run_key(range(4, 8))]
-    assert d.pages.stored(named(range(8))) == [True] * 4 + [False] * 4
-    assert d.load(range(8), range(20, 28)) == [True] * 4 + [False] * 4
-    assert d.counts.snapshot()["missed_pages"] == 4
-    assert d.save(range(8)) == [True] * 8
-    assert d.load(range(8), range(20, 28)) == [True] * 8 and equal(d.tokens(range(20, 28)), wanted)
-
-
 def test_pages_behind_a_missing_one_are_not_loaded(desk: Callable[..., Desk], store: DictStore) -> None:
     d = desk()
     d.save(range(8))

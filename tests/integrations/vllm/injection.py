@@ -37,7 +37,7 @@ SCHEDULER = (
     "_blends.drop", "_state.clock", "_events.planned", "_events.stored", "_events.not_stored", "_events.gone",
     "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.overdue", "_state.store.counters",
     "_state.store.contains", "_rates._break_even.observe_load",
-    "_rates._break_even.worth_loading", "_rates._break_even.changed",
+    "_rates._break_even.worth_loading",
     "_planner.segment", "_planner.ask", "_planner.offer", "_planner.harvest", "_planner.refuse", "_planner.rename",
 )  # fmt: skip
 WORKER = (

@@ -113,7 +113,7 @@ def bench() -> Iterator[Callable[..., Bench]]:
 
     def make(store: Any = None) -> Bench:
         torch.manual_seed(0)
-        lossy = {"quality": None, "step": STEP, "refinements": PARTS - 1}
+        lossy: dict[str, Any] = {"quality": None, "step": STEP, "refinements": PARTS - 1}
         made.append(Bench(profile=profile(), codec=lossy, store=store, load_timeout=60.0, **lossy))
         return made[-1]
 

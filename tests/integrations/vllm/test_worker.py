@@ -774,7 +774,12 @@ def test_calls_of_a_store_wait_beside_each_other_whatever_the_threads_that_code(
     """A put that waits 60 ms for its answer would let two threads write 33 chunks a second."""
     b = bench(threads=1)
     together = threading.Barrier(3)
-    b.store.before = lambda operation: operation in ("put", "get") and together.wait(10)
+
+    def meet(operation: str) -> None:
+        if operation in ("put", "get"):
+            together.wait(10)
+
+    b.store.before = meet
     b.store_all(chunks=3)
     assert set(b.store.entries) == {b.key(chunk) for chunk in range(3)}
     b.worker.loads.start([b.load([6 + 2 * at, 7 + 2 * at], 0, CHUNK, f"r{at}") for at in range(3)])
@@ -783,7 +788,9 @@ def test_calls_of_a_store_wait_beside_each_other_whatever_the_threads_that_code(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_no_more_loads_decode_at_a_time_than_threads_code(bench: Callable[..., Bench], threads: int) -> None:
+def test_no_more_loads_decode_at_a_time_than_threads_code(
+    bench: Callable[..., Bench], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     b = bench(threads=threads)
     b.store_all(chunks=1)
     restorer = b.worker.loads._restorer
@@ -800,7 +807,7 @@ def test_no_more_loads_decode_at_a_time_than_threads_code(bench: Callable[..., B
             with lock:
                 now -= 1
 
-    restorer._decode = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(restorer, "_decode", counted)
     b.worker.loads.start([b.load([2 * at, 2 * at + 1], 0, CHUNK, f"r{at}") for at in range(6)])
     b.wait(*(f"r{at}" for at in range(6)))
     assert most == threads and b.counts()["loaded_tokens"] == 6 * CHUNK
