@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -171,9 +171,9 @@ class KVLayout:
             >>> KVLayout.from_config(LlamaConfig(num_key_value_heads=8), "bfloat16").bytes_per_token
             131072
         """
-        from cuvee.codec.models.measured import layout_of_config
+        from cuvee.codec.models.measured import describe_config
 
-        return layout_of_config(hf_config, dtype, states)
+        return cls._of(**describe_config(hf_config, dtype, states))
 
     @classmethod
     def of(cls, model: object, *, states: bool = False) -> KVLayout:
@@ -197,9 +197,14 @@ class KVLayout:
             raise InputError(
                 f"model: must be a transformers model or configuration, or a KVLayout, got {type(model).__name__}"
             )
-        from cuvee.codec.models.measured import layout_of_model
+        from cuvee.codec.models.measured import describe_model
 
-        return layout_of_model(model, states)
+        return cls._of(**describe_model(model, states))
+
+    @classmethod
+    def _of(cls, layers: Sequence[tuple[Any, ...]], **others: Any) -> KVLayout:
+        """Make a layout, given the arguments of each `LayerLayout`."""
+        return cls(layers=tuple(LayerLayout(*own) for own in layers), **others)
 
     @property
     def num_layers(self) -> int:

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
-from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.kimi import as_deepseek_v3, is_deepseek_v3
 from cuvee.codec.models.probe import BOUND, MeasuredLayer, ProbeError, measure
@@ -60,19 +59,19 @@ def _measured(model: Any, config: Any) -> tuple[MeasuredLayer, ...]:
     return tuple(other if BOUND == other.positions != own.positions else own for own, other in pairs)
 
 
-def layout_of_config(config: Any, dtype: str | torch.dtype | None, states: bool) -> KVLayout:
-    """See `KVLayout.from_config`."""
+def describe_config(config: Any, dtype: str | torch.dtype | None, states: bool) -> dict[str, Any]:
+    """Return the arguments of `KVLayout`, layers as those of `LayerLayout`; errors as `KVLayout.from_config`."""
     config = _checked(config, states)
     name, positions = _dtype_name(config.dtype if dtype is None else dtype), _max_positions(config)
-    return _layout(config.model_type, measure_config(config), name, positions, states)
+    return _describe(config.model_type, measure_config(config), name, positions, states)
 
 
-def layout_of_model(model: Any, states: bool) -> KVLayout:
-    """See `KVLayout.of`."""
+def describe_model(model: Any, states: bool) -> dict[str, Any]:
+    """Do so for a transformers model or configuration, as `KVLayout.of` says."""
     _checked(decoder_config(model), states)
     config, layers = measured_layers(model)
     dtype = getattr(model, "dtype", None) or config.dtype or torch.get_default_dtype()
-    return _layout(config.model_type, layers, _dtype_name(dtype), _max_positions(config), states)
+    return _describe(config.model_type, layers, _dtype_name(dtype), _max_positions(config), states)
 
 
 def movable(layers: tuple[MeasuredLayer, ...]) -> bool:
@@ -80,9 +79,9 @@ def movable(layers: tuple[MeasuredLayer, ...]) -> bool:
     return not any(layer.positions == BOUND for layer in layers) and any(layer.rope is not None for layer in layers)
 
 
-def _layout(
+def _describe(
     model_type: str, layers: tuple[MeasuredLayer, ...], dtype: str, max_positions: int | None, states: bool
-) -> KVLayout:
+) -> dict[str, Any]:
     for index, layer in enumerate(layers):
         if (kept := layer.beyond) and not states:
             raise UnsupportedModelError(
@@ -92,12 +91,15 @@ def _layout(
             )
     # A cache is moved as a whole. Where a layer cannot be, no layer is rotated, and the layout says so.
     moves = movable(layers)
-    attention = tuple(
-        LayerLayout(own.kv_heads, own.head_dim, own.value_dim, own.rope if moves else None, own.sliding_window)
+    attention = [
+        (own.kv_heads, own.head_dim, own.value_dim, own.rope if moves else None, own.sliding_window)
         for own in layers
         if own.kv_heads
-    )
-    return KVLayout(model_type, attention, dtype, max_positions, any(layer.beyond for layer in layers))
+    ]
+    return {
+        "model_type": model_type, "layers": attention, "dtype": dtype, "max_positions": max_positions,
+        "states": any(layer.beyond for layer in layers),
+    }  # fmt: skip
 
 
 def _checked(config: Any, states: bool) -> Any:
