@@ -190,7 +190,7 @@ def test_whatever_the_store_does_nothing_wrong_is_loaded(make: Make, store: Dict
 @pytest.mark.parametrize("operation", ["contains", "get", "put"])
 def test_a_store_that_hangs_is_a_miss_in_bounded_time(make: Make, store: DictStore, operation: str) -> None:
     make().save(2)
-    a = make({"load_timeout": 0.4, "lookup_timeout": 0.3})
+    a = make({"load_timeout": 1.0, "lookup_timeout": 1.0})
     held, began = hold(store, operation), time.monotonic()
     try:
         a.save(2, sequence=1)
@@ -198,7 +198,7 @@ def test_a_store_that_hangs_is_a_miss_in_bounded_time(make: Make, store: DictSto
         a.close()
     finally:
         held.set()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
     failed = any(name.startswith("failures") for name in a.counters)
     if operation == "put":
         assert failed and there == (2, 2, 0)
