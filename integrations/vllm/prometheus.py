@@ -99,5 +99,5 @@ class CuveePrometheus(KVConnectorPromMetrics):
 
     def _child(self, metric: Metric, label: str, engine: int) -> Any:
         """Return the metric for these label values; prometheus_client keeps one object for each."""
-        own = label.rsplit(":", 1) if metric.second else filter(None, [label])
+        own = label.rsplit(":", 1) if metric.second else [label] * bool(label)
         return self._metrics[metric.name].labels(*self.per_engine_labelvalues[engine], *own)

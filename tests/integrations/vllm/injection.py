@@ -93,7 +93,7 @@ class Injector:
         self._decide = decide
         self._within = threading.local()
         self._undo: list[Callable[[], None]] = []
-        hooks = [(side, name, name) for name in SCHEDULER_HOOKS]
+        hooks: list[tuple[Any, str, str]] = [(side, name, name) for name in SCHEDULER_HOOKS]
         hooks += [(worker, path, name) for name, path in WORKER_HOOKS.items()]
         for hooked, path, name in hooks:
             *owner, method = path.split(".")
