@@ -67,13 +67,13 @@ class TokenCenters:
             InputError: a chunk has no ids.
         """
         count, pairs = len(self._means), []
-        for own, start in zip(token_ids, starts, strict=True):
-            if own is None:
+        for ids, start in zip(token_ids, starts, strict=True):
+            if ids is None:
                 raise InputError("token_ids: must be known in all chunks of a batch with predictions, got none")
-            pairs.append(own * count + np.minimum(start + np.arange(len(own)), count - 1))
+            pairs.append(ids * count + np.minimum(start + np.arange(len(ids)), count - 1))
         unique, rows = np.unique(np.concatenate(pairs), return_inverse=True)
-        ids, position = np.divmod(unique, count)
-        own = self._table.rows(ids)
+        known, position = np.divmod(unique, count)
+        own = self._table.rows(known)
         return {
             "embedding": own.embedding.numpy(), "row_scale": own.row_scale.numpy(), "position": position,
             "rows": rows.astype(np.int32),

@@ -194,7 +194,7 @@ class World:
             dense = dense if base is None else dense + self.coefficients(base, job)
             for start in range(0, len(own), depth):
                 plan = self.jobs[job, JobField.PLAN] + own[start]
-                run = slice(0, self.plan.arrays.plans[plan, PlanField.EXTENT]), slice(start, start + depth)
+                run = slice(0, self.plan.plans[plan, PlanField.EXTENT]), slice(start, start + depth)
                 self.coefficients(y, job)[run] = dense[run].to(dtype)
         return y
 
