@@ -206,6 +206,25 @@ def with_last_escape(beyond: int) -> bytes:
     return with_parts(escapes=Escapes(index, escapes.value))
 
 
+ListChange = Callable[[list[int], list[int]], object]
+
+
+def with_listed(change: ListChange) -> bytes:
+    """The blob with its list of escapes, places and values, changed in place; the planes are as they were."""
+    listed = part_of().escapes
+    index, value = listed.index.tolist(), listed.value.tolist()
+    change(index, value)
+    return with_parts(escapes=Escapes(np.array(index, np.uint32), np.array(value, np.int32)))
+
+
+ESCAPE_LISTS: dict[str, tuple[type[CuveeError], ListChange]] = {
+    "an escape missing": (CorruptError, lambda index, value: (index.pop(4), value.pop(4))),
+    "an escape too many": (CorruptError, lambda index, value: (index.insert(4, index[4] - 1), value.insert(4, 1))),
+    "an escape elsewhere": (CorruptError, lambda index, value: index.__setitem__(4, index[4] + 1)),
+    "an escape twice": (FormatError, lambda index, value: index.__setitem__(4, index[5])),
+    "escapes out of order": (FormatError, lambda index, value: index.__setitem__(4, index[5] + 1)),
+    "an escape outside": (FormatError, lambda index, value: index.__setitem__(-1, 0xFFFFFFFF)),
+}
 CLASS_FIELDS: dict[str, tuple[int, str, int]] = {
     "class words beyond the section": (12, "<I", 1 << 20),
     "no class words": (12, "<I", 0),
@@ -318,6 +337,8 @@ def _of_classes() -> Iterator[tuple[str, Damage]]:
     for name, field in CLASS_FIELDS.items():
         yield name, Damage("classes", FormatError, partial(with_field, "classes", *field))
     yield "no escapes", Damage("classes", FormatError, lambda: with_parts(escapes=NO_ESCAPES))
+    for name, (error, change) in ESCAPE_LISTS.items():
+        yield name, Damage("classes", error, partial(with_listed, change))
     yield "class stream cut off", Damage("classes", FormatError, lambda: with_class_words(np.empty(0, np.uint16)))
     for name, other in OTHER_CLASSES.items():
         yield name, Damage("classes", CorruptError, partial(with_other_classes, other))

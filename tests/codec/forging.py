@@ -73,28 +73,29 @@ def correlated_chunk(seed: int, tokens: int, start: int, layout: KVLayout = LAYO
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     for layer in layout.layers:
-        for out in (keys, values):
-            width = layer.kv_heads * 8
+        for out, size in ((keys, layer.head_dim), (values, layer.value_dim)):
+            width = layer.kv_heads * size
             mixing = torch.randn(width, width, generator=fixed) * torch.logspace(0.5, -2, width)[:, None]
             x = torch.randn(tokens, width, generator=noise)
             for t in range(1, tokens):
                 x[t] = 0.9 * x[t - 1] + 0.44 * x[t]
             x = x @ mixing
             x[tokens // 2, 1] += outlier
-            out.append(x.unflatten(1, (layer.kv_heads, 8)).to(layout.torch_dtype))
+            out.append(x.unflatten(1, (layer.kv_heads, size)).to(layout.torch_dtype))
     return KVChunk(keys, values, layout, start)
 
 
 @cache
-def learned() -> Profile:
+def learned(layout: KVLayout = LAYOUT) -> Profile:
     """Fitted to correlated chunks."""
-    return fit(LAYOUT, [correlated_chunk(seed, 64, 7 * seed) for seed in range(7)], "layer")
+    tokens = max(64, 2 * layout.values_per_token // layout.num_layers)
+    return fit(layout, [correlated_chunk(seed, tokens, 7 * seed, layout) for seed in range(7)], "layer")
 
 
 @cache
-def codec_of(scheme: str, backend: str = "auto") -> Codec:
+def codec_of(scheme: str, backend: str = "auto", step: float = 0.04, layout: KVLayout = LAYOUT) -> Codec:
     """Of "lossless", "classes", or anything else that is learned; one thread."""
     if scheme == "lossless":
-        return Codec(Profile.unlearned(LAYOUT), "lossless", backend=backend, threads=1)
-    profile = with_classes(learned(), WEIGHTS, START) if scheme == "classes" else learned()
-    return Codec(profile, step=0.04, backend=backend, threads=1)
+        return Codec(Profile.unlearned(layout), "lossless", backend=backend, threads=1)
+    profile = with_classes(learned(layout), WEIGHTS, START) if scheme == "classes" else learned(layout)
+    return Codec(profile, step=step, backend=backend, threads=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from cuvee.codec.stages.reference.class_predictor import predict_classes
 from cuvee.integrations.transformers import encode_cache
 
 
+@cache
 def fitted(group: str = "layer") -> Profile:
     return fit(LAYOUT, [golden_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], group)
 

@@ -285,44 +285,6 @@ def test_sections_of_another_length_are_refused_alike(name: str, kind: str) -> N
         assert kind_of is FormatError and "too many" in message
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "change", ["missing", "extra", "below", "beyond", "outside", "unsorted", "twice", "none", "elsewhere"]
-)
-def test_escape_lists_that_do_not_match_are_refused_alike(kind: str, change: str) -> None:
-    section, data, _, classes = coded("blocks", kind, 257)
-    part = read_part(memoryview(data), section.classed, 257)
-    rows = section.classed.rows
-    index, value = part.escapes.index.tolist(), part.escapes.value.tolist()
-    free = next(i for i in range(257) if i not in index)
-    middle = len(index) // 2
-    assert middle > 3
-    if change == "missing":
-        del index[middle], value[middle]
-    elif change == "extra":
-        index, value = sorted([*index, free]), [*value, 1]
-    elif change == "beyond":
-        index, value = [*index, int(rows.max()) * 257], [*value, 1]
-    elif change == "below":  # of the last column's last component
-        index, value = sorted([*index, int(rows[classes].min()) * 257 + 256]), [*value, 1]
-    elif change == "outside":
-        index, value = [*index, 0xFFFFFFFF], [*value, 1]
-    elif change == "unsorted":
-        index[middle], index[middle + 1] = index[middle + 1], index[middle]
-    elif change == "twice":
-        index[middle] = index[middle + 1]
-    elif change == "none":
-        index, value = [], []
-    else:
-        index = sorted([free, *index[:middle], *index[middle + 1 :]])
-    listed = Escapes(np.array(index, np.uint32), np.array(value, np.int32))
-    kind_of, message = agree(section, rewritten(section, part, escapes=listed), 257)
-    if change in {"beyond", "outside", "unsorted", "twice"}:
-        assert kind_of is FormatError and "section: has escapes out of order or out of range" in message
-    else:
-        assert kind_of is CorruptError and "escape list does not match" in message
-
-
 def test_classes_that_the_profile_cannot_serve_are_refused_alike() -> None:
     section = planned((tuple(range(500, -300, -80)),), step=-300)
     check_classes(np.array([12, 15], np.uint8), section.classed)

@@ -11,12 +11,12 @@ import struct
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from tests.codec.forging import reseal, sections_of, with_section
+from tests.codec import forging
+from tests.codec.forging import START, correlated_chunk, reseal, sections_of, with_section
 from tests.conftest import decoded_layers
 from tests.kernels.coding import Pages
 
@@ -26,7 +26,6 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
 from cuvee.codec.format.container import Scheme, read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
@@ -36,39 +35,16 @@ from cuvee.codec.setting import Setting
 ROPE = Rope((1.0, 0.1))
 LAYOUT = KVLayout("tiny", (LayerLayout(1, 4, 3, ROPE), LayerLayout(2, 4, 3, ROPE)), "float32", 4096)
 WIDE = KVLayout("wide", (LayerLayout(1, 260, 260, None),), "float32", 4096)
-START = 3
 SCHEMES = ("lossless", "transform")
 ROUNDING = 2.0**-14  # of sums and products, relative to the largest value of a unit
 
 
-def smooth_chunk(layout: KVLayout, tokens: int, seed: int, start: int = START, outlier: float = 0.0) -> KVChunk:
-    """Correlated channels around means; tokens resemble the one before, but for one value."""
-    noise, fixed = (torch.Generator().manual_seed(s) for s in (seed, 999))
-    units: list[list[torch.Tensor]] = [[], []]
-    for layer in layout.layers:
-        for out, size in zip(units, (layer.head_dim, layer.value_dim), strict=True):
-            width = layer.kv_heads * size
-            spread = torch.logspace(0.5, -1.5, width)
-            x = torch.randn(tokens, width, generator=noise)
-            for t in range(1, tokens):
-                x[t] = 0.9 * x[t - 1] + 0.44 * x[t]
-            x = x * spread + torch.randn(width, generator=fixed)
-            x[tokens // 2, :2] += outlier
-            out.append(x.unflatten(1, (layer.kv_heads, size)).to(layout.torch_dtype))
-    return KVChunk(units[0], units[1], layout, start)
+def chunk_of(tokens: int, seed: int, layout: KVLayout = LAYOUT) -> KVChunk:
+    return correlated_chunk(seed, tokens, START, layout)
 
 
-@cache
-def learned(layout: KVLayout = LAYOUT) -> Profile:
-    tokens = 2 * layout.values_per_token // layout.num_layers
-    return fit(layout, [smooth_chunk(layout, max(64, tokens), seed, 7 * seed) for seed in range(7)], "layer")
-
-
-@cache
 def codec_of(scheme: str, backend: str = "numba", step: float = 0.02, layout: KVLayout = LAYOUT) -> Codec:
-    if scheme == "lossless":
-        return Codec(Profile.unlearned(layout), "lossless", backend=backend, threads=1)
-    return Codec(learned(layout), step=step, backend=backend, threads=1)
+    return forging.codec_of(scheme, backend, step, layout)
 
 
 def encoded(scheme: str, chunk: KVChunk, per_stream: int, step: float = 0.02) -> bytes:
@@ -76,8 +52,7 @@ def encoded(scheme: str, chunk: KVChunk, per_stream: int, step: float = 0.02) ->
     with pytest.MonkeyPatch.context() as patch:
         for module in (coefficients, lossless):
             patch.setattr(module, "tokens_per_stream", lambda *_: per_stream)
-        codec = codec_of(scheme, step=step, layout=replace(chunk.layout, dtype="float32"))
-        return codec.encode(chunk)
+        return codec_of(scheme, step=step, layout=chunk.layout).encode(chunk)
 
 
 Outcome = list[torch.Tensor] | None
@@ -112,7 +87,7 @@ def assert_agree(
 
 def test_sections_without_room_for_a_stream_header_are_refused(device: torch.device) -> None:
     # The last thing in what goes to the device, where no other bytes follow: 16 bytes are its granule.
-    blob = encoded("transform", smooth_chunk(LAYOUT, 3, 57), 128, 0.5)
+    blob = encoded("transform", chunk_of(3, 57), 128, 0.5)
     sections = sections_of(blob)
     first = sections[0] + bytes(8 + -len(sections[0]) % 16)
     for length in range(1, 20):
@@ -156,8 +131,8 @@ EMPTY = {
 
 
 def test_sections_without_a_component(device: torch.device) -> None:
-    step = 16.0
-    blob = encoded("transform", smooth_chunk(LAYOUT, 1, 50, outlier=9.0), 128, step)
+    step = 128.0
+    blob = encoded("transform", chunk_of(1, 50), 128, step)
     section = sections_of(blob)[0]
     assert assert_agree("transform", with_section(blob, nothing_coded(section)), device, step) is not None
     for name, forged in EMPTY.items():
@@ -170,13 +145,13 @@ def test_sections_without_a_component(device: torch.device) -> None:
 @pytest.mark.parametrize(("tokens", "per_stream"), [(70, 1), (130, 128)], ids=["more-streams-than-lanes", "long"])
 def test_any_streams_a_blob_may_have(scheme: str, tokens: int, per_stream: int, device: torch.device) -> None:
     step = 0.5
-    blob = encoded(scheme, smooth_chunk(LAYOUT, tokens, 51), per_stream, step)
+    blob = encoded(scheme, chunk_of(tokens, 51), per_stream, step)
     assert assert_agree(scheme, blob, device, step) is not None
 
 
 def test_lengths_of_four_bytes(device: torch.device) -> None:
     step = 0.06
-    blob = encoded("transform", smooth_chunk(WIDE, 2, 52), 128, step)
+    blob = encoded("transform", chunk_of(2, 52, WIDE), 128, step)
     section = bytearray(sections_of(blob)[0])
     length = 20 + 4
     words, _, log2 = struct.unpack_from("<III", section)
@@ -201,7 +176,7 @@ def guarded(layout: KVLayout, device: torch.device | str, blocks: int = BLOCKS) 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_slots_beyond_the_cache_are_refused_and_not_written(scheme: str, device: torch.device) -> None:
-    blob = encoded(scheme, smooth_chunk(LAYOUT, 4, 53), 4)
+    blob = encoded(scheme, chunk_of(4, 53), 4)
     codec = codec_of(scheme, "triton")
     for wrong in (SLOTS, -2, 2**32 + 1, -(2**63), 2**63 - 1):
         pages = guarded(LAYOUT, device)
@@ -217,7 +192,7 @@ def test_slots_beyond_the_cache_are_refused_and_not_written(scheme: str, device:
 
 
 def test_a_slot_given_twice_gets_one_of_its_tokens(device: torch.device) -> None:
-    blob = encoded("lossless", smooth_chunk(LAYOUT, 3, 54), 4)
+    blob = encoded("lossless", chunk_of(3, 54), 4)
     pages = guarded(LAYOUT, device)
     codec_of("lossless", "triton").decode_paged([blob], pages.cache, [torch.tensor([5, 5, 2], device=device)]).check()
     values = codec_of("lossless").decode(blob).values[1]
@@ -229,7 +204,7 @@ def test_a_slot_given_twice_gets_one_of_its_tokens(device: torch.device) -> None
 @pytest.mark.parametrize(("blocks", "block_tokens"), [(0, 4), (4, 0)])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_cache_without_slots(scheme: str, blocks: int, block_tokens: int, device: torch.device) -> None:
-    blob = encoded(scheme, smooth_chunk(LAYOUT, 2, 55), 4)
+    blob = encoded(scheme, chunk_of(2, 55), 4)
     codec = codec_of(scheme, "triton")
     shapes = [[(blocks, block_tokens, n.kv_heads, d) for n in LAYOUT.layers] for d in (4, 3)]
     for inside in (0, 1 << 20):
@@ -259,7 +234,7 @@ PLACES = ([3, 0, 7, 12], [8, 15, 1, 2], [4, 9, 10, 6])
 def test_a_damaged_chunk_beside_good_ones_is_named(scheme: str, section: int, device: torch.device) -> None:
     tokens = 20 if scheme == "lossless" else 4
     places = torch.randperm(64, generator=torch.Generator().manual_seed(0))[: 3 * tokens].split(tokens)
-    chunks = [smooth_chunk(LAYOUT, tokens, seed) for seed in (60, 61, 62)]
+    chunks = [chunk_of(tokens, seed) for seed in (60, 61, 62)]
     blobs = [encoded(scheme, chunk, 32) for chunk in chunks]
     pages, expected = guarded(LAYOUT, device, 16), guarded(LAYOUT, "cpu", 16)
     codec_of(scheme).decode_paged(blobs, expected.cache, places).check()
@@ -281,7 +256,7 @@ def test_a_damaged_chunk_beside_good_ones_is_named(scheme: str, section: int, de
 
 def test_numbers_count_all_blobs_of_a_call_whatever_their_schemes(device: torch.device) -> None:
     schemes = ("transform", "lossless", "transform")
-    blobs = [encoded(scheme, smooth_chunk(LAYOUT, 4, 60), 32) for scheme in schemes]
+    blobs = [encoded(scheme, chunk_of(4, 60), 32) for scheme in schemes]
     slots = [torch.tensor(at, device=device) for at in PLACES]
     cache, codec = guarded(LAYOUT, device).cache, codec_of("transform", "triton")
     with pytest.raises(CorruptError, match=r"^chunk 2, layers 1"):
@@ -292,7 +267,7 @@ def test_numbers_count_all_blobs_of_a_call_whatever_their_schemes(device: torch.
 
 
 def test_only_the_layers_asked_for_are_read(device: torch.device) -> None:
-    codec, blob = codec_of("transform", "triton"), encoded("transform", smooth_chunk(LAYOUT, 4, 63), 32)
+    codec, blob = codec_of("transform", "triton"), encoded("transform", chunk_of(4, 63), 32)
     forged = damaged(blob, 1)
     decoded_layers(codec, forged, range(1), device=device)
     with pytest.raises(CorruptError, match=r"^chunk 0, layers 1 … 1: its streams"):
