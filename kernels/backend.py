@@ -9,7 +9,6 @@ check of the decoded chunks waits once. Encoding waits twice per batch, for the 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -43,7 +42,7 @@ class TritonBackend:
     """Runs the kernels.
 
     Args:
-        interpreted: whether Triton's interpreter stands in for a GPU; then tensors on the CPU are coded as well.
+        devices: the types of devices whose tensors are coded; with an emulator of GPUs, the CPU's are as well.
         workspace_bytes: scratch of one batch of launches that encode. A batch that decodes gets a quarter of it. A
             batch has at least one chunk, even if the chunk needs more.
     """
@@ -51,8 +50,8 @@ class TritonBackend:
     name = "triton"
     batched = True
 
-    def __init__(self, interpreted: bool, workspace_bytes: int = WORKSPACE_BYTES) -> None:
-        self.devices: tuple[str, ...] = ("cuda", "cpu") if interpreted else ("cuda",)
+    def __init__(self, devices: tuple[str, ...] = ("cuda",), workspace_bytes: int = WORKSPACE_BYTES) -> None:
+        self.devices = devices
         self.workspace_bytes = workspace_bytes
         self._schemes: OrderedDict[tuple[Any, ...], _Scheme] = OrderedDict()
         self._held: list[tuple[Mark, tuple[object, ...]]] = []  # marks of work in flight, and the objects that it reads
@@ -140,7 +139,7 @@ def _check_tokens(tokens: int) -> int:
 
 
 # One per process, with its tables and bases. An emulator of GPUs puts another in its place.
-shared = TritonBackend(interpreted=os.environ.get("TRITON_INTERPRET") == "1")
+shared = TritonBackend()
 
 
 def make_backend(name: str, threads: int) -> TritonBackend:

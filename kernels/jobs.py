@@ -131,24 +131,14 @@ class Status(IntFlag):
     SLOT = 16  # a slot beyond the cache
 
 
-class Fields(tl.constexpr):  # type: ignore[misc]
-    """The fields of a table as kernels read them: a global that is a constexpr, so that it counts in their cache keys.
-
-    `FIELDS` is their number. The interpreter asks the constexpr for its attributes, the compiler asks its value.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the number of a field."""
-        if name == "value" or name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.value, name)
-
-
 def fields_of(table: type[IntEnum | IntFlag]) -> Any:
-    """Return the fields of a table for kernels."""
+    """Return the fields of a table as kernels read them; `FIELDS` is their number.
+
+    They are a global that is a constexpr, so that it counts in the kernels' cache keys.
+    """
     numbers = {name: int(field) for name, field in table.__members__.items()}
     make: Any = namedtuple  # noqa: PYI024 - its names are known at run time
-    return Fields(make(table.__name__, [*numbers, "FIELDS"])(*numbers.values(), len(numbers)))
+    return tl.constexpr(make(table.__name__, [*numbers, "FIELDS"])(*numbers.values(), len(numbers)))
 
 
 JOB = fields_of(JobField)

@@ -528,7 +528,7 @@ def late_device(patch: pytest.MonkeyPatch, hasty: set[int] | None = None) -> Ite
         patch.setattr(cuda, name, value)
     for user, name, work in list(launchers()):
         patch.setattr(user, name, device.launch(name, work))
-    patch.setattr(backend, "shared", TritonBackend(interpreted=False))
+    patch.setattr(backend, "shared", TritonBackend())
     _present.append(device)
     try:
         Stream()

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import BLOCK, CHUNK, ELEMENTS, JOB, STATUS, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
-from cuvee.kernels.ops.pages import COMPILED, load_pairs, token_offsets, turn_pairs
+from cuvee.kernels.ops.pages import load_pairs, token_offsets, turn_pairs
 from cuvee.kernels.ops.transform import _sorted_columns
 
 GATHER_TOKENS = 64
@@ -174,7 +174,7 @@ def analyze(
     _analyze[grid](
         x, jobs, blocks, basis, batch.chunks, y, *arrays, batch.sections, batch.first_section,
         x.stride(0), rank_blocks, token_blocks, len(batch.chunks), BLOCK_T=block_t, BLOCK_R=block_r,
-        BLOCK_K=ANALYSIS_COLUMNS, PRECISION="tf32x3" if COMPILED.value and not torch.version.hip else "ieee",
+        BLOCK_K=ANALYSIS_COLUMNS, PRECISION="ieee" if torch.version.hip else "tf32x3",
         SORTED=order is not None, num_warps=8, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
 

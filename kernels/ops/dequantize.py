@@ -17,7 +17,6 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import JOB, PLAN, STATUS
 from cuvee.kernels.ops.arguments import DevicePlans
-from cuvee.kernels.ops.pages import rounded
 from cuvee.kernels.ops.symbols import ESCAPE, INT_FIELDS, Y_ROW, _coefficient, _half, _low_bits, _of_row, _shrinkage
 
 _ROWS = 16  # of a tile
@@ -76,7 +75,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     written = (row < extent) & (column < stride)
     if base is not None:
         value += tl.load(base + at, mask=written, other=0.0)
-    tl.store(y + at, rounded(value, y.dtype.element_ty), mask=written)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=written)
     tl.atomic_add(found + index, escapes, mask=escapes > 0, sem="relaxed")
 
 
@@ -138,7 +137,7 @@ def _place_escapes(  # type: ignore[no-untyped-def]
         at = y_row * stride + column
         if base is not None:
             back += tl.load(base + at, mask=valid, other=0.0)
-        tl.store(y + at, rounded(back, y.dtype.element_ty), mask=valid)
+        tl.store(y + at, back.to(y.dtype.element_ty), mask=valid)
 
 
 def dequantize(

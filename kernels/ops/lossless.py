@@ -16,7 +16,7 @@ import triton.language as tl
 from cuvee.codec.entropy.tables import SYMBOLS
 from cuvee.kernels.jobs import ELEMENTS, TILE, fields_of
 from cuvee.kernels.ops.arguments import CacheView, TileTable
-from cuvee.kernels.ops.pages import rounded, saturated
+from cuvee.kernels.ops.pages import saturated
 
 WARPS = 8  # 64 tokens of 64 pairs at 4 spill
 TOKENS = 64  # a program's: two sectors of a plane's row
@@ -57,7 +57,7 @@ def _words(x, which, DTYPE: tl.constexpr, WORD: tl.constexpr):  # type: ignore[n
 
     Values beyond the range become the largest of it where `which` says so.
     """
-    return rounded(saturated(x, which, DTYPE), DTYPE).to(WORD, bitcast=True)
+    return saturated(x, which, DTYPE).to(DTYPE).to(WORD, bitcast=True)
 
 
 def _constants(tiles: TileTable, cache: CacheView, dtype: torch.dtype) -> dict[str, Any]:

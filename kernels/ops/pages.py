@@ -117,26 +117,8 @@ def store_pairs(  # type: ignore[no-untyped-def]
         tl.store(at0, _to_fp8(a * scale, ELEMENT), mask=mask0)
         tl.store(at1, _to_fp8(b * scale, ELEMENT), mask=mask1)
     else:
-        tl.store(at0, rounded(a, ELEMENT), mask=mask0)
-        tl.store(at1, rounded(b, ELEMENT), mask=mask1)
-
-
-# Triton's interpreter differs from its compiler in two points that matter here: it cuts bfloat16 off instead of
-# rounding, and multiplies the bits of bfloat16 matrices.
-COMPILED = tl.constexpr(isinstance(token_offsets, triton.JITFunction))
-
-
-@triton.jit
-def rounded(x, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The nearest `ELEMENT`, ties to even."""
-    if tl.bfloat16 == ELEMENT and not COMPILED:
-        bits = x.to(tl.uint32, bitcast=True)
-        nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        bits = tl.where(nan, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
-        x = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        x = x.to(ELEMENT)
-    return x
+        tl.store(at0, a.to(ELEMENT), mask=mask0)
+        tl.store(at1, b.to(ELEMENT), mask=mask1)
 
 
 @triton.jit

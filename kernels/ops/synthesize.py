@@ -13,7 +13,7 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import CHUNK, ELEMENTS, JOB, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
-from cuvee.kernels.ops.pages import COMPILED, saturated, store_pairs, token_offsets, turn_pairs
+from cuvee.kernels.ops.pages import saturated, store_pairs, token_offsets, turn_pairs
 from cuvee.kernels.ops.transform import _WINDOW, _sorted_columns
 
 MAX_GROUP = 32  # tiles that run together: all of a section of two layers of 8 heads
@@ -154,8 +154,6 @@ def _synthesize(  # type: ignore[no-untyped-def]
         coded = (component < rank - done)[:, None]
         left = tl.load(y_at, mask=coded & readable, other=0.0)
         right = tl.load(basis_at, mask=coded, other=0.0)
-        if not COMPILED:
-            left, right = left.to(tl.float32), right.to(tl.float32)
         acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
         y_at += BLOCK_R * stride
         basis_at += BLOCK_R * basis_stride

@@ -332,7 +332,7 @@ def test_a_forked_process_stages_on_threads_of_its_own() -> None:
 
 
 def test_a_forked_process_makes_schemes_while_a_thread_of_its_parent_does() -> None:
-    own, chunk = backend.TritonBackend(interpreted=True), synthetic_chunk(LAYOUTS["gqa"], 5)
+    own, chunk = backend.TritonBackend(("cuda", "cpu")), synthetic_chunk(LAYOUTS["gqa"], 5)
     cache = PagedCache.dense(chunk.layout, chunk.keys, chunk.values)
     coding = Coding(Profile.unlearned(chunk.layout), Setting(Scheme.LOSSLESS), chunk.layout.dtype)
     assert works_in_child_while_held(own._making, lambda: own._scheme(coding, cache) is not None)

@@ -284,7 +284,7 @@ class Hesitant(OrderedDict[object, object]):
 
 def test_threads_share_the_schemes_that_are_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("cuvee.kernels.backend")
-    backend = kernels.TritonBackend(interpreted=True)
+    backend = kernels.TritonBackend()
     monkeypatch.setattr(kernels, "MAX_SCHEMES", 1)
     monkeypatch.setattr(backend, "_make", lambda coding, cache, product: coding.setting.step_index)
     monkeypatch.setattr(backend, "_schemes", Hesitant())

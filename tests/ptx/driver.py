@@ -9,7 +9,6 @@ found in memory lead to what `place_row` described.
 
 from __future__ import annotations
 
-import os
 import struct
 import sys
 import threading
@@ -182,8 +181,6 @@ def _stages(*given: Any) -> tuple[str, str] | None:
 def install(target: str = "sm_90", options: Options | None = None) -> State:
     """Make Triton compile for `target` and run what it compiles here, in this process and for good.
 
-    Kernels must not have been defined for Triton's interpreter: TRITON_INTERPRET is not set when they are.
-
     Args:
         target: one of TARGETS.
         options: see `State`.
@@ -194,8 +191,6 @@ def install(target: str = "sm_90", options: Options | None = None) -> State:
     global _state  # noqa: PLW0603 - Triton has one active driver, too
     if target not in TARGETS:
         raise ValueError(f"target: must be one of {', '.join(TARGETS)}, got {target!r}")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise RuntimeError("TRITON_INTERPRET is 1: kernels would be interpreted, not compiled")
     from tests.ptx.build import library
     from triton import knobs
     from triton.runtime import driver
@@ -214,7 +209,7 @@ def install(target: str = "sm_90", options: Options | None = None) -> State:
 def _serve_cpu_tensors() -> None:
     from cuvee.kernels import backend
 
-    backend.shared = backend.TritonBackend(interpreted=True)
+    backend.shared = backend.TritonBackend(("cuda", "cpu"))
 
 
 def _watch_places(current: State) -> None:
