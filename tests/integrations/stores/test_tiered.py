@@ -503,23 +503,28 @@ def test_several_puts_of_a_tier_are_in_flight_but_one_of_a_key() -> None:
     tiers.store.close()
 
 
-def test_a_key_that_was_withdrawn_and_put_again_has_one_writer() -> None:
-    """The thread that was to write the first put is there all the same."""
+def test_a_key_that_was_withdrawn_and_put_again_has_one_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs wait for a thread then; the second leaves the key to the thread that is writing it."""
+    monkeypatch.setattr(write_behind, "WRITERS", 2)
     tiers = Three()
-    gate = tiers.block(tiers.low)
-    for key in [f"ab/{number:02x}" for number in range(write_behind.WRITERS)]:
-        tiers.store.put(key, b"x")  # every thread is busy
-    wait_until(lambda: len(tiers.low.asked("put")) == write_behind.WRITERS, "all threads write")
+    busy = []
+    for key in (B, C):
+        busy.append(tiers.block(tiers.low))
+        tiers.store.put(key, b"x")
+        busy[-1].wait()
     tiers.store.put(A, b"first")
     tiers.store.delete(A)
-    tiers.store.put(A, b"second")  # two jobs wait for a thread
-    last = tiers.low.before["put"] = Gate()
-    gate.open()
-    last.wait()
+    tiers.store.put(A, b"second")
+    writing = tiers.block(tiers.low)
+    busy[0].open()
+    writing.wait()
     tiers.store.put(A, b"third")
+    tiers.low.before.clear()
+    busy[1].open()
+    wait_until(lambda: C in tiers.low.entries, "the other thread is free")
     time.sleep(0.1)
-    assert tiers.low.asked("put").count((A,)) == 1, "the other thread leaves it to the one that writes"
-    last.open()
+    assert tiers.low.asked("put").count((A,)) == 1
+    writing.open()
     tiers.idle()
     assert tiers.low.entries[A] == b"third"
     tiers.store.close()
