@@ -15,14 +15,11 @@ from cuvee.codec.support.arrays import F32, U8
 
 
 @inner
-def quantize_row(y, inverse, dead_zone, rounding, levels):  # type: ignore[no-untyped-def]
-    """Quantize coefficients of one component; `inverse` is one over their step."""
-    for t in range(len(levels)):
-        a = abs(y[t]) * inverse
-        level = (
-            np.int32(a + rounding) if a >= dead_zone else np.int32(0)
-        )  # of a number that is not negative: rounds down
-        levels[t] = level if y[t] >= 0 else -level
+def _quantized(y, inverse, dead_zone, rounding):  # type: ignore[no-untyped-def]
+    """Return the level of a coefficient, as `quantize_step` does; `inverse` is one over its step."""
+    a = abs(y) * inverse
+    level = np.int32(a + rounding) if a >= dead_zone else np.int32(0)  # of a number that is not negative: rounds down
+    return level if y >= 0 else -level
 
 
 @inner
@@ -122,17 +119,16 @@ def _list_escapes(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     tokens = len(classes)
     at = 0
-    one = np.empty(1, np.int32)
     for c in range(len(escaped)):
         for t in range(tokens if escaped[c] else 0):
             k = classes[t]
             if c < rows[k] and planes[c, t] == ESCAPE:
                 table = level_table[k, c]
-                quantize_row(y[c, t : t + 1], inverses[k], dead_zone[table], rounding[table], one)
+                level = _quantized(y[c, t], inverses[k], dead_zone[table], rounding[table])
                 bits = np.int32(shift[k, c])
                 half = np.int32(1) << (bits - 1) if bits else np.int32(0)
                 index[at] = np.uint32(c * tokens + t)
-                value[at] = (one[0] + half) >> bits
+                value[at] = (level + half) >> bits
                 at += 1
 
 
