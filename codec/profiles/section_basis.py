@@ -54,7 +54,7 @@ class SectionBasis:
         """Number of components stored per block."""
         return tuple(block.rank for block in self.maps)
 
-    @property
+    @lazy
     def block_sizes(self) -> tuple[int, ...]:
         """Number of values per block."""
         return tuple(block.size for block in self.maps)

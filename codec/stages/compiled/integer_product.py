@@ -12,7 +12,7 @@ import torch
 
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.integer_steps import TOKENS, multiply_step, pair_rows
+from cuvee.codec.stages.compiled.integer_steps import TOKENS, multiply_step, pair_rows, turn_step
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.products import Products
 from cuvee.codec.stages.reference import product
@@ -70,19 +70,19 @@ def multiply_leading(y: F32, maps: IntegerMaps, x: F32) -> None:
 @compiled
 def _analyze(x, sizes, fields, matrix, scale, ranks, known, pairs, units, edge, y, first):  # type: ignore[no-untyped-def]
     tokens, stride = len(x), y.shape[1]
-    y_, spare = y.reshape(y.size), np.empty(TOKENS * WIDTH, np.float32)
+    x_, y_, spare = x.reshape(x.size), y.reshape(y.size), np.empty(TOKENS * WIDTH, np.float32)
     before, column, begin = np.int64(0), np.int64(0), np.int64(known)
     for block in range(len(fields)):
         own, rank, size = fields[block], ranks[block], sizes[block]
         half = own[_TERMS] // 2
         for t in range(0, tokens if begin < rank else 0, WIDTH):
             count = min(WIDTH, tokens - t)
-            for i in range(WIDTH):
-                token = x[min(t + i, tokens - 1), column : column + size]
-                for term in range(np.uint64(size)):
-                    edge[term * np.uint64(WIDTH) + np.uint64(i)] = token[term]
-                if size < 2 * half:
-                    edge[size * WIDTH + i] = 0
+            whole = size // WIDTH * WIDTH if count == WIDTH else np.int64(0)
+            for term in range(0, whole, WIDTH):
+                turn_step(x_, t * x.shape[1] + column + term, x.shape[1], edge, term * WIDTH)
+            for term in range(whole, 2 * half):
+                for i in range(WIDTH):
+                    edge[term * WIDTH + i] = x[t + i, column + term] if i < count and term < size else np.float32(0)
             pair_rows(edge, 0, WIDTH, 2 * half, pairs, 0, units, 0)
             for row in range(begin - begin % TOKENS, rank, TOKENS):
                 of_row, at = row % WIDTH, (before + row) * stride + first + t

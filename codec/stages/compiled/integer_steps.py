@@ -65,6 +65,32 @@ def pair_rows(typing: Any, y, place, stride, rows, pairs, to, units, first):  # 
     return signature, generate
 
 
+@spelled_out
+def turn_step(typing: Any, x, place, stride, out, to):  # type: ignore[no-untyped-def]
+    """Transpose 16 rows of 16 numbers: `turn_step(x, place, stride, out, to)`.
+
+    Args:
+        typing: Numba's.
+        x: float32 array.
+        place: where the first row is.
+        stride: from a row to the next.
+        out: float32 array, receives rows one after the other.
+        to: where the first is written.
+    """
+    signature = types.void(x, place, stride, out, to)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        code = Code(context, builder, sig.args, values)
+        source, target = code.pointer(0, 1, 4), code.pointer(3, 4, 4)
+        row_bytes = builder.mul(code.integer(2, types.int64), INT64(4))
+        rows = [code.load(builder.gep(source, [builder.mul(row_bytes, INT64(i))]), FLOATS, 4) for i in range(WIDTH)]
+        for i, row in enumerate(code.transposed(rows)):
+            code.store(row, builder.gep(target, [INT64(4 * WIDTH * i)]), 4)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 def _of_vector(code: Code, name: str, value: Any) -> Any:
     function = cgutils.get_or_insert_function(
         code.builder.module, ir.FunctionType(FLOATS, [FLOATS]), f"{name}.v{WIDTH}f32"
