@@ -298,7 +298,7 @@ class Bench:
             groups=groups, tells=tells, alone=shards == 1, **(setup or {}),
         )  # fmt: skip
         self.store = store or DictStore()
-        self.recorder = Recorder()
+        self.recorder = Recorder(rank)
         self.worker = WorkerSide(self.setup, rank, self.codec, self.store, self.recorder, weights)
         self.cache = cache or make_pages(LAYOUT, device or torch.device("cpu"), permuted)
         self.worker.attach(self.cache)
