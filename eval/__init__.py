@@ -8,10 +8,10 @@ Methods and measurements
 The commands
     demo                 `cuvee demo`
     report               `cuvee report`
-    bench                benchmarks, run from a checkout: the codec on a CPU and on a GPU, vLLM, other people's clients
+    bench                benchmarks, run from a checkout: the codec on a CPU and on a GPU, vLLM, its own client
     lm_command           `cuvee eval`
 
 Shared parts
-    documents, formatting, plots, labels     the style of reports, numbers and plots
+    documents, formatting, plots   the style of reports, numbers and plots
     runs, progress, machine                  folders of runs, progress, and the machine
 """
