@@ -13,5 +13,5 @@ The commands
 
 Shared parts
     documents, formatting, plots   the style of reports, numbers and plots
-    runs, progress, machine                  folders of runs, progress, and the machine
+    runs, progress, machine        folders of runs, progress, and the machine
 """
