@@ -49,17 +49,17 @@ def install() -> None:
     from triton.backends import backends
 
     driver = types.SimpleNamespace(is_active=lambda: True)
-    backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)  # type: ignore[assignment]
+    backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)
     triton.knobs.propagate_env = False
     triton.knobs.runtime.interpret = True
     del os.environ["TRITON_INTERPRET"]
 
     from vllm.platforms.cpu import CpuPlatform
 
-    check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+    check = CpuPlatform.check_and_update_config.__func__
 
     def check_and_schedule_ahead(cls: type, vllm_config: Any) -> None:
         check(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = True  # which it has just switched off
 
-    CpuPlatform.check_and_update_config = classmethod(check_and_schedule_ahead)  # type: ignore[assignment,method-assign]
+    CpuPlatform.check_and_update_config = classmethod(check_and_schedule_ahead)
