@@ -155,12 +155,15 @@ def test_a_folder_that_was_removed_is_made_again(root: Path) -> None:
     assert store.put(KEY, b"z") and store.get(KEY) == b"z"
 
 
-def test_a_folder_that_is_removed_during_a_put_is_a_failure(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gone", ["", "ab"], ids=["the root", "a tenant"])
+def test_a_folder_that_is_removed_during_a_put_is_a_failure(
+    root: Path, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = DiskStore(root)
     replace = os.replace
 
     def removed(source: str, target: str, **folders: int) -> None:
-        shutil.rmtree(root)
+        shutil.rmtree(root / gone)
         replace(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", removed)
