@@ -49,8 +49,8 @@ def _metrics(dice: Dice) -> dict[str, float] | None:
     recorder = Recorder(dice.number(0, 3))
     for _ in range(dice.number(0, 6)):
         metric = dice.pick(list(METRICS.values()))
-        tier, value = dice.pick(("disk", "redis", "x y")), dice.pick(metric.values) if metric.values else ""
-        label = f"{tier}:{value}" if metric.second else (value or tier) * bool(metric.label)
+        tier, permitted = dice.pick(("disk", "redis", "x y")), dice.pick(metric.values) if metric.values else ""
+        label = f"{tier}:{permitted}" if metric.second else (permitted or tier) * bool(metric.label)
         value = dice.pick((0.0, 1.0, 1e-9, 1e18, 3.5, float(1 << 60)))
         if metric.kind == "gauge":
             endless = metric.name == "break_even_tokens" and dice.chance(0.5)

@@ -95,9 +95,9 @@ class Injector:
         self._undo: list[Callable[[], None]] = []
         hooks: list[tuple[Any, str, str]] = [(side, name, name) for name in SCHEDULER_HOOKS]
         hooks += [(worker, path, name) for name, path in WORKER_HOOKS.items()]
-        for hooked, path, name in hooks:
-            *owner, method = path.split(".")
-            of = attrgetter(*owner)(hooked) if owner else hooked
+        for hooked, place, name in hooks:
+            part_of, _, method = place.rpartition(".")
+            of = attrgetter(part_of)(hooked) if part_of else hooked
             self._replace(of, method, self._hook(name, getattr(of, method)))
         owners: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
             ("s", side, SCHEDULER), ("w", worker, WORKER), ("c", PrefixChain, CHAIN),

@@ -19,6 +19,7 @@ from cuvee.integrations.vllm.lookups import CALL_KEYS, THREADS, Lookup, Lookups
 from cuvee.naming.identity import store_key
 
 SEGMENTS = {"segment_tokens": 12}
+NONE: list[int] = []
 
 
 class Counter:
@@ -73,7 +74,7 @@ def test_a_question_of_any_length_is_asked_in_bounded_calls(
     made: Callable[..., tuple[Lookups, Counter]], shards: int
 ) -> None:
     looking, store = made(shards=shards)
-    assert looking.begin("a", asking(130, 0, 2), []).answer.result(20) == [65, 0, 1]
+    assert looking.begin("a", asking(130, 0, 2), NONE).answer.result(20) == [65, 0, 1]
     most = max(CALL_KEYS // shards, 1)
     assert looking.batch == most and all(count <= most for _, count in store.begun)
     assert len(store.begun) == -(-130 // most) + -(-2 // most)
@@ -82,17 +83,17 @@ def test_a_question_of_any_length_is_asked_in_bounded_calls(
 def test_nobody_is_asked_for_what_is_not_wanted_any_more(made: Callable[..., tuple[Lookups, Counter]]) -> None:
     looking, store = made(threads=2)
     store.blocked = {"cancelled", "settled"}
-    cancelled, settled = (looking.begin(tenant, asking(6, 6400), []) for tenant in ("cancelled", "settled"))
+    cancelled, settled = (looking.begin(tenant, asking(6, 6400), NONE) for tenant in ("cancelled", "settled"))
     wait_until(lambda: len(store.begun) == 2, "both first calls")
     store.release(1)
     wait_until(lambda: len(store.begun) == 4, "the first calls of both second questions")
-    unbegun = looking.begin("a", asking(2), [])
+    unbegun = looking.begin("a", asking(2), NONE)
     assert cancelled.answer.cancel() and settled.settle() == [3], "of the first question"
     assert unbegun.answer.cancel()
     with pytest.raises(CancelledError):
         cancelled.settle()
     store.release(1000)
-    assert looking.begin("b", asking(1), []).answer.result(20) == [1]
+    assert looking.begin("b", asking(1), NONE).answer.result(20) == [1]
     assert store.begun[4:] == [("b", 1)] and settled.answer.result() == [3]
 
 
@@ -107,9 +108,13 @@ def test_errors_go_to_whoever_asks_and_then_to_whoever_waits(made: Callable[...,
         return "up"
 
     assert looking.begin("a", caught, "nothing").answer.result(20) == "it is index out of range"
+
+    def uncaught(lookup: Lookup[list[bool]]) -> list[bool]:
+        return lookup.contains([b""], [])
+
     with pytest.raises(IndexError):
-        looking.begin("a", lambda lookup: lookup.contains([b""], []), []).answer.result(20)
-    assert looking.begin("a", asking(1), []).answer.result(20) == [1], "the threads are there"
+        looking.begin("a", uncaught, [True]).answer.result(20)
+    assert looking.begin("a", asking(1), NONE).answer.result(20) == [1], "the threads are there"
 
 
 # In the scheduler's side ---------------------------------------------------------------------------------------------
