@@ -244,7 +244,7 @@ def rewritten(section: Planned, part: CodedPart, **changes: Any) -> bytes:
     return write_coded(replace(part, **changes), int(section.classed.planes.max()))
 
 
-DAMAGED = [(name, kind) for name in ("deep", "blocks", "few") for kind in KINDS]
+DAMAGED = [("deep", "classes"), ("blocks", "classes"), *(("few", kind) for kind in KINDS)]
 
 
 @pytest.mark.parametrize(("name", "kind"), DAMAGED)
