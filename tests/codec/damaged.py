@@ -217,9 +217,15 @@ def with_listed(change: ListChange) -> bytes:
     return with_parts(escapes=Escapes(np.array(index, np.uint32), np.array(value, np.int32)))
 
 
+def _one_more(index: list[int], value: list[int]) -> None:
+    """Where the planes have none."""
+    index.insert(4, index[4] - 1)
+    value.insert(4, 1)
+
+
 ESCAPE_LISTS: dict[str, tuple[type[CuveeError], ListChange]] = {
     "an escape missing": (CorruptError, lambda index, value: (index.pop(4), value.pop(4))),
-    "an escape too many": (CorruptError, lambda index, value: (index.insert(4, index[4] - 1), value.insert(4, 1))),
+    "an escape too many": (CorruptError, _one_more),
     "an escape elsewhere": (CorruptError, lambda index, value: index.__setitem__(4, index[4] + 1)),
     "an escape twice": (FormatError, lambda index, value: index.__setitem__(4, index[5])),
     "escapes out of order": (FormatError, lambda index, value: index.__setitem__(4, index[5] + 1)),

@@ -231,7 +231,7 @@ METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("curve plain is a number", lambda d: d["curve"][0].update(plain=1)),
     ("curve kind is a list", lambda d: d["curve"][0].update(kind=["prose"])),
     ("curve value is not a number", lambda d: d["curve"][0].update(kl=math.nan)),
-    *((f"features {n!r}", lambda d, n=n: d.update(features=n)) for n in (3, 1 << 15, True, -1, "1")),  # type: ignore[misc]
+    *((f"features {n!r}", lambda d, n=n: d.update(features=n)) for n in (3, 1 << 15, True, -1, "1")),
 ]
 
 

@@ -394,9 +394,9 @@ def check_analyze(world: World, is_sorted: bool, run: slice = slice(None)) -> to
     shared = world.batch.arguments(world.cache, run=run)
     batch = ChunkBatch(*(shared[field.name] for field in fields(ChunkBatch)))
     order = TokenOrder(**world.order() | {"block_ranks": world.block_ranks[torch.from_numpy(own)].contiguous()})
-    tables = (torch.from_numpy(table.copy()).to(world.batch.device) for table in (jobs, blocks[own]))
+    listed, cut = (torch.from_numpy(table.copy()).to(world.batch.device) for table in (jobs, blocks[own]))
     analyze(
-        x.to(world.batch.device), *tables, world.basis(world.forward), batch, y,
+        x.to(world.batch.device), listed, cut, world.basis(world.forward), batch, y,
         max(rank for ranks in world.ranks[run] for rank in ranks), order if is_sorted else None,
     )  # fmt: skip
     length = max(section.values for section in world.batch.sections)
