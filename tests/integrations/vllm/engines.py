@@ -59,7 +59,6 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
         },
     ),
-    "gemma3n": ("Gemma3nTextConfig", {**_SHARED, "laurel_rank": 16, "activation_sparsity_pattern": [0.9, *[0.0] * 7]}),
     "gemma4": ("Gemma4TextConfig", {**_SHARED, "global_head_dim": 64}),
     "gpt_oss": ("GptOssConfig", {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama": ("LlamaConfig", {"head_dim": 32}),

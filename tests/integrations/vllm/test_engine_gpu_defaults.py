@@ -24,7 +24,7 @@ from tests.integrations.vllm.gpu_defaults import GPU
 pytestmark = pytest.mark.slow
 
 CHUNK, BLOCK = 64, 32
-NIGHTLY = ("gemma3n", "gemma4")  # windows, layers that share a cache, and heads of different sizes
+NIGHTLY = ("gemma3", "gemma4")  # windows, layers that share a cache, and heads of different sizes
 
 
 COMMON = ids(2 * CHUNK + 10, 0)
