@@ -59,6 +59,11 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
         },
     ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        # vLLM reads no head of its own for Gemma 3n.
+        {**_SHARED, "laurel_rank": 16, "activation_sparsity_pattern": [0.0] * 8, "tie_word_embeddings": True},
+    ),
     "gemma4": ("Gemma4TextConfig", {**_SHARED, "global_head_dim": 64}),
     "gpt_oss": ("GptOssConfig", {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama": ("LlamaConfig", {"head_dim": 32}),
@@ -647,7 +652,7 @@ def _sleep(llm: Any, changed: bool) -> None:
     llm.sleep(level=1)
     assert llm.wake_up(tags=["weights"]) is False
     if changed:
-        next(runner.model.parameters()).data[5] *= 1.5
+        next(each for each in runner.model.parameters() if each.numel()).data[5] += 1.0
     assert llm.wake_up(tags=["kv_cache"]) is True
     del worker.sleep, worker.wake_up
 

@@ -1,8 +1,8 @@
 """Models with sliding windows in real engines: what is restored of them answers as what is computed.
 
     gemma3     three layers with a window, one without, and two RoPE bases: groups of layers with tables of their own
-    gemma4     the last four layers attend to the caches of the two before them; layers without a window have larger
-               heads, and blocks of half as many tokens
+    gemma3n    the last four layers attend to the caches of the two before them
+    gemma4     the same; layers without a window have larger heads, and blocks of half as many tokens
     gpt_oss    every other layer has a window, and attention has sinks
     llama4     a window of two chunks begins anew at each multiple of its length; a layer without one has no positions
     mistral    all layers have the same window: one group, which drops tokens
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.slow
 
 CHUNK = WINDOW = 64
 BLOCK = 32
-FAMILIES = ("gemma3", "gemma4", "gpt_oss", "llama4", "mistral")
+FAMILIES = ("gemma3", "gemma3n", "gemma4", "gpt_oss", "llama4", "mistral")
 
 
 COMMON = ids(4 * WINDOW + 10, 0)
