@@ -29,6 +29,7 @@ NEED_VLLM = (
     "cuvee.integrations.vllm.blending.paged_model",
     "cuvee.integrations.vllm.connector",
     "cuvee.integrations.vllm.kv_events",
+    "cuvee.integrations.vllm.other_connectors",
     "cuvee.integrations.vllm.prometheus",
     "cuvee.integrations.vllm_tier.tier",
 )
