@@ -337,7 +337,6 @@ ARRAYS += [
     ("too many columns", "section.2.wide.0", lambda a: np.repeat(a, 99, 1)),
     ("too many columns", "section.2.narrow.0", lambda a: np.repeat(a, 9, 1)),
     ("one row less", "tokens.row_scale", lambda a: a[:-1]),
-    ("no row", "tokens.embedding", lambda a: a[:0]),
     ("one column less", "tokens.embedding", lambda a: a[:, :-1]),
 ]
 
@@ -356,6 +355,18 @@ def test_numbers_that_break_a_rule(
     with pytest.raises(FormatError) as caught:
         Profile.load(path)
     assert "hash to its id" not in str(caught.value)
+
+
+def test_a_token_table_has_rows(fitted: Fitted, tmp_path: Path) -> None:
+    whole(fitted).save(tmp_path / "p")
+
+    def empty(_: object, arrays: dict[str, Any]) -> None:
+        for key in ("tokens.embedding", "tokens.row_scale"):
+            arrays[key] = arrays[key][:0]
+
+    path = rewrite(tmp_path / "p", tmp_path / "q", empty)
+    with pytest.raises(FormatError, match=r"tokens\.embedding: must have 1 "):
+        Profile.load(path)
 
 
 def _kind(data: dict[str, Any], **changes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
-from cuvee.codec.stages.rows import Rows, dense_rows, has_rows
+from cuvee.codec.stages.rows import Rows, cache_rows, dense_rows, has_rows
 
 BLOCKS, BLOCK_TOKENS = 5, 16
 CPU = torch.device("cpu")
@@ -133,6 +134,8 @@ def test_every_order_of_memory_gets_the_same(
     kept = slots != NOWHERE
     for start in (11, 100):
         cache, memory = make(layout, order)
+        for rows in chain(*cache_rows(cache, slots, range(layout.num_layers))):
+            assert rows is not None and (rows.begins[~kept.numpy()] == -1).all()
         codec.decode_paged([blob], cache, [slots], [start]).check()
         assert used.pop()
         want = codec.decode(blob, start)
