@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,6 +18,13 @@ from cuvee.codec.support.integer_maps import LONGEST
 # A product is as deep as its finest column. After each of so many columns, it ends if the next one needs less than this
 # share of its depth: shallower products have fewer operations, but more calls, and more shapes, cost time, too.
 PRODUCT_DEPTH, PRODUCT_COLUMNS = 0.75, 32
+
+
+class MixedInverse(NamedTuple):
+    """The inverse maps of one block: bfloat16 `[L, n]` of the first components, and float32 of the others."""
+
+    leading: torch.Tensor
+    others: torch.Tensor
 
 
 def product_runs(columns: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:
@@ -92,16 +100,29 @@ def analyze(
 
 def prepare_inverse(
     matrices: Sequence[torch.Tensor], rank: int, products: Products, shares: Sequence[F32]
-) -> tuple[torch.Tensor, ...]:
-    """Return a section's inverse maps as `synthesize` takes them: transposed, in the dtype that coefficients have.
+) -> tuple[torch.Tensor, ...] | tuple[MixedInverse, ...]:
+    """Return a section's inverse maps as `synthesize` takes them.
 
     Args:
         matrices: `SectionBasis.inverse`: for each block, float32 `[n, components]`.
         rank: the most components of a block that are ever used.
-        products: how to multiply; only compiled products mix dtypes.
-        shares: for each block and component the expected share of coefficients that are not zero, by which they do.
+        products: how to multiply.
+        shares: for each block and component the expected share of coefficients that are not zero, which says which of
+            them MIXED multiplies as bfloat16.
+
+    Returns:
+        the transposed maps, padded with zeros to a common number of rows; equal blocks are stacked: `[b, rows, n]`. If
+        some rows are bfloat16 and others float32, a `MixedInverse` of each block.
     """
-    return stack_blocks(matrices, padded(rank), products.coefficients)
+    rows = padded(rank)
+    leading = [products.leading_rows(share, rows) if products is Products.MIXED else 0 for share in shares]
+    if min(leading) == rows > 0:
+        return stack_blocks(matrices, rows, torch.bfloat16)
+    stacked = stack_blocks(matrices, rows, products.coefficients)
+    if not any(leading):
+        return stacked
+    blocks = [matrix for alike in stacked for matrix in alike]
+    return tuple(MixedInverse(own[:first].bfloat16(), own[first:]) for own, first in zip(blocks, leading, strict=True))
 
 
 def stack_blocks(matrices: Sequence[torch.Tensor], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -119,7 +140,7 @@ def stack_blocks(matrices: Sequence[torch.Tensor], rows: int, dtype: torch.dtype
 
 def synthesize(
     y: torch.Tensor,
-    inverse: Sequence[torch.Tensor],
+    inverse: Sequence[torch.Tensor] | Sequence[MixedInverse],
     runs: Iterable[tuple[slice, Sequence[int]]],
     out: torch.Tensor,
 ) -> torch.Tensor:
@@ -130,19 +151,27 @@ def synthesize(
         inverse: the result of `prepare_inverse`. If it is bfloat16, so are values, whatever `y` and `out` are.
         runs: columns of each product, and the rows of each block that it needs. In bfloat16, which only CPUs that
             multiply it fast use, one product serves all columns of equal blocks, because a call costs as much as it
-            would save.
+            would save. Mixed products have all rows of all columns.
         out: `[t N]` of the dtype of `y`, receives the values.
 
     Returns:
         `[t, N]`, or `[B, t, N / B]` if one product took all blocks: a view of `out`.
     """
     depth, width = y.shape[1:]
-    y = y.to(inverse[0].dtype)
+    if isinstance(inverse[0], MixedInverse):
+        values = []
+        for own, block in zip(y, cast("Sequence[MixedInverse]", inverse), strict=True):
+            first = min(len(block.leading), depth)
+            dense = torch.mm(own[:first].T.bfloat16(), block.leading[:first]).float()
+            values.append(dense + own[first:].T @ block.others[: depth - first])
+        return torch.cat(values, 1, out=out.view(width, -1))
+    stacked = cast("Sequence[torch.Tensor]", inverse)
+    y = y.to(stacked[0].dtype)
     out = out.view(y.dtype)[: out.numel()]
-    if y.dtype == torch.bfloat16 and len(inverse) == 1:
-        return torch.bmm(y.mT, inverse[0][:, :depth], out=out.view(len(y), width, -1))
+    if y.dtype == torch.bfloat16 and len(stacked) == 1:
+        return torch.bmm(y.mT, stacked[0][:, :depth], out=out.view(len(y), width, -1))
     x = out.view(width, -1)
-    matrices = [matrix for alike in inverse for matrix in alike]
+    matrices = [matrix for alike in stacked for matrix in alike]
     for run, rows in runs:
         column = 0
         for own, matrix, depth in zip(y, matrices, rows, strict=True):
