@@ -183,7 +183,7 @@ class ObjectStore(Store):
         """Delete every entry of a tenant, or of all tenants."""
         count = 0
         for page in self._paths(tenant):
-            self._remove(page)
+            self._map(self._remove, page)  # one by one: obstore does not repeat a bulk deletion that got no answer
             count += len(page)
         return count
 
@@ -210,8 +210,8 @@ class ObjectStore(Store):
             failure = self._failure(error)
         raise failure  # outside, because the cause may hold a password that the server sent back
 
-    def _remove(self, paths: str | list[str]) -> None:
-        self._call(lambda: obstore.delete(self._place, paths))
+    def _remove(self, path: str) -> None:
+        self._call(lambda: obstore.delete(self._place, path))
 
     def _failure(self, error: Exception) -> StoreError:
         """Count a failed operation; return the error to raise. What obstore adds for its developers is left out."""

@@ -131,7 +131,7 @@ def test_what_a_server_lists_is_checked(url: str, open_objects: Open, monkeypatc
     deleted: list[str] = []
     names = ["ab/01/0123", "cd/01/0123", "ab/01/0223", "../ab/01/0123", "ab/01/0123/x", "ab/01/01\n", "ab"]
     monkeypatch.setattr(obstore, "list", lambda *_, **__: iter([[{"path": name} for name in names], []]))
-    monkeypatch.setattr(obstore, "delete", lambda _, paths: deleted.extend(paths))
+    monkeypatch.setattr(obstore, "delete", lambda _, path: deleted.append(path))
     assert store.delete_tenant("ab") == 1 and deleted == ["ab/01/0123"]
     assert store.clear() == 2 and deleted == ["ab/01/0123", "ab/01/0123", "cd/01/0123"]
 
