@@ -7,7 +7,7 @@ does delete by age at no cost: give the bucket a lifecycle rule that deletes obj
 were written. `ttl` does not replace that rule, because an expired entry is deleted only when it is requested.
 
 A server has to announce the size of an object, and obstore reads no more than that. An object that is too large is not
-read. Listings are read page by page. Retries and timeouts are obstore's.
+read. Listings are read page by page. Retries and timeouts are obstore's, except of deletions.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from cuvee.integrations.stores.threads import ThreadPool
 
 try:
     import obstore
+    from obstore.exceptions import GenericError
     from obstore.store import from_url
 except ImportError as missing:
     raise ImportError("object stores need obstore: pip install cuvee[objects]") from missing
@@ -52,6 +53,9 @@ _CLOSE_SECONDS = 10.0
 # Of one request, with its response. What obstore takes for a passing failure is tried twice more within 10 s.
 _TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
 _RETRY: dict[str, Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
+# A deletion that got no answer is sent again as often, unless that took so many seconds already.
+_AGAIN_SECONDS = 5.0
+_ANSWERED = ("Server returned", "following redirect")  # in the messages of obstore's errors
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 _PATH = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,2})/\2[0-9a-f]*")  # of an entry, below our prefix
@@ -183,7 +187,7 @@ class ObjectStore(Store):
         """Delete every entry of a tenant, or of all tenants."""
         count = 0
         for page in self._paths(tenant):
-            self._map(self._remove, page)  # one by one: obstore does not repeat a bulk deletion that got no answer
+            self._remove(page)
             count += len(page)
         return count
 
@@ -210,8 +214,8 @@ class ObjectStore(Store):
             failure = self._failure(error)
         raise failure  # outside, because the cause may hold a password that the server sent back
 
-    def _remove(self, path: str) -> None:
-        self._call(lambda: obstore.delete(self._place, path))
+    def _remove(self, paths: str | list[str]) -> None:
+        self._call(lambda: _repeated(lambda: obstore.delete(self._place, paths)))
 
     def _failure(self, error: Exception) -> StoreError:
         """Count a failed operation; return the error to raise. What obstore adds for its developers is left out."""
@@ -268,6 +272,19 @@ def asked(request: Callable[[], _T]) -> _T:
         raise RuntimeError("a forked process cannot use obstore: start it by spawn")
     _Runtime.process = os.getpid()
     return request()
+
+
+def _repeated(delete: Callable[[], _T]) -> _T:
+    """Delete; again if the connection broke: on S3 that is a POST, which obstore does not repeat by itself."""
+    begun = time.monotonic()
+    for _ in range(_RETRY["max_retries"]):
+        try:
+            return delete()
+        except GenericError as error:
+            answered = any(words in str(error) for words in _ANSWERED)
+            if answered or time.monotonic() - begun > _AGAIN_SECONDS:
+                raise
+    return delete()
 
 
 def shown_error(error: Exception, secrets: Sequence[str]) -> str:

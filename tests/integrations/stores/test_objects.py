@@ -131,7 +131,7 @@ def test_what_a_server_lists_is_checked(url: str, open_objects: Open, monkeypatc
     deleted: list[str] = []
     names = ["ab/01/0123", "cd/01/0123", "ab/01/0223", "../ab/01/0123", "ab/01/0123/x", "ab/01/01\n", "ab"]
     monkeypatch.setattr(obstore, "list", lambda *_, **__: iter([[{"path": name} for name in names], []]))
-    monkeypatch.setattr(obstore, "delete", lambda _, path: deleted.append(path))
+    monkeypatch.setattr(obstore, "delete", lambda _, paths: deleted.extend(paths))
     assert store.delete_tenant("ab") == 1 and deleted == ["ab/01/0123"]
     assert store.clear() == 2 and deleted == ["ab/01/0123", "ab/01/0123", "cd/01/0123"]
 
@@ -321,6 +321,7 @@ REQUESTS: dict[str, tuple[Callable[[ObjectStore], object], object]] = {
     "get": (lambda store: store.get(KEY), bytes(3000)),
     "put": (lambda store: store.put(OTHER, bytes(3_000_000)), True),
     "contains": (lambda store: store.contains([KEY]), [True]),
+    "delete": (lambda store: store._remove(PATH), None),
     "list": (lambda store: list(store.keys("ab")), [KEY]),
 }
 
@@ -346,10 +347,32 @@ def test_a_request_without_an_answer_is_sent_again(
         proxy.close()
 
 
-def test_an_answer_that_is_an_error_is_not_asked_for_again(server: FakeHTTP, store: ObjectStore) -> None:
+def test_a_deletion_is_sent_three_times_at_most(
+    url: str, shared_bucket: S3Server, open_objects: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_objects(url).put(KEY, b"x")
+    for seconds, left in ((module._AGAIN_SECONDS, 0), (-1.0, 2)):
+        monkeypatch.setattr(module, "_AGAIN_SECONDS", seconds)
+        proxy = Breaking(shared_bucket.port, [0] * 3)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        store = open_objects(url)
+        try:
+            with pytest.raises(StoreError, match="HTTP error"):
+                store._remove(PATH)
+            assert counted(store).errors == 1 and len(proxy.breaks) == left
+        finally:
+            proxy.close()
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda store: store.get(KEY), lambda store: store._remove(PATH)], ids=["get", "delete"]
+)
+def test_an_answer_that_is_an_error_is_not_asked_for_again(
+    ask: Callable[[ObjectStore], object], server: FakeHTTP, store: ObjectStore
+) -> None:
     server.tell = lambda method, path: answer("403 No")
     with pytest.raises(StoreError, match="403"):
-        store.get(KEY)
+        ask(store)
     assert len(server.requests) == 1
 
 
