@@ -53,8 +53,8 @@ _CLOSE_SECONDS = 10.0
 # Of one request, with its response. What obstore takes for a passing failure is tried twice more within 10 s.
 _TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
 _RETRY: dict[str, Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
-# A deletion that got no answer is sent again as often, unless that took so many seconds already.
-_AGAIN_SECONDS = 5.0
+# A deletion that got no answer is sent so often, after pauses that double, unless it took so many seconds already.
+_TRIES, _PAUSE, _AGAIN_SECONDS = 6, 0.25, 15.0
 _ANSWERED = ("Server returned", "following redirect")  # in the messages of obstore's errors
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
@@ -277,13 +277,14 @@ def asked(request: Callable[[], _T]) -> _T:
 def _repeated(delete: Callable[[], _T]) -> _T:
     """Delete; again if the connection broke: on S3 that is a POST, which obstore does not repeat by itself."""
     begun = time.monotonic()
-    for _ in range(_RETRY["max_retries"]):
+    for turn in range(_TRIES - 1):
         try:
             return delete()
         except GenericError as error:
             answered = any(words in str(error) for words in _ANSWERED)
             if answered or time.monotonic() - begun > _AGAIN_SECONDS:
                 raise
+        time.sleep(_PAUSE * 2**turn)
     return delete()
 
 
