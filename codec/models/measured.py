@@ -67,7 +67,7 @@ def describe_config(config: Any, dtype: str | torch.dtype | None, states: bool) 
 
 
 def describe_model(model: Any, states: bool) -> dict[str, Any]:
-    """Do so for a transformers model or configuration, as `KVLayout.of` says."""
+    """Measure the cache of a transformers model or configuration, as `KVLayout.of` says."""
     _checked(decoder_config(model), states)
     config, layers = measured_layers(model)
     dtype = getattr(model, "dtype", None) or config.dtype or torch.get_default_dtype()

@@ -49,7 +49,7 @@ class Products(Enum):
     """
 
     FLOAT32 = "float32"
-    INT16 = "int16"  # dense products of 16-bit integers, to values, in compiled loops; others of float32
+    INT16 = "int16"  # dense products of 16-bit integers; those to values in compiled loops alone; others of float32
     MIXED = "mixed"  # dense products of bfloat16, sparse ones of float32
     BFLOAT16 = "bfloat16"  # with matrix instructions, which make a dense product faster than one that skips zeros
 

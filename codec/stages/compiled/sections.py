@@ -310,7 +310,9 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
 def read_index(
     coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int
 ) -> tuple[SectionIndex, npt.NDArray[np.int64]]:
-    """Do so, and return what is wrong with the first damaged section: a `problem` with a rule, or without one."""
+    """Index sections as `index_sections` does, but return what is wrong with the first damaged one: a `problem`, which
+    has a rule or none.
+    """
     count = len(parts)
     numbers = np.array([number for number, _ in parts])
     data, spans = joined([section for _, section in parts])
