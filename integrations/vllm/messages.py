@@ -82,7 +82,6 @@ class Blend:
         pieces: segments in order; the first may begin before `start`, and the last may end after the load.
         cost: share of the reused tokens' computation to spend on recomputing some of them.
         blocks: the engine's blocks from the first token to the load's end.
-        check: compare the next token's distribution with that of the exactly computed prompt.
         first: tokens before this position are computed even where a piece holds them.
     """
 
@@ -91,7 +90,6 @@ class Blend:
     pieces: list[Entry]
     cost: float
     blocks: list[int]
-    check: bool = False
     first: int = 0
 
     @property

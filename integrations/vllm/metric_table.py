@@ -34,10 +34,9 @@ class Metric:
 
 _LOAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-_KL_BUCKETS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
 _KINDS = ("chunk", "tail", "segment")
-_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "check", "refinement")
+_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "refinement")
 _UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "error")
 _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "reset", "stats",
@@ -67,8 +66,6 @@ METRICS: dict[str, Metric] = {
         Metric("blend_seconds", "histogram", "Seconds of choosing and recomputing tokens in the engine's loop; "
                "its count is that of the blended prompts.", ranks="first", buckets=_LOAD_BUCKETS),
         Metric("blend_slices", "counter", "Steps of the engine that computed a part of a blend.", ranks="first"),
-        Metric("blend_kl", "histogram", "How far a blend moved the next token's distribution, in nats, for the blends "
-               "that were also computed exactly (check_every).", ranks="first", buckets=_KL_BUCKETS),
         Metric("blends_refused", "counter", "Requests that were not blended although segments were given or found.",
                "reason", _REFUSALS),
         Metric("recomputed_tokens", "counter", "Tokens of failed loads that were recomputed, of all ranks."),

@@ -88,10 +88,7 @@ class WorkerBlends:
                 logger.exception("cuvee: request %s is not blended but computed", job.load.request)
                 self._loads.end(job, "blend")
                 return tokens
-            # A check says nothing about the blend.
-            checked_from = job.blending.checked_from
-            blended = time.monotonic() if checked_from is None else checked_from
-            job.compute_seconds += max(blended - begun, 0.0)
+            job.compute_seconds += time.monotonic() - begun
             self._state.recorder.count("blend_slices")
             if job.blending.done:
                 self._blended(job, blend, job.blending)
@@ -102,12 +99,8 @@ class WorkerBlends:
         recorder, tokens = self._state.recorder, done.tokens
         for kind, count in tokens.items():
             recorder.count("blend_tokens", count, kind)
-        if done.kl is not None:
-            recorder.count("blend_kl", done.kl)
         recorder.count("blend_seconds", job.compute_seconds)
         # As the scheduler expected: at this cost it may be more tokens, where they are cheaper.
         job.computed = tokens["new"] + blend.cost * (tokens["reused"] + tokens["recomputed"])
-        if blend.check and done.kl is None:
-            recorder.count("failures", label="check")
         job.valid_until = job.load.end
         self._loads.end(job)

@@ -41,9 +41,7 @@ class SlicedBlend(Protocol):
     """A blend that is computed slice by slice. See `blending.executing.PageBlend`."""
 
     done: bool
-    checked_from: float | None
     tokens: dict[str, int]
-    kl: float | None
 
     def advance(self, budget: float, /) -> float:
         """Compute a slice of at most so many tokens, or one unit; return the number of computed tokens."""

@@ -26,8 +26,6 @@ class BlendOptions:
             many at most. Shorter parts are never used, however they were found.
         min_context: tokens that must stand before a segment for it to be stored, unless the request names it. A segment
             computed at the beginning of a prompt lacks the context that it usually has.
-        check_every: also compute every n-th blend exactly, and export how far the next token's distribution moved
-            (`blend_kl`). Each check takes a whole prefill, in slices like the blend itself. 0: never.
 
     Raises:
         InputError: a value of the wrong type or range.
@@ -37,7 +35,6 @@ class BlendOptions:
     separator: str | tuple[int, ...] | None = None
     segment_tokens: int = 192
     min_context: int = 128
-    check_every: int = 0
 
     def __post_init__(self) -> None:
         _check_cost("blend.cost", self.cost)
@@ -48,7 +45,7 @@ class BlendOptions:
             object.__setattr__(self, "separator", tuple(given))
         elif given is not None and not (isinstance(given, str) and given):
             raise InputError(f"blend.separator: must be a text or a list of token ids, or left out, got {given!r}")
-        for name, least in (("segment_tokens", _LEAST_SEGMENT), ("min_context", 0), ("check_every", 0)):
+        for name, least in (("segment_tokens", _LEAST_SEGMENT), ("min_context", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise InputError(f"blend.{name}: must be a whole number of at least {least}, got {value!r}")

@@ -7,8 +7,6 @@ A blend is computed in slices, one per step of the engine, so that other request
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,23 +14,20 @@ from typing import Protocol
 import torch
 
 from cuvee.blend import Nothing, Selector, default_selector
-from cuvee.blend.recompute import MOST_ROWS, KVExchange, Observer, Placed, Recompute
+from cuvee.blend.recompute import MOST_ROWS, Observer, Placed, Recompute
 from cuvee.blend.recompute_model import RecomputeModel
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.messages import Blend
 
-logger = logging.getLogger(__name__)
-
 # On a CPU without AMX a run costs a third of a token (SmolLM2-135M, 4,096 tokens); where computing is faster, it costs
 # more. At 2 tokens the KL does not suffer yet.
 RUN_OVERHEAD = 2.0
-_MASK_CELLS = 1 << 24  # most cells of a mask; a check of a long prompt takes few tokens at a time
 
 
 class ServedModel(RecomputeModel, Protocol):
-    """A model that also predicts the next token.
+    """A model whose costs are known.
 
     Attributes:
         context_overhead: what a token costs more per token before it, as a share of what it costs without any; the same
@@ -40,10 +35,6 @@ class ServedModel(RecomputeModel, Protocol):
     """
 
     context_overhead: float
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Turn the last layer's output `[S, C]` into float32 logits `[S, V]`."""
-        ...
 
 
 class RankFailedError(CuveeError):
@@ -101,8 +92,6 @@ class PageBlend:
     Attributes:
         done: everything is computed.
         tokens: computed or reused, by kind as in the metric `blend_tokens`; complete once the blend is done.
-        kl: how far the blend moved the next token's distribution, in nats, if that was checked.
-        checked_from: when the blend itself was complete and its check began, by `time.monotonic`; None: not yet.
     """
 
     def __init__(self, blender: PageBlender, blend: Blend, end: int) -> None:
@@ -112,10 +101,8 @@ class PageBlend:
         self._layers = blender.cache.layout.num_layers
         self._units = self._compute()
         self._following = 0.0  # tokens that the next unit computes; preparing the first unit costs almost nothing
-        self.checked_from: float | None = None
         self.done = False
         self.tokens: dict[str, int] = {}
-        self.kl: float | None = None
 
     def advance(self, budget: float) -> float:
         """Compute a slice: as many units as fit the budget, and at least one.
@@ -148,15 +135,11 @@ class PageBlend:
         except Exception as error:
             problem = error
         well = self._blender.agree(problem is None)
-        if not well and self.checked_from is not None:  # the blend itself is good
-            logger.warning("cuvee: a blend could not be checked: %s", problem or "another rank failed")
-            self.done = True
-        elif problem is not None:
+        if problem is not None:
             raise problem
-        elif not well:
+        if not well:
             raise RankFailedError("another rank could not go on with this blend")
-        else:
-            self.done = finished
+        self.done = finished
 
     def _compute(self) -> Generator[int, None, None]:
         """Compute the blend; before each unit, yield the number of token-layers it takes."""
@@ -172,43 +155,6 @@ class PageBlend:
         self.tokens = {
             "reused": cached - recomputed, "recomputed": recomputed, "new": self._end - blend.start - cached,
         }  # fmt: skip
-        if blend.check:
-            yield 0  # all ranks have computed the blend: from here on, only the check can fail
-            self.checked_from = time.monotonic()
-            self.kl = yield from self._divergence(model, slots, placed)
-
-    def _divergence(self, model: ServedModel, slots: torch.Tensor, placed: Placed) -> Generator[int, None, float]:
-        """Return the KL of the next token's distribution after the blend from that after the exact prompt, in nats."""
-        cache = self._blender.cache
-        kv = _PagesKV(cache, slots, torch.arange(len(placed.tokens)) < placed.end)
-        exact = yield from self._next_token(model, placed.tokens, 0, None)
-        blended = yield from self._next_token(model, placed.tokens, placed.end, kv)
-        return max(float((exact.exp() * (exact - blended)).sum()), 0.0)
-
-    def _next_token(
-        self, model: ServedModel, tokens: torch.Tensor, first: int, held: _PagesKV | None
-    ) -> Generator[int, None, torch.Tensor]:
-        """Return log-probabilities `[V]` of the token after a prompt, whose tokens before `first` are held.
-
-        Works layer by layer, so that only one layer's KV of the whole prompt is kept beside the pages.
-        """
-        cache = self._blender.cache
-        count = len(tokens)
-        size = max(min(self._blender.rows, _MASK_CELLS // count), 1)
-        blocks = torch.arange(first, count).split(size)
-        hidden = [model.embed(tokens[block]) for block in blocks]
-        for index, layer in enumerate(cache.layout.layers):
-            if held is None:
-                shape = (layer.kv_heads, count)
-                keys = torch.zeros(*shape, layer.head_dim, dtype=cache.dtype, device=cache.device)
-                values = torch.zeros(*shape, layer.value_dim, dtype=cache.dtype, device=cache.device)
-            else:
-                keys, values = held.layer(index)
-            for at, block in enumerate(blocks):
-                rows = model.rows(block, block[:, None] >= torch.arange(count))
-                yield len(block)
-                hidden[at] = model.layer(index, hidden[at], rows, KVExchange(keys, values, block))
-        return model.logits(hidden[-1][-1:])[0].log_softmax(-1)
 
 
 def selector_for(cost: float, reused: int, context_overhead: float) -> Selector:

@@ -79,8 +79,7 @@ class LoadedModel:
         self.layout = layout
         self.names = list(attention)
         self.attention = list(attention.values())
-        self.owner = _owner_with_layers(owners)
-        self.decoder = self.owner.model
+        self.decoder = _owner_with_layers(owners).model
         self.layers = list(self.decoder.layers)
         for index, (layer, module) in enumerate(zip(self.layers, self.attention, strict=True)):
             arguments = list(inspect.signature(layer.forward).parameters)
@@ -101,7 +100,7 @@ class LoadedModel:
 
 
 class EngineModel:
-    """The engine's layers on the pages of one prompt, and its output head; see `RecomputeModel`."""
+    """The engine's layers on the pages of one prompt; see `RecomputeModel`."""
 
     def __init__(self, loaded: LoadedModel, blocks: Sequence[int]) -> None:
         self.layout = loaded.layout
@@ -157,13 +156,6 @@ class EngineModel:
     def queries(self, index: int, hidden: torch.Tensor, rows: _Rows) -> torch.Tensor:  # noqa: D102
         asked = (rows.asked or {})[index]
         return asked * float(self._loaded.attention[index].impl.scale)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Turn hidden states `[S, 2 C]` after the last layer into float32 logits `[S, V]`, on every rank."""
-        states, residual = (half.contiguous() for half in hidden.chunk(2, -1))
-        normed, _ = self._loaded.decoder.norm(states, residual)
-        logits = self._loaded.owner.compute_logits(normed)
-        return cast(torch.Tensor, logits).float()
 
     def _attention_here(self, index: int, rows: _Rows, exchange: Exchange) -> Callable[..., torch.Tensor]:
         module, visible, asked = self._loaded.attention[index], rows.visible, rows.asked

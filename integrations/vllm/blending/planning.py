@@ -67,7 +67,6 @@ class Segmented:
         named: whether the request itself named the segments.
         taken: numbers of the reused segments.
         harvested: number of segments for which it was decided whether to store them.
-        check: whether the blend is compared with the exact prompt.
         refused: why the request is not blended although it could have been.
         reused: number of tokens with cached KV.
     """
@@ -83,7 +82,6 @@ class Segmented:
     named: bool = False
     taken: frozenset[int] = frozenset()
     harvested: int = 0
-    check: bool = False
     refused: str = ""
     reused: int = 0
 
@@ -174,7 +172,6 @@ class BlendPlanner:
         self._chunker = options.chunker(breaks)
         self._clock = clock
         self.pays = BlendPays(prefill)
-        self._blends = 0
         self._once = Once(logger)
 
     def segment(self, request: Any, tenant: str) -> Segmented | None:
@@ -260,8 +257,7 @@ class BlendPlanner:
             return NO_BLEND
         end = min(pieces[-1].end, last)
         blend = Blend(
-            list(request.prompt_token_ids), base, pieces, segmented.cost, [], segmented.check,
-            self._options.min_position,
+            list(request.prompt_token_ids), base, pieces, segmented.cost, [], self._options.min_position
         )  # fmt: skip
         reused = blend.reused(end)
         if reused < self._options.min_reused:
@@ -291,9 +287,6 @@ class BlendPlanner:
         segmented.reused = blend.reused(min(blend.pieces[-1].end, request.num_prompt_tokens - 1))
         starts = {piece.start for piece in blend.pieces}
         segmented.taken = frozenset(at for at, (start, _) in enumerate(segmented.spans) if start in starts)
-        self._blends += 1
-        segmented.check = bool(self._options.check_every) and self._blends % self._options.check_every == 0
-        blend.check = segmented.check
 
     def harvest(self, segmented: Segmented, computed: int) -> list[int]:
         """Return the numbers of the segments that can be stored once `computed` tokens have KV, each only once."""

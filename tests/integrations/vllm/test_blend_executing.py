@@ -217,12 +217,6 @@ class PagesModel:
         self.fails("written")
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As if the last layer had looked at all keys that were ever given to a whole pass: see `seen`."""
-        _, keys, values, visible = self.seen[-1]
-        mean = (keys.float().sin() + values.float().cos()).mean((0, 2)) * visible[-1]
-        return torch.stack([mean[part::4].sum() for part in range(4)])[None]
-
     def queries(self, index: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         return torch.ones(4, len(hidden), 16)
 
@@ -245,7 +239,7 @@ def run(
     agree: Callable[[bool], bool] = lambda well: well,
     rows: int = 1024,
     budget: float = math.inf,
-) -> tuple[PagesModel, dict[str, float], torch.Tensor]:
+) -> tuple[PagesModel, dict[str, int], torch.Tensor]:
     """The model after it, the record, and the last layer's keys `[T]` of the first tokens."""
     cache = pages(blend.start, blend.pieces, end)
     opened: list[PagesModel] = []
@@ -257,11 +251,10 @@ def run(
     blending = PageBlender(cache, BLOCK, open_model, total, agree, rows).begin(blend, end)
     while not blending.done:
         blending.advance(budget)
-    record: dict[str, float] = {**blending.tokens} | ({} if blending.kl is None else {"kl": blending.kl})
     (model,) = opened
     at = torch.arange(len(TABLE) * BLOCK)
     keys, _ = cache.layer(LAYERS - 1, torch.tensor(TABLE)[at // BLOCK] * BLOCK + at % BLOCK)
-    return model, record, keys[:, 0, 0].float()
+    return model, blending.tokens, keys[:, 0, 0].float()
 
 
 PIECES = [Entry("segment", b"a", 6, 12), Entry("segment", b"b", 22, 14)]  # of tokens 6 … 18 and 22 … 36
@@ -409,43 +402,17 @@ def test_any_selector_leaves_exact_tokens_and_the_rest_alone(monkeypatch: pytest
         assert (keys[:10] == 1).all() and keys[38:].isnan().all() and keys[10:38].isfinite().all()
 
 
-def test_a_check_is_the_kl_of_the_two_distributions() -> None:
-    plain, figures, before = run(request(0), 38)
-    checking = request(0)
-    checking.check = True
-    model, record, after = run(checking, 38)
-    assert "kl" not in figures
-    kl = record.pop("kl")
-    assert record == figures and model.through == plain.through
-    assert torch.equal(after.nan_to_num(-1), before.nan_to_num(-1)), "nothing in the pages changes"
-    whole, behind = model.seen[LAYERS - 1], model.seen[-1]
-    assert len(model.seen) == 2 * LAYERS and whole[0] == list(range(60)) and behind[0] == list(range(38, 60))
-    logits = []
-    for each in (whole, behind):
-        model.seen = [each]
-        logits.append(model.logits(torch.zeros(1, 1))[0].double())
-    exact, blended = (torch.distributions.Categorical(logits=each) for each in logits)
-    wanted = float(torch.distributions.kl_divergence(exact, blended))
-    assert wanted > 1e-6 and kl == pytest.approx(wanted, rel=1e-3, abs=1e-6)
-    assert torch.equal(behind[1][0, :38, 0].float(), before[:38]), "what was placed and computed"
-
-
 # Slices --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cost", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize(("rows", "budget"), [(1, 1), (3, 1), (3, 7), (1024, 1), (5, 1000)])
-def test_slices_make_what_one_piece_makes(cost: float, check: bool, rows: int, budget: int) -> None:
-    whole, piecemeal = request(cost), request(cost)
-    whole.check = piecemeal.check = check
-    model, record, keys = run(whole, 38, rows=rows)  # what corrects a token depends on the rows, not on the budget
-    sliced, same_record, same_keys = run(piecemeal, 38, rows=rows, budget=budget)
+def test_slices_make_what_one_piece_makes(cost: float, rows: int, budget: int) -> None:
+    # What corrects a token depends on the rows, not on the budget.
+    model, record, keys = run(request(cost), 38, rows=rows)
+    sliced, same_record, same_keys = run(request(cost), 38, rows=rows, budget=budget)
     assert torch.equal(keys.nan_to_num(-1), same_keys.nan_to_num(-1))
-    kl, same_kl = record.pop("kl", 0.0), same_record.pop("kl", 0.0)
     assert same_record == record and sliced.through == model.through
-    if not check:
-        assert kl == same_kl == 0
 
 
 def slices(blend: Blend, end: int, rows: int, budget: float) -> list[tuple[float, int]]:
@@ -462,17 +429,14 @@ def slices(blend: Blend, end: int, rows: int, budget: float) -> list[tuple[float
     return found
 
 
-@pytest.mark.parametrize("check", [False, True])
-def test_a_slice_computes_no_more_than_it_may(check: bool) -> None:
-    """28 tokens in units of 4, in slices of 10; then 60 tokens, and the 22 behind the blend, to check it."""
-    blend = request(1)
-    blend.check = check
-    found = slices(blend, 38, rows=4, budget=10)
+def test_a_slice_computes_no_more_than_it_may() -> None:
+    """28 tokens in units of 4, in slices of 10."""
+    found = slices(request(1), 38, rows=4, budget=10)
     assert all(took <= 10 for took, _ in found)
     assert all(computed <= 10 * LAYERS for _, computed in found)
-    assert sum(computed for _, computed in found) == (28 + 82 * check) * LAYERS
-    assert sum(took for took, _ in found) == pytest.approx(28 + 82 * check)
-    assert len(found) >= (28 + 82 * check) / 10
+    assert sum(computed for _, computed in found) == 28 * LAYERS
+    assert sum(took for took, _ in found) == pytest.approx(28)
+    assert len(found) >= 28 / 10
 
 
 def test_a_slice_gets_on_however_little_it_may_compute() -> None:
@@ -483,20 +447,6 @@ def test_no_more_than_one_unit_is_prepared_at_a_time() -> None:
     """A mask has a row per token, and what a backend wants of a unit is as large."""
     model, _, _ = run(request(1), 38, rows=2)
     assert len(model.through[0]) == 28 and model.most_masks <= 2
-
-
-def test_a_check_holds_no_mask_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    blend = request(0)
-    blend.check = True
-    _, record, _ = run(blend, 38)
-    monkeypatch.setattr(executing, "_MASK_CELLS", 8 * 60)
-    blend = request(0)
-    blend.check = True
-    model, blocked, _ = run(blend, 38)
-    assert max(visible.numel() for *_, visible in model.seen) == 8 * 60 and model.most_masks <= 2
-    through = sorted(at for positions, *_ in model.seen for at in positions)
-    assert through == sorted([*range(60), *range(38, 60)] * LAYERS)
-    assert blocked.keys() == record.keys()
 
 
 # Ranks ---------------------------------------------------------------------------------------------------------------
@@ -520,10 +470,9 @@ class Ranks:
         self.barrier.wait()
 
 
-def blend_on(ranks: Ranks, fails: Callable[[str], None], check: bool = False) -> tuple[Any, BaseException | None]:
+def blend_on(ranks: Ranks, fails: Callable[[str], None]) -> tuple[Any, BaseException | None]:
     """A blend on one rank: what it did, and what it raised."""
     blend = request(0.6)
-    blend.check = check
     cache = pages(blend.start, blend.pieces, 38)
     model = PagesModel(cache, blend.blocks)
 
@@ -560,11 +509,11 @@ class Fails:
 
 
 def blend_on_two(trouble: Callable[[str], None]) -> tuple[tuple[Any, BaseException | None], ...]:
-    """A blend that is checked, on a rank that is well and on one with a trouble."""
+    """A blend on a rank that is well and on one with a trouble."""
     ranks, results = Ranks(2), {}
 
     def work(rank: int) -> None:
-        results[rank] = blend_on(ranks, trouble if rank else lambda where: None, check=True)
+        results[rank] = blend_on(ranks, trouble if rank else lambda where: None)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
@@ -576,29 +525,22 @@ def blend_on_two(trouble: Callable[[str], None]) -> tuple[tuple[Any, BaseExcepti
 
 
 @pytest.mark.parametrize(
-    ("fails", "checked"),
+    "fails",
     [
-        (Fails("open", 1), False),  # before anything is computed
-        (Fails("rows", 2), False),  # the first unit
-        (Fails("rows", 4), False),  # a later one
-        (Fails("rows", 9), True),  # a comparison with the whole prompt
-        (Fails("rows", 30), True),
+        Fails("open", 1),  # before anything is computed
+        Fails("rows", 2),  # the first unit
+        Fails("rows", 4),  # a later one
     ],
-    ids=lambda value: f"{value.place} {value.number}" if isinstance(value, Fails) else "",
+    ids=lambda fails: f"{fails.place} {fails.number}",
 )
-def test_no_rank_waits_for_one_that_failed(fails: Fails, checked: bool) -> None:
+def test_no_rank_waits_for_one_that_failed(fails: Fails) -> None:
     """Whatever fails while a unit is prepared, all ranks hear of it before they compute the unit."""
     (first, problem), (second, cause) = blend_on_two(Fails(fails.place, fails.number))
-    if checked:  # the blend itself is good
-        assert problem is cause is None
-        for blending in (first, second):
-            assert blending.tokens and blending.kl is None
-    else:
-        assert isinstance(problem, RankFailedError) and isinstance(cause, MemoryError)
-        assert not first.tokens and not second.tokens
+    assert isinstance(problem, RankFailedError) and isinstance(cause, MemoryError)
+    assert not first.tokens and not second.tokens
 
 
-def test_what_fails_at_the_end_of_a_blend_is_no_failure_of_its_check() -> None:
+def test_no_rank_waits_for_one_that_failed_at_the_end() -> None:
     blend = request(0.6)
     cache = pages(blend.start, blend.pieces, 38)
     model, whole = PagesModel(cache, blend.blocks), Fails("written", 0)

@@ -35,7 +35,7 @@ def test_blending_is_off_unless_it_is_asked_for() -> None:
 def test_defaults() -> None:
     options = BlendOptions()
     assert Options.from_dict({"blend": {}}).blend == options
-    assert (options.cost, options.separator, options.min_context, options.check_every) == (0.15, None, 128, 0)
+    assert (options.cost, options.separator, options.min_context) == (0.15, None, 128)
     assert (options.least_tokens, options.min_position, options.min_reused) == (64, 64, 256)
     assert options.chunker() == ContentChunker(64, 192, 768)
     breaks = LineBreaks.of(["a", "\n"])
@@ -43,9 +43,9 @@ def test_defaults() -> None:
 
 
 def test_everything_can_be_set() -> None:
-    given = {"cost": 1, "separator": [1, 2], "segment_tokens": 24, "min_context": 7, "check_every": 50}
+    given = {"cost": 1, "separator": [1, 2], "segment_tokens": 24, "min_context": 7}
     options = Options.from_dict({"blend": json.loads(json.dumps(given))})
-    assert options.blend == BlendOptions(1, (1, 2), 24, 7, 50)
+    assert options.blend == BlendOptions(1, (1, 2), 24, 7)
     assert (options.blend.least_tokens, options.blend.min_position, options.blend.min_reused) == (8, 8, 32)
     assert hash(options) is not None, "stores are shared by their options"
     assert Options.from_dict({"blend": {"separator": " # # "}}).blend == BlendOptions(separator=" # # ")
@@ -79,8 +79,7 @@ def test_everything_can_be_set() -> None:
         ({"segment_tokens": True}, "blend.segment_tokens: must be a whole number"),
         ({"min_context": -1}, "blend.min_context: must be a whole number of at least 0, got -1"),
         ({"min_context": 1.0}, "blend.min_context: must be a whole number"),
-        ({"check_every": -1}, "blend.check_every: must be a whole number of at least 0, got -1"),
-        ({"check_every": True}, "blend.check_every: must be a whole number"),
+        ({"min_context": True}, "blend.min_context: must be a whole number"),
     ],
 )
 def test_wrong_options_are_refused_by_name(given: Any, message: str) -> None:

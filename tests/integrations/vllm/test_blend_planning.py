@@ -952,19 +952,6 @@ def test_segments_with_little_before_them_are_stored_only_by_name(desk: Callable
     assert segments_of(d.plan((named, 0, len(ids))).saves) == [(0, 140)]
 
 
-@pytest.mark.parametrize(("every", "checked"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [2, 5])])
-def test_one_in_so_many_blends_is_checked(desk: Callable[..., Desk], every: int, checked: list[int]) -> None:
-    d = desk(blend={"check_every": every})
-    d.put_segments(FIRST, SECOND)
-    found = []
-    for number in range(6):
-        planned = load(d, ask(d, str(number)))
-        assert planned.blend is not None
-        found += [number] * planned.blend.check
-        assert d.matched(ask(d, f"computed {number}", segments=[]))[0] == 0, "this one does not count"
-    assert found == checked
-
-
 def test_renamed_segments_are_asked_for_and_stored_anew(desk: Callable[..., Desk]) -> None:
     d = desk()
     planner, request = planner_of(d), ask(d)

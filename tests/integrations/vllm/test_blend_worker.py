@@ -30,7 +30,6 @@ class FakeBlender:
     Attributes:
         calls: blends that were begun.
         budgets: of each slice that was computed.
-        checks, seconds: the last slices check the blend, and each slice takes this long.
         well: what this rank said of itself, each time that ranks were to agree.
     """
 
@@ -39,13 +38,7 @@ class FakeBlender:
         error: Exception | None = None,
         slices: int = 1,
         takes: float = 10.0,
-        kl: float | None = None,
-        checks: int = 0,
-        seconds: float = 0.0,
     ) -> None:
-        self.kl = kl
-        self.checks = checks
-        self.seconds = seconds
         self.error = error
         self.slices = slices
         self.takes = takes
@@ -68,17 +61,12 @@ class FakeBlend:
         self.blender = blender
         self.left = blender.slices
         self.done = False
-        self.checked_from: float | None = None
         self.tokens = {"reused": 4, "recomputed": 3, "new": end - blend.start - 7}
-        self.kl = blender.kl
 
     def advance(self, budget: float) -> float:
         assert not self.done
         self.blender.budgets.append(budget)
         self.left -= 1
-        time.sleep(self.blender.seconds)
-        if self.blender.checks and self.left == self.blender.checks:
-            self.checked_from = time.monotonic()
         if self.blender.error is not None and self.left == 0:
             raise self.blender.error
         self.done = self.left == 0
@@ -328,34 +316,6 @@ def test_a_blend_arrives_once_it_is_recomputed(bench: Callable[..., Bench]) -> N
     compute(b, ["r"], blender)
     b.worker.loads.drop(["r"])
     assert len(blender.calls) == 1 and b.worker.loads.take_arrived() == set(), "once"
-
-
-def test_a_check_is_no_part_of_what_a_blend_takes(bench: Callable[..., Bench]) -> None:
-    b = bench()
-    store_segments(b)
-    load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
-    load.blend.check = True  # type: ignore[union-attr]
-    blender = FakeBlender(slices=4, checks=2, seconds=0.2)
-    b.worker.loads.start([load])
-    place(b)
-    begun = time.monotonic()
-    for _ in range(4):
-        compute(b, ["r"], blender)
-    whole = time.monotonic() - begun
-    (done,) = b.worker.report(2).blended
-    assert 0.4 <= done.compute_seconds < whole - 0.4, "two slices of four"
-    assert done.place_seconds > 0
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_reports_what_a_check_found(bench: Callable[..., Bench], rank: int) -> None:
-    b, blender = bench(rank=rank), FakeBlender(kl=0.25)
-    store_segments(b)
-    load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
-    assert load.blend is not None
-    load.blend.check = True
-    report = run_blend(b, load, blender)
-    assert any(key.startswith("blend_kl|") for key in report.metrics or {}) is (rank == 0)
 
 
 def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Bench]) -> None:

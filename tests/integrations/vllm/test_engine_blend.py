@@ -14,9 +14,7 @@ the last bit or nearly so: on some CPUs a batch of another size moves a logit by
 
 from __future__ import annotations
 
-import math
 import random
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -212,14 +210,6 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
             connector(folder / "separated-store", separator=SEPARATOR, cost=1),
         ),
         Engine(
-            "checked", models["llama"],
-            [
-                LEARN,
-                Step(TOKENS[:ALIKE], params=blends(COSTS[-1]).params[:ALIKE], forget=True),
-            ],
-            {**SLICED, **connector(folder / "checked-store", check_every=2)},
-        ),
-        Engine(
             "by content", models["llama"],
             [
                 Step([[*LONG, *QUESTION]], max_tokens=1, until=("vllm:cuvee_stored{kind=segment}", 5)),
@@ -360,20 +350,6 @@ def test_segments_between_separators_are_found(first: Results) -> None:
     assert apart(found, exact) < NOISE
     # The last part has no separator behind it: where it is a document, that is not looked for.
     assert reused(found) == [len(A) + len(B) + len(C), 2 * len(A) + len(C), len(B), 192]
-
-
-def divergence(answer: Answer, exact: Answer) -> float:
-    """KL of the next token's distribution from the exact one, in nats."""
-    return math.fsum(math.exp(p) * (p - answer.logprobs[0][token]) for token, p in exact.logprobs[0].items())
-
-
-def test_blends_are_checked_against_the_exact_prompt(first: Results) -> None:
-    """Of three the second. Its KL is the one that the answers show."""
-    (said,) = set(re.findall(r"blend_kl ([0-9.]+), ([0-9.e-]+) on average", first["checked"].log))
-    expected = divergence(first["llama"].steps[ZERO + len(COSTS) - 1][1], first["llama"].steps[1][1])
-    assert float(said[0]) == 1 and expected > 0.01
-    assert float(said[1]) == pytest.approx(expected, rel=0.01)
-    assert first["checked"].metric("vllm:cuvee_blend_slices") >= len(TOKENS[1]) / STEP, "it takes its slices, too"
 
 
 def test_paragraphs_are_found_in_another_order(first: Results) -> None:
