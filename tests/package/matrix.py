@@ -30,16 +30,17 @@ PLAIN = {
     "parallel": "one process",
     "runner": "usual",
 }
-WHERE = {"engine": "in an engine", "classes": "in its classes", "refused": "refused"}
+WHERE = ("engine", "classes", "refused")  # the best first
+SHOWN = {"drafts": "drafts by {}", "cache": "cache in {}", "runner": "runner {}"}  # of what differs from the plain case
 _RUNS = ("run_engines(", "Server(", "faults.run_group(")  # what a file that starts engines calls
 
 _HEAD = """# What engines serve
 
-Written by `python -m tests.package.matrix` from the marks of the tests; a test compares. "In an engine": requests run
-through a real one. "In its classes": the engine's own code calls ours, without a model behind it. "Refused": the engine
-does not start, and says which setting to change. An empty cell: no test shows it. Runner "V2, async": the V2 model
-runner and async scheduling, vLLM's defaults on a GPU, here in Triton's interpreter. vLLM's columns hold for 0.32 and
-0.33 (`make test-next`). [Engines](engines.md) says more.
+Written by `python -m tests.package.matrix` from the marks of the tests. **engine**: requests run through a real one.
+**classes**: the engine's own code calls ours, without a model behind it. **refused**: the engine does not start, and
+says which setting to change. An empty cell: no test shows it. A row names what differs from the first. Runner V2,
+async: the V2 model runner and async scheduling, vLLM's defaults on a GPU, here in Triton's interpreter. vLLM's
+columns hold for 0.32 and 0.33 (`make test-next`). [Engines](engines.md) says more.
 """
 
 
@@ -50,7 +51,7 @@ class Served:
     Attributes:
         path: of the test, below tests/integrations.
         kind: model, cache, drafts, parallel and runner.
-        where: a key of `WHERE`.
+        where: one of `WHERE`.
     """
 
     path: str
@@ -89,10 +90,9 @@ def marks() -> Iterator[Served]:
 def page() -> str:
     """The text of docs/matrix.md."""
     best: dict[tuple[tuple[str, ...], str], str] = {}
-    order = list(WHERE)
     for mark in marks():
         at = mark.kind, mark.engine
-        best[at] = min(best.get(at, mark.where), mark.where, key=order.index)
+        best[at] = min(best.get(at, mark.where), mark.where, key=WHERE.index)
     plain = tuple(PLAIN.values())
 
     def plain_first(kind: tuple[str, ...]) -> tuple[object, ...]:
@@ -100,12 +100,13 @@ def page() -> str:
 
     columns = list(ENGINES.values())
     lines = [
-        "| " + " | ".join(["model", "cache", "drafted tokens", "processes", "runner", *columns]) + " |",
-        "|---" * (len(PLAIN) + len(columns)) + "|",
+        "| " + " | ".join(["what is served", *columns]) + " |",
+        "|---" * (1 + len(columns)) + "|",
     ]
     for kind in sorted({kind for kind, _ in best}, key=plain_first):
-        cells = [WHERE[best[kind, engine]] if (kind, engine) in best else "" for engine in columns]
-        lines.append("| " + " | ".join([*kind, *cells]) + " |")
+        differs = [(name, own) for name, own in zip(PLAIN, kind, strict=True) if own != PLAIN[name]]
+        what = ", ".join(SHOWN.get(name, "{}").format(own) for name, own in differs) or ", ".join(plain[:2])
+        lines.append("| " + " | ".join([what, *(best.get((kind, engine), "") for engine in columns)]) + " |")
     return _HEAD + "\n" + "\n".join(lines) + "\n"
 
 

@@ -18,26 +18,18 @@ from cuvee.integrations.vllm.connector_config import Options
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 FOLDER = ROOT / "eval" / "results"
 MOST_BYTES = 1_000_000  # of committed results: figures of single sequences, HTML and superseded runs are in git
 MOST_RUNS, MOST_LINES = 10, 60  # folders of results, and lines of each README
 
 
-def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
+def test_the_python_of_the_readme_runs() -> None:
     (library,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(library, "README.md", "exec"), names)
     assert names["cache"].get_seq_length() == 300
     assert len(names["blobs"]) == 2
     assert 5 < cuvee.inspect(names["blobs"][0]).ratio < 50
-    (of_blend,) = re.findall(r"```python\n(.*?)```", BLEND, re.DOTALL)
-    names["documents"], names["question"] = names["text"][:384].split(128), names["text"][650:680]
-    names["contexts"] = names["text"][2000:3024].view(8, 128)
-    of_blend = of_blend.replace("/var/cache/chunks", str(tmp_path / "chunks"))
-    exec(compile(of_blend, "blend/README.md", "exec"), names)
-    assert names["result"].record.tokens == 384 + 30 and any((tmp_path / "chunks").iterdir())
-    assert 0.1 < names["result"].record.cost < 0.25 and names["chunks"].counters.misses == 3
 
 
 def test_links_and_pictures_of_the_readme_exist() -> None:

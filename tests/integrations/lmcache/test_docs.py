@@ -7,9 +7,7 @@ import re
 from pathlib import Path
 
 from tests.integrations.lmcache.real_lmcache import MODEL, NEED_LMCACHE, PLUGIN, configured, real
-from tests.integrations.readme_tables import check_options, rows
-
-from cuvee.integrations.pages import Counts
+from tests.integrations.readme_tables import check_options
 
 README = (Path(__file__).parents[3] / "integrations" / "lmcache" / "README.md").read_text(encoding="utf-8")
 pytestmark = NEED_LMCACHE
@@ -47,13 +45,6 @@ def test_defaults_of_lmcache_are_as_documented() -> None:
     assert real("lmcache.v1.multiprocess.config").MPServerConfig().chunk_size == 256
     ours = real(PLUGIN["module_path"])
     assert f"At most {ours._ACCOUNTED:,} entries are counted" in README
-
-
-def test_every_failure_that_is_counted_is_documented() -> None:
-    table = " ".join(row[1] for row in rows(README, "When something fails"))
-    listed = re.search(r"failures\{([a-z,]+)\}", Counts.__doc__ or "")
-    assert listed is not None
-    assert set(re.findall(r"failures\{([a-z]+)\}", table)) == set(listed[1].split(","))
 
 
 def test_every_shape_is_documented() -> None:

@@ -63,7 +63,8 @@ def test_every_failure_that_is_counted_is_documented() -> None:
     calls = r'[.]fail\(\s*"([a-z]+)"|wait_for\("[a-z_]+", "([a-z]+)"|[.]ask\("[a-z_]+", "([a-z]+)"'
     sources = "".join(inspect.getsource(module) for module in (page_store, runs))
     counted = {next(filter(None, each)) for each in re.findall(calls, sources)}
-    table = " ".join(row[1] for row in rows(README, "When something fails"))
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "pages.md").read_text(encoding="utf-8")
+    table = " ".join(row[1] for row in rows(page, "Failures"))
     assert set(re.findall(r"failures\{([a-z]+)\}", table)) == counted
     listed = re.search(r"failures\{([a-z,]+)\}", inspect.getdoc(Counts) or "")
     assert listed is not None and set(listed[1].split(",")) == counted
