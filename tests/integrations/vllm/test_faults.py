@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,22 +28,6 @@ class Outcome:
         assert not problem, f"{scenario}: {problem}"
 
 
-@contextmanager
-def small_disk(folder: Path) -> Iterator[str]:
-    """A file system of 1 MB, if we may mount one; otherwise an empty string."""
-    folder.mkdir()
-    mounted = False
-    try:
-        command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "none", str(folder)]
-        mounted = subprocess.run(command, check=False, capture_output=True).returncode == 0
-        yield str(folder) if mounted else ""
-    except FileNotFoundError:  # no mount(8)
-        yield ""
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(folder)], check=True)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_vllm()
@@ -68,8 +49,7 @@ def served(folder: Path, model: Path) -> Outcome:
         redis = "no"
     place = folder / "served"
     place.mkdir()
-    with small_disk(folder / "small") as small:
-        status, log = faults.run_group("served", place, model, small, redis)
+    status, log = faults.run_group("served", place, model, redis)
     results = place / "results.json"
     return Outcome(status, json.loads(results.read_text()) if results.exists() else {}, log)
 
