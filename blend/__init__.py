@@ -3,7 +3,7 @@
 Segment, Blender          the pieces of a prompt; blends them into a cache from which generation continues
 BlendResult, BlendRecord  the blended prompt; the tokens that were recomputed
 ChunkCache                chunks by content, kept in any store
-Boundary, QueryGuided, Product, Nothing: choose the tokens to recompute
+Guided, Boundary, Nothing: choose the tokens to recompute
 """
 
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord
@@ -11,15 +11,7 @@ from cuvee.blend.chunk_cache import ChunkCache
 from cuvee.blend.chunk_stores import ChunkCounters, ChunkStore
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment
-from cuvee.blend.selectors import (
-    Boundary,
-    Nothing,
-    Product,
-    QueryGuided,
-    Scorer,
-    Selector,
-    default_selector,
-)
+from cuvee.blend.selectors import Boundary, Guided, Nothing, Selector
 
 __all__ = [
     "BlendModel",
@@ -30,14 +22,11 @@ __all__ = [
     "ChunkCache",
     "ChunkCounters",
     "ChunkStore",
+    "Guided",
     "Nothing",
-    "Product",
     "Prompt",
-    "QueryGuided",
-    "Scorer",
     "Segment",
     "SegmentRecord",
     "Selector",
     "TransformersModel",
-    "default_selector",
 ]

@@ -20,7 +20,7 @@ from cuvee.blend.dense_kv import DenseKV
 from cuvee.blend.recompute import Placed, Recompute, Recomputed
 from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Segment
-from cuvee.blend.selectors import Selector, default_selector
+from cuvee.blend.selectors import Guided, Selector
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
@@ -149,7 +149,7 @@ class Blender:
         model: a causal language model of transformers in eval mode (Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3 …), or
             another implementation of `BlendModel`.
         codec: decodes blobs. Without it, chunks must be `KVChunk`s.
-        selector: chooses the tokens to recompute; default: `default_selector()`, 15% of the cached tokens.
+        selector: chooses the tokens to recompute; default: `Guided()`, 15% of the cached tokens.
         correct: correct the other cached tokens by how the recomputed ones changed (`cuvee.blend.correction`).
             Without, they keep their cached KV, as in CacheBlend.
 
@@ -170,7 +170,7 @@ class Blender:
         self._model: BlendModel = TransformersModel(model) if isinstance(model, torch.nn.Module) else model
         self._codec = codec
         self._correct = correct
-        self.selector: Selector = default_selector() if selector is None else selector
+        self.selector: Selector = Guided() if selector is None else selector
         _check_selector(self.selector)
         if codec is not None:
             codec.profile.check_layout(self._model.layout)

@@ -1,9 +1,8 @@
-"""Find the pieces of a prompt that are likely to recur elsewhere: by a separator, by paragraphs, or by content.
+"""Find the pieces of a prompt that are likely to recur elsewhere: by paragraphs, or by content.
 
     ContentChunker     cuts at a hash of the last few tokens, so the same run of tokens has the same cuts at any place
                        and after any text
     ParagraphChunker   cuts at blank lines, and longer paragraphs by content, so whole paragraphs are found again
-    split              cuts at a separator that the prompt has between its parts
 
 Backup tools use content-defined chunking to find known data (Muthitacharoen et al., LBFS, SOSP 2001; Xia et al.,
 FastCDC, USENIX ATC 2016). Here it works on token ids.
@@ -186,36 +185,6 @@ class ParagraphChunker:
         spans = [(start + a, start + b) for a, b in self.content.cut(ids[start:end])]
         last = spans[-1][1] if spans else start
         return [*spans, (last, end)] if end - last >= self.content.least else spans
-
-
-def split(tokens: Sequence[int], separator: Sequence[int]) -> list[Span]:
-    """Return the runs of `tokens` between separators, without the tokens after the last separator.
-
-        >>> split([1, 2, 0, 3, 0, 0, 4, 5], [0])
-        [(0, 2), (3, 4)]
-
-    Args:
-        tokens: the prompt.
-        separator: one token or more.
-
-    Raises:
-        InputError: the separator has no tokens.
-    """
-    if not len(separator):
-        raise InputError("separator: must hold at least one token, got none")
-    ids, mark = np.asarray(tokens, np.int64), np.asarray(separator, np.int64)
-    if len(ids) < len(mark):
-        return []
-    found = np.flatnonzero((np.lib.stride_tricks.sliding_window_view(ids, len(mark)) == mark).all(1))
-    spans = []
-    start = 0
-    for at in found.tolist():
-        if at < start:  # overlaps the previous separator
-            continue
-        if at > start:
-            spans.append((start, at))
-        start = at + len(mark)
-    return spans
 
 
 def _window_hash(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:

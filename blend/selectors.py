@@ -13,7 +13,7 @@ layers. A pass of the query costs its layers. A selector takes either
 Both count tokens. In a serving engine, runs of adjacent tokens cost time as well, and late tokens cost more than early
 ones: `run_overhead` makes runs few, and `context_overhead` weighs tokens by their position (`runs.py`).
 
-A score (`Scorer`) weighs each token: `Boundary`, `QueryGuided`, and their products.
+`Boundary` and `Guided` score each token. A selector of your own needs `select`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Protocol
 
 import torch
 
-from cuvee.blend.budget import DEFAULT_RATIO, affordable, check_budget, check_share
+from cuvee.blend.budget import DEFAULT_RATIO, affordable, check_budget
 from cuvee.blend.correction import typical_change
 from cuvee.blend.runs import best_runs, check_overhead
 from cuvee.blend.segments import Prompt
-from cuvee.codec.errors import InputError
 
 _DEPTHS = (1 / 3, 1 / 2, 2 / 3)  # depths of the layers whose attention is used: where models retrieve
 _LEAST = 1e-3  # added to attention of mean 1, so that a product still ranks tokens without attention
-_QUERY_SHARE = 0.1  # largest share of the budget for the query's pass in the default selector
+_QUERIES = 16  # most tokens of the query that are asked
+_QUERY_SHARE = 0.1  # largest share of the budget for their pass
 
 
 class Selector(Protocol):
@@ -44,18 +44,6 @@ class Selector(Protocol):
         Raises:
             InputError: the cost does not pay for the selector's passes.
         """
-        ...
-
-
-class Scorer(Protocol):
-    """Scores how important it is to recompute each token."""
-
-    def score(self, prompt: Prompt) -> torch.Tensor:
-        """Return scores above 0, float32 `[T]`. Only their ratios matter; those of text are ignored."""
-        ...
-
-    def overhead(self, prompt: Prompt) -> int:
-        """Return the token-layers that `score` spends."""
         ...
 
 
@@ -100,10 +88,10 @@ class _Scored(ABC):
 
     @abstractmethod
     def score(self, prompt: Prompt) -> torch.Tensor:
-        """See `Scorer`."""
+        """Return scores above 0, float32 `[T]`. Only their ratios matter; those of text are ignored."""
 
     def overhead(self, prompt: Prompt) -> int:
-        """See `Scorer`."""
+        """Return the token-layers that `score` spends."""
         return 0
 
     def select(self, prompt: Prompt) -> torch.Tensor:
@@ -137,109 +125,17 @@ class Boundary(_Scored):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class QueryGuided(_Scored):
-    """Selects tokens of the cached chunks that the query attends to (ProphetKV, arXiv:2602.02579).
+class Guided(_Scored):
+    """Selects tokens that the query attends to, preferably at the beginning of chunks: the selector that measured best.
 
-    The attention of the layers at a third, a half and two thirds of the depth is summed, because different layers
-    attend to different tokens.
+    The loss from a token's stale KV is the attention to it, times its staleness. A pass of the query, the last tokens
+    of the text after the chunks, measures the attention (ProphetKV, arXiv:2602.02579): that of the layers at a third, a
+    half and two thirds of the depth, because different layers attend to different tokens. The token's place in its
+    chunk predicts the staleness. The pass takes at most a tenth of the budget, but at least one token. With a ratio it
+    costs extra.
 
-        >>> QueryGuided(0.15, queries=16, most=0.02)
-        QueryGuided(ratio=0.15, queries=16, most=0.02)
-
-    Args:
-        ratio: share of the cached tokens to select; default 0.15. The query's pass costs extra.
-        cost: instead of `ratio`, share of the token-layers to spend, the query's pass included.
-        queries: number of query tokens: the last tokens of the text after the chunks.
-        most: largest share of the token-layers for the pass. A longer query is cut to fewer tokens, at least one.
-            Default: no limit.
-    """
-
-    queries: int = 32
-    most: float | None = None
-
-    def __post_init__(self) -> None:
-        _Scored.__post_init__(self)
-        if type(self.queries) is not int or self.queries < 1:
-            raise InputError(f"QueryGuided.queries: must be an int of at least 1, got {self.queries!r}")
-        check_share("QueryGuided.most", self.most)
-
-    def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
-        return _scaled(prompt.attend(self._count(prompt), _asked_layers(prompt)), prompt) + _LEAST
-
-    def overhead(self, prompt: Prompt) -> int:  # noqa: D102
-        return self._count(prompt) * (_asked_layers(prompt)[-1] + 1)
-
-    def _count(self, prompt: Prompt) -> int:
-        count = min(self.queries, int(prompt.suffix.sum()))
-        if self.most is None or not count:
-            return count
-        affordable = self.most * prompt.cached_tokens * prompt.layers / (_asked_layers(prompt)[-1] + 1)
-        return min(count, max(1, int(affordable + 1e-9)))
-
-
-@dataclass(frozen=True, slots=True, repr=False, init=False)
-class Product(_Scored):
-    """Selects the tokens with the largest product of scores: tokens that matter by every score.
-
-        >>> Product(QueryGuided(), Boundary(), ratio=0.1)
-        Product(QueryGuided(), Boundary(), ratio=0.1)
-
-    Args:
-        scorers: at least one. Their ratios and costs are ignored.
-        ratio: share of the cached tokens to select; default 0.15.
-        cost: instead of `ratio`, share of the token-layers to spend.
-        run_overhead: what a run of adjacent tokens costs besides them, in tokens.
-        context_overhead: what each token before a token adds to its cost, as a share of what it costs without any.
-    """
-
-    scorers: tuple[Scorer, ...] = ()
-
-    def __init__(
-        self,
-        *scorers: Scorer,
-        ratio: float | None = None,
-        cost: float | None = None,
-        run_overhead: float = 0.0,
-        context_overhead: float = 0.0,
-    ) -> None:
-        if not scorers or not all(hasattr(scorer, "score") for scorer in scorers):
-            raise InputError(
-                "scorers: must be selectors with a score, such as Boundary or QueryGuided, "
-                f"got {', '.join(type(scorer).__name__ for scorer in scorers) or 'none'}"
-            )
-        object.__setattr__(self, "scorers", scorers)
-        _Scored.__init__(self, ratio, cost, run_overhead=run_overhead, context_overhead=context_overhead)
-
-    def __repr__(self) -> str:
-        budget = {name: getattr(self, name) for name in ("ratio", "cost")}
-        overheads = {name: getattr(self, name) or None for name in ("run_overhead", "context_overhead")}
-        said = [f"{name}={value}" for name, value in (budget | overheads).items() if value is not None]
-        return f"Product({', '.join([*map(repr, self.scorers), *said])})"
-
-    def score(self, prompt: Prompt) -> torch.Tensor:
-        """See `Scorer`."""
-        return torch.stack([scorer.score(prompt) for scorer in self.scorers]).prod(0)
-
-    def overhead(self, prompt: Prompt) -> int:
-        """See `Scorer`."""
-        return sum(scorer.overhead(prompt) for scorer in self.scorers)
-
-
-def default_selector(
-    *,
-    ratio: float | None = None,
-    cost: float | None = None,
-    run_overhead: float = 0.0,
-    context_overhead: float = 0.0,
-) -> Product:
-    """Return the selector that measured best: tokens that the query attends to, preferably at the beginning of chunks.
-
-    The loss from a token's stale KV is the attention to it, times its staleness. A pass of the query measures the
-    attention; the token's place in its chunk predicts the staleness. The pass takes at most a tenth of the budget, but
-    at least one token. With a ratio it costs extra.
-
-        >>> default_selector(ratio=0.5)
-        Product(QueryGuided(queries=16, most=0.05), Boundary(), ratio=0.5)
+        >>> Guided(0.5)
+        Guided(ratio=0.5)
 
     Args:
         ratio: share of the cached tokens to select; default 0.15.
@@ -249,12 +145,22 @@ def default_selector(
             they were computed alone.
         context_overhead: what each token before a token adds to its cost, as a share of what it costs without any.
     """
-    check_budget(ratio, cost)
-    budget = next(share for share in (ratio, cost, DEFAULT_RATIO) if share is not None)
-    query = QueryGuided(queries=16, most=_QUERY_SHARE * budget)
-    return Product(
-        query, Boundary(), ratio=ratio, cost=cost, run_overhead=run_overhead, context_overhead=context_overhead
-    )
+
+    def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
+        attention = _scaled(prompt.attend(self._queries(prompt), _asked_layers(prompt)), prompt) + _LEAST
+        return attention * typical_change(prompt.offset).float()
+
+    def overhead(self, prompt: Prompt) -> int:  # noqa: D102
+        return self._queries(prompt) * (_asked_layers(prompt)[-1] + 1)
+
+    def _queries(self, prompt: Prompt) -> int:
+        """Return how many tokens of the query are asked."""
+        count = min(_QUERIES, int(prompt.suffix.sum()))
+        if not count:
+            return 0
+        budget = next(share for share in (self.ratio, self.cost, DEFAULT_RATIO) if share is not None)
+        most = _QUERY_SHARE * budget * prompt.cached_tokens * prompt.layers / (_asked_layers(prompt)[-1] + 1)
+        return min(count, max(1, int(most + 1e-9)))
 
 
 def _asked_layers(prompt: Prompt) -> tuple[int, ...]:

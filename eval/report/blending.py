@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cuvee.blend import Blender, Boundary, ChunkCache, Nothing, Segment, default_selector
+from cuvee.blend import Blender, Boundary, ChunkCache, Guided, Nothing, Segment
 from cuvee.calibration.corpus import Corpus, pick_evenly, spread_sequences
 from cuvee.calibration.sequences import reread
 from cuvee.codec.chunk import KVChunk
@@ -61,7 +61,7 @@ CONSTRUCTIONS = ("texts", "passages", "xquad", "musique")
 SELECTORS: dict[str, tuple[str, Callable[[float], Any]]] = {
     NOTHING: ("nothing recomputed", lambda cost: Nothing()),
     "boundary": ("boundary", lambda cost: Boundary(cost=cost)),
-    "default": ("query x boundary (default)", lambda cost: default_selector(cost=cost)),
+    "default": ("query x boundary (default)", lambda cost: Guided(cost=cost)),
 }
 """Key -> (label, how to make the selector for a cost). The default's blends correct the other tokens."""
 

@@ -38,7 +38,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.engine_pages import find_pages
-from cuvee.integrations.vllm.engine_text import line_breaks, separator_tokens
+from cuvee.integrations.vllm.engine_text import line_breaks
 from cuvee.integrations.vllm.kv_events import event_maker
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
@@ -143,7 +143,6 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or self._setup.block_tokens
             self._scheduler = SchedulerSide(
                 self._setup, identity, self._store, self._recorder, adapters, own_store=backend != "uni",
-                separator=separator_tokens(self._setup.options.blend, model),
                 breaks=line_breaks(self._setup.options.blend, model),
                 make_events=event_maker(self._store.name, hash_tokens) if self._setup.tells else None,
             )  # fmt: skip

@@ -1,14 +1,11 @@
-"""What blending takes from the engine's tokenizer: its separator, and line breaks."""
+"""What blending takes from the engine's tokenizer: its line breaks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
-
-from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
     from cuvee.blend.segmentation import LineBreaks
@@ -17,22 +14,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def separator_tokens(blend: BlendOptions | None, model: Any) -> Sequence[int] | None:
-    """Return the tokens of blending's separator, by the engine's tokenizer."""
-    given = None if blend is None else blend.separator
-    if not isinstance(given, str):
-        return given
-    if model.skip_tokenizer_init:
-        raise InputError("blend.separator: must be token ids, got a text, because the engine has no tokenizer")
-    ids: list[int] = cached_tokenizer_from_config(model).encode(given, add_special_tokens=False)
-    if not ids:
-        raise InputError(f"blend.separator: must be at least one token of the engine's tokenizer, got {given!r}")
-    return ids
-
-
 def line_breaks(blend: BlendOptions | None, model: Any) -> LineBreaks | None:
-    """Return the line breaks of the engine's vocabulary; None if blending does not look for paragraphs."""
-    if blend is None or blend.separator is not None:
+    """Return the line breaks of the engine's vocabulary; None without blending, or without a tokenizer."""
+    if blend is None:
         return None
     if model.skip_tokenizer_init:
         logger.info(

@@ -59,7 +59,6 @@ class SchedulerSide:
         adapters: of the engine.
         own_store: no worker has this store object, so its troubles are counted here.
         clock: seconds, monotonic.
-        separator: token ids of blending's separator, if it has one.
         breaks: line breaks of the engine's vocabulary, by which blending finds paragraphs, if they are known.
         make_events: makes the events about a request's tokens (`SchedulerEvents`); None: nobody is told.
     """
@@ -73,7 +72,6 @@ class SchedulerSide:
         adapters: Adapters,
         own_store: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        separator: Sequence[int] | None = None,
         breaks: LineBreaks | None = None,
         make_events: Callable[[Any, range], EventPair | None] | None = None,
     ) -> None:
@@ -92,7 +90,7 @@ class SchedulerSide:
         if options.blend is not None:
             self._planner = BlendPlanner(
                 options.blend, identity, setup.block_tokens, self._lookups, state.overdue, recorder,
-                options.lookup_timeout, options.decide == "always", prefill, state.positions, separator, breaks, clock,
+                options.lookup_timeout, options.decide == "always", prefill, state.positions, breaks, clock,
                 setup.beside)  # fmt: skip
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)

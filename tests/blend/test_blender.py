@@ -19,10 +19,9 @@ from cuvee.blend import (
     Blender,
     BlendResult,
     Boundary,
+    Guided,
     Nothing,
-    Product,
     Prompt,
-    QueryGuided,
     Segment,
     Selector,
     TransformersModel,
@@ -59,8 +58,8 @@ SELECTORS: tuple[Selector, ...] = (
     Nothing(),
     Random(0.3, seed=1),
     Boundary(0.25),
-    QueryGuided(0.4, queries=3),
-    Product(Random(), Boundary(), cost=0.5),
+    Guided(0.4),
+    Boundary(cost=0.5),
 )
 
 every_family = pytest.mark.parametrize("name", FULL)
@@ -219,10 +218,7 @@ def test_to_recompute_all_is_a_full_prefill(build: Build, name: str, attention: 
     full = whole(model, tokens)
     segments = stale(model, tokens, (3, 12, 15, 26, 34), (1, 3))
     assert not same_as(Blender(model, selector=Nothing()).blend(segments, logits_to_keep=8), full, tolerance=1e-2)
-    everything: list[Selector] = [
-        Random(1.0), Boundary(cost=1.0), QueryGuided(cost=1), Product(Boundary(), ratio=1),
-    ]  # fmt: skip
-    for selector in everything:
+    for selector in (Random(1.0), Boundary(cost=1.0), Guided(cost=1)):
         result = Blender(model, selector=selector).blend(segments, logits_to_keep=8)
         assert same_as(result, full), selector
         assert result.record.cost == 1.0 and result.record.recomputed == 20, selector
@@ -408,7 +404,7 @@ def test_only_text(build: Build, attention: str) -> None:
     for count in (1, 9):
         tokens = ids(count)
         segments = [Segment(tokens)] if count == 1 else [Segment(tokens[:4]), Segment(tokens[4:])]
-        for selector in (*SELECTORS, QueryGuided(cost=0.1)):
+        for selector in (*SELECTORS, Guided(cost=0.1)):
             result = Blender(model, selector=selector).blend(segments, logits_to_keep=count)
             assert same_as(result, whole(model, tokens)), selector
             record = result.record
@@ -537,7 +533,7 @@ def test_the_record_counts_what_the_layers_were_given(build: Build) -> None:
     tokens = ids(40)
     segments = stale(model, tokens, (10, 14, 30, 32, 40), (0, 2), made_at=0)
     text = 4 + 2 + 8
-    for selector in (*SELECTORS, Product(QueryGuided(queries=4), Random(), cost=0.7)):
+    for selector in (*SELECTORS, Guided(cost=0.7)):
         with passes(model) as seen:
             record = Blender(model, selector=selector).blend(segments).record
         queries = [sum(calls[:-1]) for calls in seen]
@@ -803,18 +799,10 @@ def test_models_must_be_causal_language_models(llama: Any) -> None:
             Blender(other)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("selector", "message"),
-    [
-        (QueryGuided(cost=0.3, queries=8), r"^cost: must be at least 0.375 to pay for the pass of .* got 0.3;"),
-        (Product(QueryGuided(), Random(), cost=0.1), r"^cost: must .* the pass of the query .* got 0.1;"),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_selectors_that_do_not_fit_the_prompt(llama: Any, selector: Selector, message: str) -> None:
+def test_selectors_that_do_not_fit_the_prompt(llama: Any) -> None:
     segments = [Segment(PROMPT[:16], alone(llama, PROMPT[:16], 3)), Segment(PROMPT[16:])]
-    with pytest.raises(InputError, match=message):
-        Blender(llama, selector=selector).blend(segments)
+    with pytest.raises(InputError, match=r"^cost: must be at least 0.047 to pay for the pass of .* got 0.04;"):
+        Blender(llama, selector=Guided(cost=0.04)).blend(segments)
 
 
 def test_a_model_behind_the_protocol(llama: Any) -> None:

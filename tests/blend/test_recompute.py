@@ -13,13 +13,11 @@ from tests.blend.test_blender import LAYERS, Chosen, Whole, alone, close, cut, i
 from cuvee.blend import (
     Blender,
     Boundary,
+    Guided,
     Nothing,
-    Product,
-    QueryGuided,
     Segment,
     Selector,
     TransformersModel,
-    default_selector,
     recompute,
 )
 from cuvee.blend.recompute import KVExchange, Observer, Placed, Recompute, Recomputed, same
@@ -35,7 +33,7 @@ SELECTORS: tuple[Selector, ...] = (
     Random(0.4, seed=1),
     Random(1.0),
     Boundary(0.25),
-    Product(Random(), Boundary(), cost=0.5),
+    Boundary(cost=0.5),
 )
 
 
@@ -190,8 +188,8 @@ def test_the_query_looks_at_what_is_known_and_is_the_end_of_the_prompt(model: An
 
 @pytest.mark.parametrize(
     ("selector", "calls"),
-    [(Random(0.5), 0), (QueryGuided(0.5), 1), (default_selector(cost=0.6), 1)],
-    ids=["nothing", "query", "default"],
+    [(Random(0.5), 0), (Guided(0.5), 1), (Guided(cost=0.6), 1)],
+    ids=["nothing", "ratio", "cost"],
 )
 def test_ranks_decide_by_sums_over_all_of_them(model: Any, selector: Selector, calls: int) -> None:
     tokens = ids(TOKENS)
@@ -207,7 +205,7 @@ def test_ranks_decide_by_sums_over_all_of_them(model: Any, selector: Selector, c
     favored = torch.zeros(TOKENS)
     favored[[10, 23, 24]] = 1e6
     if calls == 1:
-        _, _, done = run(model, tokens, QueryGuided(3 / 18), lambda tensor: favored)
+        _, _, done = run(model, tokens, Guided(3 / 18), lambda tensor: favored)
         assert done.computed[[10, 23, 24]].all(), "what the sum says counts, not this rank's part"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.blend.random_choice import Random
 
-from cuvee.blend import Boundary, Product, Prompt
+from cuvee.blend import Boundary, Prompt
 from cuvee.blend.runs import _fill, _viterbi, best_runs, context_overhead
 from cuvee.codec.errors import InputError
 
@@ -183,24 +183,20 @@ def test_scores_that_do_not_tell_tokens_apart(value: float) -> None:
 
 def test_selectors_take_an_overhead() -> None:
     on = prompt()
-    alone, joined = (Product(Random(), Boundary(), ratio=0.2, run_overhead=overhead).select(on) for overhead in (0, 6))
+    alone, joined = (Random(0.2, run_overhead=overhead).select(on) for overhead in (0, 6))
     assert len(alone) == len(joined) == round(0.2 * on.cached_tokens)
     assert runs_of(joined, on.cached) < runs_of(alone, on.cached)
-    assert torch.equal(
-        Random(0.2, run_overhead=6).select(on),
-        best_runs(Random().score(on), on.cached, on.leading, len(alone), 6),
-    )
-    late = Product(Random(), ratio=0.2, context_overhead=0.1).select(on)
+    assert torch.equal(joined, best_runs(Random().score(on), on.cached, on.leading, len(alone), 6))
+    late = Random(0.2, context_overhead=0.1).select(on)
     assert torch.equal(late, best_runs(Random().score(on), on.cached, on.leading, len(alone), 0, 0.1))
-    assert torch.equal(late, Random(0.2, context_overhead=0.1).select(on)) and len(late) > len(alone)
+    assert len(late) > len(alone)
     assert repr(Random(0.2, context_overhead=0.1)) == "Random(ratio=0.2, context_overhead=0.1)"
     assert repr(Random(0.2, run_overhead=6)) == "Random(ratio=0.2, run_overhead=6)"
-    assert repr(Product(Random(), run_overhead=6)) == "Product(Random(), run_overhead=6)"
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "2", None])
 def test_overheads_are_checked(value: Any) -> None:
-    for make in (Random, Boundary, lambda **given: Product(Random(), **given)):
+    for make in (Random, Boundary):
         with pytest.raises(InputError, match=r"^run_overhead: must be a finite number of at least 0, got "):
             make(run_overhead=value)
         with pytest.raises(InputError, match=r"^context_overhead: must be a finite number of at least 0, got "):

@@ -1,4 +1,4 @@
-"""Segments of a prompt: by content the same wherever a document stands, by a separator as somebody wrote it."""
+"""Segments of a prompt: by content the same wherever a document stands, and by paragraphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuvee.blend.segmentation import ContentChunker, LineBreaks, ParagraphChunker, Span, split
+from cuvee.blend.segmentation import ContentChunker, LineBreaks, ParagraphChunker, Span
 from cuvee.codec.errors import InputError
 
 WINDOW = 4  # tokens that decide about a cut
@@ -133,46 +133,6 @@ def test_a_bad_size_is_refused_by_name(name: str, value: Any) -> None:
 def test_sizes_that_do_not_fit_are_refused(least: int, mean: int, most: int) -> None:
     with pytest.raises(InputError, match=f"^mean: must be above least={least} and at most most=64 tokens, got {mean}"):
         ContentChunker(least, mean, most)
-
-
-# By a separator ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tokens", "separator", "spans"),
-    [
-        ([], [0], []),
-        ([0], [0], []),
-        ([1, 2], [0], []),  # no separator: all of it is the prompt's own
-        ([1, 2, 0], [0], [(0, 2)]),
-        ([1, 2, 0, 3], [0], [(0, 2)]),
-        ([0, 1, 2, 0, 3], [0], [(1, 3)]),  # nothing in front of the first one
-        ([1, 0, 0, 2, 0], [0], [(0, 1), (3, 4)]),  # nothing between two
-        ([0, 0, 0], [0], []),
-        ([1, 8, 9, 2, 9, 8, 3, 8, 9], [8, 9], [(0, 1), (3, 7)]),
-        ([1, 5, 5, 5, 2, 5, 5], [5, 5], [(0, 1), (3, 5)]),  # the second and third 5 are no other separator
-        ([5, 5, 5, 5, 1, 5], [5, 5], []),
-        ([1, 2], [1, 2, 3], []),  # shorter than the separator
-        ([1, 2, 3], [1, 2, 3], []),
-        ([4, 1, 2], [1, 2, 3], []),  # a separator that is not finished
-    ],
-)
-def test_parts_between_separators(tokens: list[int], separator: list[int], spans: list[Span]) -> None:
-    assert split(tokens, separator) == spans
-    assert split(tuple(tokens), tuple(separator)) == spans
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 5), max_size=6), max_size=8), st.integers(1, 3))
-def test_parts_that_were_joined_come_back(parts: list[list[int]], width: int) -> None:
-    separator = [0] * width
-    prompt = [*itertools.chain.from_iterable([*part, *separator] for part in parts), 1, 2]
-    assert [prompt[start:end] for start, end in split(prompt, separator)] == [part for part in parts if part]
-
-
-def test_a_separator_of_no_tokens_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^separator: must hold at least one token"):
-        split([1, 2], [])
 
 
 # By paragraphs -------------------------------------------------------------------------------------------------------

@@ -10,17 +10,7 @@ import pytest
 import torch
 from tests.blend.random_choice import Random
 
-from cuvee.blend import (
-    Blender,
-    Boundary,
-    Nothing,
-    Product,
-    Prompt,
-    QueryGuided,
-    Segment,
-    Selector,
-    default_selector,
-)
+from cuvee.blend import Blender, Boundary, Guided, Nothing, Prompt, Segment, Selector
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
@@ -115,7 +105,7 @@ def test_best_takes_the_first_of_equals_and_leading_ones_last() -> None:
 
 
 @pytest.mark.parametrize("cached", [1, 2, 3, 7, 10, 33])
-@pytest.mark.parametrize("make", [Random, Boundary, QueryGuided, lambda r: Product(Random(), ratio=r)])
+@pytest.mark.parametrize("make", [Random, Boundary, Guided])
 def test_a_ratio_is_a_rounded_number_of_tokens(make: Any, cached: int) -> None:
     on = prompt(range(cached), [1], text=[1])
     for ratio in (0.0, 0.1, 0.15, 0.5, 0.77, 1.0):
@@ -123,16 +113,19 @@ def test_a_ratio_is_a_rounded_number_of_tokens(make: Any, cached: int) -> None:
     assert len(chosen(make(None), on)) == round(0.15 * cached)
 
 
-# QueryGuided, Product -------------------------------------------------------------------------------------------------
+# Guided ---------------------------------------------------------------------------------------------------------------
 
 
-def test_query_guided_takes_what_is_looked_at() -> None:
-    mass = [0.1, 0.0, 0.9, 0.2, 0.3, 0.0, 0.0, 0.8, 5.0, 5.0]
-    on = prompt(*TWO, text=[2], mass=mass)
-    assert chosen(QueryGuided(3 / 8), on) == [2, 4, 7]
-    assert chosen(QueryGuided(1 / 8, queries=1), on) == [2]
-    assert on.attend.calls == [(2, (2, 3, 4)), (1, (2, 3, 4))]  # type: ignore[attr-defined]
-    assert QueryGuided(queries=1).overhead(on) == 5 and QueryGuided().overhead(on) == 10
+def test_guided_takes_what_is_looked_at_near_the_boundary() -> None:
+    on = prompt(A, B, [1, 2], text=[2], mass=[0.1, 0.0, 0.9, 0.2, 0.8, 0.0, 0.0, 0.8, 5.0, 5.0])
+    looked_at = torch.tensor([0.1, 0.0, 0.9, 0.2, 0.8, 0.0, 0.0, 0.8, 5.0, 5.0]) / 0.35 + 1e-3
+    assert torch.allclose(Guided(cost=1).score(on), looked_at * Boundary().score(on))
+    # 0.9, 0.8 and 0.8 in places 2, 0 and 3 of their chunks
+    assert [chosen(Guided(n / 8), on) for n in (1, 2, 3)] == [[4], [2, 4], [2, 4, 7]]
+    # The last adjoins the text, so it needs no run of its own.
+    joined = [chosen(Guided(n / 8, run_overhead=2), on) for n in (1, 2, 3)]
+    assert joined == [[7], [4, 7], [2, 4, 7]]
+    assert repr(Guided(0.3)) == "Guided(ratio=0.3)" and repr(Guided(cost=0.3)) == "Guided(cost=0.3)"
 
 
 @pytest.mark.parametrize(
@@ -143,67 +136,25 @@ def test_query_guided_takes_what_is_looked_at() -> None:
     ],
 )  # fmt: skip
 def test_the_query_is_asked_at_a_third_a_half_and_two_thirds_of_the_depth(layers: int, asked: tuple[int, ...]) -> None:
-    on = prompt(*TWO, text=[2], layers=layers, mass=[float(n) for n in range(10)])
-    assert chosen(QueryGuided(0.25), on) == [6, 7]
-    assert on.attend.calls == [(2, asked)]  # type: ignore[attr-defined]
-    assert QueryGuided().overhead(on) == 2 * (max(asked) + 1)
+    on = prompt(*TWO, text=[2], layers=layers, mass=[float(10**n) for n in range(10)])
+    assert chosen(Guided(0.25), on) == [6, 7]
+    assert on.attend.calls == [(1, asked)]  # type: ignore[attr-defined]
+    assert Guided().overhead(on) == max(asked) + 1
 
 
-def test_attention_that_is_nowhere_leaves_the_first_tokens_of_chunks_to_a_product() -> None:
-    on = prompt(*TWO, text=[2])
-    assert chosen(QueryGuided(0.25), on) == [0, 1]
-    assert chosen(Product(QueryGuided(), Boundary(), ratio=0.25), on) == [0, 4]
+def test_attention_that_is_nowhere_leaves_the_first_tokens_of_chunks() -> None:
+    assert chosen(Guided(0.25), prompt(*TWO, text=[2])) == [0, 4]
 
 
-@pytest.mark.parametrize(
-    ("most", "count"),
-    [
-        (None, 6),
-        (1.0, 6),
-        (0.5, 4),  # 8 · 6 · 0.5 = 24 token-layers, 5 per token
-        (10 / 48, 2),
-        (9.9 / 48, 1),
-        (0.0, 1),  # one always asks
-    ],
-)
-def test_a_pass_of_the_query_can_be_bounded(most: float | None, count: int) -> None:
-    on = prompt(A, B, [9, 8, 9, 8, 9, 8], text=[2])
-    selector = QueryGuided(0.25, most=most)
-    assert selector.overhead(on) == 5 * count
-    chosen(selector, on)
-    assert on.attend.calls == [(count, (2, 3, 4))]  # type: ignore[attr-defined]
-    # Where there is nobody to ask, none do.
-    assert QueryGuided(most=0.5).overhead(prompt(A, B)) == 0
+def test_nobody_is_asked_where_there_is_no_query() -> None:
+    assert Guided().overhead(prompt(A, B)) == 0
 
 
 def test_the_query_pays_only_where_there_is_a_choice() -> None:
-    for selector in (QueryGuided(1.0), QueryGuided(0.0), QueryGuided(cost=1.0), Product(QueryGuided(), ratio=1)):
+    for selector in (Guided(1.0), Guided(0.0), Guided(cost=1.0)):
         on = prompt(*TWO, text=[2])
         assert len(chosen(selector, on)) in (0, 8)
         assert on.attend.calls == []  # type: ignore[attr-defined]
-
-
-def test_a_product_multiplies() -> None:
-    on = prompt(A, B, [1, 2], text=[2], mass=[2.6, 4.3, 2.3, 0.0, 0.0, 0.0, 0.0, 0.0, 5.0, 5.0])
-    both = QueryGuided().score(on) * Boundary().score(on)
-    product = Product(QueryGuided(), Boundary(), ratio=0.5)
-    assert torch.equal(product.score(on), both)
-    assert repr(product) == "Product(QueryGuided(), Boundary(), ratio=0.5)"
-    assert torch.equal(Product(product, Random()).score(on), both * Random().score(on))
-    assert chosen(Product(QueryGuided(), Boundary(), ratio=2 / 8), on) == [0, 1]
-    assert Product(QueryGuided(queries=1), QueryGuided(), Boundary()).overhead(on) == 5 + 2 * 5
-
-
-def test_the_default_attends_near_the_boundary() -> None:
-    on = prompt(A, B, [1, 2], text=[2], mass=[0.1, 0.0, 0.9, 0.2, 0.8, 0.0, 0.0, 0.8, 5.0, 5.0])
-    expected = QueryGuided(queries=16).score(on) * Boundary().score(on)
-    assert torch.allclose(default_selector(cost=1).score(on), expected)
-    # 0.9, 0.8 and 0.8 in places 2, 0 and 3 of their chunks
-    assert [chosen(default_selector(ratio=n / 8), on) for n in (1, 2, 3)] == [[4], [2, 4], [2, 4, 7]]
-    # The last adjoins the text, so it needs no run of its own.
-    joined = [chosen(default_selector(ratio=n / 8, run_overhead=2), on) for n in (1, 2, 3)]
-    assert joined == [[7], [4, 7], [2, 4, 7]]
-    assert default_selector(ratio=0.3).ratio == 0.3 and default_selector(cost=0.3).cost == 0.3
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6])
@@ -215,9 +166,9 @@ def test_the_default_fits_models_of_few_layers_and_prompts_that_end_in_a_chunk(
     chunk = Segment(tokens[:30], prefilled(model, tokens[:30]))
     for parts in ([Segment(tokens[:1]), chunk], [chunk, chunk], [chunk, chunk, Segment(tokens[30:])]):
         for cost in (0.15, 0.5, 1.0):
-            record = Blender(model, selector=default_selector(cost=cost)).blend(parts).record
+            record = Blender(model, selector=Guided(cost=cost)).blend(parts).record
             assert cost - 0.1 < record.cost <= cost + 1e-12
-        assert Blender(model, selector=default_selector(ratio=0.05)).blend(parts).record.layers == layers
+        assert Blender(model, selector=Guided(ratio=0.05)).blend(parts).record.layers == layers
 
 
 @pytest.mark.parametrize(
@@ -226,7 +177,7 @@ def test_the_default_fits_models_of_few_layers_and_prompts_that_end_in_a_chunk(
 )
 def test_the_default_asks_for_a_tenth_of_its_budget(budget: Any, queries: int) -> None:
     on = prompt([3] * 70, [4] * 70, [5] * 40, text=[2])  # 140 cached tokens in 6 layers, 5 of them asked
-    selector = default_selector(**budget)
+    selector = Guided(**budget)
     assert selector.overhead(on) == 5 * queries
     if budget.get("cost"):
         assert queries == 16 or 5 * queries <= 0.1 * budget["cost"] * 140 * 6 < 5 * (queries + 1)
@@ -242,8 +193,7 @@ def prefilled(model: Any, tokens: torch.Tensor) -> Any:
 
 PRICED: dict[str, Callable[[float], Selector]] = {
     "boundary": lambda cost: Boundary(cost=cost),
-    "query": lambda cost: QueryGuided(cost=cost, queries=3),
-    "product": lambda cost: Product(Random(), QueryGuided(queries=1), cost=cost),
+    "guided": lambda cost: Guided(cost=cost),
 }
 
 
@@ -285,7 +235,7 @@ def test_no_cost_is_exceeded(name: str) -> None:
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [Random, Boundary, QueryGuided, lambda **kw: Product(Random(), **kw)])
+@pytest.mark.parametrize("make", [Random, Boundary, Guided])
 def test_budgets_are_checked(make: Any) -> None:
     with pytest.raises(InputError, match=r"^ratio: must not be given along with cost"):
         make(ratio=0.1, cost=0.1)
@@ -293,18 +243,3 @@ def test_budgets_are_checked(make: Any) -> None:
         for value in (-0.01, 1.01, float("nan"), float("inf"), True, "0.1", 1j):
             with pytest.raises(InputError, match=rf"^{name}: must be a number from 0 to 1, got "):
                 make(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (Product, "scorers: must be selectors with a score"),
-        (lambda: Product(Random(), Nothing()), "scorers: "),  # type: ignore[arg-type]
-        (lambda: QueryGuided(queries=0), "QueryGuided.queries: must be an int of at least 1, got 0"),
-        (lambda: default_selector(ratio=50), "ratio: must be a number from 0 to 1, got 50"),
-        (lambda: QueryGuided(most=1.5), "QueryGuided.most: must be a number from 0 to 1, got 1.5"),
-    ],
-)
-def test_arguments_are_checked(call: Any, message: str) -> None:
-    with pytest.raises(InputError, match=f"^{message}"):
-        call()

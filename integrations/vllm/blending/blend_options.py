@@ -20,10 +20,9 @@ class BlendOptions:
 
     Attributes:
         cost: share of the reused tokens' computation to spend on recomputing some of them; 1 recomputes all of them.
-        separator: text or token ids between the parts of prompts. None: parts are found by paragraphs, and long ones by
-            their content; by content alone if the engine has no tokenizer.
-        segment_tokens: tokens of the parts that are found so, on average: a third as many at least, and four times as
-            many at most. Shorter parts are never used, however they were found.
+        segment_tokens: tokens of the parts of prompts on average: a third as many at least, and four times as many at
+            most. Shorter parts are never used. They are found by paragraphs, and long ones by their content; by content
+            alone if the engine has no tokenizer.
         min_context: tokens that must stand before a segment for it to be stored, unless the request names it. A segment
             computed at the beginning of a prompt lacks the context that it usually has.
 
@@ -32,19 +31,11 @@ class BlendOptions:
     """
 
     cost: float = 0.15
-    separator: str | tuple[int, ...] | None = None
     segment_tokens: int = 192
     min_context: int = 128
 
     def __post_init__(self) -> None:
         _check_cost("blend.cost", self.cost)
-        given: Any = self.separator
-        if isinstance(given, list | tuple):
-            if not given or not all(type(token) is int and token >= 0 for token in given):
-                raise InputError(f"blend.separator: must be at least one token id, got {given!r}")
-            object.__setattr__(self, "separator", tuple(given))
-        elif given is not None and not (isinstance(given, str) and given):
-            raise InputError(f"blend.separator: must be a text or a list of token ids, or left out, got {given!r}")
         for name, least in (("segment_tokens", _LEAST_SEGMENT), ("min_context", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from cuvee.blend import Nothing, Selector, default_selector
+from cuvee.blend import Guided, Nothing, Selector
 from cuvee.blend.recompute import MOST_ROWS, Observer, Placed, Recompute
 from cuvee.blend.recompute_model import RecomputeModel
 from cuvee.codec.errors import CuveeError
@@ -161,7 +161,7 @@ def selector_for(cost: float, reused: int, context_overhead: float) -> Selector:
     """Return the selector for this many reused tokens: the default, or `Nothing` if the cost pays for no token."""
     if cost * reused < 1:
         return Nothing()
-    return default_selector(cost=cost, run_overhead=RUN_OVERHEAD, context_overhead=context_overhead)
+    return Guided(cost=cost, run_overhead=RUN_OVERHEAD, context_overhead=context_overhead)
 
 
 def place(blend: Blend, end: int) -> Placed:

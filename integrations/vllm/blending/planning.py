@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cuvee.blend.segmentation import LineBreaks, Span, split
+from cuvee.blend.segmentation import LineBreaks, Span
 from cuvee.codec.errors import InputError
 from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.guard import Once
@@ -134,7 +134,6 @@ class BlendPlanner:
         always: blend all that is found, even if computing is expected to be faster.
         prefill: what computing costs, measured by the caller.
         positions: number of positions of the model; None: no limit.
-        separator: token ids of the separator, if there is one.
         breaks: line breaks of the vocabulary, if they are known.
         clock: seconds, monotonic.
         beside: whether other connectors see the engine's requests. Then blocks are renamed only once the engine has
@@ -153,7 +152,6 @@ class BlendPlanner:
         always: bool,
         prefill: LinearCost,
         positions: int | None = None,
-        separator: Sequence[int] | None = None,
         breaks: LineBreaks | None = None,
         clock: Callable[[], float] = time.monotonic,
         beside: bool = False,
@@ -168,7 +166,6 @@ class BlendPlanner:
         self._timeout = lookup_timeout
         self._always = always
         self._positions = positions
-        self._separator = separator
         self._chunker = options.chunker(breaks)
         self._clock = clock
         self.pays = BlendPays(prefill)
@@ -190,8 +187,6 @@ class BlendPlanner:
         ids, options = request.prompt_token_ids, self._options
         if wants.segments is not None:
             spans = [span for span in wants.segments if span[1] - span[0] >= options.least_tokens]
-        elif self._separator is not None:
-            spans = [span for span in split(ids, self._separator) if span[1] - span[0] >= options.least_tokens]
         else:
             spans = self._chunker.cut(ids)
         spans = self._kept(request, spans)

@@ -119,7 +119,6 @@ class Desk:
         own_store: bool = False,
         prefix_caching: bool = True,
         profile: Profile | None = None,
-        separator: Sequence[int] | None = None,
         breaks: LineBreaks | None = None,
         groups: tuple[LayerGroup, ...] = (),
         make_events: Callable[[Any, range], EventPair | None] | None = None,
@@ -145,7 +144,7 @@ class Desk:
         self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
             engine, self.identity, self.store, self.recorder, NamedAdapters(), own_store, lambda: self.now,
-            separator, breaks, make_events,
+            breaks, make_events,
         )  # fmt: skip
 
     def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:

@@ -18,7 +18,7 @@ from tests.blend.random_choice import Random
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuvee.blend import Nothing, Selector, default_selector
+from cuvee.blend import Guided, Nothing, Selector
 from cuvee.blend.correction import Correction, Window
 from cuvee.blend.recompute_model import Exchange
 from cuvee.codec.paged import PagedCache
@@ -338,7 +338,7 @@ def test_pieces_without_text_between_them_may_be_left_as_they_are() -> None:
 def test_selectors_of_costs() -> None:
     assert selector_for(0, 100, 0) == Nothing()
     assert selector_for(0.3, 3, 0) == Nothing(), "it pays for no token"
-    expected = default_selector(cost=0.3, run_overhead=RUN_OVERHEAD, context_overhead=0.01)
+    expected = Guided(cost=0.3, run_overhead=RUN_OVERHEAD, context_overhead=0.01)
     assert repr(selector_for(0.3, 4, 0.01)) == repr(expected)
 
 
@@ -394,7 +394,7 @@ def test_later_slices_learn_from_what_earlier_ones_recomputed(monkeypatch: pytes
 
 
 def test_any_selector_leaves_exact_tokens_and_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    selectors: list[Selector] = [Random(0.9), Random(0.1), default_selector(ratio=1.0)]
+    selectors: list[Selector] = [Random(0.9), Random(0.1), Guided(1.0)]
     for selector in selectors:
         monkeypatch.setattr(executing, "selector_for", lambda cost, reused, context, selector=selector: selector)
         model, _, keys = run(request(0.5), 38)

@@ -35,7 +35,7 @@ def test_blending_is_off_unless_it_is_asked_for() -> None:
 def test_defaults() -> None:
     options = BlendOptions()
     assert Options.from_dict({"blend": {}}).blend == options
-    assert (options.cost, options.separator, options.min_context) == (0.15, None, 128)
+    assert (options.cost, options.min_context) == (0.15, 128)
     assert (options.least_tokens, options.min_position, options.min_reused) == (64, 64, 256)
     assert options.chunker() == ContentChunker(64, 192, 768)
     breaks = LineBreaks.of(["a", "\n"])
@@ -43,12 +43,11 @@ def test_defaults() -> None:
 
 
 def test_everything_can_be_set() -> None:
-    given = {"cost": 1, "separator": [1, 2], "segment_tokens": 24, "min_context": 7}
+    given = {"cost": 1, "segment_tokens": 24, "min_context": 7}
     options = Options.from_dict({"blend": json.loads(json.dumps(given))})
-    assert options.blend == BlendOptions(1, (1, 2), 24, 7)
+    assert options.blend == BlendOptions(1, 24, 7)
     assert (options.blend.least_tokens, options.blend.min_position, options.blend.min_reused) == (8, 8, 32)
     assert hash(options) is not None, "stores are shared by their options"
-    assert Options.from_dict({"blend": {"separator": " # # "}}).blend == BlendOptions(separator=" # # ")
     assert Options(blend=options.blend) == options
 
 
@@ -67,13 +66,6 @@ def test_everything_can_be_set() -> None:
         ({"cost": 1.1}, "blend.cost: must be a number from 0 to 1, got 1.1"),
         ({"cost": math.nan}, "blend.cost: must be a number from 0 to 1, got nan"),
         ({"cost": math.inf}, "blend.cost: must be a number from 0 to 1, got inf"),
-        ({"separator": ""}, "blend.separator: must be a text or a list of token ids"),
-        ({"separator": []}, "blend.separator: must be at least one token id"),
-        ({"separator": 5}, "blend.separator: must be a text or a list of token ids"),
-        ({"separator": [1, -1]}, "blend.separator: must be at least one token id"),
-        ({"separator": [1.0]}, "blend.separator: must be at least one token id"),
-        ({"separator": [True]}, "blend.separator: must be at least one token id"),
-        ({"separator": ["#"]}, "blend.separator: must be at least one token id"),
         ({"segment_tokens": 11}, "blend.segment_tokens: must be a whole number of at least 12, got 11"),
         ({"segment_tokens": 64.0}, "blend.segment_tokens: must be a whole number"),
         ({"segment_tokens": True}, "blend.segment_tokens: must be a whole number"),

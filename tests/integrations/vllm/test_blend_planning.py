@@ -272,15 +272,6 @@ def test_documents_are_found_by_their_content_wherever_they_stand(desk: Callable
         assert any(document[at : at + len(part)] == part for at in range(300))
 
 
-def test_parts_between_separators_are_segments(desk: Callable[..., Desk]) -> None:
-    d = desk(separator=[0, 1])
-    ids = [*text(10), 0, 1, *FIRST, 0, 1, 5, 6, 7, 0, 1, *SECOND, 0, 1, *text(12, 40)]
-    d.put_segments(FIRST, SECOND, [5, 6, 7])
-    planned = load(d, ask(d, ids=ids, segments=None))
-    assert planned.blend is not None
-    assert [(piece.start, piece.tokens) for piece in planned.blend.pieces] == [(12, 29), (48, 21)], "3 are too few"
-
-
 def test_paragraphs_are_segments(desk: Callable[..., Desk]) -> None:
     line, blank = 1, LineBreaks.of(["x", "\n"])
     d = desk(breaks=blank)
@@ -292,8 +283,8 @@ def test_paragraphs_are_segments(desk: Callable[..., Desk]) -> None:
     assert [(piece.start, piece.tokens) for piece in planned.blend.pieces] == [(12, 21), (33, 29)]
 
 
-def test_a_request_may_name_its_segments_where_a_separator_is_set(desk: Callable[..., Desk]) -> None:
-    d = desk(separator=[0])
+def test_a_request_may_name_its_segments(desk: Callable[..., Desk]) -> None:
+    d = desk()
     d.put_segments(FIRST)
     assert d.matched(ask(d)) == (39, True)
     assert d.matched(ask(d, "s", segments=[])) == (0, False), "it has none"
@@ -942,14 +933,15 @@ def test_which_segments_are_harvested(
 
 
 def test_segments_with_little_before_them_are_stored_only_by_name(desk: Callable[..., Desk]) -> None:
-    d = desk(separator=[0])
-    ids = [*text(140), 0, *SECOND, 0, *text(12, 40)]
+    d, ids = desk(), text(300)
     request = ask(d, ids=ids, segments=None)
     d.matched(request)
-    assert segments_of(d.plan((request, 0, len(ids))).saves) == [(141, 21)]
+    spans = ContentChunker(4, 12, 48).cut(ids)
+    assert segments_of(d.plan((request, 0, 300)).saves) == [(a, b - a) for a, b in spans if a >= 128]
+    assert spans[0][0] < 128 <= spans[-1][0]
     named = ask(d, "s", ids=ids, segments=[(0, 140)])
     d.matched(named)
-    assert segments_of(d.plan((named, 0, len(ids))).saves) == [(0, 140)]
+    assert segments_of(d.plan((named, 0, 300)).saves) == [(0, 140)]
 
 
 def test_renamed_segments_are_asked_for_and_stored_anew(desk: Callable[..., Desk]) -> None:

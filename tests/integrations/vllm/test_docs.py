@@ -67,8 +67,6 @@ def test_the_configurations_and_parameters_of_blending_are_accepted() -> None:
     assert Options.from_dict(json.loads(text)["kv_connector_extra_config"]).blend == BlendOptions()
     (named,) = re.findall(r'"kv_transfer_params": (\{"cuvee": .+?\}\})', BLENDING)
     assert BlendRequest.of(json.loads(named), 2000).segments == ((12, 530), (531, 980))
-    (text,) = re.findall(r'`"blend": (\{"separator".+?\})`', BLENDING)
-    assert BlendOptions.from_json(json.loads(text)).separator == " # # "
 
 
 @pytest.mark.parametrize(

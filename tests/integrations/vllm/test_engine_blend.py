@@ -55,13 +55,12 @@ pytestmark = pytest.mark.slow
 NOISE = 1e-4  # nats, in float32
 RANKS_NOISE = 1e-3
 COSTS = (0.0, 0.15, 0.3)
-SEPARATOR = [251, 252]
 STEP = 48  # tokens of a step, where blends are computed in several
 FAMILIES = {"llama": 32, "qwen2": 64, "qwen3": 128}  # block sizes
 
 
 def ids(count: int, seed: int) -> list[int]:
-    """Random tokens, none of which is a separator's."""
+    """Random tokens."""
     return random.Random(seed).choices(range(1, 250), k=count)
 
 
@@ -149,14 +148,6 @@ def models(folder: Path) -> dict[str, Path]:
     return {family: save_tiny_model(family, folder / family) for family in FAMILIES}
 
 
-def separated(prompt: Prompt) -> list[int]:
-    """Its parts with separators between them."""
-    tokens: list[int] = []
-    for part, _ in prompt.parts:
-        tokens += [*part, *SEPARATOR]
-    return tokens[: -len(SEPARATOR)]
-
-
 @cache
 def paragraph(number: int) -> list[int]:
     """Tokens of sixty words and a blank line."""
@@ -170,7 +161,6 @@ def paragraphs(*numbers: int) -> list[int]:
     return [*(token for number in numbers for token in paragraph(number)), *paragraph(5)[:19]]
 
 
-SEPARATED = [separated(prompt) for prompt in (*LEARNED, *PROMPTS.values())]
 LONG = ids(400, 30)  # found again by its content, behind something else
 MOVED = [*ids(37, 31), *LONG, *QUESTION]
 CROWD = [Prompt(((ids(9 + n, 40 + n), False), (A, True), (QUESTION, False))) for n in range(5)]
@@ -185,7 +175,7 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
         Engine(
             "plain, others", models["llama"],
             [
-                Step([*SEPARATED, LATE.tokens, MOVED], forget=True, logprobs=-1),
+                Step([LATE.tokens, MOVED], forget=True, logprobs=-1),
                 Step([p.tokens for p in CROWD], max_tokens=60),
             ],
             PLAIN,
@@ -200,14 +190,6 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
         Engine(
             "corrected in slices", models["llama"], [LEARN, blends(0.3, forget=True)],
             {**SLICED, **connector(folder / "corrected-store")},
-        ),
-        Engine(
-            "separated", models["llama"],
-            [
-                Step(SEPARATED[: len(LEARNED)], max_tokens=1, until=("vllm:cuvee_stored{kind=segment}", len(LEARNED))),
-                Step(SEPARATED[len(LEARNED) :], forget=True, logprobs=-1),
-            ],
-            connector(folder / "separated-store", separator=SEPARATOR, cost=1),
         ),
         Engine(
             "by content", models["llama"],
@@ -343,13 +325,6 @@ def test_the_same_blend_is_found_in_the_engine(family: str, block: int, first: R
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blends_in_one_batch_are_exact(family: str, first: Results) -> None:
     assert apart(first[family].steps[TOGETHER], first[family].steps[1]) < NOISE
-
-
-def test_segments_between_separators_are_found(first: Results) -> None:
-    found, exact = first["separated"].steps[1], first["plain, others"].steps[0][len(LEARNED) : -2]
-    assert apart(found, exact) < NOISE
-    # The last part has no separator behind it: where it is a document, that is not looked for.
-    assert reused(found) == [len(A) + len(B) + len(C), 2 * len(A) + len(C), len(B), 192]
 
 
 def test_paragraphs_are_found_in_another_order(first: Results) -> None:
