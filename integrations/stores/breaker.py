@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters
 
 _log = logging.getLogger(__name__)
@@ -89,14 +88,8 @@ class GuardedStore(Store):
         self._store, self._clock = store, clock
         self._reads, self._writes = _Breaker("reading from"), _Breaker("writing to")
         self._errors = self._skipped = 0
-        self.after_fork()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Forget the running calls, because their threads exist only in the parent."""
-        self._lock = threading.Lock()
         self._calls: set[_Call] = set()
-        self._reads.probing = self._writes.probing = False
+        self._lock = threading.Lock()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key; all None if the store fails."""

@@ -35,7 +35,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores import folder, safe_files
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
@@ -125,11 +124,6 @@ class DiskStore(Store):
         self._scanned_at = -math.inf
         self._problem: OSError | None = None
         self._wanted = 0  # bytes for which a put waits
-        self.after_fork()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Make a new lock. The thread that scans is only the parent's, which `is_alive` knows."""
         self._lock = threading.Lock()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:

@@ -51,12 +51,15 @@ def seal(key: str, blob: bytes, written: float) -> bytes:
     return make_header(key, blob, written) + blob
 
 
-def unseal(key: str, data: bytes, ttl: float | None = None, now: float | None = None) -> bytes:
-    """Return the blob of an entry.
+def verify(
+    key: str, header: bytes, payload: bytes | memoryview, ttl: float | None = None, now: float | None = None
+) -> None:
+    """Refuse an entry that is bad or expired.
 
     Args:
         key: the requested key.
-        data: the entry as the store returned it.
+        header: the first `HEADER_BYTES` of the entry, as the store returned it.
+        payload: the others.
         ttl: seconds an entry lives after it was written; None means forever.
         now: seconds since 1970; default: the current time.
 
@@ -64,15 +67,6 @@ def unseal(key: str, data: bytes, ttl: float | None = None, now: float | None = 
         CorruptError: the magic, length or checksum is wrong, or the entry belongs to another key.
         ExpiredError: the entry is older than `ttl`.
     """
-    payload = memoryview(data)[HEADER_BYTES:]
-    verify(key, data[:HEADER_BYTES], payload, ttl, now)
-    return bytes(payload)
-
-
-def verify(
-    key: str, header: bytes, payload: bytes | memoryview, ttl: float | None = None, now: float | None = None
-) -> None:
-    """Refuse an entry, given its first `HEADER_BYTES` and the rest, for the reasons that `unseal` names."""
     if len(header) < HEADER_BYTES:
         raise CorruptError(f"entry: must have at least the {HEADER_BYTES} bytes of a header, got {len(header)}")
     fields = header[: _FIELDS.size]
@@ -85,10 +79,6 @@ def verify(
         raise CorruptError("entry: belongs to another key")
     if ttl is not None and (time.time() if now is None else now) - written > ttl:
         raise ExpiredError(f"entry: older than its time to live of {ttl} s")
-    _check_payload(payload, length, digest)
-
-
-def _check_payload(payload: bytes | memoryview, length: int, digest: bytes) -> None:
     if len(payload) != length:
         raise CorruptError(f"entry: payload must have {length} bytes, as its header says, got {len(payload)}")
     if xxh3_128_digest(payload) != digest:

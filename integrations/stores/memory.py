@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import MAX_ENTRY_BYTES, Store, TierCounters, check_bytes, check_key, check_tenant
 
 
@@ -39,16 +38,11 @@ class MemoryStore(Store):
     def __init__(self, max_bytes: int, *, max_entry: int = MAX_ENTRY_BYTES) -> None:
         check_bytes("max_bytes", max_bytes)
         check_bytes("max_entry", max_entry)
-        self._max_bytes, self._max_entry = max_bytes, max_entry
+        self.max_bytes, self.max_entry = max_bytes, max_entry
         self._counters = TierCounters()
         self._entries: OrderedDict[str, bytes] = OrderedDict()  # in the order of their last use
-        self.after_fork()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Keep the entries, and count them again, because another thread may have been changing them."""
+        self._used = 0
         self._lock = threading.Lock()
-        self._used = sum(len(key) + len(blob) for key, blob in self._entries.items())
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key; None for those that are not there."""
@@ -72,11 +66,11 @@ class MemoryStore(Store):
         blob = bytes(blob)
         size, counters = len(key) + len(blob), self._counters
         with self._lock:
-            if size > self._max_bytes or len(blob) > self._max_entry:
+            if size > self.max_bytes or len(blob) > self.max_entry:
                 counters.dropped += 1
                 return False
             self._pop(key)
-            while self._used + size > self._max_bytes:
+            while self._used + size > self.max_bytes:
                 self._pop(next(iter(self._entries)))
                 counters.evictions += 1
             self._entries[key] = blob
@@ -118,7 +112,7 @@ class MemoryStore(Store):
         """Release the entries."""
         with self._lock:
             self._entries.clear()
-            self._used = self._max_bytes = 0  # nothing fits any more
+            self._used = self.max_bytes = 0  # nothing fits any more
 
     def _pop(self, key: str) -> bool:
         """Remove an entry; return whether it was there."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.guard import Once
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, verify
@@ -30,11 +29,6 @@ class StoreMonitor:
         self._label, self._secrets = label, secrets
         self._once = Once(log)
         self._counters = TierCounters()
-        self.after_fork()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Make a new lock."""
         self._lock = threading.Lock()
 
     def count(self, **amounts: int) -> None:

@@ -22,7 +22,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
     Store,
@@ -103,11 +102,6 @@ class ObjectStore(Store):
         self._label, self._ttl, self._secrets = f"object store {where}", ttl, secrets
         self._most = HEADER_BYTES + max_entry
         self._monitor = StoreMonitor(_log, self._label, secrets)
-        self.after_fork()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Make new locks and threads, because the present ones belong to the parent."""
         self._lock = threading.Lock()
         self._threads: ThreadPool | None = None
 

@@ -21,7 +21,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
     Store,
@@ -112,11 +111,6 @@ class RedisStore(Store):
         self._url, self._ttl, self._timeout, self._cluster = url, ttl, timeout, cluster
         self._most = min(HEADER_BYTES + max_entry, _MAX_VALUE_BYTES)
         self._monitor = StoreMonitor(_log, f"redis store {redacted(url)}", secrets_of(url))
-        self.after_fork()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Connect anew, because the connections belong to the parent."""
         self._lock = threading.Lock()
         self._client: Any = None
 

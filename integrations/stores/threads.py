@@ -15,8 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from cuvee.codec.support.forks import tell_after_fork
-
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -51,11 +49,6 @@ class ThreadPool:
         self._started = 0
         self._reported = False
         self._dismissed = False
-        self.after_fork()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Forget the threads and their jobs, which only the parent has. Its futures never end in the child."""
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._began: dict[int, float] = {}  # the time when each busy thread began its job, by thread number

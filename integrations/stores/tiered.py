@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import Store, TierCounters, check_tenant
 from cuvee.integrations.stores.write_behind import Tier
 
@@ -31,8 +30,7 @@ class TieredStore(Store):
     If a lower tier fails to store a copy, the failure is counted in that tier and not raised. Any other failure of a
     tier is raised, as the contract of `Store` says; wrap tiers that may fail in a `GuardedStore`.
 
-    A process that ends without `close` loses at most the queued entries. In a forked child the queues are empty,
-    because the parent writes their entries, and the child's threads start with its first `put`.
+    A process that ends without `close` loses at most the queued entries.
 
         >>> from cuvee.integrations.stores.memory import MemoryStore
         >>> small, large = MemoryStore(1000), MemoryStore(1_000_000)
@@ -59,14 +57,8 @@ class TieredStore(Store):
         self._tiers = [Tier(store, level) for level, store in enumerate(stores)]
         self._closed = False
         self._epoch = 0  # the number of deletions that have ended
-        self._reset()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Start with empty queues and no threads, because the parent writes the queued entries."""
-        self._reset()
-        for tier in self._tiers:
-            tier.reset()
+        self._deleting = 0
+        self._lock = threading.Lock()
 
     @property
     def tiers(self) -> tuple[Store, ...]:
@@ -225,10 +217,6 @@ class TieredStore(Store):
         if failures:
             raise failures[0]
         return done
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._deleting = 0
 
 
 def _unique(name: str, others: Collection[str]) -> str:

@@ -30,10 +30,6 @@ class Tier:
         self._once = Once(_log)
         self._threads = ThreadPool(WRITERS, f"cuvee {self._label}", math.inf)
         self._closed = False
-        self.reset()
-
-    def reset(self) -> None:
-        """Start with an empty queue: at first, and in a forked child, whose parent writes the entries."""
         self._changed = threading.Condition()
         self._waiting: dict[str, bytes] = {}
         self._writing: dict[str, bytes] = {}

@@ -11,7 +11,7 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.stores.disk import DiskStore
-from cuvee.integrations.stores.envelope import HEADER_BYTES, seal, unseal
+from cuvee.integrations.stores.envelope import HEADER_BYTES, seal, verify
 from cuvee.integrations.stores.redaction import redacted
 from cuvee.integrations.stores.urls import open_store
 
@@ -73,7 +73,8 @@ class EntryTarget:
         how, entry = data[0] if data else 0, data[1:]
         ttl = _TTL[how % 4]
         try:
-            blob = unseal(KEY, entry, ttl, NOW)
+            blob = entry[HEADER_BYTES:]
+            verify(KEY, entry[:HEADER_BYTES], blob, ttl, NOW)
         except CuveeError as error:
             outcome = type(error).__name__
         else:

@@ -1,11 +1,12 @@
-"""A store for tests of the code above stores: a dict whose operations can be made to fail, wait or lie."""
+"""Stores for tests of the code above stores: dicts whose operations can be made to fail, wait or lie."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from cuvee.integrations.stores.base import Store, TierCounters, check_key
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key
 
 
 class DictStore(Store):
@@ -68,6 +69,86 @@ class DictStore(Store):
 
     def counters(self) -> dict[str, TierCounters]:
         return {self.name: self._counters}
+
+
+class FakeStore(DictStore):
+    """A `DictStore` with one call per `get_many`, as a guard or a tier sees one. It records what it is asked for.
+
+    Attributes:
+        before_call, after_call: by operation, what is called; may raise or wait.
+        read_fault, write_fault, other_fault: raised by operations that read, that write, and by flush and close; a
+            StoreError is counted, as stores do.
+        refuse: whether puts are given up.
+        flushed: the answer of `flush`.
+        tier: the counters.
+    """
+
+    def __init__(self, name: str = "fake", shared: bool = False) -> None:
+        super().__init__()
+        self.name, self.shared, self.tier = name, shared, self._counters
+        self.before_call: dict[str, Callable[[], None]] = {}
+        self.after_call: dict[str, Callable[[], None]] = {}
+        self.read_fault: BaseException | None = None
+        self.write_fault: BaseException | None = None
+        self.other_fault: BaseException | None = None
+        self.refuse, self.flushed = False, True
+        self._asked: list[tuple[str, ...]] = []
+
+    def asked(self, operation: str) -> list[tuple[str, ...]]:
+        """Return the keys or the tenant of each call of an operation so far."""
+        return [tuple(keys) for name, *keys in self._asked if name == operation]
+
+    def _call(self, operation: str, *keys: str) -> None:
+        with self._lock:
+            self._asked.append((operation, *keys))
+        self._begin(operation)
+        self.before_call.get(operation, lambda: None)()
+        fault = self.write_fault
+        if operation in ("get_many", "contains"):
+            fault = self.read_fault
+        elif operation in ("flush", "close"):
+            fault = self.other_fault
+        if isinstance(fault, StoreError):
+            self.tier.errors += 1
+        if fault is not None:
+            raise fault
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        for key in keys:
+            check_key(key)
+        self._call("get_many", *keys)
+        found = [self.entries.get(key) for key in keys]
+        self.after_call.get("get_many", lambda: None)()
+        return found
+
+    def put(self, key: str, blob: bytes) -> bool:
+        check_key(key)
+        self._call("put", key)
+        if not self.refuse:
+            self.entries[key] = blob
+        return not self.refuse
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        self._call("contains", *keys)
+        return [key in self.entries for key in keys]
+
+    def delete(self, key: str) -> bool:
+        self._call("delete", key)
+        return self.entries.pop(key, None) is not None
+
+    def delete_tenant(self, tenant: str) -> int:
+        self._call("delete_tenant", tenant)
+        return super().delete_tenant(tenant)
+
+    def counters(self) -> dict[str, TierCounters]:
+        return {self.name: replace(self.tier)}
+
+    def flush(self, timeout: float | None = None) -> bool:
+        self._call("flush")
+        return self.flushed
+
+    def close(self) -> None:
+        self._call("close")
 
 
 def hold(store: DictStore, operation: str) -> threading.Event:

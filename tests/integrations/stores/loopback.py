@@ -17,12 +17,10 @@ class LoopbackServer:
     Attributes:
         port: the port on 127.0.0.1.
         sent: how many bytes were sent.
-        connections: how many connections were opened.
     """
 
     def __init__(self) -> None:
         self.sent = 0
-        self.connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._open: set[socket.socket] = set()
@@ -57,7 +55,6 @@ class LoopbackServer:
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
-                self.connections += 1
                 self._open.add(connection)
                 threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
 

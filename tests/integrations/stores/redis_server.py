@@ -77,8 +77,8 @@ class RedisServer:
 
         return redis.Redis.from_url(self.url, socket_timeout=_PATIENCE, protocol=2)
 
-    def start(self, *arguments: str, wait: bool = True) -> None:
-        """Start the server, with further arguments if given; `wait` for its first PONG."""
+    def start(self) -> None:
+        """Start the server, and wait for its first PONG."""
         path = require_redis()
         fresh = self.port == 0
         for _ in range(10):
@@ -89,24 +89,19 @@ class RedisServer:
             command += ["--requirepass", self.password] if self.password else []
             command += ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"] if self._cluster else []
             with (self.folder / "redis.log").open("ab") as log:
-                self._process = subprocess.Popen([*command, *self._arguments, *arguments], stdout=log, stderr=log)
+                self._process = subprocess.Popen([*command, *self._arguments], stdout=log, stderr=log)
             if self._listens():
                 break
             self._process.wait()
         else:
             pytest.fail(f"redis-server does not start:\n{(self.folder / 'redis.log').read_text()[-2000:]}")
-        if wait:
-            wait_until(self._answers, "PONG")
-
-    def stop(self) -> None:
-        """Stop the server in order, as a service manager does."""
-        self._signal(signal.SIGTERM)
-        self._gone()
+        wait_until(self._answers, "PONG")
 
     def kill(self) -> None:
         """Kill the server."""
         self._signal(signal.SIGKILL)
-        self._gone()
+        if self._process is not None:
+            self._process.wait()
 
     def pause(self) -> None:
         """Make the server hang: connections stay open without replies."""
@@ -116,18 +111,14 @@ class RedisServer:
         """Undo `pause`."""
         self._signal(signal.SIGCONT)
 
-    def restart(self, *arguments: str, wait: bool = True) -> None:
+    def restart(self) -> None:
         """Kill the server if it runs, and start it on the same port."""
         self.kill()
-        self.start(*arguments, wait=wait)
+        self.start()
 
     def _signal(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
-
-    def _gone(self) -> None:
-        if self._process is not None:
-            self._process.wait()
 
     def _listens(self) -> bool:
         """Return True once the server listens; False if it ended because its port was taken."""

@@ -4,66 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.stores.dict_store import FakeStore
 from tests.integrations.stores.fake_clock import Clock
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores.base import Store, StoreError, TierCounters
+from cuvee.integrations.stores.base import Store, StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 
 KEY, OTHER = "ab/01", "ab/02"
 LONG = 10.0  # seconds after which a hanging test fails
-
-
-class Faulty(DictStore):
-    """A store that fails on demand, and counts the StoreErrors that it raises, as stores do."""
-
-    name = "fake"
-    shared = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read_fault: BaseException | None = None
-        self.write_fault: BaseException | None = None
-        self.other_fault: Exception | None = None
-        self.refuse = False
-
-    def _begin(self, operation: str) -> None:
-        super()._begin(operation)
-        reading, other = operation in ("get_many", "contains"), operation in ("flush", "close")
-        fault = self.read_fault if reading else self.other_fault if other else self.write_fault
-        if isinstance(fault, StoreError):
-            self._counters.errors += 1
-        if fault is not None:
-            raise fault
-
-    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        self._begin("get_many")
-        return [self.entries.get(key) for key in keys]
-
-    def put(self, key: str, blob: bytes) -> bool:
-        if self.refuse:
-            self._begin("put")
-        return not self.refuse and super().put(key, blob)
-
-    def delete_tenant(self, tenant: str) -> int:
-        self._begin("delete_tenant")
-        return super().delete_tenant(tenant)
-
-    def counters(self) -> dict[str, TierCounters]:
-        return {self.name: replace(self._counters)}
-
-    def flush(self, timeout: float | None = None) -> bool:
-        self._begin("flush")
-        return timeout != 0
-
-    def close(self) -> None:
-        self._begin("close")
 
 
 def down() -> StoreError:
@@ -71,8 +24,8 @@ def down() -> StoreError:
 
 
 @pytest.fixture
-def inner() -> Faulty:
-    return Faulty()
+def inner() -> FakeStore:
+    return FakeStore(shared=True)
 
 
 @pytest.fixture
@@ -81,7 +34,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(inner: Faulty, clock: Clock) -> GuardedStore:
+def store(inner: FakeStore, clock: Clock) -> GuardedStore:
     guarded = GuardedStore(inner, clock)
     guarded.first_backoff, guarded.max_backoff = 1.0, 5.0
     return guarded
@@ -92,20 +45,22 @@ def figures(store: Store) -> tuple[int, int]:
     return tier.errors, tier.skipped
 
 
-def break_all(inner: Faulty) -> None:
+def break_all(inner: FakeStore) -> None:
     inner.read_fault = inner.write_fault = down()
 
 
-def mend(inner: Faulty) -> None:
+def mend(inner: FakeStore) -> None:
     inner.read_fault = inner.write_fault = None
 
 
-def test_a_store_that_works_shows_through(inner: Faulty, store: GuardedStore) -> None:
+def test_a_store_that_works_shows_through(inner: FakeStore, store: GuardedStore) -> None:
     assert (store.name, store.shared) == ("fake", True)
     assert store.put(KEY, b"x") and store.get(KEY) == b"x" and store.get_many([OTHER, KEY]) == [None, b"x"]
     assert store.contains([KEY, OTHER]) == [True, False] and store.delete(KEY) and not store.delete(KEY)
     assert store.put(KEY, b"x") and store.delete_tenant("ab") == 1
-    assert store.flush() and not store.flush(0)
+    assert store.flush()
+    inner.flushed = False
+    assert not store.flush(0)
     store.close()
     assert inner.calls[-1] == "close" and figures(store) == (0, 0)
 
@@ -125,7 +80,7 @@ READING = ("get_many", "contains")
     "error", [down(), OSError(5, "I/O error"), RuntimeError("a bug")], ids=lambda e: type(e).__name__
 )
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_failure_is_a_miss(inner: Faulty, store: GuardedStore, name: str, error: Exception) -> None:
+def test_a_failure_is_a_miss(inner: FakeStore, store: GuardedStore, name: str, error: Exception) -> None:
     inner.entries[KEY] = b"x"
     inner.read_fault = inner.write_fault = error
     operation, miss = OPERATIONS[name]
@@ -137,7 +92,7 @@ def test_a_failure_is_a_miss(inner: Faulty, store: GuardedStore, name: str, erro
     assert inner.calls == [name] and figures(store) == (1, len(same)) and inner.entries == {KEY: b"x"}
 
 
-def test_backoff_doubles_up_to_the_limit_and_starts_anew(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+def test_backoff_doubles_up_to_the_limit_and_starts_anew(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
     def outage() -> list[float]:
         """Return when operations reach the store in an outage of 20 s."""
         inner.read_fault = down()
@@ -158,7 +113,7 @@ def test_backoff_doubles_up_to_the_limit_and_starts_anew(inner: Faulty, store: G
 
 
 def test_an_outage_is_logged_twice(
-    inner: Faulty, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+    inner: FakeStore, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     for _ in range(2):
@@ -177,14 +132,14 @@ def test_an_outage_is_logged_twice(
         assert "answers again (reading from it failed for 25.0 s); 5 operations were skipped" in end.message
 
 
-def test_the_log_shows_where_a_bug_is(inner: Faulty, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_shows_where_a_bug_is(inner: FakeStore, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
     inner.write_fault = RuntimeError("a\nbug")
     store.put(KEY, b"x")
     assert "writing to the fake store failed: RuntimeError: a bug." in caplog.messages[0] and caplog.records[0].exc_info
 
 
 def test_a_store_that_can_only_be_read_goes_on_being_read(
-    inner: Faulty, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+    inner: FakeStore, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     inner.entries[KEY] = b"x"
@@ -205,14 +160,14 @@ def test_a_store_that_can_only_be_read_goes_on_being_read(
     assert "writing to it failed for 105.0 s" in caplog.messages[3]
 
 
-def test_deletions_are_writes(inner: Faulty, store: GuardedStore) -> None:
+def test_deletions_are_writes(inner: FakeStore, store: GuardedStore) -> None:
     inner.write_fault = down()
     store.delete(KEY)
     assert store.get(KEY) is None and inner.calls == ["delete", "get_many"]
     assert not store.put(KEY, b"x") and not store.delete(KEY) and figures(store) == (1, 2)
 
 
-def test_what_never_reached_the_server_proves_nothing(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+def test_what_never_reached_the_server_proves_nothing(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
     break_all(inner)
     store.put(KEY, b"x")
     store.get(KEY)
@@ -234,7 +189,7 @@ def test_what_never_reached_the_server_proves_nothing(inner: Faulty, store: Guar
 
 @pytest.mark.parametrize("error", [InputError("key=1 must be"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 def test_errors_of_the_caller_are_raised_and_prove_nothing(
-    inner: Faulty, store: GuardedStore, clock: Clock, error: BaseException
+    inner: FakeStore, store: GuardedStore, clock: Clock, error: BaseException
 ) -> None:
     inner.read_fault = error
     with pytest.raises(type(error)):
@@ -251,7 +206,9 @@ def test_errors_of_the_caller_are_raised_and_prove_nothing(
     assert store.get(KEY) is None and figures(store) == (2, 1)
 
 
-def test_exactly_one_thread_probes_and_the_others_do_not_wait(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+def test_exactly_one_thread_probes_and_the_others_do_not_wait(
+    inner: FakeStore, store: GuardedStore, clock: Clock
+) -> None:
     inner.entries[KEY] = b"x"
     inner.read_fault = down()
     store.get(KEY)
@@ -277,7 +234,9 @@ def test_exactly_one_thread_probes_and_the_others_do_not_wait(inner: Faulty, sto
     assert store.get(KEY) == b"x"
 
 
-def test_operations_that_fail_together_open_the_circuit_once(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+def test_operations_that_fail_together_open_the_circuit_once(
+    inner: FakeStore, store: GuardedStore, clock: Clock
+) -> None:
     inner.read_fault = down()
     together = threading.Barrier(8)
 
@@ -298,7 +257,7 @@ def test_operations_that_fail_together_open_the_circuit_once(inner: Faulty, stor
     assert len(inner.calls) == 9 and store.contains([KEY]) == [False] and len(inner.calls) == 10
 
 
-def hanging(inner: Faulty, *calls: str, late: Exception | None = None) -> tuple[threading.Event, threading.Event]:
+def hanging(inner: FakeStore, *calls: str, late: Exception | None = None) -> tuple[threading.Event, threading.Event]:
     """Make calls hang, and then raise `late`; return events that are set when one has begun, and that release them."""
     begun, release = threading.Event(), threading.Event()
 
@@ -314,7 +273,7 @@ def hanging(inner: Faulty, *calls: str, late: Exception | None = None) -> tuple[
 
 
 def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
-    inner: Faulty, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+    inner: FakeStore, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner.entries[KEY] = b"x"
     begun, release = hanging(inner, "contains")
@@ -347,7 +306,7 @@ def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
     assert store.get(KEY) == b"x"
 
 
-def hanging_probe(inner: Faulty, store: GuardedStore, clock: Clock) -> tuple[threading.Thread, threading.Event]:
+def hanging_probe(inner: FakeStore, store: GuardedStore, clock: Clock) -> tuple[threading.Thread, threading.Event]:
     """Begin a probe that hangs until the event is set; the store works again."""
     inner.entries[KEY] = b"x"
     inner.read_fault = down()
@@ -361,7 +320,7 @@ def hanging_probe(inner: Faulty, store: GuardedStore, clock: Clock) -> tuple[thr
     return probe, release
 
 
-def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
     probe, release = hanging_probe(inner, store, clock)
     clock.now += 2
     store.overdue("get_many", 1.0)
@@ -374,18 +333,9 @@ def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: Faulty, store: G
     assert store.get(KEY) == b"x", "it came back"
 
 
-def test_a_forked_child_probes_by_itself(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
-    probe, release = hanging_probe(inner, store, clock)
-    store.after_fork()  # what a child does, which does not have that thread
-    inner.before = lambda call: None
-    assert store.get(KEY) == b"x"
-    release.set()
-    probe.join(LONG)
-
-
 @pytest.mark.parametrize("fails", [True, False])
 def test_what_began_before_an_outage_neither_opens_nor_closes(
-    inner: Faulty, store: GuardedStore, clock: Clock, fails: bool
+    inner: FakeStore, store: GuardedStore, clock: Clock, fails: bool
 ) -> None:
     """A late failure opens nothing after the outage; a late success closes nothing in it."""
     inner.entries[KEY] = b"x"
@@ -404,7 +354,7 @@ def test_what_began_before_an_outage_neither_opens_nor_closes(
     assert store.get(KEY) == (b"x" if fails else None) and figures(store)[1] == (not fails)
 
 
-def test_deleting_a_tenant_never_hides_a_failure(inner: Faulty, store: GuardedStore) -> None:
+def test_deleting_a_tenant_never_hides_a_failure(inner: FakeStore, store: GuardedStore) -> None:
     inner.entries[KEY] = b"x"
     inner.write_fault = down()
     store.put(KEY, b"x")
@@ -422,7 +372,7 @@ def test_deleting_a_tenant_never_hides_a_failure(inner: Faulty, store: GuardedSt
     assert store.delete_tenant("ab") == 1 and figures(store) == (4, 0)
 
 
-def test_flush_and_close_do_not_raise(inner: Faulty, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_flush_and_close_do_not_raise(inner: FakeStore, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
     inner.other_fault = OSError(5, "I/O error")
     assert not store.flush(1.0)
     store.close()

@@ -87,12 +87,13 @@ def test_many_keys_and_tenants(url: str, open_objects: Open) -> None:
         assert store.put(key, key.encode())
     assert other.put(KEY, b"of another prefix")
     assert store.get_many(keys) == [key.encode() for key in keys] and all(store.contains(keys))
-    obstore.put(store._place, "ab/notes.txt", b"not an entry")
+    place = module.connect(url)
+    obstore.put(place, "ab/notes.txt", b"not an entry")
     assert store.delete_tenant("ab") == 40 and store.delete_tenant("ab") == 0
     assert store.contains(keys) == [False] * 40 + [True] * 80
     assert other.get(KEY) == b"of another prefix", "its objects are below the tenant's prefix, but are no entries of it"
     assert store.clear() == 80 and store.contains(keys) == [False] * 120
-    assert bytes(obstore.get(store._place, "ab/notes.txt").bytes()) == b"not an entry"
+    assert bytes(obstore.get(place, "ab/notes.txt").bytes()) == b"not an entry"
     store.close()
     assert store.contains([keys[0], KEY]) == [False, False]  # the threads are started again if necessary
 

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.integrations.stores.redis_server import RedisServer, redis_server
@@ -118,15 +118,8 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     """A place that several stores share."""
     make, plant = request.getfixturevalue(request.param)
-    made: list[Store] = []
-
-    def remember(**named: Any) -> Store:
-        made.append(make(**named))
-        return made[-1]
-
-    yield remember, plant
-    for store in made:
-        store.close()
+    with ExitStack() as stack:
+        yield lambda **named: stack.enter_context(closing(make(**named))), plant
 
 
 def first(store: Store) -> str:
@@ -134,14 +127,13 @@ def first(store: Store) -> str:
     return next(iter(store.counters()))
 
 
-@pytest.mark.parametrize("size", [1, 63, 4096, 1_000_003])
-def test_a_blob_comes_back_as_it_was(store: Store, size: int) -> None:
-    blob = random.Random(size).randbytes(size)
+def test_a_blob_comes_back_as_it_was_put_last(store: Store) -> None:
     assert store.get("ab/01") is None
-    assert store.put("ab/01", blob) is True
-    assert store.flush(10)
-    got = store.get("ab/01")
-    assert type(got) is bytes and got == blob
+    for size in (4096, 1_000_003, 1, 63):
+        blob = random.Random(size).randbytes(size)
+        assert store.put("ab/01", blob) is True and store.flush(10)
+        got = store.get("ab/01")
+        assert type(got) is bytes and got == blob
 
 
 def test_longest_and_shortest_keys(store: Store) -> None:
@@ -149,12 +141,6 @@ def test_longest_and_shortest_keys(store: Store) -> None:
     for key in keys:
         assert store.put(key, key.encode())
     assert store.get_many(keys) == [key.encode() for key in keys]
-
-
-def test_a_put_replaces(store: Store) -> None:
-    for blob in (b"first", b"the second", b"3"):
-        assert store.put("ab/01", blob)
-        assert store.get("ab/01") == blob
 
 
 def test_get_many_and_contains_answer_in_order(store: Store) -> None:
@@ -211,23 +197,19 @@ def test_the_keys_of_a_tenant_are_listed(store: Store) -> None:
     for key in keys | {"abc/01", "a/b0", "cd/01"}:
         store.put(key, b"blob")
     assert store.flush(10) and sorted(store.keys("ab")) == sorted(keys)
-    for tenant in ("*", "", "../ab"):
-        with pytest.raises(InputError, match="tenant: must be"):
-            list(store.keys(tenant))
+    with pytest.raises(InputError, match="tenant: must be"):
+        list(store.keys("*"))
 
 
-@pytest.mark.parametrize("key", ["", "ab", "ab/", "/ab", "AB/1", "ab/1/2", "../ab", "ab/..", "a" * 65 + "/1", "ab/1\n"])
-def test_keys_are_checked(store: Store, key: str) -> None:
-    actions: list[Callable[[], object]] = [
-        lambda: store.get(key),
-        lambda: store.put(key, b"x"),
-        lambda: store.contains(["ab/1", key]),
-        lambda: store.delete(key),
-        lambda: store.delete_tenant(key + "/"),
-    ]
-    for action in actions:
-        with pytest.raises(InputError, match=r"^(key|tenant): "):
-            action()
+def test_keys_are_checked(store: Store) -> None:
+    actions: list[Callable[[str], object]] = [
+        store.get, lambda key: store.put(key, b"x"), lambda key: store.contains(["ab/1", key]), store.delete,
+        lambda key: store.delete_tenant(key + "/"),
+    ]  # fmt: skip
+    for key in ("", "ab", "ab/", "/ab", "AB/1", "ab/1/2", "../ab", "ab/..", "a" * 65 + "/1", "ab/1\n"):
+        for action in actions:
+            with pytest.raises(InputError, match=r"^(key|tenant): "):
+                action(key)
 
 
 def test_threads_put_get_and_delete_the_same_keys(store: Store) -> None:
@@ -333,64 +315,6 @@ def test_entries_have_a_largest_size(place: Place, caplog: pytest.LogCaptureFixt
     assert caplog.text.count("more than the 1000 bytes") + caplog.text.count("1065 bytes are more") == 1
     assert "drops entries that are too large; the first has 1001 bytes" in caplog.text
     assert store.put(KEY, b"small") and store.get(KEY) == b"small"
-
-
-# --- processes ---
-
-# Forks while another thread holds every lock; the child must still work.
-_FORK = """
-import os, sys, threading, time
-from contextlib import ExitStack
-from cuvee.integrations.stores.disk import DiskStore
-from cuvee.integrations.stores.breaker import GuardedStore
-from cuvee.integrations.stores.memory import MemoryStore
-
-kind, path = sys.argv[1:]
-if kind == "memory":
-    store = MemoryStore(1000)
-    locks = lambda: [store._lock]
-elif kind == "disk":
-    store = DiskStore(path, max_bytes=10_000)
-    locks = lambda: [store._monitor._lock, store._lock]
-else:
-    store = GuardedStore(DiskStore(path))
-    locks = lambda: [store._lock]
-store.put("ab/01", b"x")
-held, done = threading.Event(), threading.Event()
-def hold():
-    with ExitStack() as stack:
-        for lock in locks():
-            stack.enter_context(lock)
-        if kind == "memory":
-            store._used += 500  # in the middle of a put
-        held.set()
-        done.wait()
-        if kind == "memory":
-            store._used -= 500
-threading.Thread(target=hold, daemon=True).start()
-held.wait()
-child = os.fork()
-if child == 0:
-    ok = store.get("ab/01") == b"x" and store.put("ab/02", bytes(700))
-    ok = ok and store.contains(["ab/01", "ab/02"]) == [True, True]
-    ok = ok and store.delete("ab/02") and store.counters()[store.name].hits == 1
-    store.close()
-    os._exit(0 if ok else 3)
-deadline = time.monotonic() + 20
-while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-    if time.monotonic() > deadline:
-        os.kill(child, 9)
-    time.sleep(0.01)
-done.set()
-print(ended[1], store.get("ab/01"))
-"""
-
-
-@pytest.mark.parametrize("kind", ["memory", "disk", "guarded"])
-def test_a_forked_child_does_not_wait_for_the_parents_threads(kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", _FORK, kind, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "0 b'x'\n", done.stdout + done.stderr
 
 
 # --- parts ---
@@ -510,6 +434,9 @@ def test_memory_drops_what_is_larger_than_the_budget() -> None:
     assert store.get("ab/1") == bytes(96), "what was there stays"
     now = store.counters()["memory"]
     assert (now.dropped, now.evictions, now.entries) == (2, 0, 1)
+    for budget in (0, -1):
+        with pytest.raises(InputError, match=r"^max_bytes: must be a positive number"):
+            MemoryStore(budget)
 
 
 def test_memory_keeps_blobs_by_reference_but_not_buffers_that_may_change() -> None:
@@ -528,9 +455,3 @@ def test_memory_holds_nothing_once_it_is_closed() -> None:
     store.put("ab/1", b"x")
     store.close()
     assert store.get("ab/1") is None and not store.put("ab/1", b"y") and store.counters()["memory"].bytes == 0
-
-
-@pytest.mark.parametrize("budget", [0, -1])
-def test_memory_budget_is_checked(budget: int) -> None:
-    with pytest.raises(InputError, match=r"^max_bytes: must be a positive number"):
-        MemoryStore(budget)

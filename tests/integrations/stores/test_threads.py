@@ -183,7 +183,9 @@ def test_dismissal_replaces_stuck_threads_for_what_waits(
     assert not pool.dismiss(0.5) and waiting.result(0) == "saved"
 
 
-def test_no_thread_can_be_started(pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_can_be_started(pool: ThreadPool, hang: Callable[[], Hang], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a first one no job is accepted; without a second one jobs wait."""
+
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -191,19 +193,10 @@ def test_no_thread_can_be_started(pool: ThreadPool, monkeypatch: pytest.MonkeyPa
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
             pool.submit(lambda: 1)
-    assert pool.waiting == 0 and pool.submit(lambda: 2).result(LONG) == 2
-
-
-def test_a_second_thread_cannot_be_started(
-    pool: ThreadPool, hang: Callable[[], Hang], monkeypatch: pytest.MonkeyPatch
-) -> None:
     job = hang()
+    assert pool.waiting == 0
     pool.submit(job)
     assert job.begun.wait(LONG)
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         waiting = pool.submit(lambda: 1)
@@ -243,31 +236,3 @@ def test_a_thread_that_cannot_be_prepared_works_all_the_same(
     assert [pool.submit(pow, 2, power).result(LONG) for power in range(3)] == [1, 2, 4]
     assert pool.dismiss(LONG)
     assert caplog.text.count("could not be prepared") == 1
-
-
-def test_a_forked_child_has_its_own_threads() -> None:
-    """Fork while a job hangs, another waits, and a thread holds the lock. The child has no threads and no jobs."""
-    script = """
-import os, threading
-from cuvee.integrations.stores.threads import ThreadPool
-pool, begun, over, held = ThreadPool(1, "forked"), threading.Event(), threading.Event(), threading.Event()
-pool.submit(lambda: (begun.set(), over.wait()))
-waiting = pool.submit(pow, 2, 3)
-begun.wait()
-def hold():
-    with pool._changed:
-        held.set()
-        over.wait()
-threading.Thread(target=hold, daemon=True).start()
-held.wait()
-child = os.fork()
-if not child:
-    ok = pool.waiting == 0 and pool.submit(pow, 3, 2).result(10) == 9 and pool.dismiss(10)
-    os._exit(7 if ok else 1)
-status = os.waitpid(child, 0)[1]
-over.set()
-print(status >> 8, waiting.result(10), pool.dismiss(10))
-"""
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "7 8 True\n"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
+from tests.integrations.stores.dict_store import DictStore
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores import Store, open_store
+from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.memory import MemoryStore
@@ -21,33 +21,13 @@ from cuvee.integrations.stores.tiered import TieredStore
 SECRET = "s3cr"
 
 
-class Recorded(Store):
+class Recorded(DictStore):
     """A stand-in for a store whose client may not be installed. It records its arguments."""
 
-    name, shared = "recorded", True
-
     def __init__(self, *arguments: object, **named: object) -> None:
-        self.arguments = arguments
-        self.named = named
+        super().__init__()
+        self.arguments, self.named = arguments, named
         self.closed = False
-
-    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        raise NotImplementedError
-
-    def put(self, key: str, blob: bytes) -> bool:
-        raise NotImplementedError
-
-    def contains(self, keys: Sequence[str]) -> list[bool]:
-        raise NotImplementedError
-
-    def delete(self, key: str) -> bool:
-        raise NotImplementedError
-
-    def delete_tenant(self, tenant: str) -> int:
-        raise NotImplementedError
-
-    def counters(self) -> dict[str, Any]:
-        return {}
 
     def close(self) -> None:
         self.closed = True
@@ -75,25 +55,25 @@ def arguments(url: str) -> tuple[object, ...]:
 def test_memory(options: str, budget: int) -> None:
     store = open_store(f"memory://{options}")
     assert isinstance(store, MemoryStore), "not guarded: it cannot fail"
-    assert store._max_bytes == budget
+    assert store.max_bytes == budget
     store.close()
 
 
 @pytest.mark.parametrize(
-    ("options", "budget", "ttl"),
+    ("place", "options", "root", "budget", "ttl"),
     [
-        ("", None, None),
-        ("?max_gb=50&ttl=7d", 50 * 10**9, 7 * 86400),
-        ("?ttl=90s&max_mb=1", 10**6, 90),
-        ("?ttl=1.5h", None, 5400),
-        ("?ttl=2m", None, 120),
+        ("store", "", "store", None, None),
+        ("store", "?max_gb=50&ttl=7d", "store", 50 * 10**9, 7 * 86400),
+        ("store", "?ttl=90s&max_mb=1", "store", 10**6, 90),
+        ("store", "?ttl=1.5h", "store", None, 5400),
+        ("a%20b%23%3Fc+d@e", "?ttl=2m", "a b#?c+d@e", None, 120),
     ],
 )
-def test_file(tmp_path: Path, options: str, budget: int | None, ttl: float | None) -> None:
-    store = open_store(f"file://{tmp_path}/store{options}", guarded=False)
+def test_file(tmp_path: Path, place: str, options: str, root: str, budget: int | None, ttl: float | None) -> None:
+    store = open_store(f"file://{tmp_path}/{place}{options}", guarded=False)
     assert isinstance(store, DiskStore)
-    assert (store.root, store.max_bytes, store.ttl) == (f"{tmp_path}/store", budget, ttl)
-    guarded = open_store(f"file://{tmp_path}/store{options}")
+    assert (store.root, store.max_bytes, store.ttl) == (f"{tmp_path}/{root}", budget, ttl)
+    guarded = open_store(f"file://{tmp_path}/{place}{options}")
     assert isinstance(guarded, GuardedStore) and (guarded.name, guarded.shared) == ("disk", True)
 
 
@@ -103,22 +83,9 @@ def test_the_largest_entry(where: str, option: str, size: int) -> None:
     store = open_store(f"{where}?{option}" if option else where, guarded=False)
     if isinstance(store, Recorded):
         assert store.named["max_entry"] == size
-    elif isinstance(store, DiskStore):
-        assert store.max_entry == size
     else:
-        assert isinstance(store, MemoryStore) and store._max_entry == size
+        assert isinstance(store, DiskStore | MemoryStore) and store.max_entry == size
         store.close()
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "1e-7", "lots"])
-def test_a_largest_entry_that_is_none(value: str) -> None:
-    with pytest.raises(InputError, match=r"^max_entry_mb: must be"):
-        open_store(f"file:///nowhere?max_entry_mb={value}")
-
-
-def test_file_paths_are_unquoted(tmp_path: Path) -> None:
-    store = open_store(f"file://{tmp_path}/a%20b%23%3Fc+d@e", guarded=False)
-    assert isinstance(store, DiskStore) and store.root == f"{tmp_path}/a b#?c+d@e"
 
 
 @pytest.mark.parametrize(
@@ -156,34 +123,22 @@ def test_clients_get_their_part(url: str, expected: tuple[object, ...]) -> None:
 
 def test_tiers(tmp_path: Path) -> None:
     for url in (
-        f"tiered:memory://?max_mb=1, file://{tmp_path}/a%2cb?ttl=1d,redis://:x%2Cy@host/0",
-        ["memory://?max_mb=1", f"file://{tmp_path}/a,b?ttl=1d", "redis://:x,y@host/0"],
+        f"tiered:memory://?max_mb=1, file://{tmp_path}/a%2cb?ttl=1d,redis://:x%2Cy@host/0,s3://b/a%2Cc",
+        ["memory://?max_mb=1", f"file://{tmp_path}/a,b?ttl=1d", "redis://:x,y@host/0", "s3://b/a,c"],
     ):
         store = open_store(url)
         assert isinstance(store, TieredStore)
-        memory, file, redis = store.tiers
-        assert isinstance(memory, MemoryStore) and isinstance(file, GuardedStore) and isinstance(redis, GuardedStore)
+        memory, *others = store.tiers
+        assert isinstance(memory, MemoryStore) and all(isinstance(tier, GuardedStore) for tier in others)
         store.close()
         store = open_store(url, guarded=False)
         assert isinstance(store, TieredStore)
-        memory, file, redis = store.tiers
+        memory, file, redis, objects = store.tiers
         assert isinstance(file, DiskStore) and file.root == f"{tmp_path}/a,b"
         assert isinstance(redis, Recorded) and redis.arguments[0] == "redis://:x,y@host/0"
+        assert isinstance(objects, Recorded) and objects.arguments[0] == "s3://b/a,c"
         store.close()
         assert redis.closed
-
-
-def test_commas_of_object_names() -> None:
-    store = open_store("tiered:s3://b/a%2cb,s3://b/a%2Cc", guarded=False)
-    assert isinstance(store, TieredStore)
-    assert [tier.arguments[0] for tier in store.tiers if isinstance(tier, Recorded)] == [
-        "s3://b/a,b",
-        "s3://b/a,c",
-    ]
-    store.close()
-
-
-def test_one_tier_is_tiered_too() -> None:
     for url in ("tiered:redis://host", ["redis://host"]):
         store = open_store(url)
         assert isinstance(store, TieredStore) and len(store.tiers) == 1
@@ -246,6 +201,8 @@ def test_a_bad_tier_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> N
         ("file:///x?ttl=1e400d", r"^ttl: must"),
         ("redis://h?max_gb=1", r"^max_gb: must not be given for Redis, which evicts itself: set its maxmemory"),
         ("file:///x?timeout=1", r"^timeout: must be an option of file:// stores"),
+        ("file:///x?max_entry_mb=0", r"^max_entry_mb: must be a number of megabytes above 0"),
+        ("file:///x?max_entry_mb=1e-7", r"^max_entry_mb: must be at least one byte"),
         ("redis://", r"^url: must be redis://\[user:password@\]host:port/database"),
         ("redis://host:port", r"^url: must be redis://"),
         ("redis://host:70000", r"^url: must be redis://"),
@@ -271,17 +228,15 @@ def test_a_bad_tier_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> N
         ("tiered:", r"^url: must name one or more tiers by non-empty URLs, got tiered:$"),
         ("tiered:memory://,,memory://", r"^url: must name one or more tiers"),
         ("tiered:tiered:memory://,memory://", r"^url: a tier must not be tiered itself"),
+        ([], r"^url: must name one or more tiers by non-empty URLs, got 0 entries"),
+        ([""], r"^url: must name one or more tiers"),
+        (["memory://", 3], r"^url: must name one or more tiers"),
+        (["memory://", ["memory://"]], r"^url: must name one or more tiers"),
     ],
 )
-def test_what_is_refused(url: str, message: str) -> None:
+def test_what_is_refused(url: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         open_store(url)
-
-
-@pytest.mark.parametrize("urls", [[], [""], ["memory://", 3], ["memory://", ["memory://"]]])
-def test_lists_that_are_refused(urls: Any) -> None:
-    with pytest.raises(InputError, match=r"^url: must name one or more tiers"):
-        open_store(urls)
 
 
 @pytest.mark.parametrize(
