@@ -154,25 +154,20 @@ def test_a_hub_that_fails_is_named(hub: FakeHub, status: str) -> None:
 
 
 def test_a_hub_that_is_down_is_no_missing_profile(hub: FakeHub) -> None:
+    """Nor is one that fails between two requests: then huggingface_hub says that the file is not in its cache."""
     push()
-    commit = hub.branches["main"]
-    hub.close()
-    refuses("^hf://mine/profiles: the hub failed, or cannot be reached: ")
-    refuses("the hub failed, or cannot be reached: ", f"{WHERE}@{commit}")
-
-
-def test_a_hub_that_fails_between_two_requests_is_no_missing_profile(hub: FakeHub) -> None:
-    """huggingface_hub then says that the file is not in its local cache."""
-    push()
-    asked: list[str] = []
+    commit, asked = hub.branches["main"], []
 
     def tell(method: str, path: str) -> Said | None:
         if method == "HEAD":
             asked.append(path)
-        return answer("503 Service Unavailable") if len(asked) > 1 else None
+        return answer("403 Forbidden") if len(asked) > 1 else None
 
     hub.tell = tell
     refuses("^hf://mine/profiles: the hub failed, or cannot be reached: LocalEntryNotFoundError")
+    hub.close()
+    refuses("^hf://mine/profiles: the hub failed, or cannot be reached: ")
+    refuses("the hub failed, or cannot be reached: ", f"{WHERE}@{commit}")
 
 
 def test_a_repository_that_is_not_there_names_the_remedy(hub: FakeHub) -> None:
