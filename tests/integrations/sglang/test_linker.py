@@ -30,6 +30,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.integrations.pages import PageStore
 from cuvee.integrations.stores import StoreError
+from cuvee.integrations.stores.threads import ThreadPool
 
 pytestmark = need_sglang
 
@@ -82,24 +83,6 @@ def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 
 # There and back -------------------------------------------------------------------------------------------------------
-
-
-def test_pages_come_back_bit_for_bit_after_a_restart(prefix_cache: Callable[..., PrefixCache]) -> None:
-    first = prefix_cache()
-    values = offloaded(first, TOKENS[: 9 * PAGE])
-    first.linker.close()
-    again = prefix_cache()
-    before = again.values(torch.arange(again.pool.size))
-    request, result = again.match([*TOKENS[: 9 * PAGE], 1, 2, 3])
-    assert result.host_hit_length == 9 * PAGE
-    slots = again.queue(request, result)
-    assert slots is not None and again.run([request]) == []
-    assert equal(again.values(slots), values)
-    rest = torch.tensor([slot for slot in range(again.pool.size) if slot not in set(slots.tolist())])
-    assert equal(again.values(rest), [each[rest] for each in before]), "nothing else was written"
-    counts = again.linker.counters()
-    assert counts["loaded_pages"] == 9 and "missed_pages" not in counts
-    assert counts["loaded_raw_bytes"] > counts["loaded_blob_bytes"] > 0
 
 
 def test_what_follows_a_cached_prefix_is_loaded_behind_it(prefix_cache: Callable[..., PrefixCache]) -> None:
@@ -376,34 +359,25 @@ def test_damage_behind_right_checksums_aborts_one_batch_and_is_discarded(
     assert cache.match(TOKENS[: 4 * PAGE])[1].host_hit_length == 0 and largest not in store.entries
 
 
+@pytest.mark.parametrize("where", ["place", "start"])
 def test_an_error_of_ours_during_a_load_aborts_its_batch(
-    prefix_cache: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch
+    prefix_cache: Callable[..., PrefixCache], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if no thread can be started. An offload is then not made."""
     cache = prefix_cache()
     offloaded(cache, TOKENS[: 2 * PAGE])
     cache.forget()
 
     def fail(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError("planted")
+        raise RuntimeError("planted")
 
-    monkeypatch.setattr(PageStore, "place", fail)
     request, result = cache.match(TOKENS[: 2 * PAGE])
     cache.queue(request, result)
+    monkeypatch.setattr(PageStore if where == "place" else ThreadPool, "place" if where == "place" else "submit", fail)
     assert cache.run([request]) == [request], "SGLang drops its output"
-    assert cache.linker.counters()["contained{load}"] == 1
-
-
-def test_threads_that_cannot_be_started_are_failures(
-    prefix_cache: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = prefix_cache()
-    offloaded(cache, TOKENS[: 2 * PAGE])
-    cache.forget()
-    request, result = cache.match(TOKENS[: 2 * PAGE])
-    cache.queue(request, result)
-    cache.linker._loading.dismiss()
-    cache.linker._offloading.dismiss()
-    assert cache.run([request]) == [request]
+    if where == "place":
+        assert cache.linker.counters()["contained{load}"] == 1
+        return
     cache.insert(TOKENS[4 * PAGE : 5 * PAGE], cache.alloc(1))
     cache.settle()
     counts = cache.linker.counters()
