@@ -244,23 +244,6 @@ def test_exact_chunks_change_nothing_whatever_is_selected(build: Build, name: st
             assert same_as(blend(segments, selector=selector), full), (selector, ends, cached)
 
 
-def test_bfloat16(build: Build) -> None:
-    model = build(dtype=torch.bfloat16)
-    tokens = ids(30)
-    full = whole(model, tokens)
-    segments = [Segment(part, full.chunk(model, a, b) if a == 5 else None) for a, b, part in cut(tokens, (5, 20, 30))]
-    result = Blender(model, selector=Random(0.3)).blend(segments)
-    assert result.logits.dtype == torch.float32
-    assert {x.keys.dtype for x in layers_of(result.cache)} == {torch.bfloat16}
-    assert same_as(result, full, tolerance=0.02)
-    assert same_as(
-        Blender(model, selector=Random(1.0)).blend(stale(model, tokens, (5, 20, 30), (1,))), full, tolerance=0.02
-    )
-    assert not same_as(
-        Blender(model, selector=Nothing()).blend(stale(model, tokens, (5, 20, 30), (1,))), full, tolerance=0.02
-    )
-
-
 # Stale chunks ---------------------------------------------------------------------------------------------------------
 
 
@@ -344,28 +327,6 @@ def test_tokens_computed_in_blocks_see_each_other(
     assert same_as(result, whole(model, tokens))
 
 
-@both_attentions
-@pytest.mark.parametrize("off", [-1, 1])
-def test_a_mask_that_is_off_by_one_would_be_seen(
-    build: Build, attention: str, off: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build(attention=attention)
-    tokens = ids(30)
-    full = whole(model, tokens)
-    segments = [Segment(part, full.chunk(model, a, b) if a else None) for a, b, part in cut(tokens, (5, 15, 25))]
-    segments.append(Segment(tokens[25:]))
-    blend = Blender(model, selector=Random(0.5)).blend
-    assert same_as(blend(segments), full)
-    rows = TransformersModel.rows
-
-    def rows_off(model: TransformersModel, positions: torch.Tensor, visible: torch.Tensor | None) -> Any:
-        assert visible is None  # no query is asked here
-        return rows(model, positions, positions[:, None] + off >= torch.arange(int(positions[-1]) + 1))
-
-    monkeypatch.setattr(TransformersModel, "rows", rows_off)
-    assert not same_as(blend(segments), full, tolerance=1e-3)
-
-
 def test_generation_continues_on_the_cache(build: Build) -> None:
     model = build("qwen3")
     tokens = ids(26)
@@ -432,16 +393,6 @@ def test_logits_of_all_text_that_ends_the_prompt(build: Build) -> None:
     blend = Blender(model, selector=Nothing()).blend
     assert close(blend(segments, logits_to_keep=12).logits, full.logits[8:])
     assert blend(segments).logits.shape == (1, VOCABULARY)
-
-
-def test_tokens_may_be_lists_arrays_and_tensors(build: Build) -> None:
-    model = build()
-    tokens = ids(9)
-    expected = Blender(model).blend([Segment(tokens)])
-    for given in (tokens.tolist(), tuple(tokens.tolist()), tokens.numpy().astype(np.uint8), tokens.int()):
-        segment = Segment(given)  # type: ignore[arg-type]
-        assert segment.tokens.dtype == torch.int64 and segment.tokens.tolist() == tokens.tolist()
-        assert torch.equal(Blender(model).blend([segment]).logits, expected.logits)
 
 
 def test_nothing_that_was_given_is_written_to(build: Build) -> None:
@@ -607,14 +558,6 @@ def test_attend_is_the_attention_of_the_model(build: Build, name: str, queries: 
             expected[[*visible, at]] += out.attentions[layer][0, :, 0].sum(0)
     assert close(chosen.seen, expected)
     assert expected.sum().item() == pytest.approx(4 * len(text) * 2, rel=1e-4)
-
-
-def test_attend_does_not_change_the_result(build: Build) -> None:
-    model = build()
-    tokens = ids(26)
-    segments = stale(model, tokens, (3, 10, 12, 20, 26), (1, 3))
-    asked = Blender(model, selector=Chosen(4, 13, look=lambda prompt: prompt.attend(5, (LAYERS - 1,)))).blend(segments)
-    assert equal(asked, Blender(model, selector=Chosen(4, 13)).blend(segments))
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -797,12 +740,6 @@ def test_models_must_be_causal_language_models(llama: Any) -> None:
     for other, named in ((torch.nn.Linear(2, 2), "Linear"), (llama.model, "LlamaModel")):
         with pytest.raises(InputError, match=rf"^model: must be a transformers causal language model, got {named}"):
             Blender(other)  # type: ignore[arg-type]
-
-
-def test_selectors_that_do_not_fit_the_prompt(llama: Any) -> None:
-    segments = [Segment(PROMPT[:16], alone(llama, PROMPT[:16], 3)), Segment(PROMPT[16:])]
-    with pytest.raises(InputError, match=r"^cost: must be at least 0.047 to pay for the pass of .* got 0.04;"):
-        Blender(llama, selector=Guided(cost=0.04)).blend(segments)
 
 
 def test_a_model_behind_the_protocol(llama: Any) -> None:

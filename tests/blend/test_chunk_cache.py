@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.blend.random_choice import Random
 from tests.forked import works_in_child_while_held
 from tests.predicting import predicting
 from transformers import DynamicCache
@@ -32,12 +31,11 @@ from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Nothing
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
-from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.disk import DiskStore
@@ -181,23 +179,6 @@ def test_the_average_is_taken_in_float32(tiny_model: Callable[..., Any]) -> None
     assert_chunk(seven, one.keys, one.values)
 
 
-@pytest.mark.parametrize("start", [0, 3, 4000])
-@pytest.mark.parametrize("family", ["llama", "llama-yarn", "phi3", "qwen3"])
-def test_a_chunk_moves_anywhere(tiny_model: Callable[..., Any], family: str, start: int) -> None:
-    model = tiny_model(family)
-    codec = exact(model)
-    got = codec.decode(make(model, codec=codec, contexts=CONTEXTS).get_or_compute(TOKENS), start)
-    keys, values = averaged(model)
-    here, there = torch.arange(START, START + len(TOKENS)), torch.arange(start, start + len(TOKENS))
-    ropes = [layer.rope for layer in got.layout.layers]
-    moved = [rotate(unrotate(key, rope, here), rope, there) for key, rope in zip(keys, ropes, strict=True)]
-    assert_chunk(got, moved, values, atol=1e-5)
-    if start == 3:  # the first layer sees tokens alone: what the model itself computes there
-        with torch.no_grad():
-            whole = prefill(model, torch.tensor([[1, 1, 1, *TOKENS]]), got.layout)[0]
-        torch.testing.assert_close(got.keys[0], whole.keys[0][3:], atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("contexts", [None, CONTEXTS], ids=["alone", "behind"])
 def test_a_blob_holds_the_ids_that_a_profile_predicts_from(model: Any, contexts: torch.Tensor | None) -> None:
     codec = Codec(predicting(fitted_codec(model).profile), step=0.1)
@@ -239,38 +220,7 @@ def test_no_gradients_are_prepared(model: Any) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_chunks_are_blended(model: Any) -> None:
-    """A leading chunk is exact; all computed anew is the prefill."""
-    codec = exact(model)
-    library = make(model, codec=codec, contexts=CONTEXTS)
-    segments = [library.segment(TOKENS, leading=True), library.segment(OTHER), Segment([1, 2, 3])]
-    tokens = torch.tensor([[*TOKENS, *OTHER, 1, 2, 3]])
-    with torch.no_grad():
-        expected = prefill(model, tokens, layout_of(model))[0]
-    for selector, same in ((Nothing(), len(TOKENS)), (Random(ratio=1), tokens.shape[1])):
-        result: Any = Blender(model, codec, selector=selector).blend(segments)
-        assert result.record.cached == len(TOKENS) + len(OTHER)
-        for layer, values in enumerate(expected.values):
-            got = result.cache.layers[layer].values[0].transpose(0, 1)
-            torch.testing.assert_close(got[:same], values[:same], atol=1e-5, rtol=0)
-            assert layer == 0 or same == len(got) or not torch.allclose(got[same:], values[same:], atol=1e-3)
-
-
 # Stores --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-@pytest.mark.parametrize("codec", [exact, lossy, fitted_codec])
-def test_round_trip_through_a_store(model: Any, tmp_path: Path, kind: str, codec: Callable[[Any], Codec]) -> None:
-    with closing(MemoryStore(10**9) if kind == "memory" else DiskStore(tmp_path / "store")) as store:
-        library = make(model, store, codec=codec(model), contexts=CONTEXTS)
-        with passes(model) as seen:
-            blobs = [library.get_or_compute(TOKENS, leading=leading) for leading in (False, True)]
-            computed = len(seen)
-            assert [library.get_or_compute(TOKENS, leading=leading) for leading in (False, True)] == blobs
-            assert len(seen) == computed
-        assert library.counters == ChunkCounters(hits=2, misses=2, stored=2)
-        assert store.counters()[kind].puts == 2
 
 
 def test_another_process_finds_what_a_file_store_kept(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
@@ -362,15 +312,6 @@ def test_a_bad_base_takes_its_refinements_with_it(model: Any) -> None:
         store.put(key, bad)
         assert library.segment(TOKENS).refinements == stored[1:] and store.get_parts([key]) == [stored]
     assert library.counters == ChunkCounters(misses=4, stored=4, rejected=6)
-
-
-def test_parts_are_found_by_no_other_codec(model: Any) -> None:
-    store, profile = MemoryStore(10**6), fitted_codec(model).profile
-    for codec in (refined(model), Codec(profile, step=0.1), Codec(profile, step=0.4)):
-        library = make(model, store, codec=codec)
-        library.get_or_compute(TOKENS)
-        assert library.counters.misses == 1
-    assert len(parts_in(store)) == 3
 
 
 def test_a_store_that_fails_between_parts(model: Any) -> None:
@@ -577,18 +518,6 @@ def test_a_tagged_blob_of_another_place_is_rejected(model: Any, place: str) -> N
     store[key] = foreign
     assert library.get_or_compute(TOKENS) == blob == store[key]
     assert library.counters.rejected == 1
-
-
-def test_libraries_with_other_secrets_leave_each_others_entries_alone(model: Any) -> None:
-    profile, store = exact(model).profile, Shelf()
-    one, other, plain = (
-        make(model, store, codec=Codec(profile, "lossless", key=key)) for key in (SECRETS[0], SECRETS[1], None)
-    )
-    for library in (one, other, plain, one, other, plain):
-        library.get_or_compute(TOKENS)
-    for library in (one, other, plain):
-        assert library.counters == ChunkCounters(hits=1, misses=1, stored=1)
-    assert len(store) == 3 and "delete" not in store.calls
 
 
 def test_while_secrets_are_replaced_entries_of_both_are_found(model: Any) -> None:
@@ -833,15 +762,6 @@ def test_a_codec_of_another_model_is_refused(model: Any, tiny_model: Callable[..
         make(model, codec=codec)
     codec.profile.model = model_fingerprint(model)
     assert make(model, codec=codec).segment(TOKENS).chunk
-
-
-def test_models_that_cannot_be_blended_are_refused(tiny_model: Callable[..., Any]) -> None:
-    for family in ("gpt2", "mistral"):  # no RoPE, sliding windows
-        model = tiny_model(family)
-        with pytest.raises(UnsupportedModelError):
-            make(model)
-    with pytest.raises(InputError, match="training mode"):
-        make(tiny_model("llama").train(), codec=exact(tiny_model("llama")))
 
 
 def test_the_tenant_must_be_a_string(model: Any) -> None:

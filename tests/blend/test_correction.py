@@ -96,34 +96,6 @@ def test_keys_change_alike_where_their_positions_are_taken_off(rope: Rope | None
     assert torch.allclose(unrotate(keys, rope, corrected), multiple, atol=1e-5)
 
 
-def test_changes_without_anything_in_common_correct_nothing() -> None:
-    """Signs alternate, so every prediction from the other tokens is wrong."""
-    observed, corrected = torch.arange(0, 40, 2), torch.arange(1, 41, 2)
-    signs = (-1.0) ** torch.arange(20)
-    values = signs[:, None, None].expand(20, HEADS, VALUE)
-    correction = Correction(layout(), [Window(observed, corrected, 0)], CPU)
-    keys, added = correction.estimate(0, torch.zeros(20, HEADS, DIM), values)
-    assert not keys.any() and not added.any()
-
-
-def test_each_chunk_is_corrected_by_its_own_tokens() -> None:
-    generator = torch.Generator().manual_seed(2)
-    windows = [
-        Window(torch.tensor([3, 9, 12]), torch.tensor([4, 5]), 2),
-        Window(torch.tensor([40, 44]), torch.tensor([41, 50]), 38),
-    ]
-    both = Correction(layout(), windows, CPU)
-    assert both.observed.tolist() == [3, 9, 12, 40, 44] and both.corrected.tolist() == [4, 5, 41, 50]
-    keys = torch.randn(5, HEADS, DIM, generator=generator) + 4
-    values = torch.randn(5, HEADS, VALUE, generator=generator) + 4
-    other = values.clone()
-    other[3:] *= 1.01
-    _, found = both.estimate(0, keys, values)
-    _, changed = both.estimate(0, keys, other)
-    assert torch.equal(changed[:2], found[:2]) and found[:2].any()
-    assert torch.allclose(changed[2:], 1.01 * found[2:]) and found[2:].any()
-
-
 def test_ranks_with_some_of_the_heads_correct_them_as_one_with_all() -> None:
     generator = torch.Generator().manual_seed(3)
     windows = [Window(torch.tensor([3, 9, 12, 13]), torch.tensor([4, 5]), 2)]

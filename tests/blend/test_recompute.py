@@ -152,25 +152,6 @@ def test_gives_the_kv_that_a_blend_of_the_whole_prompt_gives(
     assert len(done.hidden) == int(done.computed.sum())
 
 
-def test_to_recompute_all_is_a_full_prefill_behind_what_is_known(model: Any) -> None:
-    tokens = ids(TOKENS, seed=3)
-    full = whole(model, tokens)
-    _, kv, done = run(model, tokens, Random(1.0))
-    assert done.computed.tolist() == [False] * KNOWN + [True] * (END - KNOWN) + [False] * (TOKENS - END)
-    for mine, theirs in zip(kv.keys + kv.values, full.keys + full.values, strict=True):
-        assert close(mine[:, :END], theirs[:, :END])
-
-
-def test_known_kv_is_used_unchanged(model: Any) -> None:
-    """Were it computed, wrong KV would be replaced."""
-    tokens, full = ids(TOKENS), whole(model, ids(TOKENS))
-    kv = DenseKV(*[[torch.full_like(part, 0.5) for part in parts] for parts in (full.keys, full.values)])
-    with torch.no_grad():
-        Recompute(TransformersModel(model), kv, placed(tokens)).run(Random(1.0))
-    assert all((part[:, :KNOWN] == 0.5).all() for part in kv.keys + kv.values)
-    assert not any((part[:, KNOWN:END] == 0.5).any() for part in kv.keys + kv.values)
-
-
 def test_the_query_looks_at_what_is_known_and_is_the_end_of_the_prompt(model: Any) -> None:
     """As if what is known were a chunk that begins the prompt."""
     tokens, full = ids(TOKENS), whole(model, ids(TOKENS))

@@ -64,29 +64,6 @@ def test_after_the_first_common_cut_all_cuts_are_the_same(
         assert [at for at in one if at >= common[0]] == [at for at in other if at >= common[0]]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_most_of_a_document_is_found_again_elsewhere(seed: int) -> None:
-    document, chunker = random_ids(4000, seed), ContentChunker(32, 96, 384)
-    whole = ends(chunker.cut(document))
-    for before in (1, 31, 500):
-        moved = ends(chunker.cut(random_ids(before, seed + 100) + document + random_ids(300, 7)), before, before + 4000)
-        assert len(set(whole) & set(moved)) >= len(whole) - 6, "after a few chunks the cuts meet"
-        assert len(whole) > 30
-
-
-@pytest.mark.parametrize(("least", "mean", "most"), [(64, 192, 768), (16, 128, 2000), (1, 8, 100)])
-def test_chunks_are_about_as_long_as_asked_for(least: int, mean: int, most: int) -> None:
-    spans = ContentChunker(least, mean, most).cut(random_ids(400 * mean))
-    assert np.mean([end - start for start, end in spans]) == pytest.approx(mean, rel=0.15)
-
-
-def test_the_last_chunk_is_left_out_while_it_is_open() -> None:
-    tokens = random_ids(400, vocabulary=30)
-    spans = SMALL.cut(tokens)
-    for count in range(len(tokens)):
-        assert SMALL.cut(tokens[:count]) == [span for span in spans if span[1] <= count]
-
-
 def test_text_without_a_likely_cut_is_cut_at_the_most() -> None:
     """A run of one token has the same hash everywhere after its first three."""
     flat = next(

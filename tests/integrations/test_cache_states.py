@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,33 +88,6 @@ def test_a_layer_without_tensors_has_no_states(hybrid: tuple[Any, torch.Tensor, 
     codec = Codec.without_profile(model)
     found, wanted = (codec.decode_states(encode_cache(codec, each, ids, 16)[-1]).tensors for each in (held, cache))
     assert found.keys() == wanted.keys() and any(name.startswith("0.") for name in wanted)
-
-
-CONTINUE = """
-import sys
-from pathlib import Path
-import torch
-from tests.every_model import build
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
-import cuvee
-model, ids, _ = build("qwen3_next")
-blobs = [path.read_bytes() for path in sorted(Path(sys.argv[1]).iterdir())]
-cache = cuvee.decode_cache(cuvee.Codec.without_profile(model), blobs, model)
-prompt = torch.cat([ids, ids[:, :1]], 1)
-print(model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False).tolist())
-"""
-
-
-def test_generation_goes_on_in_another_process(hybrid: tuple[Any, torch.Tensor, Any], tmp_path: Path) -> None:
-    model, ids, cache = hybrid
-    for index, blob in enumerate(encode_cache(Codec.without_profile(model), cache, ids, 16)):
-        (tmp_path / str(index)).write_bytes(blob)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CONTINUE, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    prompt = torch.cat([ids, ids[:, :1]], 1)
-    own = model.generate(prompt, past_key_values=copy.deepcopy(cache), max_new_tokens=12, do_sample=False)
-    assert done.stdout.strip() == str(own.tolist())
 
 
 def test_a_part_of_a_hybrid_is_refused(hybrid: tuple[Any, torch.Tensor, Any]) -> None:

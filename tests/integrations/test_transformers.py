@@ -26,7 +26,7 @@ from cuvee.codec.errors import (
     ProfileMismatchError,
     UnsupportedModelError,
 )
-from cuvee.codec.format.container import Contents, Scheme, inspect, read_header, write_blob
+from cuvee.codec.format.container import inspect, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.forward import cache_argument
@@ -636,58 +636,6 @@ def test_a_static_cache_is_read_where_it_is(
     same(decode_cache(both("lossless").cpu, blobs, model.config, device), cache)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_family_continues_identically_from_a_device(
-    name: str, device: torch.device, tiny_model: Callable[..., Any], whole_batches: list[str]
-) -> None:
-    model = tiny_model(name)
-    profile = codec_profile.Profile.unlearned(KVLayout.from_config(model.config, dtype="float32"))
-    ids = prompt(1, 9)
-    full = prefill(model, ids)
-    blobs = encode_cache(Codec(profile, "lossless"), full, chunk_tokens=5)
-    decoded: Any = decode_cache(Codec(profile, "lossless", backend="triton"), blobs, model.config, device)
-    assert whole_batches == ["decode_paged", "check"]
-    expected: Any = prefill(model, ids, DynamicCache(config=model.config))
-    for got, want in zip(decoded.layers, expected.layers, strict=True):
-        assert torch.equal(got.keys.cpu(), want.keys) and torch.equal(got.values.cpu(), want.values)
-        assert got.get_seq_length() == want.get_seq_length() == 9
-
-
-def test_lists_that_are_not_whole_rows_never_reach_a_device(
-    device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
-) -> None:
-    codecs = both("lossless")
-    blobs = encode_cache(codecs.cpu, filled(layout, 2, 5, torch.float32, torch.device("cpu")), chunk_tokens=2)
-
-    def decode(order: Sequence[int], mask: torch.Tensor | None = None) -> None:
-        chosen = [blobs[index] for index in order]
-        decode_cache(codecs.device, chosen, model.config, device, attention_mask=mask)
-
-    for order, message in (
-        ([1, 2], r"blobs\[0\]: must continue row 0 at token 0 of \d+, got tokens 2 to 4;"),
-        ([0, 2, 3, 4, 5], r"blobs\[1\]: must continue row 0 at token 2 of \d+, got tokens 4 to 5;"),
-        ([0, 1, 1, 2, 3, 4, 5], r"blobs\[2\]: must continue row 0 at token 4 of \d+, got tokens 2 to 4;"),
-        ([0, 1, 3, 4, 5], r"blobs\[2\]: must continue row 0 at token 4 of \d+, got tokens 0 to 2;"),
-        ([0, 1, 2, 4, 5], r"blobs\[3\]: must continue row 0 at token 5 of \d+, got tokens 2 to 4;"),
-        ([0, 1, 2, 3, 4], r"blobs\[2\]: must continue row 0 at token 4 of \d+, got tokens 4 to 5;"),
-    ):
-        with pytest.raises(InputError, match=message):
-            decode(order)
-    for count, rows, message in (
-        (2, 1, "^blobs: must hold 5 tokens of row 0, got 4"),
-        (3, 2, "^attention_mask: must have one row for each row of blobs, 1, got 2"),
-        (6, 1, r"^attention_mask: .* got 1 rows, but blobs\[3\] starts another"),
-    ):
-        with pytest.raises(InputError, match=message):
-            decode(range(count), torch.ones(rows, 5, dtype=torch.int64))
-    other = encode_cache(codecs.cpu, filled(layout, 1, 2, torch.bfloat16, torch.device("cpu")), chunk_tokens=2)
-    with pytest.raises(
-        ProfileMismatchError, match=r"^blobs\[0\]: must have the layout .* and the dtype of the last blob"
-    ):
-        decode_cache(codecs.device, [*other, *blobs[1:3]], model.config, device)
-    assert whole_batches == []
-
-
 @pytest.mark.parametrize("where", ["cpu", "device"])
 def test_blobs_that_claim_a_huge_cache_are_refused(
     device: torch.device,
@@ -722,50 +670,6 @@ def test_a_cache_that_does_not_fit_is_our_error(
     monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(1 << 52, dtype=torch.uint8))
     with pytest.raises(OutOfMemoryError, match="rebuilding a cache: not enough memory: "):
         decode_cache(codec, blobs, model.config)
-
-
-def test_damaged_blobs_on_the_way_to_a_device(
-    device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
-) -> None:
-    codecs = both("lossless", key=bytes(range(32)))
-    blobs = encode_cache(codecs.cpu, filled(layout, 1, 5, torch.float32, torch.device("cpu")), chunk_tokens=3)
-    forged = [blobs[0], blobs[1][:-1] + bytes([blobs[1][-1] ^ 1])]
-    with pytest.raises(CorruptError, match="tag"):
-        decode_cache(codecs.device, forged, model.config, device)
-    with pytest.raises(FormatError, match="truncated"):
-        decode_cache(codecs.device, [blobs[0], blobs[1][:-1]], model.config, device)
-    plain = both("lossless")
-    huge = write_blob(
-        Contents(
-            dtype="float32", tokens=1 << 20, start=0, values_per_token=layout.values_per_token,
-            schemes=(Scheme.LOSSLESS,) * 2, layout=layout.fingerprint,
-        ),
-        [bytes(16)] * 2,
-    )  # fmt: skip
-    with pytest.raises(FormatError, match="sections that hold 1048576 tokens"):
-        decode_cache(plain.device, [huge], model.config, device)
-    assert whole_batches == []  # nor was anything allocated
-    unsigned = encode_cache(plain.cpu, filled(layout, 1, 5, torch.float32, torch.device("cpu")), chunk_tokens=3)
-    damaged = [unsigned[0][:-1] + bytes([unsigned[0][-1] ^ 1]), unsigned[1]]
-    with pytest.raises(CorruptError, match="section 1"):
-        decode_cache(plain.device, damaged, model.config, device)
-
-
-def test_bad_caches_on_a_device(
-    device: torch.device, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
-) -> None:
-    codec = both(0.1).device
-    with pytest.raises(InputError, match=r"^chunk_tokens: must be"):
-        encode_cache(codec, filled(layout, 1, 3, torch.float32, device), chunk_tokens=0)
-    with pytest.raises(InputError, match=r"must be float32 as the layout says, got torch\.float64"):
-        encode_cache(codec, filled(layout, 1, 3, torch.float64, device))
-    with pytest.raises(InputError, match="among the 4096 positions"):
-        encode_cache(codec, filled(layout, 1, 4097, torch.float32, device))
-    assert whole_batches == []
-    cache = filled(layout, 1, 3, torch.float32, device)
-    cache.layers[1].values[0, 1, 2, 3] = float("nan")
-    with pytest.raises(InputError, match="NaN or infinite values in layers 1"):
-        encode_cache(codec, cache)
 
 
 def test_a_device_that_the_codec_does_not_serve_gets_a_copy(model: Any, layout: KVLayout) -> None:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -887,13 +886,11 @@ def run_served(model: Path, folder: Path, redis: str) -> None:
 
 
 def run_ranks(model: Path, folder: Path, store: str) -> None:
-    """Two tensor-parallel ranks, processes of their own: what one of them misses, both compute; one is killed.
+    """Two tensor-parallel ranks, processes of their own: what one of them misses, both compute; then one raises.
 
     Before that they do what `folder`/order.json says.
     """
     from vllm import SamplingParams
-
-    psutil = import_module("psutil")  # vLLM needs it; its types are a package of their own
 
     record, prompt = Record(folder), prompt_of("ranks")
     (order,) = json.loads((folder / "order.json").read_text())
@@ -946,40 +943,36 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
     except Exception:
         record.note("rank_garbage", traceback.format_exc())
 
-    # One after the other: then they are computed to the same bits.
-    lost, others = [prompt_of(f"killed {index}") for index in range(6)], files()
-    for one in lost:
-        ask(one)
-    stored += 2 * CHUNKS * len(lost)
-    wait_for(stored)
-    right = _blobs(store)
-    for path in files() - others:
-        path.unlink()
-    llm.reset_prefix_cache()
-    workers = [child for child in psutil.Process().children(recursive=True) if "Worker" in " ".join(child.cmdline())]
-    before = len(files())
+    # One rank raises when both have computed their layers: neither stores that step, and the step before is stored as
+    # by an engine that nothing befalls. Here the engine ends.
+    raising, others = ids(CHUNKS * CHUNK + 58, "raising"), files()
 
-    def kill() -> None:
-        while len(files()) < before + 3:
-            time.sleep(0.001)
-        workers[-1].kill()
+    def all_stored() -> bool:
+        ask([1])
+        return len(files() - others) == 2 * (CHUNKS + 2)  # with one chunk more, and the prompt's tail
 
     try:
-        killer = threading.Thread(target=kill)
-        killer.start()
+        ask(raising)
+        wait_until(all_stored, "all is stored")
+        right = _blobs(store)
+        for path in files() - others:
+            path.unlink()
+        llm.reset_prefix_cache()
+        first_two = 2 * OPTIONS["max_num_batched_tokens"] // CHUNK
+        llm.collective_rpc(_fail_on_one_rank, args=(store, len(others) + first_two))
         try:
-            while True:
-                for one in lost:
-                    ask(one)
-                llm.reset_prefix_cache()
+            ask(raising)
         except Exception as error:
-            print(f"--- the engine without a worker: {type(error).__name__}: {error}", flush=True)
-        killer.join(20)
+            print(f"--- {type(error).__name__}", flush=True)
+        else:
+            raise AssertionError("the engine lives")
+        llm.llm_engine.engine_core.shutdown()
         found = _blobs(store)
+        assert len(found) == len(others) + first_two, f"{len(found) - len(others)} entries"
         wrong = [key for key, blob in found.items() if blob != right.get(key)]
-        record.note("rank_killed", f"{len(wrong)} of {len(found)} entries are wrong" if wrong else "")
-    except BaseException:
-        record.note("rank_killed", traceback.format_exc())
+        record.note("rank_raises", f"{len(wrong)} entries are wrong" if wrong else "")
+    except Exception:
+        record.note("rank_raises", traceback.format_exc())
     sys.stdout.flush()
     os._exit(0)  # vLLM's own exit waits for the dead
 
@@ -1007,59 +1000,14 @@ def _blobs(store: str) -> dict[str, bytes | None]:
     return dict(zip(keys, open_store(f"file://{store}", guarded=False).get_many(keys), strict=True))
 
 
-def run_raising(model: Path, folder: Path, store: str) -> None:
-    """Two tensor-parallel ranks, one of which raises when both have computed their layers: neither stores that step,
-    and the step before is stored as by an engine that nothing befalls.
-    """
-    from vllm import SamplingParams
-
-    record, prompt = Record(folder), ids(CHUNKS * CHUNK + 58, "raising")
-    transfer = cuvee(f"file://{store}", chunk_tokens=CHUNK)
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "kv_transfer_config": transfer}
-    llm: Any = start_engine(model, **{**OPTIONS, **RANKS_OPTIONS, **ranks})
-
-    def ask(given: Sequence[int]) -> None:
-        parameters = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
-        llm.generate([{"prompt_token_ids": list(given)}], parameters, use_tqdm=False)
-
-    def stored() -> bool:
-        ask([1])
-        return len(_files(store)) == 2 * (CHUNKS + 2)  # with one chunk more, and the prompt's tail
-
-    try:
-        ask(prompt)
-        wait_until(stored, "all is stored")
-        right = _blobs(store)
-        llm.reset_prefix_cache()
-        for path in _files(store):
-            path.unlink()
-        first = 2 * OPTIONS["max_num_batched_tokens"] // CHUNK
-        llm.collective_rpc(_fail_on_one_rank, args=(store, first))
-        try:
-            ask(prompt)
-        except Exception as error:
-            print(f"--- {type(error).__name__}", flush=True)
-        else:
-            raise AssertionError("the engine lives")
-        llm.llm_engine.engine_core.shutdown()
-        found = _blobs(store)
-        assert len(found) == first, f"{len(found)} entries"
-        wrong = [key for key, blob in found.items() if blob != right.get(key)]
-        record.note("rank_raises", f"{len(wrong)} entries are wrong" if wrong else "")
-    except Exception:
-        record.note("rank_raises", traceback.format_exc())
-    sys.stdout.flush()
-    os._exit(0)
-
-
 DISK: Scenarios = {scenario.__name__: scenario for scenario in (after_crash, files_damaged)}
 REDIS: dict[str, Callable[..., None]] = {
     scenario.__name__: scenario for scenario in (redis_down_at_start, redis_killed)
 }
 WITHOUT_REDIS = ["crash", *INJECTED, *DISK]
 WITH_REDIS = [*REDIS]
-RANKS = ("rank_garbage", "rank_killed")
-GROUPS: dict[str, Callable[..., None]] = {"served": run_served, "ranks": run_ranks, "raising": run_raising}
+RANKS = ("rank_garbage", "rank_raises")
+GROUPS: dict[str, Callable[..., None]] = {"served": run_served, "ranks": run_ranks}
 
 
 def run_group(group: str, folder: Path, model: Path, *arguments: str, **variables: str) -> tuple[int | str, str]:

@@ -14,11 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.blend.random_choice import Random
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuvee.blend import Guided, Nothing, Selector
+from cuvee.blend import Guided, Nothing
 from cuvee.blend.correction import Correction, Window
 from cuvee.blend.recompute_model import Exchange
 from cuvee.codec.paged import PagedCache
@@ -87,16 +86,6 @@ def test_a_blend_is_placed_as_it_says(given: tuple[Blend, int]) -> None:
     assert int(placed.cached.sum()) == blend.reused(end)
 
 
-def test_an_example_of_it() -> None:
-    """Exact, the rest of a piece, another one, text, a piece that is cut, and the end."""
-    pieces = [Entry("segment", b"a", 1, 4), Entry("segment", b"b", 5, 2), Entry("segment", b"c", 8, 3)]
-    placed = place(Blend(list(range(12)), 3, pieces, 0.5, []), 10)
-    assert placed.segment.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 4, 5]
-    assert placed.offset.tolist() == [0, 1, 2, 2, 3, 0, 1, 0, 0, 1, 2, 0]
-    assert placed.cached.nonzero()[:, 0].tolist() == [3, 4, 5, 6, 8, 9]
-    assert placed.known.nonzero()[:, 0].tolist() == [0, 1, 2]
-
-
 class Written(TorchDispatchMode):
     """Counts the numbers that torch's operations give: what they fill, or make anew."""
 
@@ -127,28 +116,6 @@ def test_placing_many_pieces_writes_no_more_than_placing_one() -> None:
     one = placed_numbers(1)
     assert one >= 6 * (1 << 14), "what is asked for was counted"
     assert placed_numbers(2047) < 2 * one
-
-
-@pytest.mark.parametrize(
-    ("base", "piece", "cached"),
-    [
-        (0, (0, 40), range(16, 40)),
-        (0, (0, 12), range(0)),
-        (0, (10, 20), range(16, 30)),
-        (0, (16, 20), range(16, 36)),
-        (5, (2, 30), range(16, 32)),
-        (20, (18, 20), range(20, 38)),
-    ],
-)
-def test_the_first_tokens_of_a_prompt_are_text(base: int, piece: tuple[int, int], cached: range) -> None:
-    blend = Blend(TOKENS, base, [Entry("segment", b"a", *piece)], 0.5, [], first=16)
-    end = sum(piece)
-    placed = place(blend, end)
-    assert placed.cached.nonzero()[:, 0].tolist() == list(cached)
-    assert placed.known.nonzero()[:, 0].tolist() == list(range(base))
-    first = max(base, piece[0])
-    assert placed.offset[first:end].tolist() == list(range(first - piece[0], piece[1])), "they stay in the piece"
-    assert len(set(placed.segment[first:end].tolist())) == 1
 
 
 def test_the_first_tokens_of_a_prompt_are_computed() -> None:
@@ -322,33 +289,11 @@ def test_what_is_chosen_is_decided_by_all_ranks_together() -> None:
     assert len(asked) == 1, "nobody was asked"
 
 
-def test_a_cost_that_pays_for_no_token_recomputes_none() -> None:
-    _, record, _ = run(request(0.01), 38)
-    assert record["reused"] > 0
-    assert record["recomputed"] == 0
-
-
-def test_pieces_without_text_between_them_may_be_left_as_they_are() -> None:
-    pieces = [Entry("segment", b"a", 0, 12), Entry("segment", b"b", 12, 20)]
-    model, record, keys = run(Blend(TOKENS, 0, pieces, 0, TABLE[:4]), 32)
-    assert model.through == [[]] * LAYERS and (keys[:32] == 2).all()
-    assert record["reused"] == 32
-
-
 def test_selectors_of_costs() -> None:
     assert selector_for(0, 100, 0) == Nothing()
     assert selector_for(0.3, 3, 0) == Nothing(), "it pays for no token"
     expected = Guided(cost=0.3, run_overhead=RUN_OVERHEAD, context_overhead=0.01)
     assert repr(selector_for(0.3, 4, 0.01)) == repr(expected)
-
-
-def test_early_tokens_are_cheaper_in_a_model_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = []
-    for overhead in (0.0, 0.5):
-        monkeypatch.setattr(PagesModel, "context_overhead", overhead)
-        _, record, _ = run(request(0.3), 38)
-        computed.append(record["recomputed"])
-    assert computed[0] < computed[1]
 
 
 class Chosen:
@@ -391,15 +336,6 @@ def test_later_slices_learn_from_what_earlier_ones_recomputed(monkeypatch: pytes
     assert torch.equal(sliced[25:].nan_to_num(-1), keys[25:].nan_to_num(-1))
     assert sliced[22] != keys[22], "30 was not recomputed yet"
     assert (keys[25:30] != 2).all() and (keys[31:36] != 2).all(), "they are corrected"
-
-
-def test_any_selector_leaves_exact_tokens_and_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    selectors: list[Selector] = [Random(0.9), Random(0.1), Guided(1.0)]
-    for selector in selectors:
-        monkeypatch.setattr(executing, "selector_for", lambda cost, reused, context, selector=selector: selector)
-        model, _, keys = run(request(0.5), 38)
-        assert {at for layer in model.through for at in layer} <= set(range(10, 38))
-        assert (keys[:10] == 1).all() and keys[38:].isnan().all() and keys[10:38].isfinite().all()
 
 
 # Slices --------------------------------------------------------------------------------------------------------------

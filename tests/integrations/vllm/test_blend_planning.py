@@ -15,7 +15,7 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Desk, generate, im
 from cuvee.blend.segmentation import ContentChunker, LineBreaks
 from cuvee.integrations.vllm.blending import planning
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
-from cuvee.integrations.vllm.blending.planning import NO_BLEND, BlendPlanner, Segmented
+from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented
 from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, StepPlan
 from cuvee.naming.identity import store_key
@@ -314,13 +314,6 @@ def test_blends_that_reuse_too_little_are_not_made(desk: Callable[..., Desk], to
     assert d.side.outcome(request) == {"blended": bool(found), "reused_tokens": 21 * bool(found), "cost": 0.15}
 
 
-def test_the_last_token_is_not_reused(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST[:16])
-    assert d.matched(ask(d, ids=[*text(10), *FIRST[:16]], segments=[(10, 26)])) == (0, False), "15 are too few"
-    assert d.matched(ask(d, "s", ids=[*text(10), *FIRST[:16], 5], segments=[(10, 26)])) == (26, True)
-
-
 def test_a_prefix_too_short_to_be_loaded_is_not_loaded_for_a_blend(desk: Callable[..., Desk]) -> None:
     d = desk(min_tokens=32)
     d.put_segments(FIRST, SECOND)
@@ -385,14 +378,6 @@ def test_blocks_are_renamed_from_the_first_reused_token_on(desk: Callable[..., D
     assert request.block_hashes[:first] == before[:first]
     assert len(request.block_hashes) == len(before) and set(request.block_hashes[first:]).isdisjoint(before)
     assert {type(name) for name in request.block_hashes} == {bytes}
-
-
-def test_blocks_keep_their_names_where_nothing_is_blended(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    request = ask(d, chunks=2)
-    before = list(request.block_hashes)
-    assert d.matched(request) == (32, True)
-    assert request.block_hashes == before
 
 
 def names(d: Desk, number: int, **asked: Any) -> list[bytes]:
@@ -638,13 +623,6 @@ def test_nothing_is_told_of_requests_that_have_no_segments(desk: Callable[..., D
     assert off.matched(request) == (0, False) and off.side.outcome(request) is None
 
 
-@pytest.mark.parametrize("changes", [{"prompt_token_ids": None}, {"prompt_embeds": "tensor"}, {"resumable": True}])
-def test_requests_whose_tokens_are_not_known_are_left_alone(desk: Callable[..., Desk], changes: Any) -> None:
-    d = desk()
-    request = ask(d, **changes)
-    assert d.matched(request) == (0, False) and d.side.outcome(request) is None and d.store.calls == []
-
-
 # Lookups that go wrong -----------------------------------------------------------------------------------------------
 
 
@@ -746,28 +724,6 @@ def test_blends_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     assert always.matched(ask(always)) == (65, True)
 
 
-def test_blends_that_pay_are_made(desk: Callable[..., Desk]) -> None:
-    d = desk(decide="measured")
-    d.put_segments(FIRST, SECOND)
-    assert d.matched(ask(d)) == (65, True), "nothing was measured yet"
-    measure(d, 1, 1e-3)
-    assert d.matched(ask(d, "s")) == (65, True) and refused(d) == {}
-
-
-def test_useless_blends_of_one_tenant_refuse_no_useful_ones_of_another(desk: Callable[..., Desk]) -> None:
-    """Whatever they are: mostly text, a thousand pieces, or next to nothing."""
-    d = desk(decide="measured", blend={"cost": 0})
-    d.put_segments(FIRST, SECOND, tenant="b")
-    d.put_segments(FIRST[:16], tenant="a")
-    measure(d, 0.016, 0.01)  # 1 ms per token, and 65 in 10 ms
-    for useless in (BlendCost(1, 16, 200, 216), BlendCost(1000, 4000, 3000, 7000), BlendCost(1, 8, 15, 4000)):
-        for _ in range(40):
-            d.side.take(Report(blended=[replace(useless, place_seconds=0.5, compute_seconds=0.5)]))
-    text_heavy = ask(d, "a", [*text(200), *FIRST[:16], *text(192, 300)], [(200, 216)], cache_salt="a")
-    assert d.matched(text_heavy) == (0, False) and refused(d) == {"declined": 1}
-    assert d.matched(ask(d, "b", cache_salt="b")) == (65, True) and refused(d) == {"declined": 1}
-
-
 def test_loads_and_blends_are_judged_by_their_own_speed(desk: Callable[..., Desk]) -> None:
     d = desk(decide="measured")
     d.put_segments(SECOND)
@@ -840,17 +796,6 @@ def test_what_one_rank_lacks_no_rank_recomputes(
     assert not any(plan.blends for plan in plans)
     assert "r" in {name for plan in plans for name in plan.drops}, "who has placed it waits for nothing any more"
     assert d.plan().drops == [] and not d.side._blends._placed and not d.side._blends._ready
-
-
-def test_what_ends_before_it_is_recomputed_is_dropped(desk: Callable[..., Desk]) -> None:
-    d = desk(shards=2)
-    d.put_segments(FIRST)
-    request = ask(d)
-    load(d, request)
-    d.side.take(Report(placed=["r", "r"]))
-    d.side.finished(request, [])
-    plan = d.plan()
-    assert plan.blends == [] and plan.drops == ["r"]
 
 
 # Resets --------------------------------------------------------------------------------------------------------------
@@ -930,33 +875,6 @@ def test_which_segments_are_harvested(
     desk: Callable[..., Desk], options: dict[str, Any], changes: dict[str, Any], found: list[int]
 ) -> None:
     assert planner_of(desk(blend=options)).harvest(segmented(**changes), 190) == found
-
-
-def test_segments_with_little_before_them_are_stored_only_by_name(desk: Callable[..., Desk]) -> None:
-    d, ids = desk(), text(300)
-    request = ask(d, ids=ids, segments=None)
-    d.matched(request)
-    spans = ContentChunker(4, 12, 48).cut(ids)
-    assert segments_of(d.plan((request, 0, 300)).saves) == [(a, b - a) for a, b in spans if a >= 128]
-    assert spans[0][0] < 128 <= spans[-1][0]
-    named = ask(d, "s", ids=ids, segments=[(0, 140)])
-    d.matched(named)
-    assert segments_of(d.plan((named, 0, 300)).saves) == [(0, 140)]
-
-
-def test_renamed_segments_are_asked_for_and_stored_anew(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    planner, request = planner_of(d), ask(d)
-    found = planner.segment(request, "")
-    assert found is not None
-    planner.ask(found, "")
-    old = found.digests
-    assert planner.harvest(found, 77) == [0, 1]
-    planner.identity = replace(planner.identity, model="other weights")
-    planner.rename(found, request, "")
-    assert found.lookup is None and set(found.digests).isdisjoint(old) and len(found.digests) == 2
-    assert planner.harvest(found, 77) == [0, 1]
-    assert planner.offer(request, found, 0, 0.0) == NO_BLEND
 
 
 def test_blends_get_what_a_step_leaves(desk: Callable[..., Desk]) -> None:

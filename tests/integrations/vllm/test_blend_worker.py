@@ -18,7 +18,6 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Blend, Load, Report
-from cuvee.naming.identity import store_key
 
 PAGES = [20, 3, 17, 4, 9, 22, 11, 5]  # of a prompt
 SEGMENTS = [(5, 20), (31, 9), (64, 16)]  # of the sequence
@@ -167,18 +166,6 @@ def test_a_segment_is_stored_from_wherever_it_begins(bench: Callable[..., Bench]
     assert b.worker.saves._pending == 0
 
 
-def test_segments_chunks_and_tails_of_a_step_are_stored_together(bench: Callable[..., Bench]) -> None:
-    b = bench(threads=1)
-    blocks = list(range(16))
-    b.fill(blocks, 8 * CHUNK)
-    b.worker.saves.save([b.save_segment(blocks, 5, 20), *b.saves(blocks, range(2)), b.save_tail(blocks, 40)])
-    b.drain()
-    assert b.store.entries[b.segment_key(5, 20)] == b.codec.encode(b.sequence.slice(5, 25))
-    assert b.store.entries[b.key(1)] == b.codec.encode(b.sequence.slice(16, 32))
-    counts = b.counts()
-    assert (counts["stored{segment}"], counts["stored{chunk}"], counts["stored{tail}"]) == (1, 2, 1)
-
-
 # Placing -------------------------------------------------------------------------------------------------------------
 
 
@@ -223,18 +210,6 @@ def test_a_piece_that_goes_on_behind_the_load_is_cut(bench: Callable[..., Bench]
     b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 10)], 29)])
     place(b)
     assert holds_piece(b, 5, 20, 10, high=29) and untouched(b, 29, 32)
-
-
-def test_many_pieces_are_fetched_in_parts(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.chunk_io.BATCH", 2)
-    b = bench()
-    store_segments(b, (5, 7), (31, 9), (64, 6), (90, 8))
-    pieces = [b.piece(5, 7, 17), b.piece(31, 9, 24), b.piece(64, 6, 36), b.piece(90, 8, 43)]
-    report = run_blend(b, b.load_blend(PAGES, pieces, 51, exact=CHUNK), FakeBlender())
-    assert report.failed == set() and not b.worker.loads.take_invalid_blocks()
-    assert b.held(PAGES, 0, CHUNK)
-    assert all(holds_piece(b, start, tokens, at) for start, tokens, at in ((5, 7, 17), (64, 6, 36), (90, 8, 43)))
-    assert b.counts()["loaded{chunk}"] == 1 and b.counts()["loaded{segment}"] == 4
 
 
 class Walked(list[Any]):
@@ -367,20 +342,6 @@ def test_a_blend_that_another_rank_cannot_go_on_with_is_computed(bench: Callable
     assert b.worker.report(2).failed == {"r"} and b.counts()["failures{blend}"] == 1
 
 
-def test_how_long_a_blend_waits_for_its_slices_is_not_what_it_costs(bench: Callable[..., Bench]) -> None:
-    b, blender = bench(), FakeBlender(slices=2)
-    store_segments(b)
-    begun = time.monotonic()
-    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
-    place(b)
-    compute(b, ["r"], blender)
-    time.sleep(0.5)
-    compute(b, ["r"], blender)
-    took = time.monotonic() - begun
-    (done,) = b.worker.report(2).blended
-    assert 0 < done.place_seconds + done.compute_seconds <= took - 0.5
-
-
 ERRORS = [
     InputError("cost: does not pay"),
     RuntimeError("a bug"),
@@ -492,20 +453,6 @@ def test_an_exact_prefix_may_end_with_a_part_of_a_tail(bench: Callable[..., Benc
     assert b.held(PAGES, 0, 24)
     counts = b.counts()
     assert (counts["loaded{chunk}"], counts["loaded{tail}"]) == (1, 1)
-
-
-def test_a_tagged_segment_of_another_tenant_is_not_placed(bench: Callable[..., Bench]) -> None:
-    b = bench(codec={"key": b"a secret of 16 bytes"})
-    store_segments(b)
-    key = b.segment_key(5, 20)
-    theirs = store_key("attacker", b.piece(5, 20, 0).digest, 0).encode()
-    load = b.load_blend(PAGES, [b.piece(5, 20, 3)], 23)
-    run_blend(b, load, FakeBlender())
-    assert not b.worker.loads.take_invalid_blocks()
-    b.store.entries[key] = b.codec.encode(b.sequence.slice(5, 25), associated_data=theirs)
-    b.worker.loads.start([load])
-    b.wait()
-    assert b.worker.loads.take_invalid_blocks() == set(PAGES[:3]) and key not in b.store.entries
 
 
 @pytest.mark.parametrize(("exact", "slices"), [(0, 0), (CHUNK, 0), (CHUNK, 1)])

@@ -3,7 +3,7 @@
     reference   no connector             answers computed in full, from the engine's own cache, alone and in a batch
     stored      connector, empty store   the same answers; fills the store
     loaded      connector, full store    the same answers, from what the first process stored
-    ranks       two ranks                the same answers, computed and loaded; then a rank's entries are damaged
+    ranks       two ranks                the same answers, computed and loaded; then one misses an entry, and one raises
 
 The first two share a process, the others have one each: what one process stored another must find. Within a process
 engines follow each other, since importing vLLM takes longer than an engine does.
@@ -53,8 +53,6 @@ from transformers import AutoConfig
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.integrations.profile_collection.collection import ProfileCollection
-from cuvee.integrations.stores import open_store
-from cuvee.integrations.stores.disk import DiskStore
 from cuvee.naming.part_keys import part_number
 
 pytestmark = pytest.mark.slow
@@ -384,13 +382,12 @@ class RanksRan:
 
     answers: Results
     scenarios: dict[str, str]
-    store: Path
     log: str
 
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path, models: dict[str, Path]) -> RanksRan:
-    """An engine of two workers that computes and stores, then loads; then a rank misses entries; then one is killed."""
+    """An engine of two workers that computes and stores, then loads; then a rank misses entries; then one raises."""
     place, root = folder / "ranks", folder / "ranks-store"
     place.mkdir()
     stored = 2 * distinct_chunks(faults.CHUNK, *PROMPTS.values())
@@ -400,13 +397,17 @@ def ranks(folder: Path, models: dict[str, Path]) -> RanksRan:
     transfer = cuvee(f"file://{root}", chunk_tokens=faults.CHUNK)
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "kv_transfer_config": transfer}
     write_order(place / "order.json", [Engine("ranks", models["llama"], [filled, filled_up, ALONE], options)])
-    # The engine's own process among them: a worker that is killed must not take the scenarios with it.
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    # The engine's own process among them: a worker that raises must not take the scenarios with it.
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20",  # so long vLLM waits for the rank that waits for the other one
+    }  # fmt: skip
     _, log = faults.run_group("ranks", place, models["llama"], str(root), **variables)
     answers, scenarios = place / "answers.json", place / "results.json"
     assert answers.exists(), log[-4000:]
     outcome = json.loads(scenarios.read_text()) if scenarios.exists() else {}
-    return RanksRan(read_results(answers, log), outcome, root, log)
+    return RanksRan(read_results(answers, log), outcome, log)
 
 
 @pytest.mark.serves(parallel="tensor parallelism", where="engine")
@@ -423,19 +424,9 @@ def test_two_ranks_agree(ranks: RanksRan, reference: dict[str, Ran]) -> None:
 
 
 @pytest.mark.parametrize("scenario", faults.RANKS)
-def test_what_one_rank_misses_both_compute(scenario: str, ranks: RanksRan) -> None:
+def test_what_one_rank_misses_or_has_not_computed_neither_has(scenario: str, ranks: RanksRan) -> None:
     problem = ranks.scenarios.get(scenario, f"the process ended before it\n{ranks.log[-4000:]}")
     assert not problem, f"{scenario}: {problem}"
-
-
-def test_a_worker_killed_while_it_stores_leaves_sound_entries(ranks: RanksRan) -> None:
-    assert ranks.scenarios["rank_killed"] == ""
-    entries = [f"{path.parents[1].name}/{path.name}" for path in ranks.store.glob("*/*/*")]
-    assert len(entries) > 2 * faults.CHUNKS
-    store = open_store(f"file://{ranks.store}", guarded=False)
-    assert isinstance(store, DiskStore)
-    assert None not in store.get_many(entries)
-    assert store.counters()["disk"].corrupt == 0
 
 
 def divergence(answer: Answer, exact: Answer) -> float:

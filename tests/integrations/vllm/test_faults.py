@@ -65,18 +65,6 @@ def test_answers_are_right_with_redis(scenario: str, served: Outcome) -> None:
     served.expect_sound(scenario)
 
 
-def test_what_one_rank_has_not_computed_no_rank_stores(folder: Path, model: Path) -> None:
-    place = folder / "raising"
-    place.mkdir()
-    status, log = faults.run_group(
-        "raising", place, model, str(folder / "raising-store"), VLLM_ENABLE_V1_MULTIPROCESSING="1",
-        VLLM_CPU_OMP_THREADS_BIND="0|1", VLLM_ALLOW_INSECURE_SERIALIZATION="1",
-        VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS="20",  # so long vLLM waits for the rank that waits for the other one
-    )  # fmt: skip
-    results = place / "results.json"
-    Outcome(status, json.loads(results.read_text()) if results.exists() else {}, log).expect_sound("rank_raises")
-
-
 def test_processes_end(served: Outcome) -> None:
     """Also with loads given up, and stores that failed."""
     assert served.status == 0, served.log[-4000:]

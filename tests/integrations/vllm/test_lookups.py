@@ -142,21 +142,6 @@ def many(d: Desk, count: int, name: str = "r", salt: str = "big") -> Any:
     return make_request(name, ids=ids, cache_salt=salt, kv_transfer_params={"cuvee": {"segments": spans}})
 
 
-@pytest.mark.parametrize(("shards", "secrets"), [(1, 1), (3, 1), (2, 2)])
-def test_no_call_grows_with_the_prompt(
-    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, shards: int, secrets: int
-) -> None:
-    names = [f"CUVEE_TEST_KEY_{number}" for number in range(secrets)]
-    for name in names:
-        monkeypatch.setenv(name, name * 2)
-    d = desk(blend=SEGMENTS, shards=shards, **({"key_env": names} if secrets > 1 else {}))
-    counted = sizes(d)
-    request = many(d, 400)
-    d.side.arrived(request)
-    d.matched(request)
-    assert max(counted) <= CALL_KEYS and sum(counted) >= 400 * shards
-
-
 def test_a_big_prompt_is_no_outage(desk: Callable[..., Desk]) -> None:
     """The store takes its time for each key. The lookup runs out of its own, the store stays in use."""
     d = desk(blend=SEGMENTS, lookup_timeout=5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -100,26 +99,6 @@ def test_a_gauge_travels_when_it_changes() -> None:
     assert recorder.drain() == {"pending_bytes||0": 0}
     recorder.gauge("break_even_tokens", math.inf)
     assert recorder.drain() == {"break_even_tokens||": math.inf}
-
-
-def test_what_travels_is_json() -> None:
-    recorder = Recorder()
-    recorder.count("hit_bytes", 3, "disk")
-    recorder.count("work_seconds", 0.25, "encode")
-    recorder.count("lookup_seconds", 0.001)
-    recorder.gauge("pending_bytes", 7)
-    data = recorder.drain()
-    assert data is not None
-    assert json.loads(json.dumps(data, allow_nan=False)) == data
-
-
-def test_what_is_drained_is_what_has_changed() -> None:
-    recorder = Recorder()
-    recorder.count("raw_bytes", 1000)
-    recorder.count("stored_bytes", 100)
-    assert recorder.drain() == {"raw_bytes||": 1000, "stored_bytes||": 100}
-    recorder.count("loaded_tokens")
-    assert recorder.drain() == {"loaded_tokens||": 1}
 
 
 @pytest.mark.parametrize(
@@ -310,13 +289,6 @@ def test_the_scheduler_sees_all_ranks_at_any_time() -> None:
     assert collect(data) == {("pending_bytes", ""): 3}
 
 
-def test_absorbing_keeps_counts_apart_from_gauges() -> None:
-    scheduler = Recorder()
-    for _ in range(2):
-        scheduler.absorb({"raw_bytes||": 1, "load_seconds|0.1|": 2, "store_bytes|disk|": 5})
-    assert scheduler.totals() == {("raw_bytes", ""): 2, ("load_seconds", "0.1"): 4, ("store_bytes", "disk"): 5}
-
-
 # Words ------------------------------------------------------------------------------------------------------------
 
 
@@ -334,35 +306,6 @@ def test_the_summary_is_one_line() -> None:
         "raw_bytes 1,100,000,000; stored 1,024 chunk, 7 tail; load_seconds 3, 0.2 on average; "
         "store_operations 500 memory:hit, 20 memory:miss, 2 disk:error"
     )
-
-
-def test_a_prompt_is_blended_once_however_many_ranks_do_it() -> None:
-    scheduler = Recorder()
-    for rank in range(2):
-        worker_of_rank = Recorder(rank)
-        worker_of_rank.count("blend_seconds", 5)
-        worker_of_rank.count("blend_tokens", 5, "new")
-        for name in ("loaded", "stored"):
-            worker_of_rank.count(name, 5, "segment")
-        scheduler.absorb(worker_of_rank.drain() or {})
-    totals = scheduler.totals()
-    assert {name for (name, _), value in totals.items() if value == 10} == {"loaded", "stored"}
-    assert totals["blend_tokens", "new"] == 5
-    assert [value for (name, _), value in totals.items() if name == "blend_seconds"] == [1]
-
-
-def test_every_reason_not_to_blend_has_a_name() -> None:
-    reasons = {
-        "parameters",
-        "adapter",
-        "media",
-        "prompt_logprobs",
-        "hashes",
-        "timeout",
-        "declined",
-        "failed",
-    }
-    assert set(METRICS["blends_refused"].values) == reasons and "blend" in METRICS["failures"].values
 
 
 def test_the_interval_in_a_few_figures() -> None:

@@ -222,97 +222,61 @@ def test_pages_that_no_strides_describe_are_refused_on_a_device() -> None:
         layout.views(torch.empty_like(tensor, device="meta"))
 
 
-def test_an_order_that_is_another_in_each_block_is_refused() -> None:
-    tensor = _cache()
-    before = tensor.clone()
-    plain = _beside(tensor)
-
-    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        plain(keys, values, slots - slots % TOKENS + (slots + slots // TOKENS) % TOKENS)
-
-    with pytest.raises(UnsupportedModelError, match="not where its first block says, written all at once"):
-        find_page_layout(tensor, write, HEADS, DIM)
-    assert torch.equal(tensor, before), "a refusal must leave the cache as it was"
+def _turned_by_block(plain: Writer, tensor: torch.Tensor) -> Writer:
+    return lambda k, v, s: plain(k, v, s - s % TOKENS + (s + s // TOKENS) % TOKENS)
 
 
-@pytest.mark.parametrize("writer", [_beside, _tiled])
-def test_a_writer_that_puts_a_token_alone_elsewhere_is_refused(writer: Callable[[torch.Tensor], Writer]) -> None:
-    tensor = _cache()
-    plain = writer(tensor)
-
-    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        plain(keys, values, slots if len(slots) > 1 else slots - slots % TOKENS + (slots + 1) % TOKENS)
-
-    with pytest.raises(UnsupportedModelError, match="not where its first block says, written one by one"):
-        find_page_layout(tensor, write, HEADS, DIM)
+def _one_elsewhere(plain: Writer, tensor: torch.Tensor) -> Writer:
+    """Puts a token that comes alone elsewhere."""
+    return lambda k, v, s: plain(k, v, s if len(s) > 1 else s - s % TOKENS + (s + 1) % TOKENS)
 
 
-@pytest.mark.parametrize("writer", [_beside, _tiled])
-def test_a_writer_that_disturbs_other_tokens_is_refused(writer: Callable[[torch.Tensor], Writer]) -> None:
-    """It fills a tile of two tokens up where it is given one of them."""
-    tensor = _cache()
-    plain = writer(tensor)
+def _fills_up(plain: Writer, tensor: torch.Tensor) -> Writer:
+    """Fills a tile of two tokens up where it is given one of them."""
 
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         missing = torch.tensor(sorted({slot ^ 1 for slot in slots.tolist()} - set(slots.tolist())), dtype=torch.int64)
         nothing = torch.zeros(len(missing), HEADS, DIM, dtype=keys.dtype)
         plain(torch.cat([keys, nothing]), torch.cat([values, nothing]), torch.cat([slots, missing]))
 
-    with pytest.raises(UnsupportedModelError, match="not where its first block says, written"):
-        find_page_layout(tensor, write, HEADS, DIM)
+    return write
 
 
-def test_a_writer_of_two_values_to_one_place_is_refused() -> None:
-    tensor = _cache()
-    before = tensor.clone()
-    plain = _tiled(tensor)
-
+def _two_in_one_place(plain: Writer, tensor: torch.Tensor) -> Writer:
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         plain(keys, values, slots)
         tensor[slots // TOKENS, 0, 0, 0] = tensor[slots // TOKENS, 0, 0, 1]
 
-    with pytest.raises(UnsupportedModelError, match="changes values or leaves holes"):
-        find_page_layout(tensor, write, HEADS, DIM)
-    assert torch.equal(tensor, before)
+    return write
 
 
-def test_a_writer_that_changes_values_is_refused() -> None:
+def _mixed_between_calls(plain: Writer, tensor: torch.Tensor) -> Writer:
+    calls = iter([False, True])
+    return lambda k, v, s: plain(k, v, s.flip(0) if next(calls, False) else s)
+
+
+@pytest.mark.parametrize(
+    ("writer", "odd", "message"),
+    [
+        (_beside, _turned_by_block, "not where its first block says, written all at once"),
+        (_beside, _one_elsewhere, "not where its first block says, written one by one"),
+        (_tiled, _one_elsewhere, "not where its first block says, written one by one"),
+        (_beside, _fills_up, "not where its first block says, written"),
+        (_tiled, _fills_up, "not where its first block says, written"),
+        (_tiled, _two_in_one_place, "changes values or leaves holes"),
+        (_beside, lambda plain, _: lambda k, v, s: plain(k / 2, v, s), "changes values"),
+        (_beside, lambda plain, _: lambda k, v, s: plain(k[1:], v[1:], s[1:]), "leaves holes"),
+        (_beside, _mixed_between_calls, "no permutation"),
+    ],
+)
+def test_writers_whose_pages_cannot_be_told_are_refused(
+    writer: Callable[[torch.Tensor], Writer], odd: Callable[[Writer, torch.Tensor], Writer], message: str
+) -> None:
     tensor = _cache()
-    plain = _beside(tensor)
-    with pytest.raises(UnsupportedModelError, match="changes values"):
-        find_page_layout(tensor, lambda k, v, s: plain(k / 2, v, s), HEADS, DIM)
-
-
-def test_a_writer_that_drops_a_token_is_refused() -> None:
-    tensor = _cache()
-    plain = _beside(tensor)
-    with pytest.raises(UnsupportedModelError, match="leaves holes"):
-        find_page_layout(tensor, lambda k, v, s: plain(k[1:], v[1:], s[1:]), HEADS, DIM)
-
-
-def test_a_writer_that_mixes_tokens_between_calls_is_refused() -> None:
-    tensor = _cache()
-    plain = _beside(tensor)
-    calls = 0
-
-    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        plain(keys, values, slots.flip(0) if calls == 2 else slots)
-
-    with pytest.raises(UnsupportedModelError, match="no permutation"):
-        find_page_layout(tensor, write, HEADS, DIM)
-
-
-def test_blocks_of_another_layout_are_refused() -> None:
-    tensor = _cache()
-    plain = _beside(tensor)
-
-    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        plain(keys, values, torch.where(slots >= TOKENS, slots - TOKENS, slots))
-
-    with pytest.raises(UnsupportedModelError, match="not where its first block says"):
-        find_page_layout(tensor, write, HEADS, DIM)
+    before = tensor.clone()
+    with pytest.raises(UnsupportedModelError, match=message):
+        find_page_layout(tensor, odd(writer(tensor), tensor), HEADS, DIM)
+    assert torch.equal(tensor, before), "a refusal must leave the cache as it was"
 
 
 def test_check_notices_a_layer_that_differs() -> None:

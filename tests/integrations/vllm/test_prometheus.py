@@ -160,21 +160,6 @@ def check_every_metric_can_be_observed() -> None:
         assert rendered[sample(metric.name + suffix, **own_labels(metric))] == 1, metric.name
 
 
-def check_two_engines_keep_apart() -> None:
-    from prometheus_client import CollectorRegistry
-
-    registry = CollectorRegistry()
-    metrics = exporter(registry, engines=2)
-    metrics.observe(recorded(), 0)
-    metrics.observe(recorded(), 1)
-    metrics.observe({"pending_bytes||0": 9, "store_operations|redis:hit|": 1}, 1)
-    rendered = samples(registry)
-    assert rendered[sample("raw_bytes_total", 0)] == rendered[sample("raw_bytes_total", 1)] == 1000
-    assert rendered[sample("pending_bytes", 0)] == 4 and rendered[sample("pending_bytes", 1)] == 9
-    assert rendered[sample("store_operations_total", 1, tier="redis", result="hit")] == 1
-    assert sample("store_operations_total", 0, tier="redis", result="hit") not in rendered
-
-
 def check_a_second_exporter_of_a_process_shares_the_first() -> None:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics

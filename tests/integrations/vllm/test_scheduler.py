@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Bench, Desk, generate, image, make_request
+from tests.integrations.vllm.sides import BLOCK, CHUNK, Bench, Desk, generate, make_request
 
 from cuvee.codec.format.keys import make_keys
 from cuvee.integrations.stores import StoreError
@@ -94,13 +94,6 @@ def test_a_long_prefix_is_asked_for_in_parts(desk: Callable[..., Desk], monkeypa
     assert d.matched(request) == (12 * CHUNK, True)
 
 
-@pytest.mark.parametrize(("tokens", "found"), [(96, 88), (97, 96), (16, 0), (17, 16), (25, 16)])
-def test_the_block_of_the_last_token_is_always_computed(desk: Callable[..., Desk], tokens: int, found: int) -> None:
-    d, request = desk(), make_request(tokens=tokens)
-    d.put(request, 6)
-    assert d.matched(request)[0] == found
-
-
 def test_what_the_engine_has_is_not_loaded(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request()
     d.put(request, 3)
@@ -109,35 +102,10 @@ def test_what_the_engine_has_is_not_loaded(desk: Callable[..., Desk]) -> None:
     assert d.matched(request, 48) == (0, False)
 
 
-def test_all_ranks_must_have_a_chunk(desk: Callable[..., Desk]) -> None:
-    d, request = desk(shards=2), make_request()
-    d.put(request, 4)
-    for digest in d.digests(request)[2:4]:
-        del d.store.entries[store_key("", digest, 1)]
-    assert d.matched(request) == (32, True)
-
-
-def test_tenants_do_not_share(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put(make_request(), 6, tenant="alice")
-    assert d.matched(make_request("a", cache_salt="alice"))[0] == 96
-    assert d.matched(make_request("b", cache_salt="bob"))[0] == 0
-    assert d.matched(make_request("c"))[0] == 0
-
-
 def test_tenant_of_requests_without_salt(desk: Callable[..., Desk]) -> None:
     d = desk(tenant="alice")
     d.put(make_request(), 6, tenant="alice")
     assert d.matched(make_request("c"))[0] == 96
-
-
-def test_adapters_and_media_do_not_share(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put(make_request(), 6)
-    assert d.matched(make_request("a", lora_request=LORA))[0] == 0
-    assert d.matched(make_request("b", mm_features=[image(start=20)]))[0] == 16, (
-        "the chunk before the image is the same"
-    )
 
 
 @pytest.mark.parametrize(
@@ -724,17 +692,6 @@ def test_loads_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     always = desk()
     always.put(make_request(), 6)
     assert always.matched(make_request("q"))[0] == 96
-
-
-def test_loads_that_pay_are_made(desk: Callable[..., Desk]) -> None:
-    d = desk(decide="measured")
-    d.put(make_request(), 6)
-    for _ in range(8):  # 16 tokens/s of prefill, 96 000 of loading
-        d.matched(make_request("p", tokens=16))
-        step = d.plan((make_request("p", tokens=16), 0, 16))
-        d.side.take(Report([step.step], step_seconds={step.step: 1.0}, loaded=[(96, 1e-3)]))
-    assert d.matched(make_request("q")) == (96, True)
-    assert d.recorder.totals()["break_even_tokens", ""] < 16
 
 
 def test_an_error_about_a_request_that_has_ended_leaves_nothing(

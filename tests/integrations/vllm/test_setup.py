@@ -24,7 +24,6 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
-from cuvee.codec.setting import warn_of_no_promise
 from cuvee.integrations import checkpoint as checkpoint_module
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
@@ -150,20 +149,6 @@ def test_a_ratio_is_that_of_the_engines_cache(tmp_path: Path) -> None:
             Setup.of_engine(*_engine([_spec(dtype=served)], extra=extra | {"ratio": 100}))
 
 
-def test_the_worst_kind_decides_on_the_scheduler_and_on_every_rank(tmp_path: Path) -> None:
-    easy = [CurvePoint(64 * k, 4.0 - k, 1e-2, 1e-3 * 4.0**k, kind="prose") for k in range(-4, 2)]
-    hard = [replace(point, kl=4 * (point.kl or 0), kind="code") for point in easy]
-    both = [replace(point, kind=None) for point in easy]
-    _profile("head").with_curve([*easy, *hard, *both]).save(tmp_path / "p")
-    steps = []
-    for worst in (False, True):
-        extra = {"profile": str(tmp_path / "p"), "kl": 4e-3, "worst": worst}
-        made = Setup.of_engine(*_engine([_spec()], extra=extra))
-        assert made.quality == made.codec(0).quality_name
-        steps.append(made.codec(0).step_index)
-    assert steps[1] < steps[0]
-
-
 def test_what_is_supported_starts() -> None:
     made = Setup.of_engine(*_engine(kv_transfer__is_kv_producer=False))
     assert made.layout.fingerprint == LAYOUT.fingerprint
@@ -243,16 +228,6 @@ def test_fp8_codes_are_stored_in_pairs(dtype: torch.dtype) -> None:
     assert made.layout.bytes_per_token == LAYOUT.values_per_token
     other = Setup.of_engine(*_engine([_spec(dtype=torch.uint8)], cache__cache_dtype="fp8_e5m2"))
     assert len({made.layout.fingerprint, other.layout.fingerprint, LAYOUT.fingerprint}) == 3
-
-
-def test_a_ratio_of_an_fp8_cache_counts_eight_bits(tmp_path: Path) -> None:
-    """A profile codes the values of its codes."""
-    points, fitted = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k) for k in range(-4, 2)], _profile("head")
-    Profile(LAYOUT, "head", "fitted", fitted.family, fitted.learned, curve=points).save(tmp_path / "p")
-    extra = {"profile": str(tmp_path / "p"), "ratio": 2}
-    made = Setup.of_engine(*_engine([_spec(dtype=torch.uint8)], extra=extra, cache__cache_dtype="fp8"))
-    assert made.quality == "step:0", "the step at which the curve has 4 bits"
-    assert made.codec(0).step_index == 0 and made.layout == LAYOUT
 
 
 @pytest.mark.parametrize(
@@ -467,13 +442,6 @@ def test_a_profile_of_another_layout_is_refused(tmp_path: Path) -> None:
         Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")}))
 
 
-@pytest.mark.parametrize("ranks", ["tensor", "data", ""])
-def test_whether_other_ranks_compute_with_this_one(ranks: str) -> None:
-    several: dict[str, Any] = {f"parallel__{ranks}_parallel_size": 2} if ranks else {}
-    heads = 1 if ranks == "tensor" else 2
-    assert Setup.of_engine(*_engine(specs=[_spec(num_kv_heads=heads)], **several)).alone is not bool(ranks)
-
-
 @pytest.mark.parametrize("group", ["head", "heads:2"])
 def test_ranks_code_their_own_heads(tmp_path: Path, group: str) -> None:
     for learned in (group, "layer"):
@@ -591,22 +559,6 @@ def test_what_could_not_be_checked_is_said(
 def test_a_lossy_quality_without_a_profile_is_refused(quality: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"must be quality='lossless' with an unlearned .* `cuvee profile learn`"):
         Setup.of_engine(*_engine(extra=quality))
-
-
-def test_a_preset_without_a_curve_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_no_promise.cache_clear()
-    _profile("layer").save(tmp_path / "p")
-    extra = {"profile": str(tmp_path / "p")}
-    with caplog.at_level(logging.WARNING, "cuvee"):
-        Setup.of_engine(*_engine()).codec(0)
-        assert not caplog.records
-        for _ in range(2):  # both sides of the connector, each of which makes several codecs
-            made = Setup.of_engine(*_engine(extra=extra | {"quality": "balanced"}))
-            assert made.quality == f"step:{made.codec(0).step_index}" != "lossless"
-    (record,) = caplog.records
-    assert "quality='balanced'" in record.getMessage() and "`cuvee profile learn`" in record.getMessage()
-    with pytest.raises(ProfileError, match=r"^kl=0.01: this profile has no curve for kl. `cuvee profile learn`"):
-        Setup.of_engine(*_engine(extra=extra | {"kl": 0.01}))
 
 
 def test_a_tokenizer_that_is_nowhere_is_left_out(

@@ -214,14 +214,6 @@ def test_what_was_computed_before_a_reset_is_in_no_tail(desk: Callable[..., Desk
     assert d.plan().last_saves == []
 
 
-def test_positions_past_the_limit_are_in_no_tail(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request(tokens=4096 + 40)
-    d.matched(request)
-    assert {save.entry.kind for save in d.plan((request, 0, 4136)).saves} == {"chunk"}
-    d.side.finished(request, list(range(1000)))
-    assert d.plan().last_saves == []
-
-
 def test_an_engine_that_only_loads_stores_no_tail(desk: Callable[..., Desk]) -> None:
     d, request = desk(stores=False), make_request(tokens=103)
     d.matched(request)
@@ -254,18 +246,6 @@ def test_the_next_turn_finds_the_whole_conversation(desk: Callable[..., Desk], g
     assert d.matched(again(request, "other", more=70, keep=103))[0] == 96
 
 
-def test_turns_follow_each_other(desk: Callable[..., Desk]) -> None:
-    """Each turn loads all of the turn before and adds to it."""
-    d, turn = desk(), make_request("0", tokens=20)
-    found, _ = d.matched(turn)
-    for number in range(1, 12):
-        run(d, turn, 9, found)
-        text = turn.num_tokens - 1
-        turn = again(turn, str(number), more=5)
-        found, _ = d.matched(turn)
-        assert found == text // BLOCK * BLOCK
-
-
 def test_longer_tails_and_whole_chunks_supersede_a_tail(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request(tokens=200)
     d.put(request, 1)
@@ -276,13 +256,6 @@ def test_longer_tails_and_whole_chunks_supersede_a_tail(desk: Callable[..., Desk
     assert d.matched(again(request, "whole"))[0] == 128
     assert d.matched(again(request, "shorter", keep=85))[0] == 80, "it is not deleted: others end or turn off there"
     assert len(d.store.entries) == 5
-
-
-def test_a_prompt_that_turns_off_inside_a_chunk_finds_the_tail_before(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request(tokens=200)
-    d.put(request, 3)
-    d.put_tails(request, 80, 104)
-    assert d.matched(again(request, "other", keep=90, more=60))[0] == 80
 
 
 def test_tails_are_asked_for_together(desk: Callable[..., Desk]) -> None:
@@ -327,15 +300,6 @@ def test_a_tail_is_no_whole_chunk_of_a_smaller_size(desk: Callable[..., Desk]) -
     assert other.matched(request)[0] == 0
 
 
-def test_a_tail_that_the_engine_has_is_not_loaded(desk: Callable[..., Desk]) -> None:
-    d, request = desk(min_tokens=16), make_request(tokens=123)
-    d.put(request, 1)
-    d.put_tails(request, 96)
-    assert d.matched(request, 72) == (24, True)
-    assert d.matched(request, 88) == (0, False), "8 tokens are fewer than min_tokens"
-    assert d.matched(request, 112) == (0, False)
-
-
 # Loading ---------------------------------------------------------------------------------------------------------
 
 
@@ -374,17 +338,6 @@ def test_a_tail_that_another_request_loads_is_waited_for(desk: Callable[..., Des
         d.plan()
     d.side.take(Report([plan.step], {"a"}, [(48, 0.1)]))
     assert d.matched(second, 48) == (0, False)
-
-
-def test_after_a_failed_load_the_tail_is_computed_and_stored_again(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request(tokens=123)
-    d.put(request, 1)
-    d.put_tails(request, 120)
-    d.side.allocated(request, BLOCKS, d.matched(request)[0])
-    plan = d.plan()
-    d.side.take(Report([plan.step], {"r"}, [], {"r"}, {d.tail(request, 120)}))
-    assert d.matched(request, 64) == (0, False)
-    assert places(d.plan((request, 64, 59)).saves) == [(1, 56)]
 
 
 def test_what_a_lookup_says_of_tails_is_believed(desk: Callable[..., Desk]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.stores.dict_store import DictStore, hold
-from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import BLOCK, CHUNK, LAYOUT, TENANT, Bench, poison
 from tests.predicting import predicting
 
@@ -204,16 +202,6 @@ def test_parts_are_bound_to_their_place_and_older_secrets_are_tried(bench: Calla
     assert delivered(run(b, planned=aim(), request="copied")).parts == ()
 
 
-def test_a_bad_part_is_deleted_where_it_was_found(bench: Callable[..., Bench]) -> None:
-    """Under the key of an older secret."""
-    b = stored(bench(codec={"key": bytes(16)}))
-    rotated = bench(codec={"key": [bytes(range(16)), bytes(16)]}, store=b.store)
-    bad = keys_of(b, 1)[1]
-    b.store.entries[bad] = b.store.entries[bad][:-9] + bytes(9)
-    assert delivered(run(rotated, planned=aim())).parts == (2, 1, 2, 2)
-    assert bad not in b.store.entries
-
-
 def test_an_error_that_is_not_of_the_bytes_deletes_nothing(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,53 +311,14 @@ def test_a_store_that_hangs_is_given_up_after_the_load_timeout(bench: Callable[.
         gate.set()
 
 
-def test_a_load_that_is_dropped_writes_nothing_more(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    gate = hold(b.store, "get")
-    load = b.load(BLOCKS, 0, 4 * CHUNK)
-    load.aim = aim()
-    b.worker.loads.start([load])
-    wait_until(lambda: "get" in b.store.calls, "a part is fetched")
-    b.worker.loads.drop(["r"])
-    gate.set()
-    b.wait()
-    assert b.worker.loads.take_invalid_blocks() == set(BLOCKS[:8])
-    assert b.cache.read(torch.arange(4 * CHUNK), 0).keys[0].isnan().all()
-
-
-def test_a_link_that_delivers_slowly_has_refinements_left_out(bench: Callable[..., Bench]) -> None:
-    """Every part takes 0.1 s, one after the other: eight bases, then as many refinements as fit."""
-    store = Parted()
-    b = stored(bench(store=store))
-    store.seconds = 0.1
-    begun = time.monotonic()
-    delivery = delivered(run(b, chunks=8, planned=aim(seconds=1.3, rest=0)))
-    assert time.monotonic() - begun < 2.0, "a busy machine may be late"
-    assert delivery.complete and delivery.parts.count(2) < 8, "all of them would have taken 1.6 s"
-    assert sorted(delivery.parts, reverse=True) == list(delivery.parts), "the first ones are refined"
-    assert all(holds(b, chunk, parts) for chunk, parts in enumerate(delivery.parts))
-
-
-def test_one_load_teaches_the_next(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    loads = b.worker.loads._deadlines
-    before = loads.decode(float(CHUNK), 0.0)
-    run(b, planned=aim())
-    assert loads.decode(float(CHUNK), 0.0) != before
-    assert set(loads._links) == {"memory"}
-
-
 class Parted(DictStore):
-    """A store whose refinements can be made to hang, and all parts to take their time."""
+    """A store whose refinements can be made to hang."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hangs, self.seconds = False, 0.0
-        self.gate, self.link = threading.Event(), threading.Lock()
+        self.hangs, self.gate = False, threading.Event()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         if self.hangs and any("70617274" in key[-10:] for key in keys):
             self.gate.wait(60)
-        with self.link:
-            time.sleep(self.seconds * len(keys))
         return super().get_many(keys)
