@@ -36,7 +36,7 @@ LONGEST = (
     "integrations/vllm/test_serve", "codec/test_hostile",
     "integrations/vllm/test_engine_tails", "codec/test_calibrate", "kernels/test_backend", "kernels/test_hostile",
     "integrations/vllm/test_docs", "package/cli/test_profile",
-    "fuzz/test_soak", "codec/test_sections", "integrations/vllm/test_pages", "package/test_package",
+    "fuzz/test_soak", "codec/test_sections", "package/test_package",
     "package/test_docs",
 )  # fmt: skip
 
